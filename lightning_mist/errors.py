@@ -1,0 +1,30 @@
+"""The exceptions that lightning_mist raises on purpose.
+
+Wrong arguments are plain ``ValueError`` or ``TypeError``; everything that depends on a model, a machine or a plan is a
+:class:`MistError`. A message says, in this order: the thing with its value, the rule with its numbers, the nearest way
+out.
+"""
+
+
+class MistError(Exception):
+    """Base class of every error that belongs to planning or running a plan."""
+
+
+class TraceError(MistError):
+    """The module cannot be traced, or does something that a cut module would compute wrongly."""
+
+
+class ProfileError(MistError):
+    """A measurement of the machine failed or a stored profile cannot be used."""
+
+
+class InfeasibleError(MistError):
+    """No plan of the search space satisfies every constraint; the message names the binding one."""
+
+
+class PlanError(MistError):
+    """A plan contradicts itself, the model, the machine or what the runtime can do."""
+
+
+class ScheduleError(MistError):
+    """A list of actions breaks a rule of its schedule."""

@@ -1,0 +1,66 @@
+"""Fitted numbers of a machine: how fast it computes, moves and communicates. Seconds, bytes, FLOP/s."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeRate:
+    """Matrix multiplication speed of one device at several problem sizes.
+
+    Attributes:
+        dtype: Name of the element type, for example ``"float32"``.
+        flops: Floating-point operations per call, ascending.
+        flops_per_second: Median rate at each size, all devices of the node busy.
+        spread: Median absolute deviation over median, the worst of all sizes.
+    """
+
+    dtype: str
+    flops: tuple[float, ...]
+    flops_per_second: tuple[float, ...]
+    spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCost:
+    """Time of one collective: ``latency + payload / bandwidth``, the payload being the whole un-sharded tensor.
+
+    Attributes:
+        operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast`` or ``send_recv``.
+        group_size: Number of ranks.
+        num_nodes: Number of nodes the group spans.
+        latency_seconds: Time of an empty message.
+        bytes_per_second: Payload rate.
+        spread: Relative spread of the fit's residuals.
+    """
+
+    operation: str
+    group_size: int
+    num_nodes: int
+    latency_seconds: float
+    bytes_per_second: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareProfile:
+    """Everything measured of, or catalogued for, one kind of device in one kind of cluster.
+
+    Attributes:
+        device: Name of the device.
+        source: Where the numbers come from: ``"measured"`` with host and date, or catalog sources.
+        compute: Rates by element type.
+        memory_bytes_per_second: Bytes read plus written per second by large element-wise operators.
+        operator_seconds: Overhead of launching one operator from Python.
+        collectives: Fitted collectives.
+        host_to_device_bytes_per_second: Pinned copies to the device; 0 where there is no separate device.
+        device_to_host_bytes_per_second: Pinned copies from the device; 0 where there is no separate device.
+    """
+
+    device: str
+    source: str
+    compute: tuple[ComputeRate, ...]
+    memory_bytes_per_second: float
+    operator_seconds: float
+    collectives: tuple[CollectiveCost, ...]
+    host_to_device_bytes_per_second: float = 0.0
+    device_to_host_bytes_per_second: float = 0.0

@@ -1,0 +1,22 @@
+"""What the network is: where it can be cut and what it costs, as expressions."""
+
+from lightning_mist.model.spec import (
+    LayerSeconds,
+    LayerSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ParameterSpec,
+    TensorSpec,
+)
+from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
+
+__all__ = [
+    "MICROBATCH",
+    "SEQUENCE",
+    "LayerSeconds",
+    "LayerSpec",
+    "ModelSpec",
+    "OptimizerSpec",
+    "ParameterSpec",
+    "TensorSpec",
+]

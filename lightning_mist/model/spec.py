@@ -1,0 +1,168 @@
+"""What a network costs, as data: one specification per kind of layer, expressions in microbatch rows and length.
+
+Bytes are attributed to the part of the step that allocates them: every storage counts once, for the head, the layer or
+the tail in whose forward it was made. All expressions are exact polynomials (or ``Max`` of such) in
+:data:`~lightning_mist.model.symbols.MICROBATCH` and :data:`~lightning_mist.model.symbols.SEQUENCE`.
+"""
+
+from dataclasses import dataclass, field
+
+import sympy
+
+from lightning_mist.plan import ModuleMap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """A tensor with a symbolic shape.
+
+    Attributes:
+        shape: Sizes as expressions.
+        dtype: Name of the element type, for example ``"float32"``.
+        itemsize: Bytes of one element.
+        requires_grad: Whether a gradient flows through it.
+        batch_dim: Dimension that grows with the batch, if any.
+    """
+
+    shape: tuple[sympy.Expr, ...]
+    dtype: str
+    itemsize: int
+    requires_grad: bool
+    batch_dim: int | None
+
+    @property
+    def bytes(self) -> sympy.Expr:
+        """Its size in bytes."""
+        return sympy.Mul(sympy.Integer(self.itemsize), *self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """One parameter: qualified name, element count, bytes, and whether it is trained."""
+
+    name: str
+    numel: int
+    bytes: int
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One kind of layer (or the head, or the tail).
+
+    Attributes:
+        kind: ``"head"``, ``"tail"``, or a label of the block kind such as ``"GPT2Block"`` (unique in the model).
+        example: Qualified name of the block that was traced; empty for head and tail.
+        forward_flops, backward_flops: Floating-point operations (a multiply-add is two).
+        forward_moved_bytes, backward_moved_bytes: Bytes read and written by all operators.
+        forward_operators, backward_operators: Number of operators launched.
+        saved_bytes: Bytes allocated in its forward and still alive when the forward of the whole step has ended.
+        checkpointed_saved_bytes: The same if the layer is recomputed in backward; it is what it hands on.
+        forward_peak_bytes: Largest number of bytes alive during its forward beyond those alive when it began.
+        backward_peak_bytes: Largest number of bytes alive during its backward beyond those alive when it began,
+            parameter gradients being there already; its saved bytes are freed on the way and may make this negative.
+        first_backward_peak_bytes: The same when its parameter gradients do not exist yet and are made here.
+        recompute_backward_peak_bytes: The largest number of bytes alive during recomputation and backward beyond those
+            alive when they began, gradients being there already.
+        first_recompute_backward_peak_bytes: The same when its parameter gradients do not exist yet.
+    """
+
+    kind: str
+    example: str
+    forward_flops: sympy.Expr
+    backward_flops: sympy.Expr
+    forward_moved_bytes: sympy.Expr
+    backward_moved_bytes: sympy.Expr
+    forward_operators: int
+    backward_operators: int
+    saved_bytes: sympy.Expr
+    checkpointed_saved_bytes: sympy.Expr
+    forward_peak_bytes: sympy.Expr
+    backward_peak_bytes: sympy.Expr
+    first_backward_peak_bytes: sympy.Expr
+    recompute_backward_peak_bytes: sympy.Expr
+    first_recompute_backward_peak_bytes: sympy.Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSeconds:
+    """Measured seconds of one kind of layer at a number of microbatch sizes, for interpolation between them.
+
+    Attributes:
+        kind: The :attr:`LayerSpec.kind`.
+        rows: Microbatch rows, ascending.
+        forward: Median seconds of one forward at each size.
+        backward: Median seconds of one backward at each size, without recomputation.
+        spread: Median absolute deviation over median, the worst of all sizes and both directions.
+    """
+
+    kind: str
+    rows: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """What the optimizer keeps and needs.
+
+    Attributes:
+        name: Class name, for example ``"AdamW"``.
+        state_bytes_per_parameter_byte: Bytes of state kept per byte of a trained parameter (AdamW in fp32: 2).
+        step_peak_bytes_per_parameter_byte: Temporary bytes of its step per byte of all parameters it updates at once
+            (the foreach implementations).
+        step_peak_bytes_per_largest: Temporary bytes of its step per byte of the largest parameter (loop
+            implementations).
+        step_moved_bytes_per_parameter_byte: Bytes read and written by one step per byte of parameters.
+    """
+
+    name: str
+    state_bytes_per_parameter_byte: float
+    step_peak_bytes_per_parameter_byte: float
+    step_peak_bytes_per_largest: float
+    step_moved_bytes_per_parameter_byte: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A network for the cost model.
+
+    Attributes:
+        name: For people.
+        module_map: Blocks, cuts, parameter uses and exclusions.
+        head: What runs before the first block (and the whole step if there are no blocks).
+        layers: The distinct kinds of blocks.
+        kinds: For every layer position, the index of its kind in :attr:`layers`.
+        tail: What runs after the last block.
+        boundaries: For each layer position ``k`` in ``1 .. L-1`` at index ``k - 1``, the tensors crossing the cut.
+        parameters: Every parameter once, in the order of ``module.parameters()``.
+        buffer_bytes: Bytes of all buffers (every stage keeps them).
+        batch_bytes: Bytes of a batch of ``b`` rows.
+        batch_rows: Rows per rank of the traced batch.
+        sequence_length: Length of the traced batch, if it has a sequence dimension.
+        optimizer: What the optimizer keeps, if known.
+        precision: Lightning's name of the precision, for example ``"bf16-mixed"``.
+        seconds: Measured seconds of layers on the machine at hand; empty if nothing was measured.
+    """
+
+    name: str
+    module_map: ModuleMap
+    head: LayerSpec
+    layers: tuple[LayerSpec, ...]
+    kinds: tuple[int, ...]
+    tail: LayerSpec
+    boundaries: tuple[tuple[TensorSpec, ...], ...]
+    parameters: tuple[ParameterSpec, ...]
+    buffer_bytes: int
+    batch_bytes: sympy.Expr
+    batch_rows: int
+    sequence_length: int | None
+    optimizer: OptimizerSpec
+    precision: str = "32-true"
+    seconds: tuple[LayerSeconds, ...] = field(default=())
+
+    @property
+    def num_layers(self) -> int:
+        """Number of repeated blocks."""
+        return len(self.kinds)

@@ -1,0 +1,36 @@
+"""What to run: a plan is frozen data. No torch, no Lightning."""
+
+from lightning_mist.plan.memory import Checkpointing, OffloadRatios
+from lightning_mist.plan.module_map import (
+    BlockOutput,
+    Exclusion,
+    Feature,
+    LiveTensor,
+    ModuleMap,
+    ParameterUse,
+)
+from lightning_mist.plan.parallelism import StageMesh, ZeroStage
+from lightning_mist.plan.plan import Plan, Predicted, PredictedStage, ScheduleName, StagePlan
+from lightning_mist.plan.rows import RowSlice, replica_of, replica_ranks, row_slice
+
+__all__ = [
+    "BlockOutput",
+    "Checkpointing",
+    "Exclusion",
+    "Feature",
+    "LiveTensor",
+    "ModuleMap",
+    "OffloadRatios",
+    "ParameterUse",
+    "Plan",
+    "Predicted",
+    "PredictedStage",
+    "RowSlice",
+    "ScheduleName",
+    "StageMesh",
+    "StagePlan",
+    "ZeroStage",
+    "replica_of",
+    "replica_ranks",
+    "row_slice",
+]

@@ -1,0 +1,125 @@
+"""What the runtime knows of a user's module: where it can be cut and which values cross.
+
+A :class:`ModuleMap` is made by tracing the user's step once on fake tensors and is handed to the runtime as plain
+data. Layer positions count repeated blocks in execution order. *Region* ``-1`` is what runs before the first block (the
+head), region ``k`` is block ``k`` together with what runs between it and the next block; the last region includes the
+tail.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Literal
+
+Feature = Literal["pipeline", "microbatches", "checkpointing"]
+"""What an exclusion rules out: cutting into stages, cutting a batch, recomputing blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveTensor:
+    """A tensor that is defined before a cut and used after it.
+
+    Attributes:
+        key: Identity of the value, equal on every rank and in every step.
+        shape: Shape seen in the trace.
+        dtype: Name of the element type, for example ``"float32"``.
+        requires_grad: Whether a gradient flows back through it.
+        batch_dim: The dimension that grows with the batch, or ``None`` if none does.
+    """
+
+    key: Hashable
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    batch_dim: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterUse:
+    """Where one parameter is used.
+
+    Attributes:
+        name: Its canonical (first) qualified name.
+        slots: Every ``(module name, attribute name)`` that holds it, with the sorted regions that use it through this
+            slot. A slot that no region uses belongs to the parameter's first other region, or to region -1.
+        shape: Its shape.
+        dtype: Name of its element type.
+        requires_grad: Whether it is trained.
+    """
+
+    name: str
+    slots: tuple[tuple[str, str, tuple[int, ...]], ...]
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+    @property
+    def regions(self) -> tuple[int, ...]:
+        """Sorted regions that use the parameter through any slot."""
+        return tuple(sorted({region for _, _, regions in self.slots for region in regions}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exclusion:
+    """A feature that this module cannot have, and why, in words for the user."""
+
+    feature: Feature
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOutput:
+    """The recorded structure of what a block returns, so that a stage can answer for a block it does not hold.
+
+    Attributes:
+        signature: Shapes and dtypes of the tensors among the block's arguments for which the record is valid.
+        leaves: One entry per leaf of the output: ``("input", i)`` for the i-th argument leaf passed through,
+            ``("tensor", shape, stride, dtype, depends)`` with ``depends`` telling whether it depends on parameters, or
+            ``("value", x)`` for a Python value.
+        structure: The pytree structure of the output.
+    """
+
+    signature: tuple[Hashable, ...]
+    leaves: tuple[tuple[object, ...], ...]
+    structure: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleMap:
+    """Blocks, cuts, parameters and exclusions of one step of one module.
+
+    Attributes:
+        step: Name of the traced step, for example ``"training_step"``.
+        blocks: Qualified names of the repeated blocks in execution order; empty if none were found.
+        outputs: The recorded output of each block.
+        cuts: For each layer position ``k`` in ``1 .. len(blocks)-1``, at index ``k - 1``: the tensors alive on entry to
+            block ``k``, in order of definition.
+        parameters: Use of every parameter.
+        leaking_blocks: Positions of blocks whose inner values are read from outside; they run on fakes when skipped.
+        exclusions: Features ruled out for this module.
+        batch_rows: Rows of the traced batch.
+    """
+
+    step: str
+    blocks: tuple[str, ...]
+    outputs: tuple[BlockOutput, ...]
+    cuts: tuple[tuple[LiveTensor, ...], ...]
+    parameters: tuple[ParameterUse, ...]
+    leaking_blocks: tuple[int, ...] = ()
+    exclusions: tuple[Exclusion, ...] = ()
+    batch_rows: int = 1
+
+    def excludes(self, feature: Feature) -> tuple[str, ...]:
+        """The reasons for which a feature is ruled out; empty if it is allowed."""
+        return tuple(item.reason for item in self.exclusions if item.feature == feature)
+
+    def owners(self, bounds: tuple[tuple[int, int], ...]) -> dict[str, tuple[int, ...]]:
+        """For stages with these layer ranges, the sorted stages that hold each parameter.
+
+        A parameter that nothing uses is held by the last stage, so that it still has one place in checkpoints.
+        """
+
+        def stage(region: int) -> int:
+            return next((i for i, (_, end) in enumerate(bounds) if region < end), len(bounds) - 1)
+
+        last = len(bounds) - 1
+        return {use.name: tuple(sorted({stage(r) for r in use.regions})) or (last,) for use in self.parameters}

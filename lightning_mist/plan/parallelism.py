@@ -1,0 +1,50 @@
+"""How a stage spreads over devices."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from lightning_mist.errors import PlanError
+
+
+class ZeroStage(IntEnum):
+    """What the data-parallel ranks of a stage shard (Rajbhandari et al., 2020)."""
+
+    NONE = 0
+    OPTIMIZER = 1
+    GRADIENTS = 2
+    PARAMETERS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMesh:
+    """The devices of one stage and the degrees they are arranged in.
+
+    Attributes:
+        devices: Global ranks, data-parallel index slowest, then context, tensor-parallel index fastest.
+        data_parallel_degree: Number of replicas of the stage that see different rows of a microbatch.
+        tensor_parallel_degree: Number of devices that share every layer of the stage.
+        context_parallel_degree: Number of devices that share the sequence.
+        sequence_parallel: Whether norms and dropout work on sequence shards between tensor-parallel regions.
+    """
+
+    devices: tuple[int, ...]
+    data_parallel_degree: int = 1
+    tensor_parallel_degree: int = 1
+    context_parallel_degree: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        """Check that the degrees cover the devices exactly once."""
+        degrees = (self.data_parallel_degree, self.tensor_parallel_degree, self.context_parallel_degree)
+        if min(degrees) < 1:
+            raise PlanError(f"degrees {degrees} (data, tensor, context): each must be at least 1")
+        if len(set(self.devices)) != len(self.devices) or any(device < 0 for device in self.devices):
+            raise PlanError(f"devices {list(self.devices)}: each must be named once and not be negative")
+        product = degrees[0] * degrees[1] * degrees[2]
+        if product != len(self.devices):
+            raise PlanError(
+                f"{len(self.devices)} devices with degrees {degrees} (data, tensor, context): "
+                f"their product must equal the number of devices, but is {product}"
+            )
+        if self.sequence_parallel and self.tensor_parallel_degree == 1:
+            raise PlanError("sequence_parallel needs tensor_parallel_degree of at least 2, which is 1")

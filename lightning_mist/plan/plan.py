@@ -1,0 +1,203 @@
+"""A plan: everything the runtime needs to know about how to train, as frozen data."""
+
+from dataclasses import dataclass, field
+from math import gcd
+from typing import Literal, get_args
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan.memory import Checkpointing, OffloadRatios
+from lightning_mist.plan.parallelism import StageMesh, ZeroStage
+
+ScheduleName = Literal["1f1b", "gpipe"]
+"""Names of the pipeline schedules that can be generated."""
+
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One pipeline stage.
+
+    Attributes:
+        layers: Half-open range of layer positions in execution order. What runs before the first layer goes with the
+            first stage, what runs after the last layer with the last stage.
+        mesh: Devices and parallel degrees.
+        microbatch_size: Rows (samples) that each data-parallel rank of this stage sees per microbatch.
+        zero_stage: What the data-parallel ranks shard.
+        checkpointing: Which layers are recomputed in backward.
+        offload: What lives in host memory.
+    """
+
+    layers: tuple[int, int]
+    mesh: StageMesh
+    microbatch_size: int
+    zero_stage: ZeroStage = ZeroStage.NONE
+    checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    offload: OffloadRatios = field(default_factory=OffloadRatios)
+
+    def __post_init__(self) -> None:
+        """Check the stage by itself."""
+        first, end = self.layers
+        if not 0 <= first <= end:
+            raise PlanError(f"layers {list(self.layers)}: a half-open range [first, end) has 0 <= first <= end")
+        if self.microbatch_size < 1:
+            raise PlanError(f"microbatch_size = {self.microbatch_size}: at least one row is needed")
+        if self.checkpointing.layers > self.num_layers:
+            raise PlanError(
+                f"checkpointed_layers = {self.checkpointing.layers} in a stage of {self.num_layers} layers: "
+                f"at most {self.num_layers} can be checkpointed"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the stage."""
+        return self.layers[1] - self.layers[0]
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Global ranks of the stage."""
+        return self.mesh.devices
+
+    @property
+    def data_parallel_degree(self) -> int:
+        """Number of data-parallel replicas of the stage."""
+        return self.mesh.data_parallel_degree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedStage:
+    """What the cost model says of one stage.
+
+    Attributes:
+        steady_seconds: Forward plus backward of a middle microbatch (``t``).
+        boundary_seconds: Extra time of the first and last microbatch (``d``).
+        forward_seconds: Forward of one microbatch.
+        backward_seconds: Backward of one microbatch, recomputation included.
+        peak_bytes: Peak memory of the stage's most loaded device.
+        breakdown: Bytes of that peak by term, and seconds by term, as ``(name, value)`` with names ending in
+            ``_bytes`` or ``_seconds``.
+    """
+
+    steady_seconds: float
+    boundary_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    peak_bytes: int
+    breakdown: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What the cost model says of a whole plan: seconds of one optimizer step, and each stage."""
+
+    step_seconds: float
+    stages: tuple[PredictedStage, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How to train: stages, microbatches, schedule, and what was predicted.
+
+    Attributes:
+        global_batch_size: Rows that one Lightning batch brings over all devices.
+        num_microbatches: Number of microbatches that one batch is cut into (``G``).
+        stages: Pipeline stages in order.
+        schedule: Name of the pipeline schedule.
+        predicted: The cost model's figures, if it made the plan.
+        fingerprint: What the plan was made for, as ``(name, value)``; compared before the plan runs.
+
+    Raises:
+        PlanError: If the stages contradict each other.
+    """
+
+    global_batch_size: int
+    num_microbatches: int
+    stages: tuple[StagePlan, ...]
+    schedule: ScheduleName = "1f1b"
+    predicted: Predicted | None = None
+    fingerprint: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the rules that tie stages together."""
+        if self.schedule not in SCHEDULES:
+            raise PlanError(f"schedule = {self.schedule!r}: known schedules are {', '.join(SCHEDULES)}")
+        if self.global_batch_size < 1 or self.num_microbatches < 1:
+            raise PlanError(
+                f"global_batch_size = {self.global_batch_size}, num_microbatches = {self.num_microbatches}: "
+                "both must be at least 1"
+            )
+        if not self.stages:
+            raise PlanError("a plan without stages: at least one stage is needed")
+        self._check_layers()
+        self._check_rows()
+        self._check_devices()
+        if self.predicted is not None and len(self.predicted.stages) != len(self.stages):
+            raise PlanError(
+                f"predicted.stages has {len(self.predicted.stages)} entries for {len(self.stages)} stages: "
+                "they must be as many"
+            )
+
+    def _check_layers(self) -> None:
+        end = 0
+        for index, stage in enumerate(self.stages):
+            if stage.layers[0] != end:
+                raise PlanError(
+                    f"stage {index} starts at layer {stage.layers[0]}: it must start at {end}, where the stage before "
+                    "it ends"
+                )
+            if stage.num_layers == 0 and len(self.stages) > 1:
+                raise PlanError(f"stage {index} has no layers: in a pipeline every stage needs at least one")
+            end = stage.layers[1]
+
+    def _check_rows(self) -> None:
+        for index, stage in enumerate(self.stages):
+            rows = stage.microbatch_size * stage.data_parallel_degree * self.num_microbatches
+            if rows != self.global_batch_size:
+                raise PlanError(
+                    f"stage {index}: microbatch_size {stage.microbatch_size} x data_parallel_degree "
+                    f"{stage.data_parallel_degree} x num_microbatches {self.num_microbatches} = {rows}: "
+                    f"it must equal global_batch_size {self.global_batch_size}"
+                )
+
+    def _check_devices(self) -> None:
+        devices = sorted(device for stage in self.stages for device in stage.devices)
+        if devices != list(range(len(devices))):
+            raise PlanError(
+                f"devices {devices} over all stages: every rank from 0 to {len(devices) - 1} must be in exactly one"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return len(self.stages)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers over all stages."""
+        return self.stages[-1].layers[1]
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices over all stages."""
+        return sum(len(stage.devices) for stage in self.stages)
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of independent copies of the pipeline: the greatest common divisor of the data-parallel degrees."""
+        return gcd(*(stage.data_parallel_degree for stage in self.stages))
+
+    @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """The layer range of every stage."""
+        return tuple(stage.layers for stage in self.stages)
+
+    def stage_of(self, rank: int) -> int:
+        """Index of the stage that a global rank belongs to.
+
+        Raises:
+            PlanError: If no stage names the rank.
+        """
+        for index, stage in enumerate(self.stages):
+            if rank in stage.devices:
+                return index
+        raise PlanError(f"rank {rank} is in no stage: the plan is for {self.world_size} devices")

@@ -1,0 +1,1 @@
+"""Doing it: obeys a plan and a schedule, knows nothing of how they came about."""

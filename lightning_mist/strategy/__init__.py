@@ -1,0 +1,1 @@
+"""Where Lightning speaks, and nowhere else."""

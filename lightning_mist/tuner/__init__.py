@@ -1,0 +1,1 @@
+"""Which plan: frontiers of every stage, then a mixed-integer linear program."""
