@@ -1,3 +1,84 @@
-"""A training planner and runtime for PyTorch Lightning: ``Trainer(strategy="mist")``."""
+"""A training planner and runtime for PyTorch Lightning: ``Trainer(strategy="mist")``.
+
+Importing this package registers the strategy's names and does nothing else: the names below are imported when they are
+first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_mist._autoload import autoload as _autoload
+
+if TYPE_CHECKING:
+    from lightning_mist.errors import (
+        InfeasibleError,
+        MistError,
+        PlanError,
+        ProfileError,
+        ScheduleError,
+        TraceError,
+    )
+    from lightning_mist.hardware import Cluster, HardwareProfile
+    from lightning_mist.model import trace_model
+    from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
+    from lightning_mist.strategy.lightning import MistStrategy
+    from lightning_mist.tuner import SearchSpace, tune
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Checkpointing",
+    "Cluster",
+    "HardwareProfile",
+    "InfeasibleError",
+    "MistError",
+    "MistStrategy",
+    "OffloadRatios",
+    "Plan",
+    "PlanError",
+    "ProfileError",
+    "ScheduleError",
+    "SearchSpace",
+    "StagePlan",
+    "TraceError",
+    "ZeroStage",
+    "trace_model",
+    "tune",
+]
+
+_HOMES = {
+    "errors": ("InfeasibleError", "MistError", "PlanError", "ProfileError", "ScheduleError", "TraceError"),
+    "hardware": ("Cluster", "HardwareProfile"),
+    "model": ("trace_model",),
+    "plan": ("Checkpointing", "OffloadRatios", "Plan", "StagePlan", "ZeroStage"),
+    "tuner": ("SearchSpace", "tune"),
+}
+
+_autoload()
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name == "MistStrategy":
+        return import_module(_strategy_module()).MistStrategy
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _strategy_module() -> str:
+    """The module whose ``MistStrategy`` belongs to the Lightning namespace that this program uses.
+
+    ``lightning.pytorch`` and ``pytorch_lightning`` are separate copies, and a ``Trainer`` refuses the other one's
+    strategies. Looked up at each use, since which one has been imported may change.
+    """
+    import sys
+
+    if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+        return "lightning_mist.strategy.pytorch_lightning"
+    return "lightning_mist.strategy.lightning"

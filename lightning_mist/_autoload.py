@@ -1,5 +1,117 @@
-"""Registers the strategy name when Lightning is imported; called by ``import torch`` through an entry point."""
+"""Makes ``Trainer(strategy="mist")`` known to Lightning, whichever copy of it is imported and whenever.
+
+Lightning has no discovery of strategies: a name must stand in the registry of ``lightning.pytorch.strategies`` or of
+``pytorch_lightning.strategies`` before a ``Trainer`` is built. :func:`autoload` registers at once where such a module
+is already imported, and otherwise leaves a finder on ``sys.meta_path`` that registers the moment it has been. It is
+called by ``import torch`` (entry point group ``torch.backends``, torch >= 2.5) and by ``import lightning_mist``.
+
+Every ``import torch`` of the environment runs this module, so it imports neither torch nor Lightning nor the rest of
+this package, and nothing in it raises: an exception would make ``import torch`` fail for programs that have nothing to
+do with us.
+"""
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+
+STRATEGIES = {
+    "lightning.pytorch.strategies": "lightning_mist.strategy.lightning",
+    "pytorch_lightning.strategies": "lightning_mist.strategy.pytorch_lightning",
+}
+"""Where a Lightning namespace keeps its registry, and the module of ours that holds ``MistStrategy`` for it."""
+
+NAMES: dict[str, dict[str, str]] = {
+    "mist": {},
+    "mist_spawn": {"start_method": "spawn"},
+    "mist_fork": {"start_method": "fork"},
+    "mist_notebook": {"start_method": "fork"},
+}
+"""Registered names and the constructor arguments each stands for; the same variants as Lightning's ``ddp`` has."""
 
 
 def autoload() -> None:
-    """Arrange that ``"mist"`` is known to every Lightning namespace."""
+    """Arrange that the names in :data:`NAMES` are known to every Lightning namespace, imported already or later.
+
+    Calling it again changes nothing.
+    """
+    for name in STRATEGIES:
+        module = sys.modules.get(name)
+        # A module that is being imported right now (Lightning itself imports torch) has no registry yet: its turn
+        # comes below, unless its import began before our finder was there.
+        if module is not None and hasattr(module, "StrategyRegistry"):
+            _register(module)
+    if not any(type(finder).__module__ == __name__ for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _register(module: ModuleType) -> None:
+    """Add our names to a namespace's registry; names that are there stay as they are."""
+    try:
+        registry = module.StrategyRegistry
+        factory = _factory(STRATEGIES[module.__name__])
+        for name, arguments in NAMES.items():
+            if name not in registry:
+                registry.register(name, factory, description="plans, then trains (lightning-mist)", **arguments)
+    except Exception as error:
+        import logging
+
+        # A log line, not a warning: warnings may be turned into exceptions.
+        logging.getLogger("lightning_mist").warning(
+            'strategy="mist" is not known to %s: registering it raised %r', module.__name__, error
+        )
+
+
+def _factory(implementation: str) -> "Callable[..., Any]":
+    """A callable that imports the strategy's module only when a ``Trainer`` asks for it."""
+
+    def create(**arguments: Any) -> Any:
+        from importlib import import_module
+
+        return import_module(implementation).MistStrategy(**arguments)
+
+    return create
+
+
+class _Finder:
+    """Finds what the other finders find, for the modules in :data:`STRATEGIES` only.
+
+    Not derived from ``importlib.abc.MetaPathFinder``, whose import costs milliseconds (it brings ``tempfile`` along).
+    """
+
+    def find_spec(
+        self, fullname: str, path: "Sequence[str] | None", target: ModuleType | None = None
+    ) -> "ModuleSpec | None":
+        if fullname not in STRATEGIES:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = cast("Loader", _Loader(spec.loader))
+                return spec
+        return None
+
+
+class _Loader:
+    """Loads a module as the given loader does, then registers."""
+
+    def __init__(self, loader: "Loader") -> None:
+        self._loader = loader
+
+    def create_module(self, spec: "ModuleSpec") -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module must not be able to tell that it was found by us (importlib.resources, pickling, inspect).
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _register(module)
