@@ -1,0 +1,41 @@
+# Every target makes its own environment: .venv, with the versions of constraints.txt. Nothing is installed outside it.
+#   make demo    train the example with strategy="mist" on two CPU processes
+#   make test    the test suite
+#   make lint    formatting, types, import contracts
+#   make bench   the benchmarks that run on a CPU
+# PYTHON=python3.12 chooses the interpreter, VENV=dir the environment's place.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# Two processes on a small machine: more threads than cores make every operator slower, not faster.
+export OMP_NUM_THREADS := 1
+export MKL_NUM_THREADS := 1
+
+.PHONY: install demo test lint bench clean
+.DEFAULT_GOAL := test
+
+install: $(INSTALLED)
+
+$(INSTALLED): constraints.txt setup.cfg pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/byte_gpt/train.py --strategy mist --accelerator cpu --devices 2
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict -p lightning_mist
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV)
