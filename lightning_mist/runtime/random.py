@@ -1,0 +1,24 @@
+"""The state of the random generators that a step consumes, as one value that can travel."""
+
+import torch
+from torch import Tensor
+
+
+def get_random_state(device: torch.device) -> Tensor:
+    """State of the default CPU generator and, on a CUDA device, of that device's generator, as bytes.
+
+    Returns:
+        A ``uint8`` tensor in host memory.
+    """
+    state = torch.get_rng_state()
+    if device.type != "cuda":
+        return state
+    return torch.cat([state, torch.cuda.get_rng_state(device)])
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """Continue from a state that :func:`get_random_state` gave for the same type of device."""
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:size])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[size:], device)

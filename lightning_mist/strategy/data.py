@@ -1,0 +1,174 @@
+"""Batches travel: each rank loads what plain data parallelism would give it, and computes on what the plan says.
+
+The ranks of one pipeline replica tell each other the structure of their batches (a small object gather), then every
+owner sends its batch, packed into one message, to each peer that computes on a part of it. Nothing is exchanged between
+replicas, nor where every rank computes on its own batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import Plan, RowSlice, replica_of, replica_ranks, row_slice
+from lightning_mist.runtime.batches import batch_rows, slice_rows
+from lightning_mist.runtime.executor import Microbatch
+from lightning_mist.runtime.transport import Transport, Work
+
+_BATCH_TAG = 1 << 20
+"""Tag of batch messages; the executor's own tags are small."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Leaf:
+    """Shape and type of a tensor leaf; the values follow in a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    """What a rank says of its batch before the tensors travel."""
+
+    rows: int | None
+    leaves: tuple[Any, ...]
+    structure: TreeSpec
+    random_state: Any
+    seed: int
+
+
+def _pack(leaves: Sequence[Any], device: torch.device) -> Tensor:
+    parts = [leaf.detach().contiguous().reshape(-1).view(torch.uint8) for leaf in leaves if isinstance(leaf, Tensor)]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def _unpack(buffer: Tensor, leaves: Sequence[Any]) -> list[Any]:
+    values, start = [], 0
+    for leaf in leaves:
+        if isinstance(leaf, _Leaf):
+            size = leaf.dtype.itemsize
+            for extent in leaf.shape:
+                size *= extent
+            # A clone starts at an aligned address, which a view into the message need not.
+            values.append(buffer[start : start + size].clone().view(leaf.dtype).reshape(leaf.shape))
+            start += size
+        else:
+            values.append(leaf)
+    return values
+
+
+def _payload_bytes(leaves: Sequence[Any]) -> int:
+    total = 0
+    for leaf in leaves:
+        if isinstance(leaf, _Leaf):
+            size = leaf.dtype.itemsize
+            for extent in leaf.shape:
+                size *= extent
+            total += size
+    return total
+
+
+class BatchExchange:
+    """Gives a rank its microbatches.
+
+    Args:
+        plan: The plan.
+        rank: This global rank.
+        transport: Carries headers and rows inside the replica.
+        device: Where batches live.
+    """
+
+    def __init__(self, plan: Plan, rank: int, transport: Transport, device: torch.device) -> None:
+        self.plan, self.rank, self.transport, self.device = plan, rank, transport, device
+        self.owners = replica_ranks(plan, replica_of(plan, rank))
+        self._slices = {
+            peer: tuple(row_slice(plan, peer, index) for index in range(plan.num_microbatches)) for peer in self.owners
+        }
+        self.whole = all(item.parts == 1 for slices in self._slices.values() for item in slices)
+
+    def run(self, batch: Any, random_state: Any) -> Iterator[Work]:
+        """Exchange one batch; :attr:`microbatches` is set when the iterator ends.
+
+        Args:
+            batch: The batch that this rank loaded.
+            random_state: State of this rank's generators, to travel with whole batches.
+
+        Raises:
+            PlanError: If a batch cannot be cut as the plan says.
+        """
+        seed = int(torch.randint(2**62, ()).item()) if not self.whole else 0
+        if len(self.owners) == 1:
+            received = {self.rank: (batch, random_state, seed)}
+        else:
+            received = {}
+            yield from self._exchange(batch, random_state, seed, received)
+        self.microbatches = tuple(self._microbatch(index, received) for index in range(self.plan.num_microbatches))
+
+    def _microbatch(self, index: int, received: dict[int, tuple[Any, Any, int]]) -> Microbatch:
+        piece = self._slices[self.rank][index]
+        batch, random_state, seed = received[piece.owner]
+        if piece.parts == 1:
+            return Microbatch(
+                value=batch, weight=1.0, owner=piece.owner, index=index, random_state=random_state, seed=None
+            )
+        rows = self._rows(batch, piece)
+        low, high = piece.rows(rows)
+        return Microbatch(
+            value=slice_rows(batch, low, high),
+            weight=(high - low) / rows,
+            owner=piece.owner,
+            index=index,
+            random_state=None,
+            seed=seed + piece.part,
+        )
+
+    def _rows(self, batch: Any, piece: RowSlice) -> int:
+        rows = batch_rows(batch)
+        if rows is None or rows < piece.parts:
+            what = "cannot be cut (its tensors differ in their first dimension)" if rows is None else f"has {rows} rows"
+            raise PlanError(
+                f"the batch of rank {piece.owner} {what}, but the plan cuts it into {piece.parts} parts: "
+                f"use drop_last=True or batches of at least {piece.parts} rows, or a plan with num_microbatches = "
+                f"{self.plan.num_microbatches // piece.parts}"
+            )
+        return rows
+
+    def _exchange(
+        self, batch: Any, random_state: Any, seed: int, received: dict[int, tuple[Any, Any, int]]
+    ) -> Iterator[Work]:
+        leaves, structure = tree_flatten(batch)
+        header = _Header(
+            rows=batch_rows(batch),
+            leaves=tuple(
+                _Leaf(shape=tuple(x.shape), dtype=x.dtype) if isinstance(x, Tensor) else x for x in leaves
+            ),
+            structure=structure,
+            random_state=random_state,
+            seed=seed,
+        )
+        gathered = self.transport.all_gather_object(header, self.owners)
+        yield gathered
+        headers = dict(zip(self.owners, gathered.result(), strict=True))
+        mine = {item.owner for item in self._slices[self.rank]}
+        pending: list[Work] = []
+        if any(self.rank in {item.owner for item in self._slices[peer]} for peer in self.owners if peer != self.rank):
+            message = _pack(leaves, self.device)
+            for peer in self.owners:
+                if peer != self.rank and self.rank in {item.owner for item in self._slices[peer]} and message.numel():
+                    pending.append(self.transport.isend(message, peer, _BATCH_TAG))
+        buffers = {}
+        for owner in sorted(mine - {self.rank}):
+            size = _payload_bytes(headers[owner].leaves)
+            buffers[owner] = torch.empty(size, dtype=torch.uint8, device=self.device)
+            if size:
+                yield self.transport.irecv(buffers[owner], owner, _BATCH_TAG)
+        for owner in mine:
+            head: _Header = headers[owner]
+            value = batch if owner == self.rank else tree_unflatten(_unpack(buffers[owner], head.leaves), head.structure)
+            received[owner] = (value, head.random_state, head.seed)
+        yield from pending

@@ -1,0 +1,238 @@
+"""One Lightning batch through a plan: exchange, run the schedule, bring results home, hand over the gradients.
+
+Lightning calls ``training_step``, then may clear gradients, then calls ``backward`` on the loss. The whole schedule runs
+inside ``training_step``; its gradients are put aside and a loss is returned whose backward installs them, multiplied by
+whatever gradient arrives there. So clearing, accumulation, scaling and hooks keep the meaning they have for any loss.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mist.errors import TraceError
+from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.runtime.executor import Executor, Microbatch
+from lightning_mist.runtime.gather import ParameterGatherer
+from lightning_mist.runtime.ghosts import GhostStage
+from lightning_mist.runtime.random import get_random_state, set_random_state
+from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.schedule import Schedule
+from lightning_mist.strategy.data import BatchExchange
+from lightning_mist.strategy.logging import LogRecord, combine_records, recorded_logs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """What one microbatch brought, on its way to the rank that owns its rows."""
+
+    index: int
+    weight: float
+    loss: Tensor | None
+    extras: dict[str, Any]
+    records: tuple[LogRecord, ...]
+    random_state: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchResult:
+    """What a user's step gave for the whole batch of this rank.
+
+    Attributes:
+        loss: Mean over the batch, or None if the step returned none.
+        extras: Other entries of a returned dictionary.
+        records: What the step logged.
+    """
+
+    loss: Tensor | None
+    extras: dict[str, Any]
+    records: tuple[LogRecord, ...]
+
+
+def wait_all(works: Iterable[Work]) -> None:
+    """Run a generator of pending works to its end."""
+    for work in works:
+        work.wait()
+
+
+def _home(value: Any) -> Any:
+    """A value as it travels to its owner: tensors without their graph, in host memory."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _home(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_home(item) for item in value)
+    return value
+
+
+def _merge_extra(parts: list[tuple[float, Any]]) -> Any:
+    """One value of a returned dictionary from those of its microbatches.
+
+    Scalars become their mean weighted by rows, other tensors are joined along their first dimension; of anything else
+    the last microbatch's value is kept.
+    """
+    values = [value for _, value in parts]
+    if len(values) == 1 or not all(isinstance(value, Tensor) for value in values):
+        return values[-1]
+    if values[0].ndim == 0:
+        return sum(weight * value for weight, value in parts) / sum(weight for weight, _ in parts)
+    return torch.cat(values)
+
+
+class _InstallGradients(torch.autograd.Function):
+    """A loss whose backward hands over the gradients that the schedule has computed."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, engine: "Engine", scale: float) -> Tensor:
+        ctx.engine, ctx.scale = engine, scale
+        return value.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None, None]:
+        (gradient,) = gradients
+        ctx.engine.install(gradient / ctx.scale)
+        return None, torch.zeros_like(gradient), None, None
+
+
+class Engine:
+    """This rank's part of a running plan.
+
+    Args:
+        module: The user's module with all its parameters.
+        plan: The plan.
+        module_map: Where the module can be cut; from the same module and plan on every rank.
+        rank: This global rank.
+        transport: Connects the ranks.
+        schedule: The lowered schedule of the plan.
+        device: Where this rank computes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        module_map: ModuleMap,
+        *,
+        rank: int,
+        transport: Transport,
+        schedule: Schedule,
+        device: torch.device,
+    ) -> None:
+        self.module, self.plan, self.rank, self.device = module, plan, rank, device
+        self.module_map, self.transport = module_map, transport
+        self.stage_index = plan.stage_of(rank)
+        stage_plan = plan.stages[self.stage_index]
+        self.stage = GhostStage(
+            module,
+            module_map,
+            plan.bounds,
+            self.stage_index,
+            checkpointed_layers=stage_plan.checkpointing.layers,
+        )
+        self.executor = Executor(plan, rank, self.stage, module_map, transport, schedule[self.stage_index])
+        self.exchange = BatchExchange(plan, rank, transport, device)
+        self.gatherer = ParameterGatherer(plan, rank, self.stage, module_map, transport)
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._stash: list[tuple[nn.Parameter, Tensor]] | None = None
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether losses are computed on this rank."""
+        return self.stage_index == self.plan.num_stages - 1
+
+    def train_batch(
+        self, batch: Any, step: Callable[[Any], Any], *, loss_scale: float = 1.0
+    ) -> tuple[BatchResult, Tensor | None]:
+        """Run forward and backward of one batch over all ranks.
+
+        Args:
+            batch: The batch that this rank loaded.
+            step: The user's step on a part of a batch, in its precision context.
+            loss_scale: Factor on every microbatch's loss before its backward.
+
+        Returns:
+            What the step gave for this rank's own batch, and the loss to return to Lightning, whose backward installs
+            the gradients (None if the step returned none).
+        """
+        own_state = get_random_state(self.device)
+        wait_all(self.exchange.run(batch, own_state))
+        accumulated = [(parameter, parameter.grad) for parameter in self.stage.parameters.values()]
+        for parameter, _ in accumulated:
+            parameter.grad = None
+        records: dict[int, tuple[LogRecord, ...]] = {}
+
+        with recorded_logs(self.module) as recorder:
+
+            def recorded(microbatch: Microbatch) -> Any:
+                recorder.take()
+                output = step(microbatch.value)
+                records[microbatch.index] = recorder.take()
+                return output
+
+            wait_all(self.executor.run(self.exchange.microbatches, recorded, loss_scale=loss_scale))
+        self._stash = [(p, p.grad) for p in self.stage.parameters.values() if p.grad is not None]
+        for parameter, gradient in accumulated:
+            parameter.grad = gradient
+        pieces = self._bring_home(records)
+        state = pieces[-1].random_state if self.exchange.whole else own_state
+        set_random_state(state, self.device)
+        result = self._combine(pieces)
+        if result.loss is None:
+            return result, None
+        return result, _InstallGradients.apply(result.loss, self._anchor, self, loss_scale)  # type: ignore[no-any-return]
+
+    def install(self, factor: Tensor) -> None:
+        """Add the schedule's gradients, times ``factor``, to the parameters' gradients; once per batch."""
+        if self._stash is None:
+            raise TraceError(
+                "backward ran twice on the loss of one training_step: a pipelined step has its gradients only once; "
+                "call backward once per step, or use a plan with a single stage"
+            )
+        stash, self._stash = self._stash, None
+        for parameter, gradient in stash:
+            gradient.mul_(factor)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _bring_home(self, records: dict[int, tuple[LogRecord, ...]]) -> list[_Piece]:
+        """The pieces of this rank's own batch, in the order of its rows."""
+        mine: dict[int, list[_Piece]] = {}
+        if self.is_last_stage:
+            for microbatch in self.exchange.microbatches:
+                output = self.executor.outputs[microbatch.index]
+                values = dict(output) if isinstance(output, dict) else {"loss": output}
+                loss = values.pop("loss", None)
+                piece = _Piece(
+                    index=microbatch.index,
+                    weight=microbatch.weight,
+                    loss=_home(loss),
+                    extras=_home(values),
+                    records=tuple(
+                        LogRecord(name=record.name, value=_home(record.value), arguments=record.arguments)
+                        for record in records.get(microbatch.index, ())
+                    ),
+                    random_state=self.executor.random_states[microbatch.index],
+                )
+                mine.setdefault(microbatch.owner, []).append(piece)
+        owners = self.exchange.owners
+        if len(owners) == 1:
+            return mine[self.rank]
+        gathered = self.transport.all_gather_object(mine, owners)
+        gathered.wait()
+        pieces = [piece for part in gathered.result() for piece in part.get(self.rank, ())]
+        return sorted(pieces, key=lambda piece: piece.index)
+
+    def _combine(self, pieces: list[_Piece]) -> BatchResult:
+        records = combine_records([(piece.weight, piece.records) for piece in pieces])
+        extras = {
+            name: _merge_extra([(piece.weight, piece.extras[name]) for piece in pieces if name in piece.extras])
+            for name in dict.fromkeys(name for piece in pieces for name in piece.extras)
+        }
+        losses = [(piece.weight, piece.loss) for piece in pieces if piece.loss is not None]
+        loss = None
+        if losses:
+            total = torch.stack([weight * value.reshape(()) for weight, value in losses]).sum()
+            loss = total.to(self.device)
+        return BatchResult(loss=loss, extras=extras, records=records)

@@ -1,0 +1,108 @@
+"""``self.log`` happens where a step runs, and counts where its batch was loaded.
+
+While the engine runs a user's step, ``log`` and ``log_dict`` of the module only record. Afterwards every rank receives
+the records of its own batch, combines those of its microbatches and replays them once through the real ``self.log``.
+So each rank makes the same calls in the same order as under plain data parallelism.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogRecord:
+    """One call of ``self.log``: its name, value and further arguments."""
+
+    name: str
+    value: Any
+    arguments: tuple[tuple[str, Any], ...]
+
+
+class LogRecorder:
+    """Stands in for ``log`` and ``log_dict`` of a module; keeps the calls of the step that runs."""
+
+    def __init__(self) -> None:
+        self.records: list[LogRecord] = []
+
+    def log(self, name: str, value: Any, *positional: Any, **arguments: Any) -> None:
+        """Record one value; has the arguments of ``LightningModule.log``."""
+        names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
+        arguments = {**dict(zip(names, positional, strict=False)), **arguments}
+        if isinstance(value, Tensor):
+            value = value.detach().clone()
+        self.records.append(LogRecord(name=name, value=value, arguments=tuple(arguments.items())))
+
+    def log_dict(self, dictionary: Mapping[str, Any], *positional: Any, **arguments: Any) -> None:
+        """Record several values with common arguments."""
+        for name, value in dictionary.items():
+            self.log(name, value, *positional, **arguments)
+
+    def take(self) -> tuple[LogRecord, ...]:
+        """The calls since the last time, which are forgotten."""
+        records, self.records = tuple(self.records), []
+        return records
+
+
+@contextmanager
+def recorded_logs(module: Any) -> Iterator[LogRecorder]:
+    """Let a recorder answer the module's ``log`` and ``log_dict`` inside the context."""
+    recorder = LogRecorder()
+    module.__dict__["log"], module.__dict__["log_dict"] = recorder.log, recorder.log_dict
+    try:
+        yield recorder
+    finally:
+        del module.__dict__["log"], module.__dict__["log_dict"]
+
+
+def _combine(values: Sequence[Any], weights: Sequence[float], reduction: Any) -> Any:
+    if len(values) == 1 or not all(isinstance(value, (Tensor, int, float)) for value in values):
+        return values[-1]  # metric objects keep their own state: one call stands for all
+    tensors = [value if isinstance(value, Tensor) else torch.tensor(float(value)) for value in values]
+    stacked = torch.stack([tensor.to(torch.get_default_dtype()).reshape(()) for tensor in tensors])
+    name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "mean")
+    simple: dict[str, Callable[[], Tensor]] = {"sum": stacked.sum, "min": stacked.min, "max": stacked.max}
+    if name in simple:
+        return simple[name]()
+    weight = torch.tensor(weights, dtype=stacked.dtype, device=stacked.device)
+    return (stacked * weight).sum() / weight.sum()
+
+
+def combine_records(parts: Sequence[tuple[float, Sequence[LogRecord]]]) -> tuple[LogRecord, ...]:
+    """One record per logged name for the microbatches of one batch.
+
+    Args:
+        parts: For each microbatch its share of the batch's rows and what was logged in it.
+
+    Returns:
+        Records in the order of first appearance. Means are weighted by rows, sums, minima and maxima follow the call's
+        ``reduce_fx``; an explicit ``batch_size`` is summed.
+    """
+    grouped: dict[tuple[str, int], list[tuple[float, LogRecord]]] = {}
+    for weight, records in parts:
+        seen: dict[str, int] = {}
+        for record in records:
+            occurrence = seen.get(record.name, 0)
+            seen[record.name] = occurrence + 1
+            grouped.setdefault((record.name, occurrence), []).append((weight, record))
+    combined = []
+    for (name, _), items in grouped.items():
+        arguments = dict(items[0][1].arguments)
+        sizes = [dict(record.arguments).get("batch_size") for _, record in items]
+        if all(size is not None for size in sizes):
+            arguments["batch_size"] = sum(sizes)
+        value = _combine(
+            [record.value for _, record in items], [weight for weight, _ in items], arguments.get("reduce_fx", "mean")
+        )
+        combined.append(LogRecord(name=name, value=value, arguments=tuple(arguments.items())))
+    return tuple(combined)
+
+
+def replay(module: Any, records: Sequence[LogRecord]) -> None:
+    """Log every record through the module itself."""
+    for record in records:
+        module.log(record.name, record.value, **dict(record.arguments))

@@ -1,0 +1,45 @@
+"""Lightning comes as ``lightning.pytorch`` and as ``pytorch_lightning``: separate modules with separate classes."""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """What this package needs of one of Lightning's two copies.
+
+    Attributes:
+        root: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+        ddp_strategy: Its ``DDPStrategy``.
+        mixed_precision: Its ``MixedPrecision`` plugin.
+        isolate_rng: Context manager that leaves random generators as they were.
+        is_param_in_hook_signature: Whether a hook takes an argument.
+        rank_zero_info: Logs on rank zero.
+        fitting: The trainer function state of ``fit``.
+    """
+
+    root: str
+    ddp_strategy: Any
+    mixed_precision: Any
+    isolate_rng: Any
+    is_param_in_hook_signature: Any
+    rank_zero_info: Any
+    fitting: Any
+
+
+def namespace(root: str) -> Namespace:
+    """The parts of the copy called ``root``."""
+
+    def find(module: str, name: str) -> Any:
+        return getattr(importlib.import_module(f"{root}.{module}"), name)
+
+    return Namespace(
+        root=root,
+        ddp_strategy=find("strategies", "DDPStrategy"),
+        mixed_precision=find("plugins.precision", "MixedPrecision"),
+        isolate_rng=find("utilities.seed", "isolate_rng"),
+        is_param_in_hook_signature=find("utilities.signature_utils", "is_param_in_hook_signature"),
+        rank_zero_info=find("utilities.rank_zero", "rank_zero_info"),
+        fitting=find("trainer.states", "TrainerFn").FITTING,
+    )
