@@ -6,7 +6,7 @@ first used.
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_mist._autoload import autoload as _autoload
+from lightning_mist import _autoload
 
 if TYPE_CHECKING:
     from lightning_mist.errors import (
@@ -53,7 +53,7 @@ _HOMES = {
     "tuner": ("SearchSpace", "tune"),
 }
 
-_autoload()
+_autoload.autoload()
 
 
 def __getattr__(name: str) -> Any:
