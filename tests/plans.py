@@ -1,0 +1,119 @@
+"""Random valid plans, drawn by hypothesis."""
+
+from itertools import pairwise
+from math import gcd, lcm
+
+from hypothesis import strategies as st
+
+from lightning_mist.plan import (
+    Checkpointing,
+    OffloadRatios,
+    Plan,
+    Predicted,
+    PredictedStage,
+    StageMesh,
+    StagePlan,
+    ZeroStage,
+)
+
+finite = st.floats(0, 1e9, allow_nan=False)
+ratios = st.floats(0, 1)
+
+
+@st.composite
+def plans(
+    draw,
+    *,
+    max_stages=4,
+    max_devices=6,
+    max_microbatches=24,
+    num_layers=None,
+    runnable=True,
+    predicted=False,
+):
+    """Plans whose parts never mix the batches of two ranks.
+
+    Args:
+        max_stages: Most stages.
+        max_devices: Most devices over all stages.
+        max_microbatches: Most microbatches, unless the degrees need more.
+        num_layers: Layers over all stages; drawn if None.
+        runnable: Only what the present runtime executes: no tensor or context parallelism, ZeRO 0 or 1, no offload.
+        predicted: Whether plans carry predictions and a fingerprint.
+    """
+    degrees = draw(_degrees(max_stages if num_layers is None else min(max_stages, num_layers), max_devices))
+    widths = [1 if runnable else draw(st.sampled_from([1, 2, 4])) for _ in degrees]
+    world_size = sum(degree * width for degree, width in zip(degrees, widths, strict=True))
+    smallest = lcm(*(world_size // gcd(world_size, degree) for degree in degrees))
+    num_microbatches = smallest * draw(st.integers(1, max(1, max_microbatches // smallest)))
+    parts = [num_microbatches * degree // world_size for degree in degrees]
+    batch_rows = lcm(*parts) * draw(st.integers(1, 2))
+    devices = draw(st.permutations(range(world_size)))
+    layers = draw(_layers(len(degrees), num_layers))
+    stages, first_layer, first_device = [], 0, 0
+    for degree, width, part, count in zip(degrees, widths, parts, layers, strict=True):
+        stages.append(
+            StagePlan(
+                layers=(first_layer, first_layer + count),
+                mesh=StageMesh(
+                    devices=tuple(devices[first_device : first_device + degree * width]),
+                    data_parallel_degree=degree,
+                    tensor_parallel_degree=width if width != 4 else 2,
+                    context_parallel_degree=1 if width != 4 else 2,
+                    sequence_parallel=width > 1 and draw(st.booleans()),
+                ),
+                microbatch_size=batch_rows // part,
+                zero_stage=ZeroStage(draw(st.integers(0, 1 if runnable else 3))),
+                checkpointing=Checkpointing(layers=draw(st.integers(0, count))),
+                offload=OffloadRatios() if runnable else draw(st.builds(OffloadRatios, *[], **_OFFLOAD)),
+            )
+        )
+        first_layer, first_device = first_layer + count, first_device + degree * width
+    return Plan(
+        global_batch_size=batch_rows * world_size,
+        num_microbatches=num_microbatches,
+        stages=tuple(stages),
+        schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
+        predicted=draw(_predicted(len(stages))) if predicted else None,
+        fingerprint=draw(_fingerprints) if predicted else (),
+    )
+
+
+_OFFLOAD = {"parameters": ratios, "gradients": ratios, "optimizer": ratios, "activations": ratios}
+_names = st.text(min_size=1, max_size=12)
+_fingerprints = st.dictionaries(_names, st.text(max_size=12), max_size=3).map(lambda d: tuple(d.items()))
+
+
+@st.composite
+def _degrees(draw, max_stages, max_devices):
+    """Data-parallel degrees of each stage; many repeats and common factors, so that replicas and re-slices occur."""
+    num_stages = draw(st.integers(1, min(max_stages, max_devices)))
+    room = max_devices // num_stages
+    if draw(st.booleans()):
+        return [draw(st.integers(1, room))] * num_stages
+    return draw(st.lists(st.integers(1, room), min_size=num_stages, max_size=num_stages))
+
+
+@st.composite
+def _layers(draw, num_stages, num_layers):
+    """Numbers of layers of each stage."""
+    if num_layers is None:
+        return draw(st.lists(st.integers(1, 3), min_size=num_stages, max_size=num_stages))
+    cuts = draw(st.permutations(range(1, num_layers)))[: num_stages - 1]
+    edges = [0, *sorted(cuts), num_layers]
+    return [end - start for start, end in pairwise(edges)]
+
+
+@st.composite
+def _predicted(draw, num_stages):
+    stage = st.builds(
+        PredictedStage,
+        steady_seconds=finite,
+        boundary_seconds=finite,
+        forward_seconds=finite,
+        backward_seconds=finite,
+        peak_bytes=st.integers(0, 2**50),
+        breakdown=st.dictionaries(_names, finite, max_size=3).map(lambda d: tuple(d.items())),
+    )
+    stages = draw(st.lists(stage, min_size=num_stages, max_size=num_stages))
+    return Predicted(step_seconds=draw(finite), stages=tuple(stages))

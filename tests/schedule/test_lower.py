@@ -1,0 +1,82 @@
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_mist.plan import Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.schedule import ActionKind, check, generate, in_flight, lower
+from lightning_mist.schedule.lower import add_transfers, add_update
+from tests.plans import plans
+from tests.schedule.text import lines, parse, show
+
+
+def make_plan(num_stages: int, num_microbatches: int, *, degree: int = 1, zero: ZeroStage = ZeroStage.NONE) -> Plan:
+    stages = tuple(
+        StagePlan(
+            layers=(stage, stage + 1),
+            mesh=StageMesh(devices=tuple(range(stage * degree, (stage + 1) * degree)), data_parallel_degree=degree),
+            microbatch_size=1,
+            zero_stage=zero,
+        )
+        for stage in range(num_stages)
+    )
+    return Plan(global_batch_size=num_microbatches * degree, num_microbatches=num_microbatches, stages=stages)
+
+
+def test_transfers_of_two_stages():
+    computations = parse("0F0 0F1 0B0 0F2 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2")
+    assert show(add_transfers(computations)) == lines(
+        """
+        0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2
+        1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2
+        """
+    )
+
+
+def test_single_stage_moves_nothing():
+    assert show(lower(make_plan(1, 2), tied=False)) == "0F0 0B0 0F1 0B1 0REDUCE 0STEP"
+
+
+def test_gradient_is_not_received_before_its_own_forward():
+    assert show(lower(make_plan(2, 1), tied=False)) == lines(
+        """
+        0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE 0STEP
+        1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE 1STEP
+        """
+    )
+
+
+def test_update_of_zero_1_and_tied_parameters():
+    plan = make_plan(2, 1, degree=2, zero=ZeroStage.OPTIMIZER)
+    assert [show((line,)).split()[-4:] for line in lower(plan, tied=True)] == [
+        ["0REDUCE", "0REDUCE_TIED", "0STEP", "0GATHER"],
+        ["1REDUCE", "1REDUCE_TIED", "1STEP", "1GATHER"],
+    ]
+
+
+def test_nothing_to_gather_with_one_data_parallel_rank_and_nothing_tied_in_one_stage():
+    plan = make_plan(1, 1, zero=ZeroStage.OPTIMIZER)
+    assert show(lower(plan, tied=True)) == "0F0 0B0 0REDUCE 0STEP"
+
+
+def test_stages_gather_each_for_itself():
+    computations = parse("0F0 0B0\n1F0 1B0")
+    assert show(add_update(computations, tied=False, gathers=[True, False])) == lines(
+        """
+        0F0 0B0 0REDUCE 0STEP 0GATHER
+        1F0 1B0 1REDUCE 1STEP
+        """
+    )
+
+
+@given(plans(), st.booleans(), st.sampled_from(["1f1b", "gpipe"]))
+def test_lowering_keeps_computations_and_passes_the_check(plan, tied, name):
+    plan = replace(plan, schedule=name)
+    computations = generate(plan.num_stages, plan.num_microbatches, name)
+    lowered = lower(plan, tied=tied)
+    check(lowered, plan.num_microbatches)
+    kept = (ActionKind.FORWARD, ActionKind.BACKWARD)
+    assert tuple(tuple(a for a in line if a.kind in kept) for line in lowered) == computations
+    assert [in_flight(lowered, s) for s in range(plan.num_stages)] == [
+        in_flight(computations, s) for s in range(plan.num_stages)
+    ]
