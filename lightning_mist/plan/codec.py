@@ -1,0 +1,334 @@
+"""Plan files: a plan as JSON that a person can read, edit, compare and commit.
+
+Writing is canonical: the same plan gives the same bytes. Reading is strict: a key that nobody knows, a value of another
+type or a missing key is a :class:`~lightning_mist.errors.PlanError` that names the place, such as
+``stages[1].zero_stage``. A key whose field has a default may be left out.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan.memory import Checkpointing, OffloadRatios
+from lightning_mist.plan.parallelism import StageMesh, ZeroStage
+from lightning_mist.plan.plan import Plan, Predicted, PredictedStage, ScheduleName, StagePlan
+
+SCHEMA = 1
+"""The version of the plan file that this version writes, and the newest that it reads."""
+
+_OFFLOAD_KEYS = ("parameters", "gradients", "optimizer", "activations")
+_SECONDS_KEYS = ("steady_seconds", "boundary_seconds", "forward_seconds", "backward_seconds")
+
+T = TypeVar("T")
+
+
+def to_json(plan: Plan) -> str:
+    """The plan as text; equal plans give equal bytes."""
+    document = {
+        "schema": SCHEMA,
+        "global_batch_size": plan.global_batch_size,
+        "num_microbatches": plan.num_microbatches,
+        "schedule": plan.schedule,
+        "stages": [_stage_document(stage) for stage in plan.stages],
+        "predicted": _predicted_document(plan.predicted),
+        "fingerprint": dict(plan.fingerprint),
+    }
+    text = json.dumps(document, indent=1, allow_nan=False)
+    # Inside a JSON string a newline is escaped, so this touches only the layout: lists of numbers go on one line.
+    return re.sub(r"\[\n[\d,\s]+\]", lambda match: f"[{' '.join(match[0][1:-1].split())}]", text) + "\n"
+
+
+def from_json(text: str) -> Plan:
+    """The plan that a text describes.
+
+    Raises:
+        PlanError: If the text is not a plan of a schema this version reads, or the plan contradicts itself.
+    """
+    try:
+        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # the last for text nested beyond any plan
+        raise PlanError(f"the plan is not JSON: {error}; give a file that `lightning-mist plan --out` wrote") from error
+    return _plan(_Reader.of(document, ""))
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """The plan in a file.
+
+    Raises:
+        PlanError: If the file cannot be read or holds no valid plan; the message begins with its path.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise PlanError(f"plan file {os.fspath(path)!r} cannot be read ({reason}): give the path of a plan") from error
+    try:
+        return from_json(text)
+    except PlanError as error:
+        raise PlanError(f"plan file {os.fspath(path)!r}: {error}") from error
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan; a reader sees the old file or the new one, never a part."""
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        partial.write_text(to_json(plan), encoding="utf-8")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _stage_document(stage: StagePlan) -> dict[str, object]:
+    return {
+        "layers": list(stage.layers),
+        "devices": list(stage.devices),
+        "microbatch_size": stage.microbatch_size,
+        "data_parallel_degree": stage.mesh.data_parallel_degree,
+        "tensor_parallel_degree": stage.mesh.tensor_parallel_degree,
+        "context_parallel_degree": stage.mesh.context_parallel_degree,
+        "sequence_parallel": stage.mesh.sequence_parallel,
+        "zero_stage": int(stage.zero_stage),
+        "checkpointed_layers": stage.checkpointing.layers,
+        "offload": {key: getattr(stage.offload, key) for key in _OFFLOAD_KEYS},
+    }
+
+
+def _predicted_document(predicted: Predicted | None) -> dict[str, object]:
+    if predicted is None:
+        return {"step_seconds": 0.0, "stages": []}
+    stages = [
+        {
+            **{key: getattr(stage, key) for key in _SECONDS_KEYS},
+            "peak_bytes": stage.peak_bytes,
+            "breakdown": dict(stage.breakdown),
+        }
+        for stage in predicted.stages
+    ]
+    return {"step_seconds": predicted.step_seconds, "stages": stages}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise PlanError(f"the key {key!r} comes twice in one object: a key is given once; remove one of them")
+        result[key] = value
+    return result
+
+
+def _no_constant(name: str) -> float:
+    raise PlanError(f"the value {name}: numbers in a plan are finite; write a number")
+
+
+_MISSING: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """One object of the document and where it is, for messages."""
+
+    values: dict[str, Any]
+    path: str
+
+    @classmethod
+    def of(cls, value: object, path: str) -> "_Reader":
+        if not isinstance(value, dict):
+            raise PlanError(f"{path or 'the plan'} = {_brief(value)}: an object with keys is needed, {{...}}")
+        return cls(value, path)
+
+    def place(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key
+
+    def only(self, *known: str) -> None:
+        """Refuse keys that nobody reads, naming the nearest known one."""
+        for key in self.values:
+            if key not in known:
+                near = get_close_matches(key, known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+                raise PlanError(f"{self.place(key)}: this key is not known; {hint}")
+
+    def get(self, key: str, read: Callable[[object, str], T], default: Any = _MISSING) -> T:
+        if key in self.values:
+            return read(self.values[key], self.place(key))
+        if default is _MISSING:
+            raise PlanError(f"{self.place(key)} is missing: a plan needs it; add it")
+        return cast(T, default)
+
+    def build(self, make: Callable[[], T]) -> T:
+        """Call a constructor that checks its values; its errors get the place in front."""
+        try:
+            return make()
+        except PlanError as error:
+            raise PlanError(f"{self.path}: {error}" if self.path else str(error)) from error
+
+
+def _brief(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _refuse(value: object, path: str, rule: str) -> PlanError:
+    return PlanError(f"{path} = {_brief(value)}: {rule}")
+
+
+def _integer(value: object, path: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _refuse(value, path, "a whole number is needed, such as 4")
+    return value
+
+
+def _number(value: object, path: str) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise _refuse(value, path, "a number is needed, such as 0.25")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):  # 1e999 is read as infinity
+        raise _refuse(str(value)[:20], path, "a finite number is needed, such as 0.25")
+    return number
+
+
+def _truth(value: object, path: str) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(value, path, "true or false is needed")
+    return value
+
+
+def _text(value: object, path: str) -> str:
+    if not isinstance(value, str):
+        raise _refuse(value, path, 'text in quotes is needed, such as "1f1b"')
+    return value
+
+
+def _list(read: Callable[[object, str], T]) -> Callable[[object, str], tuple[T, ...]]:
+    def read_list(value: object, path: str) -> tuple[T, ...]:
+        if not isinstance(value, list):
+            raise _refuse(value, path, "a list is needed, [...]")
+        return tuple(read(item, f"{path}[{index}]") for index, item in enumerate(value))
+
+    return read_list
+
+
+def _mapping(read: Callable[[object, str], T]) -> Callable[[object, str], tuple[tuple[str, T], ...]]:
+    def read_mapping(value: object, path: str) -> tuple[tuple[str, T], ...]:
+        reader = _Reader.of(value, path)
+        return tuple((key, read(item, reader.place(key))) for key, item in reader.values.items())
+
+    return read_mapping
+
+
+def _pair(value: object, path: str) -> tuple[int, int]:
+    numbers = _list(_integer)(value, path)
+    if len(numbers) != 2:
+        raise _refuse(value, path, "two whole numbers are needed, the first layer and the one after the last: [0, 12]")
+    return numbers[0], numbers[1]
+
+
+def _zero_stage(value: object, path: str) -> ZeroStage:
+    number = _integer(value, path)
+    known = [int(stage) for stage in ZeroStage]
+    if number not in known:
+        raise _refuse(value, path, f"the ZeRO stages are {', '.join(map(str, known))}")
+    return ZeroStage(number)
+
+
+def _offload(value: object, path: str) -> OffloadRatios:
+    reader = _Reader.of(value, path)
+    reader.only(*_OFFLOAD_KEYS)
+    ratios = {key: reader.get(key, _number, 0.0) for key in _OFFLOAD_KEYS}
+    return reader.build(lambda: OffloadRatios(**ratios))
+
+
+def _stage(value: object, path: str) -> StagePlan:
+    reader = _Reader.of(value, path)
+    reader.only(*_STAGE_KEYS)
+    layers, devices = reader.get("layers", _pair), reader.get("devices", _list(_integer))
+    microbatch_size = reader.get("microbatch_size", _integer)
+    degrees = [reader.get(f"{axis}_parallel_degree", _integer, 1) for axis in ("data", "tensor", "context")]
+    sequence_parallel = reader.get("sequence_parallel", _truth, False)
+    zero_stage = reader.get("zero_stage", _zero_stage, ZeroStage.NONE)
+    checkpointed = reader.get("checkpointed_layers", _integer, 0)
+    offload = reader.get("offload", _offload, OffloadRatios())
+    return reader.build(
+        lambda: StagePlan(
+            layers=layers,
+            mesh=StageMesh(
+                devices=devices,
+                data_parallel_degree=degrees[0],
+                tensor_parallel_degree=degrees[1],
+                context_parallel_degree=degrees[2],
+                sequence_parallel=sequence_parallel,
+            ),
+            microbatch_size=microbatch_size,
+            zero_stage=zero_stage,
+            checkpointing=Checkpointing(layers=checkpointed),
+            offload=offload,
+        )
+    )
+
+
+_STAGE_KEYS = (
+    "layers",
+    "devices",
+    "microbatch_size",
+    "data_parallel_degree",
+    "tensor_parallel_degree",
+    "context_parallel_degree",
+    "sequence_parallel",
+    "zero_stage",
+    "checkpointed_layers",
+    "offload",
+)
+
+
+def _predicted_stage(value: object, path: str) -> PredictedStage:
+    reader = _Reader.of(value, path)
+    reader.only(*_SECONDS_KEYS, "peak_bytes", "breakdown")
+    return PredictedStage(
+        steady_seconds=reader.get("steady_seconds", _number),
+        boundary_seconds=reader.get("boundary_seconds", _number),
+        forward_seconds=reader.get("forward_seconds", _number),
+        backward_seconds=reader.get("backward_seconds", _number),
+        peak_bytes=reader.get("peak_bytes", _integer),
+        breakdown=reader.get("breakdown", _mapping(_number), ()),
+    )
+
+
+def _predicted(value: object, path: str) -> Predicted | None:
+    reader = _Reader.of(value, path)
+    reader.only("step_seconds", "stages")
+    step_seconds = reader.get("step_seconds", _number, 0.0)
+    stages = reader.get("stages", _list(_predicted_stage), ())
+    # This is how a plan that nobody predicted is written, so that the file always has the same keys.
+    return Predicted(step_seconds=step_seconds, stages=stages) if stages or step_seconds else None
+
+
+def _plan(reader: _Reader) -> Plan:
+    schema = reader.get("schema", _integer)
+    if schema != SCHEMA:
+        newer = "update lightning_mist" if schema > SCHEMA else "make the plan anew with `lightning-mist plan`"
+        raise PlanError(f"schema = {schema}: this version of lightning_mist reads plans of schema {SCHEMA}; {newer}")
+    reader.only("schema", "global_batch_size", "num_microbatches", "schedule", "stages", "predicted", "fingerprint")
+    global_batch_size = reader.get("global_batch_size", _integer)
+    num_microbatches = reader.get("num_microbatches", _integer)
+    schedule = cast(ScheduleName, reader.get("schedule", _text, "1f1b"))  # Plan itself checks the name
+    stages = reader.get("stages", _list(_stage))
+    predicted = reader.get("predicted", _predicted, None)
+    fingerprint = reader.get("fingerprint", _mapping(_text), ())
+    return Plan(
+        global_batch_size=global_batch_size,
+        num_microbatches=num_microbatches,
+        stages=stages,
+        schedule=schedule,
+        predicted=predicted,
+        fingerprint=fingerprint,
+    )
