@@ -50,21 +50,39 @@ class ParameterSpec:
 class LayerSpec:
     """One kind of layer (or the head, or the tail).
 
+    Part of a layer is what runs between it and the next one. The peaks are *increments over saved bytes*, so that peaks
+    of parts add up without knowing what the neighbours left behind: with ``saved(i)`` the saved bytes of part ``i``
+    (head, layers, tail, in execution order), the bytes alive in the forward of part ``k`` of a lone microbatch are at
+    most ``sum(saved(i) for i < k) + forward_peak(k)``, those in its backward at most
+    ``sum(saved(i) for i <= k) + backward_peak(k)``, each time beside parameters, the batch, and gradients that exist
+    already. What one part hands to the next (the activation that enters, the gradient that comes back) is thereby
+    counted: do not add it again. What a *stage* keeps longer than plain execution does (an output kept until its
+    gradient arrives) is not.
+
+    A parameter that two parts use (tied weights) is treated as if each part had its own. Where both parts lie on one
+    stage, autograd holds one more gradient of it from the backward of the later part to that of the earlier one if its
+    gradient exists already.
+
     Attributes:
         kind: ``"head"``, ``"tail"``, or a label of the block kind such as ``"GPT2Block"`` (unique in the model).
         example: Qualified name of the block that was traced; empty for head and tail.
         forward_flops, backward_flops: Floating-point operations (a multiply-add is two).
         forward_moved_bytes, backward_moved_bytes: Bytes read and written by all operators.
-        forward_operators, backward_operators: Number of operators launched.
+        forward_operators, backward_operators: Number of operators that compute or copy (views cost no launch).
         saved_bytes: Bytes allocated in its forward and still alive when the forward of the whole step has ended.
         checkpointed_saved_bytes: The same if the layer is recomputed in backward; it is what it hands on.
-        forward_peak_bytes: Largest number of bytes alive during its forward beyond those alive when it began.
-        backward_peak_bytes: Largest number of bytes alive during its backward beyond those alive when it began,
-            parameter gradients being there already; its saved bytes are freed on the way and may make this negative.
-        first_backward_peak_bytes: The same when its parameter gradients do not exist yet and are made here.
-        recompute_backward_peak_bytes: The largest number of bytes alive during recomputation and backward beyond those
-            alive when they began, gradients being there already.
-        first_recompute_backward_peak_bytes: The same when its parameter gradients do not exist yet.
+        forward_peak_bytes: Largest number of bytes alive during its forward beyond the saved bytes of all parts before
+            it. Its own saved bytes are included.
+        backward_peak_bytes: Largest number of bytes alive during its backward beyond the saved bytes of all parts
+            before it and its own, parameter gradients being there already and not counted. Saved bytes that are freed
+            on the way may make this negative.
+        first_backward_peak_bytes: The same when its parameter gradients do not exist yet and are made here: they count.
+            Gradients made by later parts do not.
+        recompute_backward_peak_bytes: Largest number of bytes alive during recomputation and backward beyond the saved
+            bytes of all parts before it and its own checkpointed ones, gradients being there already and not counted.
+        first_recompute_backward_peak_bytes: The same when its parameter gradients do not exist yet and are made here.
+
+    Head and tail are never recomputed: their checkpointed expressions equal the others.
     """
 
     kind: str
@@ -144,6 +162,8 @@ class ModelSpec:
         optimizer: What the optimizer keeps, if known.
         precision: Lightning's name of the precision, for example ``"bf16-mixed"``.
         seconds: Measured seconds of layers on the machine at hand; empty if nothing was measured.
+        shared_saved_bytes: The part of the head's saved bytes that depends on the batch alone, not on parameters (masks,
+            position tables): every stage after the first computes and keeps it too, per microbatch in flight.
     """
 
     name: str
@@ -161,6 +181,7 @@ class ModelSpec:
     optimizer: OptimizerSpec
     precision: str = "32-true"
     seconds: tuple[LayerSeconds, ...] = field(default=())
+    shared_saved_bytes: sympy.Expr = sympy.Integer(0)
 
     @property
     def num_layers(self) -> int:
