@@ -1,0 +1,108 @@
+"""Measures the first steps and compares them with what was predicted.
+
+The first optimizer step warms up and makes the optimizer's state, the second is metered for memory (on a CPU the meter
+follows every operator and slows the step down), all later ones are timed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_mist.runtime.meter import meter_memory, state_tensors
+from lightning_mist.strategy.planning import Decision
+from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.report import RunReport, StageReport
+
+_METERED_STEP = 1
+_FIRST_COMPARISON = 10
+"""After this many timed steps predicted and measured are compared for the first time: enough for a median."""
+
+
+class Monitor:
+    """Seconds and bytes of this run.
+
+    Args:
+        decision: The plan and what was predicted.
+        device: Where this rank computes.
+        module: The user's module.
+        report_path: Where the final report is written, if anywhere.
+    """
+
+    def __init__(self, decision: Decision, *, device: torch.device, module: nn.Module, report_path: str | None) -> None:
+        self.decision, self.device, self.module = decision, device, module
+        self.report: RunReport | None = None
+        self._report_path = report_path
+        self._progress = Progress(enabled=dist.get_rank() == 0)
+        # A group of our own: Lightning may use the default group at the same moment.
+        self._group = dist.new_group(backend="gloo")
+        self._steps = 0
+        self._seconds: list[float] = []
+        self._peak_bytes: int | None = None
+
+    @contextmanager
+    def step(self, optimizer: Any) -> Iterator[None]:
+        """Around one optimizer step, its forward and backward included."""
+        if self._steps == _METERED_STEP:
+            with meter_memory(self.device, state_tensors(self.module, [optimizer])) as meter:
+                yield
+            self._peak_bytes = meter.peak_bytes
+        else:
+            started = perf_counter()
+            yield
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            if self._steps > _METERED_STEP:
+                self._seconds.append(perf_counter() - started)
+        self._steps += 1
+
+    def after_step(self) -> None:
+        """Compare once enough steps were timed; the same step on every rank."""
+        if len(self._seconds) == _FIRST_COMPARISON:
+            self._compare()
+            self._show()
+
+    def finish(self) -> None:
+        """Compare over the whole run, and write the report."""
+        if not self._seconds:
+            self._progress.say("too few optimizer steps to compare predicted with measured: at least 3 are needed")
+            return
+        self._compare()
+        self._show()
+        if self._report_path is not None and dist.get_rank() == 0 and self.report is not None:
+            path = Path(self._report_path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.report.to_json())
+
+    def _compare(self) -> None:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (self._seconds, self._peak_bytes), group=self._group)
+        slowest = [max(step) for step in zip(*(seconds for seconds, _ in gathered), strict=True)]
+        middle = median(slowest)
+        plan = self.decision.plan
+        predicted = plan.predicted
+        stages = tuple(
+            StageReport(
+                predicted_bytes=None if predicted is None else predicted.stages[index].peak_bytes,
+                measured_bytes=max(gathered[rank][1] for rank in stage.devices),
+            )
+            for index, stage in enumerate(plan.stages)
+        )
+        self.report = RunReport(
+            predicted_step_seconds=None if predicted is None else predicted.step_seconds,
+            measured_step_seconds=middle,
+            spread_seconds=median(abs(seconds - middle) for seconds in slowest),
+            timed_steps=len(slowest),
+            stages=stages,
+            planning_seconds=self.decision.planning_seconds,
+        )
+
+    def _show(self) -> None:
+        if self.report is not None:
+            self._progress.show(self.report.table())

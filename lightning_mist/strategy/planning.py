@@ -1,0 +1,362 @@
+"""From a user's fit to a plan that every rank has: trace, measure, tune on rank 0, broadcast, check."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_mist.errors import MistError, PlanError
+from lightning_mist.hardware import Cluster, HardwareProfile, detect, parse_cluster
+from lightning_mist.model import LayerSeconds, map_module, time_layers, trace_model
+from lightning_mist.plan import (
+    Exclusion,
+    Feature,
+    ModuleMap,
+    Plan,
+    ZeroStage,
+    check_plan,
+    from_json,
+    load,
+    render,
+    save,
+    to_json,
+)
+from lightning_mist.runtime.batches import batch_rows, slice_rows
+from lightning_mist.runtime.selfcheck import check_microbatch_invariance, check_stages
+from lightning_mist.runtime.support import check_supported
+from lightning_mist.strategy import machine
+from lightning_mist.strategy.namespace import Namespace
+from lightning_mist.strategy.peek import peek_batch, silent, step_function
+from lightning_mist.strategy.progress import Progress
+from lightning_mist.tuner import SearchSpace, TuneResult, tune
+
+T = TypeVar("T")
+
+_FEATURES: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing")
+
+_WHOLE_MODULE_CALLBACKS = {
+    "WeightAveraging": "it averages the whole module on every rank",
+    "StochasticWeightAveraging": "it averages the whole module on every rank",
+    "ModelPruning": "it masks parameters of the whole module",
+    "BaseFinetuning": "it changes the optimizer's parameters while training",
+}
+"""Lightning callbacks that read or change all parameters on every rank, and what they do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What the user asked for; see the arguments of the strategy."""
+
+    plan: str | Plan
+    memory_limit: int | None
+    search: SearchSpace
+    cluster: str | Cluster | None
+    blocks: str | None
+    plan_path: str | None
+    profile_directory: str | None
+    self_check: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The plan of a fit, equal on every rank, and what its engine needs.
+
+    Attributes:
+        plan: The plan.
+        module_map: Where the module can be cut.
+        has_unused_parameters: Whether a trained parameter takes no part in the step.
+        planning_seconds: Time from the first batch to the plan.
+        plan_path: Where rank 0 wrote the plan, if it made one.
+    """
+
+    plan: Plan
+    module_map: ModuleMap
+    has_unused_parameters: bool
+    planning_seconds: float
+    plan_path: Path | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the plan is what torch's DistributedDataParallel does by itself."""
+        stage = self.plan.stages[0]
+        return (
+            self.plan.num_stages == 1
+            and self.plan.num_microbatches == 1
+            and stage.zero_stage == ZeroStage.NONE
+            and stage.checkpointing.layers == 0
+        )
+
+
+def whole_module_reason(trainer: Any, optimizers: list[Any]) -> str | None:
+    """Why only plain data parallelism can serve this module, its optimizers and the trainer's callbacks, if so."""
+    if not trainer.lightning_module.automatic_optimization:
+        return "automatic_optimization=False: the module calls backward and step itself"
+    if len(optimizers) != 1:
+        return f"configure_optimizers returns {len(optimizers)} optimizers; sharding and stages step exactly one"
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        return "LBFGS calls the step several times"
+    for callback in trainer.callbacks:
+        for cls in type(callback).__mro__:
+            if cls.__name__ in _WHOLE_MODULE_CALLBACKS:
+                return f"callback {type(callback).__name__}: {_WHOLE_MODULE_CALLBACKS[cls.__name__]}"
+    return None
+
+
+def on_rank_zero(work: Callable[[], T]) -> T:
+    """Do something on rank 0 and give every rank its result, or raise its error on every rank."""
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [(True, work())]
+        except (MistError, ValueError, TypeError, OSError) as error:
+            box = [(False, error)]
+    dist.broadcast_object_list(box, 0)
+    succeeded, value = box[0]
+    if not succeeded:
+        raise value
+    return value  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Planner:
+    """The state of one planning: what to plan for, and how to call the user's step."""
+
+    trainer: Any
+    strategy: Any
+    request: PlanRequest
+    progress: Progress
+    plain: str | None
+    batch: Any
+    call: Callable[[Any], Any]
+
+    @property
+    def module(self) -> Any:
+        return self.strategy.lightning_module
+
+    def map(self) -> ModuleMap:
+        """Where the module can be cut, with what the user's other choices rule out."""
+        if self.plain is not None and not self.module.automatic_optimization:
+            found = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=())
+        else:
+            rows = batch_rows(self.batch)
+            smaller = slice_rows(self.batch, 0, rows - 1) if rows is not None and rows > 1 else None
+            found = map_module(
+                self.module, self.call, self.batch, second_batch=smaller, blocks=self.request.blocks
+            )
+        if self.plain is not None:
+            extra = tuple(Exclusion(feature=feature, reason=self.plain) for feature in _FEATURES)
+            found = replace(found, exclusions=found.exclusions + extra)
+        return found
+
+    def with_invariance(self, found: ModuleMap) -> ModuleMap:
+        """The map, with microbatches ruled out if the loss of a batch is not the mean of the losses of its parts."""
+        rows = batch_rows(self.batch)
+        if found.excludes("microbatches"):
+            return found
+        if rows is None or rows < 2:
+            reason = "the batch cannot be cut: its tensors do not share a first dimension of at least 2 rows"
+        else:
+            self.progress.say("checking that a batch may be cut into microbatches")
+            answer = check_microbatch_invariance(self.module, self.call, self.batch, 2)
+            if answer is None:
+                return found
+            reason = answer
+        return replace(found, exclusions=(*found.exclusions, Exclusion(feature="microbatches", reason=reason)))
+
+    def seconds(self, found: ModuleMap) -> tuple[LayerSeconds, ...]:
+        """Measured seconds of the layers, every rank computing at the same time."""
+        rows = batch_rows(self.batch)
+        sizes = [rows] if rows is not None else []
+        if rows is not None and not found.excludes("microbatches"):
+            sizes = sorted({1, rows, *(size for size in range(2, rows) if rows % size == 0 and size * size >= rows)})
+            sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+        if not sizes:
+            return ()
+        dist.barrier()
+        return time_layers(
+            self.module,
+            found,
+            lambda size: self.batch if size == rows else slice_rows(self.batch, 0, size),
+            sizes,
+            self.call,
+            device=self.strategy.root_device,
+            progress=self.progress.update,
+        )
+
+    def tune(self, found: ModuleMap, profile: HardwareProfile, seconds: tuple[LayerSeconds, ...]) -> TuneResult:
+        """The best plan; on rank 0."""
+        self.progress.say("tracing the model")
+        optimizer = self.strategy.optimizers[0] if self.strategy.optimizers else None
+        spec = trace_model(
+            self.module,
+            self.batch,
+            call=self.call,
+            module_map=found,
+            optimizer=optimizer,
+            precision=str(self.trainer.precision),
+        )
+        spec = replace(spec, seconds=seconds)
+        cluster = self.cluster()
+        rows = batch_rows(self.batch) or 1
+        self.progress.say(f"searching plans for {spec.num_layers} layers on {cluster.world_size} devices")
+        return tune(
+            spec,
+            cluster,
+            profile=profile,
+            global_batch_size=rows * cluster.world_size,
+            memory_limit=self.request.memory_limit,
+            search=self.request.search,
+        )
+
+    def cluster(self) -> Cluster:
+        """The cluster to plan for."""
+        wanted = self.request.cluster
+        strategy = self.strategy
+        if wanted is None:
+            return detect(strategy.world_size, strategy.num_nodes, strategy.root_device.type)
+        cluster = parse_cluster(wanted) if isinstance(wanted, str) else wanted
+        if cluster.world_size != strategy.world_size:
+            raise ValueError(
+                f"cluster={wanted!r} has {cluster.world_size} devices, but {strategy.world_size} processes run: plan "
+                "for the cluster at hand, or use `lightning-mist plan` for another"
+            )
+        return cluster
+
+
+def decide(
+    trainer: Any, strategy: Any, names: Namespace, request: PlanRequest, *, plain: str | None
+) -> Decision:
+    """The plan for this fit, the same on every rank.
+
+    Args:
+        trainer: Lightning's trainer, its loaders and module attached.
+        strategy: The strategy, its process group and optimizers made.
+        names: The copy of Lightning in use.
+        request: What the user asked for.
+        plain: Why only plain data parallelism is possible, if so.
+
+    Raises:
+        InfeasibleError: If nothing fits.
+        PlanError: If a given plan does not fit the module, the batch or the processes.
+        TraceError: If the module would train wrongly under the plan.
+    """
+    started = perf_counter()
+    progress = Progress(enabled=strategy.is_global_zero)
+    module = strategy.lightning_module
+    with names.isolate_rng(), silent(module), progress:
+        progress.say("looking at one batch and finding where the module can be cut")
+        batch = peek_batch(trainer, strategy)
+        call = step_function(module, names, strategy.precision_plugin.train_step_context)
+        planner = _Planner(
+            trainer=trainer, strategy=strategy, request=request, progress=progress, plain=plain, batch=batch, call=call
+        )
+        found = planner.map()
+        _same_everywhere(found)
+        plan, made = _plan(planner, found)
+        rows = batch_rows(batch)
+        check_plan(plan, world_size=strategy.world_size, batch_rows=rows, num_layers=len(found.blocks), module_map=found)
+        check_supported(plan)
+        _self_check(planner, found, plan)
+        path = _publish(planner, plan, made)
+    used = [use.requires_grad and not use.regions for use in found.parameters]
+    return Decision(
+        plan=plan,
+        module_map=found,
+        has_unused_parameters=any(used),
+        planning_seconds=perf_counter() - started,
+        plan_path=path,
+    )
+
+
+def _same_everywhere(found: ModuleMap) -> None:
+    """Raise on every rank if ranks found different modules."""
+    digests: list[Any] = [None] * dist.get_world_size()
+    mine = (found.blocks, [use.name for use in found.parameters], [tuple(t.key for t in cut) for cut in found.cuts])
+    dist.all_gather_object(digests, repr(mine))
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different:
+        raise PlanError(
+            f"ranks {different} see another module than rank 0 (blocks, parameters or values between them differ): "
+            "every rank must build the same module and take the same branches; seed what is random in its construction"
+        )
+
+
+def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None]:
+    """The given plan, or the best one; equal on every rank."""
+    given = planner.request.plan
+    if given != "auto":
+        read = on_rank_zero(lambda: to_json(given if isinstance(given, Plan) else load(Path(given))))
+        plan = from_json(read)
+        if plan.num_microbatches > 1 or any(stage.microbatch_size > 1 for stage in plan.stages):
+            _refuse_unsafe_cuts(planner, found, plan)
+        return plan, None
+    if not planner.module.automatic_optimization:
+        return _data_parallel(planner), None
+    profile = machine.profile(planner.strategy, planner.request.profile_directory, planner.progress)
+    seconds = planner.seconds(found)
+    made: list[TuneResult] = []
+
+    def make() -> str:
+        made.append(planner.tune(planner.with_invariance(found), profile, seconds))
+        return to_json(made[0].plan)
+
+    text = on_rank_zero(make)
+    return from_json(text), made[0] if made else None
+
+
+def _refuse_unsafe_cuts(planner: _Planner, found: ModuleMap, plan: Plan) -> None:
+    rows = batch_rows(planner.batch)
+    if rows is not None and max(stage.microbatch_size for stage in plan.stages) >= rows:
+        return  # nobody's batch is cut
+
+    def check() -> None:
+        reasons = planner.with_invariance(found).excludes("microbatches")
+        if reasons:
+            raise PlanError(
+                f"the plan cuts a batch of {rows} rows into parts of {plan.stages[0].microbatch_size}, but "
+                f"{'; '.join(reasons)}. Use microbatch_size = {rows} on every stage"
+            )
+
+    on_rank_zero(check)
+
+
+def _data_parallel(planner: _Planner) -> Plan:
+    """Plain data parallelism without a prediction, for steps that cannot be traced."""
+    from lightning_mist.plan import StageMesh, StagePlan
+
+    world = planner.strategy.world_size
+    rows = batch_rows(planner.batch) or 1
+    mesh = StageMesh(devices=tuple(range(world)), data_parallel_degree=world)
+    stage = StagePlan(layers=(0, 0), mesh=mesh, microbatch_size=rows)
+    planner.progress.say(f"plain data parallelism: {planner.plain}")
+    return Plan(global_batch_size=rows * world, num_microbatches=1, stages=(stage,))
+
+
+def _self_check(planner: _Planner, found: ModuleMap, plan: Plan) -> None:
+    if not planner.request.self_check or plan.num_stages == 1:
+        return
+    rows = batch_rows(planner.batch)
+    small = planner.batch if rows is None else slice_rows(planner.batch, 0, min(rows, 2))
+    planner.progress.say("checking the cut module against the whole")
+    on_rank_zero(lambda: check_stages(planner.module, found, plan.bounds, planner.call, small))
+
+
+def _publish(planner: _Planner, plan: Plan, made: TuneResult | None) -> Path | None:
+    """Show the plan on rank 0, and write it if it was made here."""
+    if not planner.strategy.is_global_zero:
+        return None
+    planner.progress.show(render(plan))
+    if made is None:
+        return None
+    for note in made.explain():
+        planner.progress.say(note)
+    root = Path(planner.trainer.default_root_dir)
+    path = Path(planner.request.plan_path) if planner.request.plan_path else root / "mist_plan.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(plan, path)
+    planner.progress.say(f"plan written to {path}")
+    return path

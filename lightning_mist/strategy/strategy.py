@@ -1,0 +1,311 @@
+"""``MistStrategy``: what Lightning talks to."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+
+from lightning_mist.errors import MistError
+from lightning_mist.hardware import Cluster
+from lightning_mist.plan import Plan
+from lightning_mist.strategy import checkpoint_io, peek, planning
+from lightning_mist.strategy.engine import Engine, wait_all
+from lightning_mist.strategy.monitor import Monitor
+from lightning_mist.strategy.namespace import Namespace, namespace
+from lightning_mist.strategy.precision import attach_engine
+from lightning_mist.strategy.report import RunReport
+from lightning_mist.tuner import SearchSpace
+from lightning_mist.units import parse_bytes
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class MistBase(_Base):
+    """Trains as DDP would, on a plan that fits and is fast.
+
+    At the first ``fit`` the model and the machine are profiled, a plan is chosen (pipeline stages, data parallelism,
+    sharding and activation checkpointing together) and the module is trained by it, unmodified. Samples per optimizer
+    step, logged values and checkpoints are those of DDP.
+
+    Args:
+        accelerator: Lightning's accelerator; set by the Trainer.
+        parallel_devices: Devices of this node; set by the Trainer.
+        cluster_environment: How processes find each other; set by the Trainer.
+        checkpoint_io: Lightning's checkpoint reader and writer.
+        precision_plugin: Lightning's precision plugin.
+        plan: ``"auto"`` to make a plan, the path of a plan file, or a plan.
+        memory_limit: Bytes of each device that training may use, as a number or as text such as ``"22GiB"``; by default
+            what the device has, less a reserve.
+        host_memory_limit: Bytes of host memory of each node that offloading may use. Offloading is not available yet:
+            any value is refused.
+        search: What the planner may choose from; by default everything that the runtime supports.
+        cluster: The cluster to plan for, as a ``Cluster`` or as text such as ``"2x8xL4"``; by default this one,
+            detected. It must have as many devices as there are processes.
+        blocks: Qualified name of the container of the repeated blocks, if they are not found by themselves.
+        plan_path: Where the plan is written; by default ``mist_plan.json`` in the Trainer's root directory.
+        profile_directory: Where measurements of this machine are kept; by default ``lightning-mist`` in the user's
+            cache directory.
+        report_path: Where the comparison of predicted and measured is written as JSON at the end, if anywhere.
+        self_check: Whether to compare the cut module with the whole on one small batch before training.
+        save_distributed_checkpoint: Whether to save sharded directories in place of one file. Not available yet: True
+            is refused.
+        ddp_comm_state: As in DDP; with it the plan is plain data parallelism.
+        ddp_comm_hook: As in DDP; with it the plan is plain data parallelism.
+        ddp_comm_wrapper: As in DDP; with it the plan is plain data parallelism.
+        model_averaging_period: As in DDP; with it the plan is plain data parallelism.
+        process_group_backend: As in DDP.
+        timeout: As in DDP.
+        start_method: As in DDP.
+        find_unused_parameters: As in DDP; by default decided by tracing the module.
+        static_graph: As in DDP; used when the plan is plain data parallelism.
+        gradient_as_bucket_view: As in DDP, but True by default, which saves one copy of the gradients.
+        bucket_cap_mb: As in DDP; used when the plan is plain data parallelism.
+        broadcast_buffers: As in DDP; used when the plan is plain data parallelism.
+    """
+
+    strategy_name = "mist"
+    _names: ClassVar[Namespace]
+
+    def __init__(
+        self,
+        accelerator: Any | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any | None = None,
+        checkpoint_io: Any | None = None,
+        precision_plugin: Any | None = None,
+        plan: str | Plan = "auto",
+        memory_limit: str | int | None = None,
+        host_memory_limit: str | int | None = None,
+        search: SearchSpace | None = None,
+        cluster: str | Cluster | None = None,
+        blocks: str | None = None,
+        plan_path: str | None = None,
+        profile_directory: str | None = None,
+        report_path: str | None = None,
+        self_check: bool = True,
+        save_distributed_checkpoint: bool = False,
+        ddp_comm_state: Any | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = _DEFAULT_TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        find_unused_parameters: bool | None = None,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        if save_distributed_checkpoint:
+            raise ValueError("save_distributed_checkpoint=True: checkpoints are single files; leave it False")
+        if host_memory_limit is not None:
+            raise ValueError(f"host_memory_limit={host_memory_limit!r}: nothing is offloaded yet; leave it out")
+        options = {"static_graph": static_graph, "gradient_as_bucket_view": gradient_as_bucket_view}
+        options |= {"bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers}
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **options,
+        )
+        self._find_unused_parameters = find_unused_parameters
+        self._wants_plain_ddp = any(x is not None for x in (ddp_comm_state, ddp_comm_hook, model_averaging_period))
+        self._request = planning.PlanRequest(
+            plan=plan,
+            memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+            search=search or SearchSpace(),
+            cluster=cluster,
+            blocks=blocks,
+            plan_path=plan_path,
+            profile_directory=profile_directory,
+            self_check=self_check,
+        )
+        self._report_path = report_path
+        self._decision: planning.Decision | None = None
+        self._engine: Engine | None = None
+        self._monitor: Monitor | None = None
+
+    # What users may ask ------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the current or last fit."""
+        return None if self._decision is None else self._decision.plan
+
+    @property
+    def report(self) -> RunReport | None:
+        """Predicted against measured of the current or last fit, once enough steps have run."""
+        return None if self._monitor is None else self._monitor.report
+
+    # Life cycle --------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Make or read the plan, and put this rank's part of it in place."""
+        if trainer.state.fn != self._names.fitting:
+            super().setup(trainer)
+            return
+        module = self.lightning_module
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.model = module if self._layer_sync is None else self._layer_sync.apply(module)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self._same_start()
+        self._decision = planning.decide(trainer, self, self._names, self._request, plain=self._why_plain(trainer))
+        if self._decision.is_plain:
+            self._ddp_kwargs["find_unused_parameters"] = self._finds_unused(self._decision)
+            self.configure_ddp()
+        self.setup_optimizers(trainer)
+        if not self._decision.is_plain:
+            self._start_engine(trainer)
+        self.setup_precision_plugin()
+        attach_engine(self.precision_plugin, self._engine)
+        self._monitor = Monitor(self._decision, device=self.root_device, module=module, report_path=self._report_path)
+
+    def _same_start(self) -> None:
+        """Give every rank the values of rank 0, as DDP does when it wraps a module."""
+        assert self.lightning_module is not None
+        with torch.no_grad():
+            for tensor in [*self.lightning_module.parameters(), *self.lightning_module.buffers()]:
+                dist.broadcast(tensor.detach(), 0)
+
+    def _why_plain(self, trainer: Any) -> str | None:
+        """Why only plain data parallelism can honour what the user asked for, if so."""
+        if self._wants_plain_ddp:
+            return "a DDP communication hook or model averaging was given"
+        if self._layer_sync is not None:
+            return "sync_batchnorm computes collectives inside the step"
+        return planning.needs_whole_module(trainer)
+
+    def _finds_unused(self, decision: planning.Decision) -> bool:
+        if self._find_unused_parameters is not None:
+            return self._find_unused_parameters
+        return decision.has_unused_parameters
+
+    def _start_engine(self, trainer: Any) -> None:
+        assert self._decision is not None
+        self._engine = planning.start_engine(self.lightning_module, self._decision, self.global_rank, self.root_device)
+        if len(self.optimizers) != 1:
+            raise MistError(
+                f"{len(self.optimizers)} optimizers: a plan with stages, microbatches or sharding steps exactly one; "
+                "return one optimizer with several parameter groups, or use a plan with plain data parallelism"
+            )
+        self._engine.take_optimizer(self.optimizers[0])
+        self._engine.hollow()
+
+    def teardown(self) -> None:
+        """Give the module all its values back, unless something went wrong and peers may be gone."""
+        engine, self._engine = self._engine, None
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if engine is not None:
+            if trainer is not None and trainer.state.status.value != "interrupted":
+                engine.fill()
+            engine.release_optimizer()
+        attach_engine(self.precision_plugin, None)
+        super().teardown()
+
+    # Training ----------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the batch through the plan; the returned loss installs the gradients in its backward."""
+        if self._engine is None:
+            return super().training_step(*args, **kwargs)
+        batch, *rest = (*args, *kwargs.values())
+        module, context = self.lightning_module, self.precision_plugin.train_step_context
+
+        def step(part: Any) -> Any:
+            with context():
+                return module.training_step(part, *rest)
+
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        result, loss = self._engine.train_batch(batch, step, loss_scale=scale)
+        self._engine.replay(result)
+        return {**result.extras, "loss": loss} if result.extras and loss is not None else loss
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
+    ) -> Any:
+        """Step the owned parameters and, under ZeRO-1, distribute what was updated."""
+        assert self._monitor is not None
+        with self._monitor.step(optimizer):
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            if self._engine is not None:
+                wait_all(self._engine.executor.gather_parameters())
+        self._monitor.after_step()
+        return output
+
+    def on_train_end(self) -> None:
+        """Say how predicted and measured compare."""
+        super().on_train_end()
+        if self._monitor is not None:
+            self._monitor.finish()
+
+    def on_validation_start(self) -> None:
+        """Evaluation inside ``fit`` runs on the whole module, as under DDP."""
+        super().on_validation_start()
+        if self._engine is not None:
+            self._engine.fill()
+
+    def on_validation_end(self) -> None:
+        """Training goes on with this rank's part."""
+        super().on_validation_end()
+        if self._engine is not None:
+            self._engine.hollow()
+
+    # Checkpoints -------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """All weights in DDP's layout; complete on global rank 0."""
+        if self._engine is None:
+            return super().lightning_module_state_dict()
+        return checkpoint_io.module_state(self._engine)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """All optimizer state in DDP's layout; complete on global rank 0."""
+        if self._engine is None:
+            return super().optimizer_state(optimizer)
+        return checkpoint_io.optimizer_state(self._engine)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Take this rank's part of optimizer state in DDP's layout."""
+        if self._engine is None:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            checkpoint_io.load_optimizer_state(self._engine, checkpoint["optimizer_states"][0])
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Do nothing: the names are registered when Lightning is imported."""
+
+
+def build(root: str, module: str) -> type[MistBase]:
+    """The strategy class for one copy of Lightning.
+
+    Args:
+        root: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+        module: Name of the module that will hold the class, so that it can be pickled.
+    """
+    names = namespace(root)
+    body = {"__module__": module, "__qualname__": "MistStrategy", "__doc__": MistBase.__doc__, "_names": names}
+    return type("MistStrategy", (MistBase, names.ddp_strategy), body)
+
+
+__all__ = ["MistBase", "build", "peek"]

@@ -1,0 +1,42 @@
+import json
+
+from rich.console import Console
+
+from lightning_mist.strategy.report import RunReport, StageReport
+
+
+def make(predicted=2.0, stage_bytes=2**30):
+    return RunReport(
+        predicted_step_seconds=predicted,
+        measured_step_seconds=2.5,
+        spread_seconds=0.1,
+        timed_steps=12,
+        stages=(StageReport(predicted_bytes=stage_bytes, measured_bytes=2**31),),
+        planning_seconds=3.0,
+    )
+
+
+def text(report):
+    console = Console(width=120, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.capture() as capture:
+        console.print(report.table())
+    console.file.close()
+    return capture.get()
+
+
+def test_table_compares():
+    shown = text(make())
+    assert "2 s" in shown
+    assert "-20.0%" in shown
+    assert "2.0 GiB" in shown
+    assert "-50.0%" in shown
+
+
+def test_without_prediction_it_says_so():
+    assert "not predicted" in text(make(predicted=None, stage_bytes=None))
+
+
+def test_json_has_every_figure():
+    data = json.loads(make().to_json())
+    assert data["measured_step_seconds"] == 2.5
+    assert data["stages"][0] == {"predicted_bytes": 2**30, "measured_bytes": 2**31}
