@@ -1,0 +1,237 @@
+"""Running the very lists of a schedule on a clock instead of on devices.
+
+A stage has one lane of computation and runs its list in order. Sends and receives are posted and take no time of it. A
+transfer starts when both sides have posted it and the one before it in the same direction over the same boundary has
+ended; the two directions of a boundary do not disturb each other. ``F`` and ``B`` wait for what they consume.
+``REDUCE_TIED`` starts on all stages at once, when the last has come to it.
+
+For ``S`` stages and ``G`` microbatches that take ``t`` each, 1F1B and GPipe without transfers take ``(G - 1 + S) t``,
+which is ``(G - 1) max t + sum t``, the closed form of the cost model. Stages that differ take no longer than that if
+forward and backward are in one ratio on all of them; else the closed form may be too short, and only
+``(G - 1) (max forward + max backward) + sum t`` is never exceeded.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_mist.schedule.action import Action, ActionKind, Schedule
+from lightning_mist.schedule.check import check, waits_for
+from lightning_mist.schedule.trace import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """How long the actions of one stage take, in seconds.
+
+    Attributes:
+        forward: Forward of one microbatch.
+        backward: Backward of one microbatch, recomputation included.
+        first_forward: Forward of the first microbatch, if it takes another time.
+        last_backward: Backward of the last microbatch, if it takes another time.
+        reduce: ``REDUCE``, averaging gradients over data-parallel ranks.
+        reduce_tied: ``REDUCE_TIED``; the longest of all stages counts.
+        step: ``STEP``, the optimizer.
+        gather: ``GATHER``, distributing updated parameters.
+    """
+
+    forward: float
+    backward: float
+    first_forward: float | None = None
+    last_backward: float | None = None
+    reduce: float = 0.0
+    reduce_tied: float = 0.0
+    step: float = 0.0
+    gather: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What running a schedule on a clock showed; all times are seconds since the start.
+
+    Attributes:
+        makespan: When the last action of any stage ended.
+        spans: Start and end of every action, stage by stage in the order of its list; a send or receive spans the time
+            in which its transfer moves.
+        busy: For each stage, how long it computed, reduced, stepped and gathered.
+        bubble: For each stage, how long it did nothing of this before the makespan.
+        in_flight: For each stage, ``(time, count)`` whenever its number of microbatches in flight changes.
+    """
+
+    makespan: float
+    spans: tuple[tuple[Span, ...], ...]
+    busy: tuple[float, ...]
+    bubble: tuple[float, ...]
+    in_flight: tuple[tuple[tuple[float, int], ...], ...]
+
+
+_SENDS: Final = {
+    ActionKind.SEND_ACTIVATION: (1, ActionKind.RECV_ACTIVATION),
+    ActionKind.SEND_GRADIENT: (-1, ActionKind.RECV_GRADIENT),
+}
+"""For each kind of send: the distance to the stage that receives, and the kind of its receive."""
+
+_RECEIVES: Final = {receive: (-step, send) for send, (step, receive) in _SENDS.items()}
+
+
+def simulate(
+    schedule: Schedule,
+    stages: Sequence[StageSeconds],
+    *,
+    activation_seconds: Sequence[float] = (),
+    gradient_seconds: Sequence[float] = (),
+) -> Simulation:
+    """Run a schedule on a clock.
+
+    Args:
+        schedule: For each stage its actions; computations only (a neighbour's result is there at once), or lowered.
+        stages: How long each stage's actions take.
+        activation_seconds: For each boundary between stages, how long the activations of one microbatch take to cross
+            it; empty for no time.
+        gradient_seconds: The same for gradients on their way back.
+
+    Raises:
+        ValueError: If a sequence has not one entry per stage or boundary, or a time is negative or not finite.
+        ScheduleError: If the schedule breaks a rule.
+    """
+    boundaries = len(schedule) - 1
+    activation_seconds = tuple(activation_seconds) or (0.0,) * boundaries
+    gradient_seconds = tuple(gradient_seconds) or (0.0,) * boundaries
+    for name, given, needed in (
+        ("stages", len(stages), len(schedule)),
+        ("activation_seconds", len(activation_seconds), boundaries),
+        ("gradient_seconds", len(gradient_seconds), boundaries),
+    ):
+        if given != needed:
+            raise ValueError(f"{name} has {given} entries: a schedule of {len(schedule)} stages needs {needed}")
+    check(schedule, sum(action.kind is ActionKind.FORWARD for action in schedule[0]) if schedule else 0)
+    run = _Run(schedule, stages, activation_seconds, gradient_seconds)
+    run.finish()
+    return _summary(schedule, run.spans)
+
+
+class _Run:
+    """The clock of every stage and every transfer that is under way."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[StageSeconds],
+        activation_seconds: tuple[float, ...],
+        gradient_seconds: tuple[float, ...],
+    ) -> None:
+        self.spans: dict[Action, Span] = {}
+        self._schedule = schedule
+        self._durations = _durations(schedule, stages, activation_seconds, gradient_seconds)
+        self._clock = [0.0] * len(schedule)
+        self._posted: dict[Action, float] = {}
+        # Transfers of one direction over one boundary happen in the order in which they are sent.
+        self._links = [
+            deque(action for action in actions if action.kind is kind) for actions in schedule for kind in _SENDS
+        ]
+        self._link_free = [0.0] * len(self._links)
+
+    def finish(self) -> None:
+        """Advance every stage as far as it gets until all lists are done; the check says that this ends."""
+        position = [0] * len(self._schedule)
+        while any(position[stage] < len(actions) for stage, actions in enumerate(self._schedule)):
+            for stage, actions in enumerate(self._schedule):
+                while position[stage] < len(actions) and self._advance(actions[position[stage]]):
+                    position[stage] += 1
+
+    def _advance(self, action: Action) -> bool:
+        """Do an action if everything it waits for has a known end."""
+        stage = action.stage
+        if action.kind in _SENDS or action.kind in _RECEIVES:
+            self._posted[action] = self._clock[stage]
+            self._move_transfers()
+            return True
+        if action.kind is ActionKind.REDUCE_TIED:
+            self._posted[action] = self._clock[stage]
+            together = [Action(other, action.kind) for other in range(len(self._schedule))]
+            if any(other not in self._posted for other in together):
+                return False
+            start = max(self._posted[other] for other in together)
+            seconds = max(self._durations[other] for other in together)
+            return self._record(action, start, seconds)
+        needed = waits_for(self._schedule, action)
+        if any(other not in self.spans for other in needed):
+            return False
+        start = max([self._clock[stage], *(self.spans[other].end for other in needed)])
+        return self._record(action, start, self._durations[action])
+
+    def _record(self, action: Action, start: float, seconds: float) -> bool:
+        self.spans[action] = Span(action.stage, action, start, start + seconds)
+        self._clock[action.stage] = start + seconds
+        return True
+
+    def _move_transfers(self) -> None:
+        for link, queue in enumerate(self._links):
+            while queue and queue[0] in self._posted:
+                send = queue[0]
+                step, kind = _SENDS[send.kind]
+                receive = Action(send.stage + step, kind, send.microbatch)
+                if receive not in self._posted:
+                    break
+                start = max(self._posted[send], self._posted[receive], self._link_free[link])
+                end = self._link_free[link] = start + self._durations[send]
+                self.spans[send] = Span(send.stage, send, start, end)
+                self.spans[receive] = Span(receive.stage, receive, start, end)
+                queue.popleft()
+
+
+def _durations(
+    schedule: Schedule,
+    stages: Sequence[StageSeconds],
+    activation_seconds: tuple[float, ...],
+    gradient_seconds: tuple[float, ...],
+) -> dict[Action, float]:
+    """Seconds of every action that takes time; a transfer's belong to its send."""
+    result: dict[Action, float] = {}
+    for actions, seconds in zip(schedule, stages, strict=True):
+        last = max((action.microbatch for action in actions if action.microbatch is not None), default=0)
+        first_forward = seconds.forward if seconds.first_forward is None else seconds.first_forward
+        last_backward = seconds.backward if seconds.last_backward is None else seconds.last_backward
+        for action in actions:
+            result[action] = {
+                ActionKind.FORWARD: first_forward if action.microbatch == 0 else seconds.forward,
+                ActionKind.BACKWARD: last_backward if action.microbatch == last else seconds.backward,
+                ActionKind.REDUCE_GRADIENTS: seconds.reduce,
+                ActionKind.REDUCE_TIED: seconds.reduce_tied,
+                ActionKind.OPTIMIZER_STEP: seconds.step,
+                ActionKind.GATHER_PARAMETERS: seconds.gather,
+                ActionKind.SEND_ACTIVATION: (*activation_seconds, 0.0)[action.stage],
+                ActionKind.SEND_GRADIENT: (0.0, *gradient_seconds)[action.stage],
+                ActionKind.RECV_ACTIVATION: 0.0,
+                ActionKind.RECV_GRADIENT: 0.0,
+            }[action.kind]
+    for action, duration in result.items():
+        if not 0.0 <= duration < float("inf"):
+            raise ValueError(f"{action} takes {duration} seconds: times are finite and not negative")
+    return result
+
+
+def _summary(schedule: Schedule, spans: dict[Action, Span]) -> Simulation:
+    makespan = max(span.end for span in spans.values())
+    busy: list[float] = []
+    in_flight: list[tuple[tuple[float, int], ...]] = []
+    for actions in schedule:
+        own = [spans[action] for action in actions if action.kind not in _SENDS and action.kind not in _RECEIVES]
+        busy.append(sum(span.end - span.start for span in own))
+        count, counts = 0, []
+        for span in own:
+            if span.action.kind is ActionKind.FORWARD:
+                count += 1
+                counts.append((span.start, count))
+            elif span.action.kind is ActionKind.BACKWARD:
+                count -= 1
+                counts.append((span.end, count))
+        in_flight.append(tuple(counts))
+    return Simulation(
+        makespan=makespan,
+        spans=tuple(tuple(spans[action] for action in actions) for actions in schedule),
+        busy=tuple(busy),
+        bubble=tuple(makespan - seconds for seconds in busy),
+        in_flight=tuple(in_flight),
+    )

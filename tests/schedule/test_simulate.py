@@ -1,0 +1,147 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_mist.errors import ScheduleError
+from lightning_mist.schedule import generate
+from lightning_mist.schedule.check import in_flight_counts
+from lightning_mist.schedule.lower import add_transfers, add_update
+from lightning_mist.schedule.simulate import StageSeconds, simulate
+from tests.schedule.text import parse
+
+seconds = st.integers(0, 50).map(float)
+stage_seconds = st.builds(StageSeconds, forward=seconds, backward=seconds)
+names = st.sampled_from(["1f1b", "gpipe"])
+
+
+def closed_form(stages, num_microbatches):
+    total = [stage.forward + stage.backward for stage in stages]
+    return (num_microbatches - 1) * max(total) + sum(total)
+
+
+def lower_bound(stages, num_microbatches):
+    """No stage begins before the stages before it have passed one microbatch on, nor is it done before they are."""
+    total = [stage.forward + stage.backward for stage in stages]
+    return max(num_microbatches * t + sum(total[:i]) for i, t in enumerate(total))
+
+
+@given(st.integers(1, 7), st.integers(1, 12), seconds, seconds, names)
+def test_uniform_stages_take_the_closed_form_exactly(num_stages, num_microbatches, forward, backward, name):
+    stages = [StageSeconds(forward=forward, backward=backward)] * num_stages
+    result = simulate(generate(num_stages, num_microbatches, name), stages)
+    assert result.makespan == closed_form(stages, num_microbatches)
+
+
+@given(st.lists(st.integers(0, 20).map(float), min_size=1, max_size=6), st.integers(1, 12), st.integers(0, 4))
+def test_uneven_1f1b_with_one_ratio_lies_between_lower_bound_and_closed_form(forwards, num_microbatches, ratio):
+    stages = [StageSeconds(forward=forward, backward=ratio * forward) for forward in forwards]
+    makespan = simulate(generate(len(stages), num_microbatches), stages).makespan
+    assert lower_bound(stages, num_microbatches) <= makespan <= closed_form(stages, num_microbatches)
+
+
+@given(st.lists(stage_seconds, min_size=1, max_size=6), st.integers(1, 12), names)
+def test_any_stages_lie_between_the_lower_bound_and_the_closed_form_of_each_direction(stages, num_microbatches, name):
+    makespan = simulate(generate(len(stages), num_microbatches, name), stages).makespan
+    slowest = max(stage.forward for stage in stages) + max(stage.backward for stage in stages)
+    upper = (num_microbatches - 1) * slowest + sum(stage.forward + stage.backward for stage in stages)
+    assert lower_bound(stages, num_microbatches) <= makespan <= upper
+
+
+def test_closed_form_is_too_short_where_one_stage_is_slow_forward_and_another_backward():
+    stages = [
+        StageSeconds(forward=0, backward=1),
+        StageSeconds(forward=1, backward=0),
+        StageSeconds(forward=0, backward=0),
+    ]
+    assert closed_form(stages, 2) == 3
+    assert simulate(generate(3, 2), stages).makespan == 4
+
+
+@given(st.lists(stage_seconds, min_size=1, max_size=5), st.integers(1, 8), names, st.data())
+def test_transfers_without_time_change_nothing_and_with_time_never_help(stages, num_microbatches, name, data):
+    computations = generate(len(stages), num_microbatches, name)
+    boundary = st.lists(seconds, min_size=len(stages) - 1, max_size=len(stages) - 1)
+    bare = simulate(computations, stages)
+    free = simulate(add_transfers(computations), stages)
+    slow = simulate(
+        add_transfers(computations),
+        stages,
+        activation_seconds=data.draw(boundary),
+        gradient_seconds=data.draw(boundary),
+    )
+    assert bare.makespan == free.makespan <= slow.makespan
+    assert bare.busy == free.busy == slow.busy == tuple(num_microbatches * (s.forward + s.backward) for s in stages)
+    for actions, result in zip(computations, slow.in_flight, strict=True):
+        assert max(count for _, count in result) == max(in_flight_counts(actions))
+        assert result[-1][1] == 0
+
+
+def test_two_stages_by_hand():
+    stages = [StageSeconds(forward=1, backward=2), StageSeconds(forward=3, backward=4)]
+    result = simulate(generate(2, 2), stages)
+    assert [[(str(s.action), s.start, s.end) for s in line] for line in result.spans] == [
+        [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 8, 10), ("0B1", 15, 17)],
+        [("1F0", 1, 4), ("1B0", 4, 8), ("1F1", 8, 11), ("1B1", 11, 15)],
+    ]
+    assert (result.makespan, result.busy, result.bubble) == (17, (6, 14), (11, 3))
+    assert result.in_flight[0] == ((0, 1), (1, 2), (10, 1), (17, 0))
+
+
+def test_transfer_waits_for_both_sides_and_for_the_one_before_it():
+    schedule = add_transfers(parse("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1"))
+    stages = [StageSeconds(forward=1, backward=1), StageSeconds(forward=1, backward=1)]
+    result = simulate(schedule, stages, activation_seconds=[5], gradient_seconds=[2])
+    spans = {str(span.action): (span.start, span.end) for line in result.spans for span in line}
+    assert spans["0SEND_F0"] == spans["1RECV_F0"] == (1, 6)
+    assert spans["0SEND_F1"] == spans["1RECV_F1"] == (6, 11)  # sent at 2, the link is busy until 6
+    assert spans["1F1"] == (11, 12)
+    assert spans["1SEND_B0"] == (13, 15)
+    assert spans["1SEND_B1"] == spans["0RECV_B1"] == (15, 17)  # sent at 14; received only from 0B0's start at 15
+    assert spans["0B1"] == (17, 18)
+    assert result.makespan == 18
+
+
+def test_update_hides_in_the_drain_of_earlier_stages():
+    schedule = add_update(add_transfers(generate(2, 1)), tied=False, gathers=[False, True])
+    stages = [
+        StageSeconds(forward=1, backward=2, step=0.5),
+        StageSeconds(forward=1, backward=2, reduce=0.5, step=0.25, gather=1),
+    ]
+    result = simulate(schedule, stages)
+    assert result.makespan == 6.5
+    assert result.spans[1][-1].end == 5.75
+
+
+def test_tied_gradients_are_summed_when_the_last_stage_is_there():
+    schedule = add_update(add_transfers(generate(2, 1)), tied=True, gathers=[False, False])
+    stages = [StageSeconds(forward=1, backward=1, reduce_tied=1), StageSeconds(forward=1, backward=1, reduce_tied=3)]
+    result = simulate(schedule, stages)
+    ends = [[span.end for span in line if str(span.action).endswith("TIED")] for line in result.spans]
+    assert ends == [[7.0], [7.0]]
+
+
+def test_first_and_last_microbatch_may_differ():
+    stage = StageSeconds(forward=1, backward=1, first_forward=4, last_backward=6)
+    assert simulate(generate(1, 3), [stage]).makespan == 4 + 1 + 1 + 1 + 1 + 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stages": []}, "stages has 0 entries: a schedule of 2 stages needs 2"),
+        ({"activation_seconds": [1, 2]}, "activation_seconds has 2 entries: a schedule of 2 stages needs 1"),
+        ({"gradient_seconds": [1, 2]}, "gradient_seconds has 2 entries: a schedule of 2 stages needs 1"),
+        ({"stages": [StageSeconds(forward=-1, backward=0)] * 2}, "0F0 takes -1 seconds: times are finite"),
+        ({"gradient_seconds": [float("nan")]}, "1SEND_B0 takes nan seconds"),
+    ],
+)
+def test_wrong_times_are_refused(arguments, message):
+    stages = arguments.pop("stages", [StageSeconds(forward=1, backward=1)] * 2)
+    with pytest.raises(ValueError, match=message):
+        simulate(add_transfers(generate(2, 2)), stages, **arguments)
+
+
+def test_a_broken_schedule_is_refused():
+    stages = [StageSeconds(forward=1, backward=1)] * 2
+    with pytest.raises(ScheduleError, match="for ever"):
+        simulate(parse("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"), stages)
