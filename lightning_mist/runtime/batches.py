@@ -1,0 +1,137 @@
+"""Cutting a user's batch into rows.
+
+A batch is any nesting of mappings, lists, tuples and dataclasses. *Rows* run along dimension 0 of its tensors and numpy
+arrays, and along lists that hold no tensors (text, ids) and are as long. What has no rows (numbers, text, ``None``,
+0-dimensional tensors) belongs to every row. Where it is not certain what a row is, the batch has no rows and is used
+whole.
+"""
+
+import copy
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Batch = TypeVar("Batch")
+
+_ROWLESS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype, np.generic)
+_ARRAYS = (Tensor, np.ndarray)
+
+
+def batch_rows(batch: Any) -> int | None:
+    """Number of rows of a batch.
+
+    Args:
+        batch: What a data loader returned.
+
+    Returns:
+        The common size of dimension 0 of all tensors; ``None`` if there is no tensor with a dimension, if sizes differ,
+        if a member is of an unknown class or layout, or if a list is ambiguous (as many entries as rows, each holding
+        tensors itself).
+    """
+    sizes = set()
+    for leaf in _leaves(batch):
+        if isinstance(leaf, _ARRAYS):
+            if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+                return None
+            if leaf.ndim:
+                sizes.add(int(leaf.shape[0]))
+        elif not isinstance(leaf, _ROWLESS):
+            return None
+    if len(sizes) != 1:
+        return None
+    rows = sizes.pop()
+    return None if _ambiguous(batch, rows) else rows
+
+
+def slice_rows(batch: Batch, first: int, end: int) -> Batch:
+    """Rows ``first`` to ``end`` (exclusive) of a batch, in fresh containers; tensors are views.
+
+    Raises:
+        ValueError: If the batch has no rows, or not these.
+    """
+    rows = batch_rows(batch)
+    if rows is None:
+        raise ValueError(
+            f"a batch of type {type(batch).__name__} has no rows to cut: its tensors must share dimension 0"
+        )
+    if not 0 <= first <= end <= rows:
+        raise ValueError(f"rows {first} to {end} of a batch of {rows} rows: they must lie within 0 and {rows}")
+
+    def cut(node: Any) -> Any:
+        if isinstance(node, _ARRAYS):
+            return node[first:end] if node.ndim else node
+        return type(node)(node[first:end]) if _is_row_list(node, rows) else None
+
+    result: Batch = _rebuild(batch, cut)
+    return result
+
+
+def copy_batch(batch: Batch) -> Batch:
+    """The same batch in fresh containers, tensors shared, so that a step may pop keys and run again."""
+    result: Batch = _rebuild(batch, lambda node: None)
+    return result
+
+
+def _is_row_list(node: Any, rows: int) -> bool:
+    """Whether a list or tuple holds one value without rows for each row."""
+    return type(node) in (list, tuple) and len(node) == rows and not any(_holds_arrays(item) for item in node)
+
+
+def _holds_arrays(node: Any) -> bool:
+    return any(isinstance(leaf, _ARRAYS) and leaf.ndim for leaf in _leaves(node))
+
+
+def _ambiguous(node: Any, rows: int) -> bool:
+    """Whether some list may be either one container per row or a container of tensors that have rows."""
+    if type(node) in (list, tuple) and len(node) == rows:
+        nested = [item for item in node if not isinstance(item, _ARRAYS)]
+        if nested and any(_holds_arrays(item) for item in nested):
+            return True
+    return any(_ambiguous(child, rows) for child in _children(node) or ())
+
+
+def _children(node: Any) -> list[Any] | None:
+    """Members of a container, or ``None`` if this is a leaf."""
+    if isinstance(node, Mapping):
+        return list(node.values())
+    if isinstance(node, (list, tuple)):
+        return list(node)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [getattr(node, field.name) for field in dataclasses.fields(node)]
+    return None
+
+
+def _leaves(node: Any) -> Iterator[Any]:
+    children = _children(node)
+    if children is None:
+        yield node
+        return
+    for child in children:
+        yield from _leaves(child)
+
+
+def _rebuild(node: Any, replace: Callable[[Any], Any]) -> Any:
+    """A copy of all containers; where ``replace`` returns something, that stands in for the member."""
+    new = replace(node)
+    if new is not None:
+        return new
+    if isinstance(node, Mapping):
+        result = copy.copy(node)
+        for key, value in node.items():
+            result[key] = _rebuild(value, replace)  # type: ignore[index]
+        return result
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*(_rebuild(item, replace) for item in node))
+    if isinstance(node, (list, tuple)):
+        return type(node)(_rebuild(item, replace) for item in node)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        result = copy.copy(node)
+        for field in dataclasses.fields(node):
+            object.__setattr__(result, field.name, _rebuild(getattr(node, field.name), replace))
+        return result
+    return node
