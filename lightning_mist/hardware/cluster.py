@@ -21,6 +21,27 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection by its line rate, before any protocol.
+
+    Attributes:
+        bytes_per_second: Bytes that one end can send per second.
+        latency_seconds: Time of an empty message, launch included.
+    """
+
+    bytes_per_second: float
+    latency_seconds: float
+
+    def __post_init__(self) -> None:
+        """Check the figures."""
+        if not 0 < self.bytes_per_second < float("inf") or not 0 <= self.latency_seconds < float("inf"):
+            raise PlanError(
+                f"a link of {self.bytes_per_second} bytes/s and {self.latency_seconds} s: the rate must be positive, "
+                "the latency not negative, both finite"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """``num_nodes`` equal nodes with ``devices_per_node`` equal devices.
 
@@ -28,11 +49,16 @@ class Cluster:
         num_nodes: Number of nodes.
         devices_per_node: Devices in each node.
         device: What each device is.
+        intra_node: What one device can send to the others of its node, if described; the catalog's otherwise.
+        inter_node: What one node can send to the others, all its devices together, if described; the catalog's
+            otherwise.
     """
 
     num_nodes: int
     devices_per_node: int
     device: Device
+    intra_node: Link | None = None
+    inter_node: Link | None = None
 
     def __post_init__(self) -> None:
         """Check the counts."""
