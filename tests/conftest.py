@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 
 # Before anything imports torch, and inherited by the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -14,6 +15,15 @@ from hypothesis import settings
 
 settings.register_profile("suite", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Put the environment back: Lightning leaves addresses, ports and ranks of its processes in it."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)
