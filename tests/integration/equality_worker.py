@@ -1,0 +1,195 @@
+"""Trains the same small projects with DDP and with mist, one pair of processes for all of them, and writes what happened.
+
+Run under torchrun: ``python -m torch.distributed.run --nproc-per-node N tests/integration/equality_worker.py OUT NAME...``
+"""
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_mist import Checkpointing, MistStrategy, Plan, StagePlan, ZeroStage
+from lightning_mist.plan import StageMesh
+
+VOCABULARY, WIDTH, LENGTH, LAYERS = 31, 16, 10, 4
+
+
+class Tokens(Dataset):
+    def __init__(self, rows, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.data = torch.randint(0, VOCABULARY, (rows, LENGTH + 1), generator=generator)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return {"x": self.data[index, :-1], "y": self.data[index, 1:]}
+
+
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.mix, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def forward(self, x):
+        x = x + self.mix(x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None])
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Project(pl.LightningModule):
+    def __init__(self, dropout=0.0, optimizer="adamw", tied=False):
+        super().__init__()
+        self.save_hyperparameters()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(dropout) for _ in range(LAYERS)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def loss(self, batch):
+        hidden = self.embed(batch["x"])
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        return F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten()), logits
+
+    def training_step(self, batch, batch_idx):
+        loss, logits = self.loss(batch)
+        accuracy = (logits.argmax(-1) == batch["y"]).float().mean()
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict({"accuracy": accuracy, "tokens": float(batch["x"].numel())}, on_epoch=True, on_step=False, sync_dist=True)
+        return {"loss": loss, "accuracy": accuracy.detach()}
+
+    def validation_step(self, batch, batch_idx):
+        loss, _ = self.loss(batch)
+        self.log("val_loss", loss, sync_dist=True)
+
+    def configure_optimizers(self):
+        decay = [p for p in self.parameters() if p.ndim >= 2]
+        rest = [p for p in self.parameters() if p.ndim < 2]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        if self.hparams.optimizer == "sgd":
+            optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        else:
+            optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Losses(Callback):
+    def __init__(self):
+        self.losses, self.extras = [], []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+        self.extras.append(float(outputs["accuracy"]))
+
+
+def plan(layout, *, rows, microbatches, zero=0, checkpointed=0):
+    """A plan from ``[(layers, devices), ...]``; batches of ``rows`` rows per rank."""
+    world = sum(len(devices) for _, devices in layout)
+    stages, first = [], 0
+    for layers, devices in layout:
+        stages.append(
+            StagePlan(
+                layers=(first, first + layers),
+                mesh=StageMesh(devices=tuple(devices), data_parallel_degree=len(devices)),
+                microbatch_size=rows * world // (microbatches * len(devices)),
+                zero_stage=ZeroStage(zero if len(devices) > 1 else 0),
+                checkpointing=Checkpointing(layers=min(checkpointed, layers)),
+            )
+        )
+        first += layers
+    return Plan(global_batch_size=rows * world, num_microbatches=microbatches, stages=tuple(stages))
+
+
+TWO = {
+    "auto": {"plan": "auto"},
+    "plain": {"plan": plan([(4, [0, 1])], rows=4, microbatches=1)},
+    "zero": {"plan": plan([(4, [0, 1])], rows=4, microbatches=1, zero=1)},
+    "split": {"plan": plan([(4, [0, 1])], rows=4, microbatches=2, zero=1, checkpointed=2)},
+    "pipeline": {"plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2)},
+    "dropout": {"plan": plan([(1, [1]), (3, [0])], rows=4, microbatches=2, checkpointed=1), "model": {"dropout": 0.2}},
+    "tied": {"plan": plan([(3, [1]), (1, [0])], rows=4, microbatches=4), "model": {"tied": True}},
+    "norm": {"plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2), "trainer": {"gradient_clip_val": 0.3}, "model": {"tied": True}},
+    "zero_norm": {"plan": plan([(4, [0, 1])], rows=4, microbatches=1, zero=1), "trainer": {"gradient_clip_val": 0.3}},
+    "value": {"plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2), "trainer": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}},
+    "accumulate": {"plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2), "trainer": {"accumulate_grad_batches": 3}, "model": {"optimizer": "sgd"}},
+    "bf16": {"plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2), "trainer": {"precision": "bf16-mixed"}, "tolerance": 2e-2},
+}
+FOUR = {
+    "auto4": {"plan": "auto"},
+    "grid": {"plan": plan([(2, [1, 3]), (2, [0, 2])], rows=4, microbatches=2, zero=1, checkpointed=1)},
+    "uneven": {"plan": plan([(1, [2, 3]), (1, [1]), (2, [0])], rows=4, microbatches=4, zero=1), "model": {"tied": True}},
+}
+CASES = TWO | FOUR
+
+
+def fit(strategy, case, folder, *, ckpt_path=None, epochs=2):
+    pl.seed_everything(3, verbose=False)
+    losses = Losses()
+    checkpoint = ModelCheckpoint(folder / "checkpoints", monitor="val_loss", save_last=True)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=int(sys.argv[1]),
+        max_epochs=epochs,
+        logger=CSVLogger(folder, name="", version=0),
+        callbacks=[losses, checkpoint, LearningRateMonitor(), EarlyStopping("val_loss", patience=5)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        log_every_n_steps=1,
+        **case.get("trainer", {}),
+    )
+    # 45 rows: the last batch of an epoch is smaller than the others.
+    train = DataLoader(Tokens(46 if case.get("uneven") else 40 * trainer.world_size // 2, 0), batch_size=4, shuffle=True)
+    validation = DataLoader(Tokens(10 * trainer.world_size, 1), batch_size=4)
+    module = Project(**case.get("model", {}))
+    trainer.fit(module, train, validation, ckpt_path=ckpt_path)
+    weights = {name: float(value.double().pow(2).sum()) for name, value in module.state_dict().items()}
+    return {
+        "losses": losses.losses,
+        "extras": losses.extras,
+        "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
+        "csv": (folder / "metrics.csv").read_text() if trainer.is_global_zero else "",
+        "weights": weights,
+        "last": str(folder / "checkpoints" / "last.ckpt"),
+        "plan": None if not isinstance(trainer.strategy, MistStrategy) else len(trainer.strategy.plan.stages),
+        "report": None if not isinstance(trainer.strategy, MistStrategy) else trainer.strategy.report.timed_steps,
+    }
+
+
+def main():
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    out, names = Path(sys.argv[2]), sys.argv[3:]
+    results = {}
+    for name in names:
+        case = CASES[name]
+        make = lambda folder, case=case: MistStrategy(  # noqa: E731
+            plan=case["plan"], profile_directory=str(out / "profiles"), plan_path=str(folder / "plan.json")
+        )
+        ddp = fit("ddp", case, out / name / "ddp")
+        mist = fit(make(out / name / "mist"), case, out / name / "mist")
+        # Each goes on from the other's checkpoint for one more epoch.
+        case = {**case, "trainer": case.get("trainer", {})}
+        from_ddp = fit(make(out / name / "a"), case, out / name / "a", ckpt_path=ddp["last"], epochs=3)
+        from_mist = fit("ddp", case, out / name / "b", ckpt_path=mist["last"], epochs=3)
+        results[name] = {"ddp": ddp, "mist": mist, "mist_from_ddp": from_ddp, "ddp_from_mist": from_mist}
+    rank = torch.distributed.get_rank()
+    (out / f"rank{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

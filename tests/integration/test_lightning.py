@@ -1,0 +1,78 @@
+"""An unmodified project under DDP and under mist: the same losses, metrics, files and weights."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.equality_worker import CASES, FOUR, TWO
+
+WORKER = Path(__file__).with_name("equality_worker.py")
+
+
+def run(tmp_path_factory, processes, names):
+    out = tmp_path_factory.mktemp("equality")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    # A port of the system's choice, so that runs side by side do not meet.
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(WORKER), str(processes), str(out)]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run([*command, *names], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)]
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory):
+    return {2: run(tmp_path_factory, 2, list(TWO)), 4: run(tmp_path_factory, 4, list(FOUR))}
+
+
+def ranks(results, name):
+    return results[2 if name in TWO else 4]
+
+
+def tolerance(name):
+    return CASES[name].get("tolerance", 1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_sees_ddps_losses_for_its_own_batches(results, name):
+    for rank in ranks(results, name):
+        ddp, mist = rank[name]["ddp"], rank[name]["mist"]
+        assert len(ddp["losses"]) >= 20
+        assert mist["losses"] == pytest.approx(ddp["losses"], rel=tolerance(name))
+        assert mist["extras"] == pytest.approx(ddp["extras"], rel=tolerance(name), abs=tolerance(name) * 10)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_callback_metrics_and_weights_are_ddps_on_every_rank(results, name):
+    for rank in ranks(results, name):
+        ddp, mist = rank[name]["ddp"], rank[name]["mist"]
+        assert mist["metrics"] == pytest.approx(ddp["metrics"], rel=tolerance(name), abs=tolerance(name) * 10)
+        assert mist["weights"] == pytest.approx(ddp["weights"], rel=max(1e-4, tolerance(name)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_log_file_has_ddps_rows(results, name):
+    ddp, mist = (ranks(results, name)[0][name][kind]["csv"].splitlines() for kind in ("ddp", "mist"))
+    assert mist[0].split(",") == ddp[0].split(",")
+    assert len(mist) == len(ddp)
+    for left, right in zip(mist[1:], ddp[1:], strict=True):
+        for a, b in zip(left.split(","), right.split(","), strict=True):
+            assert (a == b == "") or float(a) == pytest.approx(float(b), rel=tolerance(name), abs=tolerance(name) * 10)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_goes_on_from_the_others_checkpoint(results, name):
+    for rank in ranks(results, name):
+        resumed, other = rank[name]["mist_from_ddp"], rank[name]["ddp_from_mist"]
+        assert len(resumed["losses"]) == len(other["losses"]) > 0
+        assert resumed["losses"] == pytest.approx(other["losses"], rel=max(1e-4, tolerance(name)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_predicted_is_compared_with_measured(results, name):
+    assert ranks(results, name)[0][name]["mist"]["report"] > 0
