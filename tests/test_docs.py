@@ -1,0 +1,43 @@
+"""The documents agree with the package: example plans are valid, links lead somewhere, options exist."""
+
+import re
+from inspect import signature
+from pathlib import Path
+
+import pytest
+
+from lightning_mist import MistStrategy
+from lightning_mist.plan import from_json, row_slice
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def _name(path: Path) -> str:
+    return path.name
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_links_lead_to_files(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
+    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert not missing
+
+
+def test_plan_files_are_valid() -> None:
+    plans = [
+        from_json(text) for text in re.findall(r"```json\n(.*?)```", (ROOT / "docs/plan-file.md").read_text(), re.S)
+    ]
+    assert len(plans) == 1
+    for plan in plans:
+        for rank in range(plan.world_size):
+            row_slice(plan, rank, 0)
+
+
+def test_options_of_the_readme_exist() -> None:
+    table = re.search(r"\| option \| meaning \|\n(.*?)\n\n", (ROOT / "README.md").read_text(), re.S)
+    assert table is not None
+    first_cells = [row.split("|")[1] for row in table[1].splitlines()[1:]]
+    named = {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
+    assert {"plan", "memory_limit", "search"} <= named
+    assert named <= set(signature(MistStrategy.__init__).parameters)
