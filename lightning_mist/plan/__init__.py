@@ -1,16 +1,12 @@
 """What to run: a plan is frozen data. No torch, no Lightning."""
 
+from lightning_mist.plan.codec import from_json, load, save, to_json
+from lightning_mist.plan.fingerprint import Fingerprint, check_plan, differences, fingerprint_of
 from lightning_mist.plan.memory import Checkpointing, OffloadRatios
-from lightning_mist.plan.module_map import (
-    BlockOutput,
-    Exclusion,
-    Feature,
-    LiveTensor,
-    ModuleMap,
-    ParameterUse,
-)
+from lightning_mist.plan.module_map import BlockOutput, Exclusion, Feature, LiveTensor, ModuleMap, ParameterUse
 from lightning_mist.plan.parallelism import StageMesh, ZeroStage
 from lightning_mist.plan.plan import Plan, Predicted, PredictedStage, ScheduleName, StagePlan
+from lightning_mist.plan.render import describe_changes, render
 from lightning_mist.plan.rows import RowSlice, replica_of, replica_ranks, row_slice
 
 __all__ = [
@@ -18,6 +14,7 @@ __all__ = [
     "Checkpointing",
     "Exclusion",
     "Feature",
+    "Fingerprint",
     "LiveTensor",
     "ModuleMap",
     "OffloadRatios",
@@ -30,7 +27,16 @@ __all__ = [
     "StageMesh",
     "StagePlan",
     "ZeroStage",
+    "check_plan",
+    "describe_changes",
+    "differences",
+    "fingerprint_of",
+    "from_json",
+    "load",
+    "render",
     "replica_of",
     "replica_ranks",
     "row_slice",
+    "save",
+    "to_json",
 ]

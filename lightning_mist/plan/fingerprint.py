@@ -1,0 +1,226 @@
+"""What a plan was made for, and whether it fits what is there now."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from hashlib import sha256
+from math import prod
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan.module_map import Feature, ModuleMap
+from lightning_mist.plan.plan import Plan
+from lightning_mist.plan.rows import row_slice
+
+_VERSION = "version."
+
+_BLOCKING = ("world_size", "batch_rows", "num_layers")
+"""A plan cannot run where one of these differs. Where others differ it runs, but its predictions may be wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """What a plan was made for. ``None`` means that nobody said.
+
+    Attributes:
+        world_size: Number of devices.
+        batch_rows: Rows of one rank's batch.
+        num_layers: Number of repeated blocks.
+        layer_kinds: The kinds of blocks in order, kinds lettered by their parameters' names and shapes: ``"12A 12B"``.
+        num_parameters: Number of elements of all parameters.
+        parameters_hash: Digest of all parameters' names, shapes and element types, in order.
+        precision: Lightning's name of the precision.
+        versions: Names and versions of software; information only.
+    """
+
+    world_size: int | None = None
+    batch_rows: int | None = None
+    num_layers: int | None = None
+    layer_kinds: str | None = None
+    num_parameters: int | None = None
+    parameters_hash: str | None = None
+    precision: str | None = None
+    versions: tuple[tuple[str, str], ...] = ()
+
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """The fingerprint as :attr:`Plan.fingerprint <lightning_mist.plan.Plan.fingerprint>` holds it."""
+        known = [(name, getattr(self, name)) for name in _NAMES]
+        values = [(name, str(value)) for name, value in known if value is not None]
+        return (*values, *((_VERSION + name, version) for name, version in self.versions))
+
+    @classmethod
+    def from_pairs(cls, pairs: Iterable[tuple[str, str]]) -> "Fingerprint":
+        """The fingerprint that a plan holds; what a later version wrote beyond it is left aside.
+
+        Raises:
+            PlanError: If a number is not one.
+        """
+        values: dict[str, int | str] = {}
+        versions: list[tuple[str, str]] = []
+        for name, text in pairs:
+            if name.startswith(_VERSION):
+                versions.append((name.removeprefix(_VERSION), text))
+            elif name in _NUMBERS:
+                if not text.isdecimal():
+                    raise PlanError(f"fingerprint.{name} = {text!r}: digits are needed; remove the entry or correct it")
+                values[name] = int(text)
+            elif name in _NAMES:
+                values[name] = text
+        return cls(**values, versions=tuple(versions))  # type: ignore[arg-type]
+
+
+_NAMES = tuple(field.name for field in fields(Fingerprint) if field.name != "versions")
+_NUMBERS = ("world_size", "batch_rows", "num_layers", "num_parameters")
+
+
+def fingerprint_of(
+    module_map: ModuleMap,
+    *,
+    world_size: int,
+    batch_rows: int | None,
+    precision: str,
+    versions: Iterable[tuple[str, str]] = (),
+) -> Fingerprint:
+    """The fingerprint of a module on a number of devices.
+
+    Args:
+        module_map: Blocks and parameters of the module.
+        world_size: Number of devices.
+        batch_rows: Rows of one rank's batch, if it has any.
+        precision: Lightning's name of the precision.
+        versions: Names and versions of software.
+    """
+    described = [(use.name, list(use.shape), use.dtype) for use in module_map.parameters]
+    return Fingerprint(
+        world_size=world_size,
+        batch_rows=batch_rows,
+        num_layers=len(module_map.blocks),
+        layer_kinds=_layer_kinds(module_map),
+        num_parameters=sum(prod(use.shape) for use in module_map.parameters),
+        parameters_hash=sha256(repr(described).encode()).hexdigest()[:16],
+        precision=precision,
+        versions=tuple(versions),
+    )
+
+
+def _layer_kinds(module_map: ModuleMap) -> str:
+    """Kinds of blocks, run-length encoded. Two blocks are of one kind if their parameters look alike."""
+    looks: dict[str, list[tuple[str, tuple[int, ...], str]]] = {block: [] for block in module_map.blocks}
+    for use in module_map.parameters:
+        for owner, attribute, _ in use.slots:
+            parts = owner.split(".")
+            for length in range(1, len(parts) + 1):
+                block = ".".join(parts[:length])
+                if block in looks:
+                    name = ".".join([*parts[length:], attribute])
+                    looks[block].append((name, use.shape, use.dtype))
+    kinds: dict[tuple[tuple[str, tuple[int, ...], str], ...], int] = {}
+    runs: list[list[int]] = []
+    for block in module_map.blocks:
+        kind = kinds.setdefault(tuple(sorted(looks[block])), len(kinds))
+        if runs and runs[-1][0] == kind:
+            runs[-1][1] += 1
+        else:
+            runs.append([kind, 1])
+    return " ".join(f"{count}{_letter(kind)}" for kind, count in runs)
+
+
+def _letter(index: int) -> str:
+    """A, B .. Z, AA, AB ..: names of kinds."""
+    return (_letter(index // 26 - 1) if index >= 26 else "") + chr(ord("A") + index % 26)
+
+
+def differences(planned: Fingerprint, present: Fingerprint) -> tuple[str, ...]:
+    """Everything in which two fingerprints differ, as lines of text; what one of them leaves open is no difference."""
+    return _differences(planned, present, _NAMES) + _version_differences(planned, present)
+
+
+def blocking_differences(planned: Fingerprint, present: Fingerprint) -> tuple[str, ...]:
+    """The differences with which a plan cannot run: devices, rows of a batch, number of layers."""
+    return _differences(planned, present, _BLOCKING)
+
+
+def _differences(planned: Fingerprint, present: Fingerprint, names: tuple[str, ...]) -> tuple[str, ...]:
+    values = [(name, getattr(planned, name), getattr(present, name)) for name in names]
+    return tuple(
+        f"{name}: the plan was made for {before}, here it is {now}"
+        for name, before, now in values
+        if before is not None and now is not None and before != now
+    )
+
+
+def _version_differences(planned: Fingerprint, present: Fingerprint) -> tuple[str, ...]:
+    before, now = dict(planned.versions), dict(present.versions)
+    return tuple(
+        f"{name}: the plan was made with version {before[name]}, here it is {now[name]}"
+        for name in before
+        if name in now and before[name] != now[name]
+    )
+
+
+def check_plan(plan: Plan, *, world_size: int, batch_rows: int | None, num_layers: int, module_map: ModuleMap) -> None:
+    """Refuse a plan that does not fit the devices, the batch or the module.
+
+    Args:
+        plan: The plan.
+        world_size: Number of processes that run.
+        batch_rows: Rows of one rank's batch; ``None`` if a batch has no rows to cut.
+        num_layers: Number of repeated blocks that were found.
+        module_map: Where the module can be cut and what it excludes.
+
+    Raises:
+        PlanError: Naming what does not fit, with both numbers.
+    """
+    if plan.world_size != world_size:
+        raise PlanError(
+            f"the plan is for {plan.world_size} devices, but {world_size} processes run: the numbers must be equal; "
+            f"set devices and num_nodes to {plan.world_size} in all, or make a plan for {world_size}"
+        )
+    if plan.num_layers != num_layers:
+        raise PlanError(
+            f"the plan spreads {plan.num_layers} layers, but the module has {num_layers} repeated blocks: the numbers "
+            f"must be equal; make a plan for this module, or edit the stages' layers to end at {num_layers}"
+        )
+    parts = _parts(plan)
+    if batch_rows is not None and plan.global_batch_size != batch_rows * world_size:
+        raise PlanError(
+            f"the plan is for global_batch_size {plan.global_batch_size}, but {world_size} ranks load batches of "
+            f"{batch_rows} rows, {batch_rows * world_size} in all: the numbers must be equal; "
+            + (
+                f"use batch_size={plan.global_batch_size // world_size} in the loader, or make a new plan"
+                if plan.global_batch_size % world_size == 0
+                else "make a new plan"
+            )
+        )
+    if batch_rows is None and max(parts) > 1:
+        raise PlanError(
+            f"the plan cuts every batch into {max(parts)} parts, but this batch has no common first dimension to cut; "
+            "make a plan with whole batches"
+        )
+    _check_exclusions(plan, parts, module_map)
+
+
+def _parts(plan: Plan) -> tuple[int, ...]:
+    """For each stage, into how many parts it cuts a rank's batch."""
+    return tuple(max(row_slice(plan, rank, 0).parts for rank in stage.devices) for stage in plan.stages)
+
+
+def _check_exclusions(plan: Plan, parts: tuple[int, ...], module_map: ModuleMap) -> None:
+    checkpointed = [stage.checkpointing.layers for stage in plan.stages]
+    asked: tuple[tuple[Feature, bool, str, str], ...] = (
+        ("pipeline", plan.num_stages > 1, f"{plan.num_stages} stages", "use one stage"),
+        (
+            "microbatches",
+            max(parts) > 1,
+            f"batches cut into {max(parts)} parts",
+            "keep whole batches: on every stage microbatch_size is then the rows of one rank's batch",
+        ),
+        (
+            "checkpointing",
+            any(checkpointed),
+            f"checkpointed_layers of {', '.join(map(str, checkpointed))}",
+            "use checkpointed_layers = 0 on every stage",
+        ),
+    )
+    for feature, used, text, way_out in asked:
+        reasons = module_map.excludes(feature)
+        if used and reasons:
+            raise PlanError(f"the plan has {text}, which this module rules out: {'; '.join(reasons)}; {way_out}")

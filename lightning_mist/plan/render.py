@@ -1,0 +1,154 @@
+"""A plan for people: as a table, and what changed from one plan to another."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_mist.plan.plan import Plan, PredictedStage, StagePlan
+from lightning_mist.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """One property of a stage: its heading, its text, and the text at which it is not worth a column."""
+
+    heading: str
+    text: Callable[[StagePlan], str]
+    dull: str | None = None
+
+
+def _range(layers: tuple[int, int]) -> str:
+    return "none" if layers[0] == layers[1] else f"{layers[0]}-{layers[1] - 1} ({layers[1] - layers[0]})"
+
+
+def _ranks(devices: Sequence[int]) -> str:
+    """Ranks in their order, runs of neighbours shortened: ``0-3, 8``."""
+    runs: list[list[int]] = []
+    for device in devices:
+        if runs and device == runs[-1][1] + 1:
+            runs[-1][1] = device
+        else:
+            runs.append([device, device])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _offload(stage: StagePlan) -> str:
+    kinds = ("parameters", "gradients", "optimizer", "activations")
+    ratios = [(kind, getattr(stage.offload, kind)) for kind in kinds]
+    return ", ".join(f"{kind} {ratio:g}" for kind, ratio in ratios if ratio) or "none"
+
+
+_COLUMNS = (
+    _Column("layers", lambda stage: _range(stage.layers)),
+    _Column("devices", lambda stage: _ranks(stage.devices)),
+    _Column("microbatch", lambda stage: str(stage.microbatch_size)),
+    _Column("data parallel", lambda stage: str(stage.mesh.data_parallel_degree)),
+    _Column("tensor parallel", lambda stage: str(stage.mesh.tensor_parallel_degree), dull="1"),
+    _Column("context parallel", lambda stage: str(stage.mesh.context_parallel_degree), dull="1"),
+    _Column("sequence parallel", lambda stage: "yes" if stage.mesh.sequence_parallel else "no", dull="no"),
+    _Column("ZeRO", lambda stage: str(int(stage.zero_stage))),
+    _Column("checkpointed", lambda stage: str(stage.checkpointing.layers)),
+    _Column("offload", _offload, dull="none"),
+)
+"""What a table shows of each stage, and what two plans are compared by."""
+
+
+def render(plan: Plan, *, width: int = 120, color: bool = False) -> str:
+    """A plan as a table: one line per stage, with the predictions if there are any.
+
+    Args:
+        plan: The plan.
+        width: Columns of text at most.
+        color: Whether to add ANSI escapes.
+    """
+    table = Table(title=_title(plan), title_justify="left", title_style="bold")
+    table.add_column("stage", justify="right")
+    columns = [
+        column
+        for column in _COLUMNS
+        if column.dull is None or any(column.text(stage) != column.dull for stage in plan.stages)
+    ]
+    for column in columns:
+        table.add_column(column.heading, justify="right")
+    predicted = plan.predicted
+    if predicted is not None:
+        for heading in ("forward", "backward", "peak memory"):
+            table.add_column(heading, justify="right")
+    for index, stage in enumerate(plan.stages):
+        cells = [str(index), *(column.text(stage) for column in columns)]
+        table.add_row(*cells, *(_predicted_cells(predicted.stages[index]) if predicted is not None else ()))
+    text = StringIO()
+    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
+    console.print(table, markup=False)
+    if predicted is not None:
+        console.print(f"predicted step: {format_seconds(predicted.step_seconds)}", markup=False)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _title(plan: Plan) -> str:
+    return (
+        f"{_count(plan.num_stages, 'stage')} on {_count(plan.world_size, 'device')}, {plan.schedule}: "
+        f"{_count(plan.global_batch_size, 'row')} in {_count(plan.num_microbatches, 'microbatch')}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun if number == 1 else noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number} {plural}"
+
+
+def _predicted_cells(stage: PredictedStage) -> tuple[str, str, str]:
+    return format_seconds(stage.forward_seconds), format_seconds(stage.backward_seconds), format_bytes(stage.peak_bytes)
+
+
+def describe_changes(plan: Plan, other: Plan) -> str:
+    """What differs from ``plan`` to ``other``, one line each: ``stage 1: layers 6-11 (6) -> 5-11 (7)``."""
+    lines = [
+        f"{name}: {getattr(plan, name)} -> {getattr(other, name)}"
+        for name in ("global_batch_size", "num_microbatches", "schedule", "world_size", "num_stages")
+        if getattr(plan, name) != getattr(other, name)
+    ]
+    for index in range(max(plan.num_stages, other.num_stages)):
+        if index >= plan.num_stages:
+            lines.append(f"stage {index}: only in the other plan, {_summary(other.stages[index])}")
+        elif index >= other.num_stages:
+            lines.append(f"stage {index}: not in the other plan, {_summary(plan.stages[index])}")
+        else:
+            lines += _stage_changes(index, plan, other)
+    if plan.predicted is not None and other.predicted is not None:
+        before, after = plan.predicted.step_seconds, other.predicted.step_seconds
+        if before != after:
+            relative = f" ({(after - before) / before:+.1%})" if before else ""
+            lines.append(f"predicted step: {format_seconds(before)} -> {format_seconds(after)}{relative}")
+    before_pairs, after_pairs = dict(plan.fingerprint), dict(other.fingerprint)
+    for name in sorted(before_pairs.keys() | after_pairs.keys()):
+        if before_pairs.get(name) != after_pairs.get(name):
+            lines.append(
+                f"made for {name}: {before_pairs.get(name, 'not said')} -> {after_pairs.get(name, 'not said')}"
+            )
+    if not lines:
+        return "the plans are equal" if plan == other else "the plans run alike and differ in details of predictions"
+    return "\n".join(lines)
+
+
+def _summary(stage: StagePlan) -> str:
+    return ", ".join(
+        f"{column.heading} {column.text(stage)}" for column in _COLUMNS if column.text(stage) != column.dull
+    )
+
+
+def _stage_changes(index: int, plan: Plan, other: Plan) -> list[str]:
+    before, after = plan.stages[index], other.stages[index]
+    lines = [
+        f"stage {index}: {column.heading} {column.text(before)} -> {column.text(after)}"
+        for column in _COLUMNS
+        if column.text(before) != column.text(after)
+    ]
+    if plan.predicted is not None and other.predicted is not None:
+        peaks = plan.predicted.stages[index].peak_bytes, other.predicted.stages[index].peak_bytes
+        if peaks[0] != peaks[1]:
+            lines.append(f"stage {index}: peak memory {format_bytes(peaks[0])} -> {format_bytes(peaks[1])}")
+    return lines

@@ -1,0 +1,174 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import (
+    Checkpointing,
+    Exclusion,
+    Fingerprint,
+    ModuleMap,
+    ParameterUse,
+    Plan,
+    StageMesh,
+    StagePlan,
+    check_plan,
+    differences,
+    fingerprint_of,
+)
+from lightning_mist.plan.fingerprint import blocking_differences
+from tests.plans import plans
+
+
+def use(name, region, shape=(2, 3), dtype="float32"):
+    owner, _, attribute = name.rpartition(".")
+    return ParameterUse(name=name, slots=((owner, attribute, (region,)),), shape=shape, dtype=dtype, requires_grad=True)
+
+
+def module_map(num_layers=3, *, exclusions=(), widths=None):
+    blocks = tuple(f"net.h.{index}" for index in range(num_layers))
+    widths = widths or [3] * num_layers
+    parameters = [use("net.embed.weight", -1, shape=(7, 3))]
+    parameters += [use(f"net.h.{index}.fc.weight", index, shape=(2, width)) for index, width in enumerate(widths)]
+    return ModuleMap(
+        step="training_step",
+        blocks=blocks,
+        outputs=(),
+        cuts=(),
+        parameters=tuple(parameters),
+        exclusions=tuple(exclusions),
+    )
+
+
+def make_plan(*, stages=2, degree=1, num_microbatches=2, microbatch_size=2, checkpointed=0):
+    return Plan(
+        global_batch_size=microbatch_size * degree * num_microbatches,
+        num_microbatches=num_microbatches,
+        stages=tuple(
+            StagePlan(
+                layers=(index, index + 1),
+                mesh=StageMesh(devices=tuple(range(index * degree, (index + 1) * degree)), data_parallel_degree=degree),
+                microbatch_size=microbatch_size,
+                checkpointing=Checkpointing(layers=checkpointed),
+            )
+            for index in range(stages)
+        ),
+    )
+
+
+def fit(plan, **changes):
+    found = changes.pop("module_map", None) or module_map(plan.num_layers)
+    arguments = {
+        "world_size": plan.world_size,
+        "batch_rows": plan.global_batch_size // plan.world_size,
+        "num_layers": len(found.blocks),
+        "module_map": found,
+    }
+    check_plan(plan, **{**arguments, **changes})
+
+
+def made(**changes):
+    arguments = {"world_size": 4, "batch_rows": 8, "precision": "bf16-mixed", "versions": [("torch", "2.6.0")]}
+    return fingerprint_of(module_map(changes.pop("num_layers", 3)), **{**arguments, **changes})
+
+
+def test_fingerprint_of_a_module():
+    found = made()
+    assert (found.num_layers, found.layer_kinds, found.num_parameters) == (3, "3A", 21 + 3 * 6)
+    assert len(found.parameters_hash) == 16
+    assert found.pairs()[0] == ("world_size", "4")
+    assert found.pairs()[-1] == ("version.torch", "2.6.0")
+    assert Fingerprint.from_pairs(found.pairs()) == found
+
+
+def test_layer_kinds_tell_blocks_apart_by_their_parameters():
+    found = fingerprint_of(module_map(4, widths=[3, 3, 5, 3]), world_size=1, batch_rows=None, precision="32-true")
+    assert found.layer_kinds == "2A 1B 1A"
+    assert found.batch_rows is None
+    assert "batch_rows" not in dict(found.pairs())
+
+
+def test_hash_sees_names_shapes_and_element_types():
+    base = module_map()
+    changed = [
+        replace(base, parameters=(*base.parameters[:-1], replace(base.parameters[-1], **change)))
+        for change in ({"name": "other"}, {"shape": (3, 2)}, {"dtype": "bfloat16"})
+    ]
+    hashes = {
+        fingerprint_of(found, world_size=1, batch_rows=1, precision="32-true").parameters_hash
+        for found in (base, *changed)
+    }
+    assert len(hashes) == 4
+
+
+def test_differences_as_text():
+    assert differences(made(), made()) == ()
+    other = made(world_size=8, num_layers=2, precision="32-true", versions=[("torch", "2.13.0"), ("python", "3.10")])
+    assert [line for line in differences(made(), other) if "hash" not in line] == [
+        "world_size: the plan was made for 4, here it is 8",
+        "num_layers: the plan was made for 3, here it is 2",
+        "layer_kinds: the plan was made for 3A, here it is 2A",
+        "num_parameters: the plan was made for 39, here it is 33",
+        "precision: the plan was made for bf16-mixed, here it is 32-true",
+        "torch: the plan was made with version 2.6.0, here it is 2.13.0",
+    ]
+    assert blocking_differences(made(), other) == differences(made(), other)[:2]
+
+
+def test_what_a_plan_leaves_open_is_no_difference():
+    assert differences(Fingerprint.from_pairs([("later_key", "x")]), made()) == ()
+
+
+def test_a_number_that_is_none_is_refused():
+    with pytest.raises(PlanError, match=r"fingerprint\.world_size = 'four': digits are needed"):
+        Fingerprint.from_pairs([("world_size", "four")])
+
+
+@given(plans())
+def test_every_runnable_plan_fits_what_it_was_made_for(plan):
+    fit(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"world_size": 3}, "the plan is for 2 devices, but 3 processes run"),
+        ({"num_layers": 5}, "the plan spreads 2 layers, but the module has 5 repeated blocks"),
+        ({"batch_rows": 3}, "global_batch_size 4, but 2 ranks load batches of 3 rows, 6 in all: .* use batch_size=2"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused(changes, message):
+    with pytest.raises(PlanError, match=message):
+        fit(make_plan(), **changes)
+
+
+def test_parts_that_mix_two_batches_are_refused():
+    plan = make_plan(stages=2, num_microbatches=3, microbatch_size=2)
+    with pytest.raises(PlanError, match="a part may not mix two batches"):
+        fit(plan)
+
+
+def test_batches_without_rows_are_not_cut():
+    fit(make_plan(num_microbatches=2), batch_rows=None)
+    with pytest.raises(PlanError, match="cuts every batch into 2 parts, but this batch has no common first dimension"):
+        fit(make_plan(num_microbatches=4), batch_rows=None)
+
+
+@pytest.mark.parametrize(
+    ("feature", "plan", "message"),
+    [
+        ("pipeline", make_plan(stages=2), "the plan has 2 stages, which this module rules out: because; use one stage"),
+        ("microbatches", make_plan(num_microbatches=4), "has batches cut into 2 parts, which .*: because; keep whole"),
+        ("checkpointing", make_plan(checkpointed=1), "has checkpointed_layers of 1, 1, which .*: because; use"),
+    ],
+)
+def test_what_the_module_excludes_is_refused(feature, plan, message):
+    reasons = [Exclusion(feature=feature, reason="because")]
+    with pytest.raises(PlanError, match=message):
+        fit(plan, module_map=module_map(2, exclusions=reasons))
+
+
+def test_what_the_module_excludes_does_not_touch_other_plans():
+    reasons = [Exclusion(feature=name, reason="because") for name in ("pipeline", "microbatches", "checkpointing")]
+    fit(make_plan(stages=1, degree=2, num_microbatches=1), module_map=module_map(1, exclusions=reasons))

@@ -1,0 +1,136 @@
+from dataclasses import replace
+
+from hypothesis import given
+
+from lightning_mist.plan import (
+    Checkpointing,
+    OffloadRatios,
+    Plan,
+    Predicted,
+    PredictedStage,
+    StageMesh,
+    StagePlan,
+    ZeroStage,
+    describe_changes,
+    render,
+)
+from tests.plans import plans
+
+
+def stage(layers, devices, **changes):
+    arguments = {"microbatch_size": 8 // len(devices), "zero_stage": ZeroStage.OPTIMIZER}
+    mesh = StageMesh(devices=tuple(devices), data_parallel_degree=len(devices))
+    return StagePlan(layers=layers, mesh=mesh, **{**arguments, **changes})
+
+
+PREDICTED = PredictedStage(
+    steady_seconds=0.3,
+    boundary_seconds=0.1,
+    forward_seconds=0.1,
+    backward_seconds=0.2,
+    peak_bytes=22 * 2**30,
+)
+
+PLAN = Plan(
+    global_batch_size=32,
+    num_microbatches=4,
+    stages=(
+        stage((0, 7), [2, 3], checkpointing=Checkpointing(layers=3)),
+        stage((7, 12), [0, 1], zero_stage=ZeroStage.NONE),
+    ),
+    predicted=Predicted(step_seconds=1.5, stages=(PREDICTED, replace(PREDICTED, peak_bytes=2**30))),
+    fingerprint=(("world_size", "4"),),
+)
+
+
+def test_table():
+    lines = render(PLAN).splitlines()
+    assert lines[0] == "2 stages on 4 devices, 1f1b: 32 rows in 4 microbatches"
+    cells = [
+        [cell.strip() for cell in line.strip("│┃ ").replace("┃", "│").split("│")]
+        for line in lines
+        if "│" in line or "┃" in line
+    ]
+    assert cells == [
+        [*"stage,layers,devices,microbatch,data parallel,ZeRO,checkpointed,forward,backward,peak memory".split(",")],
+        ["0", "0-6 (7)", "2-3", "4", "2", "1", "3", "100 ms", "200 ms", "22.0 GiB"],
+        ["1", "7-11 (5)", "0-1", "4", "2", "0", "0", "100 ms", "200 ms", "1.0 GiB"],
+    ]
+    assert lines[-1] == "predicted step: 1.5 s"
+
+
+def test_columns_appear_where_they_say_something():
+    plain = render(replace(PLAN, predicted=None))
+    for word in ("tensor", "context", "sequence", "offload", "peak", "predicted"):
+        assert word not in plain
+    mesh = StageMesh(devices=(2, 3), tensor_parallel_degree=2)
+    other = replace(
+        PLAN.stages[0], mesh=mesh, microbatch_size=8, offload=OffloadRatios(optimizer=0.25, activations=0.5)
+    )
+    text = render(replace(PLAN, stages=(other, PLAN.stages[1])), width=200)
+    assert "tensor parallel" in text
+    assert "optimizer 0.25, activations 0.5" in text
+
+
+def test_scattered_devices():
+    plan = Plan(
+        global_batch_size=5,
+        num_microbatches=1,
+        stages=(
+            StagePlan(
+                layers=(0, 0), mesh=StageMesh(devices=(0, 1, 4, 3, 2), data_parallel_degree=5), microbatch_size=1
+            ),
+        ),
+    )
+    assert "0-1, 4, 3, 2" in render(plan)
+    assert render(plan).startswith("1 stage on 5 devices, 1f1b: 5 rows in 1 microbatch\n")
+    assert "none" in render(plan)
+
+
+def test_color_is_an_option():
+    assert "\x1b[" not in render(PLAN)
+    assert "\x1b[" in render(PLAN, color=True)
+
+
+def test_changes_between_plans():
+    other = replace(
+        PLAN,
+        stages=(stage((0, 6), [2, 3]), stage((6, 12), [0, 1])),
+        schedule="gpipe",
+        predicted=Predicted(step_seconds=1.2, stages=PLAN.predicted.stages[1:] * 2),
+        fingerprint=(("precision", "32-true"),),
+    )
+    assert describe_changes(PLAN, other).splitlines() == [
+        "schedule: 1f1b -> gpipe",
+        "stage 0: layers 0-6 (7) -> 0-5 (6)",
+        "stage 0: checkpointed 3 -> 0",
+        "stage 0: peak memory 22.0 GiB -> 1.0 GiB",
+        "stage 1: layers 7-11 (5) -> 6-11 (6)",
+        "stage 1: ZeRO 0 -> 1",
+        "predicted step: 1.5 s -> 1.2 s (-20.0%)",
+        "made for precision: not said -> 32-true",
+        "made for world_size: 4 -> not said",
+    ]
+
+
+def test_changes_that_do_not_show():
+    slower = replace(PREDICTED, steady_seconds=0.31)
+    other = replace(PLAN, predicted=Predicted(step_seconds=1.5, stages=(slower, PLAN.predicted.stages[1])))
+    assert describe_changes(PLAN, other) == "the plans run alike and differ in details of predictions"
+
+
+def test_changes_in_the_number_of_stages():
+    one = Plan(global_batch_size=8, num_microbatches=1, stages=(stage((0, 12), [0, 1]),))
+    two = Plan(global_batch_size=8, num_microbatches=1, stages=(stage((0, 6), [0]), stage((6, 12), [1])))
+    text = describe_changes(one, two)
+    assert "num_stages: 1 -> 2" in text
+    assert "stage 1: only in the other plan, layers 6-11 (6), devices 1, microbatch 8" in text
+    assert "stage 1: not in the other plan, layers 6-11 (6)" in describe_changes(two, one)
+
+
+@given(plans(runnable=False, predicted=True), plans(runnable=False, predicted=True))
+def test_equal_plans_have_no_changes_and_others_have(plan, other):
+    assert describe_changes(plan, plan) == "the plans are equal"
+    assert render(plan).startswith(str(plan.num_stages))
+    if (plan.bounds, plan.num_microbatches) != (other.bounds, other.num_microbatches):
+        assert describe_changes(plan, other) != "the plans are equal"
