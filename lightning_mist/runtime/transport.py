@@ -1,16 +1,27 @@
-"""How tensors get from rank to rank: a protocol, and its implementations over torch.distributed and in memory."""
+"""How tensors get from rank to rank: a protocol, its implementation over torch.distributed, and how to drive it.
 
-from collections.abc import Sequence
+Work that spans ranks is written as a generator that yields each :class:`Work` it must wait for. In a process of its
+own :func:`complete` runs it by blocking; :mod:`~lightning_mist.runtime.memory_transport` runs the generators of many
+ranks in one thread.
+"""
+
+import pickle
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from lightning_mist.errors import PlanError, ScheduleError
 
 
 class Work(Protocol):
     """A transfer or collective in progress."""
 
     def is_completed(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Whether :meth:`wait` would return at once. Gloo answers False for a message until it is waited for."""
 
     def wait(self) -> None:
         """Block until the transfer is complete and its results may be read."""
@@ -50,3 +61,166 @@ class ObjectWork(Work, Protocol):
 
     def result(self) -> list[Any]:
         """The gathered values, after completion."""
+
+
+def complete(run: Iterator[Work]) -> Any:
+    """Run a generator of pending works to its end by blocking on each, and give what it returns."""
+    while True:
+        try:
+            work = next(run)
+        except StopIteration as stop:
+            return stop.value
+        work.wait()
+
+
+def check_contiguous(tensor: Tensor, what: str) -> Tensor:
+    """The tensor, if it may be handed to a transport.
+
+    Raises:
+        ScheduleError: If it is not contiguous; gloo would then give wrong results without a word.
+    """
+    if not tensor.is_contiguous():
+        raise ScheduleError(
+            f"{what} of a tensor with shape {tuple(tensor.shape)} and strides {tensor.stride()}: only contiguous "
+            "tensors travel; send tensor.contiguous()"
+        )
+    return tensor
+
+
+class _PendingWork:
+    """A torch work and the tensors that must stay alive until it is complete."""
+
+    __slots__ = ("_tensors", "_work")
+
+    def __init__(self, work: Any, *tensors: Tensor) -> None:
+        self._work, self._tensors = work, tensors
+
+    def is_completed(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        # A gloo message must not be waited for twice, and its buffer is free from here on.
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+        self._tensors = ()
+
+
+class _ObjectResult:
+    """Objects that have been gathered."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+    def result(self) -> list[Any]:
+        return self._values
+
+
+class DistributedTransport:
+    """A transport over ``torch.distributed``, on process groups of its own.
+
+    Every rank must construct it with the same groups in the same order, after the default process group exists; the
+    default group itself is only used to make the others. Point-to-point messages travel on two groups, one for each
+    direction of rank numbers, because NCCL ignores tags and runs the messages between two ranks one after the other:
+    two ranks that first send to each other would wait for ever on one group. CPU tensors use gloo, CUDA tensors NCCL.
+
+    Args:
+        groups: Sorted global ranks of every group that collectives will run on; repetitions are made once.
+        device: Where this rank's tensors live.
+        timeout: How long gloo waits for a peer; torch's default if None.
+    """
+
+    def __init__(
+        self, groups: Sequence[tuple[int, ...]], device: torch.device, *, timeout: timedelta | None = None
+    ) -> None:
+        self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
+        self._backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        self._timeout = timeout
+        world = tuple(range(self.world_size))
+        self._ascending, self._descending = self._make(world), self._make(world)
+        # Objects are gathered by blocking calls; a group apart keeps them out of the order of other collectives.
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._object_groups: dict[tuple[int, ...], Any] = {}
+        for group in dict.fromkeys((world, *groups)):
+            if len(group) > 1:
+                self._groups[group] = self._make(group)
+                self._object_groups[group] = dist.new_group(list(group), backend="gloo", timeout=timeout)
+
+    def _make(self, ranks: tuple[int, ...]) -> Any:
+        return dist.new_group(list(ranks), backend=self._backend, timeout=self._timeout)
+
+    def close(self) -> None:
+        """Destroy the groups of this transport that this rank is in."""
+        groups = [self._ascending, self._descending, *self._groups.values(), *self._object_groups.values()]
+        for group in groups:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+        self._groups, self._object_groups = {}, {}
+
+    def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
+        """Send a contiguous tensor; it must not change until the work is complete."""
+        check_contiguous(tensor, "send")
+        group = self._ascending if destination > self.rank else self._descending
+        return _PendingWork(dist.isend(tensor, destination, group=group, tag=tag), tensor)
+
+    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
+        """Receive into a contiguous tensor."""
+        check_contiguous(tensor, "receive")
+        group = self._ascending if source < self.rank else self._descending
+        return _PendingWork(dist.irecv(tensor, source, group=group, tag=tag), tensor)
+
+    def all_reduce(self, tensor: Tensor, group: Sequence[int]) -> Work:
+        """Sum a contiguous tensor over the group, in place."""
+        check_contiguous(tensor, "all-reduce")
+        if len(group) == 1:
+            return _PendingWork(None)
+        return _PendingWork(dist.all_reduce(tensor, group=self._group(group), async_op=True), tensor)
+
+    def reduce(self, tensor: Tensor, destination: int, group: Sequence[int]) -> Work:
+        """Sum a contiguous tensor over the group into the destination's tensor; others' contents are undefined."""
+        check_contiguous(tensor, "reduce")
+        if len(group) == 1:
+            return _PendingWork(None)
+        return _PendingWork(dist.reduce(tensor, destination, group=self._group(group), async_op=True), tensor)
+
+    def broadcast(self, tensor: Tensor, source: int, group: Sequence[int]) -> Work:
+        """Copy the source's contiguous tensor to every rank of the group."""
+        check_contiguous(tensor, "broadcast")
+        if len(group) == 1:
+            return _PendingWork(None)
+        return _PendingWork(dist.broadcast(tensor, source, group=self._group(group), async_op=True), tensor)
+
+    def all_gather_object(self, value: Any, group: Sequence[int]) -> ObjectWork:
+        """Give every rank of the group the picklable values of all, in group order. Blocks until they are there."""
+        if len(group) == 1:
+            return _ObjectResult([value])
+        handle = self._group(group, self._object_groups)
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in group]
+        dist.all_gather(sizes, torch.tensor([payload.numel()]), group=handle)
+        largest = max(int(size) for size in sizes)
+        padded = torch.zeros(largest, dtype=torch.uint8)
+        padded[: payload.numel()] = payload
+        gathered = [torch.empty(largest, dtype=torch.uint8) for _ in group]
+        dist.all_gather(gathered, padded, group=handle)
+        return _ObjectResult(
+            [pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(gathered, sizes, strict=True)]
+        )
+
+    def _group(self, ranks: Sequence[int], groups: dict[tuple[int, ...], Any] | None = None) -> Any:
+        groups = self._groups if groups is None else groups
+        try:
+            return groups[tuple(ranks)]
+        except KeyError:
+            known = ", ".join(str(list(group)) for group in groups)
+            raise PlanError(
+                f"no process group of ranks {list(ranks)}: groups are made once, for {known}; add it to groups"
+            ) from None

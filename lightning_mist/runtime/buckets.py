@@ -1,0 +1,97 @@
+"""Parameters in flat buffers, so that a few large transfers carry many small tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+BUCKET_BYTES = 25 * 2**20
+"""Capacity of a bucket: the default ``bucket_cap_mb`` of ``torch.nn.parallel.DistributedDataParallel``."""
+
+FIRST_BUCKET_BYTES = 2**20
+"""Capacity of the first bucket, small so that communication starts early: torch's ``_DEFAULT_FIRST_BUCKET_BYTES``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters of one dtype on one device that travel together.
+
+    Attributes:
+        names: Their canonical names.
+        parameters: The parameters.
+        owner: Data-parallel index that owns them; None if every rank updates them.
+    """
+
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    owner: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all parameters."""
+        return sum(parameter.numel() for parameter in self.parameters)
+
+    def empty(self, *, extra: int = 0) -> Tensor:
+        """A flat buffer for the parameters, with ``extra`` elements at its end."""
+        first = self.parameters[0]
+        return torch.empty(self.numel + extra, dtype=first.dtype, device=first.device)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """A view into a flat buffer for each parameter, of its shape and strides."""
+        return views_like(flat, self.parameters)
+
+
+def views_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Consecutive views into a flat buffer, of the tensors' shapes and, where these are dense, their strides."""
+    views, start = [], 0
+    for tensor in tensors:
+        part = flat[start : start + tensor.numel()]
+        start += tensor.numel()
+        if not tensor.is_contiguous() and _is_dense(tensor):
+            # Optimizers with fused kernels want gradients laid out like their parameters (channels last, for example).
+            views.append(part.as_strided(tensor.shape, tensor.stride()))
+        else:
+            views.append(part.view(tensor.shape))
+    return views
+
+
+def make_buckets(
+    parameters: Sequence[tuple[str, nn.Parameter, int | None]],
+    *,
+    capacity: int = BUCKET_BYTES,
+    first_capacity: int = FIRST_BUCKET_BYTES,
+) -> tuple[Bucket, ...]:
+    """Deal parameters into buckets, in their order.
+
+    Args:
+        parameters: Name, parameter and owner. Parameters of different owner, dtype or device never share a bucket.
+        capacity: Bytes at which a bucket is closed; a larger parameter has a bucket of its own.
+        first_capacity: The same for the first bucket that is closed.
+
+    Returns:
+        Buckets in the order in which their last parameter comes.
+    """
+    closed: list[Bucket] = []
+    open_buckets: dict[tuple[int | None, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+
+    def close(key: tuple[int | None, torch.dtype, torch.device]) -> None:
+        items = open_buckets.pop(key)
+        closed.append(
+            Bucket(names=tuple(name for name, _ in items), parameters=tuple(p for _, p in items), owner=key[0])
+        )
+
+    for name, parameter, owner in parameters:
+        key = (owner, parameter.dtype, parameter.device)
+        open_buckets.setdefault(key, []).append((name, parameter))
+        size = sum(p.numel() * p.element_size() for _, p in open_buckets[key])
+        if size >= (capacity if closed else first_capacity):
+            close(key)
+    for key in list(open_buckets):
+        close(key)
+    return tuple(closed)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span == tensor.numel() and 0 not in tensor.stride()

@@ -1,0 +1,221 @@
+"""From a plan to what one rank needs to know: its peers, its groups, and which rows it exchanges with whom."""
+
+from dataclasses import dataclass
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import ModuleMap, Plan, RowSlice, ZeroStage, replica_of, replica_ranks, row_slice
+from lightning_mist.plan.sharding import assign_owners
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParameter:
+    """Where one parameter lives.
+
+    Attributes:
+        name: Canonical qualified name.
+        stages: Sorted stages that hold a copy.
+        owners: For each of these stages, the data-parallel index that updates it under ZeRO-1 (and that speaks for the
+            stage when copies are summed over stages or gathered); 0 where the stage does not shard.
+        requires_grad: Whether it is trained.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    owners: tuple[int, ...]
+    requires_grad: bool
+
+    def owner(self, stage: int) -> int:
+        """The data-parallel index that updates the copy of ``stage``."""
+        return self.owners[self.stages.index(stage)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """What one rank needs to know of a plan.
+
+    Attributes:
+        plan: The plan.
+        rank: The global rank.
+        stage: Index of its stage.
+        replica: Index of its pipeline replica.
+        data_index: Its data-parallel index within the stage.
+        peers: Global ranks of the stage by data-parallel index.
+        parameters: Every parameter of the module, in the module's order.
+    """
+
+    plan: Plan
+    rank: int
+    stage: int
+    replica: int
+    data_index: int
+    peers: tuple[int, ...]
+    parameters: tuple[HeldParameter, ...]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether losses are computed here."""
+        return self.stage == self.plan.num_stages - 1
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the stage's data-parallel ranks update different parameters (ZeRO-1)."""
+        return self.plan.stages[self.stage].zero_stage >= ZeroStage.OPTIMIZER and len(self.peers) > 1
+
+    @property
+    def held(self) -> tuple[HeldParameter, ...]:
+        """The parameters of this rank's stage."""
+        return tuple(parameter for parameter in self.parameters if self.stage in parameter.stages)
+
+    @property
+    def owned(self) -> tuple[HeldParameter, ...]:
+        """The parameters that this rank's optimizer updates."""
+        if not self.is_sharded:
+            return self.held
+        return tuple(parameter for parameter in self.held if parameter.owner(self.stage) == self.data_index)
+
+    def speaker(self, parameter: HeldParameter) -> int:
+        """The global rank that answers for a parameter: the owner in the first stage that holds it."""
+        return stage_ranks(self.plan, parameter.stages[0])[parameter.owners[0]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """Rows that two neighbouring ranks share in one microbatch: rows ``[first, end)`` of my slice, and the peer."""
+
+    rank: int
+    first: int
+    end: int
+
+
+def stage_ranks(plan: Plan, stage: int) -> tuple[int, ...]:
+    """Global ranks of a stage by data-parallel index (one device per data-parallel rank)."""
+    return plan.stages[stage].devices
+
+
+def make_mesh(plan: Plan, rank: int, module_map: ModuleMap) -> Mesh:
+    """What ``rank`` needs to know of ``plan``."""
+    stage = plan.stage_of(rank)
+    peers = stage_ranks(plan, stage)
+    return Mesh(
+        plan=plan,
+        rank=rank,
+        stage=stage,
+        replica=replica_of(plan, rank),
+        data_index=peers.index(rank),
+        peers=peers,
+        parameters=held_parameters(plan, module_map),
+    )
+
+
+def held_parameters(plan: Plan, module_map: ModuleMap) -> tuple[HeldParameter, ...]:
+    """Where every parameter lives, and who updates it.
+
+    Under ZeRO-1 a stage's trained parameters are dealt out by
+    :func:`~lightning_mist.plan.sharding.assign_owners`; parameters that are not trained stay with index 0.
+    """
+    stages = module_map.owners(plan.bounds)
+    owner: dict[tuple[str, int], int] = {}
+    for index, stage in enumerate(plan.stages):
+        trained = [use for use in module_map.parameters if use.requires_grad and index in stages[use.name]]
+        ranks = stage.data_parallel_degree if stage.zero_stage >= ZeroStage.OPTIMIZER else 1
+        sizes = [_numel(use.shape) for use in trained]
+        for use, data_index in zip(trained, assign_owners(sizes, ranks), strict=True):
+            owner[use.name, index] = data_index
+    return tuple(
+        HeldParameter(
+            name=use.name,
+            stages=stages[use.name],
+            owners=tuple(owner.get((use.name, index), 0) for index in stages[use.name]),
+            requires_grad=use.requires_grad,
+        )
+        for use in module_map.parameters
+    )
+
+
+def tied_groups(plan: Plan, parameter: HeldParameter) -> tuple[tuple[int, ...], ...]:
+    """Groups of ranks over each of which the gradient of a parameter with several copies is summed.
+
+    Where no stage shards and all have the same data-parallel degree, equal data-parallel indices form a group and every
+    copy gets the sum at once. Otherwise one rank of each stage speaks for it; see :func:`needs_spreading`.
+    """
+    ranks = [stage_ranks(plan, stage) for stage in parameter.stages]
+    if _is_aligned(plan, parameter):
+        return tuple(tuple(sorted(group)) for group in zip(*ranks, strict=True))
+    return (tuple(sorted(group[owner] for group, owner in zip(ranks, parameter.owners, strict=True))),)
+
+
+def needs_spreading(plan: Plan, parameter: HeldParameter, stage: int) -> bool:
+    """Whether a stage's speaker must hand the summed gradient of a tied parameter to the stage's other ranks."""
+    is_sharded = plan.stages[stage].zero_stage >= ZeroStage.OPTIMIZER
+    return not is_sharded and plan.stages[stage].data_parallel_degree > 1 and not _is_aligned(plan, parameter)
+
+
+def process_groups(plan: Plan, module_map: ModuleMap) -> tuple[tuple[int, ...], ...]:
+    """Every group that a run of the plan needs, in an order that is the same on all ranks.
+
+    The world; the ranks of each replica; the data-parallel ranks of each stage; the ranks that sum tied gradients.
+    """
+    groups = [tuple(range(plan.world_size))]
+    groups += [replica_ranks(plan, replica) for replica in range(plan.num_replicas)]
+    groups += [tuple(sorted(stage_ranks(plan, stage))) for stage in range(plan.num_stages)]
+    for parameter in held_parameters(plan, module_map):
+        if parameter.requires_grad and len(parameter.stages) > 1:
+            groups += tied_groups(plan, parameter)
+    return tuple(dict.fromkeys(group for group in groups if len(group) > 1))
+
+
+def overlaps(plan: Plan, rank: int, neighbour: int, microbatch: int, batch_rows: int | None) -> tuple[Overlap, ...]:
+    """With whom of a neighbouring stage ``rank`` exchanges which rows of a microbatch.
+
+    Args:
+        plan: The plan.
+        rank: The global rank.
+        neighbour: Index of the stage before or after the rank's own.
+        microbatch: Index of the microbatch.
+        batch_rows: Rows of the owner's batch; None for a batch that cannot be cut.
+
+    Returns:
+        The shared rows by ascending row. Rows are counted from the start of this rank's slice; ``(0, 1)`` stands for a
+        whole batch that cannot be cut. Empty if the rank's slice has no rows.
+
+    Raises:
+        PlanError: If a batch that cannot be cut would have to be.
+    """
+    mine = row_slice(plan, rank, microbatch)
+    first, end = _rows(mine, microbatch, batch_rows)
+    replica = replica_of(plan, rank)
+    found = []
+    for peer in stage_ranks(plan, neighbour):
+        if replica_of(plan, peer) != replica:
+            continue
+        theirs = row_slice(plan, peer, microbatch)
+        low, high = _rows(theirs, microbatch, batch_rows)
+        low, high = max(first, low), min(end, high)
+        if theirs.owner == mine.owner and low < high:
+            found.append(Overlap(rank=peer, first=low - first, end=high - first))
+    return tuple(sorted(found, key=lambda overlap: overlap.first))
+
+
+def _rows(piece: RowSlice, microbatch: int, batch_rows: int | None) -> tuple[int, int]:
+    if batch_rows is not None:
+        return piece.rows(batch_rows)
+    if piece.parts > 1:
+        raise PlanError(
+            f"microbatch {microbatch} is part {piece.part} of {piece.parts} of the batch of rank {piece.owner}, which "
+            "has no rows to count: only batches whose tensors share their first dimension can be cut; use a plan with "
+            "one part per batch"
+        )
+    return 0, 1
+
+
+def _is_aligned(plan: Plan, parameter: HeldParameter) -> bool:
+    stages = [plan.stages[stage] for stage in parameter.stages]
+    degrees = {stage.data_parallel_degree for stage in stages}
+    return len(degrees) == 1 and all(stage.zero_stage < ZeroStage.OPTIMIZER for stage in stages)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count

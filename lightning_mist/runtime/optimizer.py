@@ -1,0 +1,251 @@
+"""The user's optimizer over a part of the model: which parameters it updates, clipping, and its state in one piece.
+
+The optimizer is the one that the user built over the whole module. It is cut by removing from its groups what this rank
+does not update; a checkpoint still has the layout that a single process or data parallelism gives, with parameters
+numbered through all groups as the user listed them.
+"""
+
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mist.runtime.mesh import Mesh
+from lightning_mist.runtime.transport import Transport, Work
+
+_STATE_TAG = 1 << 22
+"""First tag of gathered optimizer state; all other tags are smaller."""
+
+_HEADER_ELEMENTS = 256
+"""State of at most so many elements (step counters, for example) travels inside the header instead of by itself."""
+
+OptimizerState = Mapping[int, Mapping[str, Any]]
+"""State by the number of its parameter in the layout of the whole model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerCut:
+    """An optimizer that updates a part of its parameters, and what it was before.
+
+    Attributes:
+        optimizer: The user's optimizer.
+        groups: For each of its groups, every parameter that the user put there.
+        names: For each of its groups, the names that came with the parameters; None if none did.
+    """
+
+    optimizer: Optimizer
+    groups: tuple[tuple[nn.Parameter, ...], ...]
+    names: tuple[tuple[str, ...] | None, ...]
+
+    @property
+    def numbers(self) -> dict[Tensor, int]:
+        """The number of each parameter in the layout of the whole model."""
+        parameters = [parameter for group in self.groups for parameter in group]
+        return {parameter: number for number, parameter in enumerate(parameters)}
+
+    def restore(self) -> None:
+        """Give the optimizer all its parameters back; state stays with those that it updated."""
+        for group, parameters, names in zip(self.optimizer.param_groups, self.groups, self.names, strict=True):
+            group["params"][:] = parameters
+            if names is not None:
+                group["param_names"][:] = names
+
+
+def restrict_optimizer(optimizer: Optimizer, owned: Collection[nn.Parameter]) -> OptimizerCut:
+    """Let an optimizer update only the parameters in ``owned``.
+
+    Groups are edited in place, so that learning-rate schedulers keep their hold on them; a group may become empty.
+    State of other parameters is dropped.
+    """
+    keep = set(owned)
+    groups = tuple(tuple(group["params"]) for group in optimizer.param_groups)
+    names = tuple(tuple(group["param_names"]) if "param_names" in group else None for group in optimizer.param_groups)
+    for group, parameters, labels in zip(optimizer.param_groups, groups, names, strict=True):
+        group["params"][:] = [parameter for parameter in parameters if parameter in keep]
+        if labels is not None:
+            group["param_names"][:] = [
+                label for label, parameter in zip(labels, parameters, strict=True) if parameter in keep
+            ]
+    for parameter in [parameter for parameter in optimizer.state if parameter not in keep]:
+        del optimizer.state[parameter]
+    return OptimizerCut(optimizer=optimizer, groups=groups, names=names)
+
+
+def local_optimizer_state(cut: OptimizerCut) -> dict[int, dict[str, Any]]:
+    """This rank's optimizer state by the numbers of the whole model."""
+    numbers = cut.numbers
+    return {numbers[parameter]: dict(state) for parameter, state in cut.optimizer.state.items()}
+
+
+def full_optimizer_state(cut: OptimizerCut, states: Iterable[OptimizerState]) -> dict[str, Any]:
+    """A ``state_dict`` as an optimizer over the whole model gives it.
+
+    Args:
+        cut: The cut optimizer; hyper-parameters are its own, they are the same on every rank.
+        states: State of all ranks; where several have a parameter's, the first counts.
+    """
+    merged: dict[int, dict[str, Any]] = {}
+    for state in states:
+        for number, entry in state.items():
+            merged.setdefault(number, dict(entry))
+    groups = []
+    start = 0
+    own = cut.optimizer.state_dict()["param_groups"]
+    for group, parameters, names in zip(own, cut.groups, cut.names, strict=True):
+        entry = {**group, "params": list(range(start, start + len(parameters)))}
+        if names is not None:
+            entry["param_names"] = list(names)
+        groups.append(entry)
+        start += len(parameters)
+    return {"state": {number: merged[number] for number in sorted(merged)}, "param_groups": groups}
+
+
+def load_full_optimizer_state(cut: OptimizerCut, state_dict: Mapping[str, Any]) -> None:
+    """Load this rank's part of a ``state_dict`` of an optimizer over the whole model.
+
+    Raises:
+        ValueError: If its groups are not those of the optimizer.
+    """
+    saved = state_dict["param_groups"]
+    sizes, expected = [len(group["params"]) for group in saved], [len(group) for group in cut.groups]
+    if sizes != expected:
+        raise ValueError(
+            f"the saved optimizer has groups of {sizes} parameters, this one of {expected}: they must be the same; "
+            "load the checkpoint into the optimizer it was saved from"
+        )
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    start = 0
+    for old, full, own in zip(saved, cut.groups, cut.optimizer.param_groups, strict=True):
+        mine = set(own["params"])
+        kept = [(number, i) for i, (number, p) in enumerate(zip(old["params"], full, strict=True)) if p in mine]
+        entry = {**old, "params": list(range(start, start + len(kept)))}
+        if "param_names" in old:
+            entry["param_names"] = [old["param_names"][i] for _, i in kept]
+        groups.append(entry)
+        for local, (number, _) in enumerate(kept, start):
+            if number in state_dict["state"]:
+                state[local] = state_dict["state"][number]
+        start += len(kept)
+    cut.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def gather_optimizer_state(
+    cut: OptimizerCut, transport: Transport, *, destination: int = 0
+) -> Generator[Work, None, dict[str, Any] | None]:
+    """The ``state_dict`` of the whole model on one rank, its tensors in host memory; None on the others.
+
+    Every rank calls it. Tensors travel one by one, so no rank but the destination holds more than its own.
+    """
+    mine = local_optimizer_state(cut)
+    header = {number: {key: _describe(value) for key, value in entry.items()} for number, entry in mine.items()}
+    gathered = transport.all_gather_object(header, tuple(range(transport.world_size)))
+    yield gathered
+    merged: dict[int, dict[str, Any]] = {}
+    tag = _STATE_TAG
+    device = next((p.device for group in cut.groups for p in group), torch.device("cpu"))
+    for rank, part in enumerate(gathered.result()):
+        for number, entry in part.items():
+            if number in merged:
+                continue
+            merged[number] = values = dict(entry)
+            for key, value in entry.items():
+                if not isinstance(value, _Travelling):
+                    continue
+                tag += 1
+                if rank == transport.rank:
+                    values[key] = mine[number][key].detach().contiguous()
+                if rank == transport.rank != destination:
+                    yield transport.isend(values[key].to(device), destination, tag)
+                    values[key] = None
+                elif transport.rank == destination:
+                    if rank != destination:
+                        values[key] = torch.empty(value.shape, dtype=value.dtype, device=device)
+                        yield transport.irecv(values[key], rank, tag)
+                    values[key] = values[key].to("cpu", copy=rank == destination)
+    return full_optimizer_state(cut, [merged]) if transport.rank == destination else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Travelling:
+    """Stands in a header for a tensor that follows by itself."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _describe(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() <= _HEADER_ELEMENTS:
+        return value.detach().cpu()
+    return _Travelling(shape=tuple(value.shape), dtype=value.dtype)
+
+
+def global_grad_norm(
+    mesh: Mesh,
+    parameters: Mapping[str, nn.Parameter],
+    transport: Transport,
+    *,
+    names: Sequence[str] | None = None,
+    norm_type: float = 2.0,
+) -> Generator[Work, None, Tensor]:
+    """Norm of the gradients of the whole model, as ``torch.nn.utils.get_total_norm`` gives it in a single process.
+
+    One rank answers for each parameter, whatever copies of it exist. The norms of all gradients travel as one vector
+    to which each entry is added by one rank only, so every rank takes the same norm of the same vector, in the order
+    that a single process would.
+
+    Args:
+        mesh: This rank's place.
+        parameters: Every parameter of the module by canonical name; those of other stages have no gradient here.
+        transport: Connects the ranks.
+        names: Whose gradients count, in this order, equal on all ranks; every trained parameter if None.
+        norm_type: Order of the norm; may be infinite.
+
+    Returns:
+        A 0-dimensional tensor, the same on every rank.
+    """
+    items = {item.name: item for item in mesh.parameters if item.requires_grad}
+    chosen = [name for name in names if name in items] if names is not None else list(items)
+    device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+    vector = torch.zeros(2, len(chosen), dtype=torch.float64, device=device)
+    mine = [
+        (position, gradient)
+        for position, name in enumerate(chosen)
+        if mesh.speaker(items[name]) == mesh.rank and (gradient := parameters[name].grad) is not None
+    ]
+    for dtype in {gradient.dtype for _, gradient in mine}:
+        part = [(position, gradient) for position, gradient in mine if gradient.dtype is dtype]
+        norms = torch._foreach_norm([gradient for _, gradient in part], norm_type)
+        vector[0, [position for position, _ in part]] = torch.stack(tuple(norms)).double()
+    if mine:
+        vector[1, [position for position, _ in mine]] = 1.0
+    if mesh.plan.world_size > 1 and chosen:
+        yield transport.all_reduce(vector, tuple(range(mesh.plan.world_size)))
+    present = vector[1].tolist()
+    # Back in the gradients' own dtype, as a single process has them; the way through float64 is exact.
+    norms_back = [
+        vector[0, position].to(parameters[name].dtype) for position, name in enumerate(chosen) if present[position] > 0
+    ]
+    if not norms_back:
+        return torch.tensor(0.0, device=device)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms_back), norm_type)
+    return total
+
+
+def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, total_norm: Tensor) -> None:
+    """Scale this rank's gradients, in place, by what brings ``total_norm`` down to ``max_norm``, if it is larger."""
+    torch.nn.utils.clip_grads_with_norm_(_with_gradient(parameters), max_norm, total_norm)
+
+
+def clip_by_value(parameters: Iterable[nn.Parameter], clip_value: float) -> None:
+    """Clamp every entry of this rank's gradients to ``[-clip_value, clip_value]``, in place."""
+    torch.nn.utils.clip_grad_value_(_with_gradient(parameters), clip_value)
+
+
+def _with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter.grad is not None]

@@ -1,0 +1,217 @@
+"""Gradients of a stage over its data-parallel ranks, and over the stages that share a parameter.
+
+Every rank contributes a fixed set of parameters, whatever got a gradient: a missing one counts as zeros. At the end of
+each buffer travels one number per parameter that says how many ranks had a gradient, so that a parameter that nobody
+touched ends without one, as in a single process. During the last backward a bucket leaves as soon as its gradients are
+complete, in a fixed order of buckets.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mist.errors import PlanError, ScheduleError
+from lightning_mist.runtime.buckets import Bucket, make_buckets
+from lightning_mist.runtime.mesh import HeldParameter, Mesh, needs_spreading, stage_ranks, tied_groups
+from lightning_mist.runtime.transport import Transport, Work
+
+
+class GradientReducer:
+    """Turns the sums of weighted gradients on each rank into the mean over all ranks' batches.
+
+    Args:
+        mesh: This rank's place.
+        parameters: The stage's parameters by canonical name.
+        transport: Connects the ranks.
+    """
+
+    def __init__(self, mesh: Mesh, parameters: Mapping[str, nn.Parameter], transport: Transport) -> None:
+        self._mesh, self._parameters, self._transport = mesh, parameters, transport
+        self._group = tuple(sorted(mesh.peers))
+        # Backward reaches the last parameters first, so their buckets fill first.
+        trained = [item for item in reversed(mesh.held) if item.requires_grad]
+        self.buckets = make_buckets([(item.name, parameters[item.name], _bucket_owner(mesh, item)) for item in trained])
+        self._trained = {item.name for item in trained}
+        self._tied = [item for item in mesh.held if item.requires_grad and len(item.stages) > 1]
+        self._launched: list[tuple[Bucket, Tensor, list[bool], Work]] = []
+        self._ready: set[nn.Parameter] = set()
+        self._hooks: list[Any] = []
+
+    def arm(self) -> None:
+        """From now on gradients are final when they are accumulated: call before the last backward of a batch."""
+        self.disarm()
+        if len(self._group) > 1:
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                for bucket in self.buckets
+                for parameter in bucket.parameters
+                if parameter.requires_grad
+            ]
+
+    def disarm(self) -> None:
+        """Forget a reduction that has begun, if any."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._ready.clear()
+        self._launched.clear()
+
+    def reduce(self) -> Iterator[Work]:
+        """Sum the gradients over the stage's data-parallel ranks and divide by the number of all ranks.
+
+        Afterwards ``p.grad`` holds the mean on every rank, under ZeRO-1 only on the owner of ``p`` (None elsewhere).
+
+        Raises:
+            PlanError: If a parameter has a gradient that was not trained when the plan was made.
+        """
+        self._check_known()
+        scale = 1.0 / self._mesh.plan.world_size
+        if len(self._group) == 1:
+            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+            if gradients and scale != 1.0:
+                torch._foreach_mul_(gradients, scale)
+            self.disarm()
+            return
+        for bucket in self.buckets[len(self._launched) :]:
+            self._launch(bucket)
+        for bucket, flat, present, work in self._launched:
+            yield work
+            self._install(bucket, flat, present)
+        self.disarm()
+
+    def reduce_tied(self) -> Iterator[Work]:
+        """Sum the gradients of the copies that several stages hold, so that each copy has the same, full gradient.
+
+        Runs after :meth:`reduce`. Under ZeRO-1 only the owner of a copy in its stage has it.
+        """
+        pending = []
+        for item in self._tied:
+            for group in tied_groups(self._mesh.plan, item):
+                if self._mesh.rank in group:
+                    flat = _with_presence(self._parameters[item.name])
+                    pending.append((item, flat, self._transport.all_reduce(flat, group)))
+        for item, flat, work in pending:
+            yield work
+            _install_one(self._parameters[item.name], flat)
+        spread = []
+        for item in self._tied:
+            if needs_spreading(self._mesh.plan, item, self._mesh.stage):
+                source = stage_ranks(self._mesh.plan, self._mesh.stage)[item.owner(self._mesh.stage)]
+                flat = _with_presence(self._parameters[item.name])
+                spread.append((item, flat, self._transport.broadcast(flat, source, self._group)))
+        for item, flat, work in spread:
+            yield work
+            _install_one(self._parameters[item.name], flat)
+
+    def gather_parameters(self) -> Iterator[Work]:
+        """Give every data-parallel rank the parameters that their owners updated (ZeRO-1); nothing otherwise."""
+        if not self._mesh.is_sharded:
+            return
+        outstanding: list[tuple[Bucket, Tensor, Work]] = []
+        for bucket in self.buckets:
+            assert bucket.owner is not None
+            flat = bucket.empty()
+            if bucket.owner == self._mesh.data_index:
+                torch._foreach_copy_(bucket.views(flat), [p.detach() for p in bucket.parameters])
+            work = self._transport.broadcast(flat, self._mesh.peers[bucket.owner], self._group)
+            outstanding.append((bucket, flat, work))
+            if len(outstanding) == _BUCKETS_IN_FLIGHT:
+                yield from self._receive(*outstanding.pop(0))
+        for item in outstanding:
+            yield from self._receive(*item)
+
+    def _receive(self, bucket: Bucket, flat: Tensor, work: Work) -> Iterator[Work]:
+        yield work
+        if bucket.owner != self._mesh.data_index:
+            torch._foreach_copy_([p.detach() for p in bucket.parameters], bucket.views(flat))
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        self._ready.add(parameter)
+        # Buckets leave in one order on every rank, whatever the order in which they fill.
+        while len(self._launched) < len(self.buckets):
+            bucket = self.buckets[len(self._launched)]
+            if not self._ready.issuperset(bucket.parameters):
+                return
+            self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        gradients = [parameter.grad for parameter in bucket.parameters]
+        present = [gradient is not None for gradient in gradients]
+        flat = bucket.empty(extra=len(present))
+        views = bucket.views(flat)
+        for name, gradient, view in zip(bucket.names, gradients, views, strict=True):
+            if gradient is None:
+                view.zero_()
+            elif gradient.layout is not torch.strided:
+                raise PlanError(
+                    f"the gradient of {name} is {gradient.layout}: only dense gradients are reduced over the "
+                    f"{len(self._group)} data-parallel ranks; set sparse=False in its module"
+                )
+        pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        flat[: bucket.numel].mul_(1.0 / self._mesh.plan.world_size)
+        _fill_presence(flat[bucket.numel :], present)
+        for parameter in bucket.parameters:
+            parameter.grad = None
+        if bucket.owner is None:
+            work = self._transport.all_reduce(flat, self._group)
+        else:
+            work = self._transport.reduce(flat, self._mesh.peers[bucket.owner], self._group)
+        self._launched.append((bucket, flat, present, work))
+
+    def _install(self, bucket: Bucket, flat: Tensor, present: list[bool]) -> None:
+        late = [name for name, p in zip(bucket.names, bucket.parameters, strict=True) if p.grad is not None]
+        if late:
+            raise ScheduleError(
+                f"{late[0]} got a gradient after its bucket was reduced: a parameter is accumulated once per backward; "
+                "do not call backward inside backward (reentrant checkpointing of a shared module does)"
+            )
+        if bucket.owner not in (None, self._mesh.data_index):
+            return
+        # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
+        counts = [1.0] * len(present) if all(present) else flat[bucket.numel :].tolist()
+        for parameter, view, count in zip(bucket.parameters, bucket.views(flat), counts, strict=True):
+            parameter.grad = view if count > 0 else None
+
+    def _check_known(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None and name not in self._trained:
+                raise PlanError(
+                    f"{name} has a gradient, but did not require one when the plan was made: the set of trained "
+                    "parameters must stay as it was; plan again after unfreezing"
+                )
+
+
+_BUCKETS_IN_FLIGHT = 2
+"""Broadcasts under way at once: one travels while the one before is copied out; more only cost memory."""
+
+
+def _bucket_owner(mesh: Mesh, item: HeldParameter) -> int | None:
+    return item.owner(mesh.stage) if mesh.is_sharded else None
+
+
+def _fill_presence(flags: Tensor, present: list[bool]) -> None:
+    flags.fill_(1.0)
+    for index, is_present in enumerate(present):
+        if not is_present:
+            flags[index] = 0.0
+
+
+def _with_presence(parameter: nn.Parameter) -> Tensor:
+    flat = torch.empty(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
+    view = flat[:-1].view(parameter.shape)
+    if parameter.grad is None:
+        view.zero_()
+    else:
+        view.copy_(parameter.grad)
+    flat[-1] = float(parameter.grad is not None)
+    return flat
+
+
+def _install_one(parameter: nn.Parameter, flat: Tensor) -> None:
+    if parameter.grad is None and not flat[-1] > 0:
+        return
+    parameter.grad = flat[:-1].view(parameter.shape)
