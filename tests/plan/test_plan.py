@@ -1,0 +1,76 @@
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+from hypothesis import given
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import Checkpointing, Plan, Predicted, StageMesh, StagePlan
+from tests.plans import plans
+
+
+def stage(layers, devices, **changes):
+    mesh = StageMesh(devices=tuple(devices), data_parallel_degree=len(devices))
+    return StagePlan(**{"layers": layers, "mesh": mesh, "microbatch_size": 4 // len(devices), **changes})
+
+
+PLAN = Plan(global_batch_size=12, num_microbatches=3, stages=(stage((0, 2), [1, 2]), stage((2, 5), [0])))
+
+
+def test_what_follows_from_a_plan():
+    assert (PLAN.num_stages, PLAN.num_layers, PLAN.world_size, PLAN.num_replicas) == (2, 5, 3, 1)
+    assert PLAN.bounds == ((0, 2), (2, 5))
+    assert [PLAN.stage_of(rank) for rank in range(3)] == [1, 0, 0]
+    assert [s.num_layers for s in PLAN.stages] == [2, 3]
+    with pytest.raises(PlanError, match="rank 3 is in no stage: the plan is for 3 devices"):
+        PLAN.stage_of(3)
+
+
+def test_a_plan_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        PLAN.num_microbatches = 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": ()}, "a plan without stages"),
+        ({"schedule": "zigzag"}, "schedule = 'zigzag': known schedules are 1f1b, gpipe"),
+        ({"num_microbatches": 0}, "num_microbatches = 0: both must be at least 1"),
+        ({"global_batch_size": 13}, "stage 0: .* = 12: it must equal global_batch_size 13"),
+        ({"stages": (stage((0, 2), [1, 2]), stage((3, 5), [0]))}, "stage 1 starts at layer 3: it must start at 2"),
+        ({"stages": (stage((1, 2), [0]),)}, "stage 0 starts at layer 1: it must start at 0"),
+        ({"stages": (stage((0, 2), [1, 2]), stage((2, 2), [0]))}, "stage 1 has no layers"),
+        ({"stages": (stage((0, 2), [1, 2]), stage((2, 5), [1]))}, r"devices \[1, 1, 2\] over all stages"),
+        ({"stages": (stage((0, 2), [1, 2]), stage((2, 5), [3]))}, r"every rank from 0 to 2 must be in exactly one"),
+        ({"predicted": Predicted(step_seconds=1.0, stages=())}, r"predicted\.stages has 0 entries for 2 stages"),
+    ],
+)
+def test_plans_that_contradict_themselves_are_refused(changes, message):
+    with pytest.raises(PlanError, match=message):
+        replace(PLAN, **changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layers": (2, 1)}, r"layers \[2, 1\]: a half-open range"),
+        ({"layers": (-1, 1)}, r"layers \[-1, 1\]: a half-open range"),
+        ({"microbatch_size": 0}, "microbatch_size = 0: at least one row"),
+        ({"checkpointing": Checkpointing(layers=3)}, "checkpointed_layers = 3 in a stage of 2 layers: at most 2"),
+    ],
+)
+def test_stages_that_contradict_themselves_are_refused(arguments, message):
+    with pytest.raises(PlanError, match=message):
+        stage(**{"layers": (0, 2), "devices": [0], **arguments})
+
+
+def test_a_module_without_blocks_has_one_stage_without_layers():
+    assert Plan(global_batch_size=4, num_microbatches=1, stages=(stage((0, 0), [0]),)).num_layers == 0
+
+
+@given(plans(runnable=False))
+def test_every_rank_is_in_the_stage_that_names_it(plan):
+    assert sorted(rank for s in plan.stages for rank in s.devices) == list(range(plan.world_size))
+    for rank in range(plan.world_size):
+        assert rank in plan.stages[plan.stage_of(rank)].devices
+    assert all(s.data_parallel_degree % plan.num_replicas == 0 for s in plan.stages)

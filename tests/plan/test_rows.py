@@ -1,0 +1,76 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import Plan, RowSlice, StageMesh, StagePlan, replica_of, replica_ranks, row_slice
+from tests.plans import plans
+
+
+def rows_of(plan, stage, microbatch, rows):
+    """``(owner, row)`` of everything that the ranks of a stage compute on in a microbatch, by replica."""
+    found = {}
+    width = len(stage.devices) // stage.data_parallel_degree
+    for rank in stage.devices[::width]:
+        part = row_slice(plan, rank, microbatch)
+        first, end = part.rows(rows)
+        found.setdefault(replica_of(plan, rank), []).extend((part.owner, row) for row in range(first, end))
+    return found
+
+
+@given(plans(), st.integers(0, 3))
+def test_every_row_is_computed_once_on_every_stage_and_microbatches_agree_between_stages(plan, missing):
+    # An uneven last batch has fewer rows than the plan was made for.
+    rows = max(1, plan.global_batch_size // plan.world_size - missing)
+    every_row = sorted((owner, row) for owner in range(plan.world_size) for row in range(rows))
+    whole = rows == plan.global_batch_size // plan.world_size
+    by_stage = []
+    for stage in plan.stages:
+        microbatches = [rows_of(plan, stage, index, rows) for index in range(plan.num_microbatches)]
+        computed = [row for found in microbatches for part in found.values() for row in part]
+        assert sorted(computed) == every_row
+        for found in microbatches:
+            for replica, part in found.items():
+                assert {owner for owner, _ in part} <= set(replica_ranks(plan, replica))
+        by_stage.append(microbatches)
+        if whole:
+            size = stage.microbatch_size * stage.data_parallel_degree // plan.num_replicas
+            assert {len(part) for found in microbatches for part in found.values()} == {size}
+    assert all(microbatches == by_stage[0] for microbatches in by_stage)
+
+
+@given(plans(runnable=False))
+def test_replicas_divide_the_ranks(plan):
+    replicas = [replica_ranks(plan, replica) for replica in range(plan.num_replicas)]
+    assert sorted(rank for ranks in replicas for rank in ranks) == list(range(plan.world_size))
+    assert len({len(ranks) for ranks in replicas}) == 1
+
+
+@given(st.integers(1, 50), st.integers(1, 50))
+def test_parts_cover_a_batch_and_differ_by_one_row_at_most(batch_rows, parts):
+    ranges = [RowSlice(owner=0, part=part, parts=parts).rows(batch_rows) for part in range(parts)]
+    assert [row for first, end in ranges for row in range(first, end)] == list(range(batch_rows))
+    lengths = {end - first for first, end in ranges}
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_two_replicas_by_hand():
+    def stage(layers, devices):
+        mesh = StageMesh(devices=tuple(devices), data_parallel_degree=2)
+        return StagePlan(layers=layers, mesh=mesh, microbatch_size=1)
+
+    plan = Plan(global_batch_size=8, num_microbatches=4, stages=(stage((0, 1), [1, 3]), stage((1, 2), [0, 2])))
+    assert [replica_of(plan, rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert [row_slice(plan, 1, index) for index in range(4)] == [
+        RowSlice(owner=owner, part=part, parts=2) for owner in (0, 1) for part in (0, 1)
+    ]
+    assert row_slice(plan, 2, 3) == RowSlice(owner=3, part=1, parts=2)
+
+
+def test_a_part_never_mixes_the_batches_of_two_ranks():
+    stages = tuple(
+        StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(index,)), microbatch_size=2) for index in range(2)
+    )
+    plan = Plan(global_batch_size=6, num_microbatches=3, stages=stages)
+    with pytest.raises(PlanError, match="stage 0: 3 microbatches x 1 data-parallel ranks in a replica = 3 parts"):
+        row_slice(plan, 0, 0)

@@ -1,0 +1,26 @@
+import inspect
+
+import pytest
+
+from lightning_mist import errors
+
+
+def test_every_error_is_a_mist_error_and_no_other_kind():
+    classes = {name: item for name, item in vars(errors).items() if inspect.isclass(item)}
+    assert sorted(classes) == [
+        "InfeasibleError",
+        "MistError",
+        "PlanError",
+        "ProfileError",
+        "ScheduleError",
+        "TraceError",
+    ]
+    for item in classes.values():
+        assert item is errors.MistError or item.__bases__ == (errors.MistError,)
+        assert not issubclass(item, (ValueError, TypeError, RuntimeError))
+        assert item.__doc__
+
+
+def test_a_message_is_kept_as_it_is():
+    with pytest.raises(errors.MistError, match=r"^stages\[0\] = 3: a rule; a way out$"):
+        raise errors.PlanError("stages[0] = 3: a rule; a way out")
