@@ -1,9 +1,13 @@
 """What the machine is: detected, described or from the catalog, and what was measured of it."""
 
 from lightning_mist.hardware.cluster import Cluster, Device, Link
+from lightning_mist.hardware.describe import parse_cluster
+from lightning_mist.hardware.detect import detect
+from lightning_mist.hardware.from_catalog import catalog_profile
 from lightning_mist.hardware.groups import RankGroup, measuring_groups
 from lightning_mist.hardware.measure import measure_profile
 from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile
+from lightning_mist.hardware.store import load_profile, read_profile, save_profile, write_profile
 
 __all__ = [
     "Cluster",
@@ -13,6 +17,13 @@ __all__ = [
     "HardwareProfile",
     "Link",
     "RankGroup",
+    "catalog_profile",
+    "detect",
+    "load_profile",
     "measure_profile",
     "measuring_groups",
+    "parse_cluster",
+    "read_profile",
+    "save_profile",
+    "write_profile",
 ]

@@ -1,0 +1,414 @@
+"""Devices that need not be at hand: what vendors and measurements say of them.
+
+Every figure has its source beside it or in :data:`SOURCES`. :mod:`lightning_mist.hardware.from_catalog` makes a profile
+of them.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from lightning_mist.errors import ProfileError
+from lightning_mist.hardware.cluster import Link
+
+SOURCES = {
+    "datasheet": "NVIDIA data sheets and whitepapers of the device; dense rates, without structured sparsity",
+    "mist": "Mist artifact, github.com/Dazz993/Mist at d69e530, Apache-2.0: collectives, copies, operators",
+    "mamf": "S. Bekman, ml-engineering, compute/accelerator: Maximum Achievable Matmul FLOPS",
+    "nccl": "S. Jeaugey in github.com/NVIDIA/nccl-tests issue 212: NVLink's protocol costs a fifth of its rate",
+    "ec2": "AWS EC2 instance types: network of g4dn.metal, g5.48xlarge, g6.48xlarge, p3, p4d, p4de, p5, p5e, p6-b200",
+    "mli": "github.com/mli/transformers-benchmarks issue 4: RTX 4090 and A800 matrix products and memory bandwidth",
+    "calculon": "github.com/calculon-ai/calculon, systems/a100_80g.json: network efficiencies and latencies",
+    "record": "benchmarks/records/profile_epyc-2-cores_202611.json, measured by this project",
+}
+"""Where figures come from, by the name used in comments and in a profile's ``source``."""
+
+GB = 1e9
+GIB = 2**30
+GBIT = 1e9 / 8
+
+INTRA_NODE_LATENCY, INTER_NODE_LATENCY = 3e-4, 1.95e-3
+"""Medians of the fitted latencies in :data:`MEASURED`, inside and between nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogDevice:
+    """One kind of device.
+
+    Attributes:
+        name: Canonical name.
+        cuda_names: Names under which CUDA knows it.
+        memory_bytes: Memory that a program sees; None where it depends on the host.
+        peak_flops: Peak FLOP/s by element type; ``float32`` without tensor cores, ``tfloat32`` with them.
+        matmul_efficiency: Part of the peak that large products reach.
+        memory_bytes_per_second: Peak memory bandwidth.
+        memory_efficiency: Part of it that large element-wise operators reach.
+        intra_node: What one device sends inside a node, one direction.
+        intra_efficiency: Part of it that collectives reach.
+        inter_node: What one node sends, as rented or built most often.
+        inter_efficiency: Part of it that collectives reach.
+        host_bytes_per_second: Line rate to the host, one direction; 0 for the host itself.
+        host_efficiency: Part of it that copies reach with all devices of a node copying.
+        sources: Names in :data:`SOURCES`.
+    """
+
+    name: str
+    cuda_names: tuple[str, ...]
+    memory_bytes: int | None
+    peak_flops: tuple[tuple[str, float], ...]
+    matmul_efficiency: float
+    memory_bytes_per_second: float
+    memory_efficiency: float
+    intra_node: Link
+    intra_efficiency: float
+    inter_node: Link
+    inter_efficiency: float
+    host_bytes_per_second: float
+    host_efficiency: float
+    sources: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        """``"cpu"`` or ``"cuda"``."""
+        return "cuda" if self.host_bytes_per_second else "cpu"
+
+
+def _flops(
+    float32: float, tfloat32: float | None, float16: float, bfloat16: float | None
+) -> tuple[tuple[str, float], ...]:
+    teras = {"float32": float32, "tfloat32": tfloat32, "float16": float16, "bfloat16": bfloat16}
+    return tuple((name, tera * 1e12) for name, tera in teras.items() if tera is not None)
+
+
+def _intra(gigabytes: float) -> Link:
+    return Link(bytes_per_second=gigabytes * GB, latency_seconds=INTRA_NODE_LATENCY)
+
+
+def _inter(gigabits: float) -> Link:
+    return Link(bytes_per_second=gigabits * GBIT, latency_seconds=INTER_NODE_LATENCY)
+
+
+PCIE3, PCIE4, PCIE5 = 15.75 * GB, 31.5 * GB, 63.0 * GB
+"""Sixteen lanes, one direction: 8, 16, 32 GT/s per lane, 128b/130b coding (PCI-SIG)."""
+
+PCIE_EFFICIENCY = 0.16
+"""All-gather among 8 L4s reaches 4.68 GiB/s of PCIe 4 (mist)."""
+
+NVLINK_EFFICIENCY = 0.80
+"""A100 0.75, V100-16 0.86 of the line rate in all-gathers among 8 (mist); 0.82 on H100 (nccl)."""
+
+NETWORK_EFFICIENCY = 0.9
+"""Calculon's; the V100s of mist reach 0.83 of 100 Gbit/s (32 GB) and all of 25 Gbit/s (16 GB)."""
+
+HOST_EFFICIENCY = 0.19
+"""All devices copying at once: L4 5.75, A100 5.36 GiB/s of PCIe 4; V100 5.75 and 2.87 GiB/s of PCIe 3 (mist)."""
+
+BOARD_MATMUL, MODULE_MATMUL, GEFORCE_MATMUL = 0.58, 0.80, 0.96
+"""Boards of 70 to 150 W throttle: L4 70 of 121 TFLOP/s over forward and backward (mist). SXM modules: A100 0.86, H100
+0.80, B200 0.78 (mamf). GeForce: RTX 4090 159 of 165 TFLOP/s (mli). All of large products, one device at work."""
+
+BOARD_MEMORY, MODULE_MEMORY = 0.78, 0.89
+"""L4 235 of 300 GB/s in additions (mist); A800 1727 of 1935 GB/s (mli)."""
+
+
+def _device(
+    name: str,
+    cuda_name: str,
+    *,
+    memory: float,
+    flops: tuple[tuple[str, float], ...],
+    bandwidth: float,
+    pcie: float,
+    matmul: float,
+    memory_efficiency: float,
+    nvlink: float | None,
+    network: float,
+    sources: tuple[str, ...],
+) -> CatalogDevice:
+    """An NVIDIA device with the figures of its class; bandwidth and NVLink in GB/s, network in Gbit/s."""
+    return CatalogDevice(
+        name=name,
+        cuda_names=(cuda_name,),
+        memory_bytes=int(memory),
+        peak_flops=flops,
+        matmul_efficiency=matmul,
+        memory_bytes_per_second=bandwidth * GB,
+        memory_efficiency=memory_efficiency,
+        intra_node=_intra(pcie / GB if nvlink is None else nvlink),
+        intra_efficiency=PCIE_EFFICIENCY if nvlink is None else NVLINK_EFFICIENCY,
+        inter_node=_inter(network),
+        inter_efficiency=NETWORK_EFFICIENCY,
+        host_bytes_per_second=pcie,
+        host_efficiency=HOST_EFFICIENCY,
+        sources=("datasheet", *sources),
+    )
+
+
+def _board(
+    name: str, cuda_name: str, *, memory: float, flops: tuple[tuple[str, float], ...], bandwidth: float, pcie: float
+) -> CatalogDevice:
+    """A PCIe board of a data centre, eight of them in a node with 100 Gbit/s (ec2)."""
+    return _device(
+        name,
+        cuda_name,
+        memory=memory,
+        flops=flops,
+        bandwidth=bandwidth,
+        pcie=pcie,
+        matmul=BOARD_MATMUL,
+        memory_efficiency=BOARD_MEMORY,
+        nvlink=None,
+        network=100,
+        sources=("mist", "ec2"),
+    )
+
+
+def _module(
+    name: str,
+    cuda_name: str,
+    *,
+    memory: float,
+    flops: tuple[tuple[str, float], ...],
+    bandwidth: float,
+    pcie: float,
+    nvlink: float,
+    network: float,
+    matmul: float = MODULE_MATMUL,
+) -> CatalogDevice:
+    """An SXM module with NVLink (GB/s in one direction)."""
+    return _device(
+        name,
+        cuda_name,
+        memory=memory,
+        flops=flops,
+        bandwidth=bandwidth,
+        pcie=pcie,
+        matmul=matmul,
+        memory_efficiency=MODULE_MEMORY,
+        nvlink=nvlink,
+        network=network,
+        sources=("mist", "mamf", "mli", "nccl", "ec2"),
+    )
+
+
+def _geforce(name: str, cuda_name: str, *, flops: tuple[tuple[str, float], ...], bandwidth: float) -> CatalogDevice:
+    """A GeForce card in a workstation: no peer-to-peer copies, 10 Gbit/s Ethernet."""
+    return _device(
+        name,
+        cuda_name,
+        memory=23.52 * GIB,  # as torch reports it on an RTX 4090: github.com/Soul-AILab/SoulX-FlashTalk issue 5
+        flops=flops,
+        bandwidth=bandwidth,
+        pcie=PCIE4,
+        matmul=GEFORCE_MATMUL,
+        memory_efficiency=MODULE_MEMORY,
+        nvlink=None,
+        network=10,
+        sources=("mist", "mli"),
+    )
+
+
+V100_FLOPS = _flops(15.7, None, 125, None)
+A100_FLOPS = _flops(19.5, 156, 312, 312)
+HOPPER_FLOPS = _flops(67, 494.5, 989, 989)
+
+DEVICES: tuple[CatalogDevice, ...] = (
+    # Memory as the Mist artifact configures it.
+    _board("L4", "NVIDIA L4", memory=22.488 * GIB, flops=_flops(30.3, 60, 121, 121), bandwidth=300, pcie=PCIE4),
+    # Memory as torch reports it on an A10: github.com/zai-org/CogVLM issue 236. Rates: AWS's data sheet of the A10G.
+    _board("A10G", "NVIDIA A10G", memory=21.99 * GIB, flops=_flops(35, 35, 70, 70), bandwidth=600, pcie=PCIE4),
+    # Memory as torch reports it.
+    _board("T4", "Tesla T4", memory=15102 * 2**20, flops=_flops(8.1, None, 65, None), bandwidth=320, pcie=PCIE3),
+    # Memory: github.com/meta-llama/llama issue 918; the 32 GB module has twice that.
+    _module(
+        "V100-16",
+        "Tesla V100-SXM2-16GB",
+        memory=15.77 * GIB,
+        flops=V100_FLOPS,
+        bandwidth=900,
+        pcie=PCIE3,
+        nvlink=150,
+        network=25,
+    ),
+    _module(
+        "V100-32",
+        "Tesla V100-SXM2-32GB",
+        memory=31.54 * GIB,
+        flops=V100_FLOPS,
+        bandwidth=900,
+        pcie=PCIE3,
+        nvlink=150,
+        network=100,
+    ),
+    # Memory: github.com/bottlerocket-os/bottlerocket pull request 3873; the 80 GB module has twice that.
+    _module(
+        "A100-40",
+        "NVIDIA A100-SXM4-40GB",
+        memory=42298834944,
+        flops=A100_FLOPS,
+        bandwidth=1555,
+        pcie=PCIE4,
+        nvlink=300,
+        network=400,
+        matmul=0.86,
+    ),
+    _module(
+        "A100-80",
+        "NVIDIA A100-SXM4-80GB",
+        memory=2 * 42298834944,
+        flops=A100_FLOPS,
+        bandwidth=2039,
+        pcie=PCIE4,
+        nvlink=300,
+        network=400,
+        matmul=0.86,
+    ),
+    # Memory: github.com/vllm-project/vllm issue 27508.
+    _module(
+        "H100",
+        "NVIDIA H100 80GB HBM3",
+        memory=79.11 * GIB,
+        flops=HOPPER_FLOPS,
+        bandwidth=3350,
+        pcie=PCIE5,
+        nvlink=450,
+        network=3200,
+    ),
+    # Memory as sold; what a program sees is a little more.
+    _module(
+        "H200",
+        "NVIDIA H200",
+        memory=141 * GB,
+        flops=HOPPER_FLOPS,
+        bandwidth=4800,
+        pcie=PCIE5,
+        nvlink=450,
+        network=3200,
+    ),
+    # Memory and its 7.672 TB/s: github.com/pytorch/ao pull request 4002.
+    _module(
+        "B200",
+        "NVIDIA B200",
+        memory=178.35 * GIB,
+        flops=_flops(80, 1125, 2250, 2250),
+        bandwidth=7672,
+        pcie=PCIE5,
+        nvlink=900,
+        network=3200,
+        matmul=0.78,
+    ),
+    _geforce("RTX3090", "NVIDIA GeForce RTX 3090", flops=_flops(35.6, 35.6, 71, 71), bandwidth=936),
+    _geforce("RTX4090", "NVIDIA GeForce RTX 4090", flops=_flops(82.6, 82.6, 165.2, 165.2), bandwidth=1008),
+    # One process per core, rates measured and so without efficiencies; the link is the median of the rates that
+    # the measured collectives between two processes imply; Ethernet as above.
+    CatalogDevice(
+        name="cpu",
+        cuda_names=(),
+        memory_bytes=None,
+        peak_flops=(("float32", 117e9), ("bfloat16", 490e9)),
+        matmul_efficiency=1.0,
+        memory_bytes_per_second=20 * GB,
+        memory_efficiency=1.0,
+        intra_node=Link(bytes_per_second=2.4 * GB, latency_seconds=1.5e-4),
+        intra_efficiency=1.0,
+        inter_node=_inter(10),
+        inter_efficiency=NETWORK_EFFICIENCY,
+        host_bytes_per_second=0.0,
+        host_efficiency=0.0,
+        sources=("record", "calculon"),
+    ),
+)
+"""The known devices."""
+
+# Rates in GiB/s of the whole payload times (n - 1) / n, and latencies in seconds, of all-gathers by (nodes, devices per
+# node), eight devices in each node, all of them communicating (mist).
+MEASURED: dict[str, dict[tuple[int, int], tuple[float, float]]] = {
+    "L4": {
+        (1, 2): (2.964, 0.0001),
+        (1, 4): (4.1635, 0.0004),
+        (1, 8): (4.6832, 0.0003),
+        (2, 1): (0.4895, 0.0045),
+        (2, 2): (0.9791, 0.0076),
+        (2, 4): (1.7183, 0.0),
+        (2, 8): (3.3215, 0.0013),
+        (4, 1): (0.4609, 0.0102),
+        (4, 2): (0.9195, 0.0008),
+        (4, 4): (1.6759, 0.0045),
+        (4, 8): (2.9659, 0.003),
+    },
+    "A100-40": {
+        (1, 2): (139.0363, 0.0001),
+        (1, 4): (192.6217, 0.0004),
+        (1, 8): (210.306, 0.0004),
+        (2, 1): (1.2972, 0.0015),
+        (2, 2): (2.6049, 0.0015),
+        (2, 4): (5.4178, 0.0014),
+        (2, 8): (10.7032, 0.001),
+        (4, 1): (1.2526, 0.002),
+        (4, 2): (2.4864, 0.0021),
+        (4, 4): (5.2995, 0.0022),
+        (4, 8): (10.6044, 0.0019),
+    },
+    "V100-16": {
+        (1, 2): (57.361, 0.0004),
+        (1, 4): (46.608, 0.0003),
+        (1, 8): (119.5433, 0.0002),
+        (2, 1): (0.4485, 0.0006),
+        (2, 2): (0.8981, 0.0012),
+        (2, 4): (1.545, 0.0),
+        (2, 8): (2.9385, 0.0),
+        (4, 1): (0.4493, 0.001),
+        (4, 2): (0.7754, 0.0025),
+        (4, 4): (1.4927, 0.0),
+        (4, 8): (2.9449, 0.0),
+    },
+    "V100-32": {
+        (1, 2): (15.6803, 0.0007),
+        (1, 4): (40.2922, 0.0),
+        (1, 8): (50.6314, 0.0),
+        (2, 1): (0.9767, 0.0007),
+        (2, 2): (2.5278, 0.0046),
+        (2, 4): (4.9768, 0.003),
+        (2, 8): (9.694, 0.0025),
+        (4, 1): (1.1313, 0.0063),
+        (4, 2): (2.2718, 0.0027),
+        (4, 4): (4.5509, 0.0033),
+        (4, 8): (9.737, 0.0049),
+    },
+}
+
+
+def find_device(name: str) -> CatalogDevice:
+    """The device of a name, spelled with or without maker, spaces and dashes.
+
+    Args:
+        name: For example ``"L4"``, ``"A100-40GB"`` or ``"rtx 4090"``, or CUDA's name of the device.
+
+    Returns:
+        The device.
+
+    Raises:
+        ProfileError: If there is none; the message names the nearest.
+    """
+    wanted = _plain(name)
+    known = {_plain(alias): device for device in DEVICES for alias in (device.name, *device.cuda_names)}
+    if wanted in known:
+        return known[wanted]
+    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.3)
+    hint = f"the nearest is {known[near[0]].name}" if near else "measure it with measure_profile()"
+    raise ProfileError(
+        f"device {name!r} is not in the catalog, which has {', '.join(device.name for device in DEVICES)}: {hint}"
+    )
+
+
+def canonical_name(cuda_name: str) -> str:
+    """The catalog's name of a device that CUDA names, or CUDA's if the catalog does not have it."""
+    for device in DEVICES:
+        if cuda_name in device.cuda_names:
+            return device.name
+    return cuda_name.removeprefix("NVIDIA ")
+
+
+def _plain(name: str) -> str:
+    letters = re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("geforce")
+    return letters.removesuffix("gb")

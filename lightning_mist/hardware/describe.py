@@ -1,0 +1,151 @@
+"""Clusters described in text: ``"4x8xL4"``, or a YAML file.
+
+Text is ``[nodes x] [devices per node x] device [: memory per device]``. A YAML file has these keys, the first three of
+them required::
+
+    nodes: 4
+    devices_per_node: 8
+    device: L4
+    memory: 22GiB                                     # of one device; the catalog's otherwise
+    intra_node: {bandwidth: 32 GB/s, latency: 20 us}  # what one device sends inside its node
+    inter_node: {bandwidth: 100 Gbit/s, latency: 50 us}  # what one node sends
+"""
+
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_mist.errors import PlanError, ProfileError
+from lightning_mist.hardware.catalog import CatalogDevice, find_device
+from lightning_mist.hardware.cluster import Cluster, Device, Link
+from lightning_mist.units import parse_bytes, parse_rate, parse_seconds
+
+KEYS = ("nodes", "devices_per_node", "device", "memory", "intra_node", "inter_node")
+"""Keys of a cluster file."""
+
+LINK_KEYS = ("bandwidth", "latency")
+"""Keys of a link."""
+
+_TEXT = re.compile(r"^\s*(?:(?:(\d+)\s*x\s*)?(\d+)\s*x\s*)?([^:]+?)\s*(?::\s*(.+?)\s*)?$")
+
+
+def parse_cluster(value: str) -> Cluster:
+    """The cluster that a text or a YAML file describes; see the module's text.
+
+    Args:
+        value: For example ``"4x8xL4"``, ``"8xA100-40"``, ``"2xcpu:8GiB"``, or the name of a file that ends in ``.yaml``
+            or ``.yml``.
+
+    Returns:
+        The cluster.
+
+    Raises:
+        PlanError: If the text or file describes none.
+        ProfileError: If the device is not in the catalog and its memory is not given.
+    """
+    if value.lower().endswith((".yaml", ".yml")):
+        return read_cluster(Path(value))
+    match = _TEXT.match(value)
+    if match is None:
+        raise PlanError(
+            f"cluster {value!r}: write nodes x devices x device, for example '4x8xL4', or name a .yaml file"
+        )
+    nodes, devices, name, memory = match.groups()
+    where = f"cluster {value!r}"
+    return Cluster(
+        num_nodes=int(nodes or 1),
+        devices_per_node=int(devices or 1),
+        device=_device(name, memory, where),
+    )
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster that a YAML file describes.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The cluster.
+
+    Raises:
+        PlanError: If the file cannot be read, or has a wrong, missing or unknown key.
+        ProfileError: If the device is not in the catalog and its memory is not given.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise PlanError(f"cluster file {path} cannot be read: {error}") from error
+    where = f"cluster file {path}"
+    data = _mapping(content, KEYS, where)
+    for key in KEYS[:3]:
+        if key not in data:
+            raise PlanError(f"{where} has no {key!r}: it needs {', '.join(KEYS[:3])}")
+    return Cluster(
+        num_nodes=_count(data["nodes"], "nodes", where),
+        devices_per_node=_count(data["devices_per_node"], "devices_per_node", where),
+        device=_device(str(data["device"]), data.get("memory"), where),
+        intra_node=_link(data.get("intra_node"), "intra_node", where),
+        inter_node=_link(data.get("inter_node"), "inter_node", where),
+    )
+
+
+def _device(name: str, memory: Any, where: str) -> Device:
+    known: CatalogDevice | None
+    try:
+        known = find_device(name)
+    except ProfileError:
+        if memory is None:
+            raise
+        known = None
+    if memory is None:
+        if known is None or known.memory_bytes is None:
+            raise PlanError(
+                f"{where}: the memory of one {name} process depends on the host; say how much it may use, for example "
+                f"'{name}:8GiB'"
+            )
+        return Device(name=known.name, memory_bytes=known.memory_bytes, kind=known.kind)
+    try:
+        size = parse_bytes(memory)
+    except ValueError as error:
+        raise PlanError(f"{where}: memory: {error}") from error
+    if size == 0:
+        raise PlanError(f"{where}: memory of {memory!r}: a device needs some")
+    if known is None:
+        return Device(name=name, memory_bytes=size)
+    return Device(name=known.name, memory_bytes=size, kind=known.kind)
+
+
+def _link(value: Any, name: str, where: str) -> Link | None:
+    if value is None:
+        return None
+    data = _mapping(value, LINK_KEYS, f"{where}: {name}")
+    for key in LINK_KEYS:
+        if key not in data:
+            raise PlanError(f"{where}: {name} has no {key!r}: it needs {' and '.join(LINK_KEYS)}")
+    try:
+        return Link(bytes_per_second=parse_rate(data["bandwidth"]), latency_seconds=parse_seconds(data["latency"]))
+    except ValueError as error:
+        raise PlanError(f"{where}: {name}: {error}") from error
+
+
+def _count(value: Any, name: str, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{where}: {name} = {value!r}: a whole number of at least 1 is needed")
+    return value
+
+
+def _mapping(value: Any, keys: Collection[str], where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise PlanError(f"{where} holds {value!r}: keys and values are needed, of {', '.join(keys)}")
+    for key in value:
+        if key not in keys:
+            near = difflib.get_close_matches(str(key), keys, n=1, cutoff=0.0)
+            raise PlanError(
+                f"{where} has the key {key!r}: known keys are {', '.join(keys)}; the nearest is {near[0]!r}"
+            )
+    return value

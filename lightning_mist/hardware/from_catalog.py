@@ -1,0 +1,120 @@
+"""A profile of a machine that is not at hand, from the catalog.
+
+* A matrix product of ``f`` operations takes ``OPERATOR_SECONDS + f / (matmul_efficiency * peak)``.
+* A collective of payload ``p`` among ``n`` ranks takes ``latency + crossings(n) * p / rate``; ``crossings`` says how
+  often the payload goes over a link.
+* Inside a node the rate is the efficiency times a device's own line rate; between nodes it is that of the node's
+  network times the part of the node's devices that are in the group, as the others are in groups of their own.
+* Where collectives of such a machine have been measured, their rates and latencies are taken instead, unless the
+  cluster's description says otherwise.
+
+Its spreads are zero: nothing was measured here.
+"""
+
+from lightning_mist.hardware.catalog import MEASURED, SOURCES, CatalogDevice, find_device
+from lightning_mist.hardware.cluster import Cluster
+from lightning_mist.hardware.collectives import OPERATIONS
+from lightning_mist.hardware.groups import group_shapes
+from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile
+
+OPERATOR_SECONDS = 7.3e-6
+"""Launching one operator from Python: 2.3 us of dispatch and autograd ("record" in the catalog's sources) and 5 us of
+submitting a kernel (susun-blog.com, pegainfer part 3: 4 to 6)."""
+
+CROSSINGS = {"all_gather": 1.0, "reduce_scatter": 1.1, "all_reduce": 2.1}
+"""Times ``(n - 1) / n``: how often a payload goes over a link (mist; in theory 1, 1 and 2: nccl-tests,
+doc/PERFORMANCE.md). Broadcasts and messages go over once."""
+
+MATMUL_EDGES = (256, 512, 1024, 2048, 4096, 8192)
+"""Edges of the square products whose rates are listed."""
+
+MEASURED_PER_NODE = 8
+"""Devices in each node of the machines whose collectives were measured."""
+
+GIB = 2**30
+
+
+def catalog_profile(cluster: Cluster) -> HardwareProfile:
+    """What a cluster of known devices should do.
+
+    Args:
+        cluster: The machine; its device must be in the catalog.
+
+    Returns:
+        The profile, with collectives of every shape of group in
+        :func:`~lightning_mist.hardware.groups.group_shapes`.
+
+    Raises:
+        ProfileError: If the device is not in the catalog.
+    """
+    device = find_device(cluster.device.name)
+    launch = OPERATOR_SECONDS if device.kind == "cuda" else 2.3e-6
+    host = device.host_bytes_per_second * device.host_efficiency
+    return HardwareProfile(
+        device=device.name,
+        source="catalog: " + "; ".join(SOURCES[name] for name in device.sources),
+        compute=tuple(_compute(device, dtype, peak, launch) for dtype, peak in device.peak_flops),
+        memory_bytes_per_second=device.memory_bytes_per_second * device.memory_efficiency,
+        operator_seconds=launch,
+        collectives=tuple(
+            _collective(cluster, device, operation, num_nodes, per_node)
+            for num_nodes, per_node in group_shapes(cluster)
+            for operation in OPERATIONS
+            if operation != "send_recv" or num_nodes * per_node == 2
+        ),
+        host_to_device_bytes_per_second=host,
+        device_to_host_bytes_per_second=host,
+    )
+
+
+def _compute(device: CatalogDevice, dtype: str, peak: float, launch: float) -> ComputeRate:
+    flops = tuple(2.0 * edge**3 for edge in MATMUL_EDGES)
+    rates = tuple(count / (launch + count / (device.matmul_efficiency * peak)) for count in flops)
+    return ComputeRate(dtype=dtype, flops=flops, flops_per_second=rates, spread=0.0)
+
+
+def _collective(
+    cluster: Cluster, device: CatalogDevice, operation: str, num_nodes: int, per_node: int
+) -> CollectiveCost:
+    size = num_nodes * per_node
+    rate, latency = _link(cluster, device, num_nodes, per_node)
+    crossings = CROSSINGS[operation] * (size - 1) / size if operation in CROSSINGS else 1.0
+    return CollectiveCost(
+        operation=operation,
+        group_size=size,
+        num_nodes=num_nodes,
+        latency_seconds=latency,
+        bytes_per_second=rate / crossings,
+        spread=0.0,
+    )
+
+
+def _link(cluster: Cluster, device: CatalogDevice, num_nodes: int, per_node: int) -> tuple[float, float]:
+    """Bytes per second that collectives in groups of this shape reach on the slowest link, and the latency."""
+    described = cluster.intra_node if num_nodes == 1 else cluster.inter_node
+    table = MEASURED.get(device.name)
+    if described is None and table is not None:
+        # Between nodes what counts is the part of a node that is in the group, so nodes of another size are scaled.
+        column = per_node if num_nodes == 1 else per_node * MEASURED_PER_NODE / cluster.devices_per_node
+        shape = (
+            _at_most(num_nodes, {row for row, _ in table}),
+            _at_most(column, {2, 4, 8} if num_nodes == 1 else {1, 2, 4, 8}),
+        )
+        gib_per_second, latency = table[shape]
+        return gib_per_second * GIB, latency
+    if num_nodes == 1:
+        link = described or device.intra_node
+        return link.bytes_per_second * device.intra_efficiency, link.latency_seconds
+    link = described or device.inter_node
+    share = per_node / cluster.devices_per_node
+    # A described link inside the nodes may be the slower one.
+    inside = cluster.intra_node or device.intra_node
+    rate = min(
+        link.bytes_per_second * device.inter_efficiency * share, inside.bytes_per_second * device.intra_efficiency
+    )
+    return rate, link.latency_seconds
+
+
+def _at_most(value: float, known: set[int]) -> int:
+    """The largest known size that is no larger, or the smallest."""
+    return max((size for size in known if size <= value), default=min(known))

@@ -1,0 +1,188 @@
+"""Profiles as JSON files: a cache of what was measured of this machine, and files that people keep.
+
+A cached profile is found by a key of everything that changes the numbers: device, number of nodes and devices, host,
+torch's version, CPU threads of a process. A file that cannot be read is never used and never fatal: the caller gets a
+sentence that says why, and measures again.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_mist.errors import ProfileError
+from lightning_mist.hardware.cluster import Cluster
+from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile
+
+SCHEMA = 1
+"""Version of the file format; other versions are not read."""
+
+
+def profile_key(cluster: Cluster) -> dict[str, str]:
+    """What a profile of the machine at hand depends on, as text by name."""
+    return {
+        "device": cluster.device.name,
+        "kind": cluster.device.kind,
+        "num_nodes": str(cluster.num_nodes),
+        "devices_per_node": str(cluster.devices_per_node),
+        "host": socket.gethostname(),
+        "torch": torch.__version__,
+        "num_threads": str(torch.get_num_threads()),
+    }
+
+
+def profile_path(directory: Path, cluster: Cluster) -> Path:
+    """The cache file of the machine at hand."""
+    key = profile_key(cluster)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    name = f"{cluster.num_nodes}x{cluster.devices_per_node}x{cluster.device.name}"
+    return directory / f"profile-{re.sub(r'[^A-Za-z0-9.-]+', '-', name)}-{digest}.json"
+
+
+def save_profile(profile: HardwareProfile, directory: Path, cluster: Cluster) -> Path:
+    """Keep a profile of the machine at hand.
+
+    Args:
+        profile: What was measured.
+        directory: The cache directory; created if it is missing.
+        cluster: The machine.
+
+    Returns:
+        The file.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    path = profile_path(directory, cluster)
+    write_profile(profile, path, key=profile_key(cluster))
+    return path
+
+
+def load_profile(
+    directory: Path, cluster: Cluster, dtypes: Sequence[torch.dtype] = ()
+) -> tuple[HardwareProfile | None, str | None]:
+    """Find a kept profile of the machine at hand.
+
+    Args:
+        directory: The cache directory.
+        cluster: The machine.
+        dtypes: Element types that it must have rates of.
+
+    Returns:
+        The profile, or None; and a sentence saying why a file that is there is not used, or None.
+    """
+    path = profile_path(directory, cluster)
+    if not path.exists():
+        return None, None
+    try:
+        profile, key = _read(path)
+    except ProfileError as error:
+        return None, f"{error}; it is ignored"
+    if key != profile_key(cluster):
+        return None, f"profile {path} was made for {key}: it is ignored"
+    known = {rate.dtype for rate in profile.compute}
+    missing = [name for name in (str(dtype).removeprefix("torch.") for dtype in dtypes) if name not in known]
+    if missing:
+        return None, f"profile {path} has no rates of {', '.join(missing)}: it is ignored"
+    return profile, None
+
+
+def write_profile(profile: HardwareProfile, path: Path, *, key: dict[str, str] | None = None) -> None:
+    """Write a profile to a file; readers see the old file or the new one, never half of one.
+
+    Args:
+        profile: The profile.
+        path: The file; its directory is created if it is missing.
+        key: What the profile depends on, if it is for the cache.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"schema": SCHEMA, "key": key or {}, "profile": dataclasses.asdict(profile)}
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_profile(path: Path) -> HardwareProfile:
+    """Read a profile from a file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The profile.
+
+    Raises:
+        ProfileError: If it cannot be read or is not a profile of this schema.
+    """
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[HardwareProfile, dict[str, str]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"profile {path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        found = content.get("schema") if isinstance(content, dict) else None
+        raise ProfileError(f"profile {path} has schema {found!r}: schema {SCHEMA} is read; measure again")
+    try:
+        return _decode(content["profile"]), dict(content["key"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProfileError(f"profile {path} is not a profile of schema {SCHEMA}: {error!r}; measure again") from error
+
+
+def _decode(data: dict[str, Any]) -> HardwareProfile:
+    compute = [
+        ComputeRate(
+            dtype=str(rate["dtype"]),
+            flops=_numbers(rate["flops"]),
+            flops_per_second=_numbers(rate["flops_per_second"]),
+            spread=float(rate["spread"]),
+        )
+        for rate in data["compute"]
+    ]
+    for rate in compute:
+        if not rate.flops or len(rate.flops) != len(rate.flops_per_second):
+            raise ValueError(f"{len(rate.flops)} sizes and {len(rate.flops_per_second)} rates of {rate.dtype}")
+    collectives = [
+        CollectiveCost(
+            operation=str(cost["operation"]),
+            group_size=int(cost["group_size"]),
+            num_nodes=int(cost["num_nodes"]),
+            latency_seconds=float(cost["latency_seconds"]),
+            bytes_per_second=float(cost["bytes_per_second"]),
+            spread=float(cost["spread"]),
+        )
+        for cost in data["collectives"]
+    ]
+    return HardwareProfile(
+        device=str(data["device"]),
+        source=str(data["source"]),
+        compute=tuple(compute),
+        memory_bytes_per_second=float(data["memory_bytes_per_second"]),
+        operator_seconds=float(data["operator_seconds"]),
+        collectives=tuple(collectives),
+        host_to_device_bytes_per_second=float(data["host_to_device_bytes_per_second"]),
+        device_to_host_bytes_per_second=float(data["device_to_host_bytes_per_second"]),
+    )
+
+
+def _numbers(values: list[float]) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
