@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Plan, RowSlice, replica_of, replica_ranks, row_slice
+from lightning_mist.plan import Plan, replica_of, replica_ranks, row_slice
 from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.executor import Microbatch
 from lightning_mist.runtime.transport import Transport, Work
@@ -103,7 +103,7 @@ class BatchExchange:
         """
         seed = int(torch.randint(2**62, ()).item()) if not self.whole else 0
         if len(self.owners) == 1:
-            received = {self.rank: (batch, random_state, seed)}
+            received: dict[int, tuple[Any, Any, int]] = {self.rank: (batch, random_state, seed)}
         else:
             received = {}
             yield from self._exchange(batch, random_state, seed, received)
@@ -112,31 +112,33 @@ class BatchExchange:
     def _microbatch(self, index: int, received: dict[int, tuple[Any, Any, int]]) -> Microbatch:
         piece = self._slices[self.rank][index]
         batch, random_state, seed = received[piece.owner]
+        rows = batch_rows(batch)
         if piece.parts == 1:
+            # Whole batches pass through untouched, whatever they are made of.
             return Microbatch(
-                value=batch, weight=1.0, owner=piece.owner, index=index, random_state=random_state, seed=None
+                value=batch,
+                weight=1.0,
+                owner=piece.owner,
+                index=index,
+                batch_rows=rows,
+                random_state=random_state,
             )
-        rows = self._rows(batch, piece)
+        if rows is None:
+            raise PlanError(
+                f"the batch of rank {piece.owner} cannot be cut (its tensors differ in their first dimension), but the "
+                f"plan cuts it into {piece.parts} parts: use a plan with num_microbatches = "
+                f"{self.plan.num_microbatches // piece.parts}"
+            )
         low, high = piece.rows(rows)
         return Microbatch(
-            value=slice_rows(batch, low, high),
+            # A last batch may have fewer rows than parts: a part without rows is not computed at all.
+            value=slice_rows(batch, low, high) if high > low else None,
             weight=(high - low) / rows,
             owner=piece.owner,
             index=index,
-            random_state=None,
+            batch_rows=rows,
             seed=seed + piece.part,
         )
-
-    def _rows(self, batch: Any, piece: RowSlice) -> int:
-        rows = batch_rows(batch)
-        if rows is None or rows < piece.parts:
-            what = "cannot be cut (its tensors differ in their first dimension)" if rows is None else f"has {rows} rows"
-            raise PlanError(
-                f"the batch of rank {piece.owner} {what}, but the plan cuts it into {piece.parts} parts: "
-                f"use drop_last=True or batches of at least {piece.parts} rows, or a plan with num_microbatches = "
-                f"{self.plan.num_microbatches // piece.parts}"
-            )
-        return rows
 
     def _exchange(
         self, batch: Any, random_state: Any, seed: int, received: dict[int, tuple[Any, Any, int]]
@@ -144,9 +146,7 @@ class BatchExchange:
         leaves, structure = tree_flatten(batch)
         header = _Header(
             rows=batch_rows(batch),
-            leaves=tuple(
-                _Leaf(shape=tuple(x.shape), dtype=x.dtype) if isinstance(x, Tensor) else x for x in leaves
-            ),
+            leaves=tuple(_Leaf(shape=tuple(x.shape), dtype=x.dtype) if isinstance(x, Tensor) else x for x in leaves),
             structure=structure,
             random_state=random_state,
             seed=seed,
@@ -169,6 +169,8 @@ class BatchExchange:
                 yield self.transport.irecv(buffers[owner], owner, _BATCH_TAG)
         for owner in mine:
             head: _Header = headers[owner]
-            value = batch if owner == self.rank else tree_unflatten(_unpack(buffers[owner], head.leaves), head.structure)
+            value = (
+                batch if owner == self.rank else tree_unflatten(_unpack(buffers[owner], head.leaves), head.structure)
+            )
             received[owner] = (value, head.random_state, head.seed)
         yield from pending

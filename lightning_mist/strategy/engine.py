@@ -1,12 +1,14 @@
 """One Lightning batch through a plan: exchange, run the schedule, bring results home, hand over the gradients.
 
-Lightning calls ``training_step``, then may clear gradients, then calls ``backward`` on the loss. The whole schedule runs
-inside ``training_step``; its gradients are put aside and a loss is returned whose backward installs them, multiplied by
-whatever gradient arrives there. So clearing, accumulation, scaling and hooks keep the meaning they have for any loss.
+Lightning calls ``training_step``, then may clear gradients, then calls ``backward`` on the loss. The whole schedule
+runs inside ``training_step``; its gradients are put aside and a loss is returned whose backward installs them,
+multiplied by whatever gradient arrives there. So clearing, accumulation, scaling and hooks keep the meaning they have
+for any loss.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,11 +19,20 @@ from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gather import ParameterGatherer
 from lightning_mist.runtime.ghosts import GhostStage
+from lightning_mist.runtime.mesh import process_groups
+from lightning_mist.runtime.optimizer import (
+    OptimizerCut,
+    clip_by_norm,
+    gather_optimizer_state,
+    global_grad_norm,
+    load_full_optimizer_state,
+    restrict_optimizer,
+)
 from lightning_mist.runtime.random import get_random_state, set_random_state
-from lightning_mist.runtime.transport import Transport, Work
-from lightning_mist.schedule import Schedule
+from lightning_mist.runtime.transport import DistributedTransport, Transport, complete
+from lightning_mist.schedule import Schedule, check, lower
 from lightning_mist.strategy.data import BatchExchange
-from lightning_mist.strategy.logging import LogRecord, combine_records, recorded_logs
+from lightning_mist.strategy.logging import LogRecord, combine_records, recorded_logs, replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +60,6 @@ class BatchResult:
     loss: Tensor | None
     extras: dict[str, Any]
     records: tuple[LogRecord, ...]
-
-
-def wait_all(works: Iterable[Work]) -> None:
-    """Run a generator of pending works to its end."""
-    for work in works:
-        work.wait()
 
 
 def _home(value: Any) -> Any:
@@ -137,6 +142,9 @@ class Engine:
         self.gatherer = ParameterGatherer(plan, rank, self.stage, module_map, transport)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._stash: list[tuple[nn.Parameter, Tensor]] | None = None
+        self._cut: OptimizerCut | None = None
+        self._names = {p: name for name, p in {**self.stage.foreign, **self.stage.parameters}.items()}
+        self.is_filled = True
 
     @property
     def is_last_stage(self) -> bool:
@@ -158,7 +166,7 @@ class Engine:
             the gradients (None if the step returned none).
         """
         own_state = get_random_state(self.device)
-        wait_all(self.exchange.run(batch, own_state))
+        complete(self.exchange.run(batch, own_state))
         accumulated = [(parameter, parameter.grad) for parameter in self.stage.parameters.values()]
         for parameter, _ in accumulated:
             parameter.grad = None
@@ -172,7 +180,7 @@ class Engine:
                 records[microbatch.index] = recorder.take()
                 return output
 
-            wait_all(self.executor.run(self.exchange.microbatches, recorded, loss_scale=loss_scale))
+            complete(self.executor.run(self.exchange.microbatches, recorded, loss_scale=loss_scale))
         self._stash = [(p, p.grad) for p in self.stage.parameters.values() if p.grad is not None]
         for parameter, gradient in accumulated:
             parameter.grad = gradient
@@ -196,11 +204,92 @@ class Engine:
             gradient.mul_(factor)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
+    def replay(self, result: BatchResult) -> None:
+        """Log what the step logged for this rank's batch, through the module itself."""
+        replay(self.module, result.records)
+
+    # Whose parameters --------------------------------------------------------------------------------------------
+
+    def take_optimizer(self, optimizer: Any) -> None:
+        """Let the user's optimizer update only what this rank owns."""
+        owned = [self.stage.parameters[item.name] for item in self.executor.mesh.owned]
+        self._cut = restrict_optimizer(optimizer, owned)
+
+    def release_optimizer(self) -> None:
+        """Give the optimizer all its parameters back."""
+        if self._cut is not None:
+            self._cut.restore()
+
+    def hollow(self) -> None:
+        """Free the values of all parameters that other stages hold."""
+        self.stage.hollow()
+        self.is_filled = False
+
+    def fill(self) -> None:
+        """Give every parameter of the module its full value on every rank."""
+        if self.is_filled:
+            return
+        foreign = self.stage.foreign
+
+        def deliver(name: str, value: Tensor) -> None:
+            if name in foreign:
+                foreign[name].data = value.clone()
+
+        complete(self.gatherer.run(deliver))
+        self.is_filled = True
+
+    def canonical_name(self, parameter: nn.Parameter) -> str:
+        """The first qualified name of a parameter of the module."""
+        return self._names[parameter]
+
+    def module_values(self, destination: int = 0) -> dict[str, Tensor]:
+        """All parameters by canonical name, in host memory, on one rank; empty on the others."""
+        values: dict[str, Tensor] = {}
+
+        def deliver(name: str, value: Tensor) -> None:
+            values[name] = value.detach().to("cpu", copy=True)
+
+        complete(self.gatherer.run(deliver, destination=destination))
+        return values
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Optimizer state in the layout of the whole model on rank 0; empty on the others."""
+        return complete(gather_optimizer_state(self.cut, self.transport)) or {}
+
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of optimizer state in the layout of the whole model."""
+        load_full_optimizer_state(self.cut, state)
+
+    @property
+    def cut(self) -> OptimizerCut:
+        """The optimizer over what this rank owns."""
+        if self._cut is None:
+            raise RuntimeError("take_optimizer must come first")
+        return self._cut
+
+    # Over all ranks ----------------------------------------------------------------------------------------------
+
+    def clip_by_norm(self, optimizer: Any, max_norm: float) -> None:
+        """Clip this rank's gradients by the norm of the whole model's."""
+        every = {name: parameter for parameter, name in self._names.items()}
+        order = [self._names[parameter] for group in self.cut.groups for parameter in group]
+        norm = complete(global_grad_norm(self.executor.mesh, every, self.transport, names=order))
+        clip_by_norm((p for group in optimizer.param_groups for p in group["params"]), max_norm, norm)
+
+    def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+        """Whether any rank found a gradient that is not finite; the same answer on all ranks."""
+        flag = found.get(self.device, torch.zeros(1, device=self.device))
+        if self.plan.world_size > 1:
+            self.transport.all_reduce(flag, tuple(range(self.plan.world_size))).wait()
+        return {self.device: flag.clamp(max=1.0)}
+
     def _bring_home(self, records: dict[int, tuple[LogRecord, ...]]) -> list[_Piece]:
         """The pieces of this rank's own batch, in the order of its rows."""
         mine: dict[int, list[_Piece]] = {}
         if self.is_last_stage:
             for microbatch in self.exchange.microbatches:
+                if microbatch.weight == 0.0:
+                    continue
                 output = self.executor.outputs[microbatch.index]
                 values = dict(output) if isinstance(output, dict) else {"loss": output}
                 loss = values.pop("loss", None)
@@ -236,3 +325,14 @@ class Engine:
             total = torch.stack([weight * value.reshape(()) for weight, value in losses]).sum()
             loss = total.to(self.device)
         return BatchResult(loss=loss, extras=extras, records=records)
+
+
+def start_engine(
+    module: nn.Module, plan: Plan, module_map: ModuleMap, *, device: torch.device, timeout: timedelta | None
+) -> Engine:
+    """This rank's engine for a plan; every rank calls it at the same time."""
+    transport = DistributedTransport(process_groups(plan, module_map), device, timeout=timeout)
+    tied = any(len(stages) > 1 for stages in module_map.owners(plan.bounds).values())
+    schedule = lower(plan, tied=tied)
+    check(schedule, plan.num_microbatches)
+    return Engine(module, plan, module_map, rank=transport.rank, transport=transport, schedule=schedule, device=device)

@@ -1,15 +1,59 @@
 """The profile of the machine at hand: from the cache, or measured by all ranks together."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_mist.hardware import HardwareProfile, load_profile, measure_profile, save_profile
+from lightning_mist.hardware import (
+    Cluster,
+    HardwareProfile,
+    load_profile,
+    measure_profile,
+    measuring_groups,
+    save_profile,
+)
 from lightning_mist.strategy.progress import Progress
+
+_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+"""Element type of matrix products by the first part of Lightning's precision names; all others compute in float32."""
 
 
 def default_directory() -> Path:
     """Where profiles are kept unless the user says otherwise."""
     return Path.home() / ".cache" / "lightning-mist"
+
+
+def machine_profile(
+    cluster: Cluster, device: torch.device, precision: str, directory: Path, progress: Progress
+) -> HardwareProfile:
+    """What was measured of this machine, on every rank.
+
+    Args:
+        cluster: The machine.
+        device: This rank's device.
+        precision: Lightning's name of the precision.
+        directory: Where profiles are kept.
+        progress: Told what is measured, and for how long.
+    """
+    dtypes = [torch.float32]
+    reduced = _DTYPES.get(precision.partition("-")[0])
+    if reduced is not None:
+        dtypes.append(reduced)
+    box: list[HardwareProfile | None] = [None]
+    if dist.get_rank() == 0:
+        box[0], warning = load_profile(directory, cluster, dtypes)
+        if warning is not None:
+            progress.say(warning)
+    dist.broadcast_object_list(box, 0)
+    if box[0] is not None:
+        progress.say(f"using measurements of this machine from {box[0].source}")
+        return box[0]
+    progress.say("measuring this machine (once; kept for later runs)")
+    with measuring_groups(cluster) as groups:
+        profile = measure_profile(
+            cluster=cluster, device=device, dtypes=dtypes, groups=groups, progress=progress.update
+        )
+    if dist.get_rank() == 0:
+        save_profile(profile, directory, cluster)
+    return profile

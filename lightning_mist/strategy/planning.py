@@ -144,9 +144,7 @@ class _Planner:
         else:
             rows = batch_rows(self.batch)
             smaller = slice_rows(self.batch, 0, rows - 1) if rows is not None and rows > 1 else None
-            found = map_module(
-                self.module, self.call, self.batch, second_batch=smaller, blocks=self.request.blocks
-            )
+            found = map_module(self.module, self.call, self.batch, second_batch=smaller, blocks=self.request.blocks)
         if self.plain is not None:
             extra = tuple(Exclusion(feature=feature, reason=self.plain) for feature in _FEATURES)
             found = replace(found, exclusions=found.exclusions + extra)
@@ -227,9 +225,7 @@ class _Planner:
         return cluster
 
 
-def decide(
-    trainer: Any, strategy: Any, names: Namespace, request: PlanRequest, *, plain: str | None
-) -> Decision:
+def decide(trainer: Any, strategy: Any, names: Namespace, request: PlanRequest, *, plain: str | None) -> Decision:
     """The plan for this fit, the same on every rank.
 
     Args:
@@ -258,7 +254,9 @@ def decide(
         _same_everywhere(found)
         plan, made = _plan(planner, found)
         rows = batch_rows(batch)
-        check_plan(plan, world_size=strategy.world_size, batch_rows=rows, num_layers=len(found.blocks), module_map=found)
+        check_plan(
+            plan, world_size=strategy.world_size, batch_rows=rows, num_layers=len(found.blocks), module_map=found
+        )
         check_supported(plan)
         _self_check(planner, found, plan)
         path = _publish(planner, plan, made)
@@ -296,7 +294,14 @@ def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None]
         return plan, None
     if not planner.module.automatic_optimization:
         return _data_parallel(planner), None
-    profile = machine.profile(planner.strategy, planner.request.profile_directory, planner.progress)
+    request = planner.request
+    profile = machine.machine_profile(
+        planner.cluster(),
+        planner.strategy.root_device,
+        str(planner.trainer.precision),
+        Path(request.profile_directory) if request.profile_directory else machine.default_directory(),
+        planner.progress,
+    )
     seconds = planner.seconds(found)
     made: list[TuneResult] = []
 

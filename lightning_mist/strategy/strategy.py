@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_mist.errors import MistError
 from lightning_mist.hardware import Cluster
 from lightning_mist.plan import Plan
-from lightning_mist.strategy import checkpoint_io, peek, planning
-from lightning_mist.strategy.engine import Engine, wait_all
+from lightning_mist.runtime.transport import complete
+from lightning_mist.strategy import checkpoint_io, planning
+from lightning_mist.strategy.engine import Engine, start_engine
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.namespace import Namespace, namespace
 from lightning_mist.strategy.precision import attach_engine
@@ -64,10 +64,8 @@ class MistBase(_Base):
         timeout: As in DDP.
         start_method: As in DDP.
         find_unused_parameters: As in DDP; by default decided by tracing the module.
-        static_graph: As in DDP; used when the plan is plain data parallelism.
         gradient_as_bucket_view: As in DDP, but True by default, which saves one copy of the gradients.
-        bucket_cap_mb: As in DDP; used when the plan is plain data parallelism.
-        broadcast_buffers: As in DDP; used when the plan is plain data parallelism.
+        **kwargs: Further arguments of torch's ``DistributedDataParallel``; used when the plan is plain data parallelism.
     """
 
     strategy_name = "mist"
@@ -99,17 +97,10 @@ class MistBase(_Base):
         timeout: timedelta | None = _DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         find_unused_parameters: bool | None = None,
-        static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
-        bucket_cap_mb: float | None = None,
-        broadcast_buffers: bool = True,
+        **kwargs: Any,
     ) -> None:
-        if save_distributed_checkpoint:
-            raise ValueError("save_distributed_checkpoint=True: checkpoints are single files; leave it False")
-        if host_memory_limit is not None:
-            raise ValueError(f"host_memory_limit={host_memory_limit!r}: nothing is offloaded yet; leave it out")
-        options = {"static_graph": static_graph, "gradient_as_bucket_view": gradient_as_bucket_view}
-        options |= {"bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers}
+        _refuse_what_is_not_there(save_distributed_checkpoint, host_memory_limit)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -123,7 +114,8 @@ class MistBase(_Base):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            **options,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            **kwargs,
         )
         self._find_unused_parameters = find_unused_parameters
         self._wants_plain_ddp = any(x is not None for x in (ddp_comm_state, ddp_comm_hook, model_averaging_period))
@@ -168,13 +160,21 @@ class MistBase(_Base):
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._same_start()
+        self.setup_optimizers(trainer)
         self._decision = planning.decide(trainer, self, self._names, self._request, plain=self._why_plain(trainer))
         if self._decision.is_plain:
             self._ddp_kwargs["find_unused_parameters"] = self._finds_unused(self._decision)
             self.configure_ddp()
-        self.setup_optimizers(trainer)
-        if not self._decision.is_plain:
-            self._start_engine(trainer)
+        else:
+            self._engine = start_engine(
+                module,
+                self._decision.plan,
+                self._decision.module_map,
+                device=self.root_device,
+                timeout=self._timeout,
+            )
+            self._engine.take_optimizer(self.optimizers[0])
+            self._engine.hollow()
         self.setup_precision_plugin()
         attach_engine(self.precision_plugin, self._engine)
         self._monitor = Monitor(self._decision, device=self.root_device, module=module, report_path=self._report_path)
@@ -192,23 +192,12 @@ class MistBase(_Base):
             return "a DDP communication hook or model averaging was given"
         if self._layer_sync is not None:
             return "sync_batchnorm computes collectives inside the step"
-        return planning.needs_whole_module(trainer)
+        return planning.whole_module_reason(trainer, self.optimizers)
 
     def _finds_unused(self, decision: planning.Decision) -> bool:
         if self._find_unused_parameters is not None:
             return self._find_unused_parameters
         return decision.has_unused_parameters
-
-    def _start_engine(self, trainer: Any) -> None:
-        assert self._decision is not None
-        self._engine = planning.start_engine(self.lightning_module, self._decision, self.global_rank, self.root_device)
-        if len(self.optimizers) != 1:
-            raise MistError(
-                f"{len(self.optimizers)} optimizers: a plan with stages, microbatches or sharding steps exactly one; "
-                "return one optimizer with several parameter groups, or use a plan with plain data parallelism"
-            )
-        self._engine.take_optimizer(self.optimizers[0])
-        self._engine.hollow()
 
     def teardown(self) -> None:
         """Give the module all its values back, unless something went wrong and peers may be gone."""
@@ -248,7 +237,7 @@ class MistBase(_Base):
         with self._monitor.step(optimizer):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             if self._engine is not None:
-                wait_all(self._engine.executor.gather_parameters())
+                complete(self._engine.executor.gather_parameters())
         self._monitor.after_step()
         return output
 
@@ -276,24 +265,31 @@ class MistBase(_Base):
         """All weights in DDP's layout; complete on global rank 0."""
         if self._engine is None:
             return super().lightning_module_state_dict()
-        return checkpoint_io.module_state(self._engine)
+        return checkpoint_io.module_state(self.lightning_module, self._engine)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """All optimizer state in DDP's layout; complete on global rank 0."""
         if self._engine is None:
             return super().optimizer_state(optimizer)
-        return checkpoint_io.optimizer_state(self._engine)
+        return self._engine.optimizer_state()
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Take this rank's part of optimizer state in DDP's layout."""
         if self._engine is None:
             super().load_optimizer_state_dict(checkpoint)
         else:
-            checkpoint_io.load_optimizer_state(self._engine, checkpoint["optimizer_states"][0])
+            self._engine.load_optimizer_state(checkpoint["optimizer_states"][0])
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Do nothing: the names are registered when Lightning is imported."""
+
+
+def _refuse_what_is_not_there(save_distributed_checkpoint: bool, host_memory_limit: str | int | None) -> None:
+    if save_distributed_checkpoint:
+        raise ValueError("save_distributed_checkpoint=True: checkpoints are single files; leave it False")
+    if host_memory_limit is not None:
+        raise ValueError(f"host_memory_limit={host_memory_limit!r}: nothing is offloaded yet; leave it out")
 
 
 def build(root: str, module: str) -> type[MistBase]:
@@ -306,6 +302,3 @@ def build(root: str, module: str) -> type[MistBase]:
     names = namespace(root)
     body = {"__module__": module, "__qualname__": "MistStrategy", "__doc__": MistBase.__doc__, "_names": names}
     return type("MistStrategy", (MistBase, names.ddp_strategy), body)
-
-
-__all__ = ["MistBase", "build", "peek"]
