@@ -92,7 +92,7 @@ class Executor:
         PlanError: If the runtime cannot run the plan.
     """
 
-    def __init__(  # noqa: PLR0917 - one argument per thing that exists once per rank, in the order they are made
+    def __init__(
         self,
         plan: Plan,
         rank: int,

@@ -1,9 +1,12 @@
 """From a plan to what one rank needs to know: its peers, its groups, and which rows it exchanges with whom."""
 
 from dataclasses import dataclass
+from math import prod
+
+import torch
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import ModuleMap, Plan, RowSlice, ZeroStage, replica_of, replica_ranks, row_slice
+from lightning_mist.plan import ModuleMap, ParameterUse, Plan, RowSlice, ZeroStage, replica_of, replica_ranks, row_slice
 from lightning_mist.plan.sharding import assign_owners
 
 
@@ -118,7 +121,7 @@ def held_parameters(plan: Plan, module_map: ModuleMap) -> tuple[HeldParameter, .
     for index, stage in enumerate(plan.stages):
         trained = [use for use in module_map.parameters if use.requires_grad and index in stages[use.name]]
         ranks = stage.data_parallel_degree if stage.zero_stage >= ZeroStage.OPTIMIZER else 1
-        sizes = [_numel(use.shape) for use in trained]
+        sizes = [_nbytes(use) for use in trained]
         for use, data_index in zip(trained, assign_owners(sizes, ranks), strict=True):
             owner[use.name, index] = data_index
     return tuple(
@@ -214,8 +217,6 @@ def _is_aligned(plan: Plan, parameter: HeldParameter) -> bool:
     return len(degrees) == 1 and all(stage.zero_stage < ZeroStage.OPTIMIZER for stage in stages)
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
+def _nbytes(use: ParameterUse) -> int:
+    dtype: torch.dtype = getattr(torch, use.dtype)
+    return prod(use.shape) * dtype.itemsize

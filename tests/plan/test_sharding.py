@@ -1,0 +1,25 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_mist.plan.sharding import assign_owners
+
+
+def test_largest_first_to_the_least_loaded_rank():
+    assert assign_owners([2, 7, 5, 4], 2) == (0, 0, 1, 1)
+    assert assign_owners([3, 3, 3], 3) == (0, 1, 2)
+    assert assign_owners([], 4) == ()
+
+
+@given(sizes=st.lists(st.integers(0, 1000), max_size=40), ranks=st.integers(1, 6))
+def test_shares_are_balanced_within_one_parameter(sizes, ranks):
+    owners = assign_owners(sizes, ranks)
+    loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(ranks)]
+    assert len(owners) == len(sizes)
+    assert all(0 <= owner < ranks for owner in owners)
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_no_ranks_is_refused():
+    with pytest.raises(ValueError, match="ranks = 0"):
+        assign_owners([1], 0)

@@ -1,0 +1,141 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import ModuleMap, ParameterUse, Plan, StageMesh, StagePlan, ZeroStage, row_slice
+from lightning_mist.runtime.mesh import (
+    held_parameters,
+    make_mesh,
+    needs_spreading,
+    overlaps,
+    process_groups,
+    tied_groups,
+)
+from tests.plans import plans
+
+
+def make_plan(degrees, *, zero=0, num_microbatches=None, part_rows=None):
+    world = sum(degrees)
+    count = world if num_microbatches is None else num_microbatches
+    rows = 12 if part_rows is None else part_rows
+    stages, first = [], 0
+    for index, degree in enumerate(degrees):
+        stages.append(
+            StagePlan(
+                layers=(index, index + 1),
+                mesh=StageMesh(devices=tuple(range(first, first + degree)), data_parallel_degree=degree),
+                microbatch_size=rows // degree,
+                zero_stage=ZeroStage(zero if isinstance(zero, int) else zero[index]),
+            )
+        )
+        first += degree
+    return Plan(global_batch_size=rows * count, num_microbatches=count, stages=tuple(stages))
+
+
+def make_map(num_layers, *, tied=()):
+    """One weight of 10 (k + 1) entries per layer, a frozen one in the first, and one that nothing uses."""
+    uses = [
+        ParameterUse(
+            name=f"w{k}",
+            slots=((f"b{k}", "w", (k,)),),
+            shape=(10, k + 1),
+            dtype="float32",
+            requires_grad=True,
+        )
+        for k in range(num_layers)
+    ]
+    uses.append(
+        ParameterUse(
+            name="tied",
+            slots=(("m", "w", tied or (0,)),),
+            shape=(7,),
+            dtype="float32",
+            requires_grad=True,
+        )
+    )
+    uses.append(
+        ParameterUse(name="frozen", slots=(("b0", "f", (0,)),), shape=(99,), dtype="float32", requires_grad=False)
+    )
+    uses.append(ParameterUse(name="unused", slots=(("x", "w", ()),), shape=(3,), dtype="float32", requires_grad=True))
+    blocks = tuple(f"b{k}" for k in range(num_layers))
+    return ModuleMap(step="training_step", blocks=blocks, outputs=(), cuts=(), parameters=tuple(uses))
+
+
+def test_a_rank_knows_its_place():
+    mesh = make_mesh(make_plan([2, 4]), 3, make_map(2))
+    assert (mesh.stage, mesh.replica, mesh.data_index, mesh.peers) == (1, 0, 1, (2, 3, 4, 5))
+    assert mesh.is_last
+    assert [item.name for item in mesh.held] == ["w1", "unused"]
+
+
+def test_zero_1_owners_cover_every_trained_parameter_once():
+    plan, module_map = make_plan([2, 2], zero=(1, 0)), make_map(2)
+    owned = [{item.name for item in make_mesh(plan, rank, module_map).owned} for rank in range(4)]
+    assert owned[0] | owned[1] == {"w0", "tied", "frozen"}
+    assert owned[0] & owned[1] == set()
+    assert owned[2] == owned[3] == {"w1", "unused"}
+    assert not make_mesh(plan, 2, module_map).is_sharded
+
+
+def test_tied_groups_pair_equal_data_indices_where_nothing_is_sharded():
+    plan, module_map = make_plan([2, 2]), make_map(2, tied=(0, 1))
+    tied = next(item for item in held_parameters(plan, module_map) if item.name == "tied")
+    assert tied.stages == (0, 1)
+    assert tied_groups(plan, tied) == ((0, 2), (1, 3))
+    assert not needs_spreading(plan, tied, 0)
+
+
+def test_tied_groups_let_one_rank_speak_otherwise():
+    module_map = make_map(2, tied=(0, 1))
+    for plan in (make_plan([2, 1]), make_plan([2, 2], zero=1), make_plan([2, 2], zero=(0, 1))):
+        tied = next(item for item in held_parameters(plan, module_map) if item.name == "tied")
+        (group,) = tied_groups(plan, tied)
+        assert [plan.stage_of(rank) for rank in group] == [0, 1]
+        speaks = [plan.stages[s].devices[tied.owner(s)] for s in tied.stages]
+        assert sorted(speaks) == list(group)
+        assert needs_spreading(plan, tied, 0) == (plan.stages[0].zero_stage == ZeroStage.NONE)
+
+
+def test_groups_are_the_same_whoever_asks_and_hold_what_is_needed():
+    plan, module_map = make_plan([2, 4]), make_map(2, tied=(0, 1))
+    groups = process_groups(plan, module_map)
+    assert groups[0] == tuple(range(6))
+    assert {(0, 1), (2, 3, 4, 5), (0, 2, 3), (1, 4, 5), (0, 2)} <= set(groups)
+    assert len(set(groups)) == len(groups)
+
+
+def test_slices_are_exchanged_by_overlap():
+    plan = make_plan([2, 3], num_microbatches=5)
+    shares = [[(o.rank, o.first, o.end) for o in overlaps(plan, rank, 1, 0, 12)] for rank in (0, 1)]
+    assert shares == [[(2, 0, 4), (3, 4, 6)], [(3, 0, 2), (4, 2, 6)]]
+    assert [(o.rank, o.first, o.end) for o in overlaps(plan, 3, 0, 0, 12)] == [(0, 0, 2), (1, 2, 4)]
+
+
+def test_a_batch_without_rows_goes_whole_or_not_at_all():
+    plan = make_plan([1, 1])
+    assert [(o.rank, o.first, o.end) for o in overlaps(plan, 0, 1, 0, None)] == [(1, 0, 1)]
+    for rank, neighbour in ((0, 1), (1, 0)):
+        with pytest.raises(PlanError, match="part 0 of 2 of the batch of rank 0"):
+            overlaps(make_plan([1, 1], num_microbatches=4), rank, neighbour, 0, None)
+
+
+@given(plan=plans(max_microbatches=12), batch_rows=st.integers(0, 13), data=st.data())
+def test_overlaps_tile_every_slice_and_agree_on_both_sides(plan, batch_rows, data):
+    if plan.num_stages == 1:
+        return
+    index = data.draw(st.integers(0, plan.num_microbatches - 1))
+    stage = data.draw(st.integers(0, plan.num_stages - 2))
+    seen = {}
+    for rank in plan.stages[stage].devices:
+        low, high = row_slice(plan, rank, index).rows(batch_rows)
+        found = overlaps(plan, rank, stage + 1, index, batch_rows)
+        assert [row for o in found for row in range(o.first, o.end)] == list(range(high - low))
+        seen |= {(rank, o.rank): (low + o.first, low + o.end) for o in found}
+    back = {}
+    for rank in plan.stages[stage + 1].devices:
+        low, high = row_slice(plan, rank, index).rows(batch_rows)
+        found = overlaps(plan, rank, stage, index, batch_rows)
+        assert [row for o in found for row in range(o.first, o.end)] == list(range(high - low))
+        back |= {(o.rank, rank): (low + o.first, low + o.end) for o in found}
+    assert seen == back
