@@ -5,13 +5,13 @@
   often the payload goes over a link.
 * Inside a node the rate is the efficiency times a device's own line rate; between nodes it is that of the node's
   network times the part of the node's devices that are in the group, as the others are in groups of their own.
-* Where collectives of such a machine have been measured, their rates and latencies are taken instead, unless the
-  cluster's description says otherwise.
+* Where collectives of such a machine have been measured (:data:`MEASURED`), their rates and latencies are taken
+  instead, unless the cluster's description says otherwise.
 
 Its spreads are zero: nothing was measured here.
 """
 
-from lightning_mist.hardware.catalog import MEASURED, SOURCES, CatalogDevice, find_device
+from lightning_mist.hardware.catalog import SOURCES, CatalogDevice, find_device
 from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.hardware.collectives import OPERATIONS
 from lightning_mist.hardware.groups import group_shapes
@@ -32,6 +32,63 @@ MEASURED_PER_NODE = 8
 """Devices in each node of the machines whose collectives were measured."""
 
 GIB = 2**30
+
+# Rates in GiB/s of the whole payload times (n - 1) / n, and latencies in seconds, of all-gathers by (nodes, devices per
+# node), eight devices in each node, all of them communicating (mist).
+MEASURED: dict[str, dict[tuple[int, int], tuple[float, float]]] = {
+    "L4": {
+        (1, 2): (2.964, 0.0001),
+        (1, 4): (4.1635, 0.0004),
+        (1, 8): (4.6832, 0.0003),
+        (2, 1): (0.4895, 0.0045),
+        (2, 2): (0.9791, 0.0076),
+        (2, 4): (1.7183, 0.0),
+        (2, 8): (3.3215, 0.0013),
+        (4, 1): (0.4609, 0.0102),
+        (4, 2): (0.9195, 0.0008),
+        (4, 4): (1.6759, 0.0045),
+        (4, 8): (2.9659, 0.003),
+    },
+    "A100-40": {
+        (1, 2): (139.0363, 0.0001),
+        (1, 4): (192.6217, 0.0004),
+        (1, 8): (210.306, 0.0004),
+        (2, 1): (1.2972, 0.0015),
+        (2, 2): (2.6049, 0.0015),
+        (2, 4): (5.4178, 0.0014),
+        (2, 8): (10.7032, 0.001),
+        (4, 1): (1.2526, 0.002),
+        (4, 2): (2.4864, 0.0021),
+        (4, 4): (5.2995, 0.0022),
+        (4, 8): (10.6044, 0.0019),
+    },
+    "V100-16": {
+        (1, 2): (57.361, 0.0004),
+        (1, 4): (46.608, 0.0003),
+        (1, 8): (119.5433, 0.0002),
+        (2, 1): (0.4485, 0.0006),
+        (2, 2): (0.8981, 0.0012),
+        (2, 4): (1.545, 0.0),
+        (2, 8): (2.9385, 0.0),
+        (4, 1): (0.4493, 0.001),
+        (4, 2): (0.7754, 0.0025),
+        (4, 4): (1.4927, 0.0),
+        (4, 8): (2.9449, 0.0),
+    },
+    "V100-32": {
+        (1, 2): (15.6803, 0.0007),
+        (1, 4): (40.2922, 0.0),
+        (1, 8): (50.6314, 0.0),
+        (2, 1): (0.9767, 0.0007),
+        (2, 2): (2.5278, 0.0046),
+        (2, 4): (4.9768, 0.003),
+        (2, 8): (9.694, 0.0025),
+        (4, 1): (1.1313, 0.0063),
+        (4, 2): (2.2718, 0.0027),
+        (4, 4): (4.5509, 0.0033),
+        (4, 8): (9.737, 0.0049),
+    },
+}
 
 
 def catalog_profile(cluster: Cluster) -> HardwareProfile:
