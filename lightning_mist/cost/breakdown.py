@@ -1,0 +1,82 @@
+"""A plan's predicted seconds and bytes, in total and by term."""
+
+from lightning_mist.cost.candidates import slots_of
+from lightning_mist.cost.pipeline import step_seconds
+from lightning_mist.cost.stage import StageCostModel, StageSeconds
+from lightning_mist.errors import PlanError
+from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import Plan, Predicted, PredictedStage, ZeroStage
+
+_SECONDS = ("forward", "backward", "recompute", "transfer", "reduce", "tied", "update", "gather")
+
+
+def predict(spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, plan: Plan) -> Predicted:
+    """Seconds of one step of a plan, and the seconds and peak bytes of its stages, each by term.
+
+    Args:
+        spec: The network.
+        profile: How fast the machine is.
+        cluster: How many devices it has.
+        plan: The plan.
+
+    Raises:
+        PlanError: If the plan does not fit the network or the cluster, or asks for what is not modelled yet.
+        ProfileError: If the profile lacks what the plan needs.
+    """
+    return predict_with(StageCostModel(spec, profile, cluster), plan)
+
+
+def predict_with(model: StageCostModel, plan: Plan) -> Predicted:
+    """As :func:`predict`, with a cost model that exists already."""
+    _check(model, plan)
+    stages = []
+    for slot, candidates in slots_of(plan):
+        seconds = model.seconds(slot, candidates)
+        memory = model.memory.breakdown(slot, candidates)[0]
+        terms = tuple((f"{name}_seconds", _term(seconds, name)) for name in _SECONDS)
+        stages.append(
+            PredictedStage(
+                steady_seconds=float(seconds.steady_K[0]),
+                boundary_seconds=float(seconds.boundary_K[0]),
+                forward_seconds=float(seconds.forward_K[0]),
+                backward_seconds=float(seconds.backward_K[0] + seconds.recompute_K[0]),
+                peak_bytes=memory.peak_bytes,
+                breakdown=(*((name, float(value)) for name, value in memory.terms), *terms),
+            )
+        )
+    total = step_seconds(
+        [stage.steady_seconds for stage in stages],
+        [stage.boundary_seconds for stage in stages],
+        plan.num_microbatches,
+    )
+    return Predicted(step_seconds=total, stages=tuple(stages))
+
+
+def _term(seconds: StageSeconds, name: str) -> float:
+    return float(getattr(seconds, f"{name}_K")[0])
+
+
+def _check(model: StageCostModel, plan: Plan) -> None:
+    if plan.num_layers != model.spec.num_layers:
+        raise PlanError(
+            f"the plan has {plan.num_layers} layers, {model.spec.name} has {model.spec.num_layers}: "
+            "a plan must cover every layer; plan again for this network"
+        )
+    if plan.world_size != model.cluster.world_size:
+        raise PlanError(
+            f"the plan has {plan.world_size} devices, the cluster {model.cluster.world_size}: "
+            "a plan uses every device; plan again for this cluster"
+        )
+    for index, stage in enumerate(plan.stages):
+        mesh = stage.mesh
+        if stage.zero_stage > ZeroStage.OPTIMIZER or stage.offload.any:
+            raise PlanError(
+                f"stages[{index}] has zero_stage {int(stage.zero_stage)} and offload {stage.offload.any}: only ZeRO-0 "
+                "and ZeRO-1 without offload are modelled yet; set zero_stage to 1 and every offload ratio to 0"
+            )
+        if mesh.tensor_parallel_degree > 1 or mesh.context_parallel_degree > 1:
+            raise PlanError(
+                f"stages[{index}] has tensor_parallel_degree {mesh.tensor_parallel_degree} and "
+                f"context_parallel_degree {mesh.context_parallel_degree}: only 1 is modelled yet; use data parallelism"
+            )

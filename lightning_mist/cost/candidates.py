@@ -1,0 +1,85 @@
+"""What is asked of the cost model: stages at one place of a pipeline, many at once."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost.compile import IntArray
+from lightning_mist.plan import Plan, ScheduleName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSlot:
+    """A place in a pipeline with everything that is settled before layers and memory savings are chosen.
+
+    Attributes:
+        stage_index: Index of the stage.
+        num_stages: Number of stages.
+        num_microbatches: Number of microbatches per batch.
+        data_parallel_degree: Data-parallel ranks of the stage, which are all of its devices.
+        rows: Rows that each of them sees per microbatch.
+        batch_rows: Rows of the batch that each rank loads.
+        schedule: Name of the schedule.
+    """
+
+    stage_index: int
+    num_stages: int
+    num_microbatches: int
+    data_parallel_degree: int
+    rows: int
+    batch_rows: int
+    schedule: ScheduleName = "1f1b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCandidates:
+    """Choices for one slot; every array has the axis ``K``.
+
+    Attributes:
+        start_K: First layer.
+        end_K: One past the last layer.
+        checkpointed_K: How many of the first layers are recomputed in backward.
+        zero_stage_K: 0 or 1.
+    """
+
+    start_K: IntArray
+    end_K: IntArray
+    checkpointed_K: IntArray
+    zero_stage_K: IntArray
+
+    def __len__(self) -> int:
+        """Number of candidates."""
+        return len(self.start_K)
+
+    def take(self, index_J: IntArray) -> "StageCandidates":
+        """The candidates at some indices."""
+        return StageCandidates(
+            start_K=self.start_K[index_J],
+            end_K=self.end_K[index_J],
+            checkpointed_K=self.checkpointed_K[index_J],
+            zero_stage_K=self.zero_stage_K[index_J],
+        )
+
+
+def slots_of(plan: Plan) -> tuple[tuple[StageSlot, StageCandidates], ...]:
+    """Each stage of a plan as a slot with one candidate."""
+    return tuple(
+        (
+            StageSlot(
+                stage_index=index,
+                num_stages=plan.num_stages,
+                num_microbatches=plan.num_microbatches,
+                data_parallel_degree=stage.data_parallel_degree,
+                rows=stage.microbatch_size,
+                batch_rows=max(1, plan.global_batch_size // plan.world_size),
+                schedule=plan.schedule,
+            ),
+            StageCandidates(
+                start_K=np.array([stage.layers[0]]),
+                end_K=np.array([stage.layers[1]]),
+                checkpointed_K=np.array([stage.checkpointing.layers]),
+                zero_stage_K=np.array([int(stage.zero_stage)]),
+            ),
+        )
+        for index, stage in enumerate(plan.stages)
+    )

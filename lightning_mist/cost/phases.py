@@ -1,0 +1,100 @@
+"""What a stage has in memory around each of its computations, read off its lowered schedule.
+
+The memory model asks no formula how many microbatches are in flight: it walks the very list of actions that the runtime
+executes and keeps the situations that no other situation dominates.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from lightning_mist.plan import ScheduleName
+from lightning_mist.schedule import Action, ActionKind, generate
+from lightning_mist.schedule.lower import add_transfers
+
+PhaseKind = Literal["forward", "first backward", "backward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """The situation around one forward or backward.
+
+    Attributes:
+        kind: What is computed; the first backward of a batch is the one that makes the gradients.
+        gradients: Whether all parameter gradients exist when it begins.
+        others: Other microbatches whose forward has run and whose backward has not.
+        received: Receive buffers of activations: of every microbatch in flight and those posted ahead.
+        received_gradients: Receive buffers of output gradients.
+        sent_gradients: Input gradients whose send is not yet known to have ended.
+    """
+
+    kind: PhaseKind
+    gradients: bool
+    others: int
+    received: int
+    received_gradients: int
+    sent_gradients: int
+
+    def dominates(self, other: "Phase") -> bool:
+        """Whether everything of the other situation exists in this one too."""
+        return (
+            self.kind == other.kind
+            and self.gradients >= other.gradients
+            and self.others >= other.others
+            and self.received >= other.received
+            and self.received_gradients >= other.received_gradients
+            and self.sent_gradients >= other.sent_gradients
+        )
+
+
+@lru_cache(maxsize=4096)
+def stage_phases(
+    stage_index: int, num_stages: int, num_microbatches: int, schedule: ScheduleName = "1f1b"
+) -> tuple[Phase, ...]:
+    """The situations of a stage that are not dominated by others.
+
+    Args:
+        stage_index: Which stage.
+        num_stages: Number of stages.
+        num_microbatches: Number of microbatches per batch.
+        schedule: Name of the schedule.
+    """
+    # 1F1B repeats itself once every stage is in its steady state; GPipe never does.
+    shown = num_microbatches if schedule == "gpipe" else min(num_microbatches, 2 * num_stages + 1)
+    actions = add_transfers(generate(num_stages, shown, schedule))[stage_index]
+    # Under 1F1B the activation of microbatch g tells that the gradient of g - S has arrived; else nothing does.
+    lag = None if schedule == "gpipe" else num_stages
+    found = list(dict.fromkeys(_situations(actions, stage_index > 0, lag)))
+    return tuple(phase for phase in found if not any(o.dominates(phase) and o != phase for o in found))
+
+
+def _situations(actions: Sequence[Action], sends_gradients: bool, lag: int | None) -> Iterator[Phase]:
+    """The situation at each computation of a list."""
+    open_microbatches, received, received_gradients, backwards = 0, 0, 0, 0
+    sent: set[int | None] = set()
+    for action in actions:
+        if action.kind is ActionKind.RECV_ACTIVATION:
+            received += 1
+        elif action.kind is ActionKind.RECV_GRADIENT:
+            received_gradients += 1
+        elif action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+            forward = action.kind is ActionKind.FORWARD
+            if forward and lag is not None and action.microbatch is not None:
+                sent.discard(action.microbatch - lag)
+            kind: PhaseKind = "forward" if forward else ("backward" if backwards else "first backward")
+            yield Phase(
+                kind=kind,
+                gradients=backwards > 0,
+                others=open_microbatches - (not forward),
+                received=received,
+                received_gradients=received_gradients,
+                sent_gradients=len(sent),
+            )
+            open_microbatches += 1 if forward else -1
+            if not forward:
+                backwards += 1
+                received -= min(received, 1)
+                received_gradients -= min(received_gradients, 1)
+                if sends_gradients:
+                    sent.add(action.microbatch)

@@ -1,0 +1,175 @@
+"""A network as a row of regions, in numbers: what each part needs for a given number of rows.
+
+Array axes
+    R  regions in execution order: the head, every layer, the tail (``L + 2`` of them)
+    L  layers
+    C  cuts ``0 .. L``: cut ``k`` lies before layer ``k``; nothing is sent over cuts 0 and L
+    P  parameters
+    K  whatever the caller asks about
+
+A stage of layers ``[start, end)`` covers the regions ``[low, high)`` with ``low = start + 1``, or 0 if it is the first
+stage, and ``high = end + 1``, or ``L + 2`` if it is the last.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import sympy
+
+from lightning_mist.cost.compile import FloatArray, IntArray, compile_expressions
+from lightning_mist.model.spec import LayerSpec, ModelSpec, TensorSpec
+from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
+
+_LAYER_FIELDS = (
+    "saved_bytes",
+    "checkpointed_saved_bytes",
+    "forward_peak_bytes",
+    "backward_peak_bytes",
+    "first_backward_peak_bytes",
+    "recompute_backward_peak_bytes",
+    "first_recompute_backward_peak_bytes",
+    "forward_flops",
+    "backward_flops",
+    "forward_moved_bytes",
+    "backward_moved_bytes",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionCosts:
+    """Every expression of a network at one number of rows. Bytes, FLOPs; see :class:`LayerSpec` for the meanings."""
+
+    saved_R: FloatArray
+    checkpointed_saved_R: FloatArray
+    forward_peak_R: FloatArray
+    backward_peak_R: FloatArray
+    first_backward_peak_R: FloatArray
+    recompute_backward_peak_R: FloatArray
+    first_recompute_backward_peak_R: FloatArray
+    forward_flops_R: FloatArray
+    backward_flops_R: FloatArray
+    forward_moved_R: FloatArray
+    backward_moved_R: FloatArray
+    boundary_C: FloatArray
+    gradient_boundary_C: FloatArray
+    batch_bytes: float
+    shared_saved_bytes: float
+
+
+def regions_of(spec: ModelSpec) -> tuple[LayerSpec, ...]:
+    """The specification of every region, in execution order."""
+    return (spec.head, *(spec.layers[kind] for kind in spec.kinds), spec.tail)
+
+
+def compile_regions(spec: ModelSpec) -> Callable[[float], RegionCosts]:
+    """A function from microbatch rows to what every region costs at that many rows.
+
+    Args:
+        spec: The network. Its expressions are compiled once, each kind of layer once.
+    """
+    kinds = (spec.head, *spec.layers, spec.tail)
+    kind_R = np.array([0, *(1 + kind for kind in spec.kinds), len(kinds) - 1], dtype=np.int64)
+    layer_expressions = [getattr(kind, name) for name in _LAYER_FIELDS for kind in kinds]
+    cuts: list[Sequence[TensorSpec]] = [(), *spec.boundaries, ()] if spec.num_layers else [()]
+    crossing = [_bytes(tensors) for tensors in cuts]
+    returning = [_bytes([tensor for tensor in tensors if tensor.requires_grad]) for tensors in cuts]
+    evaluate = compile_expressions(
+        [
+            sympy.sympify(e)
+            for e in (*layer_expressions, *crossing, *returning, spec.batch_bytes, spec.shared_saved_bytes)
+        ],
+        [MICROBATCH, SEQUENCE],
+    )
+    # Without a sequence dimension no expression contains its symbol, so any number does.
+    length = float(spec.sequence_length or 1)
+
+    def at(rows: float) -> RegionCosts:
+        values = evaluate(rows, length)
+        layers = values[: len(layer_expressions)].reshape(len(_LAYER_FIELDS), len(kinds))[:, kind_R]
+        rest = values[len(layer_expressions) :]
+        return RegionCosts(
+            saved_R=layers[0],
+            checkpointed_saved_R=layers[1],
+            forward_peak_R=layers[2],
+            backward_peak_R=layers[3],
+            first_backward_peak_R=layers[4],
+            recompute_backward_peak_R=layers[5],
+            first_recompute_backward_peak_R=layers[6],
+            forward_flops_R=layers[7],
+            backward_flops_R=layers[8],
+            forward_moved_R=layers[9],
+            backward_moved_R=layers[10],
+            boundary_C=rest[: len(cuts)],
+            gradient_boundary_C=rest[len(cuts) : 2 * len(cuts)],
+            batch_bytes=float(rest[-2]),
+            shared_saved_bytes=float(rest[-1]),
+        )
+
+    return at
+
+
+def _bytes(tensors: Sequence[TensorSpec]) -> sympy.Expr:
+    return sympy.Add(*(tensor.bytes for tensor in tensors))
+
+
+def covered(spec: ModelSpec, start_K: IntArray, end_K: IntArray) -> tuple[IntArray, IntArray]:
+    """The half-open range of regions that stages of layers ``[start, end)`` cover."""
+    low_K = np.where(start_K == 0, 0, start_K + 1)
+    high_K = np.where(end_K == spec.num_layers, spec.num_layers + 2, end_K + 1)
+    return low_K, high_K
+
+
+def parameter_regions(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
+    """For each parameter of ``spec.parameters``, the sorted regions that use it.
+
+    The module map knows parts between layers and the tail only as belonging to the layer before them, so a parameter
+    used in the map's last region is the tail's unless its slot lies inside the last block. What nothing uses is kept by
+    the last stage, so it counts as the tail's.
+    """
+    uses = {use.name: use for use in spec.module_map.parameters}
+    blocks, tail = spec.module_map.blocks, spec.num_layers + 1
+    result = []
+    for parameter in spec.parameters:
+        found: set[int] = set()
+        use = uses.get(parameter.name)
+        for module_name, _, regions in use.slots if use else ():
+            for region in regions:
+                beyond = region >= 0 and not f"{module_name}.".startswith(f"{blocks[region]}.")
+                found.add(tail if beyond and region == len(blocks) - 1 else region + 1)
+        result.append(tuple(sorted(found)) or (tail,))
+    return tuple(result)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterTable:
+    """Bytes of parameters, and for each how many of the regions before each region use it.
+
+    Attributes:
+        bytes_P: Bytes of each parameter.
+        trainable_P: Bytes of each trained parameter, 0 for frozen ones.
+        uses_PR: Number of regions below ``r`` that use the parameter, ``r`` in ``0 .. L + 2``.
+        single_R: Trained bytes of the parameters that exactly one region uses, by region.
+    """
+
+    bytes_P: FloatArray
+    trainable_P: FloatArray
+    uses_PR: IntArray
+    single_R: FloatArray
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "ParameterTable":
+        """The table of a network."""
+        regions = parameter_regions(spec)
+        count = spec.num_layers + 2
+        used_PR = np.zeros((len(regions), count), dtype=np.int64)
+        for index, used in enumerate(regions):
+            used_PR[index, list(used)] = 1
+        trainable_P = np.array([p.bytes if p.trainable else 0 for p in spec.parameters], dtype=np.float64)
+        alone_P = used_PR.sum(axis=1) == 1
+        return cls(
+            bytes_P=np.array([p.bytes for p in spec.parameters], dtype=np.float64),
+            trainable_P=trainable_P,
+            uses_PR=np.concatenate([np.zeros((len(regions), 1), dtype=np.int64), used_PR.cumsum(axis=1)], axis=1),
+            single_R=(trainable_P * alone_P) @ used_PR.astype(np.float64),
+        )

@@ -1,0 +1,203 @@
+"""What stages cost: candidates in, arrays of seconds and bytes out.
+
+Steady time ``t`` of a stage: forward and backward of one microbatch, one more forward of every recomputed layer, and
+the transfers that it waits for. A pipeline with as many microbatches in flight as it has stages passes one of them around
+the loop of all stages in ``sum t_i`` and two transfers per boundary, so each stage is charged with receiving its input
+and the gradient of its output.
+
+Boundary time ``d``: averaging gradients over the data-parallel ranks, summing those of tied parameters, the optimizer's
+step, and under ZeRO-1 giving out the updated parameters. On a device the reduction runs beside the last backward, and
+what cannot hide there counts; on a CPU both use the same cores, so all of it counts.
+
+Array axes
+    K  candidates
+    R  regions
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost.candidates import StageCandidates, StageSlot
+from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.memory import BUCKET_BYTES, MemoryModel
+from lightning_mist.cost.regions import covered
+from lightning_mist.cost.time import RegionSeconds, collective_seconds, region_seconds
+from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.model.spec import ModelSpec
+
+OPERATORS_PER_PARAMETER = 10
+"""Operators of a step in a loop over parameters: ``_single_tensor_adam`` in ``torch/optim/adam.py`` launches ten."""
+
+GRADIENT_PASSES = 2
+"""Times that complete gradients are read and written on their way to the optimizer: scaled to a mean, and by the
+gradient that arrives at the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """Seconds of candidates by term.
+
+    Attributes:
+        forward_K: Forward of one microbatch.
+        backward_K: Backward of one microbatch without recomputation.
+        recompute_K: Forwards that backward repeats.
+        transfer_K: Receiving the input and the gradient of the output.
+        reduce_K: Averaging gradients over the data-parallel ranks, as far as it does not hide in the last backward.
+        tied_K: Summing gradients of parameters that several stages hold.
+        update_K: The optimizer's step.
+        gather_K: Giving out updated parameters.
+    """
+
+    forward_K: FloatArray
+    backward_K: FloatArray
+    recompute_K: FloatArray
+    transfer_K: FloatArray
+    reduce_K: FloatArray
+    tied_K: FloatArray
+    update_K: FloatArray
+    gather_K: FloatArray
+
+    @property
+    def steady_K(self) -> FloatArray:
+        """Steady time ``t``."""
+        return self.forward_K + self.backward_K + self.recompute_K + self.transfer_K
+
+    @property
+    def boundary_K(self) -> FloatArray:
+        """Boundary time ``d``."""
+        return self.reduce_K + self.tied_K + self.update_K + self.gather_K
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """What each candidate costs: steady and boundary seconds, and peak bytes of its most loaded device."""
+
+    steady_K: FloatArray
+    boundary_K: FloatArray
+    peak_K: FloatArray
+
+
+class StageCostModel:
+    """Seconds and bytes of stages of one network on one machine; keeps what it has computed.
+
+    Args:
+        spec: The network.
+        profile: How fast the machine is.
+        cluster: How many devices it has.
+    """
+
+    def __init__(self, spec: ModelSpec, profile: HardwareProfile, cluster: Cluster) -> None:
+        self.spec, self.profile, self.cluster = spec, profile, cluster
+        self.memory = MemoryModel(spec)
+        self._seconds: dict[float, RegionSeconds] = {}
+        self._tensors_C = np.array([0, *(len(tensors) for tensors in spec.boundaries), 0][: spec.num_layers + 1])
+
+    def region_seconds(self, rows: float) -> RegionSeconds:
+        """Seconds of every region at a number of rows."""
+        if rows not in self._seconds:
+            costs = self.memory.costs(rows)
+            self._seconds[rows] = region_seconds(self.spec, self.profile, self.cluster, costs, rows)
+        return self._seconds[rows]
+
+    def evaluate(self, slot: StageSlot, candidates: StageCandidates) -> StageCosts:
+        """Seconds and bytes of candidates for a slot."""
+        seconds = self.seconds(slot, candidates)
+        return StageCosts(
+            steady_K=seconds.steady_K,
+            boundary_K=seconds.boundary_K,
+            peak_K=self.memory.peaks(slot, candidates),
+        )
+
+    def seconds(self, slot: StageSlot, candidates: StageCandidates) -> StageSeconds:
+        """Seconds of candidates for a slot, by term."""
+        seconds = self.region_seconds(slot.rows)
+        low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
+        forward_sum, backward_sum = _prefix(seconds.forward_R), _prefix(seconds.backward_R)
+        first_K = candidates.start_K + 1
+        backward_K = backward_sum[high_K] - backward_sum[low_K]
+        reduce_K, tied_K, update_K, gather_K = self._boundary(slot, candidates, backward_K)
+        return StageSeconds(
+            forward_K=forward_sum[high_K] - forward_sum[low_K],
+            backward_K=backward_K,
+            recompute_K=forward_sum[first_K + candidates.checkpointed_K] - forward_sum[first_K],
+            transfer_K=self._transfers(slot, candidates),
+            reduce_K=reduce_K,
+            tied_K=tied_K,
+            update_K=update_K,
+            gather_K=gather_K,
+        )
+
+    def _transfers(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
+        """Receiving the input, and the gradient of the output."""
+        total_K = np.zeros(len(candidates))
+        if slot.num_stages == 1:
+            return total_K
+        costs = self.memory.costs(slot.rows)
+        nodes = 1 if slot.num_stages <= self.cluster.devices_per_node else 2
+        for payload_C, cut_K in (
+            (costs.boundary_C, candidates.start_K),
+            (costs.gradient_boundary_C, candidates.end_K),
+        ):
+            bare_C = collective_seconds(self.profile, "send_recv", 2, nodes, payload_C)
+            # Every live tensor is a message of its own.
+            more_C = np.maximum(self._tensors_C - 1, 0) * collective_seconds(self.profile, "send_recv", 2, nodes, 1.0)
+            total_K += np.where(payload_C > 0, bare_C + more_C, 0.0)[cut_K]
+        return total_K
+
+    def _boundary(
+        self, slot: StageSlot, candidates: StageCandidates, backward_K: FloatArray
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """Seconds of reduction, tied gradients, update and gathering."""
+        held, degree = self.memory.held(candidates), slot.data_parallel_degree
+        sharded_K = (candidates.zero_stage_K > 0) & (degree > 1)
+        owned_K = held.trained_K
+        reduce_K, gather_K = np.zeros(len(candidates)), np.zeros(len(candidates))
+        if degree > 1:
+            owned_K = np.where(sharded_K, self.memory.largest_share(candidates, degree), held.trained_K)
+            # A replica of the pipeline is contiguous, so the ranks of one stage spread over all nodes.
+            nodes = min(self.cluster.num_nodes, degree)
+            whole_K = self._bucketed("all_reduce", degree, nodes, held.trained_K)
+            owners_K = self._bucketed("reduce", degree, nodes, held.trained_K, messages=degree)
+            reduce_K = self._exposed(np.where(sharded_K, owners_K, whole_K), held.trained_K, backward_K)
+            given_K = self._bucketed("broadcast", degree, nodes, held.trained_K, messages=degree)
+            gather_K = np.where(sharded_K, given_K, 0.0)
+        tied_K = np.zeros(len(candidates))
+        if slot.num_stages > 1:
+            nodes = 1 if slot.num_stages <= self.cluster.devices_per_node else 2
+            tied_K = collective_seconds(self.profile, "all_reduce", 2, nodes, held.shared_K)
+        return reduce_K, tied_K, self._update(held.trained_K, owned_K, held.count_K), gather_K
+
+    def _bucketed(
+        self, operation: str, degree: int, nodes: int, payload_K: FloatArray, messages: int = 1
+    ) -> FloatArray:
+        """A collective over flat buckets: at least ``messages`` of them."""
+        bare_K = collective_seconds(self.profile, operation, degree, nodes, payload_K)
+        latency = float(collective_seconds(self.profile, operation, degree, nodes, np.array(1.0)))
+        calls_K = np.maximum(messages, np.ceil(payload_K / BUCKET_BYTES))
+        result_K: FloatArray = bare_K + np.where(payload_K > 0, (calls_K - 1) * latency, 0.0)
+        return result_K
+
+    def _exposed(self, reduce_K: FloatArray, payload_K: FloatArray, backward_K: FloatArray) -> FloatArray:
+        """What of a reduction does not hide in the last backward: on a device at least its last bucket."""
+        if self.cluster.device.kind != "cuda":
+            return reduce_K
+        last_K = reduce_K * np.minimum(1.0, BUCKET_BYTES / np.maximum(payload_K, 1.0))
+        return np.maximum(reduce_K - backward_K, last_K)
+
+    def _update(self, gradients_K: FloatArray, owned_K: FloatArray, count_K: FloatArray) -> FloatArray:
+        """The optimizer's step over the owned parameters, and the passes over gradients before it."""
+        optimizer = self.spec.optimizer
+        moved_K = optimizer.step_moved_bytes_per_parameter_byte * owned_K + 2 * GRADIENT_PASSES * gradients_K
+        # Only the loop implementations have temporaries of the size of one parameter.
+        is_loop = optimizer.step_peak_bytes_per_largest > 0
+        share_K = owned_K / np.maximum(gradients_K, 1.0)
+        operators_K = OPERATORS_PER_PARAMETER * (count_K * share_K if is_loop else np.minimum(count_K, 1.0))
+        busy_K = moved_K / self.profile.memory_bytes_per_second
+        launch_K = operators_K * self.profile.operator_seconds
+        result_K: FloatArray = np.maximum(busy_K, launch_K) if self.cluster.device.kind == "cuda" else busy_K + launch_K
+        return result_K
+
+
+def _prefix(values_R: FloatArray) -> FloatArray:
+    return np.concatenate([[0.0], np.cumsum(values_R)])

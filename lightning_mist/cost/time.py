@@ -1,0 +1,192 @@
+"""Seconds of computation and of communication, from measurements where there are any and from rates otherwise.
+
+Array axes
+    R  regions in execution order: the head, every layer, the tail
+    K  payloads
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.regions import RegionCosts, regions_of
+from lightning_mist.errors import ProfileError
+from lightning_mist.hardware import Cluster, CollectiveCost, HardwareProfile
+from lightning_mist.model.spec import LayerSeconds, ModelSpec
+
+TimeSource = Literal["measured", "extrapolated", "rates"]
+"""Whether seconds lie between measured ones, beyond them, or come from FLOPs, bytes and launches."""
+
+_COMPUTE_DTYPES = {"bf16": "bfloat16", "16": "float16", "64": "float64", "32": "float32", "transformer": "bfloat16"}
+"""Element type of matrix products by the first part of Lightning's precision names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionSeconds:
+    """Seconds of every region at one number of rows, and where they come from (the least certain one)."""
+
+    forward_R: FloatArray
+    backward_R: FloatArray
+    source: TimeSource
+
+
+def region_seconds(
+    spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, costs: RegionCosts, rows: float
+) -> RegionSeconds:
+    """Seconds of one forward and one backward (without recomputation) of every region.
+
+    Args:
+        spec: The network, perhaps with measured seconds of its kinds of layers.
+        profile: The machine.
+        cluster: Tells whether operators queue on a device or run one after another.
+        costs: FLOPs and bytes of every region at ``rows`` rows.
+        rows: Microbatch rows.
+
+    Raises:
+        ProfileError: If a kind was not measured and the profile lacks the rate of the computation's element type.
+    """
+    measured = {seconds.kind: seconds for seconds in spec.seconds}
+    regions = regions_of(spec)
+    forward_R, backward_R = np.zeros(len(regions)), np.zeros(len(regions))
+    sources: set[TimeSource] = set()
+    for index, region in enumerate(regions):
+        if region.kind in measured:
+            seconds = measured[region.kind]
+            forward_R[index] = interpolate(seconds.rows, seconds.forward, rows)
+            backward_R[index] = interpolate(seconds.rows, seconds.backward, rows)
+            sources.add(_source(seconds, rows))
+            continue
+        for target_R, flops, moved, operators in (
+            (forward_R, costs.forward_flops_R[index], costs.forward_moved_R[index], region.forward_operators),
+            (backward_R, costs.backward_flops_R[index], costs.backward_moved_R[index], region.backward_operators),
+        ):
+            target_R[index] = _roofline(spec, profile, cluster, flops=flops, moved=moved, operators=operators)
+        if region.forward_operators:
+            sources.add("rates")
+    order: tuple[TimeSource, ...] = ("rates", "extrapolated", "measured")
+    worst: TimeSource = next((source for source in order if source in sources), "measured")
+    return RegionSeconds(forward_R=forward_R, backward_R=backward_R, source=worst)
+
+
+def _source(seconds: LayerSeconds, rows: float) -> TimeSource:
+    return "measured" if seconds.rows[0] <= rows <= seconds.rows[-1] else "extrapolated"
+
+
+def interpolate(rows: Sequence[int], seconds: Sequence[float], wanted: float) -> float:
+    """Seconds at a number of rows.
+
+    Linear between measured sizes. Above the largest, proportional to it. Below the smallest, the smallest's: what a
+    layer costs however few its rows are does not shrink with them.
+
+    Args:
+        rows: Measured sizes, ascending.
+        seconds: Seconds at each.
+        wanted: The size asked for.
+    """
+    if wanted > rows[-1]:
+        return float(seconds[-1] * wanted / rows[-1])
+    return float(np.interp(wanted, rows, seconds))
+
+
+def compute_dtype(precision: str) -> str:
+    """Element type in which a Lightning precision multiplies matrices, for example ``"bfloat16"``.
+
+    Raises:
+        ValueError: If the precision is not one of Lightning's.
+    """
+    name = precision.split("-", maxsplit=1)[0]
+    if name not in _COMPUTE_DTYPES:
+        raise ValueError(
+            f"precision {precision!r}: the element type it computes in is known for names that begin with "
+            f"{', '.join(_COMPUTE_DTYPES)}"
+        )
+    return _COMPUTE_DTYPES[name]
+
+
+def _roofline(
+    spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, *, flops: float, moved: float, operators: int
+) -> float:
+    """Seconds of some operators from their FLOPs, bytes and number.
+
+    Operators run one after another, so computing and moving bytes add up. On a device the host launches ahead, so the
+    slower of launching and executing counts; on a CPU launching is part of executing.
+    """
+    if operators == 0:
+        return 0.0
+    busy = moved / profile.memory_bytes_per_second
+    if flops > 0:
+        # The mean size is below that of the matrix products, which dominate, so the rate is rather too low.
+        busy += flops / compute_rate(profile, compute_dtype(spec.precision), flops / operators)
+    launches = operators * profile.operator_seconds
+    return max(busy, launches) if cluster.device.kind == "cuda" else busy + launches
+
+
+def compute_rate(profile: HardwareProfile, dtype: str, flops: float) -> float:
+    """FLOP/s of matrix products of a size, interpolated in its logarithm.
+
+    Raises:
+        ProfileError: If the profile has no rate for the element type.
+    """
+    for rate in profile.compute:
+        if rate.dtype == dtype:
+            return float(np.interp(np.log(max(flops, 1.0)), np.log(rate.flops), rate.flops_per_second))
+    known = ", ".join(rate.dtype for rate in profile.compute) or "nothing"
+    raise ProfileError(
+        f"the profile of {profile.device} has no rate for {dtype}, which this precision computes in; it has {known}: "
+        f"measure it for {dtype}, or use a precision that it has"
+    )
+
+
+def collective_seconds(
+    profile: HardwareProfile, operation: str, group_size: int, num_nodes: int, payload_K: npt.ArrayLike, calls: int = 1
+) -> FloatArray:
+    """Seconds of a collective.
+
+    Args:
+        profile: The machine.
+        operation: A name of :class:`CollectiveCost`. ``"reduce"`` takes what ``"broadcast"`` takes: it is the same tree
+            run backwards.
+        group_size: Number of ranks.
+        num_nodes: Number of nodes they span.
+        payload_K: Bytes of the whole un-sharded tensors.
+        calls: Number of messages that they travel in.
+
+    Raises:
+        ProfileError: If the profile does not have the operation.
+    """
+    payload = np.asarray(payload_K, dtype=np.float64)
+    if group_size < 2:
+        return np.zeros_like(payload)
+    cost = _nearest(profile, "broadcast" if operation == "reduce" else operation, group_size, num_nodes)
+    # Other group sizes: a ring passes (n - 1) messages per rank, and moves (n - 1) / n of the payload over each link.
+    steps = (group_size - 1) / (cost.group_size - 1)
+    share = steps * cost.group_size / group_size
+    if operation == "send_recv":
+        steps = share = 1.0
+    used = np.where(payload > 0, calls * cost.latency_seconds * steps, 0.0)
+    result: FloatArray = used + payload * share / cost.bytes_per_second
+    return result
+
+
+def _nearest(profile: HardwareProfile, operation: str, group_size: int, num_nodes: int) -> CollectiveCost:
+    """The measured collective of the closest number of nodes, then of the closest group size."""
+    found = [cost for cost in profile.collectives if cost.operation == operation and cost.group_size > 1]
+    if not found:
+        known = ", ".join(sorted({cost.operation for cost in profile.collectives})) or "nothing"
+        raise ProfileError(
+            f"the profile of {profile.device} has no {operation} among {group_size} devices; it has {known}: "
+            "measure the machine with all the devices that will train"
+        )
+
+    def distance(cost: CollectiveCost) -> tuple[float, float, int]:
+        return (
+            abs(np.log(cost.num_nodes / num_nodes)),
+            abs(np.log(cost.group_size / group_size)),
+            -cost.group_size,
+        )
+
+    return min(found, key=distance)

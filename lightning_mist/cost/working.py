@@ -1,0 +1,180 @@
+"""The largest number of bytes that one microbatch needs inside a stage, for any stage, in a few table look-ups.
+
+Array axes
+    L  layers
+    S  layer positions ``0 .. L``: where a run of layers starts (first axis) or ends (second axis)
+    K  candidate stages
+
+A stage of layers ``[start, end)`` with its first ``c`` layers checkpointed is a run of checkpointed layers
+``[start, start + c)`` and a run of plain ones ``[start + c, end)``. With prefix sums of what either kind of layer
+saves, what is alive in layer ``k`` is the prefix sum at ``k`` plus the peak of ``k`` minus the prefix sum at the start
+of its run. So the maximum over a run is the maximum of a fixed array over a range: a table.
+
+A first backward makes the gradients on its way from the last layer to the first: with ``P`` the prefix sum of the
+layers' gradient bytes, those of the layers above ``k`` exist when the backward of ``k`` begins.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.regions import RegionCosts
+
+
+def range_maxima(values_L: FloatArray) -> FloatArray:
+    """Table of shape ``(L + 1, L + 1)``: entry ``[i, j]`` is the largest of ``values[i:j]``, -inf if there is none."""
+    count = len(values_L)
+    table_SS = np.full((count + 1, count + 1), -np.inf)
+    for start in range(count):
+        np.maximum.accumulate(values_L[start:], out=table_SS[start, start + 1 :])
+    return table_SS
+
+
+def _prefix(values_L: FloatArray) -> FloatArray:
+    return np.concatenate([[0.0], np.cumsum(values_L)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRuns:
+    """Candidate stages as runs of layers.
+
+    Attributes:
+        start_K: First layer.
+        middle_K: First layer that is not checkpointed.
+        end_K: One past the last layer.
+        is_first_K: Whether the head belongs to it.
+        is_last_K: Whether the tail belongs to it.
+        gradient_bytes_K: Bytes of all its gradients.
+        head_gradient_bytes_K: Of these, what only its head uses.
+        tail_gradient_bytes_K: Of these, what its tail uses.
+        held_gradient_K: Bytes of the gradient that came from the next stage. In the last layer it stands where the
+            layer's output was; below that layer it is kept beside everything else.
+    """
+
+    start_K: IntArray
+    middle_K: IntArray
+    end_K: IntArray
+    is_first_K: BoolArray
+    is_last_K: BoolArray
+    gradient_bytes_K: FloatArray
+    head_gradient_bytes_K: FloatArray
+    tail_gradient_bytes_K: FloatArray
+    held_gradient_K: FloatArray
+
+
+class WorkingSets:
+    """Range tables of a network at one number of rows.
+
+    Args:
+        costs: What every region costs.
+        single_R: Trained bytes of the parameters that exactly one region uses, by region.
+    """
+
+    def __init__(self, costs: RegionCosts, single_R: FloatArray) -> None:
+        self._costs = costs
+        layers = slice(1, -1)
+        saved_L, kept_L = costs.saved_R[layers], costs.checkpointed_saved_R[layers]
+        self._saved_S, self._kept_S = _prefix(saved_L), _prefix(kept_L)
+        self._made_S = _prefix(single_R[layers])
+        before_saved_L, before_kept_L = self._saved_S[:-1], self._kept_S[:-1]
+        after_saved_L, after_kept_L, made_L = self._saved_S[1:], self._kept_S[1:], self._made_S[1:]
+        # A recomputed layer keeps less in its forward than a plain one; its plain peak is an upper bound.
+        self._forward_SS = range_maxima(before_saved_L + costs.forward_peak_R[layers])
+        self._forward_kept_SS = range_maxima(before_kept_L + costs.forward_peak_R[layers])
+        self._backward_SS = range_maxima(after_saved_L + costs.backward_peak_R[layers])
+        self._backward_kept_SS = range_maxima(after_kept_L + costs.recompute_backward_peak_R[layers])
+        self._first_SS = range_maxima(after_saved_L + costs.first_backward_peak_R[layers] - made_L)
+        self._first_kept_SS = range_maxima(after_kept_L + costs.first_recompute_backward_peak_R[layers] - made_L)
+        # After the backward of layer k its saved bytes are gone; gradients of layers below it do not count.
+        before_made_L = self._made_S[:-1]
+        self._ended = tuple(
+            (range_maxima(before_kept_L - times * before_made_L), range_maxima(before_saved_L - times * before_made_L))
+            for times in (0, 1, 2)
+        )
+
+    def saved(self, runs: StageRuns) -> FloatArray:
+        """Bytes that one microbatch leaves behind between its forward and its backward."""
+        return self._before_tail(runs) + np.where(runs.is_last_K, self._costs.saved_R[-1], 0.0)
+
+    def _head(self, runs: StageRuns) -> FloatArray:
+        # Stages behind the first run the head's parameter-free part too.
+        return np.where(runs.is_first_K, self._costs.saved_R[0], self._costs.shared_saved_bytes)
+
+    def _kept(self, runs: StageRuns) -> FloatArray:
+        return self._kept_S[runs.middle_K] - self._kept_S[runs.start_K]
+
+    def _before_tail(self, runs: StageRuns) -> FloatArray:
+        plain_K = self._saved_S[runs.end_K] - self._saved_S[runs.middle_K]
+        return self._head(runs) + self._kept(runs) + plain_K
+
+    def _over_runs(self, runs: StageRuns, end_K: IntArray, kept_SS: FloatArray, plain_SS: FloatArray) -> FloatArray:
+        """The maximum over the layers of both runs that lie before ``end``."""
+        middle_K = np.minimum(runs.middle_K, end_K)
+        kept_bytes_K = self._kept_S[middle_K] - self._kept_S[runs.start_K]
+        kept_K = kept_SS[runs.start_K, middle_K] - self._kept_S[runs.start_K]
+        plain_K = kept_bytes_K + plain_SS[middle_K, end_K] - self._saved_S[middle_K]
+        return self._head(runs) + np.maximum(kept_K, plain_K)
+
+    def _layers_backward(self, runs: StageRuns, kept_SS: FloatArray, plain_SS: FloatArray) -> FloatArray:
+        whole_K = self._over_runs(runs, runs.end_K, kept_SS, plain_SS)
+        below_K = np.maximum(runs.end_K - 1, runs.start_K)
+        return np.maximum(whole_K, self._over_runs(runs, below_K, kept_SS, plain_SS) + runs.held_gradient_K)
+
+    def forward(self, runs: StageRuns) -> FloatArray:
+        """Largest bytes alive in a forward, beyond what exists when it begins."""
+        layers_K = self._over_runs(runs, runs.end_K, self._forward_kept_SS, self._forward_SS)
+        head_K = np.where(runs.is_first_K, self._costs.forward_peak_R[0], -np.inf)
+        tail_K = np.where(runs.is_last_K, self._before_tail(runs) + self._costs.forward_peak_R[-1], -np.inf)
+        return np.maximum(layers_K, np.maximum(head_K, tail_K))
+
+    def backward(self, runs: StageRuns) -> FloatArray:
+        """Largest bytes alive in a backward with all gradients there, beyond these; its saved bytes included."""
+        layers_K = self._layers_backward(runs, self._backward_kept_SS, self._backward_SS)
+        head = self._costs.saved_R[0] + self._costs.backward_peak_R[0]
+        head_K = np.where(runs.is_first_K, head + runs.held_gradient_K, -np.inf)
+        tail_K = np.where(runs.is_last_K, self.saved(runs) + self._costs.backward_peak_R[-1], -np.inf)
+        return np.maximum(layers_K, np.maximum(head_K, tail_K))
+
+    def first_backward(self, runs: StageRuns) -> FloatArray:
+        """Largest bytes alive in the backward that makes the gradients, these and its saved bytes included."""
+        above_head_K = runs.gradient_bytes_K - runs.head_gradient_bytes_K
+        # Layer k finds all gradients but the head's and those of the layers from the first up to itself. Parameters
+        # that several parts use are made by the last of them; if that is no tail, assume the earliest time.
+        inner_K = self._layers_backward(runs, self._first_kept_SS, self._first_SS)
+        layers_K = inner_K + above_head_K + self._made_S[runs.start_K]
+        head = self._costs.saved_R[0] + self._costs.first_backward_peak_R[0]
+        head_K = np.where(runs.is_first_K, head + above_head_K + runs.held_gradient_K, -np.inf)
+        tail_K = self.saved(runs) + self._before_tail_gradients(runs) + self._costs.first_backward_peak_R[-1]
+        return np.maximum(layers_K, np.maximum(head_K, np.where(runs.is_last_K, tail_K, -np.inf)))
+
+    def _before_tail_gradients(self, runs: StageRuns) -> FloatArray:
+        """Gradients that exist before the tail's backward, by the assumption above."""
+        layers_K = self._made_S[runs.end_K] - self._made_S[runs.start_K]
+        return runs.gradient_bytes_K - runs.head_gradient_bytes_K - layers_K - runs.tail_gradient_bytes_K
+
+    def bucket(self, runs: StageRuns, bucket_K: FloatArray, *, progressive: bool) -> FloatArray:
+        """Largest bytes alive when a bucket of gradients is filled in the last backward, gradients included.
+
+        A bucket is a copy of gradients that are final, filled when the backward of a part has ended: it holds at most
+        its capacity, and at most what the parts from there on have. The smaller of both maxima is a bound.
+
+        Args:
+            runs: The stages.
+            bucket_K: Bytes of the largest bucket.
+            progressive: Whether the last backward is also the first, so that gradients appear in it.
+        """
+        final_K = runs.gradient_bytes_K - runs.head_gradient_bytes_K + self._made_S[runs.start_K]
+        full_K, none_K, once_K, twice_K = (
+            runs.gradient_bytes_K,
+            *(self._over_runs(runs, runs.end_K, kept_SS, plain_SS) for kept_SS, plain_SS in self._ended),
+        )
+        if progressive:
+            layers_K = np.minimum(once_K + final_K + bucket_K, twice_K + 2 * final_K)
+            tail_gradients_K = self._before_tail_gradients(runs) + runs.tail_gradient_bytes_K
+        else:
+            layers_K = full_K + np.minimum(none_K + bucket_K, once_K + final_K)
+            tail_gradients_K = full_K
+        tail_K = self._before_tail(runs) + tail_gradients_K + np.minimum(bucket_K, runs.tail_gradient_bytes_K)
+        ends_K = np.maximum(full_K + bucket_K, np.where(runs.is_last_K, tail_K, -np.inf))
+        return np.maximum(layers_K, ends_K)

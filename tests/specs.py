@@ -1,0 +1,170 @@
+"""Small synthetic networks and machines for the cost model and the tuner."""
+
+import sympy
+
+from lightning_mist.hardware import Cluster, CollectiveCost, ComputeRate, Device, HardwareProfile
+from lightning_mist.model.spec import LayerSeconds, LayerSpec, ModelSpec, OptimizerSpec, ParameterSpec, TensorSpec
+from lightning_mist.model.symbols import MICROBATCH as b
+from lightning_mist.plan import Exclusion, ModuleMap, ParameterUse
+
+ADAMW = OptimizerSpec(
+    name="AdamW",
+    state_bytes_per_parameter_byte=2.0,
+    step_peak_bytes_per_parameter_byte=0.0,
+    step_peak_bytes_per_largest=1.0,
+    step_moved_bytes_per_parameter_byte=9.0,
+)
+
+
+def layer(kind="Block", *, width=1000, flops=1e8, operators=20, gradients=0, fixed=0, example="block"):
+    """A layer whose bytes are multiples of ``width`` per row: saves 10, hands on 1."""
+    whole = lambda factor: sympy.Integer(factor) * width * b + sympy.Integer(fixed)  # noqa: E731
+    return LayerSpec(
+        kind=kind,
+        example=example,
+        forward_flops=sympy.Integer(int(flops)) * b,
+        backward_flops=sympy.Integer(int(2 * flops)) * b,
+        forward_moved_bytes=whole(30),
+        backward_moved_bytes=whole(60),
+        forward_operators=operators,
+        backward_operators=2 * operators,
+        saved_bytes=whole(10),
+        checkpointed_saved_bytes=whole(1),
+        forward_peak_bytes=whole(12),
+        backward_peak_bytes=whole(3) + gradients // 2,
+        first_backward_peak_bytes=whole(2) + gradients,
+        recompute_backward_peak_bytes=whole(12) + gradients // 2,
+        first_recompute_backward_peak_bytes=whole(11) + gradients,
+    )
+
+
+def spec(
+    layers=6,
+    *,
+    kinds=None,
+    widths=(1000,),
+    parameter_bytes=40_000,
+    edge_bytes=80_000,
+    tied=False,
+    exclusions=(),
+    measured=False,
+    optimizer=ADAMW,
+    precision="32-true",
+):
+    """A network of ``layers`` blocks with one matrix and one bias each, an embedding and a projection.
+
+    Args:
+        layers: Number of blocks.
+        kinds: Kind of each block; all 0 by default.
+        widths: Bytes handed on per row, by kind.
+        parameter_bytes: Bytes of a block's matrix, times 1 + its kind; its bias has a hundredth.
+        edge_bytes: Bytes of the embedding and of the projection.
+        tied: Whether projection and embedding are one parameter.
+        exclusions: Features that are ruled out, as ``(feature, reason)``.
+        measured: Whether the kinds have measured seconds.
+        optimizer: The optimizer.
+        precision: Lightning's name.
+    """
+    kinds = tuple(kinds) if kinds is not None else (0,) * layers
+    blocks = tuple(f"blocks.{index}" for index in range(layers))
+    uses, parameters = [], []
+
+    def add(name, size, slots):
+        uses.append(ParameterUse(name=name, slots=slots, shape=(size // 4,), dtype="float32", requires_grad=True))
+        parameters.append(ParameterSpec(name=name, numel=size // 4, bytes=size, trainable=True))
+
+    embedding = (("wte", "weight", (-1,)),)
+    add("wte.weight", edge_bytes, (*embedding, ("head", "weight", (layers - 1,))) if tied else embedding)
+    for index, block in enumerate(blocks):
+        size = parameter_bytes * (1 + kinds[index])
+        add(f"{block}.weight", size, ((block, "weight", (index,)),))
+        add(f"{block}.bias", size // 100, ((block, "bias", (index,)),))
+    if not tied:
+        add("head.weight", edge_bytes, (("head", "weight", (layers - 1,)),))
+    specs = tuple(
+        layer(f"Block{kind}", width=width, flops=1e8 * (1 + kind), gradients=int(parameter_bytes * (1 + kind) * 1.01))
+        for kind, width in enumerate(widths)
+    )
+    crossing = tuple(
+        (
+            TensorSpec(
+                shape=(b, sympy.Integer(widths[kinds[cut]] // 4)),
+                dtype="float32",
+                itemsize=4,
+                requires_grad=True,
+                batch_dim=0,
+            ),
+        )
+        for cut in range(layers - 1)
+    )
+    seconds = tuple(
+        LayerSeconds(kind=kind, rows=(1, 2, 4), forward=(f, 2 * f, 3 * f), backward=(2 * f, 3 * f, 6 * f), spread=0.0)
+        for kind, f in [
+            ("head", 1e-4),
+            ("tail", 3e-4),
+            *((item.kind, 1e-3 * (1 + index)) for index, item in enumerate(specs)),
+        ]
+    )
+    return ModelSpec(
+        name="synthetic",
+        module_map=ModuleMap(
+            step="training_step",
+            blocks=blocks,
+            outputs=(),
+            cuts=(),
+            parameters=tuple(uses),
+            exclusions=tuple(Exclusion(feature=feature, reason=reason) for feature, reason in exclusions),
+            batch_rows=4,
+        ),
+        head=layer("head", width=100, flops=1e6, operators=3, gradients=edge_bytes, example=""),
+        layers=specs if layers else (),
+        kinds=kinds,
+        tail=layer("tail", width=400, flops=5e7, operators=5, gradients=edge_bytes, example=""),
+        boundaries=crossing,
+        parameters=tuple(parameters),
+        buffer_bytes=64,
+        batch_bytes=16 * b,
+        batch_rows=4,
+        sequence_length=None,
+        optimizer=optimizer,
+        precision=precision,
+        seconds=seconds if measured else (),
+    )
+
+
+def cluster(devices=4, *, nodes=1, memory=10**9, kind="cpu"):
+    """Equal devices on equal nodes."""
+    return Cluster(
+        num_nodes=nodes,
+        devices_per_node=devices // nodes,
+        device=Device(name="test", memory_bytes=memory, kind=kind),
+    )
+
+
+def profile(*, flops_per_second=1e10, bytes_per_second=1e9, link=1e8, latency=1e-4):
+    """A machine with every collective in pairs."""
+    return HardwareProfile(
+        device="test",
+        source="made up",
+        compute=(
+            ComputeRate(
+                dtype="float32",
+                flops=(1e6, 1e9),
+                flops_per_second=(flops_per_second / 2, flops_per_second),
+                spread=0.0,
+            ),
+        ),
+        memory_bytes_per_second=bytes_per_second,
+        operator_seconds=1e-6,
+        collectives=tuple(
+            CollectiveCost(
+                operation=operation,
+                group_size=2,
+                num_nodes=1,
+                latency_seconds=latency,
+                bytes_per_second=link,
+                spread=0.0,
+            )
+            for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
+        ),
+    )
