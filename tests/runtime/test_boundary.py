@@ -62,7 +62,7 @@ def test_graph_end_of_a_leaf_accumulates_in_it():
 def test_an_abandoned_graph_end_frees_its_graph():
     class Saved:
         def __init__(self, tensor):
-            self.tensor = tensor
+            self.tensor = tensor.detach()
 
     kept = []
 

@@ -1,0 +1,193 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
+from lightning_mist.runtime.mesh import make_mesh
+from lightning_mist.runtime.optimizer import (
+    clip_by_norm,
+    clip_by_value,
+    full_optimizer_state,
+    gather_optimizer_state,
+    global_grad_norm,
+    load_full_optimizer_state,
+    local_optimizer_state,
+    restrict_optimizer,
+)
+from tests.runtime.test_mesh import make_map, make_plan
+
+OPTIMIZERS = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+    "adamw loop": lambda groups: torch.optim.AdamW(groups, lr=1e-2, foreach=False, amsgrad=True),
+    "adamw fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-2, momentum=0.5),
+}
+
+
+def _module():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 30), nn.LayerNorm(30), nn.Linear(30, 4))
+
+
+def _groups(module):
+    parameters = list(module.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def _step(module, optimizer, seed):
+    x = torch.randn(6, 20, generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    module(x).square().mean().backward()
+    optimizer.step()
+
+
+def _assert_equal(a, b):
+    assert a["param_groups"] == b["param_groups"]
+    assert a["state"].keys() == b["state"].keys()
+    for number, entry in a["state"].items():
+        assert entry.keys() == b["state"][number].keys()
+        for key, value in entry.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(b["state"][number][key])), (number, key)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_pieces_is_the_state_of_the_whole(name):
+    whole = _module()
+    optimizer = OPTIMIZERS[name](_groups(whole))
+    modules = [copy.deepcopy(whole) for _ in range(3)]
+    cuts = []
+    for index, module in enumerate(modules):
+        part = OPTIMIZERS[name](_groups(module))
+        # Rank 2 owns nothing of the second group: only matrices.
+        owned = [p for i, p in enumerate(module.parameters()) if (2 if i == 0 else i % 2) == index]
+        cuts.append(restrict_optimizer(part, owned))
+    for seed in range(3):
+        _step(whole, optimizer, seed)
+        for module, cut in zip(modules, cuts, strict=True):
+            _step(module, cut.optimizer, seed)
+        _share(modules)
+    full = full_optimizer_state(cuts[0], [local_optimizer_state(cut) for cut in cuts])
+    _assert_equal(full, optimizer.state_dict())
+    world = InMemoryWorld(3)
+    gathered = drive(
+        [gather_optimizer_state(cut, t, destination=1) for cut, t in zip(cuts, world.transports, strict=True)]
+    )
+    assert gathered[0] is gathered[2] is None
+    _assert_equal(gathered[1], optimizer.state_dict())
+
+
+def _share(modules):
+    """After each step every rank has what the owners updated."""
+    with torch.no_grad():
+        for i, copies in enumerate(zip(*(module.parameters() for module in modules), strict=True)):
+            owner = 2 if i == 0 else i % 2
+            for parameter in copies:
+                parameter.copy_(copies[owner])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_piece_continues_from_the_state_of_the_whole(name):
+    whole = _module()
+    optimizer = OPTIMIZERS[name](_groups(whole))
+    _step(whole, optimizer, 0)
+    piece = copy.deepcopy(whole)
+    part = OPTIMIZERS[name](_groups(piece))
+    owned = list(piece.parameters())[::2]
+    cut = restrict_optimizer(part, owned)
+    load_full_optimizer_state(cut, copy.deepcopy(optimizer.state_dict()))
+    assert set(part.state) == set(owned)
+    _step(whole, optimizer, 1)
+    _step(piece, part, 1)
+    for i, (p, q) in enumerate(zip(whole.parameters(), piece.parameters(), strict=True)):
+        assert torch.equal(p, q) == (i % 2 == 0)
+
+
+def test_restricting_keeps_groups_for_schedulers_and_can_be_undone():
+    module = _module()
+    optimizer = OPTIMIZERS["adamw"](_groups(module))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    _step(module, optimizer, 0)
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    lists = [group["params"] for group in optimizer.param_groups]
+    owned = list(module.parameters())[:1]
+    cut = restrict_optimizer(optimizer, owned)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
+    assert list(optimizer.state) == owned
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5e-2
+    cut.restore()
+    for group, parameters, same in zip(optimizer.param_groups, before, lists, strict=True):
+        assert group["params"] is same
+        assert all(p is q for p, q in zip(group["params"], parameters, strict=True))
+
+
+def test_names_of_parameters_are_cut_and_restored():
+    module = _module()
+    optimizer = torch.optim.SGD(module.named_parameters(), lr=0.1, momentum=0.9)
+    whole = [name for name, _ in module.named_parameters()]
+    cut = restrict_optimizer(optimizer, [module[1].weight])
+    assert optimizer.param_groups[0]["param_names"] == ["1.weight"]
+    full = full_optimizer_state(cut, [])
+    assert full["param_groups"][0]["param_names"] == whole
+    load_full_optimizer_state(cut, full)
+    assert optimizer.param_groups[0]["param_names"] == ["1.weight"]
+    cut.restore()
+    assert optimizer.param_groups[0]["param_names"] == whole
+
+
+def test_state_of_another_layout_is_refused():
+    module = _module()
+    cut = restrict_optimizer(OPTIMIZERS["adamw"](_groups(module)), [module[0].weight])
+    with pytest.raises(ValueError, match=r"groups of \[8\] parameters, this one of \[3, 5\]"):
+        load_full_optimizer_state(cut, OPTIMIZERS["adamw"](module.parameters()).state_dict())
+
+
+SHAPES = {"w0": (10, 1), "w1": (10, 2), "tied": (7,), "frozen": (99,), "unused": (3,)}
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_is_that_of_a_single_process_to_the_bit(norm_type, zero, dtype):
+    plan, module_map = make_plan([2, 3], zero=zero, num_microbatches=5), make_map(2, tied=(0, 1))
+    gradients = {
+        name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items() if name not in ("frozen", "unused")
+    }
+    order = ["tied", "w1", "w0", "unused"]
+    expected = torch.nn.utils.get_total_norm([gradients[n] for n in order if n in gradients], norm_type)
+    world = InMemoryWorld(plan.world_size)
+    runs = []
+    for rank, transport in enumerate(world.transports):
+        mesh = make_mesh(plan, rank, module_map)
+        parameters = {n: nn.Parameter(torch.zeros(shape, dtype=dtype)) for n, shape in SHAPES.items()}
+        for item in mesh.owned:
+            if item.name in gradients:
+                parameters[item.name].grad = gradients[item.name].clone()
+        runs.append(global_grad_norm(mesh, parameters, transport, names=order, norm_type=norm_type))
+    for total in drive(runs):
+        assert total.dtype is expected.dtype
+        assert torch.equal(total, expected)
+
+
+def test_norm_without_any_gradient_is_zero():
+    mesh = make_mesh(make_plan([1]), 0, make_map(1))
+    parameters = {n: nn.Parameter(torch.zeros(shape)) for n, shape in SHAPES.items()}
+    (total,) = drive([global_grad_norm(mesh, parameters, InMemoryWorld(1).transports[0])])
+    assert total.item() == 0.0
+
+
+def test_clipping():
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
+    parameters[0].grad = torch.tensor([3.0, 4.0, 0.0])
+    clip_by_norm(parameters, 2.5, torch.tensor(5.0))
+    torch.testing.assert_close(parameters[0].grad, torch.tensor([1.5, 2.0, 0.0]), rtol=1e-6, atol=0)
+    clip_by_value(parameters, 1.75)
+    torch.testing.assert_close(parameters[0].grad, torch.tensor([1.5, 1.75, 0.0]), rtol=1e-6, atol=0)
+    assert parameters[1].grad is None
