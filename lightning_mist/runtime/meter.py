@@ -1,0 +1,299 @@
+"""Measured bytes and seconds of a real run, beside the predicted ones.
+
+On a device the caching allocator counts bytes, and events take the time. A CPU has neither; there storages are counted
+when operators get or give them: a dispatch mode sees forward and backward operators, recomputation under checkpointing,
+the optimizer's step, and buffers of collectives. It counts what a model of memory can count, the bytes of storages;
+what an operator allocates and frees inside itself it does not see, nor what other threads run.
+
+The mode costs some ten microseconds per operator: measure bytes and seconds in different steps.
+"""
+
+import dataclasses
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+
+class MemoryMeter(Protocol):
+    """Counts bytes of tensors on one device while it is entered; may be entered again and again, not within itself."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest number of bytes alive while it was entered, since the last reset."""
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes alive."""
+
+    def observe(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that exist already: parameters, gradients, optimizer state, the batch."""
+
+    def reset(self) -> None:
+        """Forget the peak: from now on it is what is alive now."""
+
+    def __enter__(self) -> "MemoryMeter":
+        """Count from here on."""
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop counting."""
+
+
+def meter_memory(device: torch.device, tensors: Iterable[Tensor] = ()) -> MemoryMeter:
+    """The meter for a device: storages are counted on a CPU, the allocator is asked on a CUDA device.
+
+    Args:
+        device: Where the tensors to count are.
+        tensors: What exists already; see :func:`state_tensors`.
+
+    Returns:
+        The meter; enter it with ``with``.
+    """
+    meter: MemoryMeter = AllocatorMeter(device) if device.type == "cuda" else StorageMeter()
+    meter.observe(tensors)
+    return meter
+
+
+class AllocatorMeter:
+    """Bytes of a CUDA device's caching allocator; blocks are multiples of 512 bytes, and all tensors of it count."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peak = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """See :class:`MemoryMeter`."""
+        return self._peak
+
+    @property
+    def current_bytes(self) -> int:
+        """See :class:`MemoryMeter`."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def observe(self, tensors: Iterable[Tensor]) -> None:
+        """Nothing to do: the allocator knows them."""
+
+    def reset(self) -> None:
+        """See :class:`MemoryMeter`."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._peak = self.current_bytes
+
+    def __enter__(self) -> "AllocatorMeter":
+        # The allocator has one peak, which may stem from before; earlier peaks of this meter are kept here.
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))
+
+
+class _Alive(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that knows the address and the counted bytes of its storage."""
+
+    __slots__ = ("address", "size")
+
+    address: int
+    size: int
+
+
+class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of CPU storages that operators touch, each storage once however many tensors view it.
+
+    A storage leaves the count when it is freed, whoever held it. Its weak reference's callback only notes that, and the
+    count follows at the next operator: callbacks come at any moment and in any thread.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._alive: dict[int, _Alive] = {}
+        self._freed: deque[_Alive] = deque()
+        self._current = 0
+        self._peak = 0
+        self._resize: Any = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """See :class:`MemoryMeter`."""
+        return self._peak
+
+    @property
+    def current_bytes(self) -> int:
+        """See :class:`MemoryMeter`."""
+        self._settle()
+        return self._current
+
+    def observe(self, tensors: Iterable[Tensor]) -> None:
+        """See :class:`MemoryMeter`."""
+        self._settle()
+        for tensor in tensors:
+            self._count(tensor)
+        self._peak = max(self._peak, self._current)
+
+    def reset(self) -> None:
+        """See :class:`MemoryMeter`."""
+        self._peak = self.current_bytes
+
+    def __enter__(self) -> "StorageMeter":
+        """Count from here on."""
+        # Sharding frees and reallocates gathered storages in place, which no operator sees. Patched only while entered.
+        self._resize = torch.UntypedStorage.resize_
+        resize, meter = self._resize, self
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            meter._settle()
+            meter._count_storage(storage)
+            meter._peak = max(meter._peak, meter._current)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop counting; what is freed from here on is still noticed."""
+        try:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        finally:
+            torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, then count the storages it got and gave."""
+        result = func(*args, **(kwargs or {}))
+        self._settle()
+        for tensor in tensors_in((args, kwargs, result)):
+            self._count(tensor)
+        self._peak = max(self._peak, self._current)
+        return result
+
+    def _settle(self) -> None:
+        while self._freed:
+            reference = self._freed.popleft()
+            self._current -= reference.size
+            # The address may have been given to another storage in the meantime.
+            if self._alive.get(reference.address) is reference:
+                del self._alive[reference.address]
+
+    def _count(self, tensor: Tensor) -> None:
+        if is_traceable_wrapper_subclass(tensor):
+            for name in tensor.__tensor_flatten__()[0]:
+                self._count(getattr(tensor, name))
+            return
+        if tensor.layout is not torch.strided:
+            return
+        self._count_storage(tensor.untyped_storage())
+
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
+        # A fake tensor says it is on a CPU; its storage says it is not.
+        if storage.device.type != "cpu":
+            return
+        address, size = storage._cdata, storage.nbytes()
+        known = self._alive.get(address)
+        if known is not None and known() is not None:
+            self._current += size - known.size
+            known.size = size
+            return
+        reference = _Alive(storage, self._freed.append)
+        reference.address, reference.size = address, size
+        self._alive[address] = reference
+        self._current += size
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors inside nested mappings, sequences and dataclasses; what is in other objects is not seen."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def state_tensors(
+    module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), batch: Any = None
+) -> Iterator[Tensor]:
+    """What is in memory between steps: parameters, their gradients, buffers, optimizer state; and the batch."""
+    for parameter in module.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from module.buffers()
+    for optimizer in optimizers:
+        yield from tensors_in(list(optimizer.state.values()))
+    yield from tensors_in(batch)
+
+
+class StepClock(Protocol):
+    """Seconds of steps."""
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time what happens inside as one step."""
+        yield
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Seconds of each finished step; waits for the device."""
+
+
+def step_clock(device: torch.device) -> StepClock:
+    """The clock for a device: wall time on a CPU, events on a CUDA device's current stream."""
+    return EventClock(device) if device.type == "cuda" else WallClock()
+
+
+class WallClock:
+    """Wall time of steps that end when their last operator does."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """See :class:`StepClock`."""
+        start = time.perf_counter()
+        yield
+        self._seconds.append(time.perf_counter() - start)
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """See :class:`StepClock`."""
+        return tuple(self._seconds)
+
+
+class EventClock:
+    """Time between events on the current stream, so that measuring makes no step wait for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """See :class:`StepClock`."""
+        stream = torch.cuda.current_stream(self._device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record(stream)
+        yield
+        end.record(stream)
+        self._events.append((start, end))
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """See :class:`StepClock`."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        return tuple(start.elapsed_time(end) / 1000 for start, end in self._events)

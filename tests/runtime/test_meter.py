@@ -1,0 +1,225 @@
+"""Bytes against sums by hand, to the byte; seconds only for their number and order."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mist.runtime.meter import (
+    AllocatorMeter,
+    StorageMeter,
+    meter_memory,
+    state_tensors,
+    step_clock,
+    tensors_in,
+)
+
+ROWS, WIDTH, HIDDEN = 8, 16, 64
+X, H, W = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN, 4 * WIDTH * HIDDEN  # bytes: input rows, hidden rows, one weight
+
+
+def mlp() -> nn.Sequential:
+    """Two weights of W bytes; its forward keeps the hidden row before the activation and after."""
+    return nn.Sequential(nn.Linear(WIDTH, HIDDEN, bias=False), nn.GELU(), nn.Linear(HIDDEN, WIDTH, bias=False))
+
+
+def meter_of(*values: object) -> StorageMeter:
+    meter = StorageMeter()
+    meter.observe(tensors_in(values))
+    return meter
+
+
+def test_counts_what_exists_at_entry_once() -> None:
+    module, batch = mlp(), torch.randn(ROWS, WIDTH)
+    meter = StorageMeter()
+    meter.observe(state_tensors(module, batch={"x": [batch, batch[1:]], "y": (batch.T,)}))
+    assert meter.current_bytes == meter.peak_bytes == 2 * W + X
+
+
+def test_forward_without_gradients_keeps_one_operator_s_input_and_output() -> None:
+    module, batch = mlp(), torch.randn(ROWS, WIDTH)
+    meter = meter_of(list(module.parameters()), batch)
+    with meter, torch.no_grad():
+        out = module(batch)
+    assert meter.peak_bytes == 2 * W + X + 2 * H  # around the activation: what goes in, what comes out
+    assert meter.current_bytes == 2 * W + X + X
+    del out
+    assert meter.current_bytes == 2 * W + X
+
+
+def test_forward_keeps_what_backward_needs() -> None:
+    module, batch = mlp(), torch.randn(ROWS, WIDTH)
+    meter = meter_of(list(module.parameters()), batch)
+    with meter:
+        out = module(batch)
+    assert meter.current_bytes == 2 * W + X + (2 * H + X)
+    del out
+    gc.collect()
+    assert meter.current_bytes == 2 * W + X
+
+
+def test_backward_peak_and_gradients() -> None:
+    module, batch = mlp(), torch.randn(ROWS, WIDTH)
+    meter = meter_of(list(module.parameters()), batch)
+    with meter:
+        out = module(batch)
+        seed = torch.ones_like(out)
+        meter.reset()
+        before = meter.current_bytes
+        torch.autograd.backward([out], [seed])
+    assert before == 2 * W + X + 2 * H + 2 * X
+    # Nothing is freed before the second product's backward has made its weight's and its input's gradient: W + H. After
+    # it the activation's output H is free, the activation's backward makes an H: W + H again. After that its input and
+    # its output's gradient are free, and the first product's backward makes a W: 2 W + H - 2 H, which is less.
+    assert meter.peak_bytes == before + W + H
+    assert meter.current_bytes == 2 * W + X + 2 * W + 2 * X
+
+
+def test_optimizer_step() -> None:
+    module = mlp()
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=False, fused=False)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    meter = StorageMeter()
+    meter.observe(state_tensors(module, [optimizer]))
+    assert meter.current_bytes == 4 * W
+    with meter:
+        optimizer.step()
+    state = 2 * (2 * W + 4)  # two moments and a count of steps, for each weight
+    assert meter.current_bytes == 4 * W + state
+    # Each weight makes a square root and a denominator of its size, and the last one's denominator is freed only when
+    # the next one's takes its name.
+    assert meter.peak_bytes == 4 * W + state + 3 * W
+    again = StorageMeter()
+    again.observe(state_tensors(module, [optimizer]))
+    assert again.current_bytes == 4 * W + state
+
+
+def test_checkpointed_layer_keeps_its_input_only_and_its_recomputation_counts() -> None:
+    first, second, batch = mlp(), mlp(), torch.randn(ROWS, WIDTH, requires_grad=True)
+    base = 4 * W + X
+    meter = meter_of(list(first.parameters()), list(second.parameters()), batch)
+    with meter:
+        out = checkpoint(second, checkpoint(first, batch, use_reentrant=False), use_reentrant=False)
+        assert meter.current_bytes == base + 2 * X
+        seed = torch.ones_like(out)
+        meter.reset()
+        torch.autograd.backward([out], [seed])
+    # The second half of backward is the larger: the second layer's gradients exist, 2 W; the first layer's hidden rows
+    # are recomputed, 2 H (not its output: recomputation stops with the last saved tensor); then as without
+    # checkpointing, W + H. Of rows there are the output, its seed, and the gradient between the layers.
+    assert meter.peak_bytes == base + 2 * W + 2 * H + W + H + 3 * X
+    assert meter.current_bytes == base + 4 * W + 3 * X
+
+
+def test_views_and_in_place_operators_cost_nothing() -> None:
+    tensor = torch.zeros(4, 6)
+    meter = meter_of(tensor)
+    with meter:
+        views = [tensor.view(24), tensor.t(), tensor[1:], tensor.add_(1)]
+    assert meter.peak_bytes == 96
+    assert len(views) == 4
+
+
+def test_tensors_first_seen_as_an_operator_s_input_count() -> None:
+    left, right = torch.zeros(100), torch.zeros(100)
+    meter = meter_of(left)
+    with meter:
+        left.add_(right)
+    assert meter.current_bytes == 800
+
+
+def test_storage_resized_in_place_is_followed_and_the_method_put_back() -> None:
+    original = torch.UntypedStorage.resize_
+    tensor = torch.zeros(100)
+    meter = meter_of(tensor)
+    with meter:
+        tensor.untyped_storage().resize_(0)
+        assert meter.current_bytes == 0
+        tensor.untyped_storage().resize_(800)
+        assert meter.current_bytes == 800
+    assert meter.peak_bytes == 800
+    assert torch.UntypedStorage.resize_ is original
+
+
+def test_tensor_resized_by_an_operator_is_followed() -> None:
+    tensor = torch.zeros(10)
+    meter = meter_of(tensor)
+    with meter:
+        tensor.resize_(1000)
+    assert meter.current_bytes == 4000
+
+
+def test_a_failing_step_leaves_no_patch_and_no_mode() -> None:
+    original = torch.UntypedStorage.resize_
+    meter = StorageMeter()
+    with pytest.raises(RuntimeError, match="shape"), meter:
+        torch.zeros(2, 3) @ torch.zeros(2, 3)
+    assert torch.UntypedStorage.resize_ is original
+    before = meter.peak_bytes
+    torch.zeros(1000)
+    assert meter.peak_bytes == before
+
+
+def test_entered_again_it_goes_on_counting() -> None:
+    meter = StorageMeter()
+    with meter:
+        kept = torch.zeros(100)
+    torch.zeros(10_000)  # not inside
+    with meter:
+        more = torch.zeros(50)
+    assert meter.current_bytes == 600
+    del kept, more
+    meter.reset()
+    assert meter.peak_bytes == 0
+
+
+def test_fake_tensors_take_no_memory() -> None:
+    meter = StorageMeter()
+    with FakeTensorMode(), meter:
+        fake = torch.zeros(1000) + 1
+    assert fake.shape == (1000,)
+    assert meter.peak_bytes == 0
+
+
+def test_memory_freed_between_operators_can_be_used_again() -> None:
+    meter = StorageMeter()
+    with meter:
+        for _ in range(100):
+            torch.zeros(1000)
+    assert meter.peak_bytes == 4000
+    assert meter.current_bytes == 0
+
+
+def test_clock_counts_finished_steps_only() -> None:
+    clock = step_clock(torch.device("cpu"))
+    with clock.step():
+        torch.zeros(10)
+    with pytest.raises(ValueError, match="failed"), clock.step():
+        raise ValueError("failed")
+    with clock.step():
+        torch.zeros(10)
+    assert len(clock.seconds) == 2
+    assert all(seconds > 0 for seconds in clock.seconds)
+
+
+def test_meter_is_chosen_by_device() -> None:
+    assert isinstance(meter_memory(torch.device("cpu")), StorageMeter)
+    assert isinstance(meter_memory(torch.device("cuda", 0)), AllocatorMeter)
+
+
+@pytest.mark.gpu
+def test_device_meter_and_clock() -> None:
+    device = torch.device("cuda", 0)
+    meter, clock = meter_memory(device), step_clock(device)
+    base = meter.current_bytes
+    with meter, clock.step():
+        tensor = torch.zeros(2**20, device=device)
+        other = tensor + 1
+        del other
+    assert meter.peak_bytes - base == 2 * 2**22
+    assert meter.current_bytes - base == 2**22
+    assert len(clock.seconds) == 1
