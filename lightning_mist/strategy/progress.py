@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
@@ -33,7 +34,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print one line."""
-        self._console.print(f"[bold]mist[/] {text}")
+        self._console.print(f"[bold]mist[/] {escape(text)}")
 
     def update(self, text: str, fraction: float) -> None:
         """Show how far a longer measurement has come; ``fraction`` lies in [0, 1]."""
@@ -45,4 +46,4 @@ class Progress:
 
     def show(self, renderable: Any) -> None:
         """Print a table or a text."""
-        self._console.print(renderable)
+        self._console.print(renderable, markup=False)

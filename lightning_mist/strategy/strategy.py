@@ -65,7 +65,7 @@ class MistBase(_Base):
         start_method: As in DDP.
         find_unused_parameters: As in DDP; by default decided by tracing the module.
         gradient_as_bucket_view: As in DDP, but True by default, which saves one copy of the gradients.
-        **kwargs: Further arguments of torch's ``DistributedDataParallel``; used when the plan is plain data parallelism.
+        **kwargs: Further arguments of torch's ``DistributedDataParallel``, for plain data parallelism.
     """
 
     strategy_name = "mist"

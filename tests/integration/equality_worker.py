@@ -67,7 +67,9 @@ class Project(pl.LightningModule):
         loss, logits = self.loss(batch)
         accuracy = (logits.argmax(-1) == batch["y"]).float().mean()
         self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
-        self.log_dict({"accuracy": accuracy, "tokens": float(batch["x"].numel())}, on_epoch=True, on_step=False, sync_dist=True)
+        self.log_dict(
+            {"accuracy": accuracy, "tokens": float(batch["x"].numel())}, on_epoch=True, on_step=False, sync_dist=True
+        )
         return {"loss": loss, "accuracy": accuracy.detach()}
 
     def validation_step(self, batch, batch_idx):
@@ -121,16 +123,34 @@ TWO = {
     "pipeline": {"plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2)},
     "dropout": {"plan": plan([(1, [1]), (3, [0])], rows=4, microbatches=2, checkpointed=1), "model": {"dropout": 0.2}},
     "tied": {"plan": plan([(3, [1]), (1, [0])], rows=4, microbatches=4), "model": {"tied": True}},
-    "norm": {"plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2), "trainer": {"gradient_clip_val": 0.3}, "model": {"tied": True}},
+    "norm": {
+        "plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2),
+        "trainer": {"gradient_clip_val": 0.3},
+        "model": {"tied": True},
+    },
     "zero_norm": {"plan": plan([(4, [0, 1])], rows=4, microbatches=1, zero=1), "trainer": {"gradient_clip_val": 0.3}},
-    "value": {"plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2), "trainer": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}},
-    "accumulate": {"plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2), "trainer": {"accumulate_grad_batches": 3}, "model": {"optimizer": "sgd"}},
-    "bf16": {"plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2), "trainer": {"precision": "bf16-mixed"}, "tolerance": 2e-2},
+    "value": {
+        "plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2),
+        "trainer": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    },
+    "accumulate": {
+        "plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2),
+        "trainer": {"accumulate_grad_batches": 3},
+        "model": {"optimizer": "sgd"},
+    },
+    "bf16": {
+        "plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2),
+        "trainer": {"precision": "bf16-mixed"},
+        "tolerance": 2e-2,
+    },
 }
 FOUR = {
     "auto4": {"plan": "auto"},
     "grid": {"plan": plan([(2, [1, 3]), (2, [0, 2])], rows=4, microbatches=2, zero=1, checkpointed=1)},
-    "uneven": {"plan": plan([(1, [2, 3]), (1, [1]), (2, [0])], rows=4, microbatches=4, zero=1), "model": {"tied": True}},
+    "uneven": {
+        "plan": plan([(1, [2, 3]), (1, [1]), (2, [0])], rows=4, microbatches=4, zero=1),
+        "model": {"tied": True},
+    },
 }
 CASES = TWO | FOUR
 
@@ -153,7 +173,9 @@ def fit(strategy, case, folder, *, ckpt_path=None, epochs=2):
         **case.get("trainer", {}),
     )
     # 45 rows: the last batch of an epoch is smaller than the others.
-    train = DataLoader(Tokens(46 if case.get("uneven") else 40 * trainer.world_size // 2, 0), batch_size=4, shuffle=True)
+    train = DataLoader(
+        Tokens(46 if case.get("uneven") else 40 * trainer.world_size // 2, 0), batch_size=4, shuffle=True
+    )
     validation = DataLoader(Tokens(10 * trainer.world_size, 1), batch_size=4)
     module = Project(**case.get("model", {}))
     trainer.fit(module, train, validation, ckpt_path=ckpt_path)

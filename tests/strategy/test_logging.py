@@ -36,7 +36,8 @@ def test_recorder_keeps_calls_and_restores_the_module():
 
 
 @pytest.mark.parametrize(
-    ("reduction", "expected"), [("mean", 0.25 * 4 + 0.75 * 8), ("sum", 12.0), ("min", 4.0), ("max", 8.0), (torch.max, 8.0)]
+    ("reduction", "expected"),
+    [("mean", 0.25 * 4 + 0.75 * 8), ("sum", 12.0), ("min", 4.0), ("max", 8.0), (torch.max, 8.0)],
 )
 def test_microbatches_combine_by_reduce_fx(reduction, expected):
     parts = [

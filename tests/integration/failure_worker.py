@@ -1,0 +1,65 @@
+"""One fit that goes wrong in the way its first argument names; run as a script, Lightning starts the second process."""
+
+import logging
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+from lightning_mist import MistStrategy
+from tests.integration.equality_worker import Project, Tokens, plan
+
+PIPELINE = plan([(2, [1]), (2, [0])], rows=4, microbatches=2)
+
+
+class Failing(Project):
+    """Goes wrong in the sixth batch, on the rank that the mode names."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+
+    def training_step(self, batch, batch_idx):
+        mode, _, rank = self.mode.partition(":")
+        if self.trainer.global_step == 5 and str(self.trainer.strategy.local_rank) == rank:
+            if mode == "raise":
+                raise RuntimeError(f"broken on rank {rank}")
+            if mode == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if mode == "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step(batch, batch_idx)
+
+
+def main():
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    mode, folder = sys.argv[1], Path(sys.argv[2])
+    options = {
+        "wrong_world": {"plan": plan([(2, [2]), (1, [1]), (1, [0])], rows=4, microbatches=3)},
+        "wrong_layers": {"plan": plan([(3, [1]), (3, [0])], rows=4, microbatches=2)},
+        "tight": {"plan": "auto", "memory_limit": "10KiB"},
+        "no_file": {"plan": str(folder / "missing.json")},
+    }.get(mode, {"plan": PIPELINE})
+    strategy = MistStrategy(profile_directory=str(folder / "profiles"), plan_path=str(folder / "plan.json"), **options)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(Failing(mode), DataLoader(Tokens(80, 0), batch_size=4))
+    print("trained to the end")
+
+
+if __name__ == "__main__":
+    main()

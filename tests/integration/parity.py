@@ -1,0 +1,237 @@
+"""A plan against a single process: the same batches, and what must be equal.
+
+All ranks of a plan run in this process over :class:`InMemoryWorld`, each with its own copy of the module. The reference is
+the mean over the ranks' batches of the loss of the user's step on the whole batch.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_mist.model.cuts import map_module
+from lightning_mist.plan import Checkpointing, ModuleMap, Plan, StageMesh, StagePlan, ZeroStage, row_slice
+from lightning_mist.runtime.batches import batch_rows, slice_rows
+from lightning_mist.runtime.executor import Executor, Microbatch
+from lightning_mist.runtime.ghosts import GhostStage
+from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
+from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.schedule import Action
+from lightning_mist.schedule.lower import lower
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""Largest difference of a gradient from the reference, relative to the largest entry of any gradient or to 1."""
+
+
+@dataclass
+class Outcome:
+    """Loss of every rank's batch, gradients by parameter, and the random state that every batch left."""
+
+    losses: list[Tensor]
+    gradients: list[dict[str, Tensor | None]]
+    states: dict[int, Tensor] = field(default_factory=dict)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """A batch whose floating-point tensors have this dtype."""
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+
+def make_plan(
+    layers: Sequence[int],
+    *,
+    degrees: Sequence[int] | None = None,
+    parts: int = 1,
+    rows: int = 4,
+    zero: int | Sequence[int] = 0,
+    checkpointed: int | Sequence[int] = 0,
+    schedule: str = "1f1b",
+) -> Plan:
+    """A plan from the number of layers of each stage.
+
+    Args:
+        layers: Layers per stage.
+        degrees: Data-parallel degree per stage; 1 each if None.
+        parts: Microbatches per batch of a rank in a replica whose stages have degree 1.
+        rows: Rows per rank.
+        zero: ZeRO stage, of all stages or each.
+        checkpointed: Checkpointed layers per stage at most.
+        schedule: Name of the schedule.
+    """
+    degrees = [1] * len(layers) if degrees is None else degrees
+    world = sum(degrees)
+    replicas = next(g for g in range(world, 0, -1) if all(degree % g == 0 for degree in degrees))
+    count = parts * world // replicas
+    ends, offsets = list(accumulate(layers)), [0, *accumulate(degrees)]
+    stages = tuple(
+        StagePlan(
+            layers=(end - size, end),
+            mesh=StageMesh(devices=tuple(range(offset, offset + degree)), data_parallel_degree=degree),
+            microbatch_size=rows * world // (degree * count),
+            zero_stage=ZeroStage(zero if isinstance(zero, int) else zero[index]),
+            checkpointing=Checkpointing(
+                layers=min(size, checkpointed if isinstance(checkpointed, int) else checkpointed[index])
+            ),
+        )
+        for index, (size, end, offset, degree) in enumerate(zip(layers, ends, offsets[:-1], degrees, strict=True))
+    )
+    return Plan(global_batch_size=rows * world, num_microbatches=count, stages=stages, schedule=schedule)
+
+
+def map_of(module: nn.Module, batch: Any) -> ModuleMap:
+    """Where a module can be cut, from its own step on a batch."""
+    rows = batch_rows(batch)
+    second = slice_rows(batch, 0, rows - 1) if rows is not None and rows > 1 else None
+    return map_module(module, lambda value: module.training_step(value, 0), batch, second_batch=second)
+
+
+def loss_of(output: Any) -> Tensor:
+    return output["loss"] if isinstance(output, dict) else output
+
+
+def reference(module: nn.Module, batches: Sequence[Any], *, states: Sequence[Tensor] | None = None) -> Outcome:
+    """What a single process gives: mean over batches of each batch's loss."""
+    module = copy.deepcopy(module)
+    losses, after = [], {}
+    for rank, batch in enumerate(batches):
+        if states is not None:
+            torch.set_rng_state(states[rank])
+        loss = loss_of(module.training_step(batch, 0))
+        (loss / len(batches)).backward()
+        losses.append(loss.detach())
+        after[rank] = torch.get_rng_state()
+    return Outcome(losses, [{name: p.grad for name, p in module.named_parameters()}], after)
+
+
+def microbatches(
+    plan: Plan, rank: int, batches: Sequence[Any], *, states: Sequence[Tensor] | None = None, seed: int | None = None
+) -> list[Microbatch]:
+    """What a rank computes on, cut from everybody's batches."""
+    result = []
+    for index in range(plan.num_microbatches):
+        piece = row_slice(plan, rank, index)
+        batch = batches[piece.owner]
+        rows = batch_rows(batch)
+        low, high = piece.rows(rows) if rows is not None else (0, 1)
+        result.append(
+            Microbatch(
+                value=batch if piece.parts == 1 else slice_rows(batch, low, high),
+                weight=(high - low) / (rows or 1),
+                owner=piece.owner,
+                index=index,
+                batch_rows=rows,
+                random_state=None if states is None else states[piece.owner],
+                seed=seed,
+            )
+        )
+    return result
+
+
+@dataclass
+class Rank:
+    """One rank: its copy of the module and its executor."""
+
+    module: nn.Module
+    executor: Executor
+    plan: Plan
+
+    @classmethod
+    def make(cls, module: nn.Module, module_map: ModuleMap, plan: Plan, rank: int, transport: Transport) -> "Rank":
+        index = plan.stage_of(rank)
+        checkpointed = plan.stages[index].checkpointing.layers
+        stage = GhostStage(module, module_map, plan.bounds, index, checkpointed_layers=checkpointed)
+        return cls(module, Executor(plan, rank, stage, module_map, transport, actions_of(plan, module_map, rank)), plan)
+
+    def run(self, parts: Sequence[Microbatch], *, loss_scale: float = 1.0) -> Iterator[Work]:
+        return self.executor.run(parts, self.step, loss_scale=loss_scale)
+
+    def step(self, microbatch: Microbatch) -> Any:
+        return self.module.training_step(microbatch.value, microbatch.index)
+
+    def losses(self, parts: Sequence[Microbatch]) -> dict[int, float]:
+        """Share of each owner's loss that was computed here."""
+        found: dict[int, Any] = {}
+        for part, output in zip(parts, self.executor.outputs, strict=True):
+            if output is not None and loss_of(output) is not None:
+                found[part.owner] = found.get(part.owner, 0.0) + part.weight * loss_of(output).detach()
+        return found
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Gradients that this rank's optimizer would use."""
+        return {item.name: self.executor.stage.parameters[item.name].grad for item in self.executor.mesh.owned}
+
+    def states(self, parts: Sequence[Microbatch]) -> dict[int, Tensor]:
+        return {
+            part.owner: state
+            for part, state in zip(parts, self.executor.random_states, strict=True)
+            if state is not None
+        }
+
+
+def actions_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Action, ...]:
+    tied = any(len(stages) > 1 for stages in module_map.owners(plan.bounds).values())
+    return lower(plan, tied=tied)[plan.stage_of(rank)]
+
+
+def run_plan(
+    module: nn.Module,
+    module_map: ModuleMap,
+    plan: Plan,
+    batches: Sequence[Any],
+    *,
+    states: Sequence[Tensor] | None = None,
+    seed: int | None = None,
+    loss_scale: float = 1.0,
+) -> Outcome:
+    """All ranks of a plan in this process."""
+    world = InMemoryWorld(plan.world_size)
+    ranks = [
+        Rank.make(copy.deepcopy(module), module_map, plan, rank, transport)
+        for rank, transport in enumerate(world.transports)
+    ]
+    parts = [microbatches(plan, rank, batches, states=states, seed=seed) for rank in range(plan.world_size)]
+    drive([rank.run(mine, loss_scale=loss_scale) for rank, mine in zip(ranks, parts, strict=True)])
+    assert world.pending == ()
+    return collect(
+        [rank.losses(mine) for rank, mine in zip(ranks, parts, strict=True)],
+        [rank.gradients() for rank in ranks],
+        [rank.states(mine) for rank, mine in zip(ranks, parts, strict=True)],
+    )
+
+
+def collect(
+    losses: Sequence[dict[int, Any]], gradients: Sequence[dict[str, Any]], states: Sequence[dict[int, Tensor]]
+) -> Outcome:
+    owners = sorted({owner for part in losses for owner in part})
+    total = [sum(part[owner] for part in losses if owner in part) for owner in owners]
+    return Outcome(total, list(gradients), {owner: state for part in states for owner, state in part.items()})
+
+
+def assert_equal(outcome: Outcome, expected: Outcome, *, scale: float = 1.0) -> None:
+    """Losses and every copy of every gradient are those of the reference; no parameter is missing."""
+    dtype = expected.losses[0].dtype
+    tolerance = TOLERANCE[dtype]
+    assert len(outcome.losses) == len(expected.losses)
+    for rank, (loss, wanted) in enumerate(zip(outcome.losses, expected.losses, strict=True)):
+        assert abs(loss - wanted) <= tolerance * max(1.0, abs(wanted)), f"loss of rank {rank}: {loss}, not {wanted}"
+    (reference_gradients,) = expected.gradients
+    largest = max((g.abs().max().item() for g in reference_gradients.values() if g is not None), default=1.0)
+    for rank, gradients in enumerate(outcome.gradients):
+        for name, gradient in gradients.items():
+            wanted = reference_gradients[name]
+            if wanted is None:
+                assert gradient is None, f"{name} on rank {rank} has a gradient"
+                continue
+            assert gradient is not None, f"{name} on rank {rank} has no gradient"
+            difference = (gradient / scale - wanted).abs().max().item()
+            assert difference <= tolerance * max(1.0, largest), f"{name} on rank {rank}: off by {difference}"
+    missing = set(reference_gradients) - {name for gradients in outcome.gradients for name in gradients}
+    assert not missing, f"no rank has {sorted(missing)}"
+
+
+Make = Callable[[str], tuple[nn.Module, Callable[[int], Any]]]

@@ -1,0 +1,101 @@
+import pytest
+import torch
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import Plan, StageMesh, StagePlan
+from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
+from lightning_mist.strategy.data import BatchExchange
+
+
+CPU = torch.device("cpu")
+
+
+def make_plan(layout, *, rows, microbatches):
+    world = sum(map(len, layout))
+    stages = tuple(
+        StagePlan(
+            layers=(index, index + 1),
+            mesh=StageMesh(devices=tuple(devices), data_parallel_degree=len(devices)),
+            microbatch_size=rows * world // (microbatches * len(devices)),
+        )
+        for index, devices in enumerate(layout)
+    )
+    return Plan(global_batch_size=rows * world, num_microbatches=microbatches, stages=stages)
+
+
+def exchange(plan, batches):
+    world = InMemoryWorld(plan.world_size)
+    exchanges = [BatchExchange(plan, rank, world.transport(rank), CPU) for rank in range(plan.world_size)]
+    drive([one.run(batch, f"state {rank}") for rank, (one, batch) in enumerate(zip(exchanges, batches, strict=True))])
+    return exchanges
+
+
+def batch(rank, rows, dtype=torch.int64):
+    return {
+        "x": torch.arange(rows * 3).reshape(rows, 3).to(dtype) + 100 * rank,
+        "flag": torch.tensor(rank),
+        "name": f"r{rank}",
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.uint8])
+def test_whole_batches_reach_every_stage_with_their_random_state(dtype):
+    exchanges = exchange(make_plan([[1], [0]], rows=4, microbatches=2), [batch(0, 4, dtype), batch(1, 4, dtype)])
+    for one in exchanges:
+        assert one.whole
+        assert [item.owner for item in one.microbatches] == [0, 1]
+        for owner, item in enumerate(one.microbatches):
+            expected = batch(owner, 4, dtype)
+            assert torch.equal(item.value["x"], expected["x"])
+            assert item.value["x"].dtype == dtype
+            assert (int(item.value["flag"]), item.value["name"]) == (owner, f"r{owner}")
+            assert (item.weight, item.random_state, item.batch_rows) == (1.0, f"state {owner}", 4)
+
+
+def test_batches_of_different_sizes_are_cut_each_by_itself():
+    exchanges = exchange(make_plan([[1], [0]], rows=4, microbatches=4), [batch(0, 4), batch(1, 3)])
+    for one in exchanges:
+        sizes = [len(item.value["x"]) for item in one.microbatches]
+        assert sizes == [2, 2, 1, 2]
+        assert [item.weight for item in one.microbatches] == [0.5, 0.5, 1 / 3, 2 / 3]
+        joined = torch.cat([item.value["x"] for item in one.microbatches])
+        assert torch.equal(joined, torch.cat([batch(0, 4)["x"], batch(1, 3)["x"]]))
+        assert all(item.random_state is None for item in one.microbatches)
+    seeds = [[item.seed for item in one.microbatches] for one in exchanges]
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 4
+
+
+def test_a_part_without_rows_is_not_computed():
+    one, _ = exchange(make_plan([[1], [0]], rows=4, microbatches=4), [batch(0, 1), batch(1, 4)])
+    empty, full = one.microbatches[:2]
+    assert (empty.value, empty.weight) == (None, 0.0)
+    assert (len(full.value["x"]), full.weight) == (1, 1.0)
+
+
+def test_plain_data_parallel_ranks_keep_their_own_batches():
+    plan = make_plan([[0, 1]], rows=4, microbatches=2)
+    for rank, one in enumerate(exchange(plan, [batch(0, 4), batch(1, 4)])):
+        assert [item.owner for item in one.microbatches] == [rank, rank]
+        assert torch.equal(torch.cat([item.value["x"] for item in one.microbatches]), batch(rank, 4)["x"])
+
+
+def test_stages_of_different_degree_see_the_same_rows():
+    plan = make_plan([[0, 1], [2]], rows=4, microbatches=3)
+    exchanges = exchange(plan, [batch(rank, 4) for rank in range(3)])
+    for microbatch in range(3):
+        left, right, whole = (one.microbatches[microbatch] for one in exchanges)
+        assert torch.equal(torch.cat([left.value["x"], right.value["x"]]), whole.value["x"])
+        assert left.weight + right.weight == whole.weight == 1.0
+
+
+def test_a_batch_that_cannot_be_cut_is_refused():
+    ragged = {"x": torch.zeros(4, 2), "y": torch.zeros(3, 2)}
+    with pytest.raises(PlanError, match=r"batch of rank 0 cannot be cut .* num_microbatches = 2"):
+        exchange(make_plan([[1], [0]], rows=4, microbatches=4), [ragged, batch(1, 4)])
+
+
+def test_a_ragged_batch_passes_whole():
+    ragged = {"x": torch.zeros(4, 2), "y": torch.ones(3, 2)}
+    one, _ = exchange(make_plan([[1], [0]], rows=4, microbatches=2), [ragged, batch(1, 4)])
+    assert torch.equal(one.microbatches[0].value["y"], ragged["y"])
