@@ -6,7 +6,7 @@ _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _NUMBER = r"(\d+(?:\.\d*)?(?:e-?\d+)?|\.\d+)"
 _BITS = re.compile(rf"^\s*{_NUMBER}\s*([MGT])bit\s*$")
-_SECONDS = re.compile(rf"^\s*{_NUMBER}\s*(ns|us|ms|s)\s*$")
+_SECONDS = re.compile(rf"^\s*{_NUMBER}\s*(ns|us|ms|s)?\s*$")
 _BYTES = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*$")
 
 
@@ -65,7 +65,8 @@ def parse_seconds(value: str | int | float) -> float:
     """Seconds from a number or from text such as ``"20 us"``.
 
     Args:
-        value: Seconds, or a number followed by ``ns``, ``us``, ``ms`` or ``s``.
+        value: Seconds, as text too (YAML reads ``5e-5`` as text), or a number followed by ``ns``, ``us``, ``ms`` or
+            ``s``.
 
     Returns:
         Seconds.
@@ -78,7 +79,8 @@ def parse_seconds(value: str | int | float) -> float:
     match = _SECONDS.match(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(f"{value!r} is not a duration: write for example '20 us'")
-    return float(match[1]) * {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
+    # Divided: 20 us is exactly the 2e-5 that a program would write.
+    return float(match[1]) / {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}[match[2] or "s"]
 
 
 def format_bytes(value: float) -> str:

@@ -2,7 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mist.units import format_bytes, format_rate, format_seconds, parse_bytes
+from lightning_mist.units import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_rate,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -83,3 +90,30 @@ def test_shown_seconds_keep_three_digits_and_no_exponent(seconds):
 )
 def test_rates_are_shown(rate, text):
     assert format_rate(rate, "FLOP/s") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("300 GB/s", 3e11), ("100Gbit/s", 1.25e10), ("2 GiB / s", 2 * 2**30), ("1.6 Tbit/s", 2e11), (5e9, 5e9), (3, 3.0)],
+)
+def test_rates_are_read(text, rate):
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["300 GB", "300", "fast/s", "-1 GB/s", "1 Gbit", "1 Gib/s", "GB/s", "", "/s"])
+def test_other_text_is_no_rate(text):
+    with pytest.raises(ValueError, match=r"is not a rate: write for example '300 GB/s' or '100 Gbit/s'"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("20 us", 2e-5), ("1.5ms", 1.5e-3), ("2s", 2.0), ("7 ns", 7e-9), ("5e-5", 5e-5), (3, 3.0)]
+)
+def test_durations_are_read(text, seconds):
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["1 min", "-1 s", "", "s", "1e", None, True, -1.0, float("nan")])
+def test_other_text_is_no_duration(text):
+    with pytest.raises(ValueError, match="is not a duration: write for example '20 us'"):
+        parse_seconds(text)

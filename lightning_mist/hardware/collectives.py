@@ -6,6 +6,9 @@ residuals over the measured sizes (small messages would not count otherwise), wi
     minimise over a >= 0, b > 0:   sum_i ((a + b p_i - t_i) / t_i)^2
 
 Two unknowns: the normal equations are solved in closed form; if they give a < 0 the constrained optimum has a = 0.
+
+A smaller message cannot take longer than a larger one. Where it was measured so it was disturbed, by another process on
+its core say, and the larger one's time stands in for it in the fit; the spread is that of the times as measured.
 """
 
 import time
@@ -27,8 +30,9 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_r
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-MIN_SIZES = 3
-"""Payload sizes measured even if they exceed the budget: two give the line, the third its residuals."""
+MIN_SIZES = 4
+"""Payload sizes measured even if they exceed the budget: up to 4 MiB, where even a slow CPU's latency is the minor part
+(about 0.2 of 2 ms, as measured)."""
 
 HOST_SIZES = (2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
 """Payload bytes on a CPU: from a loss to a layer's gradients."""
@@ -152,7 +156,7 @@ def fit_collective(
         operation: Name of the operation.
         group_size: Number of ranks.
         num_nodes: Number of nodes they span.
-        payloads: Bytes, at least two different sizes.
+        payloads: Bytes, ascending, at least two different sizes.
         seconds: Positive times, one for each payload.
 
     Returns:
@@ -161,12 +165,15 @@ def fit_collective(
     Raises:
         ProfileError: If the time does not grow with the payload.
     """
-    weights = [1 / second**2 for second in seconds]
+    smooth = list(seconds)
+    for index in range(len(smooth) - 2, -1, -1):
+        smooth[index] = min(smooth[index], smooth[index + 1])
+    weights = [1 / second**2 for second in smooth]
     w = sum(weights)
     wp = sum(weight * p for weight, p in zip(weights, payloads, strict=True))
-    wt = sum(weight * t for weight, t in zip(weights, seconds, strict=True))
+    wt = sum(weight * t for weight, t in zip(weights, smooth, strict=True))
     wpp = sum(weight * p * p for weight, p in zip(weights, payloads, strict=True))
-    wpt = sum(weight * p * t for weight, p, t in zip(weights, payloads, seconds, strict=True))
+    wpt = sum(weight * p * t for weight, p, t in zip(weights, payloads, smooth, strict=True))
     determinant = w * wpp - wp * wp
     slope = (w * wpt - wp * wt) / determinant if determinant > 0 else 0.0
     latency = (wt - slope * wp) / w

@@ -1,0 +1,22 @@
+import pytest
+
+from lightning_mist.errors import PlanError
+from lightning_mist.hardware import Cluster, Device, Link
+
+DEVICE = Device(name="L4", memory_bytes=2**34)
+
+
+def test_world_size() -> None:
+    assert Cluster(num_nodes=4, devices_per_node=8, device=DEVICE).world_size == 32
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(0, 8), (1, 0), (-1, 1)])
+def test_counts_are_positive(nodes: int, devices: int) -> None:
+    with pytest.raises(PlanError, match=f"{nodes} nodes x {devices}: both must be at least 1"):
+        Cluster(num_nodes=nodes, devices_per_node=devices, device=DEVICE)
+
+
+@pytest.mark.parametrize(("rate", "latency"), [(0.0, 1e-6), (1e9, -1e-6), (float("inf"), 0.0), (1e9, float("nan"))])
+def test_links_have_sensible_figures(rate: float, latency: float) -> None:
+    with pytest.raises(PlanError, match="the rate must be positive"):
+        Link(bytes_per_second=rate, latency_seconds=latency)

@@ -1,0 +1,101 @@
+from pathlib import Path
+
+import pytest
+
+from lightning_mist.errors import PlanError, ProfileError
+from lightning_mist.hardware import Cluster, Device, Link, parse_cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "devices", "name"),
+    [
+        ("4x8xL4", 4, 8, "L4"),
+        ("8xA100-40", 1, 8, "A100-40"),
+        ("H100", 1, 1, "H100"),
+        (" 2 x 4 x rtx 4090 ", 2, 4, "RTX4090"),
+    ],
+)
+def test_text(text: str, nodes: int, devices: int, name: str) -> None:
+    cluster = parse_cluster(text)
+    assert (cluster.num_nodes, cluster.devices_per_node, cluster.device.name) == (nodes, devices, name)
+    assert cluster.device.kind == "cuda"
+    assert cluster.device.memory_bytes > 2**33
+
+
+def test_memory_can_be_said() -> None:
+    assert parse_cluster("2xcpu:8GiB").device == Device(name="cpu", memory_bytes=2**33, kind="cpu")
+    assert parse_cluster("2xL4 : 20GiB").device == Device(name="L4", memory_bytes=20 * 2**30)
+    assert parse_cluster("2xMyGPU:40GB").device == Device(name="MyGPU", memory_bytes=40 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("", PlanError, "write nodes x devices x device, for example '4x8xL4'"),
+        ("0x8xL4", PlanError, "both must be at least 1"),
+        ("2xcpu", PlanError, "the memory of one cpu process depends on the host; .* 'cpu:8GiB'"),
+        ("8xL5", ProfileError, "the nearest is L4"),
+        ("8xL4:many", PlanError, "'many' is not a size"),
+        ("8xL4:0", PlanError, "a device needs some"),
+    ],
+)
+def test_wrong_text_says_what_is_right(text: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        parse_cluster(text)
+
+
+def write(path: Path, text: str) -> str:
+    file = path / "cluster.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_file(tmp_path: Path) -> None:
+    name = write(
+        tmp_path,
+        """
+        nodes: 4
+        devices_per_node: 8
+        device: L4
+        memory: 20GiB
+        intra_node: {bandwidth: 32 GB/s, latency: 20 us}
+        inter_node: {bandwidth: 100 Gbit/s, latency: 5e-5}
+        """,
+    )
+    assert parse_cluster(name) == Cluster(
+        num_nodes=4,
+        devices_per_node=8,
+        device=Device(name="L4", memory_bytes=20 * 2**30),
+        intra_node=Link(bytes_per_second=32e9, latency_seconds=20e-6),
+        inter_node=Link(bytes_per_second=12.5e9, latency_seconds=5e-5),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nodes: 1\ndevices_per_node: 2\ndevice: L4\nmemry: 1", "key 'memry': .*; the nearest is 'memory'"),
+        ("nodes: 1\ndevice: L4", "has no 'devices_per_node'"),
+        ("nodes: two\ndevices_per_node: 2\ndevice: L4", "nodes = 'two': a whole number of at least 1"),
+        ("nodes: true\ndevices_per_node: 2\ndevice: L4", "nodes = True: a whole number"),
+        ("[1, 2]", "keys and values are needed"),
+        ("nodes: [", "cannot be read"),
+        (
+            "nodes: 1\ndevices_per_node: 2\ndevice: L4\nintra_node: {bandwidth: 1 GB/s, latncy: 1}",
+            "intra_node has the key 'latncy': .*; the nearest is 'latency'",
+        ),
+        ("nodes: 1\ndevices_per_node: 2\ndevice: L4\ninter_node: {latency: 1}", "inter_node has no 'bandwidth'"),
+        (
+            "nodes: 1\ndevices_per_node: 2\ndevice: L4\ninter_node: {latency: 1, bandwidth: fast}",
+            "inter_node: 'fast' is not a rate",
+        ),
+    ],
+)
+def test_wrong_file_says_where_and_what(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        parse_cluster(write(tmp_path, text))
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"cannot be read: .*No such file"):
+        parse_cluster(str(tmp_path / "nowhere.yml"))

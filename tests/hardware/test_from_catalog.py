@@ -1,0 +1,86 @@
+import pytest
+
+from lightning_mist.errors import ProfileError
+from lightning_mist.hardware import (
+    Cluster,
+    CollectiveCost,
+    Device,
+    HardwareProfile,
+    Link,
+    catalog_profile,
+    parse_cluster,
+)
+from lightning_mist.hardware.catalog import DEVICES
+from lightning_mist.hardware.groups import group_shapes
+
+GIB = 2**30
+
+
+def cost(profile: HardwareProfile, operation: str, size: int, nodes: int) -> CollectiveCost:
+    (found,) = [c for c in profile.collectives if (c.operation, c.group_size, c.num_nodes) == (operation, size, nodes)]
+    return found
+
+
+def seconds(found: CollectiveCost, payload: float) -> float:
+    return found.latency_seconds + payload / found.bytes_per_second
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+def test_every_device_gets_a_whole_profile(device) -> None:
+    cluster = Cluster(num_nodes=2, devices_per_node=8, device=Device(name=device.name, memory_bytes=2**34))
+    profile = catalog_profile(cluster)
+    shapes = {(c.group_size, c.num_nodes) for c in profile.collectives}
+    assert shapes == {(nodes * per_node, nodes) for nodes, per_node in group_shapes(cluster)}
+    for rate in profile.compute:
+        peak = dict(device.peak_flops)[rate.dtype]
+        assert list(rate.flops_per_second) == sorted(rate.flops_per_second)
+        assert 0 < rate.flops_per_second[-1] <= device.matmul_efficiency * peak
+    assert 0 < profile.memory_bytes_per_second < device.memory_bytes_per_second * 1.01
+    assert (profile.host_to_device_bytes_per_second > 0) == (device.name != "cpu")
+    assert profile.source.startswith("catalog: ")
+
+
+def test_measured_machines_give_what_was_measured() -> None:
+    profile = catalog_profile(parse_cluster("4x8xL4"))
+    payload = 512 * 2**20
+    # The artifact's formula: GiB / rate * (n - 1) / n + latency, times 1, 1.1, 2.1 for the three collectives' rate.
+    assert seconds(cost(profile, "all_gather", 8, 1), payload) == pytest.approx(0.5 / 4.6832 * 7 / 8 + 0.0003)
+    assert seconds(cost(profile, "reduce_scatter", 16, 2), payload) == pytest.approx(
+        1.1 * 0.5 / 3.3215 * 15 / 16 + 0.0013
+    )
+    assert seconds(cost(profile, "all_reduce", 2, 2), payload) == pytest.approx(2.1 * 0.5 / 0.4895 / 2 + 0.0045)
+    assert seconds(cost(profile, "send_recv", 2, 1), payload) == pytest.approx(0.5 / 2.964 + 0.0001)
+
+
+def test_smaller_nodes_have_a_larger_share_of_the_network() -> None:
+    whole = cost(catalog_profile(parse_cluster("2x8xV100-16")), "send_recv", 2, 2)
+    half = cost(catalog_profile(parse_cluster("2x4xV100-16")), "send_recv", 2, 2)
+    assert whole.bytes_per_second == 0.4485 * GIB
+    assert half.bytes_per_second == 0.8981 * GIB
+
+
+def test_unmeasured_machines_follow_their_links() -> None:
+    profile = catalog_profile(parse_cluster("2x8xH100"))
+    assert cost(profile, "broadcast", 8, 1).bytes_per_second == pytest.approx(450e9 * 0.8)
+    assert cost(profile, "all_gather", 8, 1).bytes_per_second == pytest.approx(450e9 * 0.8 * 8 / 7)
+    assert cost(profile, "broadcast", 16, 2).bytes_per_second == pytest.approx(400e9 * 0.9)
+    assert cost(profile, "broadcast", 2, 2).bytes_per_second == pytest.approx(50e9 * 0.9)
+
+
+def test_described_links_win() -> None:
+    slow = Link(bytes_per_second=1e9, latency_seconds=0.5)
+    device = Device(name="A100-40", memory_bytes=2**35)
+    profile = catalog_profile(Cluster(num_nodes=2, devices_per_node=2, device=device, intra_node=slow, inter_node=slow))
+    inside, between = cost(profile, "broadcast", 2, 1), cost(profile, "broadcast", 4, 2)
+    assert (inside.latency_seconds, inside.bytes_per_second) == (0.5, pytest.approx(0.8e9))
+    # Both links are as fast; NVLink's share of its rate is the smaller.
+    assert (between.latency_seconds, between.bytes_per_second) == (0.5, pytest.approx(0.8e9))
+
+
+def test_one_device_has_no_collectives() -> None:
+    assert catalog_profile(parse_cluster("L4")).collectives == ()
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(ProfileError, match="'MyGPU' is not in the catalog"):
+        catalog_profile(parse_cluster("2xMyGPU:40GB"))
