@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 # Before anything imports torch, and inherited by the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -12,6 +13,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.workers import GlooWorkers
 
 settings.register_profile("suite", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("suite")
@@ -44,3 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def gloo_workers() -> Iterator["GlooWorkers"]:
+    """Four processes that run functions as the ranks of gloo worlds; started when a test first asks."""
+    from tests.workers import GlooWorkers
+
+    workers = GlooWorkers(4)
+    yield workers
+    workers.close()

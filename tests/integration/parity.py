@@ -1,7 +1,7 @@
 """A plan against a single process: the same batches, and what must be equal.
 
-All ranks of a plan run in this process over :class:`InMemoryWorld`, each with its own copy of the module. The reference is
-the mean over the ranks' batches of the loss of the user's step on the whole batch.
+All ranks of a plan run in this process over :class:`InMemoryWorld`, each with its own copy of the module. The reference
+is the mean over the ranks' batches of the loss of the user's step on the whole batch.
 """
 
 import copy

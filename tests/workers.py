@@ -1,0 +1,83 @@
+"""Processes that stay up for a whole test session and run functions as the ranks of gloo worlds."""
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_TIMEOUT_SECONDS = 90.0
+"""How long a function may take, and how long gloo waits for a peer; generous, since machines may be busy."""
+
+
+class GlooWorkers:
+    """``size`` processes. Each call makes a new world of its first ranks, so one failure does not reach the next."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._directory = tempfile.TemporaryDirectory()
+        self._calls = 0
+        self._connections, self._processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(*args)`` on ranks ``0 .. world_size-1`` with a default process group; what each returned."""
+        self._calls += 1
+        store = str(Path(self._directory.name) / f"store{self._calls}")
+        connections = self._connections[:world_size]
+        for connection in connections:
+            connection.send((store, world_size, function, args))
+        answers = []
+        for rank, connection in enumerate(connections):
+            if not connection.poll(_TIMEOUT_SECONDS + 30):
+                raise TimeoutError(f"rank {rank} of {world_size} did not answer")
+            answers.append(connection.recv())
+        failures = [f"rank {rank}:\n{answer[1]}" for rank, answer in enumerate(answers) if not answer[0]]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [answer[1] for answer in answers]
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._directory.cleanup()
+
+
+def _serve(rank: int, connection: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            store, world_size, function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=_TIMEOUT_SECONDS),
+            )
+            answer = (True, function(*args))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send(answer)
