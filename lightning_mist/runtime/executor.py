@@ -5,8 +5,9 @@ runs over ``torch.distributed`` and over many ranks in one thread. What travels 
 the cut, sliced by rows where the data-parallel degrees differ, and the random state where it follows a batch.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -226,7 +227,7 @@ class _Batch:
     def _receive_activation(self, index: int) -> Iterator[Work]:
         microbatch, rows = self.microbatches[index], self._rows(index)
         signature = (batch_signature(microbatch.value), torch.is_grad_enabled(), self.keeps_graph)
-        specs = self.stage.input_specs(self._call(index), signature)
+        specs = self.stage.input_specs(lambda: self.step(_copied(microbatch)), signature)
         sources = self._overlaps(index, self.mesh.stage - 1)
         incoming = _Incoming(specs=specs, parts=[], works=[], state=None)
         for number, spec in enumerate(specs):
@@ -384,6 +385,11 @@ class _Batch:
     def _device(self) -> torch.device:
         parameter = next(iter(self.stage.parameters.values()), None)
         return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _copied(microbatch: Microbatch) -> Microbatch:
+    """A microbatch on which a step may run although it will run again: it may pop entries or write into tensors."""
+    return replace(microbatch, value=copy.deepcopy(microbatch.value))
 
 
 def _loss_of(output: Any) -> Tensor | None:

@@ -69,9 +69,8 @@ class GradientReducer:
         self._check_known()
         scale = 1.0 / self._mesh.plan.world_size
         if len(self._group) == 1:
-            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-            if gradients and scale != 1.0:
-                torch._foreach_mul_(gradients, scale)
+            if scale != 1.0:
+                _scale([p.grad for p in self._parameters.values() if p.grad is not None], scale)
             self.disarm()
             return
         for bucket in self.buckets[len(self._launched) :]:
@@ -187,6 +186,15 @@ class GradientReducer:
 
 _BUCKETS_IN_FLIGHT = 2
 """Broadcasts under way at once: one travels while the one before is copied out; more only cost memory."""
+
+
+def _scale(gradients: list[Tensor], scale: float) -> None:
+    dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
+    if dense:
+        torch._foreach_mul_(dense, scale)
+    for gradient in gradients:
+        if gradient.layout is not torch.strided:
+            gradient.mul_(scale)
 
 
 def _bucket_owner(mesh: Mesh, item: HeldParameter) -> int | None:
