@@ -1,5 +1,7 @@
 """What the network is: where it can be cut and what it costs, as expressions."""
 
+from lightning_mist.model.blocks import find_blocks
+from lightning_mist.model.cuts import map_module
 from lightning_mist.model.spec import (
     LayerSeconds,
     LayerSpec,
@@ -19,4 +21,6 @@ __all__ = [
     "OptimizerSpec",
     "ParameterSpec",
     "TensorSpec",
+    "find_blocks",
+    "map_module",
 ]

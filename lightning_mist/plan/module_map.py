@@ -97,6 +97,7 @@ class ModuleMap:
         leaking_blocks: Positions of blocks whose inner values are read from outside; they run on fakes when skipped.
         exclusions: Features ruled out for this module.
         batch_rows: Rows of the traced batch.
+        indexes_by_mask: Whether the step indexes values that depend on parameters by masks that do not.
     """
 
     step: str
@@ -107,6 +108,7 @@ class ModuleMap:
     leaking_blocks: tuple[int, ...] = ()
     exclusions: tuple[Exclusion, ...] = ()
     batch_rows: int = 1
+    indexes_by_mask: bool = False
 
     def excludes(self, feature: Feature) -> tuple[str, ...]:
         """The reasons for which a feature is ruled out; empty if it is allowed."""

@@ -1,0 +1,154 @@
+"""What a step may change on a module besides parameters: remembered, compared, put back.
+
+Covers the attributes of the module and its submodules, containers in them (nested up to a depth), objects of the user's
+own classes, the contents of buffers, and torch's generators.
+"""
+
+import collections
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_DEPTH = 4
+"""How deep containers and objects inside attributes are looked into."""
+
+_FOREIGN_PACKAGES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers", "numpy", "builtins")
+"""Packages whose objects are compared by identity only: they refer to the whole world (the trainer, for example)."""
+
+_CONTAINERS = (dict, list, set, collections.deque)
+_SIMPLE = (type(None), bool, int, float, complex, str, bytes)
+
+_OWN_DICTIONARIES = frozenset(vars(nn.Module())) - {"training"}
+"""nn.Module's own registries; parameters, buffers and submodules are compared as such."""
+
+
+class ModuleState:
+    """The state of a module at one time.
+
+    Args:
+        module: The module.
+        with_buffers: Whether to copy the buffers' contents, so that :meth:`restore` puts them back.
+    """
+
+    def __init__(self, module: nn.Module, *, with_buffers: bool = False) -> None:
+        self._spaces = [(name, vars(child), dict(vars(child))) for name, child in module.named_modules()]
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        self._frozen = {
+            (name, attribute): self._freeze(value, _DEPTH)
+            for name, _, values in self._spaces
+            for attribute, value in values.items()
+        }
+        self._buffers = [(b, b.detach().clone()) for b in module.buffers()] if with_buffers else []
+        self._versions = {name: (id(b), b._version) for name, b in module.named_buffers(remove_duplicate=False)}
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        for _, space, values in self._spaces:
+            if space.keys() != values.keys() or any(space[name] is not value for name, value in values.items()):
+                space.clear()
+                space.update(values)
+        for container, contents in self._copies.values():
+            _refill(container, contents)
+        with torch.no_grad():
+            for buffer, contents in self._buffers:
+                buffer.copy_(contents)
+
+    def changed_attributes(self, later: "ModuleState") -> Iterator[tuple[str, str]]:
+        """Module names and attributes that differ in a later state."""
+        for key in {**self._frozen, **later._frozen}:
+            if key[1] not in _OWN_DICTIONARIES and self._frozen.get(key) != later._frozen.get(key):
+                yield key
+
+    def changed_buffers(self, later: "ModuleState") -> Iterator[str]:
+        """Names of buffers that were written to or replaced."""
+        for name, version in later._versions.items():
+            if self._versions.get(name) != version:
+                yield name
+
+    def new_tensors(self, later: "ModuleState", kind: type[Tensor]) -> Iterator[tuple[str, str]]:
+        """Module names and attributes that hold a tensor of a class in a later state and held something else before."""
+        before = {name: values for name, _, values in self._spaces}
+        for name, _, values in later._spaces:
+            for attribute, value in values.items():
+                if isinstance(value, kind) and before.get(name, {}).get(attribute) is not value:
+                    yield name, attribute
+
+    def _freeze(self, value: Any, depth: int) -> Any:
+        """Something that compares equal as long as the value has not changed."""
+        frozen: Any = ("object", id(value))
+        if isinstance(value, _SIMPLE):
+            frozen = (type(value), repr(value))
+        elif isinstance(value, Tensor):
+            frozen = ("tensor", id(value), -1 if value.is_inference() else value._version)
+        elif isinstance(value, torch.Generator):
+            frozen = ("generator", id(value), bytes(value.get_state().numpy()))
+        elif isinstance(value, nn.Module) or depth == 0:
+            pass
+        elif isinstance(value, _CONTAINERS):
+            self._copies.setdefault(id(value), (value, copy.copy(value)))
+            items = list(value.items()) if isinstance(value, dict) else list(value)
+            frozen = (type(value), id(value), tuple(self._freeze(item, depth - 1) for item in items))
+        elif isinstance(value, tuple):
+            frozen = (tuple, tuple(self._freeze(item, depth - 1) for item in value))
+        elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value) and _is_users(value):
+            frozen = ("object", id(value), self._freeze(vars(value), depth - 1))
+        return frozen
+
+
+def _is_users(value: Any) -> bool:
+    return type(value).__module__.split(".", maxsplit=1)[0] not in _FOREIGN_PACKAGES
+
+
+def _refill(container: Any, contents: Any) -> None:
+    if isinstance(container, dict):
+        if container.keys() != contents.keys() or any(container[k] is not v for k, v in contents.items()):
+            container.clear()
+            container.update(contents)
+    elif isinstance(container, set):
+        if container != contents:
+            container.clear()
+            container.update(contents)
+    elif len(container) != len(contents) or any(a is not b for a, b in zip(container, contents, strict=True)):
+        container.clear()
+        container.extend(contents)
+
+
+class Generators:
+    """The states of the process's random generators: torch's, Python's and numpy's."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = numpy.random.get_state() if numpy is not None else None
+
+    def restore(self) -> None:
+        """Continue from these states."""
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+    def outside_torch(self, later: "Generators") -> Iterator[str]:
+        """Names of the generators outside of torch that were drawn from in between."""
+        if self._python != later._python:
+            yield "Python's random module"
+        if (
+            self._numpy is not None
+            and later._numpy is not None
+            and _comparable(self._numpy) != _comparable(later._numpy)
+        ):
+            yield "numpy's global generator"
+
+
+def _comparable(state: Any) -> tuple[Any, ...]:
+    """A numpy generator state as something that can be compared."""
+    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)

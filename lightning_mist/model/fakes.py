@@ -1,0 +1,79 @@
+"""Fake tensors in the place of parameters, and tensor objects that turn into others."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from lightning_mist.plan.calls import is_simple
+
+
+def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, tuple[str, str]]:
+    """Put a fake in the place of every parameter, another one for each slot, so that uses of tied slots differ.
+
+    Parameters without storage of their own (expanded from one element) are understood as contiguous.
+
+    Args:
+        module: Its parameter dictionaries are changed; putting the parameters back is the caller's.
+        mode: Makes the fakes.
+
+    Returns:
+        Module name and attribute of each fake by its ``id``. The module keeps the fakes alive.
+    """
+    slots: dict[int, tuple[str, str]] = {}
+    for module_name, child in module.named_modules():
+        for name, parameter in list(child._parameters.items()):
+            if parameter is None:
+                continue
+            like = {"dtype": parameter.dtype, "device": parameter.device}
+            is_hollow = parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
+            with mode:
+                if is_hollow:
+                    data = torch.empty(parameter.shape, **like)
+                else:
+                    data = torch.empty_strided(parameter.shape, parameter.stride(), **like)
+            fake = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            child._parameters[name] = fake
+            slots[id(fake)] = (module_name, name)
+        if isinstance(child, nn.RNNBase):
+            child.__dict__["_flat_weights"] = [child._parameters.get(name) for name in child._flat_weights_names]
+    return slots
+
+
+def fake_like(fake: FakeTensor, tensor: Tensor) -> Tensor:
+    """A fake of the same mode as ``fake`` with the form of ``tensor``."""
+    with fake.fake_mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def become(target: Tensor, source: Tensor) -> None:
+    """Turn the object ``target`` into the tensor ``source``, wherever it is referred to, and the other way round.
+
+    torch.utils.swap_tensors refuses objects with weak references; the ones here lead from a fake tensor mode's memory
+    to an object that is not used under its old meaning again.
+    """
+    target.__class__, source.__class__ = source.__class__, target.__class__
+    target.__dict__, source.__dict__ = source.__dict__, target.__dict__
+    torch._C._swap_tensor_impl(target, source)
+
+
+def address_of(tensor: Tensor) -> int:
+    """Address of a real tensor's storage; 0 for a fake."""
+    if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Identity of a tensor's storage, fake or not."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def state_of(leaf: Any) -> Any:
+    """Something that differs after an argument was changed in a way that others can see."""
+    if isinstance(leaf, Tensor):
+        return id(leaf), 0 if isinstance(leaf, FakeTensor) or leaf.is_inference() else leaf._version
+    if is_simple(leaf):
+        return leaf
+    return id(leaf), tuple((name, id(value)) for name, value in getattr(leaf, "__dict__", {}).items())

@@ -1,0 +1,156 @@
+"""Running the user's step twice on fake parameters, and putting everything back."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_mist.model.attributes import Generators, ModuleState
+from lightning_mist.model.fakes import address_of, fake_parameters
+from lightning_mist.model.recording import Record, Recorder, Refused
+
+Call = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Two runs of a step, and what they left behind.
+
+    Attributes:
+        records: What each run did; empty if one of them failed.
+        failure: Why, in words.
+        rows: Rows of each run's batch, None where they cannot be told.
+        states: The module before, between and after the runs.
+        outside: Names of the generators outside torch that were drawn from.
+        batch_changed: Whether the step wrote into a tensor of its batch.
+    """
+
+    records: tuple[Record, ...]
+    failure: str
+    rows: tuple[int | None, ...]
+    states: tuple[ModuleState, ...]
+    outside: tuple[str, ...]
+    batch_changed: bool
+
+
+def run_twice(module: nn.Module, call: Call, batches: tuple[Any, Any], candidates: tuple[str, ...]) -> Runs:
+    """Run the step on copies of two batches, all parameters being fakes.
+
+    Where the step reads an unknown truth value it is told False, and if it then fails, True.
+
+    Args:
+        module: The user's module; left as it was.
+        call: Runs its step on a batch.
+        batches: The batches of the two runs.
+        candidates: Names of the modules to watch as blocks.
+    """
+    before, generators = ModuleState(module, with_buffers=True), Generators()
+    rows = tuple(rows_of(batch) for batch in batches)
+    failures = []
+    try:
+        for guess in (False, True):
+            runs = _attempt(module, call, batches, candidates, guess=guess, before=before, rows=rows)
+            if runs.records:
+                return runs
+            failures.append(runs)
+            before.restore()
+            generators.restore()
+        return failures[0]
+    finally:
+        before.restore()
+        generators.restore()
+
+
+def _attempt(
+    module: nn.Module,
+    call: Call,
+    batches: tuple[Any, Any],
+    candidates: tuple[str, ...],
+    *,
+    guess: bool,
+    before: ModuleState,
+    rows: tuple[int | None, ...],
+) -> Runs:
+    generators = Generators()
+    originals = {id(parameter): name for name, parameter in module.named_parameters()}
+    buffers = {address_of(b): name for name, b in module.named_buffers(remove_duplicate=False) if b.numel()}
+    slots = fake_parameters(module, FakeTensorMode(allow_non_fake_inputs=True))
+    records: list[Record] = []
+    states = [before]
+    failure, batch_changed = "", False
+    for attempt, batch in enumerate(batches):
+        recorder = Recorder(slots=slots, originals=originals, buffers=buffers, guess=guess, attempt=attempt)
+        own = copy.deepcopy(batch)
+        versions = [(tensor, tensor._version) for tensor in tensors_in(own)]
+        failure = _run(module, call, own, recorder, candidates)
+        if failure:
+            records = []
+            break
+        batch_changed = batch_changed or any(tensor._version != version for tensor, version in versions)
+        records.append(recorder.record)
+        states.append(ModuleState(module))
+    return Runs(
+        records=tuple(records),
+        failure=failure,
+        rows=rows,
+        states=tuple(states),
+        outside=tuple(generators.outside_torch(Generators())),
+        batch_changed=batch_changed,
+    )
+
+
+def _run(module: nn.Module, call: Call, batch: Any, recorder: Recorder, candidates: tuple[str, ...]) -> str:
+    """One run; the reason for which it failed, or nothing."""
+    modules = dict(module.named_modules())
+    wrapped = []
+    try:
+        for name in candidates:
+            space = modules[name].__dict__
+            wrapped.append((space, space.get("forward")))
+            space["forward"] = recorder.wrap(name, modules[name].forward)
+        with recorder:
+            output = call(batch)
+        recorder.finish(output)
+    except (Exception, Refused) as error:
+        return _failure(recorder.record, error)
+    finally:
+        for space, forward in wrapped:
+            space.pop("forward")
+            if forward is not None:
+                space["forward"] = forward
+    return ""
+
+
+def _failure(record: Record, error: BaseException) -> str:
+    """Why a run ended, with what the step read before, since a guess may have led there."""
+    text = f"{type(error).__name__}: {error}" if not isinstance(error, Refused) else str(error)
+    reads = [read for read in record.reads if read.source == "parameters"]
+    if not reads:
+        return text
+    what = f"{reads[-1].function} at {reads[-1].line} reads a value that depends on parameters"
+    return f"{what} ({text})" if text else what
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Every tensor of a batch: in mappings, sequences and dataclasses."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from tensors_in(value)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for item in dataclasses.fields(batch):
+            yield from tensors_in(getattr(batch, item.name))
+
+
+def rows_of(batch: Any) -> int | None:
+    """Common first dimension of a batch's tensors, None if they have none."""
+    sizes = {int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.ndim}
+    return sizes.pop() if len(sizes) == 1 else None

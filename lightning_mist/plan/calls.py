@@ -1,0 +1,167 @@
+"""How a run of the user's step is looked at, alike in the trace that plans and in the stages that run.
+
+A value that crosses a cut is named by where it was made, so that every rank finds it in its own run of the step:
+as a leaf of a block's output, or as a result of the n-th call of a function at one place of the user's code. Names hold
+no paths, so machines may differ in where packages are installed.
+
+Nothing here imports torch: tensors are told apart by what they offer.
+"""
+
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import zip_longest
+from typing import Any
+
+_OUR_FRAMES = ("lightning_mist.", "torch.overrides")
+"""Modules whose frames lie between a user's line and the observer of a torch function."""
+
+_SIMPLE = (type(None), bool, int, float, complex, str, bytes)
+
+
+def block_value(position: int, leaf: int) -> Hashable:
+    """Name of a leaf of a block's output."""
+    return ("block", position, leaf)
+
+
+def is_block_value(key: Hashable) -> bool:
+    """Whether a name needs nothing but the outputs of blocks to be found."""
+    return isinstance(key, tuple) and key[0] == "block"
+
+
+def describe_value(key: Hashable) -> str:
+    """A name as text for people."""
+    if isinstance(key, tuple) and key[0] == "block":
+        return f"output {key[2]} of layer {key[1]}"
+    if isinstance(key, tuple) and key[0] in ("glue", "inner"):
+        kind, region, function, (module, caller, line), *_ = key
+        place = f"inside layer {region}" if kind == "inner" else f"after layer {region}"
+        return f"result of {function} ({module}:{line}, in {caller}, {'before layer 0' if region < 0 else place})"
+    return repr(key)
+
+
+class ValueNames:
+    """Hands out the names of one run of the step: a function, where it was called, and how often before.
+
+    Counting starts anew in every region, so that a value cached in one region does not shift the names in another.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[Hashable, int] = {}
+
+    def next(self, kind: str, region: int, function: str) -> tuple[Hashable, ...]:
+        """Name of the results of a call that is happening now; a leaf index is appended to it.
+
+        Args:
+            kind: ``"glue"`` outside of blocks, ``"inner"`` inside a block.
+            region: Position of the block entered last, -1 before the first.
+            function: Name of the torch function.
+        """
+        base = (kind, region, function, call_site())
+        count = self._counts.get(base, 0)
+        self._counts[base] = count + 1
+        return (*base, count)
+
+
+def call_site() -> tuple[str, str, int]:
+    """Module, function and line that called the torch function being observed."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_OUR_FRAMES):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__")), frame.f_code.co_name, frame.f_lineno
+
+
+def user_line(package_prefixes: tuple[str, ...] = ("torch", "lightning_mist", "contextlib")) -> str:
+    """File and line of the innermost frame outside of torch and this package, for messages."""
+    frame = sys._getframe(1)
+    innermost = frame
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.split(".", maxsplit=1)[0] not in package_prefixes:
+            innermost = frame
+            break
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Leaves of nested tuples, lists and dictionaries: the arguments of a torch function."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from leaves_of(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from leaves_of(item)
+    else:
+        yield value
+
+
+def results(function: str, args: tuple[Any, ...], output: Any) -> Iterable[Any]:
+    """What a torch function made or changed: its output, or the target of an item assignment."""
+    return args[:1] if function == "__setitem__" else leaves_of(output)
+
+
+def call_signature(leaves: Iterable[Any]) -> tuple[Hashable, ...]:
+    """What decides the structure of a block's output: shapes and dtypes of tensors, and plain Python values."""
+    return tuple(
+        (tuple(leaf.shape), str(leaf.dtype), str(leaf.device))
+        if hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+        else leaf
+        if isinstance(leaf, _SIMPLE)
+        else type(leaf).__qualname__
+        for leaf in leaves
+    )
+
+
+def is_simple(leaf: Any) -> bool:
+    """Whether a leaf of an output is a plain value that can be given again."""
+    return isinstance(leaf, _SIMPLE) or (
+        type(leaf).__module__ == "torch" and type(leaf).__name__ in ("dtype", "device")
+    )
+
+
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A block's arguments with empty key-value caches of transformers replaced by None.
+
+    Models make such a cache by default even in training, where nothing reads it; a block that is recomputed in backward
+    would append to it a second time.
+    """
+    caches = sys.modules.get("transformers.cache_utils")
+    if caches is None:
+        return args, kwargs
+
+    def keep(value: Any) -> Any:
+        return None if isinstance(value, caches.Cache) and not int(value.get_seq_length()) else value
+
+    return tuple(keep(value) for value in args), {name: keep(value) for name, value in kwargs.items()}
+
+
+def select(
+    name: str, func: Callable[..., Any], args: tuple[Any, ...], is_known_mask: Callable[[Any], bool]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """An indexing call with known boolean masks replaced by the positions they select, whose number is then known too.
+
+    Args:
+        name: ``"__getitem__"``, ``"__setitem__"`` or ``"masked_select"``.
+        func: The torch function.
+        args: Its arguments.
+        is_known_mask: Tells masks that have values.
+
+    Returns:
+        The function to call instead and its arguments.
+    """
+    if name == "masked_select":
+        tensor, mask = args
+        sizes = zip_longest(reversed(tensor.shape), reversed(mask.shape), fillvalue=1)
+        shape = tuple(max(pair) if 0 not in pair else 0 for pair in sizes)[::-1]
+        return type(tensor).__getitem__, (tensor.expand(shape), mask.expand(shape).nonzero(as_tuple=True))
+    index = args[1]
+    if is_known_mask(index):
+        index = tuple(index.nonzero(as_tuple=True))
+    elif isinstance(index, tuple):
+        parts: list[Any] = []
+        for item in index:
+            parts += item.nonzero(as_tuple=True) if is_known_mask(item) else (item,)
+        index = tuple(parts)
+    return func, (args[0], index, *args[2:])
