@@ -8,7 +8,7 @@ figures that all ranks have agreed on, so that all do the same and collectives m
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,10 @@ OUTLIER_SCORE = 3.5
 CONSISTENCY = 1.4826
 """Standard deviation over median absolute deviation of a normal distribution (same source)."""
 
-SAMPLE_SECONDS = 1e-3
-"""A sample repeats short functions until it takes about this long: a thousand times the resolution of the clock."""
+SAMPLE_SECONDS = 1e-2
+"""A sample repeats short functions until it takes about this long: more than the 3 ms that Linux lets a process run
+before others on its core get their turn (sched(7); kernel documentation, scheduler, sched-eevdf), so that a sample sees
+the sharing of cores. With 1 ms, 4 processes on 2 cores were measured twice too fast in small products."""
 
 MIN_SAMPLES, MAX_SAMPLES = 3, 15
 """Three are the least that can outvote one outlier; the median of 15 has a third of one sample's spread."""
@@ -106,13 +108,14 @@ def _seconds(function: Callable[[], object], calls: int, device: torch.device) -
 def measure(
     function: Callable[[], object] | None, *, session: Session, budget_seconds: float, aligned: bool = False
 ) -> Timing:
-    """Time a function on all ranks at once; each sample counts as long as it took on the slowest rank.
+    """Time a function on all ranks at once; it counts as long as it took on the slowest rank.
 
     Args:
         function: What to time; None on a rank that only waits for the others (it must still call this).
         session: Device and ranks.
         budget_seconds: Roughly how long all samples may take; at least :data:`MIN_SAMPLES` are taken.
-        aligned: Whether the ranks start each sample together (collectives) or only the first (computations).
+        aligned: True for collectives: the ranks start each sample together, and a sample lasts until the last one has
+            ended. False for computations: they start together once, and the slowest rank is that of the largest median.
 
     Returns:
         Seconds of one call, the same on all ranks.
@@ -130,7 +133,11 @@ def measure(
         if aligned:
             session.agree([0.0])
         samples.append(_seconds(call, calls, session.device) if function is not None else 0.0)
-    return summarize(session.agree(samples))
+    if aligned:
+        return summarize(session.agree(samples))
+    own = summarize(samples)
+    seconds, spread = session.agree([own.seconds, own.spread])
+    return replace(own, seconds=seconds, spread=spread)
 
 
 def _nothing() -> None:
