@@ -1,9 +1,9 @@
 """What stages cost: candidates in, arrays of seconds and bytes out.
 
 Steady time ``t`` of a stage: forward and backward of one microbatch, one more forward of every recomputed layer, and
-the transfers that it waits for. A pipeline with as many microbatches in flight as it has stages passes one of them around
-the loop of all stages in ``sum t_i`` and two transfers per boundary, so each stage is charged with receiving its input
-and the gradient of its output.
+the transfers that it waits for. A pipeline with as many microbatches in flight as it has stages passes one of them
+around the loop of all stages in ``sum t_i`` and two transfers per boundary, so each stage is charged with receiving its
+input and the gradient of its output.
 
 Boundary time ``d``: averaging gradients over the data-parallel ranks, summing those of tied parameters, the optimizer's
 step, and under ZeRO-1 giving out the updated parameters. On a device the reduction runs beside the last backward, and

@@ -1,1 +1,6 @@
-"""Which plan: frontiers of every stage, then a mixed-integer linear program."""
+"""Which plan: the search for the fastest one that fits."""
+
+from lightning_mist.tuner.space import SearchSpace
+from lightning_mist.tuner.tune import Alternative, TuneResult, TuneStats, tune
+
+__all__ = ["Alternative", "SearchSpace", "TuneResult", "TuneStats", "tune"]

@@ -1,0 +1,122 @@
+"""Why nothing fits: the least that any plan needs, what it is needed for, and what would help."""
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import NoReturn
+
+import numpy as np
+
+from lightning_mist.cost import stage_memory
+from lightning_mist.cost.memory import TERMS
+from lightning_mist.errors import InfeasibleError
+from lightning_mist.plan import Plan
+from lightning_mist.tuner.bound import least_peak
+from lightning_mist.tuner.intra_stage import IntraStage, SlotChoices, with_peaks_as_seconds
+from lightning_mist.tuner.pareto import non_dominated
+from lightning_mist.tuner.problem import InterStageProblem
+from lightning_mist.units import format_bytes
+
+LOOK_SECONDS = 10.0
+"""Seconds after which the search for the least memory stops at the best found."""
+
+SHOWN_TERMS = 3
+"""Terms of the peak that the message names."""
+
+
+def explain_infeasible(intra: IntraStage, make_plan: Callable[[InterStageProblem, tuple[int, ...]], Plan]) -> NoReturn:
+    """Raise the error that says what the least demanding plan needs.
+
+    Args:
+        intra: Makes choices, and knows the limits.
+        make_plan: The plan that one choice per stage of a problem describes.
+
+    Raises:
+        InfeasibleError: Always.
+    """
+    space, search = intra.space, intra.space.search
+    pipelines = space.pipelines()
+    if not pipelines:
+        raise InfeasibleError(
+            f"no plan of the search space uses all {space.world_size} devices with {space.batch_rows} rows each: "
+            f"num_stages={search.num_stages}, max_stages={search.max_stages}, "
+            f"num_microbatches={search.num_microbatches}, devices_per_stage={search.devices_per_stage} leave no number "
+            f"of stages and microbatches that cut every batch into equal parts. {_excluded(space.notes)}"
+            "Leave these out of the search space"
+        )
+    plan, is_least = _least(intra, pipelines, make_plan)
+    if plan is None:
+        raise InfeasibleError(
+            f"no plan of the search space deals {space.num_layers} layers and {space.world_size} devices out to "
+            f"{', '.join(str(count) for count in sorted({count for count, _ in pipelines}))} stages: "
+            "allow other numbers in devices_per_stage or num_stages"
+        )
+    raise InfeasibleError(_message(intra, plan, is_least))
+
+
+def _least(
+    intra: IntraStage,
+    pipelines: tuple[tuple[int, int], ...],
+    make_plan: Callable[[InterStageProblem, tuple[int, ...]], Plan],
+) -> tuple[Plan | None, bool]:
+    """The plan that needs the least memory, and whether all were looked at."""
+    deadline, best, plan = perf_counter() + LOOK_SECONDS, np.inf, None
+    # Many microbatches need little memory each, so the first pipelines are good and rule out others.
+    for num_stages, num_microbatches in sorted(pipelines, key=lambda key: (-key[1], -key[0])):
+        if perf_counter() > deadline and plan is not None:
+            return plan, False
+        slots = tuple(_by_memory(intra, index, num_stages, num_microbatches) for index in range(num_stages))
+        if max(float(slot.peak_K.min(initial=np.inf)) for slot in slots) >= best:
+            continue
+        problem = InterStageProblem(
+            num_layers=intra.space.num_layers,
+            num_devices=intra.space.world_size,
+            num_microbatches=num_microbatches,
+            slots=slots,
+        )
+        found = least_peak(problem)
+        if found is not None and found[0] < best:
+            best, plan = found[0], make_plan(problem, found[1])
+    return plan, True
+
+
+def _by_memory(intra: IntraStage, stage_index: int, num_stages: int, num_microbatches: int) -> SlotChoices:
+    """For every range and number of devices the choice with the least peak, its bytes in place of seconds."""
+    parts = []
+    for devices in intra.space.degrees(num_microbatches):
+        choices = intra.choices(intra.slot(stage_index, num_stages, num_microbatches, devices))
+        group_K = choices.start_K * (intra.space.num_layers + 1) + choices.layers_K
+        parts.append(choices.take(non_dominated(group_K, choices.peak_K, np.zeros(len(choices)))))
+    return with_peaks_as_seconds(SlotChoices.joined(parts))
+
+
+def _message(intra: IntraStage, plan: Plan, is_least: bool) -> str:
+    stages = stage_memory(intra.model.spec, plan)
+    index = max(range(len(stages)), key=lambda i: stages[i].peak_bytes)
+    worst, stage = stages[index], plan.stages[index]
+    terms = sorted(worst.terms, key=lambda item: -item[1])[:SHOWN_TERMS]
+    needs = ", ".join(f"{name.removesuffix('_bytes')} {format_bytes(value)}" for name, value in terms)
+    least = "The least that any plan needs" if is_least else "The least that a plan needs, of those looked at in time,"
+    more = worst.peak_bytes - int(intra.memory_limit)
+    return (
+        f"no plan fits. {least} is {format_bytes(worst.peak_bytes)}, on stage {index} of {plan.num_stages} "
+        f"(layers {stage.layers[0]} to {stage.layers[1]} on {len(stage.devices)} devices, {stage.microbatch_size} rows "
+        f"per microbatch, {stage.checkpointing.layers} layers recomputed, ZeRO-{int(stage.zero_stage)}) in its "
+        f"{worst.phase}; memory_limit is {format_bytes(intra.memory_limit)} per device. Largest terms: {needs}. "
+        f"{_excluded(intra.space.notes)}Raise memory_limit by {format_bytes(more)}, use more devices, or "
+        f"{_way_out(terms[0][0])}"
+    )
+
+
+def _excluded(notes: tuple[str, ...]) -> str:
+    return f"The search went {'; '.join(notes)}. " if notes else ""
+
+
+def _way_out(term: str) -> str:
+    assert term in TERMS
+    return {
+        "activation_bytes": "smaller batches",
+        "working_bytes": "smaller batches or shorter samples",
+        "transfer_bytes": "smaller batches",
+        "batch_bytes": "smaller batches",
+        "optimizer_bytes": "an optimizer that keeps less state",
+    }.get(term, "a smaller model or a lower precision of its parameters")

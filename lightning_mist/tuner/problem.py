@@ -1,0 +1,63 @@
+"""The inter-stage problem as data, and what an answer to it is."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost import step_seconds
+from lightning_mist.cost.compile import FloatArray
+from lightning_mist.tuner.intra_stage import ANYWHERE, SlotChoices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterStageProblem:
+    """Choose one of its choices for every slot, so that layers and devices are used up, in the least step seconds.
+
+    Attributes:
+        num_layers: Layers to deal out, in order.
+        num_devices: Devices to deal out.
+        num_microbatches: Microbatches per batch.
+        slots: The choices of every stage.
+    """
+
+    num_layers: int
+    num_devices: int
+    num_microbatches: int
+    slots: tuple[SlotChoices, ...]
+
+    def steady(self, chosen: tuple[int, ...]) -> FloatArray:
+        """Steady seconds of the chosen choices."""
+        return np.array([slot.steady_K[index] for slot, index in zip(self.slots, chosen, strict=True)])
+
+    def boundary(self, chosen: tuple[int, ...]) -> FloatArray:
+        """Boundary seconds of the chosen choices."""
+        return np.array([slot.boundary_K[index] for slot, index in zip(self.slots, chosen, strict=True)])
+
+    def objective(self, chosen: tuple[int, ...]) -> float:
+        """Step seconds of one choice per slot."""
+        return step_seconds(self.steady(chosen), self.boundary(chosen), self.num_microbatches)
+
+    def is_feasible(self, chosen: tuple[int, ...]) -> bool:
+        """Whether the choices cover every layer once, in order, and use every device."""
+        position, devices = 0, 0
+        for slot, index in zip(self.slots, chosen, strict=True):
+            if slot.start_K[index] not in (ANYWHERE, position):
+                return False
+            position += int(slot.layers_K[index])
+            devices += int(slot.devices_K[index])
+        return position == self.num_layers and devices == self.num_devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An answer to an :class:`InterStageProblem`.
+
+    Attributes:
+        chosen: Index of the choice of every slot; empty if no answer was found.
+        objective: Its step seconds, infinite if there is none.
+        bound: No answer takes fewer seconds; infinite if there cannot be one.
+    """
+
+    chosen: tuple[int, ...]
+    objective: float
+    bound: float

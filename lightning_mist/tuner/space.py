@@ -1,0 +1,203 @@
+"""Which plans are looked at.
+
+With ``N`` devices that each load batches of ``B`` rows, ``G`` microbatches and a stage of ``n`` devices (all of them
+data-parallel), each device of the stage computes on ``B N / (G n)`` rows per microbatch. A part of a microbatch never
+mixes the batches of two ranks (:mod:`lightning_mist.plan.rows`), so ``G n / N``, the number of parts that this stage
+cuts a batch into, is a whole number; it divides ``B``, so that all parts are equal.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import gcd
+
+from lightning_mist.errors import PlanError
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import Feature, ScheduleName
+from lightning_mist.plan.plan import SCHEDULES
+
+_FEATURE_WORDS: dict[Feature, str] = {
+    "pipeline": "several pipeline stages",
+    "microbatches": "cutting a batch into microbatches",
+    "checkpointing": "activation checkpointing",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpace:
+    """Limits of the search for a plan. The defaults look at everything that the runtime can execute.
+
+    Attributes:
+        max_stages: The most pipeline stages; ``None`` for as many as there are devices or layers.
+        num_stages: The numbers of stages to look at; ``None`` for all up to ``max_stages``.
+        num_microbatches: The numbers of microbatches per batch to look at; ``None`` for all that the batch allows.
+        devices_per_stage: The numbers of devices that a stage may have; ``None`` for every divisor of the number of
+            devices. Stages of one plan may differ.
+        zero_stages: Which ZeRO stages data-parallel ranks may use: 0 (nothing is sharded), 1 (optimizer state).
+        checkpointing: Whether layers may be recomputed in backward to save memory.
+        schedule: The pipeline schedule, ``"1f1b"`` or ``"gpipe"``.
+        solver_seconds: The most seconds that the search may spend on solving. When they are over the best plan found
+            so far is used, and the result says how far from the best possible it may be.
+    """
+
+    max_stages: int | None = None
+    num_stages: tuple[int, ...] | None = None
+    num_microbatches: tuple[int, ...] | None = None
+    devices_per_stage: tuple[int, ...] | None = None
+    zero_stages: tuple[int, ...] = (0, 1)
+    checkpointing: bool = True
+    schedule: ScheduleName = "1f1b"
+    solver_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Check each limit by itself."""
+        if self.max_stages is not None and self.max_stages < 1:
+            raise ValueError(f"max_stages={self.max_stages}: a plan has at least 1 stage")
+        for name in ("num_stages", "num_microbatches", "devices_per_stage"):
+            values = getattr(self, name)
+            if values is not None and (not values or min(values) < 1):
+                raise ValueError(f"{name}={values}: give at least one number, each at least 1, or None for all")
+        if not self.zero_stages or not set(self.zero_stages) <= {0, 1}:
+            raise ValueError(f"zero_stages={self.zero_stages}: the runtime has ZeRO stages 0 and 1; give (0, 1)")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r}: known schedules are {', '.join(SCHEDULES)}")
+        if not self.solver_seconds > 0:
+            raise ValueError(f"solver_seconds={self.solver_seconds}: some time is needed, for example 60")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """A search space applied to one network, batch and number of devices.
+
+    Attributes:
+        search: The limits asked for.
+        num_layers: Layers of the network.
+        world_size: Devices.
+        batch_rows: Rows of the batch that each device loads.
+        max_stages: The most stages.
+        cuts_batches: Whether a batch may be cut.
+        checkpointing: Whether layers may be recomputed.
+        notes: What was ruled out and why, for people.
+    """
+
+    search: SearchSpace
+    num_layers: int
+    world_size: int
+    batch_rows: int
+    max_stages: int
+    cuts_batches: bool
+    checkpointing: bool
+    notes: tuple[str, ...]
+
+    @property
+    def device_counts(self) -> tuple[int, ...]:
+        """Numbers of devices that a stage may have, ascending."""
+        asked = self.search.devices_per_stage
+        if asked is not None:
+            return tuple(sorted({count for count in asked if count <= self.world_size}))
+        return divisors(self.world_size)
+
+    def degrees(self, num_microbatches: int) -> tuple[int, ...]:
+        """Numbers of devices of a stage for which a batch is cut into equal parts, ascending."""
+        found = []
+        for count in self.device_counts:
+            parts, rest = divmod(num_microbatches * count, self.world_size)
+            if rest == 0 and parts >= 1 and self.batch_rows % parts == 0 and (parts == 1 or self.cuts_batches):
+                found.append(count)
+        return tuple(found)
+
+    def rows(self, num_microbatches: int, devices: int) -> int:
+        """Rows that each of a stage's devices sees per microbatch."""
+        return self.batch_rows * self.world_size // (num_microbatches * devices)
+
+    def pipelines(self) -> tuple[tuple[int, int], ...]:
+        """Every ``(number of stages, number of microbatches)`` for which devices can be dealt to stages."""
+        asked = self.search.num_stages
+        stages = [s for s in range(1, self.max_stages + 1) if asked is None or s in asked]
+        result = []
+        for num_microbatches in self._microbatch_counts():
+            counts = self.degrees(num_microbatches)
+            sums = {0}
+            for num_stages in range(1, self.max_stages + 1):
+                sums = {total + count for total in sums for count in counts if total + count <= self.world_size}
+                if num_stages in stages and self.world_size in sums:
+                    result.append((num_stages, num_microbatches))
+        return tuple(sorted(result))
+
+    def _microbatch_counts(self) -> tuple[int, ...]:
+        asked = self.search.num_microbatches
+        parts = divisors(self.batch_rows) if self.cuts_batches else (1,)
+        found = {
+            part * self.world_size // count
+            for part in parts
+            for count in self.device_counts
+            if part * self.world_size % count == 0
+        }
+        return tuple(sorted(found if asked is None else found & set(asked)))
+
+
+def apply(search: SearchSpace, spec: ModelSpec, world_size: int, global_batch_size: int) -> Space:
+    """The search space of one network on a number of devices.
+
+    Args:
+        search: The limits asked for.
+        spec: The network, whose exclusions are honoured.
+        world_size: Devices.
+        global_batch_size: Rows that one Lightning batch brings over all devices.
+
+    Raises:
+        PlanError: If the batch does not come in equal parts from the devices.
+    """
+    if global_batch_size < 1 or global_batch_size % world_size:
+        raise PlanError(
+            f"global_batch_size = {global_batch_size} on {world_size} devices: every device loads an equal batch, so "
+            f"it must be a multiple of {world_size}; use "
+            f"{max(1, round(global_batch_size / world_size)) * world_size}"
+        )
+    ruled_out = {feature: spec.module_map.excludes(feature) for feature in _FEATURE_WORDS}
+    notes = [f"without {_FEATURE_WORDS[name]}: {'; '.join(why)}" for name, why in ruled_out.items() if why]
+    if not spec.num_layers:
+        notes.append("data parallelism only: the module has no repeated blocks to divide into stages or to recompute")
+    most = min(world_size, max(1, spec.num_layers), search.max_stages or world_size)
+    return Space(
+        search=search,
+        num_layers=spec.num_layers,
+        world_size=world_size,
+        batch_rows=global_batch_size // world_size,
+        max_stages=1 if ruled_out["pipeline"] else most,
+        cuts_batches=not ruled_out["microbatches"],
+        checkpointing=search.checkpointing and not ruled_out["checkpointing"] and spec.num_layers > 0,
+        notes=tuple(notes),
+    )
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    return tuple(value for value in range(1, number + 1) if number % value == 0)
+
+
+def common_unit(counts: Iterable[int]) -> int:
+    """The greatest common divisor of some counts."""
+    return reduce(gcd, counts, 0)
+
+
+def rank_layout(degrees: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Global ranks of every stage, by data-parallel index.
+
+    The ranks of a replica of the pipeline are contiguous. Within a replica the last stage comes first, so that global
+    rank 0, where Lightning prints, logs and writes checkpoints, is the one that sees losses.
+
+    Args:
+        degrees: Devices of each stage, all of them data-parallel.
+    """
+    replicas = common_unit(degrees)
+    widths = [degree // replicas for degree in degrees]
+    replica_size = sum(widths)
+    return tuple(
+        tuple(
+            replica * replica_size + sum(widths[index + 1 :]) + place
+            for replica in range(replicas)
+            for place in range(width)
+        )
+        for index, width in enumerate(widths)
+    )

@@ -1,0 +1,65 @@
+"""Random inter-stage problems, and answers by trying everything."""
+
+import itertools
+
+import numpy as np
+
+from lightning_mist.tuner.intra_stage import ANYWHERE, SlotChoices
+from lightning_mist.tuner.problem import InterStageProblem
+
+
+def slot(start, layers, devices, steady, boundary):
+    """Choices from sequences; bytes and savings do not matter to the problem."""
+    zeros = np.zeros(len(start), dtype=np.int64)
+    return SlotChoices(
+        start_K=np.asarray(start, dtype=np.int64),
+        layers_K=np.asarray(layers, dtype=np.int64),
+        devices_K=np.asarray(devices, dtype=np.int64),
+        steady_K=np.asarray(steady, dtype=np.float64),
+        boundary_K=np.asarray(boundary, dtype=np.float64),
+        peak_K=zeros.astype(np.float64),
+        checkpointed_K=zeros,
+        zero_stage_K=zeros,
+    )
+
+
+def random_problem(seed):
+    """A problem with up to 4 stages; starts are open, fixed, or so few choices that nothing may fit."""
+    rng = np.random.default_rng(seed)
+    num_stages = int(rng.integers(1, 5))
+    num_layers = int(rng.integers(num_stages, 8))
+    num_devices = int(rng.integers(num_stages, 7))
+    counts = [c for c in (1, 2, 3) if c <= num_devices] if num_stages > 1 else [num_devices]
+    scale = 10.0 ** rng.integers(-6, 3)
+    # Boundary times from negligible to far longer than the whole pipeline.
+    weight = 10.0 ** rng.uniform(-2, 1.5)
+    is_open, kept = bool(rng.integers(2)), rng.choice([0.15, 0.5, 1.0])
+    slots = []
+    for stage in range(num_stages):
+        first, last = stage == 0, stage == num_stages - 1
+        rows = []
+        for length in range(1, num_layers - num_stages + 2):
+            if first and last:
+                length = num_layers  # noqa: PLW2901
+            starts = [0] if first else [num_layers - length] if last else [ANYWHERE] if is_open else range(num_layers)
+            for start in starts:
+                for count, _ in itertools.product(counts, range(2)):
+                    base = (length + rng.random()) / count * (1 + (start if start > 0 else 0) * 0.3)
+                    rows.append((start, length, count, base * scale, weight * base * rng.random() * scale))
+        rows = [row for row in rows if rng.random() < kept] or rows[:1]
+        slots.append(slot(*zip(*rows, strict=True)))
+    return InterStageProblem(
+        num_layers=num_layers,
+        num_devices=num_devices,
+        num_microbatches=int(rng.choice([1, 2, 5, 40])),
+        slots=tuple(slots),
+    )
+
+
+def brute_force(problem):
+    """The least objective over every combination of choices, infinite if none is feasible."""
+    best = np.inf
+    for chosen in itertools.product(*(range(len(item)) for item in problem.slots)):
+        if problem.is_feasible(chosen):
+            best = min(best, problem.objective(chosen))
+    return best
