@@ -1,0 +1,159 @@
+"""A module and a batch to plan for, from a short text: a preset, a Hugging Face configuration, a user's function."""
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mist.model.presets import PRESETS
+from lightning_mist.model.reference import LanguageModel, hollow
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+"""Lightning's names of the precisions that can be planned for."""
+
+_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """What to trace.
+
+    Attributes:
+        name: For people.
+        module: The module.
+        batch: A batch for its step.
+        call: Its step as a function of the batch, in the precision asked for.
+    """
+
+    name: str
+    module: nn.Module
+    batch: Any
+    call: Callable[[Any], Any]
+
+
+def open_model(text: str, *, batch_rows: int, sequence_length: int | None, precision: str) -> ModelSource:
+    """The module and batch that a text names.
+
+    Args:
+        text: The name of a preset, such as ``"gpt3-22b"``; the path of a Hugging Face ``config.json``; or
+            ``"package.module:function"``, whose function returns a module with a ``training_step`` and a batch.
+        batch_rows: Rows of the batch to make.
+        sequence_length: Tokens of each row; presets and configurations need it, functions make their own batch.
+        precision: Lightning's name of the precision.
+
+    Raises:
+        ValueError: If the text names nothing, or something needed is missing.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision {precision!r}: known precisions are {', '.join(PRECISIONS)}")
+    dtype, _, mixed = precision.partition("-")
+    context = partial(torch.autocast, "cpu", _DTYPES[dtype]) if mixed == "mixed" else nullcontext
+    kept = None if mixed == "mixed" or dtype == "32" else _DTYPES[dtype]
+    if ":" in text:
+        return _from_function(text, context, kept)
+    if sequence_length is None or sequence_length < 1:
+        raise ValueError(
+            f"model {text!r} with seq_len = {sequence_length}: tokens per row are needed; give --seq-len 2048"
+        )
+    tokens = torch.zeros(batch_rows, sequence_length, dtype=torch.long)
+    if text.endswith(".json"):
+        return _from_configuration(Path(text), tokens, context, kept)
+    if text not in PRESETS:
+        near = get_close_matches(text, PRESETS, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"model {text!r}: not a preset, a config.json or package.module:function; did you mean {near!r}? Presets: "
+            f"{', '.join(PRESETS)}"
+        )
+    module = hollow(lambda: LanguageModel(PRESETS[text], sequence_length), dtype=kept)
+    return ModelSource(name=text, module=module, batch=(tokens, tokens.clone()), call=_step(module, context))
+
+
+def _step(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
+    def call(batch: Any) -> Any:
+        with context():
+            return module.training_step(batch, 0)  # type: ignore[operator]
+
+    return call
+
+
+def _from_function(
+    text: str, context: Callable[[], AbstractContextManager[Any]], dtype: torch.dtype | None
+) -> ModelSource:
+    name, _, attribute = text.partition(":")
+    try:
+        function = getattr(importlib.import_module(name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model {text!r} cannot be imported ({error}): write package.module:function") from error
+    made = function()
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ValueError(
+            f"model {text!r} returned {type(made).__name__}: it must return a module and a batch, "
+            "`return module, batch`"
+        )
+    module, batch = made
+    if not callable(getattr(module, "training_step", None)):
+        raise ValueError(f"model {text!r} returned a {type(module).__name__} without training_step: give it one")
+    return ModelSource(
+        name=type(module).__name__,
+        module=module if dtype is None else module.to(dtype),
+        batch=batch,
+        call=_step(module, context),
+    )
+
+
+class _CausalStep(nn.Module):
+    """A ``training_step`` around a Hugging Face model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+
+def _from_configuration(
+    path: Path,
+    tokens: Tensor,
+    context: Callable[[], AbstractContextManager[Any]],
+    dtype: torch.dtype | None,
+) -> ModelSource:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"model '{path}' needs Hugging Face transformers: pip install transformers") from error
+    if not path.is_file():
+        raise ValueError(f"model '{path}': there is no such file; give the path of a config.json")
+    try:
+        configuration = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model '{path}' is not a configuration that transformers knows: {error}") from error
+    longest = getattr(configuration, "max_position_embeddings", None)
+    if isinstance(longest, int) and tokens.shape[1] > longest:
+        raise ValueError(
+            f"seq_len = {tokens.shape[1]}: '{path}' has at most {longest} positions; give --seq-len {longest}"
+        )
+    names = getattr(configuration, "architectures", None) or ()
+    language = [name for name in names if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM"))]
+    if names and not language:
+        raise ValueError(
+            f"model '{path}' is a {names[0]}: only language models can be made from a configuration; write "
+            "package.module:function for others"
+        )
+    cls = getattr(transformers, language[0]) if language else None
+
+    def build() -> nn.Module:
+        make: Any = cls if cls is not None else transformers.AutoModelForCausalLM.from_config
+        return _CausalStep(make(configuration))
+
+    module = hollow(build, dtype=dtype)
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    return ModelSource(name=str(path), module=module.train(), batch=batch, call=_step(module, context))

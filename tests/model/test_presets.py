@@ -1,0 +1,27 @@
+import pytest
+
+from lightning_mist.model.presets import PRESETS
+from lightning_mist.model.reference import LanguageModel, hollow
+
+BLOCK_AND_TOTAL = {  # parameters of a block, and of all blocks and the two token tables
+    "gpt3-1.3b": (50339840, 1414201344),
+    "gpt3-22b": (453009408, 22362587136),
+    "falcon-7b": (201334784, 6854803456),
+    "falcon-40b": (805322752, 39479672832),
+    "llama-350m": (12847104, 411353088),
+    "llama-13b": (317204480, 13203292160),
+    "llama-70b": (973094912, 78671773696),
+}
+
+
+@pytest.mark.parametrize("name", BLOCK_AND_TOTAL)
+def test_parameters_are_as_many_as_published(name):
+    model = hollow(lambda: LanguageModel(PRESETS[name], 2048))
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    tables = model.tokens.weight.numel() + model.head.weight.numel()
+    assert (block, block * len(model.blocks) + tables) == BLOCK_AND_TOTAL[name]
+
+
+def test_names():
+    assert {"gpt3-22b", "llama-7b", "falcon-2.7b"} <= set(PRESETS)
+    assert all(shape.hidden % shape.heads == 0 for shape in PRESETS.values())

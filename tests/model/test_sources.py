@@ -1,0 +1,122 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mist.model.sources import PRECISIONS, open_model
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 11,
+    "max_position_embeddings": 32,
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+
+def make_net():
+    return Net(), torch.ones(2, 3)
+
+
+def make_module_only():
+    return Net()
+
+
+def make_without_step():
+    return nn.Linear(3, 1), torch.ones(2, 3)
+
+
+def open_(text, **changes):
+    arguments = {"batch_rows": 2, "sequence_length": 8, "precision": "32-true"}
+    return open_model(text, **{**arguments, **changes})
+
+
+def configuration(tmp_path, **changes):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, **changes}))
+    return str(path)
+
+
+def test_preset():
+    source = open_("gpt3-22b", sequence_length=64)
+    assert source.name == "gpt3-22b"
+    assert [tuple(tensor.shape) for tensor in source.batch] == [(2, 64), (2, 64)]
+    assert sum(parameter.numel() for parameter in source.module.parameters()) > 22 * 10**9
+    assert len(source.module.blocks) == 48
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_steps_run_in_the_precision_asked_for(tmp_path, precision):
+    source = open_(configuration(tmp_path), precision=precision)
+    kept = {parameter.dtype for parameter in source.module.parameters()}
+    expected = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+    assert kept == {expected.get(precision, torch.float32)}
+    seen = []
+    for module in source.module.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
+    source.call(source.batch)
+    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    assert set(seen) == {mixed.get(precision, next(iter(kept)))}
+
+
+def test_configuration_file(tmp_path):
+    source = open_(configuration(tmp_path))
+    assert type(source.module.model).__name__ == "LlamaForCausalLM"
+    assert source.module.training
+    assert torch.isfinite(source.call(source.batch))
+
+
+def test_configuration_file_without_an_architecture_is_a_language_model(tmp_path):
+    source = open_(configuration(tmp_path, architectures=None))
+    assert type(source.module.model).__name__ == "LlamaForCausalLM"
+
+
+def test_function():
+    source = open_("tests.model.test_sources:make_net", sequence_length=None, precision="64-true")
+    assert source.name == "Net"
+    assert source.module.layer.weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "message"),
+    [
+        ("gpt3-23b", {}, "model 'gpt3-23b': not a preset, .* did you mean 'gpt3-2[.2]"),
+        ("gpt3-22b", {"sequence_length": None}, "seq_len = None: tokens per row are needed; give --seq-len 2048"),
+        ("gpt3-22b", {"precision": "bf16"}, "precision 'bf16': known precisions are 32-true, bf16-mixed"),
+        ("none/config.json", {}, "model 'none/config.json': there is no such file"),
+        ("no_such_module:make", {}, "cannot be imported .*No module named 'no_such_module'"),
+        ("tests.model.test_sources:absent", {}, "cannot be imported .*no attribute 'absent'"),
+        ("tests.model.test_sources:make_module_only", {}, "returned Net: it must return a module and a batch"),
+        ("tests.model.test_sources:make_without_step", {}, "returned a Linear without training_step"),
+    ],
+)
+def test_what_names_nothing_is_refused(text, changes, message):
+    with pytest.raises(ValueError, match=message):
+        open_(text, **changes)
+
+
+def test_configurations_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"seq_len = 64: .* at most 32 positions; give --seq-len 32"):
+        open_(configuration(tmp_path), sequence_length=64)
+    with pytest.raises(ValueError, match="is a ViTForImageClassification: only language models"):
+        open_(configuration(tmp_path, architectures=["ViTForImageClassification"]))
+    with pytest.raises(ValueError, match="is not a configuration that transformers knows"):
+        open_(configuration(tmp_path, model_type="no-such-type"))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not a configuration that transformers knows"):
+        open_(str(tmp_path / "config.json"))
