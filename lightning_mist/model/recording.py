@@ -216,7 +216,8 @@ class Recorder(TorchFunctionMode):
         return output
 
     def _made(self, name: str, made: list[Tensor], *, is_random: bool) -> None:
-        base: tuple[Hashable, ...] | None = None
+        # Counted whether or not a result matters here: on a stage other values are known than in this run.
+        base = self._names.next("glue" if self._inside is None else "inner", self._region, name)
         for leaf, tensor in enumerate(made):
             if id(tensor) in self._slots or id(tensor) in self._originals:
                 continue
@@ -228,7 +229,6 @@ class Recorder(TorchFunctionMode):
                     # The other end of what may be drawn: a decision that depends on it then shows.
                     with torch.no_grad():
                         tensor.zero_()
-            base = base or self._names.next("glue" if self._inside is None else "inner", self._region, name)
             self._define(tensor, (*base, leaf))
 
     def _define(self, tensor: Tensor, key: Hashable) -> None:
