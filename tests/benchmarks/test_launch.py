@@ -1,0 +1,14 @@
+"""Real processes, without torch in them where it is not the matter."""
+
+import pytest
+
+from benchmarks.launch import run_module
+
+
+def test_processes_run_and_the_file_is_read() -> None:
+    assert run_module("tests.benchmarks.worker", ["--say", "hello"], processes=2) == {"said": "hello", "world": "2"}
+
+
+def test_failure_shows_the_output() -> None:
+    with pytest.raises(RuntimeError, match="the worker fails on purpose"):
+        run_module("tests.benchmarks.worker", ["--say", "fail"], processes=1)
