@@ -16,8 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import Plan
 from lightning_mist.schedule.action import Action, ActionKind, Schedule
 from lightning_mist.schedule.check import check, waits_for
+from lightning_mist.schedule.lower import lower
 from lightning_mist.schedule.trace import Span
 
 
@@ -109,6 +112,44 @@ def simulate(
     run = _Run(schedule, stages, activation_seconds, gradient_seconds)
     run.finish()
     return _summary(schedule, run.spans)
+
+
+def simulate_plan(plan: Plan) -> Simulation:
+    """Run a plan's own schedule with the seconds that were predicted for it.
+
+    Terms of a stage's prediction become its actions: ``reduce_seconds``, ``tied_seconds``, ``update_seconds`` and
+    ``gather_seconds``; without them ``STEP`` takes the stage's boundary time. What a stage waits for on its receives,
+    ``transfer_seconds``, is the time of its links: on the first and last stage of the one it receives from, on others
+    half of it each. Here transfers may hide behind computation, so that the makespan may be below the predicted step.
+
+    Raises:
+        PlanError: If nothing was predicted.
+    """
+    if plan.predicted is None:
+        raise PlanError(
+            "the plan has no predicted seconds: a simulation needs those of every stage; give a plan that "
+            "`lightning-mist plan` or a fit wrote"
+        )
+    terms = [dict(stage.breakdown) for stage in plan.predicted.stages]
+    stages = []
+    for predicted, term in zip(plan.predicted.stages, terms, strict=True):
+        known = [term.get(f"{name}_seconds", 0.0) for name in ("reduce", "tied", "update", "gather")]
+        if not any(known):
+            known[2] = predicted.boundary_seconds
+        stages.append(
+            StageSeconds(
+                forward=predicted.forward_seconds,
+                backward=predicted.backward_seconds,
+                reduce=known[0],
+                reduce_tied=known[1],
+                step=known[2],
+                gather=known[3],
+            )
+        )
+    waits = [term.get("transfer_seconds", 0.0) for term in terms]
+    shares = [wait / 2 if 0 < stage < len(waits) - 1 else wait for stage, wait in enumerate(waits)]
+    schedule = lower(plan, tied=any(stage.reduce_tied > 0 for stage in stages))
+    return simulate(schedule, stages, activation_seconds=shares[1:], gradient_seconds=shares[:-1])
 
 
 class _Run:

@@ -1,12 +1,15 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mist.errors import ScheduleError
+from lightning_mist.errors import PlanError, ScheduleError
+from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan
 from lightning_mist.schedule import generate
 from lightning_mist.schedule.check import in_flight_counts
 from lightning_mist.schedule.lower import add_transfers, add_update
-from lightning_mist.schedule.simulate import StageSeconds, simulate
+from lightning_mist.schedule.simulate import StageSeconds, simulate, simulate_plan
 from tests.schedule.text import parse
 
 seconds = st.integers(0, 50).map(float)
@@ -123,6 +126,57 @@ def test_tied_gradients_are_summed_when_the_last_stage_is_there():
 def test_first_and_last_microbatch_may_differ():
     stage = StageSeconds(forward=1, backward=1, first_forward=4, last_backward=6)
     assert simulate(generate(1, 3), [stage]).makespan == 4 + 1 + 1 + 1 + 1 + 6
+
+
+def predicted_plan(terms):
+    stages = tuple(
+        StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(index,)), microbatch_size=1) for index in range(3)
+    )
+    predicted = [
+        PredictedStage(
+            steady_seconds=3,
+            boundary_seconds=5,
+            forward_seconds=1,
+            backward_seconds=2,
+            peak_bytes=0,
+            breakdown=tuple(term.items()),
+        )
+        for term in terms
+    ]
+    return Plan(
+        global_batch_size=3,
+        num_microbatches=3,
+        stages=stages,
+        predicted=Predicted(step_seconds=15, stages=tuple(predicted)),
+    )
+
+
+def seconds_of(result):
+    return {str(span.action): span.end - span.start for line in result.spans for span in line}
+
+
+def test_a_plan_runs_with_its_predicted_seconds():
+    result = simulate_plan(predicted_plan([{}, {}, {}]))
+    assert result.makespan == 15 + 5
+    assert seconds_of(result)["2STEP"] == 5
+    assert "0REDUCE_TIED" not in seconds_of(result)
+
+
+def test_a_plan_runs_with_the_terms_of_its_prediction():
+    terms = [
+        {"transfer_seconds": 0.5, "reduce_seconds": 1, "tied_seconds": 2, "update_seconds": 3, "gather_seconds": 4},
+        {"transfer_seconds": 0.5},
+        {"transfer_seconds": 0.25},
+    ]
+    seconds = seconds_of(simulate_plan(predicted_plan(terms)))
+    assert [seconds[name] for name in ("0REDUCE", "0REDUCE_TIED", "0STEP", "1STEP")] == [1, 2, 3, 5]
+    names = ("0SEND_F0", "1SEND_B0", "1SEND_F0", "2SEND_B0")
+    assert [seconds[name] for name in names] == [0.25, 0.5, 0.25, 0.25]
+
+
+def test_a_plan_without_predictions_is_refused():
+    with pytest.raises(PlanError, match="the plan has no predicted seconds: a simulation needs those of every stage"):
+        simulate_plan(replace(predicted_plan([{}, {}, {}]), predicted=None))
 
 
 @pytest.mark.parametrize(
