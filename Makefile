@@ -36,6 +36,14 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict -p lightning_mist
 	$(BIN)/lint-imports
+	$(BIN)/python -m benchmarks.report --check README.md docs/*.md
+
+# Writes records to benchmarks/records and brings the documents' tables up to date with them.
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks.hardware.profile
+	$(BIN)/python -m benchmarks.accuracy.predicted_vs_measured
+	$(BIN)/python -m benchmarks.throughput.against_ddp
+	$(BIN)/python -m benchmarks.report README.md docs/*.md
 
 clean:
 	rm -rf $(VENV)
