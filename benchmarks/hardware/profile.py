@@ -1,4 +1,4 @@
-"""Measure this machine, several times, and record rates and their variation.
+"""Measure this machine, several times, and record the best rates and how far they vary.
 
 python -m benchmarks.hardware.profile --processes 2 --repeats 3
 """
@@ -38,7 +38,7 @@ def worker(out: Path, budget_seconds: float) -> None:
 
 
 def rows(profiles: list[dict[str, Any]]) -> list[Sample]:
-    """One sample per figure: the median over the profiles, and their range over the median."""
+    """One sample per figure: the best of the profiles, as the least disturbed, and their range over their median."""
     figures: dict[tuple[str, str], list[float]] = {}
 
     def add(name: str, unit: str, value: float) -> None:
@@ -57,7 +57,8 @@ def rows(profiles: list[dict[str, Any]]) -> list[Sample]:
     for (name, unit), values in figures.items():
         median = statistics.median(values)
         spread = (max(values) - min(values)) / median if median else 0.0
-        samples.append({"figure": name, unit: median, "spread": spread})
+        best = min(values) if unit == "latency_seconds" else max(values)
+        samples.append({"figure": name, unit: best, "spread": spread})
     return samples
 
 

@@ -1,9 +1,11 @@
 """Bytes against sums by hand, to the byte; seconds only for their number and order."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -175,6 +177,32 @@ def test_entered_again_it_goes_on_counting() -> None:
     del kept, more
     meter.reset()
     assert meter.peak_bytes == 0
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_buffers_of_collectives_count() -> None:
+    shard = torch.zeros(100)
+    meter = meter_of(shard)
+    with meter:
+        whole = torch.empty(100)
+        work = dist.broadcast(whole, 0, async_op=True)
+        assert work is not None
+        work.wait()
+        dist.all_reduce(shard)
+        parts = [torch.empty(100)]
+        dist.all_gather(parts, shard)
+    assert meter.peak_bytes == meter.current_bytes == 3 * 400
+    del whole, parts, work
+    gc.collect()
+    assert meter.current_bytes == 400
 
 
 def test_fake_tensors_take_no_memory() -> None:
