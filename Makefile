@@ -35,7 +35,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict -p lightning_mist
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m benchmarks.report --check README.md docs/*.md
 
 # Writes records to benchmarks/records and brings the documents' tables up to date with them.
