@@ -20,7 +20,7 @@ def run(tmp_path_factory, processes, names):
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(WORKER), str(processes), str(out)]
     root = Path(__file__).parents[2]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run([*command, *names], env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*command, *names], env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)]
 

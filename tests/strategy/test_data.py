@@ -25,14 +25,14 @@ def make_plan(layout, *, rows, microbatches):
 
 def exchange(plan, batches):
     world = InMemoryWorld(plan.world_size)
-    exchanges = [BatchExchange(plan, rank, world.transport(rank), CPU) for rank in range(plan.world_size)]
+    exchanges = [BatchExchange(plan, rank, world.transports[rank], CPU) for rank in range(plan.world_size)]
     drive([one.run(batch, f"state {rank}") for rank, (one, batch) in enumerate(zip(exchanges, batches, strict=True))])
     return exchanges
 
 
 def batch(rank, rows, dtype=torch.int64):
     return {
-        "x": torch.arange(rows * 3).reshape(rows, 3).to(dtype) + 100 * rank,
+        "x": (torch.arange(rows * 3).reshape(rows, 3) + 100 * rank).to(dtype),
         "flag": torch.tensor(rank),
         "name": f"r{rank}",
     }
