@@ -35,6 +35,8 @@ def peek_batch(trainer: Any, strategy: Any) -> Any:
     finally:
         if loop._data_fetcher is not None:
             loop._data_fetcher.teardown()
+            # Left in place it would be torn down again if planning fails, which raises and hides what failed.
+            loop._data_fetcher = None
         loop._combined_loader = None
     batch = strategy.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
