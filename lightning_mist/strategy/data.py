@@ -121,7 +121,9 @@ class BatchExchange:
                 owner=piece.owner,
                 index=index,
                 batch_rows=rows,
-                random_state=random_state,
+                # States travel only if every stage sees whole batches: parts of one batch cannot all go on from one.
+                random_state=random_state if self.whole else None,
+                seed=None if self.whole else seed,
             )
         if rows is None:
             raise PlanError(

@@ -87,6 +87,9 @@ def test_stages_of_different_degree_see_the_same_rows():
         left, right, whole = (one.microbatches[microbatch] for one in exchanges)
         assert torch.equal(torch.cat([left.value["x"], right.value["x"]]), whole.value["x"])
         assert left.weight + right.weight == whole.weight == 1.0
+        # Where one stage sees parts of a batch no stage may wait for a state to arrive.
+        assert [item.random_state for item in (left, right, whole)] == [None] * 3
+        assert None not in (left.seed, right.seed, whole.seed)
 
 
 def test_a_batch_that_cannot_be_cut_is_refused():
