@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_mist.errors import MistError, PlanError
 from lightning_mist.hardware import Cluster, HardwareProfile, detect, parse_cluster
-from lightning_mist.model import LayerSeconds, map_module, time_layers, trace_model
+from lightning_mist.model import LayerSeconds, attach_seconds, map_module, time_layers, trace_model
 from lightning_mist.plan import (
     Exclusion,
     Feature,
@@ -197,7 +197,7 @@ class _Planner:
             optimizer=optimizer,
             precision=str(self.trainer.precision),
         )
-        spec = replace(spec, seconds=seconds)
+        spec = attach_seconds(spec, seconds)
         cluster = self.cluster()
         rows = batch_rows(self.batch) or 1
         self.progress.say(f"searching plans for {spec.num_layers} layers on {cluster.world_size} devices")

@@ -22,6 +22,7 @@ class Progress:
         columns = (TextColumn("[bold]mist[/] {task.description}"), BarColumn(), TimeElapsedColumn())
         self._bar = Bar(*columns, console=self._console, transient=True, disable=not enabled)
         self._task: TaskID | None = None
+        self._last = ""
 
     def __enter__(self) -> "Progress":
         self._bar.start()
@@ -41,8 +42,9 @@ class Progress:
         if self._task is None:
             self._task = self._bar.add_task(text, total=1.0)
         self._bar.update(self._task, description=text, completed=fraction)
-        if not self._console.is_terminal and fraction >= 1.0:
-            self.say(f"{text}: done")
+        if not self._console.is_terminal and text != self._last:
+            self.say(f"  {fraction:4.0%} {text}")
+        self._last = text
 
     def show(self, renderable: Any) -> None:
         """Print a table or a text."""
