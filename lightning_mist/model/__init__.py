@@ -2,6 +2,7 @@
 
 from lightning_mist.model.blocks import find_blocks
 from lightning_mist.model.cuts import map_module
+from lightning_mist.model.optimizer import describe_optimizer
 from lightning_mist.model.spec import (
     LayerSeconds,
     LayerSpec,
@@ -11,6 +12,8 @@ from lightning_mist.model.spec import (
     TensorSpec,
 )
 from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.timing import attach_seconds, time_layers
+from lightning_mist.model.trace import trace_model
 
 __all__ = [
     "MICROBATCH",
@@ -21,6 +24,10 @@ __all__ = [
     "OptimizerSpec",
     "ParameterSpec",
     "TensorSpec",
+    "attach_seconds",
+    "describe_optimizer",
     "find_blocks",
     "map_module",
+    "time_layers",
+    "trace_model",
 ]

@@ -82,7 +82,9 @@ class LayerSpec:
             bytes of all parts before it and its own checkpointed ones, gradients being there already and not counted.
         first_recompute_backward_peak_bytes: The same when its parameter gradients do not exist yet and are made here.
 
-    Head and tail are never recomputed: their checkpointed expressions equal the others.
+    Head and tail are never recomputed: their recompute expressions equal the others. The head's
+    ``checkpointed_saved_bytes`` exceeds its ``saved_bytes`` by what only the recomputed layers keep alive (masks that
+    they are called with): count it once, per microbatch in flight, on every stage with recomputed layers.
     """
 
     kind: str
@@ -112,6 +114,7 @@ class LayerSeconds:
         forward: Median seconds of one forward at each size.
         backward: Median seconds of one backward at each size, without recomputation.
         spread: Median absolute deviation over median, the worst of all sizes and both directions.
+        layers: Positions of the layers of this kind; empty for head and tail.
     """
 
     kind: str
@@ -119,6 +122,7 @@ class LayerSeconds:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     spread: float
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,11 +163,12 @@ class ModelSpec:
         batch_bytes: Bytes of a batch of ``b`` rows.
         batch_rows: Rows per rank of the traced batch.
         sequence_length: Length of the traced batch, if it has a sequence dimension.
-        optimizer: What the optimizer keeps, if known.
+        optimizer: What the optimizer keeps; AdamW's needs are assumed, and noted, where none was given.
         precision: Lightning's name of the precision, for example ``"bf16-mixed"``.
         seconds: Measured seconds of layers on the machine at hand; empty if nothing was measured.
-        shared_saved_bytes: The part of the head's saved bytes that depends on the batch alone, not on parameters (masks,
-            position tables): every stage after the first computes and keeps it too, per microbatch in flight.
+        shared_saved_bytes: The part of the head's saved bytes that depends on the batch alone, not on parameters
+            (masks, position tables): every stage after the first computes and keeps it too, per microbatch in flight.
+        notes: What could not be expressed or had to be assumed, in words for the user.
     """
 
     name: str
@@ -181,7 +186,8 @@ class ModelSpec:
     optimizer: OptimizerSpec
     precision: str = "32-true"
     seconds: tuple[LayerSeconds, ...] = field(default=())
-    shared_saved_bytes: sympy.Expr = sympy.Integer(0)
+    shared_saved_bytes: sympy.Expr = field(default=sympy.S.Zero)
+    notes: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:

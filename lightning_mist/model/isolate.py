@@ -1,0 +1,123 @@
+"""Run a user's step without leaving a trace in the module: all but gradients, which the caller keeps, comes back."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_mist.model.attributes import Generators, ModuleState
+
+
+class OwnFunction:
+    """A function whose checkpoint is ours, not the user's."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self._function(*args, **kwargs)
+
+
+class _Direct:
+    """Stands in for the reentrant checkpoint: runs the function as it is."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+@contextmanager
+def _neutral_checkpointing() -> Iterator[None]:
+    """Inside, ``torch.utils.checkpoint`` runs functions as they are, except an :class:`OwnFunction`.
+
+    Plans say which blocks are recomputed, so that is what is counted. Users and libraries refer to ``checkpoint``
+    itself, which looks these two names up at each call; there is no other place that reaches them all.
+    """
+    module = torch.utils.checkpoint
+    generator, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+
+    def neutral(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        if isinstance(fn, OwnFunction):
+            yield from generator(fn, *args, **kwargs)
+        else:
+            yield
+
+    module._checkpoint_without_reentrant_generator = neutral
+    module.CheckpointFunction = _Direct  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = generator
+        module.CheckpointFunction = function  # type: ignore[misc]
+
+
+@contextmanager
+def isolated(module: nn.Module) -> Iterator[None]:
+    """Whatever happens to the module inside the ``with`` is undone at its end.
+
+    Covers attributes of every submodule, buffers, hooks, training flags, parameters put into other slots, and random
+    state. Inside, compiled functions run eagerly, so that operators stay visible, and the user's own activation
+    checkpointing is off.
+    """
+    state, generators = ModuleState(module, with_buffers=True), Generators()
+    try:
+        with _neutral_checkpointing(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        state.restore()
+        generators.restore()
+
+
+def _is_hollow(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
+
+
+def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor of the same shape: contiguous if the original has no storage of its own, on the host if on meta."""
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    with mode:
+        if not tensor.is_meta and _is_hollow(tensor):
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def substitute_parameters(
+    module: nn.Module,
+    mode: FakeTensorMode | None,
+    owners: Mapping[tuple[str, str], object],
+) -> dict[str, nn.Parameter]:
+    """Put stand-ins into every parameter slot, inside :func:`isolated` only.
+
+    Args:
+        module: The module.
+        mode: Makes fake stand-ins; ``None`` for stand-ins that share the real values.
+        owners: For a slot ``(module name, attribute name)``, who uses it: slots of one parameter with different owners
+            get different stand-ins. Slots that are not named count as one owner.
+
+    Returns:
+        The stand-ins by ``"module name.attribute name"`` of the first slot that got them.
+    """
+    made: dict[tuple[int, object], nn.Parameter] = {}
+    named: dict[str, nn.Parameter] = {}
+    for name, item in module.named_modules(remove_duplicate=True):
+        for attribute, parameter in item._parameters.items():
+            if parameter is None:
+                continue
+            key = (id(parameter), owners.get((name, attribute)))
+            if key not in made:
+                data = _fake_like(parameter, mode) if mode is not None else parameter.detach()
+                made[key] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                named[f"{name}.{attribute}" if name else attribute] = made[key]
+            item._parameters[attribute] = made[key]
+        if isinstance(item, nn.RNNBase):
+            item.__dict__["_flat_weights"] = [item._parameters.get(flat) for flat in item._flat_weights_names]
+        if mode is not None:
+            for attribute, buffer in item._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    item._buffers[attribute] = _fake_like(buffer, mode)
+    return named

@@ -1,0 +1,87 @@
+"""Which blocks cost the same: one traced example answers for all of its kind."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_mist.model.step import StepCount
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kinds:
+    """Blocks sorted into kinds.
+
+    Attributes:
+        labels: Unique name of every kind, in order of first appearance.
+        examples: Position of the first block of every kind.
+        of: For every block position, the index of its kind.
+    """
+
+    labels: tuple[str, ...]
+    examples: tuple[int, ...]
+    of: tuple[int, ...]
+
+    def members(self, kind: int) -> tuple[int, ...]:
+        """Positions of the blocks of a kind."""
+        return tuple(position for position, own in enumerate(self.of) if own == kind)
+
+    def twins(self) -> tuple[int | None, ...]:
+        """For every block ``None`` if it is an example, else the position of the example of its kind."""
+        return tuple(None if i == self.examples[k] else self.examples[k] for i, k in enumerate(self.of))
+
+
+def group(names: Sequence[str], keys: Sequence[Hashable]) -> Kinds:
+    """Sort blocks into kinds by equal keys.
+
+    Args:
+        names: Class name of every block, for the labels.
+        keys: What must be equal within a kind.
+    """
+    examples: dict[Hashable, int] = {}
+    for position, key in enumerate(keys):
+        examples.setdefault(key, position)
+    order = {key: index for index, key in enumerate(examples)}
+    firsts = tuple(examples.values())
+    labels: list[str] = []
+    for position in firsts:
+        name = names[position]
+        taken = sum(1 for other in firsts[: len(labels)] if names[other] == name)
+        labels.append(name if not taken else f"{name}#{taken + 1}")
+    return Kinds(labels=tuple(labels), examples=firsts, of=tuple(order[key] for key in keys))
+
+
+def module_key(block: nn.Module) -> Hashable:
+    """What a block is by itself: its class, and shape, type and training of every parameter."""
+    parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
+    return type(block), block.training, parameters
+
+
+def cost_keys(blocks: Sequence[nn.Module], counts: Sequence[StepCount]) -> list[Hashable]:
+    """Keys under which blocks are of one kind: themselves, their inputs, and all they cost in whole counted runs."""
+
+    def costs(count: StepCount, part: int) -> Hashable:
+        forward, backward = count.forward[part], count.backward[part]
+        return (
+            count.inputs[part - 1],
+            (forward.flops, forward.moved_bytes, forward.operators),
+            (backward.flops, backward.moved_bytes, backward.operators),
+            (count.saved[part], count.made[part]),
+            max(count.forward_peaks(part)),
+            max(count.backward_peaks(part), default=0),
+        )
+
+    return [(module_key(b), *(costs(count, i + 1) for count in counts)) for i, b in enumerate(blocks)]
+
+
+def is_faithful(whole: StepCount, brief: StepCount, kinds: Kinds) -> bool:
+    """Whether a run in which twins imitate their examples counts the same as the whole run did."""
+    parts = (0, *(i + 1 for i in kinds.examples), len(kinds.of) + 1)
+    return all(
+        (whole.forward[p].flops, whole.forward[p].operators, whole.backward[p].flops, whole.backward[p].operators)
+        == (brief.forward[p].flops, brief.forward[p].operators, brief.backward[p].flops, brief.backward[p].operators)
+        and whole.saved[p] == brief.saved[p]
+        and whole.forward_peaks(p) == brief.forward_peaks(p)
+        and whole.backward_peaks(p) == brief.backward_peaks(p)
+        for p in parts
+    )

@@ -1,0 +1,294 @@
+"""What a network costs, from its real training step and one real batch.
+
+The step runs on fake tensors at a few sizes under a :class:`~lightning_mist.model.saved.Ledger`; every count becomes an
+exact polynomial in rows and length (:mod:`~lightning_mist.model.fit`). Blocks of one kind run once per step, the others
+imitate them. Counts on fake and on real tensors are equal operator by operator, so a step that cannot run on fakes (one
+that reads a value back) is counted on real tensors at small sizes instead.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_mist.errors import TraceError
+from lightning_mist.model.batches import batch_rows, batch_tensors, resize_batch, sequence_length
+from lightning_mist.model.boundaries import boundary_specs
+from lightning_mist.model.cuts import map_module
+from lightning_mist.model.fit import BILINEAR, CONSTANT, Basis, MisfitError
+from lightning_mist.model.isolate import isolated, substitute_parameters
+from lightning_mist.model.kinds import Kinds, cost_keys, group, is_faithful
+from lightning_mist.model.optimizer import describe_optimizer
+from lightning_mist.model.spec import LayerSpec, ModelSpec, OptimizerSpec, ParameterSpec, TensorSpec
+from lightning_mist.model.step import StepCount, Subject, count_step
+from lightning_mist.model.sweep import Resize, bases, sized
+from lightning_mist.plan import Exclusion, ModuleMap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Variants:
+    """The four ways to run a step at one size: layers kept or recomputed, gradients to be made or there already."""
+
+    first: StepCount
+    later: StepCount
+    recompute_first: StepCount
+    recompute_later: StepCount
+    batch_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traced:
+    """Everything that depends on sizes, as expressions."""
+
+    basis: Basis
+    kinds: Kinds
+    head: LayerSpec
+    layers: tuple[LayerSpec, ...]
+    tail: LayerSpec
+    boundaries: tuple[tuple[TensorSpec, ...], ...]
+    batch_bytes: sympy.Expr
+    shared: sympy.Expr
+    guesses: int
+
+
+def _run_variants(subject: Subject, batch: Any, twins: tuple[int | None, ...]) -> _Variants:
+    def run(recompute: bool, gradients_exist: bool) -> StepCount:
+        return count_step(subject, batch, twins=twins, recompute=recompute, gradients_exist=gradients_exist)
+
+    first, later = run(False, False), run(False, True)
+    if [p.operators for p in first.forward] != [p.operators for p in later.forward]:
+        # The first run at a size filled a cache of the user's module; later steps of training find it there.
+        first = run(False, False)
+    size = sum(t.numel() * t.element_size() for t in batch_tensors(batch))
+    if not subject.blocks:
+        return _Variants(first=first, later=later, recompute_first=first, recompute_later=later, batch_bytes=size)
+    return _Variants(
+        first=first,
+        later=later,
+        recompute_first=run(True, False),
+        recompute_later=run(True, True),
+        batch_bytes=size,
+    )
+
+
+def find_kinds(subject: Subject, batch: Any) -> tuple[Kinds, tuple[int | None, ...]]:
+    """Run whole steps, sort the blocks into kinds, and see whether imitation counts the same."""
+    whole = (None,) * len(subject.blocks)
+    count_step(subject, batch, twins=whole, recompute=False, gradients_exist=True)  # fills the module's own caches
+    plain = count_step(subject, batch, twins=whole, recompute=False, gradients_exist=False)
+    if not subject.blocks:
+        return Kinds(labels=(), examples=(), of=()), ()
+    recomputed = count_step(subject, batch, twins=whole, recompute=True, gradients_exist=True)
+    kinds = group([type(block).__name__ for block in subject.blocks], cost_keys(subject.blocks, (plain, recomputed)))
+    if not all(plain.describable):
+        return kinds, whole
+    try:
+        brief = count_step(subject, batch, twins=kinds.twins(), recompute=False, gradients_exist=False)
+    except Exception:
+        # Something reads what happens inside blocks, which imitation does not reproduce.
+        return kinds, whole
+    return kinds, kinds.twins() if is_faithful(plain, brief, kinds) else whole
+
+
+def _layer_spec(basis: Basis, runs: list[_Variants], part: int, kind: str, example: str) -> LayerSpec:
+    """Fit every count of one part."""
+
+    def fit(count: Callable[[_Variants], int], what: str) -> sympy.Expr:
+        return basis.fit([count(run) for run in runs], f"{what} of the {kind}")
+
+    def peak(timeline: Callable[[_Variants], list[int]], what: str) -> sympy.Expr:
+        return basis.fit_peak([timeline(run) or [0] for run in runs], f"{what} of the {kind}")
+
+    def operators(count: Callable[[_Variants], int], what: str) -> int:
+        counts = {count(run) for run in runs}
+        if len(counts) > 1:
+            raise MisfitError(f"the number of {what} operators of the {kind} depends on the size: {sorted(counts)}")
+        return counts.pop()
+
+    return LayerSpec(
+        kind=kind,
+        example=example,
+        forward_flops=fit(lambda run: run.first.forward[part].flops, "forward FLOPs"),
+        backward_flops=fit(lambda run: run.first.backward[part].flops, "backward FLOPs"),
+        forward_moved_bytes=fit(lambda run: run.first.forward[part].moved_bytes, "forward moved bytes"),
+        backward_moved_bytes=fit(lambda run: run.later.backward[part].moved_bytes, "backward moved bytes"),
+        forward_operators=operators(lambda run: run.first.forward[part].operators, "forward"),
+        backward_operators=operators(lambda run: run.later.backward[part].operators, "backward"),
+        saved_bytes=fit(lambda run: run.first.saved[part], "saved bytes"),
+        checkpointed_saved_bytes=fit(lambda run: run.recompute_first.saved[part], "checkpointed saved bytes"),
+        forward_peak_bytes=peak(lambda run: run.first.forward_peaks(part), "forward peak"),
+        backward_peak_bytes=peak(lambda run: run.later.backward_peaks(part), "backward peak"),
+        first_backward_peak_bytes=peak(lambda run: run.first.backward_peaks(part), "first backward peak"),
+        recompute_backward_peak_bytes=peak(lambda run: run.recompute_later.backward_peaks(part), "recompute peak"),
+        first_recompute_backward_peak_bytes=peak(
+            lambda run: run.recompute_first.backward_peaks(part), "first recompute peak"
+        ),
+    )
+
+
+def _not_recomputed(part: LayerSpec) -> LayerSpec:
+    """The head or the tail. What the head keeps may still depend on whether layers recompute."""
+    return replace(
+        part,
+        recompute_backward_peak_bytes=part.backward_peak_bytes,
+        first_recompute_backward_peak_bytes=part.first_backward_peak_bytes,
+    )
+
+
+def _fit(basis: Basis, runs: list[_Variants], kinds: Kinds, module_map: ModuleMap, length: int | None) -> _Traced:
+    layers = tuple(
+        _layer_spec(basis, runs, position + 1, label, module_map.blocks[position])
+        for label, position in zip(kinds.labels, kinds.examples, strict=True)
+    )
+    head = _not_recomputed(_layer_spec(basis, runs, 0, "head", ""))
+    tail = _not_recomputed(_layer_spec(basis, runs, len(kinds.of) + 1, "tail", ""))
+    return _Traced(
+        basis=basis,
+        kinds=kinds,
+        head=head,
+        layers=layers,
+        tail=tail,
+        boundaries=boundary_specs(module_map, basis, [run.first.entering for run in runs], length),
+        batch_bytes=basis.fit([run.batch_bytes for run in runs], "batch bytes"),
+        guesses=runs[0].first.guesses,
+        shared=basis.fit([run.first.shared for run in runs], "saved bytes of masks and tables"),
+    )
+
+
+def _trace(subject: Subject, batch: Any, module_map: ModuleMap, resize: Resize | None) -> tuple[_Traced, list[str]]:
+    """Count and fit over the most general set of sizes that the step follows; and why others failed."""
+    failures: list[str] = []
+    real = subject.mode is None
+    for basis in bases(batch, real=real):
+        first = sized(batch, basis, basis.points[0], resize)
+        try:
+            kinds, twins = find_kinds(subject, first)
+            runs = [_run_variants(subject, sized(batch, basis, point, resize), twins) for point in basis.sizes]
+            return _fit(basis, runs, kinds, module_map, sequence_length(batch)), failures
+        except MisfitError as error:
+            failures.append(str(error))
+        except Exception as error:
+            if basis.powers == CONSTANT:
+                raise
+            failures.append(f"{type(error).__name__}: {error}")
+    raise TraceError(f"the step of {module_map.step} has no cost expressions: {'; '.join(failures)}")
+
+
+def _traced(
+    module: nn.Module,
+    batch: Any,
+    module_map: ModuleMap,
+    call: Callable[[Any], Any],
+    context: Callable[[], AbstractContextManager[Any]],
+    resize: Resize | None,
+) -> tuple[_Traced, list[str]]:
+    """Trace on fake tensors, or on real ones where the step does not run on fakes."""
+    owners = {
+        (name, attribute): regions for use in module_map.parameters for name, attribute, regions in use.slots if regions
+    }
+    blocks = tuple(module.get_submodule(name) for name in module_map.blocks)
+    failures: list[str] = []
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), None):
+        with isolated(module):
+            parameters = tuple(substitute_parameters(module, mode, owners).values())
+            subject = Subject(blocks=blocks, parameters=parameters, mode=mode, call=call, context=context)
+            try:
+                traced, misfits = _trace(subject, batch, module_map, resize)
+            except Exception as error:
+                if mode is None or isinstance(error, TraceError):
+                    raise (
+                        error
+                        if isinstance(error, TraceError)
+                        else TraceError(f"the step cannot be traced: {type(error).__name__}: {error}")
+                    ) from error
+                failures.append(f"the step does not run on fake tensors and was counted on real ones: {error}")
+                continue
+        return traced, failures + misfits
+    raise AssertionError("unreachable: the real run returns or raises")
+
+
+def _parameters(module: nn.Module) -> tuple[ParameterSpec, ...]:
+    return tuple(
+        ParameterSpec(name=name, numel=p.numel(), bytes=p.numel() * p.element_size(), trainable=p.requires_grad)
+        for name, p in module.named_parameters()
+    )
+
+
+def _exclusions(module_map: ModuleMap, traced: _Traced, failures: list[str]) -> ModuleMap:
+    """Costs that are known at one size only rule out other sizes."""
+    if traced.basis.powers != CONSTANT or module_map.excludes("microbatches"):
+        return module_map
+    reason = "its costs are known only for whole batches" + (f": {failures[-1]}" if failures else "")
+    return replace(module_map, exclusions=(*module_map.exclusions, Exclusion(feature="microbatches", reason=reason)))
+
+
+def trace_model(
+    module: nn.Module,
+    batch: Any,
+    *,
+    call: Callable[[Any], Any] | None = None,
+    module_map: ModuleMap | None = None,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
+    precision: str = "32-true",
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    resize: Resize | None = None,
+) -> ModelSpec:
+    """Find out what a module's training step costs, as expressions in microbatch rows and sequence length.
+
+    The module, its gradients, buffers and random state are afterwards as before.
+
+    Args:
+        module: Any module with a training step, for example a ``LightningModule``.
+        batch: One batch as the step gets it, on the module's device.
+        call: Runs the step on a batch; ``module.training_step(batch, 0)`` by default.
+        module_map: Blocks and cuts, if they are known already.
+        optimizer: What will train the module: an instance, or a class for its defaults.
+        precision: Lightning's name of the precision, kept in the result.
+        context: Makes the context of the step's forward, for example autocast.
+        resize: Makes batches of other sizes, where repeating rows and cutting sequences is not right.
+
+    Raises:
+        TraceError: If the step fails, returns no loss, or cannot be counted.
+    """
+    step = call or (lambda item: module.training_step(item, 0))  # type: ignore[operator]
+    if module_map is None:
+        rows = batch_rows(batch)
+        other = None if rows is None else (resize or resize_batch)(batch, rows - 1 if rows > 1 else 2, None)
+        module_map = map_module(module, step, batch, second_batch=other)
+    traced, failures = _traced(module, batch, module_map, step, context, resize)
+    optimizer_spec, notes = _optimizer(module, optimizer)
+    if traced.guesses:
+        notes += (f"the step reads {traced.guesses} values into Python; branches on them were taken as for False or 1",)
+    rows, length = batch_rows(batch), sequence_length(batch)
+    return ModelSpec(
+        name=type(module).__name__,
+        module_map=_exclusions(module_map, traced, failures),
+        head=traced.head,
+        layers=traced.layers,
+        kinds=traced.kinds.of,
+        tail=traced.tail,
+        boundaries=traced.boundaries,
+        parameters=_parameters(module),
+        buffer_bytes=sum(b.numel() * b.element_size() for b in module.buffers()),
+        batch_bytes=traced.batch_bytes,
+        batch_rows=module_map.batch_rows if rows is None else rows,
+        sequence_length=length if traced.basis.powers == BILINEAR else None,
+        optimizer=optimizer_spec,
+        precision=precision,
+        shared_saved_bytes=traced.shared,
+        notes=(*failures, *notes),
+    )
+
+
+def _optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None
+) -> tuple[OptimizerSpec, tuple[str, ...]]:
+    if optimizer is not None:
+        return describe_optimizer(optimizer), ()
+    device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
+    return describe_optimizer(torch.optim.AdamW, device=device), ("no optimizer was given: AdamW's needs are assumed",)
