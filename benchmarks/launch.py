@@ -58,4 +58,4 @@ def run_module(
 
 
 def _end(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+    return "\n".join(log.read_text(errors="replace").splitlines()[-100:])

@@ -34,6 +34,10 @@ MIN_SIZES = 4
 """Payload sizes measured even if they exceed the budget: up to 4 MiB, where even a slow CPU's latency is the minor part
 (about 0.2 of 2 ms, as measured)."""
 
+GROWTH = 4
+"""Sizes are added beyond the budget until one takes so many times the shortest time: where processes outnumber cores,
+waiting for a turn (3 ms and more) hides what a message of 4 MiB takes, and a rate could not be told."""
+
 HOST_SIZES = (2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
 """Payload bytes on a CPU: from a loss to a layer's gradients."""
 
@@ -86,7 +90,8 @@ def _measure_one(
     for payload in candidates:
         if payloads:
             expected = (MIN_SAMPLES + 2) * seconds[-1] * payload / payloads[-1]
-        if len(payloads) >= MIN_SIZES and spent + expected > budget_seconds:
+        growing = bool(seconds) and seconds[-1] >= GROWTH * min(seconds)
+        if len(payloads) >= MIN_SIZES and growing and spent + expected > budget_seconds:
             break
         start = time.perf_counter()
         call = None if group is None else collective_call(name, group, payload, session.device)
