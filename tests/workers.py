@@ -47,6 +47,7 @@ class GlooWorkers:
 
     def close(self) -> None:
         for connection in self._connections:
+            connection.send(None)
             connection.close()
         for process in self._processes:
             process.join(timeout=5)
@@ -61,11 +62,8 @@ def _serve(rank: int, connection: Any) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    while True:
-        try:
-            store, world_size, function, args = connection.recv()
-        except EOFError:
-            return
+    while (call := connection.recv()) is not None:
+        store, world_size, function, args = call
         try:
             dist.init_process_group(
                 "gloo",

@@ -6,7 +6,7 @@ the cut, sliced by rows where the data-parallel degrees differ, and the random s
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -398,7 +398,7 @@ def _loss_of(output: Any) -> Tensor | None:
     Raises:
         TraceError: If it is of a kind that no trainer takes.
     """
-    loss = output.get("loss") if isinstance(output, dict) else output
+    loss = output.get("loss") if isinstance(output, Mapping) else output
     if loss is None or isinstance(loss, Tensor):
         return loss
     raise TraceError(

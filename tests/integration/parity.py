@@ -5,10 +5,13 @@ is the mean over the ranks' batches of the loss of the user's step on the whole 
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +21,10 @@ from lightning_mist.model.cuts import map_module
 from lightning_mist.plan import Checkpointing, ModuleMap, Plan, StageMesh, StagePlan, ZeroStage, row_slice
 from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.executor import Executor, Microbatch
+from lightning_mist.runtime.gather import ParameterGatherer
 from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
+from lightning_mist.runtime.optimizer import clip_by_norm, gather_optimizer_state, global_grad_norm, restrict_optimizer
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.schedule import Action
 from lightning_mist.schedule.lower import lower
@@ -35,6 +40,35 @@ class Outcome:
     losses: list[Tensor]
     gradients: list[dict[str, Tensor | None]]
     states: dict[int, Tensor] = field(default_factory=dict)
+
+
+@contextmanager
+def precision_of(module: nn.Module) -> Iterator[None]:
+    """Runs a module in its precision: whatever a module in double precision wants in single precision is in double.
+
+    Many library models normalise, take softmax or compute their loss in single precision whatever their dtype, which
+    would hide wrong gradients below 1e-8. (A torch function mode would not reach recomputation in backward.)
+    """
+    if next(module.parameters()).dtype is not torch.float64:
+        yield
+        return
+
+    def in_double(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(torch.float64 if item is torch.float32 else item for item in args)
+            return function(
+                *args, **{key: torch.float64 if item is torch.float32 else item for key, item in kwargs.items()}
+            )
+
+        return wraps(function)(call)
+
+    with (
+        mock.patch.object(Tensor, "float", Tensor.double),
+        mock.patch.object(Tensor, "to", in_double(Tensor.to)),
+        mock.patch.object(nn.functional, "softmax", in_double(nn.functional.softmax)),
+        mock.patch.object(torch, "zeros", in_double(torch.zeros)),
+    ):
+        yield
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -87,7 +121,8 @@ def map_of(module: nn.Module, batch: Any) -> ModuleMap:
     """Where a module can be cut, from its own step on a batch."""
     rows = batch_rows(batch)
     second = slice_rows(batch, 0, rows - 1) if rows is not None and rows > 1 else None
-    return map_module(module, lambda value: module.training_step(value, 0), batch, second_batch=second)
+    with precision_of(module):
+        return map_module(module, lambda value: module.training_step(value, 0), batch, second_batch=second)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -101,8 +136,9 @@ def reference(module: nn.Module, batches: Sequence[Any], *, states: Sequence[Ten
     for rank, batch in enumerate(batches):
         if states is not None:
             torch.set_rng_state(states[rank])
-        loss = loss_of(module.training_step(batch, 0))
-        (loss / len(batches)).backward()
+        with precision_of(module):
+            loss = loss_of(module.training_step(batch, 0))
+            (loss / len(batches)).backward()
         losses.append(loss.detach())
         after[rank] = torch.get_rng_state()
     return Outcome(losses, [{name: p.grad for name, p in module.named_parameters()}], after)
@@ -195,7 +231,8 @@ def run_plan(
         for rank, transport in enumerate(world.transports)
     ]
     parts = [microbatches(plan, rank, batches, states=states, seed=seed) for rank in range(plan.world_size)]
-    drive([rank.run(mine, loss_scale=loss_scale) for rank, mine in zip(ranks, parts, strict=True)])
+    with precision_of(module):
+        drive([rank.run(mine, loss_scale=loss_scale) for rank, mine in zip(ranks, parts, strict=True)])
     assert world.pending == ()
     return collect(
         [rank.losses(mine) for rank, mine in zip(ranks, parts, strict=True)],
@@ -212,10 +249,9 @@ def collect(
     return Outcome(total, list(gradients), {owner: state for part in states for owner, state in part.items()})
 
 
-def assert_equal(outcome: Outcome, expected: Outcome, *, scale: float = 1.0) -> None:
+def assert_equal(outcome: Outcome, expected: Outcome, *, scale: float = 1.0, tolerance: float | None = None) -> None:
     """Losses and every copy of every gradient are those of the reference; no parameter is missing."""
-    dtype = expected.losses[0].dtype
-    tolerance = TOLERANCE[dtype]
+    tolerance = TOLERANCE[expected.losses[0].dtype] if tolerance is None else tolerance
     assert len(outcome.losses) == len(expected.losses)
     for rank, (loss, wanted) in enumerate(zip(outcome.losses, expected.losses, strict=True)):
         assert abs(loss - wanted) <= tolerance * max(1.0, abs(wanted)), f"loss of rank {rank}: {loss}, not {wanted}"
@@ -234,4 +270,103 @@ def assert_equal(outcome: Outcome, expected: Outcome, *, scale: float = 1.0) -> 
     assert not missing, f"no rank has {sorted(missing)}"
 
 
-Make = Callable[[str], tuple[nn.Module, Callable[[int], Any]]]
+MAX_NORM = 0.5
+"""Gradients are clipped to this in training: small enough to bind."""
+
+
+def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    """As users do: matrices decay, the rest does not.
+
+    A large ``eps`` keeps Adam from blowing up the rounding of gradients that are all but zero.
+    """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(
+        [
+            {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": 0.1},
+            {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        eps=1e-3,
+    )
+
+
+@dataclass
+class Trained:
+    """Losses per step of each owner's batch, and after the last step all parameters and the optimizer's state."""
+
+    losses: list[dict[int, Any]]
+    parameters: dict[str, Tensor]
+    optimizer: dict[str, Any] | None
+
+
+def train_reference(module: nn.Module, steps: Sequence[Sequence[Any]]) -> Trained:
+    """Clipped AdamW steps in a single process; ``steps`` holds the ranks' batches of each step."""
+    module = copy.deepcopy(module)
+    optimizer = make_optimizer(module)
+    losses = []
+    for batches in steps:
+        optimizer.zero_grad()
+        found = {}
+        for rank, batch in enumerate(batches):
+            with precision_of(module):
+                loss = loss_of(module.training_step(batch, 0))
+                (loss / len(batches)).backward()
+            found[rank] = loss.detach()
+        losses.append(found)
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], MAX_NORM)
+        optimizer.step()
+    return Trained(losses, {name: p.detach() for name, p in module.named_parameters()}, optimizer.state_dict())
+
+
+def train(
+    module: nn.Module, module_map: ModuleMap, plan: Plan, steps: Sequence[Sequence[Any]], transport: Transport
+) -> Generator[Work, None, Trained]:
+    """The same steps as one rank of a plan, and everything brought together at the end (optimizer state on rank 0).
+
+    Drive it inside :func:`precision_of`.
+    """
+    rank = Rank.make(module, module_map, plan, transport.rank, transport)
+    stage, mesh = rank.executor.stage, rank.executor.mesh
+    optimizer = make_optimizer(module)
+    every = {**stage.foreign, **stage.parameters}
+    name_of = {parameter: name for name, parameter in every.items()}
+    order = [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    cut = restrict_optimizer(optimizer, [stage.parameters[item.name] for item in mesh.owned])
+    stage.hollow()
+    losses = []
+    for batches in steps:
+        parts = microbatches(plan, transport.rank, batches)
+        optimizer.zero_grad()
+        yield from rank.run(parts)
+        losses.append(rank.losses(parts))
+        norm = yield from global_grad_norm(mesh, every, transport, names=order)
+        clip_by_norm(stage.parameters.values(), MAX_NORM, norm)
+        optimizer.step()
+        yield from rank.executor.gather_parameters()
+    values: dict[str, Tensor] = {}
+    gatherer = ParameterGatherer(plan, transport.rank, stage, module_map, transport)
+    yield from gatherer.run(lambda name, value: values.update({name: value.clone()}))
+    state = yield from gather_optimizer_state(cut, transport)
+    return Trained(losses, values, state)
+
+
+def assert_trained_equal(ranks: Sequence[Trained], expected: Trained, *, tolerance: float = 1e-9) -> None:
+    """Every rank ends with the parameters of the reference, and the losses on the way are its losses."""
+    for step, wanted in enumerate(expected.losses):
+        for owner, loss in wanted.items():
+            total = sum(rank.losses[step].get(owner, 0.0) for rank in ranks)
+            torch.testing.assert_close(total, loss, rtol=tolerance, atol=tolerance)
+    for rank in ranks:
+        assert list(rank.parameters) == list(expected.parameters)
+        for name, value in expected.parameters.items():
+            torch.testing.assert_close(rank.parameters[name], value, rtol=tolerance, atol=tolerance)
+    state, wanted = ranks[0].optimizer, expected.optimizer
+    assert state is not None
+    assert wanted is not None
+    assert state["param_groups"] == wanted["param_groups"]
+    assert state["state"].keys() == wanted["state"].keys()
+    for number, entry in wanted["state"].items():
+        for key, value in entry.items():
+            mine = state["state"][number][key]
+            torch.testing.assert_close(mine, value, rtol=tolerance, atol=tolerance)
+    assert all(rank.optimizer is None for rank in ranks[1:])
