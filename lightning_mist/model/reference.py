@@ -158,10 +158,11 @@ def _norm(shape: LanguageModelShape) -> nn.Module:
 
 
 def hollow(build: Callable[[], nn.Module], *, dtype: torch.dtype | None = None) -> nn.Module:
-    """Build a module whose parameters and buffers take no memory.
+    """Build a module whose parameters take no memory.
 
-    It is built on torch's meta device; then every parameter and buffer becomes a single zero seen through zero strides
-    on the CPU. Parameters that were shared stay shared.
+    It is built on torch's meta device; then every parameter becomes a single zero seen through zero strides on the CPU.
+    Buffers and tensors kept as attributes become ordinary zeros, because steps may write to them. What was shared stays
+    shared.
 
     Args:
         build: Makes the module.
@@ -169,16 +170,17 @@ def hollow(build: Callable[[], nn.Module], *, dtype: torch.dtype | None = None) 
     """
     with torch.device("meta"):
         module = build()
-    replaced: dict[int, nn.Parameter | Tensor] = {}
+    replaced: dict[int, Tensor] = {}
     for owner in module.modules():
-        for slots in (owner._parameters, owner._buffers):
+        for slots in (owner._parameters, owner._buffers, vars(owner)):
             for name, tensor in slots.items():
-                if tensor is not None:
-                    slots[name] = replaced.setdefault(id(tensor), _hollow_tensor(tensor, dtype))  # type: ignore[assignment]
+                if isinstance(tensor, Tensor) and tensor.is_meta:
+                    slots[name] = replaced.setdefault(id(tensor), _stand_in(tensor, dtype))  # type: ignore[assignment]
     return module
 
 
-def _hollow_tensor(tensor: Tensor, dtype: torch.dtype | None) -> nn.Parameter | Tensor:
+def _stand_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    empty = torch.zeros((), dtype=kept).expand(tensor.shape)
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(torch.zeros((), dtype=kept).expand(tensor.shape), requires_grad=tensor.requires_grad)
+    return torch.zeros(tensor.shape, dtype=kept)

@@ -80,9 +80,14 @@ def test_hollow_keeps_element_types_buffers_and_frozen_parameters():
     def build():
         module = nn.BatchNorm1d(3)
         module.weight.requires_grad_(False)
+        module.first_mean = module.running_mean
+        object.__setattr__(module, "table", torch.arange(4))
         return module
 
     module = hollow(build)
+    module.running_mean += 1
+    module.table += 1
+    assert module.first_mean is module.running_mean
     assert (module.running_mean.shape, module.num_batches_tracked.dtype) == ((3,), torch.long)
     assert not module.weight.requires_grad
     assert module.bias.requires_grad
