@@ -21,8 +21,9 @@ Array axes
     T  terms, in the order of :data:`TERMS`
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -52,6 +53,9 @@ BUCKET_BYTES = 25 * 2**20
 
 BUCKETS_IN_FLIGHT = 2
 """Buckets of updated parameters under way at once when ZeRO-1 gathers them."""
+
+Bytes: TypeAlias = FloatArray | float
+"""Bytes of each candidate, or of all alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +99,74 @@ class HeldBytes:
     reused_K: FloatArray
     largest_K: FloatArray
     count_K: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageNeeds:
+    """What the memory of candidates is made of. Bytes; every array has the axis ``K``.
+
+    Attributes:
+        always: What is there all the time, by term.
+        gradients_K: All gradients.
+        reused_K: Gradients of parameters that several parts of the stage use.
+        saved_K: What one microbatch leaves behind between its forward and its backward.
+        entering_K: What is received per microbatch.
+        leaving_K: The gradient of what is sent per microbatch.
+        returned_K: The gradient of what is received per microbatch.
+        forward_K: Working set of a forward.
+        first_backward_K: Working set of the backward that makes the gradients, these included.
+        backward_K: Working set of another backward.
+        update: The situations after the last backward: name and bytes by term, without ``always``.
+    """
+
+    always: Mapping[str, Bytes]
+    gradients_K: FloatArray
+    reused_K: FloatArray
+    saved_K: FloatArray
+    entering_K: FloatArray
+    leaving_K: FloatArray
+    returned_K: FloatArray
+    forward_K: FloatArray
+    first_backward_K: FloatArray
+    backward_K: FloatArray
+    update: tuple[tuple[str, Mapping[str, Bytes]], ...]
+
+    def situations(self, phases: Iterable[Phase]) -> list[tuple[str, Mapping[str, Bytes]]]:
+        """Every situation with its bytes by term, ``always`` included."""
+        found: list[tuple[str, Mapping[str, Bytes]]] = [(phase.kind, self._around(phase)) for phase in phases]
+        return [(name, {**self.always, **terms}) for name, terms in (*found, *self.update)]
+
+    def peaks(self, phases: Iterable[Phase]) -> FloatArray:
+        """Peak bytes over all situations."""
+        peak_K = np.zeros(len(self.gradients_K))
+        changing = (self._around(phase) for phase in phases)
+        for terms in (*changing, *(terms for _, terms in self.update)):
+            peak_K = np.maximum(peak_K, sum(terms.values()))
+        return peak_K + sum(self.always.values())
+
+    def _around(self, phase: Phase) -> dict[str, Bytes]:
+        """What changes over a batch, by term."""
+        gradients_K: Bytes = self.gradients_K * phase.gradients
+        if phase.kind == "forward":
+            working_K = self.forward_K
+        elif phase.kind == "first backward":
+            gradients_K, working_K = 0.0, self.first_backward_K
+        else:
+            # A parameter that two parts use gets its two contributions summed before they are accumulated.
+            gradients_K, working_K = self.gradients_K + self.reused_K, self.backward_K
+        # In a backward the gradient at hand stands where the output was, which the saved bytes still count.
+        ahead = phase.received_gradients - (phase.kind != "forward" and phase.received_gradients > 0)
+        transfers_K = phase.received * self.entering_K + ahead * self.leaving_K
+        return {
+            "gradient_bytes": gradients_K,
+            "activation_bytes": phase.others * self.saved_K,
+            "transfer_bytes": transfers_K + phase.sent_gradients * self.returned_K,
+            "working_bytes": working_K,
+        }
+
+
+def _phases(slot: StageSlot) -> tuple[Phase, ...]:
+    return stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
 
 
 class MemoryModel:
@@ -179,11 +251,10 @@ class MemoryModel:
             held_gradient_K=self.costs(rows).gradient_boundary_C[candidates.end_K],
         )
 
-    def terms(self, slot: StageSlot, candidates: StageCandidates) -> tuple[tuple[str, ...], FloatArray]:
-        """Bytes by situation, term and candidate.
+    def needs(self, slot: StageSlot, candidates: StageCandidates) -> "StageNeeds":
+        """Everything that the candidates' memory is made of, whatever the number of microbatches in flight.
 
-        Returns:
-            The names of the situations, and an array of shape ``(X, T, K)`` in bytes.
+        Of the slot only rows, degree, batch and whether there are several stages and microbatches matter.
         """
         costs, held = self.costs(slot.rows), self.held(candidates)
         if slot.rows not in self._working:
@@ -194,42 +265,40 @@ class MemoryModel:
         if slot.data_parallel_degree > 1:
             share_K = self.largest_share(candidates, slot.data_parallel_degree)
             owned_K = np.where(candidates.zero_stage_K > 0, share_K, held.trained_K)
-        always: dict[str, FloatArray | float] = {
-            "parameter_bytes": held.all_K,
-            "buffer_bytes": float(self.spec.buffer_bytes),
-            "optimizer_bytes": self.spec.optimizer.state_bytes_per_parameter_byte * owned_K,
-            "batch_bytes": self._batch_bytes(slot),
-        }
-        situations: list[tuple[str, Mapping[str, FloatArray | float]]] = []
-        saved_K = working.saved(runs)
-        for phase in stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule):
-            transient = self._phase(phase, working, runs, held)
-            around: dict[str, FloatArray | float] = {
-                "activation_bytes": phase.others * saved_K,
-                "transfer_bytes": self._transfers(phase, costs, candidates),
-            }
-            situations.append((phase.kind, {**always, **around, **transient}))
-        for name, extra in self._update(slot, working, runs, held, owned_K, candidates):
-            situations.append((name, {**always, **extra}))
-        result_XTK = np.zeros((len(situations), len(TERMS), len(candidates)))
-        for situation, (_, values) in enumerate(situations):
-            for name, value in values.items():
-                result_XTK[situation, TERMS.index(name)] = value
-        return tuple(name for name, _ in situations), result_XTK
+        return StageNeeds(
+            always={
+                "parameter_bytes": held.all_K,
+                "buffer_bytes": float(self.spec.buffer_bytes),
+                "optimizer_bytes": self.spec.optimizer.state_bytes_per_parameter_byte * owned_K,
+                "batch_bytes": self._batch_bytes(slot),
+            },
+            gradients_K=held.trained_K,
+            reused_K=held.reused_K,
+            saved_K=working.saved(runs),
+            entering_K=costs.boundary_C[candidates.start_K],
+            leaving_K=costs.gradient_boundary_C[candidates.end_K],
+            returned_K=costs.gradient_boundary_C[candidates.start_K],
+            forward_K=working.forward(runs),
+            first_backward_K=working.first_backward(runs),
+            backward_K=working.backward(runs),
+            update=tuple(self._update(slot, working, runs, held, owned_K, candidates)),
+        )
 
     def peaks(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
         """Peak bytes of each candidate."""
-        _, terms_XTK = self.terms(slot, candidates)
-        peak_K: FloatArray = terms_XTK.sum(axis=1).max(axis=0)
-        return peak_K
+        return self.needs(slot, candidates).peaks(_phases(slot))
 
     def breakdown(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageMemory, ...]:
         """The peak of each candidate, by term."""
-        names, terms_XTK = self.terms(slot, candidates)
+        situations = self.needs(slot, candidates).situations(_phases(slot))
+        terms_XTK = np.zeros((len(situations), len(TERMS), len(candidates)))
+        for situation, (_, values) in enumerate(situations):
+            for name, value in values.items():
+                terms_XTK[situation, TERMS.index(name)] = value
         at_K = terms_XTK.sum(axis=1).argmax(axis=0)
         return tuple(
             StageMemory(
-                phase=names[at],
+                phase=situations[at][0],
                 terms=tuple((term, round(value)) for term, value in zip(TERMS, terms_XTK[at, :, index], strict=True)),
             )
             for index, at in enumerate(at_K)
@@ -243,24 +312,6 @@ class MemoryModel:
         used = self.costs(slot.rows * slot.num_microbatches).batch_bytes
         return max(own, used)
 
-    @staticmethod
-    def _phase(phase: Phase, working: WorkingSets, runs: StageRuns, held: HeldBytes) -> dict[str, FloatArray | float]:
-        if phase.kind == "forward":
-            return {"gradient_bytes": held.trained_K * phase.gradients, "working_bytes": working.forward(runs)}
-        if phase.kind == "first backward":
-            return {"gradient_bytes": 0.0, "working_bytes": working.first_backward(runs)}
-        # A parameter that two parts use gets its two contributions summed before they are accumulated.
-        return {"gradient_bytes": held.trained_K + held.reused_K, "working_bytes": working.backward(runs)}
-
-    @staticmethod
-    def _transfers(phase: Phase, costs: RegionCosts, candidates: StageCandidates) -> FloatArray:
-        entering_K, leaving_K = costs.boundary_C[candidates.start_K], costs.gradient_boundary_C[candidates.end_K]
-        returned_K = costs.gradient_boundary_C[candidates.start_K]
-        # In a backward the gradient at hand stands where the output was, which the saved bytes still count.
-        ahead = phase.received_gradients - (phase.kind != "forward" and phase.received_gradients > 0)
-        result_K: FloatArray = phase.received * entering_K + ahead * leaving_K + phase.sent_gradients * returned_K
-        return result_K
-
     def _update(
         self,
         slot: StageSlot,
@@ -269,14 +320,14 @@ class MemoryModel:
         held: HeldBytes,
         owned_K: FloatArray,
         candidates: StageCandidates,
-    ) -> list[tuple[str, Mapping[str, FloatArray | float]]]:
+    ) -> list[tuple[str, Mapping[str, Bytes]]]:
         """Situations after gradients are complete: reduction, optimizer step, gathering."""
         optimizer = self.spec.optimizer
         step_K = (
             optimizer.step_peak_bytes_per_parameter_byte * owned_K
             + optimizer.step_peak_bytes_per_largest * np.minimum(held.largest_K, owned_K)
         )
-        result: list[tuple[str, Mapping[str, FloatArray | float]]] = [
+        result: list[tuple[str, Mapping[str, Bytes]]] = [
             ("optimizer step", {"gradient_bytes": owned_K, "working_bytes": step_K})
         ]
         if slot.num_stages > 1:

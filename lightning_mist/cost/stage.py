@@ -20,7 +20,7 @@ import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import FloatArray
-from lightning_mist.cost.memory import BUCKET_BYTES, MemoryModel
+from lightning_mist.cost.memory import BUCKET_BYTES, MemoryModel, StageNeeds
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.time import RegionSeconds, collective_seconds, region_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
@@ -71,11 +71,11 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """What each candidate costs: steady and boundary seconds, and peak bytes of its most loaded device."""
+    """What each candidate costs: steady and boundary seconds, and what its memory is made of."""
 
     steady_K: FloatArray
     boundary_K: FloatArray
-    peak_K: FloatArray
+    needs: StageNeeds
 
 
 class StageCostModel:
@@ -106,7 +106,7 @@ class StageCostModel:
         return StageCosts(
             steady_K=seconds.steady_K,
             boundary_K=seconds.boundary_K,
-            peak_K=self.memory.peaks(slot, candidates),
+            needs=self.memory.needs(slot, candidates),
         )
 
     def seconds(self, slot: StageSlot, candidates: StageCandidates) -> StageSeconds:

@@ -19,7 +19,6 @@ Array axes
     A  first layer of a stage, as an offset from the earliest possible
     E  one past its last layer, as an offset from the earliest possible
     Q  choices with the same layers and devices, by rising steady time
-    M  numbers of devices
     U  devices used by a suffix of the stages, in units of their greatest common divisor
     K  choices of a slot
 """
@@ -43,13 +42,28 @@ _NONE = Answer(chosen=(), objective=np.inf, bound=np.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Table:
-    """The choices of one slot with one number of devices, as dense arrays; infinite where there is no choice."""
+class _Band:
+    """The choices of one slot with one number of devices and of layers; infinite where there is none.
+
+    Attributes:
+        units: Devices, in units.
+        layers: Layers.
+        first: Smallest A that has a choice.
+        steady_QA: Steady seconds, from ``first`` on.
+        boundary_QA: Boundary seconds.
+        index_QA: Index of the choice in its slot.
+        least: The smallest steady time.
+        most: The largest, infinite if a choice is missing.
+    """
 
     units: int
-    steady_QAE: FloatArray
-    boundary_QAE: FloatArray
-    index_QAE: IntArray
+    layers: int
+    first: int
+    steady_QA: FloatArray
+    boundary_QA: FloatArray
+    index_QA: IntArray
+    least: float
+    most: float
 
 
 def solve(problem: InterStageProblem, *, below: float = np.inf, deadline: float = np.inf) -> Answer:
@@ -87,127 +101,123 @@ def _solve_single(problem: InterStageProblem) -> Answer:
 
 
 class _Chain:
-    """The stages of a problem as tables, and the passes over them."""
+    """The stages of a problem as bands, and the passes over them."""
 
     def __init__(self, problem: InterStageProblem) -> None:
         self.problem = problem
         self.width = problem.num_layers - len(problem.slots) + 1
         counts = {int(count) for slot in problem.slots for count in np.unique(slot.devices_K)}
-        unit = common_unit([*counts, problem.num_devices])
-        self.units = problem.num_devices // unit
-        self.tables = [self._tables(index, slot, unit) for index, slot in enumerate(problem.slots)]
+        self.unit = common_unit([*counts, problem.num_devices])
+        self.units = problem.num_devices // self.unit
+        # More than the choices of any band, so that band and choice make one number.
+        self._depth = 1 + max(len(slot) for slot in problem.slots)
+        self.bands = [self._bands(index, slot) for index, slot in enumerate(problem.slots)]
 
-    def _tables(self, stage: int, slot: SlotChoices, unit: int) -> list[_Table]:
-        return [
-            self._table(stage, slot, np.flatnonzero(slot.devices_K == count), int(count) // unit)
-            for count in np.unique(slot.devices_K)
-        ]
+    def _bands(self, stage: int, slot: SlotChoices) -> list[_Band]:
+        pairs, of_K = np.unique(np.stack([slot.devices_K, slot.layers_K]), axis=1, return_inverse=True)
+        found = []
+        for number, (devices, layers) in enumerate(pairs.T.tolist()):
+            if devices // self.unit <= self.units and layers <= self.width:
+                index_K = np.flatnonzero(of_K.reshape(-1) == number)
+                band = self._band(stage, slot, index_K, devices // self.unit, layers)
+                found += [] if band is None else [band]
+        return found
 
-    def _table(self, stage: int, slot: SlotChoices, index_K: IntArray, units: int) -> _Table:
-        """Stage ``i`` starts at layer ``i + a`` and ends before ``i + 1 + e``, with ``0 <= a <= e < width``."""
+    def _band(self, stage: int, slot: SlotChoices, index_K: IntArray, units: int, layers: int) -> _Band | None:
+        """Stage ``i`` starts at layer ``i + a`` and ends before ``i + a + layers``, which is ``i + 1 + e``."""
         index_K = index_K[np.argsort(slot.steady_K[index_K], kind="stable")]
-        start_K, layers_K = slot.start_K[index_K], slot.layers_K[index_K]
-        is_open_K = start_K == ANYWHERE
-        places_K = np.where(is_open_K, self.width, 1)
-        copy = np.repeat(np.arange(len(index_K)), places_K)
-        shift = np.arange(len(copy)) - np.repeat(np.cumsum(places_K) - places_K, places_K)
-        begin = np.where(is_open_K[copy], shift, start_K[copy] - stage)
-        end = begin + layers_K[copy] - 1
-        inside = (begin >= 0) & (end < self.width)
-        copy, cell = copy[inside], (begin * self.width + end)[inside]
-        order = np.argsort(cell, kind="stable")
-        copy, cell = copy[order], cell[order]
-        # Within a cell choices keep their order, by rising steady time.
-        rank = np.arange(len(cell)) - np.searchsorted(cell, cell)
-        flat = np.full((int(rank.max(initial=0)) + 1, self.width * self.width), -1, dtype=np.int64)
-        flat[rank, cell] = index_K[copy]
-        index_QAE = flat.reshape(-1, self.width, self.width)
-        return _Table(
+        places = self.width - layers + 1
+        if (slot.start_K[index_K] == ANYWHERE).all():
+            index_QA = np.repeat(index_K[:, None], 1 if stage == 0 else places, axis=1)
+            first = 0
+        else:
+            place_K = slot.start_K[index_K] - stage
+            inside = (place_K >= 0) & (place_K < places)
+            if not inside.any():
+                return None
+            order = np.flatnonzero(inside)[np.argsort(place_K[inside], kind="stable")]
+            place_K, index_K = place_K[order], index_K[order]
+            first = int(place_K[0])
+            # Choices with the same start keep their order, by rising steady time.
+            rank = np.arange(len(place_K)) - np.searchsorted(place_K, place_K)
+            index_QA = np.full((int(rank.max()) + 1, int(place_K[-1]) - first + 1), -1, dtype=np.int64)
+            index_QA[rank, place_K - first] = index_K
+        steady_QA = np.where(index_QA >= 0, slot.steady_K[index_QA], np.inf)
+        return _Band(
             units=units,
-            steady_QAE=np.where(index_QAE >= 0, slot.steady_K[index_QAE], np.inf),
-            boundary_QAE=np.where(index_QAE >= 0, slot.boundary_K[index_QAE], np.inf),
-            index_QAE=index_QAE,
+            layers=layers,
+            first=first,
+            steady_QA=steady_QA,
+            boundary_QA=np.where(index_QA >= 0, slot.boundary_K[index_QA], 0.0),
+            index_QA=index_QA,
+            least=float(steady_QA.min()),
+            most=float(steady_QA.max()),
         )
 
     def relaxed(self, slowest: float) -> tuple[float, tuple[int, ...]] | None:
         """The least ``sum t + max(0, d_0)`` with every steady time at most ``slowest``, and choices that reach it."""
-        return self._walk(slowest, np.inf)
+        return self._walk(slowest, None)
 
     def capped(self, slowest: float, cap: float) -> tuple[int, ...] | None:
         """Choices with every steady time at most ``slowest`` and ``sum t + D`` at most ``cap``, if there are any."""
         found = self._walk(slowest, cap)
         return None if found is None or found[0] > cap else found[1]
 
-    def _walk(self, slowest: float, cap: float) -> tuple[float, tuple[int, ...]] | None:
+    def _walk(self, slowest: float, cap: float | None) -> tuple[float, tuple[int, ...]] | None:
         """From the last stage to the first: the least suffix sums, with every ``suffix sum + d`` at most ``cap``."""
-        last = len(self.tables) - 1
         suffix_EU = np.full((self.width, self.units + 1), np.inf)
         suffix_EU[-1, 0] = 0.0
-        steps: list[tuple[IntArray, IntArray, IntArray]] = []
-        for stage in range(last, -1, -1):
+        steps: list[IntArray] = []
+        for stage in range(len(self.bands) - 1, -1, -1):
             best_AU = np.full((self.width, self.units + 1), np.inf)
-            place_AU = np.full((3, self.width, self.units + 1), -1, dtype=np.int64)
-            for number, table in enumerate(self.tables[stage]):
-                self._extend(stage, number, table, suffix_EU, best_AU, place_AU, slowest, cap)
-            steps.append((place_AU[0], place_AU[1], place_AU[2]))
+            # Which band and which of its choices, as one number.
+            code_AU = np.full((self.width, self.units + 1), -1, dtype=np.int64)
+            for number, band in enumerate(self.bands[stage]):
+                if band.least <= slowest:
+                    self._extend(stage == 0, number, band, (suffix_EU, best_AU, code_AU), slowest, cap)
+            steps.append(code_AU)
             suffix_EU = best_AU
-            if not np.isfinite(suffix_EU).any():
-                return None
         value = float(suffix_EU[0, self.units])
         return (value, self._trace(steps[::-1])) if np.isfinite(value) else None
 
     def _extend(
         self,
-        stage: int,
+        is_first: bool,
         number: int,
-        table: _Table,
-        suffix_EU: FloatArray,
-        best_AU: FloatArray,
-        place_AU: IntArray,
+        band: _Band,
+        state: tuple[FloatArray, FloatArray, IntArray],
         slowest: float,
-        cap: float,
+        cap: float | None,
     ) -> None:
-        """Put one number of devices of a stage in front of all suffixes; improves ``best`` and ``place`` in place."""
-        room = self.units + 1 - table.units
-        if room <= 0:
-            return
-        rows = slice(0, 1) if stage == 0 else slice(None)
-        suffix_1EU = suffix_EU[None, :, :room]
-        best_AEU = np.full((1 if stage == 0 else self.width, self.width, room), np.inf)
-        which_AEU = np.zeros(best_AEU.shape, dtype=np.int64)
-        for choice in range(len(table.steady_QAE)):
-            steady_AE1 = table.steady_QAE[choice, rows, :, None]
-            boundary_AE1 = table.boundary_QAE[choice, rows, :, None]
-            sum_AEU = np.where(steady_AE1 <= slowest, steady_AE1, np.inf) + suffix_1EU
-            if np.isfinite(cap):
-                sum_AEU = np.where(
-                    sum_AEU + np.where(np.isfinite(boundary_AE1), boundary_AE1, 0.0) <= cap, sum_AEU, np.inf
-                )
-            elif stage == 0:
-                sum_AEU = sum_AEU + np.where(np.isfinite(boundary_AE1), np.maximum(boundary_AE1, 0.0), 0.0)
-            if choice == 0:
-                best_AEU = sum_AEU
-            else:
-                better = sum_AEU < best_AEU
-                best_AEU, which_AEU = np.where(better, sum_AEU, best_AEU), np.where(better, choice, which_AEU)
-            if stage > 0 and not np.isfinite(cap):
-                break  # Choices come by rising steady time, and nothing else counts here.
-        end_AU = best_AEU.argmin(axis=1)
-        value_AU = np.take_along_axis(best_AEU, end_AU[:, None, :], axis=1)[:, 0, :]
-        which_AU = np.take_along_axis(which_AEU, end_AU[:, None, :], axis=1)[:, 0, :]
-        target = (rows, slice(table.units, None))
-        better_AU = value_AU < best_AU[target]
-        best_AU[target] = np.where(better_AU, value_AU, best_AU[target])
-        for place, value in zip(place_AU, (np.full_like(end_AU, number), end_AU, which_AU), strict=True):
-            place[target] = np.where(better_AU, value, place[target])
+        """Put one band of a stage in front of all suffixes; improves the best sums and their codes in place."""
+        suffix_EU, best_AU, code_AU = state
+        room = self.units + 1 - band.units
+        places = slice(band.first, band.first + band.steady_QA.shape[1])
+        end = band.first + band.layers - 1
+        suffix_EU = suffix_EU[end : end + band.steady_QA.shape[1], :room]
+        best_AU, code_AU = best_AU[places, band.units :], code_AU[places, band.units :]
+        for choice in range(len(band.steady_QA)):
+            steady_A1 = band.steady_QA[choice][:, None]
+            if band.most > slowest:
+                steady_A1 = np.where(steady_A1 <= slowest, steady_A1, np.inf)
+            sum_AU = steady_A1 + suffix_EU
+            if cap is not None:
+                sum_AU[sum_AU + band.boundary_QA[choice][:, None] > cap] = np.inf
+            elif is_first:
+                sum_AU += np.maximum(band.boundary_QA[choice], 0.0)[:, None]
+            better_AU = sum_AU < best_AU
+            np.copyto(best_AU, sum_AU, where=better_AU)
+            np.copyto(code_AU, number * self._depth + choice, where=better_AU)
+            if cap is None and not is_first:
+                return  # Choices come by rising steady time, and nothing else counts here.
 
-    def _trace(self, steps: list[tuple[IntArray, IntArray, IntArray]]) -> tuple[int, ...]:
-        start, units, chosen = 0, self.units, []
-        for stage, (number_AU, end_AU, which_AU) in enumerate(steps):
-            table = self.tables[stage][int(number_AU[start, units])]
-            end, which = int(end_AU[start, units]), int(which_AU[start, units])
-            chosen.append(int(table.index_QAE[which, start, end]))
-            start, units = end, units - table.units
+    def _trace(self, steps: list[IntArray]) -> tuple[int, ...]:
+        place, units, chosen = 0, self.units, []
+        for bands, code_AU in zip(self.bands, steps, strict=True):
+            number, choice = divmod(int(code_AU[place, units]), self._depth)
+            band = bands[number]
+            chosen.append(int(band.index_QA[choice, place - band.first]))
+            place, units = place + band.layers - 1, units - band.units
         return tuple(chosen)
 
 
@@ -219,43 +229,47 @@ class _Search:
         self.slowest_K = np.unique(np.concatenate([slot.steady_K for slot in problem.slots]))
         self.pace = problem.num_microbatches - 1
         self.objective, self.chosen = below, ()  # type: tuple[float, tuple[int, ...]]
+        # Bound on the objective, first and last pace, and bound on v at these paces.
         self.intervals: list[tuple[float, int, int, float]] = []
-        self.floor = 0
 
     def run(self) -> Answer:
         """The best answer below the given objective."""
         last = len(self.slowest_K) - 1
-        if self.chain.relaxed(float(self.slowest_K[last])) is None:
+        found = self.chain.relaxed(float(self.slowest_K[last]))
+        if found is None:
             return _NONE
-        self.floor = self._fastest(last)
-        low, reached, bound = self._value(last)
-        self._push(self.floor, reached - 1, low)
+        low, chosen = found
+        self._note(chosen)
+        self._push(self._fastest(low, self._reached(chosen)), last, low)
+        bound = np.inf
         while self.intervals:
             bound_here, begin, end, low = heapq.heappop(self.intervals)
-            if bound_here >= self.objective * (1 - PRECISION):
-                return self._answer(min(bound, bound_here))
-            if perf_counter() > self.deadline:
-                return self._answer(min(bound, bound_here))
+            if bound_here >= self.objective * (1 - PRECISION) or perf_counter() > self.deadline:
+                bound = min(bound, bound_here)
+                break
             middle = (begin + end) // 2
-            value, reached, proven = self._value(middle)
+            value, reached, proven = self._value(middle, begin)
             bound = min(bound, proven)
             self._push(begin, reached - 1, value)
             self._push(middle + 1, end, low)
-        return self._answer(bound)
-
-    def _answer(self, bound: float) -> Answer:
-        if not self.chosen:
-            return Answer(chosen=(), objective=np.inf, bound=min(bound, self.objective))
-        return Answer(chosen=self.chosen, objective=self.objective, bound=min(bound, self.objective))
+        return Answer(
+            chosen=self.chosen,
+            objective=self.objective if self.chosen else np.inf,
+            bound=min(bound, self.objective),
+        )
 
     def _push(self, begin: int, end: int, low: float) -> None:
         if begin <= end:
             heapq.heappush(self.intervals, (self.pace * float(self.slowest_K[begin]) + low, begin, end, low))
 
-    def _fastest(self, known: int) -> int:
-        """Index of the least pace at which there is any answer; there is one at ``known``."""
-        low, high = 0, known
-        while low < high:
+    def _fastest(self, value: float, known: int) -> int:
+        """Index of the least pace that can lead to a better answer; at the pace ``known`` there is an answer.
+
+        Stages cannot be faster than if all devices worked all the time at the best rate of any choice.
+        """
+        rate_bound = self.problem.least_device_seconds() / self.problem.num_devices
+        low, high = int(np.searchsorted(self.slowest_K, rate_bound * (1 - PRECISION))), known
+        while low < high and self.pace * float(self.slowest_K[low]) + value < self.objective:
             middle = (low + high) // 2
             if self.chain.relaxed(float(self.slowest_K[middle])) is None:
                 low = middle + 1
@@ -263,26 +277,33 @@ class _Search:
                 high = middle
         return low
 
-    def _value(self, index: int) -> tuple[float, int, float]:
-        """What steady times up to a pace, at which there is an answer, can give.
+    def _value(self, index: int, begin: int) -> tuple[float, int, float]:
+        """What steady times up to a pace can give.
+
+        Args:
+            index: The pace.
+            begin: The least pace that is still of interest.
 
         Returns:
-            The least ``v``, or a lower bound of it where that proves that no answer up to this pace is of interest; the
-            pace of the answer that reaches ``v``; and a bound on the objective from that pace up to this one.
+            The least ``v``, or a lower bound of it that proves that no pace from ``begin`` to this one is of interest;
+            the pace of the answer that reaches ``v``; and a bound on the objective from that pace to this one. Without
+            any answer up to this pace nothing below is of interest either: ``begin``, and infinities.
         """
-        slowest, floor = float(self.slowest_K[index]), float(self.slowest_K[self.floor])
+        slowest, floor = float(self.slowest_K[index]), float(self.slowest_K[begin])
         found = self.chain.relaxed(slowest)
         if found is None:
-            raise AssertionError(f"no answer at pace {slowest}, but at the lower {floor}")
+            return np.inf, begin, np.inf
         low, chosen = found
-        high, reached = self._note(chosen), self._reached(chosen)
+        high, reached = self._note(chosen), max(begin, self._reached(chosen))
+        is_best = True  # First ask whether anything beats what is there, then halve the difference, in turn.
         while high - low > PRECISION * high and self.pace * floor + low < self.objective:
-            cap = (low + high) / 2
+            cap = high * (1 - PRECISION) if is_best else (low + high) / 2
+            is_best = not is_best
             better = self.chain.capped(slowest, cap)
             if better is None:
                 low = cap
             else:
-                high, reached = self._note(better), self._reached(better)
+                high, reached = self._note(better), max(begin, self._reached(better))
         return low, reached, self.pace * float(self.slowest_K[reached]) + low
 
     def _reached(self, chosen: tuple[int, ...]) -> int:

@@ -4,13 +4,15 @@ For a slot (stage ``i`` of ``S`` with ``G`` microbatches) every feasible combina
 layers and ZeRO stage is evaluated; of those with the same layers and devices only the non-dominated ones in (steady
 time, boundary time) go on. Memory does not appear after this: what does not fit is not a choice.
 
-If all layers are alike a stage that is neither first nor last costs the same wherever it lies, so it is evaluated once
-and its start is left open.
+Stages that are neither first nor last and hold the same kinds of layers in the same order cost the same wherever they
+lie, so each such window is evaluated once. If all layers are alike the start of these stages is left open altogether.
 
 Array axes
-    K  choices
+    K  choices or candidates
+    W  windows: runs of layers
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +22,7 @@ from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.cost.regions import parameter_regions
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.tuner.pareto import non_dominated
+from lightning_mist.tuner.pareto import Order, sort_points
 from lightning_mist.tuner.space import Space
 
 ANYWHERE = -1
@@ -65,18 +67,75 @@ class SlotChoices:
         return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__})
 
 
-def layers_are_alike(spec: ModelSpec) -> bool:
-    """Whether a stage that is neither first nor last costs the same wherever it lies."""
-    if len(set(spec.kinds)) > 1 or len(set(spec.boundaries)) > 1:
-        return False
-    inside: list[list[tuple[int, bool]]] = [[] for _ in range(spec.num_layers)]
+def layer_classes(spec: ModelSpec) -> tuple[int, ...]:
+    """A number for every layer, equal for layers that cost the same and hand on the same."""
+    sizes: list[list[tuple[int, bool]]] = [[] for _ in range(spec.num_layers)]
+    alone = set()
     for parameter, regions in zip(spec.parameters, parameter_regions(spec), strict=True):
         for region in regions:
             if 1 <= region <= spec.num_layers:
+                sizes[region - 1].append((parameter.bytes, parameter.trainable))
                 if len(regions) > 1:
-                    return False
-                inside[region - 1].append((parameter.bytes, parameter.trainable))
-    return all(sorted(layer) == sorted(inside[0]) for layer in inside)
+                    alone.add(region - 1)  # It shares a parameter with another part, so its place matters.
+    # What the last layer hands on stays inside its stage.
+    handed_on = [*spec.boundaries, ()]
+    known: dict[Hashable, int] = {}
+    result = []
+    for index, kind in enumerate(spec.kinds):
+        key = (kind, tuple(sorted(sizes[index])), index if index in alone else -1)
+        passed = handed_on[index] if index < spec.num_layers - 1 else handed_on[max(0, index - 1)]
+        result.append(known.setdefault((key, passed), len(known)))
+    return tuple(result)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """Candidates with their costs, sorted, and where else each window of layers occurs.
+
+    Attributes:
+        candidates: The candidates, each window once.
+        window_K: Number of the window of each.
+        starts: For every window the first layers at which it occurs, or :data:`ANYWHERE` alone.
+        costs: Seconds, and what memory is made of.
+        order: The candidates by window, steady and boundary time.
+    """
+
+    candidates: StageCandidates
+    window_K: IntArray
+    starts: tuple[IntArray, ...]
+    costs: StageCosts
+    order: Order
+
+
+def _phases(slot: StageSlot) -> tuple[Phase, ...]:
+    return stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
+
+
+def _as_choices(
+    slot: StageSlot, prepared: _Prepared, num_layers: int, peak_K: FloatArray, kept: IntArray
+) -> SlotChoices:
+    """Some candidates as choices, each at every place where the slot may have it."""
+    candidates = prepared.candidates
+    lengths = candidates.end_K - candidates.start_K
+    after = slot.num_stages - slot.stage_index - 1
+    places = [prepared.starts[window] for window in prepared.window_K[kept]]
+    start_K = np.concatenate([*places, np.empty(0, dtype=np.int64)]).astype(np.int64)
+    index_K = np.repeat(kept, [len(place) for place in places])
+    earliest, latest_K = slot.stage_index, num_layers - after - lengths[index_K]
+    inside = (start_K == ANYWHERE) | ((start_K >= earliest) & (start_K <= latest_K))
+    # An open start has room somewhere if every other stage can have a layer.
+    inside &= lengths[index_K] <= max(num_layers - slot.num_stages + 1, 0 if num_layers else 1)
+    start_K, index_K = start_K[inside], index_K[inside]
+    return SlotChoices(
+        start_K=start_K,
+        layers_K=lengths[index_K],
+        devices_K=np.full(len(index_K), slot.data_parallel_degree),
+        steady_K=prepared.costs.steady_K[index_K],
+        boundary_K=prepared.costs.boundary_K[index_K],
+        peak_K=peak_K[index_K],
+        checkpointed_K=candidates.checkpointed_K[index_K],
+        zero_stage_K=candidates.zero_stage_K[index_K],
+    )
 
 
 class IntraStage:
@@ -91,18 +150,25 @@ class IntraStage:
     def __init__(self, model: StageCostModel, space: Space, memory_limit: float) -> None:
         self.model, self.space, self.memory_limit = model, space, memory_limit
         self.evaluated = 0
-        self._alike = layers_are_alike(model.spec)
-        self._kept: dict[tuple[str, int, int, tuple[Phase, ...], bool], SlotChoices] = {}
+        self._classes = layer_classes(model.spec)
+        self._kept: dict[tuple[str, int, int, bool], _Prepared] = {}
 
     def frontier(self, stage_index: int, num_stages: int, num_microbatches: int) -> SlotChoices:
         """The choices of one slot that fit and are not dominated."""
-        longest = self.space.num_layers - num_stages + 1
         parts = []
         for devices in self.space.degrees(num_microbatches):
             slot = self.slot(stage_index, num_stages, num_microbatches, devices)
-            choices = self._frontier(slot)
-            parts.append(choices.take(choices.layers_K <= longest) if num_stages > 1 else choices)
+            prepared = self._prepare(slot)
+            peak_K = prepared.costs.needs.peaks(_phases(slot))
+            kept = prepared.order.frontier(peak_K <= self.memory_limit)
+            parts.append(_as_choices(slot, prepared, self.space.num_layers, peak_K, kept))
         return SlotChoices.joined(parts)
+
+    def choices(self, slot: StageSlot) -> SlotChoices:
+        """Everything that a slot may be, whether it fits or not."""
+        prepared = self._prepare(slot)
+        peak_K = prepared.costs.needs.peaks(_phases(slot))
+        return _as_choices(slot, prepared, self.space.num_layers, peak_K, np.arange(len(peak_K)))
 
     def slot(self, stage_index: int, num_stages: int, num_microbatches: int, devices: int) -> StageSlot:
         """A slot with a number of devices."""
@@ -116,22 +182,28 @@ class IntraStage:
             schedule=self.space.search.schedule,
         )
 
-    def _frontier(self, slot: StageSlot) -> SlotChoices:
+    def _prepare(self, slot: StageSlot) -> _Prepared:
+        """Everything about a slot's candidates but how many microbatches are in flight, which slots share."""
         role = self._role(slot)
-        if not self._alike or role == "only":
-            return self._select(self.choices(slot))
-        phases = stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
-        # Between nodes a transfer costs more; all else of a slot shows in its situations.
+        # Between nodes a transfer costs more.
         inside = slot.num_stages <= self.model.cluster.devices_per_node
-        key = (role, slot.num_microbatches, slot.data_parallel_degree, phases, inside)
+        key = (role, slot.num_microbatches, slot.data_parallel_degree, inside)
         if key not in self._kept:
-            self._kept[key] = self._select(self.choices(slot, longest=self.space.num_layers - 1))
+            self._kept[key] = self._evaluate(slot, role)
         return self._kept[key]
 
-    def _select(self, choices: SlotChoices) -> SlotChoices:
-        fitting = choices.take(choices.peak_K <= self.memory_limit)
-        group_K = fitting.start_K * (self.space.num_layers + 1) + fitting.layers_K
-        return fitting.take(non_dominated(group_K, fitting.steady_K, fitting.boundary_K))
+    def _evaluate(self, slot: StageSlot, role: str) -> _Prepared:
+        start_W, layers_W, starts = self._windows(role)
+        candidates, window_K = self._candidates(slot, start_W, layers_W)
+        costs = self.model.evaluate(slot, candidates)
+        self.evaluated += len(candidates)
+        return _Prepared(
+            candidates=candidates,
+            window_K=window_K,
+            starts=starts,
+            costs=costs,
+            order=sort_points(window_K, costs.steady_K, costs.boundary_K),
+        )
 
     @staticmethod
     def _role(slot: StageSlot) -> str:
@@ -141,64 +213,50 @@ class IntraStage:
             return "first"
         return "last" if slot.stage_index == slot.num_stages - 1 else "middle"
 
-    def choices(self, slot: StageSlot, *, longest: int | None = None) -> SlotChoices:
-        """Everything that a slot may be, whether it fits or not.
-
-        Args:
-            slot: The slot.
-            longest: The most layers; by default as many as leave one for every other stage.
-        """
-        role, count = self._role(slot), self.space.num_layers
-        longest = count - slot.num_stages + 1 if longest is None else longest
-        start_K, layers_K = self._ranges(role, slot, longest)
-        candidates = self._candidates(slot, start_K, layers_K)
-        self.evaluated += len(candidates)
-        costs: StageCosts = self.model.evaluate(slot, candidates)
-        is_open = self._alike and role == "middle"
-        return SlotChoices(
-            start_K=np.full(len(candidates), ANYWHERE) if is_open else candidates.start_K,
-            layers_K=candidates.end_K - candidates.start_K,
-            devices_K=np.full(len(candidates), slot.data_parallel_degree),
-            steady_K=costs.steady_K,
-            boundary_K=costs.boundary_K,
-            peak_K=costs.peak_K,
-            checkpointed_K=candidates.checkpointed_K,
-            zero_stage_K=candidates.zero_stage_K,
-        )
-
-    def _ranges(self, role: str, slot: StageSlot, longest: int) -> tuple[IntArray, IntArray]:
-        """First layer and number of layers of every range that the slot may cover."""
+    def _windows(self, role: str) -> tuple[IntArray, IntArray, tuple[IntArray, ...]]:
+        """First layer and number of layers of every window that a role may have, and where else it occurs."""
         count = self.space.num_layers
-        lengths = np.arange(1, longest + 1)
+        lengths = np.arange(1, count)  # Every other stage needs a layer.
         if role == "only":
-            return np.array([0]), np.array([count])
-        if role == "first":
-            return np.zeros_like(lengths), lengths
-        if role == "last":
-            return count - lengths, lengths
-        if self._alike:
-            # Neither at layer 0 nor at the end; a range that long leaves no room for the others and is filtered later.
-            lengths = lengths[lengths <= count - 2]
-            return np.ones_like(lengths), lengths
-        first, end = slot.stage_index, count - (slot.num_stages - slot.stage_index - 1)
-        pairs = np.array([(start, stop - start) for start in range(first, end) for stop in range(start + 1, end + 1)])
-        return pairs[:, 0], pairs[:, 1]
+            start_W, layers_W = np.array([0]), np.array([count])
+        elif role == "first":
+            start_W, layers_W = np.zeros_like(lengths), lengths
+        elif role == "last":
+            start_W, layers_W = count - lengths, lengths
+        else:
+            return self._middle_windows()
+        return start_W, layers_W, tuple(start_W[:, None])
 
-    def _candidates(self, slot: StageSlot, start_K: IntArray, layers_K: IntArray) -> StageCandidates:
-        """Ranges times recomputed layers times ZeRO stages."""
-        allowed = self.space.search.zero_stages
+    def _middle_windows(self) -> tuple[IntArray, IntArray, tuple[IntArray, ...]]:
+        """Windows that touch neither end, those with the same layers once."""
+        count, classes = self.space.num_layers, self._classes
+        if len(set(classes)) == 1:
+            layers_W = np.arange(1, count - 1)
+            return np.ones_like(layers_W), layers_W, (np.array([ANYWHERE]),) * len(layers_W)
+        places: dict[Hashable, list[int]] = {}
+        for start in range(1, count - 1):
+            for end in range(start + 1, count):
+                # The class of the layer before tells what is received.
+                places.setdefault(classes[start - 1 : end], []).append(start)
+        start_W = np.array([starts[0] for starts in places.values()], dtype=np.int64)
+        layers_W = np.array([len(window) - 1 for window in places], dtype=np.int64)  # type: ignore[arg-type]
+        return start_W, layers_W, tuple(np.array(starts) for starts in places.values())
+
+    def _candidates(self, slot: StageSlot, start_W: IntArray, layers_W: IntArray) -> tuple[StageCandidates, IntArray]:
+        """Windows times recomputed layers times ZeRO stages, and the window of each."""
         # On one device there is nothing to shard.
-        zeros = np.array(sorted(set(allowed)) if slot.data_parallel_degree > 1 else [0])
-        options_K = layers_K + 1 if self.space.checkpointing else np.ones_like(layers_K)
-        index = np.repeat(np.arange(len(layers_K)), options_K)
-        checkpointed = np.arange(len(index)) - np.repeat(np.cumsum(options_K) - options_K, options_K)
-        index, checkpointed = np.tile(index, len(zeros)), np.tile(checkpointed, len(zeros))
-        return StageCandidates(
-            start_K=start_K[index],
-            end_K=start_K[index] + layers_K[index],
-            checkpointed_K=checkpointed,
-            zero_stage_K=np.repeat(zeros, len(index) // len(zeros)),
+        zeros = np.array(sorted(set(self.space.search.zero_stages)) if slot.data_parallel_degree > 1 else [0])
+        options_W = layers_W + 1 if self.space.checkpointing else np.ones_like(layers_W)
+        window = np.repeat(np.arange(len(layers_W)), options_W)
+        checkpointed = np.arange(len(window)) - np.repeat(np.cumsum(options_W) - options_W, options_W)
+        window_K = np.tile(window, len(zeros))
+        candidates = StageCandidates(
+            start_K=start_W[window_K],
+            end_K=start_W[window_K] + layers_W[window_K],
+            checkpointed_K=np.tile(checkpointed, len(zeros)),
+            zero_stage_K=np.repeat(zeros, len(window)),
         )
+        return candidates, window_K
 
 
 def with_peaks_as_seconds(choices: SlotChoices) -> SlotChoices:

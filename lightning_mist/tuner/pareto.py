@@ -5,32 +5,58 @@ Array axes
     J  points that are kept
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 
 
-def non_dominated(group_K: npt.ArrayLike, first_K: FloatArray, second_K: FloatArray) -> IntArray:
-    """Indices of the points that no other point of their group equals or beats in both values.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Points sorted for finding the frontiers of any part of them.
+
+    Attributes:
+        index_K: The points by group, then by rising first and second value.
+        rank_K: In this order: the rank of the second value, lower in every later group than in any earlier one.
+    """
+
+    index_K: IntArray
+    rank_K: IntArray
+
+    def frontier(self, allowed_K: BoolArray) -> IntArray:
+        """Indices of the allowed points that no other allowed point of their group equals or beats in both values.
+
+        They come by group, then by rising first and falling second value. Of equal points the earliest is kept.
+        """
+        allowed_K = allowed_K[self.index_K]
+        worst = np.iinfo(np.int64).max
+        rank_K = np.where(allowed_K, self.rank_K, worst)
+        best_before_K = np.minimum.accumulate(np.concatenate([[worst], rank_K[:-1]]))
+        kept_J: IntArray = self.index_K[allowed_K & (rank_K < best_before_K)]
+        return kept_J
+
+
+def sort_points(group_K: npt.ArrayLike, first_K: FloatArray, second_K: FloatArray) -> Order:
+    """Points sorted by group and value.
 
     Args:
         group_K: Group of each point, an integer; groups are independent of each other.
         first_K: First value, smaller is better.
         second_K: Second value, smaller is better.
-
-    Returns:
-        Indices ordered by group, then by rising first and falling second value. Of equal points the earliest is kept.
     """
     group = np.asarray(group_K, dtype=np.int64)
     order_K = np.lexsort((second_K, first_K, group))
-    if not len(order_K):
-        return order_K
     # Ranks are exact where offsets on floats would not be; the offset makes the running minimum restart in each group.
     _, rank_K = np.unique(second_K[order_K], return_inverse=True)
-    rank_K = rank_K.reshape(-1)
     _, group_index_K = np.unique(group[order_K], return_inverse=True)
-    shifted_K = rank_K - group_index_K.reshape(-1) * (len(order_K) + 1)
-    best_before_K = np.minimum.accumulate(np.concatenate([[len(order_K) + 1], shifted_K[:-1]]))
-    kept_J: IntArray = order_K[shifted_K < best_before_K]
-    return kept_J
+    return Order(index_K=order_K, rank_K=rank_K.reshape(-1) - group_index_K.reshape(-1) * (len(order_K) + 1))
+
+
+def non_dominated(group_K: npt.ArrayLike, first_K: FloatArray, second_K: FloatArray) -> IntArray:
+    """Indices of the points that no other point of their group equals or beats in both values.
+
+    Args and order as in :func:`sort_points` and :meth:`Order.frontier`.
+    """
+    return sort_points(group_K, first_K, second_K).frontier(np.ones(len(first_K), dtype=bool))

@@ -37,6 +37,23 @@ class InterStageProblem:
         """Step seconds of one choice per slot."""
         return step_seconds(self.steady(chosen), self.boundary(chosen), self.num_microbatches)
 
+    def least_device_seconds(self) -> float:
+        """Seconds times devices that all layers take at least in one microbatch, at the best rate of any choice."""
+        rates = (slot.steady_K * slot.devices_K / np.maximum(slot.layers_K, 1) for slot in self.slots)
+        return max(1, self.num_layers) * min(float(rate.min()) for rate in rates)
+
+    def least_seconds(self) -> float:
+        """Seconds that one microbatch takes at least through all layers, at the least time per layer of any choice."""
+        rates = (slot.steady_K / np.maximum(slot.layers_K, 1) for slot in self.slots)
+        return max(1, self.num_layers) * min(float(rate.min()) for rate in rates)
+
+    def lower_bound(self) -> float:
+        """Step seconds that no answer goes below; infinite if a stage has no choice."""
+        if any(not len(slot) for slot in self.slots):
+            return float(np.inf)
+        slowest = self.least_device_seconds() / self.num_devices
+        return (self.num_microbatches - 1) * slowest + max(self.least_seconds(), slowest)
+
     def is_feasible(self, chosen: tuple[int, ...]) -> bool:
         """Whether the choices cover every layer once, in order, and use every device."""
         position, devices = 0, 0

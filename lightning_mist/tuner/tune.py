@@ -1,9 +1,8 @@
 """The outer loop: every number of stages and of microbatches, the best plan of each, the best of all.
 
-Pipelines ``(S, G)`` are taken in the order of a cheap lower bound of their step seconds. Each is solved exactly by the
-dynamic program (:mod:`lightning_mist.tuner.bound`); one whose lower bound is no better than the best plan with as many
-stages is not solved at all. The winner is solved once more by HiGHS, which starts from the program's answer and adds a
-proof of its own.
+Pipelines ``(S, G)`` are taken in the order of a cheap lower bound of their step seconds, until it is no better than the
+best plan found. Each is solved exactly by the dynamic program (:mod:`lightning_mist.tuner.bound`), and the winner once
+more by HiGHS, which starts from that answer.
 """
 
 from collections.abc import Iterable
@@ -38,7 +37,7 @@ Status = Literal["optimal", "time limit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """The best plan of another kind than the chosen one.
+    """A plan of another kind than the chosen one.
 
     Attributes:
         name: What distinguishes it, for example ``"2 stages"``.
@@ -83,7 +82,8 @@ class TuneResult:
         bound: No plan of the search space takes fewer seconds per step by the cost model.
         gap: ``(predicted - bound) / predicted``.
         predicted: Predicted seconds and bytes of the plan.
-        alternatives: The best plan of every other number of stages, fastest first.
+        alternatives: Plans of other numbers of stages, fastest first: one, half as many, one less, one more, twice as
+            many; each the best of its number if there was time.
         stats: How the search went.
         notes: What was ruled out and why, and where numbers come from, for people.
     """
@@ -189,7 +189,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """The best answer for every number of stages, the winning number, and a bound over all pipelines."""
+    """Answers by number of stages, the winning number, and a bound over all pipelines."""
 
     best: dict[int, _Found]
     winner: int | None
@@ -199,26 +199,22 @@ class _Outcome:
 
 
 def _search(intra: IntraStage, space: Space, deadline: float) -> _Outcome:
+    """The best pipeline, proven; and good ones with other numbers of stages."""
     pipelines = space.pipelines()
-    problems = {key: _problem(intra, space, *key) for key in pipelines}
-    lower = {key: _lower_bound(problem) for key, problem in problems.items()}
     best: dict[int, _Found] = {}
-    bound, solved = np.inf, 0
-    for key in sorted(pipelines, key=lambda item: (lower[item], item)):
-        known = best[key[0]].answer.objective if key[0] in best else np.inf
-        if lower[key] >= known:
-            bound = min(bound, known)
-            continue
+    tally = _Tally(least=np.inf, bound=np.inf, solved=0)
+    lower = {key: _quick_bound(intra, space, *key) for key in pipelines}
+    ordered = sorted(pipelines, key=lambda key: (lower[key], key))
+    for key in ordered:
+        if lower[key] >= tally.least:
+            tally.bound = min(tally.bound, lower[key])
+            break
         if perf_counter() > deadline and best:
-            bound = min(bound, lower[key])
-            continue
-        answer = solve(problems[key], below=known, deadline=deadline)
-        solved += 1
-        bound = min(bound, answer.bound)
-        if answer.chosen:
-            best[key[0]] = _Found(problem=problems[key], answer=answer)
+            tally.bound = min(tally.bound, lower[key])
+            break
+        _attempt(intra, space, key, best, tally, below=tally.least, deadline=deadline)
     if not best:
-        return _Outcome(best=best, winner=None, bound=bound, pipelines=len(pipelines), solved=solved)
+        return _Outcome(best=best, winner=None, bound=tally.bound, pipelines=len(pipelines), solved=tally.solved)
     winner = min(best, key=lambda count: (best[count].answer.objective, count))
     checked = solve_program(
         best[winner].problem,
@@ -227,7 +223,69 @@ def _search(intra: IntraStage, space: Space, deadline: float) -> _Outcome:
     )
     if checked.chosen and checked.objective < best[winner].answer.objective:
         best[winner] = _Found(problem=best[winner].problem, answer=checked)
-    return _Outcome(best=best, winner=winner, bound=bound, pipelines=len(pipelines), solved=solved)
+    bound = tally.bound
+    for num_stages in _compared(space, winner):
+        for key in (key for key in ordered if key[0] == num_stages):
+            known = best[num_stages].answer.objective if num_stages in best else np.inf
+            if perf_counter() < deadline and lower[key] < known:
+                _attempt(intra, space, key, best, tally, below=known, deadline=deadline)
+    shown = {count: found for count, found in best.items() if count in (winner, *_compared(space, winner))}
+    return _Outcome(best=shown, winner=winner, bound=bound, pipelines=len(pipelines), solved=tally.solved)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Least step seconds found, bound over what was looked at, problems solved."""
+
+    least: float
+    bound: float
+    solved: int
+
+
+def _attempt(
+    intra: IntraStage,
+    space: Space,
+    key: tuple[int, int],
+    best: dict[int, _Found],
+    tally: _Tally,
+    *,
+    below: float,
+    deadline: float,
+) -> None:
+    """Solve one pipeline, if it can be better than ``below``, and remember its answer."""
+    problem = _problem(intra, space, *key)
+    bound = problem.lower_bound()
+    if bound < below:
+        answer = solve(problem, below=below, deadline=deadline)
+        tally.solved += 1
+        bound = answer.bound
+        if answer.chosen:
+            best[key[0]] = _Found(problem=problem, answer=answer)
+            tally.least = min(tally.least, answer.objective)
+    tally.bound = min(tally.bound, bound)
+
+
+def _compared(space: Space, winner: int) -> tuple[int, ...]:
+    """Numbers of stages to compare the winner with: none, half, one less, one more, twice as many."""
+    wanted = {1, winner // 2, winner - 1, winner + 1, 2 * winner} - {winner}
+    return tuple(sorted(count for count in wanted if 1 <= count <= space.max_stages))
+
+
+def _quick_bound(intra: IntraStage, space: Space, num_stages: int, num_microbatches: int) -> float:
+    """Step seconds that no plan of a pipeline goes below, whatever memory it needs.
+
+    Every region takes at least its least time over all numbers of devices that a stage may have, and all devices
+    together at least its least time times devices.
+    """
+    most = space.world_size - num_stages + 1
+    degrees = np.array([count for count in space.degrees(num_microbatches) if count <= most])
+    if num_stages == 1:
+        degrees = degrees[degrees == space.world_size]
+    seconds = [intra.model.region_seconds(space.rows(num_microbatches, int(count))) for count in degrees]
+    region_NR = np.stack([item.forward_R + item.backward_R for item in seconds])
+    slowest = float((region_NR * degrees[:, None]).min(axis=0).sum()) / space.world_size
+    total = float(region_NR.min(axis=0).sum())
+    return (num_microbatches - 1) * slowest + max(total, slowest)
 
 
 def _problem(intra: IntraStage, space: Space, num_stages: int, num_microbatches: int) -> InterStageProblem:
@@ -237,22 +295,6 @@ def _problem(intra: IntraStage, space: Space, num_stages: int, num_microbatches:
         num_microbatches=num_microbatches,
         slots=tuple(intra.frontier(index, num_stages, num_microbatches) for index in range(num_stages)),
     )
-
-
-def _lower_bound(problem: InterStageProblem) -> float:
-    """Step seconds that no answer goes below, from rates alone.
-
-    With ``r`` the most layers per second and device that any choice reaches, ``max t >= L / (N r)``; and every layer
-    takes at least the least time per layer of any choice.
-    """
-    if any(not len(slot) for slot in problem.slots):
-        return np.inf
-    per_layer = [slot.steady_K / np.maximum(slot.layers_K, 1) for slot in problem.slots]
-    per_device = [time * slot.devices_K for time, slot in zip(per_layer, problem.slots, strict=True)]
-    layers = max(1, problem.num_layers)
-    slowest = layers * min(float(time.min()) for time in per_device) / problem.num_devices
-    total = layers * min(float(time.min()) for time in per_layer)
-    return (problem.num_microbatches - 1) * slowest + max(total, slowest)
 
 
 def make_plan(space: Space, problem: InterStageProblem, chosen: tuple[int, ...]) -> Plan:
