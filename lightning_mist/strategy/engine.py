@@ -190,7 +190,7 @@ class Engine:
         result = self._combine(pieces)
         if result.loss is None:
             return result, None
-        return result, _InstallGradients.apply(result.loss, self._anchor, self, loss_scale)  # type: ignore[no-any-return]
+        return result, _InstallGradients.apply(result.loss, self._anchor, self, loss_scale)  # type: ignore[no-untyped-call]
 
     def install(self, factor: Tensor) -> None:
         """Add the schedule's gradients, times ``factor``, to the parameters' gradients; once per batch."""

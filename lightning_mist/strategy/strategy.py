@@ -154,10 +154,11 @@ class MistBase(_Base):
             super().setup(trainer)
             return
         module = self.lightning_module
+        assert module is not None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.model = module if self._layer_sync is None else self._layer_sync.apply(module)
-        self.precision_plugin.convert_module(self.model)
+        self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._same_start()
         self.setup_optimizers(trainer)
@@ -218,6 +219,7 @@ class MistBase(_Base):
             return super().training_step(*args, **kwargs)
         batch, *rest = (*args, *kwargs.values())
         module, context = self.lightning_module, self.precision_plugin.train_step_context
+        assert module is not None
 
         def step(part: Any) -> Any:
             with context():
@@ -265,6 +267,7 @@ class MistBase(_Base):
         """All weights in DDP's layout; complete on global rank 0."""
         if self._engine is None:
             return super().lightning_module_state_dict()
+        assert self.lightning_module is not None
         return checkpoint_io.module_state(self.lightning_module, self._engine)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
