@@ -19,7 +19,7 @@ SOURCES = {
     "ec2": "AWS EC2 instance types: network of g4dn.metal, g5.48xlarge, g6.48xlarge, p3, p4d, p4de, p5, p5e, p6-b200",
     "mli": "github.com/mli/transformers-benchmarks issue 4: RTX 4090 and A800 matrix products and memory bandwidth",
     "calculon": "github.com/calculon-ai/calculon, systems/a100_80g.json: network efficiencies and latencies",
-    "record": "benchmarks/records/profile_amd-epyc-2-cores_202611.json, measured by this project",
+    "measured": "this project, 2 processes on 2 cores of a virtual AMD EPYC: python -m benchmarks.hardware.profile",
 }
 """Where figures come from, by the name used in comments and in a profile's ``source``."""
 
@@ -315,7 +315,7 @@ DEVICES: tuple[CatalogDevice, ...] = (
         inter_efficiency=NETWORK_EFFICIENCY,
         host_bytes_per_second=0.0,
         host_efficiency=0.0,
-        sources=("record", "calculon"),
+        sources=("measured", "calculon"),
     ),
 )
 """The known devices."""

@@ -17,9 +17,11 @@ from lightning_mist.hardware.collectives import OPERATIONS
 from lightning_mist.hardware.groups import group_shapes
 from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile
 
+DISPATCH_SECONDS = 2.3e-6
+"""Launching one operator on a CPU from Python, autograd recording ("measured" in the catalog's sources)."""
+
 OPERATOR_SECONDS = 7.3e-6
-"""Launching one operator from Python: 2.3 us of dispatch and autograd ("record" in the catalog's sources) and 5 us of
-submitting a kernel (susun-blog.com, pegainfer part 3: 4 to 6)."""
+"""The same on a device: 5 us more for submitting a kernel (susun-blog.com, pegainfer part 3: 4 to 6)."""
 
 CROSSINGS = {"all_gather": 1.0, "reduce_scatter": 1.1, "all_reduce": 2.1}
 """Times ``(n - 1) / n``: how often a payload goes over a link (mist; in theory 1, 1 and 2: nccl-tests,
@@ -105,7 +107,7 @@ def catalog_profile(cluster: Cluster) -> HardwareProfile:
         ProfileError: If the device is not in the catalog.
     """
     device = find_device(cluster.device.name)
-    launch = OPERATOR_SECONDS if device.kind == "cuda" else 2.3e-6
+    launch = OPERATOR_SECONDS if device.kind == "cuda" else DISPATCH_SECONDS
     host = device.host_bytes_per_second * device.host_efficiency
     return HardwareProfile(
         device=device.name,
