@@ -1,6 +1,7 @@
 """Processes that stay up for a whole test session and run functions as the ranks of gloo worlds."""
 
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -12,11 +13,20 @@ _TIMEOUT_SECONDS = 90.0
 """How long a function may take, and how long gloo waits for a peer; generous, since machines may be busy."""
 
 
+_PRELOAD = [
+    "tests.integration.parity",
+    "tests.zoo",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "t5", "vit")),
+]
+
+
 class GlooWorkers:
     """``size`` processes. Each call makes a new world of its first ranks, so one failure does not reach the next."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        # One server imports what all workers need, once, and forks them before anything has run.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
         self._directory = tempfile.TemporaryDirectory()
         self._calls = 0
         self._connections, self._processes = [], []
@@ -79,3 +89,5 @@ def _serve(rank: int, connection: Any) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         connection.send(answer)
+    # Tearing an interpreter full of libraries down takes seconds and serves nobody.
+    os._exit(0)
