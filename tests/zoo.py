@@ -432,7 +432,7 @@ class Masked(Plain):
         keep = batch["x"][:, 0] > batch["x"][:, 0].min()
         h = self.first(batch["x"])
         for block in self.blocks:
-            h = block(h) + h[keep].mean(0) + torch.masked_select(h, keep[:, None]).sum()
+            h = block(h) + h[keep].mean(0) + torch.masked_select(h, keep[:, None]).mean()
             h[keep, 0] = 1.0
         loss = F.cross_entropy(self.head(h[keep]), batch["y"][keep])
         assert not loss.isnan()
@@ -626,6 +626,20 @@ class SelfLoss(Plain):
         return loss
 
 
+class Total(Plain):
+    """Adds up its losses in a tensor, and counts them in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.count = torch.zeros(()), torch.zeros(())
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.total += loss.detach()
+        self.count += 1
+        return loss
+
+
 class Metric(Plain):
     """Updates a metric."""
 
@@ -759,6 +773,7 @@ _MODELS: dict[str, tuple[Callable[[], nn.Module], MakeBatch]] = {
     "counter": (Counter, xy_batch),
     "self_loss": (SelfLoss, xy_batch),
     "metric": (Metric, xy_batch),
+    "total": (Total, xy_batch),
     "collective": (Collective, xy_batch),
     "parameter_write": (ParameterWrite, xy_batch),
     "stray": (Stray, xy_batch),
@@ -775,10 +790,11 @@ HAZARDS: dict[str, str] = {
     "peeking": r"\.item\(\) at .*zoo\.py:\d+ reads a value that depends on parameters between layers 0 and 1",
     "shared_block": r"block blocks\.0 is called more than once",
     "random_drop": r"draws from Python's random module",
-    "torch_drop": r"__bool__\(\) at .*zoo\.py:\d+ reads a random number|block blocks\.\d is not called",
+    "torch_drop": r"__bool__\(\) at .*zoo\.py:\d+ reads a random number|blocks\.\d.* not called",
     "frozen_number": r"block blocks\.0 returns the Python value \d+ in one step and \d+ in another",
     "counter": r"changes the attribute seen of the module",
     "self_loss": r"changes the attribute last_loss of the module",
+    "total": r"changes the attribute total of the module",
     "metric": r"updates the metric metric",
     "collective": r"process group|talks to other processes",
     "parameter_write": r"writes into parameter head\.weight",

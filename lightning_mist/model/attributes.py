@@ -32,18 +32,27 @@ class ModuleState:
 
     Args:
         module: The module.
-        with_buffers: Whether to copy the buffers' contents, so that :meth:`restore` puts them back.
+        with_contents: Whether to copy buffers and tensors among the attributes, so that :meth:`restore` puts their
+            contents back.
     """
 
-    def __init__(self, module: nn.Module, *, with_buffers: bool = False) -> None:
+    def __init__(self, module: nn.Module, *, with_contents: bool = False) -> None:
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._with_contents = with_contents
         self._spaces = [(name, vars(child), dict(vars(child))) for name, child in module.named_modules()]
         self._copies: dict[int, tuple[Any, Any]] = {}
         self._frozen = {
             (name, attribute): self._freeze(value, _DEPTH)
             for name, _, values in self._spaces
             for attribute, value in values.items()
+            if attribute not in _OWN_DICTIONARIES
         }
-        self._buffers = [(b, b.detach().clone()) for b in module.buffers()] if with_buffers else []
+        for _, _, values in self._spaces:
+            for attribute in _OWN_DICTIONARIES & values.keys():
+                if isinstance(values[attribute], dict) and values[attribute]:
+                    self._copies[id(values[attribute])] = (values[attribute], copy.copy(values[attribute]))
+        for buffer in module.buffers():
+            self._keep(buffer)
         self._versions = {name: (id(b), b._version) for name, b in module.named_buffers(remove_duplicate=False)}
 
     def restore(self) -> None:
@@ -55,13 +64,13 @@ class ModuleState:
         for container, contents in self._copies.values():
             _refill(container, contents)
         with torch.no_grad():
-            for buffer, contents in self._buffers:
-                buffer.copy_(contents)
+            for tensor, contents in self._tensors.values():
+                tensor.copy_(contents)
 
     def changed_attributes(self, later: "ModuleState") -> Iterator[tuple[str, str]]:
         """Module names and attributes that differ in a later state."""
         for key in {**self._frozen, **later._frozen}:
-            if key[1] not in _OWN_DICTIONARIES and self._frozen.get(key) != later._frozen.get(key):
+            if self._frozen.get(key) != later._frozen.get(key):
                 yield key
 
     def changed_buffers(self, later: "ModuleState") -> Iterator[str]:
@@ -78,6 +87,10 @@ class ModuleState:
                 if isinstance(value, kind) and before.get(name, {}).get(attribute) is not value:
                     yield name, attribute
 
+    def _keep(self, tensor: Tensor) -> None:
+        if self._with_contents and not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided:
+            self._tensors.setdefault(id(tensor), (tensor, tensor.detach().clone()))
+
     def _freeze(self, value: Any, depth: int) -> Any:
         """Something that compares equal as long as the value has not changed."""
         frozen: Any = ("object", id(value))
@@ -85,6 +98,7 @@ class ModuleState:
             frozen = (type(value), repr(value))
         elif isinstance(value, Tensor):
             frozen = ("tensor", id(value), -1 if value.is_inference() else value._version)
+            self._keep(value)
         elif isinstance(value, torch.Generator):
             frozen = ("generator", id(value), bytes(value.get_state().numpy()))
         elif isinstance(value, nn.Module) or depth == 0:

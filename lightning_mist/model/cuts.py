@@ -60,12 +60,12 @@ def map_module(
     rows = runs.rows[0] or 1
     if not runs.records:
         reason = f"the step cannot be traced: {runs.failure}"
-        return _without_blocks(module, slots, step, rows, _exclude(("pipeline", "checkpointing"), reason), None)
+        return _without_blocks(module, slots, step, rows, _exclude(("pipeline", "checkpointing"), reason), ())
     problems = structure_problems(runs.records, candidates, container_of)
     if not candidates or not runs.records[0].order or problems:
         exclusions = _exclude(("pipeline", "checkpointing"), *(problems or (NO_BLOCKS,)))
         exclusions += find_exclusions(module, runs, frozenset())
-        return _without_blocks(module, slots, step, rows, exclusions, runs.records[0])
+        return _without_blocks(module, slots, step, rows, exclusions, runs.records)
     first, second = runs.records
     cuts, unclear = _cuts(runs)
     exclusions = find_exclusions(module, runs, frozenset(first.order)) + _exclude(("pipeline",), *unclear)
@@ -74,7 +74,7 @@ def map_module(
         blocks=tuple(first.order),
         outputs=tuple(first.outputs),
         cuts=cuts,
-        parameters=_parameter_uses(module, slots, first),
+        parameters=_parameter_uses(module, slots, runs.records),
         leaking_blocks=tuple(sorted(first.leaking | second.leaking)),
         exclusions=exclusions,
         batch_rows=rows,
@@ -87,27 +87,33 @@ def _exclude(features: tuple[Feature, ...], *reasons: str) -> tuple[Exclusion, .
 
 
 def _without_blocks(
-    module: nn.Module, slots: Slots, step: str, rows: int, exclusions: tuple[Exclusion, ...], record: Record | None
+    module: nn.Module,
+    slots: Slots,
+    step: str,
+    rows: int,
+    exclusions: tuple[Exclusion, ...],
+    records: tuple[Record, ...],
 ) -> ModuleMap:
-    """A map of a module that is run as a whole. Without a record every parameter counts as used."""
+    """A map of a module that is run as a whole. Without records every parameter counts as used."""
     used = Record()
-    for slot in slots if record is None else record.parameter_uses:
+    for slot in {slot for record in records for slot in record.parameter_uses} if records else slots:
         used.parameter_uses[slot].add(-1)
     return ModuleMap(
         step=step,
         blocks=(),
         outputs=(),
         cuts=(),
-        parameters=_parameter_uses(module, slots, used),
+        parameters=_parameter_uses(module, slots, (used,)),
         exclusions=exclusions,
         batch_rows=rows,
     )
 
 
-def _parameter_uses(module: nn.Module, slots: Slots, record: Record) -> tuple[ParameterUse, ...]:
+def _parameter_uses(module: nn.Module, slots: Slots, records: tuple[Record, ...]) -> tuple[ParameterUse, ...]:
     held: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
     for slot, name in slots.items():
-        held.setdefault(name, []).append((*slot, tuple(sorted(record.parameter_uses.get(slot, ())))))
+        regions = {region for record in records for region in record.parameter_uses.get(slot, ())}
+        held.setdefault(name, []).append((*slot, tuple(sorted(regions))))
     return tuple(
         ParameterUse(
             name=name,
@@ -130,7 +136,7 @@ def _cuts(runs: Runs) -> tuple[tuple[tuple[LiveTensor, ...], ...], tuple[str, ..
     cuts, unclear = [], []
     for position in range(1, len(first.order)):
         alive, other = (_alive(record, position) for record in (first, second))
-        if list(alive) != list(other):
+        if alive.keys() != other.keys():
             names = [describe_value(key) for key in alive.keys() ^ other.keys()]
             unclear.append(f"the values that cross into layer {position} differ from step to step: {', '.join(names)}")
         cut = []
@@ -149,7 +155,7 @@ def _cuts(runs: Runs) -> tuple[tuple[tuple[LiveTensor, ...], ...], tuple[str, ..
                     key=key,
                     shape=shapes[0],
                     dtype=_name_of(value.tensor.dtype),
-                    requires_grad=value.tensor.requires_grad,
+                    requires_grad=value.requires_grad,
                     batch_dim=batch_dim,
                 )
             )

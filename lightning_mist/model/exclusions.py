@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_mist.model.fakes import storage_of
-from lightning_mist.model.recording import Read, Record
+from lightning_mist.model.reads import Read
+from lightning_mist.model.recording import Record
 from lightning_mist.model.runs import Runs
 from lightning_mist.plan.module_map import Exclusion, Feature
 
@@ -36,16 +36,27 @@ def structure_problems(
             problems.append(f"block {name} runs inside block {outer}: blocks must follow one another")
     ran = {name for record in records for name in record.order}
     live = {container_of(name) for name in ran}
-    for name in candidates:
-        missing = [name not in record.order and name not in record.nested for record in records]
-        if any(missing) and (name in ran or container_of(name) in live):
-            problems.append(
-                f"block {name} is not called in {'every' if not all(missing) else 'any'} run of the step: blocks that "
-                "are dropped, at random or by a condition, cannot be divided into stages"
-            )
+    missing = [
+        name
+        for name in candidates
+        if (name in ran or container_of(name) in live)
+        and any(name not in record.order and name not in record.nested for record in records)
+    ]
+    if missing:
+        problems.append(
+            f"{_list(missing, 'block')} not called in every run of the step: blocks that are dropped, at random or by "
+            "a condition, cannot be divided into stages"
+        )
     if not problems and any(record.order != records[0].order for record in records):
         problems.append("the blocks run in another order from step to step")
     return tuple(dict.fromkeys(problems))
+
+
+def _list(names: list[str], what: str) -> str:
+    """``block a is``, or ``block a and 3 others are``."""
+    if len(names) == 1:
+        return f"{what} {names[0]} is"
+    return f"{what} {names[0]} and {len(names) - 1} other{'s' if len(names) > 2 else ''} are"
 
 
 def find_exclusions(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> tuple[Exclusion, ...]:
@@ -67,7 +78,9 @@ def _reads(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
                     f"{read.function} at {read.line} reads a value that depends on parameters {_place(read)}",
                     _PIPELINE,
                 )
-    first, second = ([r for r in record.reads if r.source == "random numbers"] for record in runs.records)
+    first, second = (
+        [r for r in record.reads if r.source != "parameters" and not r.is_inner] for record in runs.records
+    )
     if [(r.line, r.value) for r in first] != [(r.line, r.value) for r in second]:
         read = next((a for a, b in zip(first, second, strict=False) if a != b), (first or second)[-1])
         yield (
@@ -155,6 +168,12 @@ def _parameters(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
             yield f"the step uses parameter {name} through a reference outside its module (at {line})", _PIPELINE
         for problem in record.problems:
             yield problem, _PIPELINE
+        for name, line in list(record.closures.items())[:1]:
+            yield (
+                f"block {name} reads a tensor that is not one of its arguments (at {line}), which may have changed "
+                "when the block is recomputed",
+                ("checkpointing",),
+            )
 
 
 def _aliases(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
@@ -166,13 +185,12 @@ def _aliases(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
     for cut in range(1, len(record.order)):
         seen: set[int] = set()
         for value in record.values.values():
-            storage = storage_of(value.tensor)
-            if not value.defined < cut <= value.last_used or last_write.get(storage, -1) < cut:
+            if not value.defined < cut <= value.last_used or last_write.get(value.storage, -1) < cut:
                 continue
-            if storage in seen:
+            if value.storage in seen:
                 yield (
                     f"two tensors that share memory are used before and after layer {cut} begins, and one of them is "
                     "written to after that",
                     _PIPELINE,
                 )
-            seen.add(storage)
+            seen.add(value.storage)

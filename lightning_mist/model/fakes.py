@@ -1,5 +1,8 @@
 """Fake tensors in the place of parameters, and tensor objects that turn into others."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,24 +24,44 @@ def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, tuple[
     Returns:
         Module name and attribute of each fake by its ``id``. The module keeps the fakes alive.
     """
+    found = [
+        (module_name, child, name, parameter)
+        for module_name, child in module.named_modules()
+        for name, parameter in child._parameters.items()
+        if parameter is not None
+    ]
+    with mode:
+        data = [_form_of(parameter) for *_, parameter in found]
     slots: dict[int, tuple[str, str]] = {}
-    for module_name, child in module.named_modules():
-        for name, parameter in list(child._parameters.items()):
-            if parameter is None:
-                continue
-            like = {"dtype": parameter.dtype, "device": parameter.device}
-            is_hollow = parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
-            with mode:
-                if is_hollow:
-                    data = torch.empty(parameter.shape, **like)
-                else:
-                    data = torch.empty_strided(parameter.shape, parameter.stride(), **like)
-            fake = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            child._parameters[name] = fake
-            slots[id(fake)] = (module_name, name)
+    for (module_name, child, name, parameter), tensor in zip(found, data, strict=True):
+        fake = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        child._parameters[name] = fake
+        slots[id(fake)] = (module_name, name)
+    for child in module.modules():
         if isinstance(child, nn.RNNBase):
+            # Recurrent layers keep their weights in a list besides.
             child.__dict__["_flat_weights"] = [child._parameters.get(name) for name in child._flat_weights_names]
     return slots
+
+
+def _form_of(parameter: nn.Parameter) -> Tensor:
+    """An uninitialised tensor of the same form; contiguous if the parameter has no storage of its own."""
+    if parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    stride = parameter.stride()
+    return torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=parameter.device)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Inside, torch does not warn about the gradients of tensors that meet a fake.
+
+    It looks at ``.grad`` of a real tensor when making its fake, and hides its own warning only where warnings are shown
+    and not where they are errors.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
+        yield
 
 
 def fake_like(fake: FakeTensor, tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ happened: the stage that computes what comes after the last block has the real v
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from lightning_mist.model.fakes import address_of, become, fake_like, state_of, storage_of
+from lightning_mist.model.reads import READS, Read, guess_read
 from lightning_mist.plan.calls import (
     ValueNames,
     block_value,
@@ -34,11 +35,6 @@ from lightning_mist.plan.calls import (
     without_caches,
 )
 from lightning_mist.plan.module_map import BlockOutput
-
-_TRUTHS = frozenset(("__bool__", "is_nonzero", "equal", "allclose", "__contains__"))
-_NUMBERS = frozenset(("item", "__float__", "__int__", "__index__", "__complex__"))
-_READS = _TRUTHS | _NUMBERS | {"tolist", "numpy", "__array__", "__format__", "nonzero", "argwhere"}
-"""Functions that turn a tensor's values into Python values or sizes."""
 
 _INDEXING = frozenset(("__getitem__", "__setitem__", "masked_select"))
 _UNIFORM = frozenset(("rand", "rand_like", "uniform_"))
@@ -53,34 +49,18 @@ class Refused(BaseException):
     """Ends a run that cannot go on; passes the user's ``except Exception``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """A value of a tensor that was read into Python.
-
-    Attributes:
-        function: The torch function, for example ``".item()"``.
-        line: File and line of the user's code.
-        region: Position of the block entered last.
-        is_inner: Whether it happened inside that block.
-        source: What the value depends on: ``"parameters"`` or ``"random numbers"``.
-        value: What was read, where it is known.
-    """
-
-    function: str
-    line: str
-    region: int
-    is_inner: bool
-    source: str
-    value: Any
-
-
 @dataclass(slots=True)
 class Value:
-    """A tensor that a run made: the tensor itself, and the regions of its definition and of its last use."""
+    """A tensor that a run made: the tensor itself, the regions of its definition and of its last use.
+
+    Whether it requires a gradient, and its storage, are known at the end of the run only.
+    """
 
     tensor: Tensor
     defined: int
     last_used: int = -2
+    requires_grad: bool = False
+    storage: int = 0
 
 
 @dataclass(slots=True)
@@ -100,6 +80,7 @@ class Record:
     problems: list[str] = field(default_factory=list)
     repeated: dict[str, str] = field(default_factory=dict)
     nested: dict[str, str] = field(default_factory=dict)
+    closures: dict[str, str] = field(default_factory=dict)
     indexes_by_mask: bool = False
 
 
@@ -150,7 +131,9 @@ class Recorder(TorchFunctionMode):
         self._keys: dict[int, Hashable] = {}
         self._blocks: dict[int, int | None] = {}
         self._random: set[int] = set()
+        self._arguments: set[int] = set()
         self._kept: list[Any] = []
+        self._became: list[tuple[Tensor, Tensor]] = []
         self._region = -1
         self._inside: int | None = None
 
@@ -168,7 +151,19 @@ class Recorder(TorchFunctionMode):
         for leaf in tree_flatten(output)[0]:
             if isinstance(leaf, Tensor):
                 self._use(leaf)
+        for value in self.record.values.values():
+            value.requires_grad = value.tensor.requires_grad
+            value.storage = storage_of(value.tensor)
         return self.record
+
+    def undo(self) -> None:
+        """Give tensors that turned into fakes their contents back."""
+        while self._became:
+            become(*self._became.pop())
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Remember tensors of the batch: a block that reads one which is not its argument cannot run again later."""
+        self._blocks.update((id(tensor), None) for tensor in tensors)
 
     def _is_unknown(self, tensor: Any) -> bool:
         """Whether a stage that lacks some parameters or random numbers does not have this value."""
@@ -182,7 +177,7 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", type(func).__name__)
         tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
         is_fake = any(isinstance(t, FakeTensor) for t in tensors)
-        if name in _READS or (name == "where" and len(args) == 1):
+        if name in READS or (name == "where" and len(args) == 1):
             if is_fake:
                 return self._guessed(name, args, tensors)
             if any(id(t) in self._random for t in tensors):
@@ -204,7 +199,7 @@ class Recorder(TorchFunctionMode):
             raise Refused from error
         written = [t for t, v in zip(tensors, versions, strict=True) if v >= 0 and t._version != v]
         made = [leaf for leaf in results(name, args, output) if isinstance(leaf, Tensor)]
-        if made or written or name in _EFFECTS or name in _READS:
+        if made or written or name in _EFFECTS or name in READS:
             for tensor in tensors:
                 self._use(tensor)
         for tensor in written:
@@ -223,6 +218,8 @@ class Recorder(TorchFunctionMode):
                 continue
             if not isinstance(tensor, FakeTensor):
                 if not is_random:
+                    self._kept.append(tensor)
+                    self._blocks[id(tensor)] = self._inside
                     continue
                 self._random.add(id(tensor))
                 if name in _UNIFORM and self._attempt:
@@ -245,6 +242,9 @@ class Recorder(TorchFunctionMode):
         if id(tensor) in self._originals:
             self.record.stray_parameters.setdefault(self._originals[id(tensor)], user_line())
             return
+        home = self._blocks.get(id(tensor), self._inside)
+        if self._inside is not None and home != self._inside and id(tensor) not in self._arguments:
+            self.record.closures.setdefault(self.record.order[self._inside], user_line())
         key = self._keys.get(id(tensor))
         if key is None:
             if not isinstance(tensor, FakeTensor):
@@ -254,7 +254,6 @@ class Recorder(TorchFunctionMode):
             self._define(tensor, key)
         value = self.record.values[key]
         value.last_used = max(value.last_used, self._region)
-        home = self._blocks[id(tensor)]
         if home is not None and home != self._inside:
             self.record.leaking.add(home)
 
@@ -269,21 +268,7 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors:
             self._use(tensor)
         self._note_read(name, "parameters", None)
-        tensor = tensors[0]
-        number: Any = 1 if tensor.dtype != torch.bool else self._guess
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            number = 1.0 + self._attempt / 4
-        if name in _TRUTHS:
-            return self._guess
-        if name in _NUMBERS:
-            return {"item": type(number), "__float__": float, "__complex__": complex}.get(name, int)(number)
-        if name == "__format__":
-            return format(number, args[1]) if tensor.ndim == 0 else "tensor"
-        if name in ("nonzero", "argwhere", "where"):
-            everywhere = torch.ones(tensor.shape, dtype=torch.bool)
-            return everywhere.nonzero(as_tuple=True) if name == "where" else everywhere.nonzero()
-        full = torch.full(tensor.shape, number, dtype=tensor.dtype)
-        return full.tolist() if name == "tolist" else full.numpy()
+        return guess_read(name, args, tensors[0], truth=self._guess, number=1.0 + self._attempt / 4)
 
     def _index(self, name: str, func: Any, args: Any) -> tuple[Any, Any]:
         """The same indexing with masks as positions: those of a known mask, or all of them where it is not known."""
@@ -320,7 +305,9 @@ class Recorder(TorchFunctionMode):
                 f"a value that depends on parameters is written into a part of another tensor ({name} at {user_line()})"
             )
         else:
-            become(target, fake_like(next(t for t in tensors if isinstance(t, FakeTensor)), target))
+            fake = fake_like(next(t for t in tensors if isinstance(t, FakeTensor)), target)
+            become(target, fake)
+            self._became.append((target, fake))
 
     def _written(self, tensor: Tensor) -> None:
         slot = self._slots.get(id(tensor))
@@ -370,7 +357,7 @@ class Recorder(TorchFunctionMode):
                 self._use(leaf)
         before = [state_of(leaf) for leaf in inputs]
         reads = len(self.record.reads)
-        self._inside = position
+        self._inside, self._arguments = position, {id(leaf) for leaf in inputs}
         try:
             output = original(*args, **kwargs)
         finally:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.attributes import Generators, ModuleState
-from lightning_mist.model.fakes import address_of, fake_parameters
+from lightning_mist.model.fakes import address_of, fake_parameters, quiet_fakes
 from lightning_mist.model.recording import Record, Recorder, Refused
 
 Call = Callable[[Any], Any]
@@ -48,21 +48,23 @@ def run_twice(module: nn.Module, call: Call, batches: tuple[Any, Any], candidate
         batches: The batches of the two runs.
         candidates: Names of the modules to watch as blocks.
     """
-    before, generators = ModuleState(module, with_buffers=True), Generators()
+    before, generators = ModuleState(module, with_contents=True), Generators()
     rows = tuple(rows_of(batch) for batch in batches)
     failures = []
-    try:
-        for guess in (False, True):
-            runs = _attempt(module, call, batches, candidates, guess=guess, before=before, rows=rows)
-            if runs.records:
-                return runs
-            failures.append(runs)
+    for guess in (False, True):
+        recorders: list[Recorder] = []
+        try:
+            with quiet_fakes():
+                runs = _attempt(module, call, batches, candidates, recorders, guess=guess, before=before, rows=rows)
+        finally:
+            for recorder in reversed(recorders):
+                recorder.undo()
             before.restore()
             generators.restore()
-        return failures[0]
-    finally:
-        before.restore()
-        generators.restore()
+        if runs.records:
+            return runs
+        failures.append(runs)
+    return failures[0]
 
 
 def _attempt(
@@ -70,6 +72,7 @@ def _attempt(
     call: Call,
     batches: tuple[Any, Any],
     candidates: tuple[str, ...],
+    recorders: list[Recorder],
     *,
     guess: bool,
     before: ModuleState,
@@ -84,6 +87,7 @@ def _attempt(
     failure, batch_changed = "", False
     for attempt, batch in enumerate(batches):
         recorder = Recorder(slots=slots, originals=originals, buffers=buffers, guess=guess, attempt=attempt)
+        recorders.append(recorder)
         own = copy.deepcopy(batch)
         versions = [(tensor, tensor._version) for tensor in tensors_in(own)]
         failure = _run(module, call, own, recorder, candidates)
@@ -112,6 +116,7 @@ def _run(module: nn.Module, call: Call, batch: Any, recorder: Recorder, candidat
             space = modules[name].__dict__
             wrapped.append((space, space.get("forward")))
             space["forward"] = recorder.wrap(name, modules[name].forward)
+        recorder.know(tensors_in(batch))
         with recorder:
             output = call(batch)
         recorder.finish(output)

@@ -119,9 +119,13 @@ class ModuleMap:
 
         A parameter that nothing uses is held by the last stage, so that it still has one place in checkpoints.
         """
-
-        def stage(region: int) -> int:
-            return next((i for i, (_, end) in enumerate(bounds) if region < end), len(bounds) - 1)
-
         last = len(bounds) - 1
-        return {use.name: tuple(sorted({stage(r) for r in use.regions})) or (last,) for use in self.parameters}
+        return {
+            use.name: tuple(sorted({self.stage_of(region, bounds) for region in use.regions})) or (last,)
+            for use in self.parameters
+        }
+
+    @staticmethod
+    def stage_of(region: int, bounds: tuple[tuple[int, int], ...]) -> int:
+        """The stage that runs a region, among stages with these layer ranges."""
+        return next((index for index, (_, end) in enumerate(bounds) if region < end), len(bounds) - 1)

@@ -18,29 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from lightning_mist.errors import TraceError
-from lightning_mist.plan.calls import (
-    ValueNames,
-    block_value,
-    call_signature,
-    describe_value,
-    is_block_value,
-    is_simple,
-    results,
-    select,
-    without_caches,
-)
+from lightning_mist.plan.calls import block_value, describe_value, is_block_value, without_caches
 from lightning_mist.plan.module_map import LiveTensor, ModuleMap
 from lightning_mist.runtime.checkpointing import checkpoint_block, neutral_checkpointing
 from lightning_mist.runtime.random import get_random_state, set_random_state
-
-_INDEXING = frozenset(("__getitem__", "__setitem__", "masked_select"))
-
-_MAX_RECIPES = 16384
-"""Remembered answers of skipped blocks, about 1 KB each; forgotten all at once beyond this."""
+from lightning_mist.runtime.skipped import SkippedBlocks
+from lightning_mist.runtime.slots import GhostSlots
+from lightning_mist.runtime.watch import StepExit, StepRun, Watcher, become, enter_graph, quiet_ghosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,72 +60,6 @@ class StageOutput:
 
     tensors: tuple[Tensor, ...]
     value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    """How to answer for a skipped block; without structure the block must run on ghosts each time."""
-
-    leaves: tuple[tuple[Any, ...], ...]
-    structure: TreeSpec | None
-
-
-class _Exit(BaseException):
-    """Leaves the user's step; passes ``except Exception``."""
-
-
-class _Enter(torch.autograd.Function):
-    """A received tensor as an inner node of the graph, which may be written to in place as in the uncut module."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.data
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
-class _Run:
-    """One run of the step: where it is, and the values found so far that are wanted."""
-
-    def __init__(self, wanted: frozenset[Hashable], received: Sequence[Tensor] | None) -> None:
-        self.wanted, self.received = wanted, received
-        self.names = ValueNames()
-        self.objects: dict[Hashable, Tensor] = {}
-        self.region = -1
-        self.inside: int | None = None
-        self.is_quiet = False
-        self.error: TraceError | None = None
-
-    def fail(self, message: str) -> _Exit:
-        """An exception that user code does not swallow; the error is raised once the step is left."""
-        self.error = TraceError(message)
-        return _Exit()
-
-
-class _Watcher(TorchFunctionMode):
-    """Finds wanted values among the results of torch functions, and indexes ghosts by masks."""
-
-    def __init__(self, run: _Run) -> None:
-        super().__init__()
-        self._run = run
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run, kwargs = self._run, kwargs or {}
-        if run.is_quiet:
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", type(func).__name__)
-        if name in _INDEXING and isinstance(args[0], FakeTensor):
-            func, args = select(name, func, args, _is_known_mask)
-        output = func(*args, **kwargs)
-        made = [leaf for leaf in results(name, args, output) if isinstance(leaf, Tensor)]
-        if made:
-            base = run.names.next("glue" if run.inside is None else "inner", run.region, name)
-            for leaf, tensor in enumerate(made):
-                if (*base, leaf) in run.wanted:
-                    run.objects[(*base, leaf)] = tensor
-        return output
 
 
 class GhostStage:
@@ -175,20 +96,16 @@ class GhostStage:
         self._first, self._end = bounds[index]
         self._num_stages = len(bounds)
         self._checkpointed = range(self._first, self._first + checkpointed_layers)
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._check()
         named = dict(module.named_parameters())
         owners = module_map.owners(bounds)
         self.parameters = {name: p for name, p in named.items() if index in owners[name]}
         self.foreign = {name: p for name, p in named.items() if name not in self.parameters}
         self._device = next((p.device for p in named.values()), torch.device("cpu"))
-        self._ghosts = self._make_ghosts(named)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._slots = GhostSlots(module, module_map, bounds, index, frozenset(self.parameters), mode)
+        self._skipped = SkippedBlocks(mode, module_map.leaking_blocks)
         modules = dict(module.named_modules())
-        self._recurrent = [
-            child
-            for child in modules.values()
-            if isinstance(child, nn.RNNBase) and any(space is child._parameters for space, *_ in self._ghosts)
-        ]
         self._blocks = [modules[name] for name in module_map.blocks]
         self._receives = module_map.cuts[self._first - 1] if index > 0 else ()
         self._sends = module_map.cuts[self._end - 1] if index < self._num_stages - 1 else ()
@@ -197,12 +114,9 @@ class GhostStage:
         self._is_watched = not all(is_block_value(key) for key in self._wanted) or (
             index > 0 and module_map.indexes_by_mask
         )
-        self._recipes: dict[Hashable, _Recipe] = {}
         self._specs: dict[Hashable, tuple[InputSpec, ...]] = {}
         self._originals: dict[int, Callable[..., Any]] = {}
-        self._run: _Run | None = None
-
-    # --------------------------------------------------------------------------------------------------- construction
+        self._run: StepRun | None = None
 
     def _check(self) -> None:
         names = tuple(name for name, _ in self._module.named_parameters())
@@ -210,8 +124,8 @@ class GhostStage:
         if names != mapped:
             different = sorted(set(names) ^ set(mapped))
             raise TraceError(
-                f"the module has {len(names)} parameters and its map {len(mapped)}, of which {different[:3]} differ: the "
-                "map must be of the same module"
+                f"the module has {len(names)} parameters and its map {len(mapped)}, of which {different[:3]} differ: "
+                "the map must be of the same module"
             )
         reasons = self._map.excludes("pipeline")
         if self._num_stages > 1 and reasons:
@@ -224,69 +138,27 @@ class GhostStage:
                 f"the stages hold {self._bounds[-1][1]} layers, the module has {len(self._map.blocks)}: they must agree"
             )
 
-    def _make_ghosts(self, named: dict[str, nn.Parameter]) -> list[tuple[dict[str, Any], str, nn.Parameter, Any]]:
-        """For every slot that other stages use: its dictionary, its name, its ghost and its parameter."""
-        if self._num_stages == 1:
-            return []
-        modules = dict(self._module.named_modules())
-        ghosts = []
-        for use in self._map.parameters:
-            parameter = named[use.name]
-            ghost: nn.Parameter | None = None
-            for module_name, attribute, regions in use.slots:
-                stages = {self._stage_of(region) for region in regions}
-                if self.index in stages or (not stages and use.name in self.parameters):
-                    continue
-                ghost = ghost if ghost is not None else self._ghost_of(parameter)
-                ghosts.append((modules[module_name]._parameters, attribute, ghost, parameter))
-        return ghosts
-
-    def _stage_of(self, region: int) -> int:
-        return next((i for i, (_, end) in enumerate(self._bounds) if region < end), self._num_stages - 1)
-
-    def _ghost_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        is_hollow = parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
-        with self._mode:
-            if is_hollow:
-                data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            else:
-                data = torch.empty_strided(
-                    parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device
-                )
-        return nn.Parameter(data, requires_grad=False)
-
-    # ---------------------------------------------------------------------------------------------------- the module
-
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Inside, the module is this stage; afterwards it is exactly as before."""
         if self._originals:
             raise RuntimeError(f"stage {self.index} is attached already: leave the context first")
-        for space, name, ghost, _ in self._ghosts:
-            space[name] = ghost
-        weights = [(child, child._flat_weights) for child in self._recurrent]
-        for child in self._recurrent:
-            # Recurrent layers keep their weights in a list besides.
-            child.__dict__["_flat_weights"] = [child._parameters.get(name) for name in child._flat_weights_names]
         positions = range(len(self._blocks)) if self._num_stages > 1 else self._checkpointed
         wrapped = []
-        for position in positions:
-            space = self._blocks[position].__dict__
-            wrapped.append((space, space.get("forward")))
-            self._originals[position] = self._blocks[position].forward
-            space["forward"] = self._wrap(position)
-        try:
-            yield
-        finally:
-            self._originals.clear()
-            for space, forward in wrapped:
-                space.pop("forward", None)
-                if forward is not None:
-                    space["forward"] = forward
-            for child, flat in weights:
-                child.__dict__["_flat_weights"] = flat
-            for space, name, _, parameter in self._ghosts:
-                space[name] = parameter
+        with self._slots.filled():
+            try:
+                for position in positions:
+                    space = self._blocks[position].__dict__
+                    wrapped.append((space, space.get("forward")))
+                    self._originals[position] = self._blocks[position].forward
+                    space["forward"] = self._wrap(position)
+                yield
+            finally:
+                self._originals.clear()
+                for space, forward in wrapped:
+                    space.pop("forward", None)
+                    if forward is not None:
+                        space["forward"] = forward
 
     def hollow(self) -> None:
         """Free the storage of the parameters that other stages hold; they keep their shape."""
@@ -294,8 +166,6 @@ class GhostStage:
             zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
             parameter.data = zero.expand(parameter.shape)
             parameter.grad = None
-
-    # --------------------------------------------------------------------------------------------------------- running
 
     def input_specs(self, call: Callable[[], Any], signature: Hashable) -> tuple[InputSpec, ...]:
         """What the stage will receive for a call, in the order of the map's cut; nothing on stage 0.
@@ -312,13 +182,12 @@ class GhostStage:
         """
         if self.index == 0:
             return ()
-        key = (signature, torch.is_grad_enabled(), self._module.training, self._context())
+        key = (signature, torch.is_grad_enabled(), self._module.training, *self._context())
         specs = self._specs.get(key)
         if specs is None:
-            state = get_random_state(self._device)
-            run = _Run(self._wanted, None)
+            run = StepRun(self._wanted, None, get_random_state(self._device))
             self._enter(run, call)
-            set_random_state(state, self._device)
+            self._continue_random(run)
             specs = tuple(self._spec(live, run.objects[live.key]) for live in self._receives)
             self._specs[key] = specs
         return specs
@@ -347,7 +216,8 @@ class GhostStage:
         """
         if self._num_stages == 1 and not self._checkpointed:
             return StageOutput(tensors=(), value=call())
-        run = _Run(self._wanted, received)
+        state = get_random_state(self._device) if self.index > 0 else None
+        run = StepRun(self._wanted, received, state)
         value, is_complete = self._enter(run, call)
         if self._num_stages == 1:
             return StageOutput(tensors=(), value=value)
@@ -357,27 +227,28 @@ class GhostStage:
         if is_complete:
             raise TraceError(
                 f"the step returned after layer {run.region} without calling layer {self._end} "
-                f"({self._map.blocks[self._end]}), where stage {self.index} ends: every step must call every block, and "
-                "may not catch BaseException around them"
+                f"({self._map.blocks[self._end]}), where stage {self.index} ends: every step must call every block, "
+                "and may not catch BaseException around them"
             )
         return StageOutput(tensors=tuple(self._sent(run, live) for live in self._sends), value=None)
 
-    def _enter(self, run: _Run, call: Callable[[], Any]) -> tuple[Any, bool]:
+    def _enter(self, run: StepRun, call: Callable[[], Any]) -> tuple[Any, bool]:
         """Run the step; its value, and whether it ran to its end."""
         if not self._originals:
             raise RuntimeError(f"stage {self.index} is not attached: run it inside attached()")
-        state = get_random_state(self._device) if self.index > 0 else None
-        self._run, self._state = run, state
+        self._run = run
         try:
             with ExitStack() as stack:
                 stack.enter_context(neutral_checkpointing())
+                if self.index > 0:
+                    stack.enter_context(quiet_ghosts())
                 if self._is_watched:
-                    stack.enter_context(_Watcher(run))
+                    stack.enter_context(Watcher(run))
                 value, is_complete = call(), True
-        except _Exit:
+        except StepExit:
             value, is_complete = None, False
         finally:
-            self._run = self._state = None
+            self._run = None
         if run.error is not None:
             raise run.error
         if run.region < self._first and self._num_stages > 1:
@@ -398,25 +269,25 @@ class GhostStage:
 
         return forward
 
-    def _arrive(self, run: _Run, position: int) -> None:
+    def _arrive(self, run: StepRun, position: int) -> None:
         """Check the order of blocks, leave the step at the stage's end, and take in what was received."""
         if position != run.region + 1:
             raise run.fail(
-                f"layer {position} ({self._map.blocks[position]}) was called after layer {run.region}: blocks must run in "
-                "the order of the trace, each once"
+                f"layer {position} ({self._map.blocks[position]}) was called after layer {run.region}: blocks must run "
+                "in the order of the trace, each once"
             )
         if position == self._end:
-            raise _Exit
+            raise StepExit
         run.region = position
         if position == self._first and self.index > 0:
             if run.received is None:
                 for live in self._receives:
                     self._found(run, live)
-                raise _Exit
+                raise StepExit
             self._receive(run, run.received)
 
     def _run_block(
-        self, run: _Run, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, run: StepRun, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if torch.is_grad_enabled() or self._num_stages > 1:
             args, kwargs = without_caches(args, kwargs)
@@ -424,7 +295,8 @@ class GhostStage:
         run.inside, run.is_quiet = position, is_local and position not in self._inner
         try:
             if not is_local:
-                output = self._answer(position, original, args, kwargs)
+                context = (self._blocks[position].training, *self._context())
+                output = self._skipped.answer(position, original, args, kwargs, context)
             elif position in self._checkpointed and torch.is_grad_enabled():
                 output = checkpoint_block(original, args, kwargs)
             else:
@@ -437,41 +309,11 @@ class GhostStage:
                     run.objects[block_value(position, leaf)] = value
         return output
 
-    # ------------------------------------------------------------------------------------------------- skipped blocks
-
-    def _context(self) -> Hashable:
+    def _context(self) -> tuple[Hashable, ...]:
         kind = self._device.type
         return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-    def _answer(self, position: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a block before the stage returns, in ghosts."""
-        if position in self._map.leaking_blocks:
-            return original(*args, **kwargs)
-        inputs = tree_flatten((args, kwargs))[0]
-        key = (position, call_signature(inputs), self._blocks[position].training, self._context())
-        recipe = self._recipes.get(key)
-        if recipe is None:
-            output = original(*args, **kwargs)
-            if len(self._recipes) >= _MAX_RECIPES:
-                self._recipes.clear()
-            self._recipes[key] = _recipe(output, inputs)
-            return output
-        if recipe.structure is None:
-            return original(*args, **kwargs)
-        return tree_unflatten([self._leaf(leaf, inputs) for leaf in recipe.leaves], recipe.structure)
-
-    def _leaf(self, leaf: tuple[Any, ...], inputs: list[Any]) -> Any:
-        if leaf[0] == "input":
-            return inputs[leaf[1]]
-        if leaf[0] == "value":
-            return leaf[1]
-        _, shape, stride, dtype, device = leaf
-        with self._mode:
-            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-
-    # ------------------------------------------------------------------------------------------------------ boundaries
-
-    def _found(self, run: _Run, live: LiveTensor) -> Tensor:
+    def _found(self, run: StepRun, live: LiveTensor) -> Tensor:
         tensor = run.objects.get(live.key)
         if tensor is None:
             raise run.fail(
@@ -480,7 +322,7 @@ class GhostStage:
             )
         return tensor
 
-    def _receive(self, run: _Run, received: Sequence[Tensor]) -> None:
+    def _receive(self, run: StepRun, received: Sequence[Tensor]) -> None:
         """Turn the ghosts of what crosses the cut into what was received."""
         if len(received) != len(self._receives):
             raise run.fail(f"stage {self.index} was given {len(received)} tensors: {len(self._receives)} cross its cut")
@@ -492,24 +334,23 @@ class GhostStage:
                     f"{tuple(tensor.shape)}, but its own batch gives {ghost.dtype} of shape {tuple(ghost.shape)}: the "
                     "stages must run the same batch"
                 )
-            if live.requires_grad and torch.is_grad_enabled():
-                tensor.requires_grad_(True)
-                _become(ghost, _Enter.apply(tensor))  # type: ignore[no-untyped-call]
-            else:
-                _become(ghost, tensor.detach())
-        if self._state is not None:
-            # Blocks of other stages drew no numbers here, and what was drawn before does not count.
-            set_random_state(self._state, self._device)
+            become(ghost, enter_graph(tensor) if live.requires_grad and run.has_grad else tensor.detach())
+        self._continue_random(run)
 
-    def _sent(self, run: _Run, live: LiveTensor) -> Tensor:
+    def _continue_random(self, run: StepRun) -> None:
+        """Forget what the step drew before this stage: blocks of other stages drew nothing here."""
+        if run.random_state is not None:
+            set_random_state(run.random_state, self._device)
+
+    def _sent(self, run: StepRun, live: LiveTensor) -> Tensor:
         tensor = run.objects.get(live.key)
         if tensor is None or isinstance(tensor, FakeTensor):
             what = "was not computed in this step" if tensor is None else "depends on a value that was not carried"
             raise TraceError(
-                f"stage {self.index}: the {describe_value(live.key)} {what}: every step must take the same path through "
-                "the model's code as the trace"
+                f"stage {self.index}: the {describe_value(live.key)} {what}: every step must take the same path "
+                "through the model's code as the trace"
             )
-        if tensor.requires_grad and not live.requires_grad and torch.is_grad_enabled():
+        if tensor.requires_grad and not live.requires_grad:
             raise TraceError(
                 f"stage {self.index}: the {describe_value(live.key)} requires a gradient now and did not in the trace: "
                 "parameters may not be unfrozen after planning; plan again with them unfrozen"
@@ -520,38 +361,6 @@ class GhostStage:
         for leaf in tree_flatten(value)[0]:
             if isinstance(leaf, FakeTensor):
                 raise TraceError(
-                    f"stage {self.index}: what the step returned (shape {tuple(leaf.shape)}) depends on a parameter of "
-                    "another stage through a value that was not carried: this step took another path than the trace"
+                    f"stage {self.index}: what the step returned (shape {tuple(leaf.shape)}) depends on a parameter "
+                    "of another stage through a value that was not carried: this step took another path than the trace"
                 )
-
-
-def _is_known_mask(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.dtype == torch.bool and not isinstance(item, FakeTensor)
-
-
-def _recipe(output: Any, inputs: list[Any]) -> _Recipe:
-    """How to give a block's output again for equal arguments."""
-    positions = {id(leaf): index for index, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
-    leaves, structure = tree_flatten(output)
-    described: list[tuple[Any, ...]] = []
-    for leaf in leaves:
-        if id(leaf) in positions:
-            described.append(("input", positions[id(leaf)]))
-        elif isinstance(leaf, FakeTensor):
-            described.append(("tensor", tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device))
-        elif not isinstance(leaf, Tensor) and is_simple(leaf):
-            described.append(("value", leaf))
-        else:
-            return _Recipe((), None)
-    return _Recipe(tuple(described), structure)
-
-
-def _become(target: Tensor, source: Tensor) -> None:
-    """Turn the object ``target`` into the tensor ``source``, wherever it is referred to.
-
-    torch.utils.swap_tensors refuses objects with weak references; the ones here lead from a fake tensor mode's memory
-    to a ghost that no longer exists.
-    """
-    target.__class__, source.__class__ = source.__class__, target.__class__
-    target.__dict__, source.__dict__ = source.__dict__, target.__dict__
-    torch._C._swap_tensor_impl(target, source)

@@ -1,0 +1,301 @@
+"""Checks with real numbers, made once before training: the cut module against the whole, a cut batch against the whole.
+
+Both leave the module as they found it: gradients, buffers, attributes, random generators.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_mist.errors import TraceError
+from lightning_mist.plan.calls import describe_value
+from lightning_mist.plan.module_map import LiveTensor, ModuleMap
+from lightning_mist.runtime.batches import batch_rows, copy_batch, slice_rows
+from lightning_mist.runtime.ghosts import GhostStage, StageOutput
+from lightning_mist.runtime.random import get_random_state, set_random_state
+
+Call = Callable[[Any], Any]
+Gradients = dict[str, Tensor]
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Largest difference relative to a parameter's largest gradient. The cut module repeats the same arithmetic, except
+that gradients of shared parameters are summed in another order: some hundred roundings."""
+
+_COARSE_TOLERANCE = 5e-2
+"""The same where 16-bit numbers take part: 2^-8 per rounding, some ten of them."""
+
+_FLOOR = 1e-3
+"""Gradients below this part of the module's largest are compared as if they were that large: they are mostly noise."""
+
+
+class _Steady(TorchFunctionMode):
+    """Inside, dropout drops nothing, and it is noted whether 16-bit arithmetic took part."""
+
+    def __init__(self, device: torch.device, *, without_dropout: bool) -> None:
+        super().__init__()
+        self._device, self._without_dropout = device.type, without_dropout
+        self.is_coarse = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        self.is_coarse = self.is_coarse or torch.is_autocast_enabled(self._device)
+        name = getattr(func, "__name__", "")
+        if self._without_dropout and "dropout" in name and args and isinstance(args[0], Tensor):
+            return args[0]
+        if self._without_dropout and name == "scaled_dot_product_attention":
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
+        elif self._without_dropout and name == "multi_head_attention_forward":
+            kwargs["training"] = False
+        return func(*args, **kwargs)
+
+
+def check_stages(
+    module: nn.Module, module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], call: Call, batch: Any
+) -> None:
+    """Compare the whole module with the same module run stage by stage, in loss and in every gradient.
+
+    Args:
+        module: The user's module with all its parameters.
+        module_map: Its map.
+        bounds: The layer range of every stage.
+        call: Runs the user's step on a batch.
+        batch: A small batch.
+
+    Raises:
+        TraceError: If they differ; names the parameter that differs most.
+    """
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    with _undisturbed(module, device), _Steady(device, without_dropout=False) as steady:
+        state = get_random_state(device)
+        loss = loss_of(call(copy_batch(batch)))
+        expected_loss, expected = loss.detach(), _gradients(module, loss)
+        set_random_state(state, device)
+        outputs = _run_stages(module, module_map, bounds, call, batch)
+        loss = loss_of(outputs[-1][1].value)
+        found_loss = loss.detach()
+        _run_backward(loss, outputs)
+        found = _take_gradients(module)
+        with torch.no_grad(), _Steady(device, without_dropout=True):
+            _check_row_order(module, module_map, bounds, call, batch)
+    what = f"the module cut into {len(bounds)} stages differs from the whole"
+    tolerance = _tolerance(module, is_coarse=steady.is_coarse)
+    if not _is_close(found_loss, expected_loss, tolerance):
+        raise TraceError(
+            f"{what}: its loss is {found_loss.item():.8g} instead of {expected_loss.item():.8g}. "
+            "Use a plan with one stage"
+        )
+    difference = _largest_difference(expected, found, tolerance)
+    if difference is not None:
+        raise TraceError(f"{what}: {difference}. Use a plan with one stage")
+
+
+def check_microbatch_invariance(module: nn.Module, call: Call, batch: Any, parts: int) -> str | None:
+    """Whether the gradient of a batch's loss is the mean of its parts' gradients, weighted by their rows.
+
+    Dropout is left out of the comparison: each row is treated alike, only with other numbers.
+
+    Args:
+        module: The user's module with all its parameters.
+        call: Runs the user's step on a batch.
+        batch: A batch with at least ``parts`` rows.
+        parts: Number of parts to cut it into.
+
+    Returns:
+        None if the batch may be cut, else the reason why not.
+    """
+    rows = batch_rows(batch)
+    if rows is None or rows < parts:
+        have = "no common first dimension" if rows is None else f"{rows} rows"
+        return f"the batch has {have}: it cannot be cut into {parts} parts"
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    with _undisturbed(module, device), _Steady(device, without_dropout=True) as steady:
+        for child in module.modules():
+            if isinstance(child, nn.RNNBase):
+                child.dropout = 0.0
+        state = get_random_state(device)
+        whole = _gradients(module, loss_of(call(copy_batch(batch))))
+        total: Gradients = {}
+        for part in range(parts):
+            set_random_state(state, device)
+            first, end = rows * part // parts, rows * (part + 1) // parts
+            gradients = _gradients(module, loss_of(call(slice_rows(batch, first, end))))
+            for name, gradient in gradients.items():
+                scaled = gradient * ((end - first) / rows)
+                total[name] = total[name] + scaled if name in total else scaled
+    difference = _largest_difference(whole, total, _tolerance(module, is_coarse=steady.is_coarse))
+    if difference is None:
+        return None
+    return (
+        f"the loss of a batch is not the mean of the losses of its parts: cut into {parts}, {difference}. Batch "
+        "statistics, losses that compare rows, means over a varying number of tokens and random numbers other than "
+        "dropout do this"
+    )
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss among what a training step returned.
+
+    Raises:
+        TraceError: If there is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        raise TraceError(
+            f"the step returned {type(output).__name__} without a loss that requires a gradient: return the loss, or a "
+            "dictionary with an entry 'loss'"
+        )
+    return loss
+
+
+def _run_stages(
+    module: nn.Module, module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], call: Call, batch: Any
+) -> list[tuple[list[Tensor], StageOutput]]:
+    """Forward through all stages in turn; what each stage received and gave."""
+    outputs: list[tuple[list[Tensor], StageOutput]] = []
+    sent: tuple[Tensor, ...] = ()
+    for index in range(len(bounds)):
+        stage = GhostStage(module, module_map, bounds, index)
+
+        def step() -> Any:
+            return call(copy_batch(batch))
+
+        with stage.attached():
+            received = [tensor.detach().clone() for tensor in sent]
+            specs = stage.input_specs(step, None)
+            for spec, tensor in zip(specs, received, strict=True):
+                if spec.shape != tuple(tensor.shape) or spec.dtype != tensor.dtype:
+                    raise TraceError(
+                        f"stage {index} expects {spec.dtype} of shape {spec.shape} and would receive {tensor.dtype} of "
+                        f"shape {tuple(tensor.shape)}. Use a plan with one stage"
+                    )
+            output = stage.forward(step, received)
+        outputs.append((received, output))
+        sent = output.tensors
+    return outputs
+
+
+def _check_row_order(
+    module: nn.Module, module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], call: Call, batch: Any
+) -> None:
+    """Check that a row's entries lie together where a tensor that crosses has several entries per row.
+
+    Stages of different data-parallel degree exchange rows, so the first entries must be those of the first row.
+    """
+    rows = batch_rows(batch)
+    lives = [module_map.cuts[end - 1] for _, end in bounds[:-1]]
+    if rows is None or rows < 2 or all(_has_one_entry_per_row(live, module_map) for cut in lives for live in cut):
+        return
+    whole = _run_stages(module, module_map, bounds, call, batch)
+    first = _run_stages(module, module_map, bounds, call, slice_rows(batch, 0, 1))
+    for cut, (_, of_all), (_, of_first) in zip(lives, whole, first, strict=False):
+        for live, tensor, part in zip(cut, of_all.tensors, of_first.tensors, strict=True):
+            if _has_one_entry_per_row(live, module_map) or live.batch_dim is None:
+                continue
+            found = tensor.narrow(live.batch_dim, 0, part.shape[live.batch_dim])
+            if found.shape != part.shape or not _is_close(found, part, _COARSE_TOLERANCE):
+                raise TraceError(
+                    f"the {describe_value(live.key)} crosses between stages with shape {tuple(tensor.shape)} for "
+                    f"{rows} rows, and the entries of a row do not lie together: rows could not be exchanged. Use a "
+                    "plan with one stage"
+                )
+
+
+def _has_one_entry_per_row(live: LiveTensor, module_map: ModuleMap) -> bool:
+    return live.batch_dim is None or live.shape[live.batch_dim] == module_map.batch_rows
+
+
+def _run_backward(loss: Tensor, outputs: list[tuple[list[Tensor], StageOutput]]) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+    for (received, _), (_, output) in zip(outputs[:0:-1], outputs[-2::-1], strict=True):
+        pairs = [
+            (sent, leaf.grad if leaf.grad is not None else torch.zeros_like(leaf))
+            for sent, leaf in zip(output.tensors, received, strict=True)
+            if sent.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([sent for sent, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _gradients(module: nn.Module, loss: Tensor) -> Gradients:
+    loss.backward()  # type: ignore[no-untyped-call]
+    return _take_gradients(module)
+
+
+def _take_gradients(module: nn.Module) -> Gradients:
+    """The gradients, which the parameters lose."""
+    taken = {}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            taken[name], parameter.grad = parameter.grad, None
+    return taken
+
+
+def _tolerance(module: nn.Module, *, is_coarse: bool) -> float:
+    if is_coarse:
+        return _COARSE_TOLERANCE
+    tolerances = [
+        _TOLERANCES.get(parameter.dtype, _COARSE_TOLERANCE)
+        for parameter in module.parameters()
+        if parameter.dtype.is_floating_point
+    ]
+    return max(tolerances, default=_COARSE_TOLERANCE)
+
+
+def _is_close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    return torch.allclose(found.double(), expected.double(), rtol=tolerance, atol=tolerance * _FLOOR, equal_nan=True)
+
+
+def _largest_difference(expected: Gradients, found: Gradients, tolerance: float) -> str | None:
+    """The gradient that differs most, in words; None if all are within the tolerance."""
+    scale = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
+    worst, text = tolerance, None
+    for name in {**expected, **found}:
+        if name in expected and name in found:
+            difference = float((expected[name].double() - found[name].double()).abs().max())
+        else:
+            difference = float({**expected, **found}[name].abs().max())
+        size = max(float(expected[name].abs().max()) if name in expected else 0.0, _FLOOR * scale)
+        relative = difference / size if size else (0.0 if difference == 0 else float("inf"))
+        if relative > worst:
+            worst = relative
+            text = f"the gradient of {name} differs by {relative:.1e} of its size, the tolerance is {tolerance:.0e}"
+    return text
+
+
+@contextmanager
+def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Afterwards gradients, buffers, attributes and generators are as before."""
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    spaces = [(child.__dict__, dict(child.__dict__)) for child in module.modules()]
+    contents = [
+        (value, copy.copy(value))
+        for _, values in spaces
+        for value in values.values()
+        if type(value) in (dict, list, set)
+    ]
+    state = get_random_state(device)
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        set_random_state(state, device)
+        for space, values in spaces:
+            space.clear()
+            space.update(values)
+        for value, content in contents:
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
+        with torch.no_grad():
+            for buffer, values_before in buffers:
+                buffer.copy_(values_before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

@@ -1,0 +1,79 @@
+"""Parameters of other stages replaced by ghosts: fake tensors with their shape and no values."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_mist.plan.module_map import ModuleMap
+
+
+class GhostSlots:
+    """The places of a module where a stage has a ghost instead of a parameter.
+
+    Tied parameters are replaced only where another stage uses them: an embedding that is also the head is real in the
+    head of the last stage and a ghost in its embedding, which would otherwise be computed there too.
+
+    Args:
+        module: The user's module with all its parameters.
+        module_map: Says which region uses a parameter through which slot.
+        bounds: The layer range of every stage.
+        index: The stage.
+        held: Names of the parameters that the stage holds.
+        mode: Makes the ghosts.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        module_map: ModuleMap,
+        bounds: tuple[tuple[int, int], ...],
+        index: int,
+        held: frozenset[str],
+        mode: FakeTensorMode,
+    ) -> None:
+        modules, named = dict(module.named_modules()), dict(module.named_parameters())
+        self._slots: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+        for use in module_map.parameters:
+            ghost: nn.Parameter | None = None
+            for module_name, attribute, regions in use.slots:
+                stages = {module_map.stage_of(region, bounds) for region in regions}
+                if index in stages or (not stages and use.name in held):
+                    continue
+                ghost = ghost if ghost is not None else _ghost_of(named[use.name], mode)
+                self._slots.append((modules[module_name]._parameters, attribute, ghost, named[use.name]))
+        changed = {id(space) for space, *_ in self._slots}
+        self._recurrent = [
+            child for child in modules.values() if isinstance(child, nn.RNNBase) and id(child._parameters) in changed
+        ]
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """Inside, the slots hold ghosts."""
+        for space, name, ghost, _ in self._slots:
+            space[name] = ghost
+        weights = [(child, child._flat_weights) for child in self._recurrent]
+        for child in self._recurrent:
+            # Recurrent layers keep their weights in a list besides.
+            child.__dict__["_flat_weights"] = [child._parameters.get(name) for name in child._flat_weights_names]
+        try:
+            yield
+        finally:
+            for child, flat in weights:
+                child.__dict__["_flat_weights"] = flat
+            for space, name, _, parameter in self._slots:
+                space[name] = parameter
+
+
+def _ghost_of(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
+    is_hollow = parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
+    with mode:
+        if is_hollow:
+            data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        else:
+            stride = parameter.stride()
+            data = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=parameter.device)
+    return nn.Parameter(data, requires_grad=False)

@@ -1,0 +1,258 @@
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_mist.model.cuts import map_module
+from lightning_mist.runtime.batches import slice_rows
+from tests import zoo
+
+
+def mapped(name, rows=4, **kwargs):
+    module, make_batch = zoo.make(name)
+    batch = make_batch(rows)
+    return module, map_module(module, zoo.step(module), batch, second_batch=slice_rows(batch, 0, rows - 1), **kwargs)
+
+
+@pytest.mark.parametrize("name", zoo.PARITY)
+def test_models_that_can_be_cut(name):
+    module, found = mapped(name)
+    assert len(found.blocks) >= 2
+    assert found.excludes("pipeline") == ()
+    assert found.excludes("microbatches") == ()
+    assert len(found.cuts) == len(found.outputs) - 1 == len(found.blocks) - 1
+    assert all(cut for cut in found.cuts)
+    assert [use.name for use in found.parameters] == [name for name, _ in module.named_parameters()]
+    assert found.batch_rows == 4
+
+
+@pytest.mark.parametrize(("name", "reason"), zoo.HAZARDS.items())
+def test_hazards_are_refused_by_name(name, reason):
+    _, found = mapped(name)
+    reasons = "\n".join(found.excludes("pipeline"))
+    assert re.search(reason, reasons), reasons
+
+
+def test_tensors_that_cross_the_cuts():
+    _, found = mapped("t5")
+    encoder, middle, decoder = found.cuts[0], found.cuts[2], found.cuts[4]
+    assert [(live.shape, live.batch_dim) for live in encoder] == [((4, 12, 32), 0), ((1, 4, 12, 12), None)]
+    assert [(live.shape, live.batch_dim) for live in middle] == [((4, 12, 32), 0), ((4, 12, 32), 0)]
+    assert [live.shape for live in decoder] == [(4, 12, 32), (1, 4, 12, 12), (4, 12, 32)]
+    assert all(live.requires_grad and live.dtype == "float32" for cut in found.cuts for live in cut)
+    _, found = mapped("sequence_first")
+    assert {(live.shape, live.batch_dim) for live in found.cuts[0]} == {((16,), None), ((5, 4, 16), 1)}
+
+
+def test_random_numbers_that_are_used_later_cross_the_cuts():
+    _, found = mapped("noise")
+    assert [(live.shape, live.requires_grad) for live in found.cuts[1]] == [((4, 8), False), ((4, 16), True)]
+
+
+def test_uses_of_tied_and_borrowed_parameters():
+    _, found = mapped("gpt2")
+    tied = found.parameters[0]
+    assert tied.slots == (("model.transformer.wte", "weight", (-1,)), ("model.lm_head", "weight", (3,)))
+    assert found.owners(((0, 2), (2, 4)))[tied.name] == (0, 1)
+    _, found = mapped("borrowed")
+    assert {use.name: use.regions for use in found.parameters}["blocks.2.1.weight"] == (2, 3)
+
+
+def test_unused_parameters_have_no_region():
+    _, found = mapped("contrastive")
+    assert [use.name for use in found.parameters if not use.regions] == ["head.weight", "head.bias"]
+
+
+def test_frozen_parts_send_nothing_back():
+    module, make_batch = zoo.make("plain")
+    module.first.requires_grad_(False)
+    module.blocks[0].requires_grad_(False)
+    found = map_module(module, zoo.step(module), make_batch(3))
+    assert [[live.requires_grad for live in cut] for cut in found.cuts] == [[False], [True], [True]]
+
+
+def test_batch_statistics_rule_out_microbatches_and_checkpointing():
+    _, found = mapped("batch_norm")
+    for feature in ("pipeline", "microbatches", "checkpointing"):
+        assert "BatchNorm2d, and buffers of 3 other modules" in found.excludes(feature)[0]
+    assert len(found.blocks) == 4
+
+
+def test_attributes_changed_by_the_step_rule_out_microbatches():
+    assert "attribute seen" in mapped("counter")[1].excludes("microbatches")[0]
+
+
+def test_blocks_that_read_more_than_their_arguments_are_not_recomputed():
+    _, found = mapped("closure")
+    assert "block blocks.0 reads a tensor that is not one of its arguments" in found.excludes("checkpointing")[0]
+    assert all(not mapped(name)[1].excludes("checkpointing") for name in ("gpt2", "t5", "mixtral", "masked"))
+
+
+def test_objects_of_the_user_that_keep_count_are_noticed():
+    class Meter:
+        def __init__(self):
+            self.values = []
+
+    class Metered(zoo.Plain):
+        def __init__(self):
+            super().__init__()
+            self.meter = Meter()
+
+        def training_step(self, batch, batch_idx):
+            self.meter.values.append(1)
+            return super().training_step(batch, batch_idx)
+
+    module = Metered()
+    found = map_module(module, zoo.step(module), zoo.xy_batch(3))
+    assert "changes the attribute meter of the module" in found.excludes("pipeline")[0]
+    assert module.meter.values == []
+
+
+def test_a_step_that_reads_its_own_loss_may_be_cut():
+    class Asserting(zoo.Plain):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if not torch.isfinite(loss):
+                raise ValueError("not finite")
+            assert loss.item() > 0
+            return loss
+
+    module = Asserting()
+    assert map_module(module, zoo.step(module), zoo.xy_batch(3)).exclusions == ()
+
+
+def test_random_numbers_read_inside_a_block_are_its_own_business():
+    class Depth(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(zoo.WIDTH, zoo.WIDTH)
+
+        def forward(self, h):
+            return h if torch.rand(()) < 0.3 else h + self.linear(h)
+
+    class Stochastic(zoo.Plain):
+        def block(self):
+            return Depth()
+
+    torch.manual_seed(1)
+    module = Stochastic()
+    found = map_module(module, zoo.step(module), zoo.xy_batch(3))
+    assert not any("random number" in item.reason for item in found.exclusions)
+
+
+def test_a_second_visit_of_another_container_is_named():
+    class Twice(zoo.Plain):
+        def training_step(self, batch, batch_idx):
+            return sum(super(Twice, self).training_step(batch, batch_idx) for _ in range(2))
+
+    module = Twice()
+    found = map_module(module, zoo.step(module), zoo.xy_batch(3))
+    assert found.blocks == ()
+    for feature in ("pipeline", "checkpointing"):
+        assert "block blocks.0 is called more than once in one step" in found.excludes(feature)[0]
+
+
+def test_a_container_that_never_runs_is_left_out():
+    class Spare(zoo.Plain):
+        def __init__(self):
+            super().__init__()
+            self.spare = torch.nn.ModuleList([zoo.small_block() for _ in range(2)])
+
+    module = Spare()
+    found = map_module(module, zoo.step(module), zoo.xy_batch(3))
+    assert found.blocks == tuple(f"blocks.{i}" for i in range(4))
+    assert found.exclusions == ()
+
+
+def test_blocks_in_another_order_than_they_are_held():
+    class Reversed(zoo.Plain):
+        def training_step(self, batch, batch_idx):
+            h = self.first(batch["x"])
+            for block in reversed(self.blocks):
+                h = block(h)
+            return self.loss(h, batch)
+
+    module = Reversed()
+    found = map_module(module, zoo.step(module), zoo.xy_batch(3))
+    assert found.blocks == tuple(f"blocks.{i}" for i in (3, 2, 1, 0))
+
+
+def test_collectives_are_seen_in_a_process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        _, found = mapped("collective")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert "the step talks to other processes itself (c10d::allreduce_" in found.excludes("pipeline")[0]
+    assert "zoo.py" in found.excludes("pipeline")[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2_dropout", "demo", "batch_norm", "counter", "metric", "total", "broken", "noise"]
+)
+def test_nothing_is_changed(name):
+    module, make_batch = zoo.make(name)
+    batch = make_batch(3)
+    values = {key: value.clone() for key, value in module.state_dict().items()}
+    parameters = list(module.parameters())
+    attributes = {n: {k: (v, repr(v)) for k, v in vars(m).items()} for n, m in module.named_modules()}
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    map_module(module, zoo.step(module), batch)
+    assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
+    assert all(torch.equal(value, values[key]) for key, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in parameters)
+    for name, child in module.named_modules():
+        assert list(vars(child)) == list(attributes[name])
+        for key, value in vars(child).items():
+            assert value is attributes[name][key][0]
+            assert repr(value) == attributes[name][key][1]
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]
+
+
+def test_hollow_parameters_are_traced_alike():
+    module, found = mapped("gpt2")
+    for parameter in module.parameters():
+        parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+    torch.manual_seed(0)
+    _, make_batch = zoo.make("gpt2")
+    batch = make_batch(4)
+    again = map_module(module, zoo.step(module), batch, second_batch=slice_rows(batch, 0, 3))
+    assert again.cuts == found.cuts
+    assert again.parameters == found.parameters
+
+
+def test_a_step_may_empty_its_batch():
+    module, make_batch = zoo.make("plain")
+    batch = make_batch(3)
+
+    def step(batch):
+        return module.training_step({"x": batch.pop("x"), "y": batch.pop("y")}, 0)
+
+    assert map_module(module, step, batch).exclusions == ()
+    assert set(batch) == {"x", "y"}
+
+
+def test_without_a_second_batch_no_dimension_is_known():
+    module, make_batch = zoo.make("plain")
+    found = map_module(module, zoo.step(module), make_batch(3))
+    assert {live.batch_dim for cut in found.cuts for live in cut} == {None}
+    assert found.exclusions == ()
+
+
+def test_shared_memory_written_to_after_a_cut_is_refused():
+    class Aliased(zoo.Plain):
+        def training_step(self, batch, batch_idx):
+            h = self.first(batch["x"])
+            half = h[:, :2]
+            for block in self.blocks:
+                g = block(h)
+                half.add_(g[:, :2])
+            return self.loss(h, batch)
+
+    module = Aliased()
+    found = map_module(module, zoo.step(module), zoo.xy_batch(3))
+    assert "two tensors that share memory are used before and after layer 1" in found.excludes("pipeline")[0]

@@ -1,0 +1,162 @@
+import dataclasses
+import warnings
+
+import pytest
+import torch
+
+from lightning_mist.errors import TraceError
+from lightning_mist.model.cuts import map_module
+from lightning_mist.runtime.batches import slice_rows
+from lightning_mist.runtime.selfcheck import check_microbatch_invariance, check_stages, loss_of
+from tests import zoo
+
+
+def mapped(name, rows=3):
+    module, make_batch = zoo.make(name)
+    batch = make_batch(rows)
+    found = map_module(module, zoo.step(module), batch, second_batch=slice_rows(batch, 0, rows - 1))
+    return module, batch, found
+
+
+def halves(found):
+    layers = len(found.blocks)
+    return (0, layers // 2), (layers // 2, layers)
+
+
+@pytest.mark.parametrize("name", ["nano_dropout", "mixtral", "noise", "sequence_first", "try_except"])
+def test_correct_cuts_pass_and_leave_no_trace(name):
+    module, batch, found = mapped(name)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state, attributes = torch.get_rng_state(), {n: dict(vars(m)) for n, m in module.named_modules()}
+    buffers = {n: b.clone() for n, b in module.named_buffers()}
+    check_stages(module, found, halves(found), zoo.step(module), batch)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in module.parameters())
+    assert all(torch.equal(b, buffers[n]) for n, b in module.named_buffers())
+    for name, child in module.named_modules():
+        assert vars(child).keys() == attributes[name].keys()
+        assert all(vars(child)[key] is value for key, value in attributes[name].items())
+
+
+def test_a_wrong_map_is_found_by_the_gradient():
+    module, batch, found = mapped("plain")
+    blind = tuple(dataclasses.replace(live, requires_grad=False) for live in found.cuts[1])
+    wrong = dataclasses.replace(found, cuts=(found.cuts[0], blind, found.cuts[2]))
+    with pytest.raises(TraceError, match="requires a gradient now and did not in the trace"):
+        check_stages(module, wrong, halves(found), zoo.step(module), batch)
+
+
+def test_a_module_that_counts_its_calls_differs():
+    module, batch, found = mapped("plain")
+    calls = []
+
+    def step(batch):
+        calls.append(0)
+        loss = zoo.step(module)(batch)
+        return loss * len(calls)
+
+    with pytest.raises(TraceError, match=r"cut into 2 stages differs from the whole: its loss is .* instead of"):
+        check_stages(module, found, halves(found), step, batch)
+
+
+def test_a_gradient_that_differs_is_named():
+    module, batch, found = mapped("plain")
+    calls = []
+
+    def step(batch):
+        calls.append(0)
+        penalty = module.head.weight.sum() * len(calls)
+        return zoo.step(module)(batch) + penalty - penalty.detach()
+
+    with pytest.raises(TraceError, match=r"the gradient of head\.weight differs by .* the tolerance is 1e-04"):
+        check_stages(module, found, halves(found), step, batch)
+
+
+def test_rows_whose_entries_do_not_lie_together_are_refused():
+    class Folded(zoo.Plain):
+        def training_step(self, batch, batch_idx):
+            h = self.first(batch["x"])
+            h = torch.stack([h, 2 * h]).flatten(0, 1)
+            for block in self.blocks:
+                h = block(h)
+            return self.loss(h.unflatten(0, (2, -1)).mean(0), batch)
+
+    module = Folded()
+    batch = zoo.xy_batch(4)
+    found = map_module(module, zoo.step(module), batch, second_batch=slice_rows(batch, 0, 3))
+    assert [live.batch_dim for live in found.cuts[1]] == [0]
+    with pytest.raises(TraceError, match=r"shape \(8, 16\) for 4 rows, and the entries of a row do not lie together"):
+        check_stages(module, found, halves(found), zoo.step(module), batch)
+
+
+@pytest.mark.parametrize("name", ["nano_dropout", "plain", "vit", "sequence_first"])
+def test_mean_losses_may_be_cut(name):
+    module, make_batch = zoo.make(name)
+    state = torch.get_rng_state()
+    batch = make_batch(4)
+    if isinstance(batch, dict):
+        batch.pop("attention_mask", None)
+    state = torch.get_rng_state()
+    assert check_microbatch_invariance(module, zoo.step(module), batch, 3) is None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "contrastive", "token_mean"])
+def test_other_losses_may_not_be_cut(name):
+    module, make_batch = zoo.make(name)
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    reason = check_microbatch_invariance(module, zoo.step(module), make_batch(4), 2)
+    assert reason.startswith(
+        "the loss of a batch is not the mean of the losses of its parts: cut into 2, the gradient of"
+    )
+    assert all(torch.equal(a, b) for a, b in zip(buffers, module.buffers(), strict=True))
+
+
+def test_dropout_in_torch_layers_does_not_count():
+    class Layers(zoo.Plain):
+        def __init__(self):
+            super().__init__()
+            self.rnn = torch.nn.GRU(zoo.WIDTH, zoo.WIDTH, num_layers=2, dropout=0.5, batch_first=True)
+            self.encoder = torch.nn.TransformerEncoderLayer(zoo.WIDTH, 2, 32, dropout=0.5, batch_first=True)
+
+        def training_step(self, batch, batch_idx):
+            h = self.first(batch["x"]).unsqueeze(1).expand(-1, 3, -1)
+            return self.loss(self.encoder(self.rnn(h)[0]).mean(1), batch)
+
+    module = Layers()
+    assert check_microbatch_invariance(module, zoo.step(module), zoo.xy_batch(4), 2) is None
+    assert module.rnn.dropout == 0.5
+
+
+def test_batches_without_enough_rows():
+    module, make_batch = zoo.make("plain")
+    step = zoo.step(module)
+    assert check_microbatch_invariance(module, step, make_batch(1), 2).startswith("the batch has 1 rows")
+    assert check_microbatch_invariance(module, step, {"n": 1}, 2).startswith("the batch has no common first dimension")
+
+
+def test_sixteen_bit_arithmetic_is_compared_coarsely():
+    module, make_batch = zoo.make("nano")
+
+    def step(batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return module.training_step(batch, 0)
+
+    assert check_microbatch_invariance(module, step, make_batch(4), 2) is None
+
+
+def test_a_step_without_loss():
+    with pytest.raises(TraceError, match="returned NoneType without a loss"):
+        loss_of(None)
+    with pytest.raises(TraceError, match="returned dict without a loss"):
+        loss_of({"loss": torch.zeros(())})
+
+
+def test_no_warning_reaches_the_user():
+    module, batch, found = mapped("skips")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_stages(module, found, halves(found), zoo.step(module), batch)
+    assert not caught
