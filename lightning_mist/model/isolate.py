@@ -64,7 +64,7 @@ def isolated(module: nn.Module) -> Iterator[None]:
     state. Inside, compiled functions run eagerly, so that operators stay visible, and the user's own activation
     checkpointing is off.
     """
-    state, generators = ModuleState(module, with_buffers=True), Generators()
+    state, generators = ModuleState(module, with_contents=True), Generators()
     try:
         with _neutral_checkpointing(), torch.compiler.set_stance("force_eager"):
             yield

@@ -159,7 +159,8 @@ class ModelSpec:
         tail: What runs after the last block.
         boundaries: For each layer position ``k`` in ``1 .. L-1`` at index ``k - 1``, the tensors crossing the cut.
         parameters: Every parameter once, in the order of ``module.parameters()``.
-        buffer_bytes: Bytes of all buffers (every stage keeps them).
+        buffer_bytes: Bytes of all buffers, and of tensors that the module keeps as plain attributes from its first step
+            on (every stage keeps them).
         batch_bytes: Bytes of a batch of ``b`` rows.
         batch_rows: Rows per rank of the traced batch.
         sequence_length: Length of the traced batch, if it has a sequence dimension.

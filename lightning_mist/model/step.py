@@ -20,6 +20,7 @@ class Subject:
     """What is run: a module in which stand-ins fill the parameter slots, and how.
 
     Attributes:
+        module: The module.
         blocks: The repeated blocks in execution order.
         parameters: The stand-ins.
         mode: The mode that the stand-ins are fakes of; ``None`` if they are real.
@@ -27,6 +28,7 @@ class Subject:
         context: Makes the context that the step's forward runs in (autocast).
     """
 
+    module: nn.Module
     blocks: tuple[nn.Module, ...]
     parameters: tuple[nn.Parameter, ...]
     mode: FakeTensorMode | None

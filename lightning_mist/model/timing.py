@@ -118,7 +118,9 @@ def _kinds(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with isolated(module):
         parameters = tuple(substitute_parameters(module, mode, {}).values())
-        subject = Subject(blocks=blocks, parameters=parameters, mode=mode, call=call, context=nullcontext)
+        subject = Subject(
+            module=module, blocks=blocks, parameters=parameters, mode=mode, call=call, context=nullcontext
+        )
         try:
             count = count_step(subject, batch, twins=(None,) * len(blocks), recompute=False, gradients_exist=True)
         except Exception:

@@ -23,6 +23,7 @@ from lightning_mist.model.cuts import map_module
 from lightning_mist.model.fit import BILINEAR, CONSTANT, Basis, MisfitError
 from lightning_mist.model.isolate import isolated, substitute_parameters
 from lightning_mist.model.kinds import Kinds, cost_keys, group, is_faithful
+from lightning_mist.model.operators import storage_key
 from lightning_mist.model.optimizer import describe_optimizer
 from lightning_mist.model.spec import LayerSpec, ModelSpec, OptimizerSpec, ParameterSpec, TensorSpec
 from lightning_mist.model.step import StepCount, Subject, count_step
@@ -42,11 +43,28 @@ class _Variants:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Blocks:
+    """What whole runs told of the blocks.
+
+    Attributes:
+        kinds: Which of them cost the same.
+        twins: Which of them answer for others.
+        recompute_failure: Why they cannot be recomputed, if so.
+        kept_bytes: Bytes of tensors that the module keeps as plain attributes from its first step on.
+    """
+
+    kinds: Kinds
+    twins: tuple[int | None, ...]
+    recompute_failure: str | None
+    kept_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Traced:
     """Everything that depends on sizes, as expressions."""
 
     basis: Basis
-    kinds: Kinds
+    blocks: _Blocks
     head: LayerSpec
     layers: tuple[LayerSpec, ...]
     tail: LayerSpec
@@ -56,16 +74,16 @@ class _Traced:
     guesses: int
 
 
-def _run_variants(subject: Subject, batch: Any, twins: tuple[int | None, ...]) -> _Variants:
+def _run_variants(subject: Subject, batch: Any, blocks: _Blocks) -> _Variants:
     def run(recompute: bool, gradients_exist: bool) -> StepCount:
-        return count_step(subject, batch, twins=twins, recompute=recompute, gradients_exist=gradients_exist)
+        return count_step(subject, batch, twins=blocks.twins, recompute=recompute, gradients_exist=gradients_exist)
 
     first, later = run(False, False), run(False, True)
     if [p.operators for p in first.forward] != [p.operators for p in later.forward]:
         # The first run at a size filled a cache of the user's module; later steps of training find it there.
         first = run(False, False)
     size = sum(t.numel() * t.element_size() for t in batch_tensors(batch))
-    if not subject.blocks:
+    if not subject.blocks or blocks.recompute_failure is not None:
         return _Variants(first=first, later=later, recompute_first=first, recompute_later=later, batch_bytes=size)
     return _Variants(
         first=first,
@@ -76,23 +94,39 @@ def _run_variants(subject: Subject, batch: Any, twins: tuple[int | None, ...]) -
     )
 
 
-def find_kinds(subject: Subject, batch: Any) -> tuple[Kinds, tuple[int | None, ...]]:
+def _find_blocks(subject: Subject, batch: Any) -> _Blocks:
     """Run whole steps, sort the blocks into kinds, and see whether imitation counts the same."""
     whole = (None,) * len(subject.blocks)
     count_step(subject, batch, twins=whole, recompute=False, gradients_exist=True)  # fills the module's own caches
+    kept = _kept_bytes(subject.module)
     plain = count_step(subject, batch, twins=whole, recompute=False, gradients_exist=False)
     if not subject.blocks:
-        return Kinds(labels=(), examples=(), of=()), ()
-    recomputed = count_step(subject, batch, twins=whole, recompute=True, gradients_exist=True)
-    kinds = group([type(block).__name__ for block in subject.blocks], cost_keys(subject.blocks, (plain, recomputed)))
+        return _Blocks(kinds=group((), ()), twins=(), recompute_failure=None, kept_bytes=kept)
+    counts, failure = [plain], None
+    try:
+        counts.append(count_step(subject, batch, twins=whole, recompute=True, gradients_exist=True))
+    except Exception as error:
+        failure = f"a block cannot be run a second time in backward: {type(error).__name__}: {error}"
+    kinds = group([type(block).__name__ for block in subject.blocks], cost_keys(subject.blocks, counts))
+    twins = kinds.twins() if _can_imitate(subject, batch, plain, kinds) else whole
+    return _Blocks(kinds=kinds, twins=twins, recompute_failure=failure, kept_bytes=kept)
+
+
+def _can_imitate(subject: Subject, batch: Any, plain: StepCount, kinds: Kinds) -> bool:
     if not all(plain.describable):
-        return kinds, whole
+        return False
     try:
         brief = count_step(subject, batch, twins=kinds.twins(), recompute=False, gradients_exist=False)
     except Exception:
-        # Something reads what happens inside blocks, which imitation does not reproduce.
-        return kinds, whole
-    return kinds, kinds.twins() if is_faithful(plain, brief, kinds) else whole
+        # Something reads what happens inside blocks, which imitation does not reproduce. The whole run did not fail.
+        return False
+    return is_faithful(plain, brief, kinds)
+
+
+def _kept_bytes(module: nn.Module) -> int:
+    tensors = (x for item in module.modules() for x in vars(item).values() if isinstance(x, torch.Tensor))
+    own = {storage_key(x): x.untyped_storage().nbytes() for x in tensors if not isinstance(x, nn.Parameter)}
+    return sum(own.values())
 
 
 def _layer_spec(basis: Basis, runs: list[_Variants], part: int, kind: str, example: str) -> LayerSpec:
@@ -140,7 +174,8 @@ def _not_recomputed(part: LayerSpec) -> LayerSpec:
     )
 
 
-def _fit(basis: Basis, runs: list[_Variants], kinds: Kinds, module_map: ModuleMap, length: int | None) -> _Traced:
+def _fit(basis: Basis, runs: list[_Variants], blocks: _Blocks, module_map: ModuleMap, length: int | None) -> _Traced:
+    kinds = blocks.kinds
     layers = tuple(
         _layer_spec(basis, runs, position + 1, label, module_map.blocks[position])
         for label, position in zip(kinds.labels, kinds.examples, strict=True)
@@ -149,7 +184,7 @@ def _fit(basis: Basis, runs: list[_Variants], kinds: Kinds, module_map: ModuleMa
     tail = _not_recomputed(_layer_spec(basis, runs, len(kinds.of) + 1, "tail", ""))
     return _Traced(
         basis=basis,
-        kinds=kinds,
+        blocks=blocks,
         head=head,
         layers=layers,
         tail=tail,
@@ -167,9 +202,9 @@ def _trace(subject: Subject, batch: Any, module_map: ModuleMap, resize: Resize |
     for basis in bases(batch, real=real):
         first = sized(batch, basis, basis.points[0], resize)
         try:
-            kinds, twins = find_kinds(subject, first)
-            runs = [_run_variants(subject, sized(batch, basis, point, resize), twins) for point in basis.sizes]
-            return _fit(basis, runs, kinds, module_map, sequence_length(batch)), failures
+            blocks = _find_blocks(subject, first)
+            runs = [_run_variants(subject, sized(batch, basis, point, resize), blocks) for point in basis.sizes]
+            return _fit(basis, runs, blocks, module_map, sequence_length(batch)), failures
         except MisfitError as error:
             failures.append(str(error))
         except Exception as error:
@@ -196,7 +231,9 @@ def _traced(
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), None):
         with isolated(module):
             parameters = tuple(substitute_parameters(module, mode, owners).values())
-            subject = Subject(blocks=blocks, parameters=parameters, mode=mode, call=call, context=context)
+            subject = Subject(
+                module=module, blocks=blocks, parameters=parameters, mode=mode, call=call, context=context
+            )
             try:
                 traced, misfits = _trace(subject, batch, module_map, resize)
             except Exception as error:
@@ -220,11 +257,14 @@ def _parameters(module: nn.Module) -> tuple[ParameterSpec, ...]:
 
 
 def _exclusions(module_map: ModuleMap, traced: _Traced, failures: list[str]) -> ModuleMap:
-    """Costs that are known at one size only rule out other sizes."""
-    if traced.basis.powers != CONSTANT or module_map.excludes("microbatches"):
-        return module_map
-    reason = "its costs are known only for whole batches" + (f": {failures[-1]}" if failures else "")
-    return replace(module_map, exclusions=(*module_map.exclusions, Exclusion(feature="microbatches", reason=reason)))
+    """Costs that are known at one size only rule out other sizes; blocks that do not run twice, recomputation."""
+    found = []
+    if traced.basis.powers == CONSTANT and not module_map.excludes("microbatches"):
+        reason = "its costs are known only for whole batches" + (f": {failures[-1]}" if failures else "")
+        found.append(Exclusion(feature="microbatches", reason=reason))
+    if traced.blocks.recompute_failure is not None and not module_map.excludes("checkpointing"):
+        found.append(Exclusion(feature="checkpointing", reason=traced.blocks.recompute_failure))
+    return replace(module_map, exclusions=(*module_map.exclusions, *found)) if found else module_map
 
 
 def trace_model(
@@ -270,11 +310,11 @@ def trace_model(
         module_map=_exclusions(module_map, traced, failures),
         head=traced.head,
         layers=traced.layers,
-        kinds=traced.kinds.of,
+        kinds=traced.blocks.kinds.of,
         tail=traced.tail,
         boundaries=traced.boundaries,
         parameters=_parameters(module),
-        buffer_bytes=sum(b.numel() * b.element_size() for b in module.buffers()),
+        buffer_bytes=traced.blocks.kept_bytes + sum(b.numel() * b.element_size() for b in module.buffers()),
         batch_bytes=traced.batch_bytes,
         batch_rows=module_map.batch_rows if rows is None else rows,
         sequence_length=length if traced.basis.powers == BILINEAR else None,
