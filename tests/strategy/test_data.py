@@ -6,7 +6,6 @@ from lightning_mist.plan import Plan, StageMesh, StagePlan
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.strategy.data import BatchExchange
 
-
 CPU = torch.device("cpu")
 
 
