@@ -1,0 +1,72 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mist.plan import ModuleMap, Plan, Predicted, PredictedStage, StageMesh, StagePlan
+from lightning_mist.strategy.monitor import Monitor
+from lightning_mist.strategy.planning import Decision
+
+FLOATS = 1000
+
+
+def make(tmp_path):
+    stage = StagePlan(layers=(0, 0), mesh=StageMesh(devices=(0,)), microbatch_size=1)
+    predicted = PredictedStage(
+        steady_seconds=1.0, boundary_seconds=0.0, forward_seconds=0.5, backward_seconds=0.5, peak_bytes=5000
+    )
+    plan = Plan(
+        global_batch_size=1,
+        num_microbatches=1,
+        stages=(stage,),
+        predicted=Predicted(step_seconds=1.0, stages=(predicted,)),
+    )
+    empty = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=())
+    decision = Decision(plan=plan, module_map=empty, has_unused_parameters=False, planning_seconds=2.0, plan_path=None)
+    module = nn.Linear(FLOATS, 1, bias=False)
+    path = tmp_path / "out" / "report.json"
+    return Monitor(decision, device=torch.device("cpu"), module=module, report_path=str(path)), module, path
+
+
+def run(monitor, module, steps):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(steps):
+        with monitor.step(optimizer):
+            temporary = torch.ones(2 * FLOATS)
+            del temporary
+        monitor.after_step()
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_the_second_step_is_metered_and_later_ones_are_timed(tmp_path, capsys):
+    monitor, module, path = make(tmp_path)
+    run(monitor, module, 5)
+    assert monitor.report is None
+    monitor.finish()
+    report = monitor.report
+    assert report.timed_steps == 3
+    assert report.stages[0].measured_bytes == 3 * FLOATS * 4
+    assert report.stages[0].predicted_bytes == 5000
+    assert (report.predicted_step_seconds, report.planning_seconds) == (1.0, 2.0)
+    assert report.measured_step_seconds > 0
+    assert json.loads(path.read_text())["timed_steps"] == 3
+    assert "Predicted against measured" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_a_first_comparison_comes_while_training(tmp_path, capsys):
+    monitor, module, _ = make(tmp_path)
+    run(monitor, module, 12)
+    assert monitor.report.timed_steps == 10
+    assert "median of 10" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_a_short_run_says_that_nothing_was_compared(tmp_path, capsys):
+    monitor, module, path = make(tmp_path)
+    run(monitor, module, 2)
+    monitor.finish()
+    assert monitor.report is None
+    assert not path.exists()
+    assert "too few optimizer steps" in capsys.readouterr().err
