@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import LiveTensor, row_slice
@@ -316,6 +317,8 @@ class BatchRun:
         if loss is not None and loss.requires_grad:
             weight = microbatch.weight * self._loss_scale
             loss.backward(gradient=torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
+        # The graph that a loss hangs on holds what this stage received and its gradients, of every microbatch so far.
+        self.outputs[microbatch.index] = tree_map_only(Tensor, Tensor.detach, self.outputs[microbatch.index])
 
     def _send_gradient(self, microbatch: Microbatch) -> None:
         rows, sources = self._neighbours.rows(microbatch), self._neighbours.before(microbatch)

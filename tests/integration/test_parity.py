@@ -164,8 +164,7 @@ def test_the_rest_of_the_zoo(name):
     """Whatever may be pipelined, with whole batches."""
     module, module_map, batches = prepared(name, torch.float64)
     assert module_map.excludes("pipeline") == ()
-    # A block that reads values of the step from outside of its arguments would read others when recomputed.
-    checkpointed = 0 if name == "closure" or module_map.excludes("checkpointing") else 1
+    checkpointed = 0 if module_map.excludes("checkpointing") else 1
     whole = plan_for(len(module_map.blocks), stages=2, degrees=[2, 2], checkpointed=checkpointed)
     states = [torch.Generator().manual_seed(rank).get_state() for rank in range(4)]
     outcome = run_plan(module, module_map, whole, batches[:4], states=states)
