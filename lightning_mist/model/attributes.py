@@ -49,7 +49,7 @@ class ModuleState:
         }
         for _, _, values in self._spaces:
             for attribute in _OWN_DICTIONARIES & values.keys():
-                if isinstance(values[attribute], dict) and values[attribute]:
+                if isinstance(values[attribute], dict):
                     self._copies[id(values[attribute])] = (values[attribute], copy.copy(values[attribute]))
         for buffer in module.buffers():
             self._keep(buffer)
@@ -105,13 +105,18 @@ class ModuleState:
             pass
         elif isinstance(value, _CONTAINERS):
             self._copies.setdefault(id(value), (value, copy.copy(value)))
-            items = list(value.items()) if isinstance(value, dict) else list(value)
-            frozen = (type(value), id(value), tuple(self._freeze(item, depth - 1) for item in items))
+            keys = tuple(key if isinstance(key, _SIMPLE) else id(key) for key in value) if _is_keyed(value) else ()
+            items = value.values() if isinstance(value, dict) else () if isinstance(value, set) else value
+            frozen = (type(value), id(value), keys, tuple(self._freeze(item, depth - 1) for item in items))
         elif isinstance(value, tuple):
             frozen = (tuple, tuple(self._freeze(item, depth - 1) for item in value))
         elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value) and _is_users(value):
             frozen = ("object", id(value), self._freeze(vars(value), depth - 1))
         return frozen
+
+
+def _is_keyed(value: Any) -> bool:
+    return isinstance(value, (dict, set))
 
 
 def _is_users(value: Any) -> bool:

@@ -130,8 +130,8 @@ def _rebuild(node: Any, replace: Callable[[Any], Any]) -> Any:
     if isinstance(node, (list, tuple)):
         return type(node)(_rebuild(item, replace) for item in node)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        result = copy.copy(node)
+        record = copy.copy(node)
         for field in dataclasses.fields(node):
-            object.__setattr__(result, field.name, _rebuild(getattr(node, field.name), replace))
-        return result
+            object.__setattr__(record, field.name, _rebuild(getattr(node, field.name), replace))
+        return record
     return node

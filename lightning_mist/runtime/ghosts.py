@@ -104,9 +104,9 @@ class GhostStage:
         self._device = next((p.device for p in named.values()), torch.device("cpu"))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._slots = GhostSlots(module, module_map, bounds, index, frozenset(self.parameters), mode)
-        self._skipped = SkippedBlocks(mode, module_map.leaking_blocks)
         modules = dict(module.named_modules())
         self._blocks = [modules[name] for name in module_map.blocks]
+        self._skipped = SkippedBlocks(self._blocks, mode, module_map.leaking_blocks)
         self._receives = module_map.cuts[self._first - 1] if index > 0 else ()
         self._sends = module_map.cuts[self._end - 1] if index < self._num_stages - 1 else ()
         self._wanted = frozenset(live.key for live in (*self._receives, *self._sends))

@@ -1,17 +1,17 @@
 """Answers for blocks that a stage does not hold: ghosts of what they would return."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_mist.plan.calls import call_signature, is_simple
 
-_MAX_RECIPES = 16384
+_MAX_RECIPES = 4096
 """Remembered answers, about 1 KB each; forgotten all at once beyond this."""
 
 
@@ -26,14 +26,21 @@ class _Recipe:
 class SkippedBlocks:
     """Runs a block on ghosts the first time it sees arguments of some form, and answers from memory afterwards.
 
+    Blocks of one class that gave equal answers the first time share their memory, so that batches of many lengths cost
+    one block's run each. Should they differ for another form after all, the stage is given a tensor of another shape
+    than it expects, which is an error.
+
     Args:
+        blocks: All blocks in execution order.
         mode: Makes the ghosts.
         leaking: Positions of blocks that have to run each time, since others read values inside them.
     """
 
-    def __init__(self, mode: FakeTensorMode, leaking: tuple[int, ...]) -> None:
-        self._mode, self._leaking = mode, frozenset(leaking)
+    def __init__(self, blocks: Sequence[nn.Module], mode: FakeTensorMode, leaking: tuple[int, ...]) -> None:
+        self._blocks, self._mode, self._leaking = blocks, mode, frozenset(leaking)
         self._recipes: dict[Hashable, _Recipe] = {}
+        self._kinds: dict[int, int] = {}
+        self._first: list[tuple[type[nn.Module], Hashable, _Recipe]] = []
 
     def answer(
         self,
@@ -54,18 +61,26 @@ class SkippedBlocks:
         """
         if position in self._leaking:
             return original(*args, **kwargs)
-        inputs = tree_flatten((args, kwargs))[0]
-        key = (position, call_signature(inputs), context)
-        recipe = self._recipes.get(key)
+        inputs, form = tree_flatten((args, kwargs))
+        signature = (call_signature(inputs), form, context)
+        recipe = self._recipes.get((self._kinds.get(position), signature))
         if recipe is None:
             output = original(*args, **kwargs)
-            if len(self._recipes) >= _MAX_RECIPES:
-                self._recipes.clear()
-            self._recipes[key] = _recipe(output, inputs)
+            self._remember(position, signature, _recipe(output, inputs))
             return output
         if recipe.structure is None:
             return original(*args, **kwargs)
         return tree_unflatten([self._leaf(leaf, inputs) for leaf in recipe.leaves], recipe.structure)
+
+    def _remember(self, position: int, signature: Hashable, recipe: _Recipe) -> None:
+        if len(self._recipes) >= _MAX_RECIPES:
+            self._recipes.clear()
+        if position not in self._kinds:
+            first = (type(self._blocks[position]), signature, recipe)
+            if first not in self._first:
+                self._first.append(first)
+            self._kinds[position] = self._first.index(first)
+        self._recipes[self._kinds[position], signature] = recipe
 
     def _leaf(self, leaf: tuple[Any, ...], inputs: list[Any]) -> Any:
         if leaf[0] == "input":
