@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank soon ends all of them with the first traceback; bad input is refused on every rank."""
+"""Whatever goes wrong on one rank soon ends all of them, with its traceback; bad input is refused on every rank."""
 
 import os
 import re
