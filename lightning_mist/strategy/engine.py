@@ -152,7 +152,7 @@ class Engine:
         return self.stage_index == self.plan.num_stages - 1
 
     def train_batch(
-        self, batch: Any, step: Callable[[Any], Any], *, loss_scale: float = 1.0
+        self, batch: Any, step: Callable[[Any], Any], *, loss_scale: float = 1.0, keeps_gradients: bool = True
     ) -> tuple[BatchResult, Tensor | None]:
         """Run forward and backward of one batch over all ranks.
 
@@ -160,6 +160,8 @@ class Engine:
             batch: The batch that this rank loaded.
             step: The user's step on a part of a batch, in its precision context.
             loss_scale: Factor on every microbatch's loss before its backward.
+            keeps_gradients: Whether gradients of earlier batches stay for this one to be added to. If not they are
+                freed before it runs, which saves their memory.
 
         Returns:
             What the step gave for this rank's own batch, and the loss to return to Lightning, whose backward installs
@@ -167,8 +169,8 @@ class Engine:
         """
         own_state = get_random_state(self.device)
         complete(self.exchange.run(batch, own_state))
-        accumulated = [(parameter, parameter.grad) for parameter in self.stage.parameters.values()]
-        for parameter, _ in accumulated:
+        accumulated = [(p, p.grad) for p in self.stage.parameters.values() if keeps_gradients]
+        for parameter in self.stage.parameters.values():
             parameter.grad = None
         records: dict[int, tuple[LogRecord, ...]] = {}
 

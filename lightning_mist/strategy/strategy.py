@@ -227,9 +227,23 @@ class MistBase(_Base):
 
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
-        result, loss = self._engine.train_batch(batch, step, loss_scale=scale)
+        keeps = not self._gradients_are_about_to_go()
+        result, loss = self._engine.train_batch(batch, step, loss_scale=scale, keeps_gradients=keeps)
         self._engine.replay(result)
         return {**result.extras, "loss": loss} if result.extras and loss is not None else loss
+
+    def _gradients_are_about_to_go(self) -> bool:
+        """Whether Lightning clears the gradients right after this step, and nobody looks at them before that."""
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        loop = trainer.fit_loop.epoch_loop
+        if loop.batch_idx % trainer.accumulate_grad_batches != 0:
+            return False
+        watching = [module, *trainer.callbacks]  # type: ignore[attr-defined]
+        hooks = [getattr(type(item), "on_before_zero_grad", None) for item in watching]
+        own = getattr(type(module), "optimizer_zero_grad", None)
+        return all(_is_lightnings(hook) for hook in [*hooks, own])
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
@@ -293,6 +307,11 @@ def _refuse_what_is_not_there(save_distributed_checkpoint: bool, host_memory_lim
         raise ValueError("save_distributed_checkpoint=True: checkpoints are single files; leave it False")
     if host_memory_limit is not None:
         raise ValueError(f"host_memory_limit={host_memory_limit!r}: nothing is offloaded yet; leave it out")
+
+
+def _is_lightnings(function: Any) -> bool:
+    """Whether a hook is Lightning's own, which does nothing but the default."""
+    return getattr(function, "__module__", "").partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 def build(root: str, module: str) -> type[MistBase]:
