@@ -19,6 +19,8 @@ class StageSlot:
         data_parallel_degree: Data-parallel ranks of the stage, which are all of its devices.
         rows: Rows that each of them sees per microbatch.
         batch_rows: Rows of the batch that each rank loads.
+        replicas: Number of independent copies of the pipeline, or a number that it is at least; the fewer there are,
+            the more ranks exchange their batches.
         schedule: Name of the schedule.
     """
 
@@ -28,7 +30,17 @@ class StageSlot:
     data_parallel_degree: int
     rows: int
     batch_rows: int
+    replicas: int = 1
     schedule: ScheduleName = "1f1b"
+
+    @property
+    def batches_held(self) -> int:
+        """The most batches, its own and those it computes on, that a rank has: whole ones travel inside a replica.
+
+        A rank computes on one part of one batch per microbatch.
+        """
+        world_size = self.num_microbatches * self.data_parallel_degree * self.rows // self.batch_rows
+        return min(world_size // self.replicas, self.num_microbatches + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +84,7 @@ def slots_of(plan: Plan) -> tuple[tuple[StageSlot, StageCandidates], ...]:
                 data_parallel_degree=stage.data_parallel_degree,
                 rows=stage.microbatch_size,
                 batch_rows=max(1, plan.global_batch_size // plan.world_size),
+                replicas=plan.num_replicas,
                 schedule=plan.schedule,
             ),
             StageCandidates(

@@ -169,6 +169,16 @@ def _phases(slot: StageSlot) -> tuple[Phase, ...]:
     return stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
 
 
+def is_plain(slot: StageSlot, candidates: StageCandidates) -> BoolArray:
+    """Which candidates are what torch's ``DistributedDataParallel`` does, which then runs them.
+
+    Its buckets are made with the module and hold all gradients from one step to the next.
+    """
+    whole = slot.num_stages == 1 and slot.num_microbatches == 1
+    plain_K: BoolArray = (candidates.zero_stage_K == 0) & (candidates.checkpointed_K == 0) & whole
+    return plain_K
+
+
 class MemoryModel:
     """Peak memory of stages of one network; keeps what it has computed.
 
@@ -261,6 +271,7 @@ class MemoryModel:
             self._working[slot.rows] = WorkingSets(costs, self._table.single_R)
         working = self._working[slot.rows]
         runs = self._runs(candidates, held, slot.rows)
+        plain_K = is_plain(slot, candidates)
         owned_K = held.trained_K
         if slot.data_parallel_degree > 1:
             share_K = self.largest_share(candidates, slot.data_parallel_degree)
@@ -270,7 +281,7 @@ class MemoryModel:
                 "parameter_bytes": held.all_K,
                 "buffer_bytes": float(self.spec.buffer_bytes),
                 "optimizer_bytes": self.spec.optimizer.state_bytes_per_parameter_byte * owned_K,
-                "batch_bytes": self._batch_bytes(slot),
+                "batch_bytes": slot.batches_held * self.costs(slot.batch_rows).batch_bytes,
             },
             gradients_K=held.trained_K,
             reused_K=held.reused_K,
@@ -278,8 +289,12 @@ class MemoryModel:
             entering_K=costs.boundary_C[candidates.start_K],
             leaving_K=costs.gradient_boundary_C[candidates.end_K],
             returned_K=costs.gradient_boundary_C[candidates.start_K],
-            forward_K=working.forward(runs),
-            first_backward_K=working.first_backward(runs),
+            forward_K=working.forward(runs) + held.trained_K * plain_K,
+            first_backward_K=np.where(
+                plain_K,
+                held.trained_K + held.reused_K + working.backward(runs),
+                working.first_backward(runs),
+            ),
             backward_K=working.backward(runs),
             update=tuple(self._update(slot, working, runs, held, owned_K, candidates)),
         )
@@ -304,14 +319,6 @@ class MemoryModel:
             for index, at in enumerate(at_K)
         )
 
-    def _batch_bytes(self, slot: StageSlot) -> float:
-        own = self.costs(slot.batch_rows).batch_bytes
-        if slot.num_stages == 1:
-            return own
-        # The ranks of a replica exchange batches: each keeps its own and those whose rows it computes on.
-        used = self.costs(slot.rows * slot.num_microbatches).batch_bytes
-        return max(own, used)
-
     def _update(
         self,
         slot: StageSlot,
@@ -335,6 +342,7 @@ class MemoryModel:
         if slot.data_parallel_degree > 1:
             bucket_K = np.minimum(held.trained_K, BUCKET_BYTES + held.largest_K)
             filled_K = working.bucket(runs, bucket_K, progressive=slot.num_microbatches == 1)
+            filled_K = np.where(is_plain(slot, candidates), held.trained_K, filled_K)
             result.append(("gradient reduction", {"working_bytes": filled_K}))
             gathered_K = np.where(candidates.zero_stage_K > 0, BUCKETS_IN_FLIGHT * bucket_K, 0.0)
             gathered_K = np.minimum(gathered_K, held.trained_K)
