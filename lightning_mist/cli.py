@@ -118,9 +118,10 @@ def plan(
     search = SearchSpace(
         max_stages=max_stages, zero_stages=tuple(zero_stages), checkpointing=checkpointing, schedule=schedule
     )
-    machine, profile = _machine(cluster, precision)
+    machine = _cluster(cluster)
     rows = max(1, global_batch_size // machine.world_size)
     spec = _trace(model, rows=rows, seq_len=seq_len, precision=precision, optimizer=optimizer)
+    profile = _measured(machine, precision) if _is_local(cluster) else None
     _say(f"searching plans for {spec.num_layers} layers on {machine.world_size} devices")
     result = tune(
         spec, machine, profile=profile, global_batch_size=global_batch_size, memory_limit=limit, search=search
@@ -203,25 +204,29 @@ def _trace(model: str, *, rows: int, seq_len: int | None, precision: str, optimi
     return replace(spec, name=source.name)
 
 
-def _machine(text: str, precision: str) -> "tuple[Cluster, HardwareProfile | None]":
-    """The cluster, and its measured profile if it is this machine."""
-    from lightning_mist.hardware import parse_cluster
+def _is_local(text: str) -> bool:
+    return text.partition(":")[0] == _LOCAL
 
-    name, _, count = text.partition(":")
-    if name != _LOCAL:
-        return parse_cluster(text), None
-    if count and not (count.isdecimal() and int(count) > 0):
+
+def _cluster(text: str) -> "Cluster":
+    """The cluster that a text describes, or this machine."""
+    from lightning_mist.hardware import detect, parse_cluster
+
+    if not _is_local(text):
+        return parse_cluster(text)
+    count = text.partition(":")[2]
+    if text != _LOCAL and not (count.isdecimal() and int(count) > 0):
         raise ValueError(f"cluster {text!r}: write local, or local: and a number of processes, for example local:2")
     import torch
 
-    from lightning_mist.hardware import detect
+    kind, there = ("cuda", torch.cuda.device_count()) if torch.cuda.is_available() else ("cpu", None)
+    processes = int(count) if count else there or 1
+    if there is not None and processes > there:
+        raise ValueError(f"cluster {text!r}: this machine has {there} CUDA devices; write local:{there}")
+    return detect(processes, 1, kind)
 
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    processes = int(count) if count else max(1, torch.cuda.device_count())
-    return detect(processes, 1, kind), _measured(processes, kind, precision)
 
-
-def _measured(processes: int, kind: str, precision: str) -> "HardwareProfile":
+def _measured(cluster: "Cluster", precision: str) -> "HardwareProfile":
     """The profile that a fit on this machine would use: kept from earlier, or measured by as many processes."""
     from torch.multiprocessing.spawn import spawn
 
@@ -229,36 +234,33 @@ def _measured(processes: int, kind: str, precision: str) -> "HardwareProfile":
 
     with tempfile.TemporaryDirectory() as directory:
         target = os.path.join(directory, "profile.json")
-        arguments = (processes, kind, precision, os.path.join(directory, "store"), target)
-        spawn(_measure, args=arguments, nprocs=processes)  # type: ignore[no-untyped-call]
+        arguments = (cluster, precision, os.path.join(directory, "store"), target)
+        spawn(_measure, args=arguments, nprocs=cluster.world_size)  # type: ignore[no-untyped-call]
         return read_profile(Path(target))
 
 
-def _measure(rank: int, processes: int, kind: str, precision: str, store: str, target: str) -> None:
+def _measure(rank: int, cluster: "Cluster", precision: str, store: str, target: str) -> None:
     """One process of a measurement of this machine."""
     import torch
     import torch.distributed as dist
 
-    from lightning_mist.hardware import detect, write_profile
+    from lightning_mist.hardware import write_profile
     from lightning_mist.strategy.machine import default_directory, machine_profile
     from lightning_mist.strategy.progress import Progress
 
-    device = torch.device(f"cuda:{rank}" if kind == "cuda" else "cpu")
-    if kind == "cuda":
+    on_cuda = cluster.device.kind == "cuda"
+    device = torch.device(f"cuda:{rank}" if on_cuda else "cpu")
+    if on_cuda:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
+        "nccl" if on_cuda else "gloo",
         init_method=Path(store).as_uri(),
         rank=rank,
-        world_size=processes,
+        world_size=cluster.world_size,
     )
     with Progress(enabled=rank == 0) as progress:
         profile = machine_profile(
-            cluster=detect(processes, 1, kind),
-            device=device,
-            precision=precision,
-            directory=default_directory(),
-            progress=progress,
+            cluster=cluster, device=device, precision=precision, directory=default_directory(), progress=progress
         )
     if rank == 0:
         write_profile(profile, Path(target))

@@ -162,6 +162,7 @@ def test_plan_of_a_configuration(tmp_path, capsys):
     [
         ({"model": "gpt5"}, "model 'gpt5': not a preset"),
         ({"cluster": "2xL5"}, "L5"),
+        ({"cluster": "local:"}, "cluster 'local:': write local"),
         ({"cluster": "local:none"}, "cluster 'local:none': write local, or local: and a number of processes"),
         ({"global_batch_size": 0}, "global_batch_size = 0: at least one row is needed"),
         ({"global_batch_size": 7}, "global_batch_size = 7 on 2 devices"),
@@ -185,6 +186,12 @@ def test_plan_for_this_machine_uses_what_was_measured_of_it(tmp_path, monkeypatc
     cluster = detect(1, 1, "cpu")
     kept = replace(catalog_profile(cluster), source="kept from earlier")
     save_profile(kept, default_directory(), cluster)
-    found, profile = cli._machine("local", "32-true")
-    assert found == cluster
-    assert profile == kept
+    assert cli._cluster("local") == cluster
+    assert cli._measured(cluster, "32-true") == kept
+
+
+def test_more_processes_than_devices_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="cluster 'local:3': this machine has 2 CUDA devices; write local:2"):
+        cli._cluster("local:3")
