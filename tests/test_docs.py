@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_mist import MistStrategy
+from lightning_mist.cli import main
 from lightning_mist.plan import from_json, row_slice
 
 ROOT = Path(__file__).parent.parent
@@ -41,3 +42,14 @@ def test_options_of_the_readme_exist() -> None:
     named = {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
     assert {"plan", "memory_limit", "search"} <= named
     assert named <= set(signature(MistStrategy.__init__).parameters)
+
+
+def test_commands_of_the_readme_parse(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = re.findall(r"^lightning-mist (\w+) (.*)$", (ROOT / "README.md").read_text(), re.M)
+    assert {name for name, _ in commands} == {"plan", "show"}
+    for name, arguments in commands:
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        assert [option for option in re.findall(r"--[\w-]+", arguments) if option not in text] == []
