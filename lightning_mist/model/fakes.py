@@ -1,5 +1,6 @@
 """Fake tensors in the place of parameters, and tensor objects that turn into others."""
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,14 +55,19 @@ def _form_of(parameter: nn.Parameter) -> Tensor:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Inside, torch does not warn about the gradients of tensors that meet a fake.
+    """Inside, torch neither warns about the gradients of tensors that meet a fake nor logs what a fake cannot do.
 
     It looks at ``.grad`` of a real tensor when making its fake, and hides its own warning only where warnings are shown
-    and not where they are errors.
+    and not where they are errors. An operator that fails on fakes is in the reason that the map gives.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
-        yield
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    is_disabled, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
+            yield
+    finally:
+        log.disabled = is_disabled
 
 
 def fake_like(fake: FakeTensor, tensor: Tensor) -> Tensor:

@@ -64,6 +64,8 @@ def run_twice(module: nn.Module, call: Call, batches: tuple[Any, Any], candidate
         if runs.records:
             return runs
         failures.append(runs)
+        if not any(recorder.record.reads for recorder in recorders):
+            break
     return failures[0]
 
 
