@@ -1,0 +1,109 @@
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_mist.errors import TraceError
+from lightning_mist.model.isolate import isolated, substitute_parameters
+from lightning_mist.model.step import StepCount, Subject, count_step
+from lightning_mist.model.walk import loss_of
+
+
+class Chain(nn.Module):
+    """Two square linear blocks between a linear head and tail, without biases."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(4, 8, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sigmoid()) for _ in range(2))
+        self.outlet = nn.Linear(8, 1, bias=False)
+        if frozen:
+            self.inlet.requires_grad_(False)
+            self.blocks[0].requires_grad_(False)
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outlet(x).sum()
+
+
+def count(module: Chain, *, fake: bool = True, twins: Any = (None, None), **how: bool) -> StepCount:
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+    with isolated(module):
+        parameters = tuple(substitute_parameters(module, mode, {}).values())
+        subject = Subject(
+            module=module,
+            blocks=tuple(module.blocks),
+            parameters=parameters,
+            mode=mode,
+            call=module.training_step,
+            context=nullcontext,
+        )
+        options = {"recompute": False, "gradients_exist": False, **how}
+        return count_step(subject, torch.ones(10, 4), twins=twins, **options)
+
+
+ROW = 10 * 8 * 4  # bytes of an activation
+SQUARE = 8 * 8 * 4  # bytes of a block's weight
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_parts_of_a_chain_by_hand(fake: bool) -> None:
+    seen = count(Chain(), fake=fake)
+    assert [p.flops for p in seen.forward] == [2 * 10 * 32, 2 * 10 * 64, 2 * 10 * 64, 2 * 10 * 8]
+    # The batch needs no gradient, so the head's backward has one product; every other part has two.
+    assert [p.flops for p in seen.backward] == [2 * 10 * 32, 4 * 10 * 64, 4 * 10 * 64, 4 * 10 * 8]
+    assert [p.operators for p in seen.forward] == [1, 2, 2, 2]
+    assert seen.saved == (ROW, ROW, ROW, 4)  # each block keeps its sigmoid; the tail the loss
+    assert seen.made == (4 * 32, SQUARE, SQUARE, 4 * 8)
+    # product and sigmoid
+    assert [max(seen.forward_peaks(part)) for part in (1, 2)] == [2 * ROW, 2 * ROW]
+    # Its result and the gradient of it, then that of the product; loss and its gradient live on. Then result and its
+    # gradient are gone and the weight's gradient comes, then the gradient of what entered.
+    assert seen.backward_peaks(1) == [8 + ROW, 8 + 2 * ROW, 8 + SQUARE, 8 + SQUARE + ROW]
+
+
+def test_with_gradients_there_already_nothing_is_left_behind_and_one_addition_per_weight_comes_in() -> None:
+    first, later = count(Chain()), count(Chain(), gradients_exist=True)
+    assert later.made == (0, 0, 0, 0)
+    assert [b.operators - a.operators for a, b in zip(first.backward, later.backward, strict=True)] == [1, 1, 1, 1]
+    assert [p.flops for p in first.backward] == [p.flops for p in later.backward]
+
+
+def test_a_recomputed_block_keeps_what_it_hands_on_and_runs_twice() -> None:
+    plain, again = count(Chain()), count(Chain(), recompute=True)
+    assert again.saved == (ROW, ROW, ROW, 4)  # sigmoid keeps its result, which is what the block hands on
+    assert again.backward[1].flops == plain.backward[1].flops + plain.forward[1].flops
+    # Only the gradient of its result is there at first; product and sigmoid are made again.
+    assert again.backward_peaks(1)[:3] == [8, 8 + ROW, 8 + 2 * ROW]
+
+
+def test_a_twin_counts_nothing_and_changes_nothing_for_the_others() -> None:
+    whole, brief = count(Chain()), count(Chain(), twins=(None, 0))
+    for part in (0, 1, 3):
+        assert brief.forward[part].flops == whole.forward[part].flops
+        assert brief.forward_peaks(part) == whole.forward_peaks(part)
+        assert brief.saved[part] == whole.saved[part]
+    assert brief.forward[2].flops == brief.backward[2].flops == 0
+    assert brief.backward_peaks(1) == whole.backward_peaks(1)
+
+
+def test_where_no_gradient_flows_there_is_no_backward() -> None:
+    seen = count(Chain(frozen=True))
+    assert [p.flops > 0 for p in seen.backward] == [False, False, True, True]
+    assert seen.backward_peaks(0) == []
+
+
+def test_losses_come_bare_or_in_a_mapping() -> None:
+    loss = torch.ones((), requires_grad=True)
+    assert loss_of(loss) is loss
+    assert loss_of({"loss": loss, "logits": 1}) is loss
+    for value in (None, {"logits": loss}, 3.0):
+        with pytest.raises(TraceError, match="without a loss"):
+            loss_of(value)
+    with pytest.raises(TraceError, match="does not depend on any trained parameter"):
+        loss_of(torch.ones(()))

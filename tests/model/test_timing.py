@@ -1,0 +1,147 @@
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mist.errors import TraceError
+from lightning_mist.model import LayerSeconds, ModelSpec, attach_seconds, map_module, time_layers, trace_model
+from lightning_mist.model.timing import robust_median
+from tests import zoo
+
+CPU = torch.device("cpu")
+RUNS: Counter[int] = Counter()
+
+
+class Counting(nn.Module):
+    """Remembers, outside of any module, how often each block ran on real numbers."""
+
+    def __init__(self, position: int, width: int = 16) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, width)
+        self.back = nn.Linear(width, 16)
+        self.position = position
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        if type(self.linear.weight) is nn.Parameter:
+            RUNS[self.position] += 1
+        return h + self.back(torch.relu(self.linear(h)))
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(4, 16)
+        self.blocks = nn.ModuleList(Counting(i, 32 if i == 3 else 16) for i in range(layers))
+        self.outlet = nn.Linear(16, 1)
+        self.steps: list[int] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.steps.append(len(batch))
+        h = torch.dropout(self.inlet(batch), 0.1, True)
+        for block in self.blocks:
+            h = block(h)
+        return self.outlet(h).mean()
+
+
+def make_batch(rows: int) -> torch.Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(0))
+
+
+def timed(module: nn.Module, described: Any = None, **options: Any) -> tuple[LayerSeconds, ...]:
+    call = zoo.step(module)
+    described = described or map_module(module, call, make_batch(4), second_batch=make_batch(3))
+    return time_layers(module, described, make_batch, [4, 2], call, device=CPU, **options)
+
+
+def test_every_kind_has_seconds_at_every_size_and_only_examples_run() -> None:
+    module = Stack()
+    RUNS.clear()
+    seconds = timed(module)
+    assert [item.kind for item in seconds] == ["head", "Counting", "Counting#2", "tail"]
+    assert [item.layers for item in seconds] == [(), (0, 1, 2, 4, 5), (3,), ()]
+    for item in seconds:
+        assert item.rows == (2, 4)
+        assert all(x > 0 for x in (*item.forward, *item.backward))
+        assert item.spread >= 0
+    steps = RUNS[0]
+    # Trace and kinds aside, whose blocks run on fake numbers, only the first block of each kind runs.
+    assert steps >= 2 * (1 + 3)
+    assert dict(RUNS) == {0: steps, 3: steps}
+
+
+def test_the_module_is_as_before() -> None:
+    module = Stack()
+    module.training_step(make_batch(2), 0).backward()
+    before = {n: (p, p.detach().clone(), p.grad, p.grad.clone()) for n, p in module.named_parameters()}
+    state = torch.get_rng_state()
+    timed(module)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert module.steps == [2]
+    for n, p in module.named_parameters():
+        original, value, grad, grad_value = before[n]
+        assert p is original
+        assert p.grad is grad
+        assert torch.equal(p, value)
+        assert torch.equal(p.grad, grad_value)
+    assert all("forward" not in vars(block) for block in module.blocks)
+
+
+def test_models_whose_blocks_hand_on_more_than_a_tensor_are_timed() -> None:
+    for name in ("tuple_dict", "batch_norm", "closure", "no_blocks"):
+        module, make = zoo.make(name)
+        call = zoo.step(module)
+        found = map_module(module, call, make(4), second_batch=make(3))
+        seconds = time_layers(module, found, make, [4], call, device=CPU, budget_seconds=0.0)
+        assert seconds[0].kind == "head"
+        assert seconds[-1].kind == "tail"
+        assert sorted(i for item in seconds for i in item.layers) == list(range(len(found.blocks)))
+
+
+def test_progress_is_told_and_ends() -> None:
+    told: list[tuple[str, float]] = []
+    timed(Stack(), progress=lambda text, fraction: told.append((text, fraction)))
+    fractions = [fraction for _, fraction in told]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+
+
+def test_outliers_do_not_move_the_median_or_the_spread() -> None:
+    clean = [1.0, 1.01, 0.99, 1.02, 0.98]
+    assert robust_median([*clean, 9.0, 50.0])[0] == pytest.approx(1.0, abs=0.011)
+    assert robust_median([*clean, 50.0])[1] < 0.02
+    assert robust_median([3.0]) == (3.0, 0.0)
+    assert robust_median([0.0, 0.0]) == (0.0, 0.0)
+
+
+def spec_and_seconds() -> tuple[ModelSpec, tuple[LayerSeconds, ...]]:
+    module = Stack()
+    return trace_model(module, make_batch(4), call=zoo.step(module)), timed(module, budget_seconds=0.0)
+
+
+def test_a_specification_gets_the_seconds_of_the_kinds_its_layers_were_timed_in() -> None:
+    spec, seconds = spec_and_seconds()
+    assert [item.kind for item in attach_seconds(spec, seconds).seconds] == ["head", "Counting", "Counting#2", "tail"]
+    # A specification that tells more kinds apart than the measurement did.
+    finer = replace(spec, layers=(*spec.layers, replace(spec.layers[0], kind="Counting#3")), kinds=(0, 0, 0, 1, 0, 2))
+    attached = attach_seconds(finer, seconds).seconds
+    assert [(item.kind, item.layers) for item in attached[1:-1]] == [
+        ("Counting", (0, 1, 2, 4)),
+        ("Counting#2", (3,)),
+        ("Counting#3", (5,)),
+    ]
+    assert attached[3].forward == attached[1].forward == seconds[1].forward
+    assert attach_seconds(spec, ()).seconds == ()
+    with pytest.raises(TraceError, match=r"layer 3 \(Counting#2\) was not timed"):
+        attach_seconds(spec, [item for item in seconds if item.kind != "Counting#2"])
+
+
+def test_a_failing_step_and_no_sizes_are_refused() -> None:
+    module = Stack()
+    found = map_module(module, zoo.step(module), make_batch(4), second_batch=make_batch(3))
+    with pytest.raises(TraceError, match="the step failed while it was timed: RuntimeError"):
+        time_layers(module, found, lambda rows: torch.randn(rows, 5), [2], zoo.step(module), device=CPU)
+    with pytest.raises(ValueError, match="rows is empty"):
+        time_layers(module, found, make_batch, [], zoo.step(module), device=CPU)
