@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.batches import copy_containers
+from lightning_mist.model.fakes import quiet_fakes
 from lightning_mist.model.isolate import isolated, substitute_parameters
 from lightning_mist.model.kinds import Kinds, cost_keys, group, module_key
 from lightning_mist.model.spec import LayerSeconds, ModelSpec
@@ -116,7 +117,7 @@ def _kinds(
     if not blocks:
         return Kinds(labels=(), examples=(), of=())
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with isolated(module):
+    with isolated(module), quiet_fakes():
         parameters = tuple(substitute_parameters(module, mode, {}).values())
         subject = Subject(
             module=module, blocks=blocks, parameters=parameters, mode=mode, call=call, context=nullcontext

@@ -20,6 +20,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model.batches import batch_rows, batch_tensors, resize_batch, sequence_length
 from lightning_mist.model.boundaries import boundary_specs
 from lightning_mist.model.cuts import map_module
+from lightning_mist.model.fakes import quiet_fakes
 from lightning_mist.model.fit import BILINEAR, CONSTANT, Basis, MisfitError
 from lightning_mist.model.isolate import isolated, substitute_parameters
 from lightning_mist.model.kinds import Kinds, cost_keys, group, is_faithful
@@ -229,7 +230,7 @@ def _traced(
     blocks = tuple(module.get_submodule(name) for name in module_map.blocks)
     failures: list[str] = []
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), None):
-        with isolated(module):
+        with isolated(module), quiet_fakes():
             parameters = tuple(substitute_parameters(module, mode, owners).values())
             subject = Subject(
                 module=module, blocks=blocks, parameters=parameters, mode=mode, call=call, context=context
