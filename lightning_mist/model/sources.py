@@ -54,7 +54,9 @@ def open_model(text: str, *, batch_rows: int, sequence_length: int | None, preci
     if precision not in PRECISIONS:
         raise ValueError(f"precision {precision!r}: known precisions are {', '.join(PRECISIONS)}")
     dtype, _, mixed = precision.partition("-")
-    context = partial(torch.autocast, "cpu", _DTYPES[dtype]) if mixed == "mixed" else nullcontext
+    # As under Lightning, which keeps no cast weights from one operator to the next.
+    autocast = partial(torch.autocast, "cpu", _DTYPES[dtype], cache_enabled=False)
+    context = autocast if mixed == "mixed" else nullcontext
     kept = None if mixed == "mixed" or dtype == "32" else _DTYPES[dtype]
     if ":" in text:
         return _from_function(text, context, kept)
