@@ -8,31 +8,42 @@ With ``t_i`` the steady time of stage ``i`` (forward and backward of a middle mi
 The slowest stage sets the pace, every stage is passed once, and a stage's boundary work counts only as far as it
 exceeds the time for which the stages before it are still busy, because stage 0 finishes last and starts first (Zhu et
 al., Mist, 2025).
-"""
 
-from collections.abc import Sequence
+Array axes
+    S  stages
+    K  pipelines
+"""
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_mist.cost.compile import FloatArray
 
-def step_seconds(steady_S: Sequence[float] | npt.ArrayLike, boundary_S: npt.ArrayLike, num_microbatches: int) -> float:
-    """Seconds of one step.
+
+def step_seconds_of(steady_SK: FloatArray, boundary_SK: FloatArray, num_microbatches: int) -> FloatArray:
+    """Seconds of one step of many pipelines.
 
     Args:
-        steady_S: Steady seconds of every stage.
-        boundary_S: Boundary seconds of every stage.
+        steady_SK: Steady seconds by stage and pipeline.
+        boundary_SK: Boundary seconds by stage and pipeline.
         num_microbatches: Number of microbatches.
 
     Raises:
-        ValueError: If there is no stage or no microbatch.
+        ValueError: If there is no stage or no microbatch, or the shapes differ.
     """
-    steady, boundary = np.asarray(steady_S, dtype=np.float64), np.asarray(boundary_S, dtype=np.float64)
-    if steady.size == 0 or steady.shape != boundary.shape or num_microbatches < 1:
+    if not len(steady_SK) or steady_SK.shape != boundary_SK.shape or num_microbatches < 1:
         raise ValueError(
-            f"{steady.size} steady and {boundary.size} boundary times for {num_microbatches} microbatches: "
-            "there must be as many of both, at least one, and at least one microbatch"
+            f"steady times of shape {steady_SK.shape} and boundary times of shape {boundary_SK.shape} for "
+            f"{num_microbatches} microbatches: shapes must be equal, with at least one stage and one microbatch"
         )
-    before = np.concatenate([[0.0], np.cumsum(steady)[:-1]])
-    exposed = max(0.0, float((boundary - before).max()))
-    return float((num_microbatches - 1) * steady.max() + steady.sum() + exposed)
+    before_SK = np.cumsum(steady_SK, axis=0) - steady_SK
+    exposed_K = np.maximum(0.0, (boundary_SK - before_SK).max(axis=0))
+    result_K: FloatArray = (num_microbatches - 1) * steady_SK.max(axis=0) + steady_SK.sum(axis=0) + exposed_K
+    return result_K
+
+
+def step_seconds(steady_S: npt.ArrayLike, boundary_S: npt.ArrayLike, num_microbatches: int) -> float:
+    """Seconds of one step of one pipeline; see :func:`step_seconds_of`."""
+    steady_SK = np.asarray(steady_S, dtype=np.float64).reshape(-1, 1)
+    boundary_SK = np.asarray(boundary_S, dtype=np.float64).reshape(-1, 1)
+    return float(step_seconds_of(steady_SK, boundary_SK, num_microbatches)[0])

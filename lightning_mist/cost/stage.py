@@ -139,10 +139,9 @@ class StageCostModel:
             (costs.boundary_C, candidates.start_K),
             (costs.gradient_boundary_C, candidates.end_K),
         ):
-            bare_C = collective_seconds(self.profile, "send_recv", 2, nodes, payload_C)
             # Every live tensor is a message of its own.
-            more_C = np.maximum(self._tensors_C - 1, 0) * collective_seconds(self.profile, "send_recv", 2, nodes, 1.0)
-            total_K += np.where(payload_C > 0, bare_C + more_C, 0.0)[cut_K]
+            seconds_C = collective_seconds(self.profile, "send_recv", 2, nodes, payload_C, self._tensors_C)
+            total_K += seconds_C[cut_K]
         return total_K
 
     def _boundary(
@@ -172,11 +171,8 @@ class StageCostModel:
         self, operation: str, degree: int, nodes: int, payload_K: FloatArray, messages: int = 1
     ) -> FloatArray:
         """A collective over flat buckets: at least ``messages`` of them."""
-        bare_K = collective_seconds(self.profile, operation, degree, nodes, payload_K)
-        latency = float(collective_seconds(self.profile, operation, degree, nodes, np.array(1.0)))
         calls_K = np.maximum(messages, np.ceil(payload_K / BUCKET_BYTES))
-        result_K: FloatArray = bare_K + np.where(payload_K > 0, (calls_K - 1) * latency, 0.0)
-        return result_K
+        return collective_seconds(self.profile, operation, degree, nodes, payload_K, calls_K)
 
     def _exposed(self, reduce_K: FloatArray, payload_K: FloatArray, backward_K: FloatArray) -> FloatArray:
         """What of a reduction does not hide in the last backward: on a device at least its last bucket."""

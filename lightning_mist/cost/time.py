@@ -142,7 +142,12 @@ def compute_rate(profile: HardwareProfile, dtype: str, flops: float) -> float:
 
 
 def collective_seconds(
-    profile: HardwareProfile, operation: str, group_size: int, num_nodes: int, payload_K: npt.ArrayLike, calls: int = 1
+    profile: HardwareProfile,
+    operation: str,
+    group_size: int,
+    num_nodes: int,
+    payload_K: npt.ArrayLike,
+    calls_K: npt.ArrayLike = 1,
 ) -> FloatArray:
     """Seconds of a collective.
 
@@ -153,7 +158,7 @@ def collective_seconds(
         group_size: Number of ranks.
         num_nodes: Number of nodes they span.
         payload_K: Bytes of the whole un-sharded tensors.
-        calls: Number of messages that they travel in.
+        calls_K: Number of messages that they travel in.
 
     Raises:
         ProfileError: If the profile does not have the operation.
@@ -167,7 +172,7 @@ def collective_seconds(
     share = steps * cost.group_size / group_size
     if operation == "send_recv":
         steps = share = 1.0
-    used = np.where(payload > 0, calls * cost.latency_seconds * steps, 0.0)
+    used = np.where(payload > 0, np.asarray(calls_K) * cost.latency_seconds * steps, 0.0)
     result: FloatArray = used + payload * share / cost.bytes_per_second
     return result
 

@@ -179,13 +179,14 @@ class IntraStage:
             data_parallel_degree=devices,
             rows=self.space.rows(num_microbatches, devices),
             batch_rows=self.space.batch_rows,
+            replicas=self.space.least_replicas(num_stages, num_microbatches),
             schedule=self.space.search.schedule,
         )
 
     def _prepare(self, slot: StageSlot) -> _Prepared:
         """Everything about a slot's candidates but how many microbatches are in flight, which slots share."""
         role = self._role(slot)
-        # Between nodes a transfer costs more.
+        # Between nodes a transfer costs more; all else depends on the number of stages only through the situations.
         inside = slot.num_stages <= self.model.cluster.devices_per_node
         key = (role, slot.num_microbatches, slot.data_parallel_degree, inside)
         if key not in self._kept:

@@ -106,6 +106,10 @@ class Space:
                 found.append(count)
         return tuple(found)
 
+    def least_replicas(self, num_stages: int, num_microbatches: int) -> int:
+        """The least number of independent copies of the pipeline that stages with these microbatches can form."""
+        return self.world_size if num_stages == 1 else common_unit(self.degrees(num_microbatches))
+
     def rows(self, num_microbatches: int, devices: int) -> int:
         """Rows that each of a stage's devices sees per microbatch."""
         return self.batch_rows * self.world_size // (num_microbatches * devices)

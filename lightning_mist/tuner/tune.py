@@ -149,7 +149,7 @@ def tune(
     search = search or SearchSpace()
     space = search_space.apply(search, spec, cluster.world_size, global_batch_size)
     model = StageCostModel(spec, profile or catalog_profile(cluster), cluster)
-    limit = USABLE_MEMORY * cluster.device.memory_bytes if memory_limit is None else float(memory_limit)
+    limit = usable_bytes(cluster, memory_limit)
     intra = IntraStage(model, space, limit)
     outcome = _search(intra, space, began + search.solver_seconds)
     if outcome.winner is None:
@@ -179,6 +179,11 @@ def tune(
         ),
         notes=(*space.notes, *_numbers(model, plan, limit, memory_limit)),
     )
+
+
+def usable_bytes(cluster: Cluster, memory_limit: int | None) -> float:
+    """Bytes that a plan may use of each device: the limit, or by default :data:`USABLE_MEMORY` of its memory."""
+    return USABLE_MEMORY * cluster.device.memory_bytes if memory_limit is None else float(memory_limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

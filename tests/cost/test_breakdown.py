@@ -1,0 +1,64 @@
+import dataclasses
+
+import pytest
+
+from lightning_mist.cost import predict, stage_memory, step_seconds
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import OffloadRatios, StageMesh, ZeroStage
+from tests.cost.test_memory import make_plan
+from tests.specs import cluster, profile, spec
+
+NETWORK = spec(6, tied=True, measured=True)
+
+
+def predicted(plan, **kwargs):
+    return predict(NETWORK, profile(), cluster(plan.world_size, **kwargs), plan)
+
+
+def test_terms_add_up():
+    plan = make_plan([2, 4], degree=2, microbatches=4, rows=2, zero=1, checkpointed=1)
+    found = predicted(plan)
+    assert len(found.stages) == 2
+    for stage, memory in zip(found.stages, stage_memory(NETWORK, plan), strict=True):
+        terms = dict(stage.breakdown)
+        assert stage.peak_bytes == memory.peak_bytes
+        assert sum(value for name, value in terms.items() if name.endswith("_bytes")) == stage.peak_bytes
+        steady = sum(terms[f"{name}_seconds"] for name in ("forward", "backward", "recompute", "transfer"))
+        assert stage.steady_seconds == pytest.approx(steady)
+        boundary = sum(terms[f"{name}_seconds"] for name in ("reduce", "tied", "update", "gather"))
+        assert stage.boundary_seconds == pytest.approx(boundary)
+        assert stage.forward_seconds + stage.backward_seconds == pytest.approx(steady - terms["transfer_seconds"])
+    steady = [stage.steady_seconds for stage in found.stages]
+    boundary = [stage.boundary_seconds for stage in found.stages]
+    assert found.step_seconds == step_seconds(steady, boundary, 4)
+
+
+def changed(plan, **kwargs):
+    return dataclasses.replace(plan, stages=(dataclasses.replace(plan.stages[0], **kwargs), *plan.stages[1:]))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"zero_stage": ZeroStage.GRADIENTS}, "zero_stage 2"),
+        ({"offload": OffloadRatios(optimizer=0.5)}, "offload True"),
+        (
+            {
+                "mesh": StageMesh(devices=(0, 1), data_parallel_degree=1, tensor_parallel_degree=2),
+                "microbatch_size": 8,
+            },
+            "tensor_parallel_degree 2",
+        ),
+    ],
+)
+def test_what_is_not_modelled_is_refused(kwargs, match):
+    plan = make_plan([6], degree=2, rows=4)
+    with pytest.raises(PlanError, match=match):
+        predicted(changed(plan, **kwargs))
+
+
+def test_a_plan_for_something_else_is_refused():
+    with pytest.raises(PlanError, match="the plan has 5 layers, synthetic has 6"):
+        predicted(make_plan([5]))
+    with pytest.raises(PlanError, match="the plan has 2 devices, the cluster 4"):
+        predict(NETWORK, profile(), cluster(4), make_plan([6], degree=2))

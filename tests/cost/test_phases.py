@@ -1,0 +1,48 @@
+import pytest
+
+from lightning_mist.cost.phases import stage_phases
+from lightning_mist.schedule import generate, in_flight
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 7, 40])
+def test_in_flight_is_that_of_the_whole_schedule(stages, microbatches, schedule):
+    lists = generate(stages, microbatches, schedule)
+    for index in range(stages):
+        phases = stage_phases(index, stages, microbatches, schedule)
+        most = max(phase.others for phase in phases) + 1
+        assert most == in_flight(lists, index)
+
+
+def test_one_microbatch_never_meets_gradients():
+    phases = stage_phases(0, 1, 1)
+    assert [(phase.kind, phase.gradients, phase.others) for phase in phases] == [
+        ("forward", False, 0),
+        ("first backward", False, 0),
+    ]
+
+
+def test_accumulation_meets_gradients():
+    found = {(phase.kind, phase.gradients, phase.others) for phase in stage_phases(0, 1, 4)}
+    assert found == {("forward", True, 0), ("first backward", False, 0), ("backward", True, 0)}
+
+
+def test_what_is_received_and_sent_counts():
+    first, last = stage_phases(0, 2, 8), stage_phases(1, 2, 8)
+    assert {phase.received for phase in first} == {0}
+    assert {phase.sent_gradients for phase in first} == {0}
+    assert {phase.received_gradients for phase in last} == {0}
+    # While the last stage computes backward, the next activation is on its way, and the gradient before is being sent.
+    backward = next(phase for phase in last if phase.kind == "backward")
+    assert (backward.received, backward.sent_gradients) == (2, 1)
+
+
+def test_a_stage_keeps_fewer_microbatches_than_there_are_when_they_run_out():
+    assert max(phase.others for phase in stage_phases(0, 4, 2)) == 1
+
+
+def test_no_situation_dominates_another():
+    for index in range(4):
+        phases = stage_phases(index, 4, 16)
+        assert not any(a.dominates(b) for a in phases for b in phases if a != b)

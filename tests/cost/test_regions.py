@@ -1,0 +1,53 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from lightning_mist.cost.regions import ParameterTable, compile_regions, covered, parameter_regions, regions_of
+from tests.specs import spec
+
+
+def test_tail_parameters_are_not_the_last_layers():
+    network = spec(3)
+    regions = dict(zip([p.name for p in network.parameters], parameter_regions(network), strict=True))
+    assert regions["wte.weight"] == (0,)
+    assert regions["blocks.0.weight"] == (1,)
+    assert regions["blocks.2.bias"] == (3,)
+    assert regions["head.weight"] == (4,)
+
+
+def test_a_tied_parameter_has_both_regions_and_an_unused_one_goes_to_the_tail():
+    network = spec(3, tied=True)
+    extra = dataclasses.replace(network.parameters[0], name="unused")
+    network = dataclasses.replace(network, parameters=(*network.parameters, extra))
+    regions = dict(zip([p.name for p in network.parameters], parameter_regions(network), strict=True))
+    assert regions["wte.weight"] == (0, 4)
+    assert regions["unused"] == (4,)
+
+
+def test_without_layers_everything_is_the_heads():
+    network = spec(0)
+    assert set(parameter_regions(network)) == {(0,)}
+    assert [region.kind for region in regions_of(network)] == ["head", "tail"]
+
+
+def test_expressions_are_evaluated_per_region():
+    network = spec(4, kinds=(0, 1, 0, 1), widths=(1000, 3000))
+    costs = compile_regions(network)(2)
+    np.testing.assert_allclose(costs.saved_R, [2000, 20000, 60000, 20000, 60000, 8000])
+    np.testing.assert_allclose(costs.checkpointed_saved_R[1:-1], [2000, 6000, 2000, 6000])
+    np.testing.assert_allclose(costs.boundary_C, [0, 2000, 6000, 2000, 0])
+    np.testing.assert_allclose(costs.gradient_boundary_C, costs.boundary_C)
+    assert costs.batch_bytes == 32
+
+
+@pytest.mark.parametrize(("start", "end", "low", "high"), [(0, 2, 0, 3), (2, 4, 3, 5), (4, 6, 5, 8), (0, 6, 0, 8)])
+def test_stages_cover_regions(start, end, low, high):
+    found = covered(spec(6), np.array([start]), np.array([end]))
+    assert (found[0][0], found[1][0]) == (low, high)
+
+
+def test_the_table_counts_a_tied_parameter_in_no_single_region():
+    table = ParameterTable.of(spec(2, parameter_bytes=40_000, edge_bytes=80_000, tied=True))
+    np.testing.assert_allclose(table.single_R, [0, 40_400, 40_400, 0])
+    assert table.bytes_P.sum() == 80_000 + 2 * 40_400

@@ -1,0 +1,121 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
+from lightning_mist.cost.memory import BUCKET_BYTES
+from lightning_mist.cost.stage import GRADIENT_PASSES, OPERATORS_PER_PARAMETER
+from tests.specs import cluster, profile, spec
+
+
+def one(start, end, *, checkpointed=0, zero=0):
+    return StageCandidates(
+        start_K=np.array([start]),
+        end_K=np.array([end]),
+        checkpointed_K=np.array([checkpointed]),
+        zero_stage_K=np.array([zero]),
+    )
+
+
+def slot(index=0, stages=1, *, microbatches=4, degree=1, rows=2):
+    return StageSlot(
+        stage_index=index,
+        num_stages=stages,
+        num_microbatches=microbatches,
+        data_parallel_degree=degree,
+        rows=rows,
+        batch_rows=rows,
+        replicas=degree,
+    )
+
+
+def model(network=None, machine=None, **kwargs):
+    network = spec(4, measured=True) if network is None else network
+    return StageCostModel(network, profile() if machine is None else machine, cluster(**kwargs))
+
+
+def test_layers_and_edges_add_up():
+    seconds = model().seconds(slot(), one(0, 4))
+    assert seconds.forward_K[0] == pytest.approx(2e-4 + 4 * 2e-3 + 6e-4)
+    assert seconds.backward_K[0] == pytest.approx(3e-4 + 4 * 3e-3 + 9e-4)
+    assert seconds.recompute_K[0] == seconds.transfer_K[0] == 0.0
+    parts = [model().seconds(slot(index, 2), one(2 * index, 2 * index + 2)) for index in range(2)]
+    assert sum(part.forward_K[0] for part in parts) == pytest.approx(seconds.forward_K[0])
+
+
+def test_recomputation_is_one_more_forward_of_the_first_layers():
+    network = spec(4, kinds=(0, 1, 0, 1), widths=(1000, 1000), measured=True)
+    seconds = model(network).seconds(slot(1, 3), one(1, 4, checkpointed=2))
+    assert seconds.recompute_K[0] == pytest.approx(4e-3 + 2e-3)
+
+
+def test_transfers_are_what_a_stage_waits_for():
+    machine = profile(link=1e8, latency=1e-4)
+    message = 1e-4 + 2 * 1000 / 1e8
+    first, middle, last = (
+        model(machine=machine).seconds(slot(index, 3), one(start, end)).transfer_K[0]
+        for index, (start, end) in enumerate([(0, 1), (1, 3), (3, 4)])
+    )
+    assert (first, middle, last) == pytest.approx((message, 2 * message, message))
+
+
+def test_every_live_tensor_is_a_message():
+    network = spec(4, measured=True)
+    twice = dataclasses.replace(network, boundaries=tuple(cut * 2 for cut in network.boundaries))
+    machine = profile(link=1e8, latency=1e-4)
+    more = model(twice, machine).seconds(slot(0, 2), one(0, 2)).transfer_K[0]
+    once = model(network, machine).seconds(slot(0, 2), one(0, 2)).transfer_K[0]
+    assert more - once == pytest.approx(1e-4 + 2000 / 1e8, rel=1e-3)
+
+
+def test_reduction_and_sharding():
+    machine = profile(link=1e8, latency=1e-4)
+    plain = model(machine=machine).seconds(slot(degree=2), one(0, 4))
+    gradients = 2 * 80_000 + 4 * 40_400
+    assert plain.reduce_K[0] == pytest.approx(1e-4 + gradients / 1e8)
+    assert plain.gather_K[0] == 0.0
+    sharded = model(machine=machine).seconds(slot(degree=2), one(0, 4, zero=1))
+    # One bucket per owner at least.
+    assert sharded.reduce_K[0] == pytest.approx(2e-4 + gradients / 1e8, rel=1e-6)
+    assert sharded.gather_K[0] == sharded.reduce_K[0]
+    assert sharded.update_K[0] < plain.update_K[0]
+    alone = model(machine=machine).seconds(slot(), one(0, 4, zero=1))
+    assert alone.reduce_K[0] == alone.gather_K[0] == 0.0
+
+
+def test_on_a_device_the_reduction_hides_in_the_last_backward():
+    network = spec(4, measured=True, edge_bytes=400 * 2**20)
+    machine = profile(link=1e11, latency=1e-6)
+    on_cpu = model(network, machine).seconds(slot(degree=2), one(0, 4)).reduce_K[0]
+    hidden = model(network, machine, kind="cuda").seconds(slot(degree=2), one(0, 4)).reduce_K[0]
+    gradients = 2 * 400 * 2**20 + 4 * 40_400
+    assert hidden == pytest.approx(on_cpu * BUCKET_BYTES / gradients)
+    slow = profile(link=1e9, latency=1e-6)
+    backward = model(network, slow).seconds(slot(degree=2), one(0, 4)).backward_K[0]
+    exposed = model(network, slow, kind="cuda").seconds(slot(degree=2), one(0, 4)).reduce_K[0]
+    assert exposed == pytest.approx(model(network, slow).seconds(slot(degree=2), one(0, 4)).reduce_K[0] - backward)
+
+
+def test_tied_gradients_travel_between_stages():
+    network = spec(4, tied=True, measured=True)
+    machine = profile(link=1e8, latency=1e-4)
+    assert model(network, machine).seconds(slot(0, 2), one(0, 2)).tied_K[0] == pytest.approx(1e-4 + 80_000 / 1e8)
+    assert model(network, machine).seconds(slot(1, 3), one(1, 3)).tied_K[0] == 0.0
+    assert model(network, machine).seconds(slot(), one(0, 4)).tied_K[0] == 0.0
+
+
+def test_an_update_moves_state_and_launches_operators():
+    machine = profile(bytes_per_second=1e9)
+    seconds = model(machine=machine).seconds(slot(), one(0, 4))
+    owned = 2 * 80_000 + 4 * 40_400
+    moved = 9 * owned + 2 * GRADIENT_PASSES * owned
+    # Ten parameters, one after another.
+    assert seconds.update_K[0] == pytest.approx(moved / 1e9 + 10 * OPERATORS_PER_PARAMETER * 1e-6)
+    assert seconds.boundary_K[0] == pytest.approx(seconds.update_K[0])
+
+
+def test_steady_time_is_the_sum_of_its_terms():
+    seconds = model().seconds(slot(0, 2, degree=2), one(0, 2, checkpointed=1))
+    terms = seconds.forward_K + seconds.backward_K + seconds.recompute_K + seconds.transfer_K
+    np.testing.assert_array_equal(seconds.steady_K, terms)
