@@ -98,16 +98,23 @@ def _run_variants(subject: Subject, batch: Any, blocks: _Blocks) -> _Variants:
 def _find_blocks(subject: Subject, batch: Any) -> _Blocks:
     """Run whole steps, sort the blocks into kinds, and see whether imitation counts the same."""
     whole = (None,) * len(subject.blocks)
-    count_step(subject, batch, twins=whole, recompute=False, gradients_exist=True)  # fills the module's own caches
+
+    def run(recompute: bool, gradients_exist: bool) -> StepCount:
+        return count_step(subject, batch, twins=whole, recompute=recompute, gradients_exist=gradients_exist)
+
+    plain, failure, counts = run(False, False), None, []
     kept = _kept_bytes(subject.module)
-    plain = count_step(subject, batch, twins=whole, recompute=False, gradients_exist=False)
-    if not subject.blocks:
-        return _Blocks(kinds=group((), ()), twins=(), recompute_failure=None, kept_bytes=kept)
-    counts, failure = [plain], None
     try:
-        counts.append(count_step(subject, batch, twins=whole, recompute=True, gradients_exist=True))
+        counts.append(run(True, True) if subject.blocks else run(False, True))
     except Exception as error:
         failure = f"a block cannot be run a second time in backward: {type(error).__name__}: {error}"
+        counts.append(run(False, True))
+    if [p.operators for p in plain.forward] != [p.operators for p in counts[0].forward]:
+        # The first step of all filled a cache of the user's module.
+        plain = run(False, False)
+    if not subject.blocks:
+        return _Blocks(kinds=group((), ()), twins=(), recompute_failure=None, kept_bytes=kept)
+    counts.append(plain)
     kinds = group([type(block).__name__ for block in subject.blocks], cost_keys(subject.blocks, counts))
     twins = kinds.twins() if _can_imitate(subject, batch, plain, kinds) else whole
     return _Blocks(kinds=kinds, twins=twins, recompute_failure=failure, kept_bytes=kept)
