@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -15,10 +16,15 @@ from lightning_mist.model import LayerSeconds, attach_seconds, map_module, time_
 from lightning_mist.plan import (
     Exclusion,
     Feature,
+    Fingerprint,
     ModuleMap,
     Plan,
+    StageMesh,
+    StagePlan,
     ZeroStage,
     check_plan,
+    differences,
+    fingerprint_of,
     from_json,
     load,
     render,
@@ -210,6 +216,16 @@ class _Planner:
             search=self.request.search,
         )
 
+    def fingerprint(self, found: ModuleMap) -> Fingerprint:
+        """What a plan made here is made for."""
+        return fingerprint_of(
+            found,
+            world_size=self.strategy.world_size,
+            batch_rows=batch_rows(self.batch),
+            precision=str(self.trainer.precision),
+            versions=[(name, version(name)) for name in ("lightning-mist", "torch")],
+        )
+
     def cluster(self) -> Cluster:
         """The cluster to plan for."""
         wanted = self.request.cluster
@@ -289,6 +305,8 @@ def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None]
     if given != "auto":
         read = on_rank_zero(lambda: to_json(given if isinstance(given, Plan) else load(Path(given))))
         plan = from_json(read)
+        for line in differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found)):
+            planner.progress.say(line)
         if plan.num_microbatches > 1 or any(stage.microbatch_size > 1 for stage in plan.stages):
             _refuse_unsafe_cuts(planner, found, plan)
         return plan, None
@@ -307,7 +325,7 @@ def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None]
 
     def make() -> str:
         made.append(planner.tune(planner.with_invariance(found), profile, seconds))
-        return to_json(made[0].plan)
+        return to_json(replace(made[0].plan, fingerprint=planner.fingerprint(found).pairs()))
 
     text = on_rank_zero(make)
     return from_json(text), made[0] if made else None
@@ -331,8 +349,6 @@ def _refuse_unsafe_cuts(planner: _Planner, found: ModuleMap, plan: Plan) -> None
 
 def _data_parallel(planner: _Planner) -> Plan:
     """Plain data parallelism without a prediction, for steps that cannot be traced."""
-    from lightning_mist.plan import StageMesh, StagePlan
-
     world = planner.strategy.world_size
     rows = batch_rows(planner.batch) or 1
     mesh = StageMesh(devices=tuple(range(world)), data_parallel_degree=world)

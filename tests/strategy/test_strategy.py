@@ -1,0 +1,234 @@
+"""One process: what a plan without stages does to an ordinary project, and what is refused or left to DDP."""
+
+import json
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mist import InfeasibleError, MistStrategy, PlanError
+from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, save
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own advice on loggers, workers and small datasets
+
+ROWS, LAYERS = 4, 3
+
+
+class Net(pl.LightningModule):
+    def __init__(self, norm=False, automatic=True, optimizer=torch.optim.Adam):
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.optimizer_class = optimizer
+        middle = nn.BatchNorm1d if norm else nn.LayerNorm
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), middle(6), nn.Tanh()) for _ in range(LAYERS)])
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+    def training_step(self, batch, batch_idx):
+        loss = self(batch[0]).pow(2).mean()
+        self.log("loss", loss, on_epoch=True)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self(batch[0]).mean())
+
+    def test_step(self, batch, batch_idx):
+        self.log("test", self(batch[0]).mean())
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return self.optimizer_class(self.parameters(), lr=0.05)
+
+
+class NoBlocks(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Linear(6, 6)
+
+
+def loader(rows=6 * ROWS):
+    values = torch.randn(rows, 6, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(values), batch_size=ROWS)
+
+
+def one_stage(*, microbatches=1, checkpointed=0, layers=LAYERS, rows=ROWS):
+    stage = StagePlan(
+        layers=(0, layers),
+        mesh=StageMesh(devices=(0,)),
+        microbatch_size=rows // microbatches,
+        checkpointing=Checkpointing(layers=checkpointed),
+    )
+    return Plan(global_batch_size=rows, num_microbatches=microbatches, stages=(stage,))
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("profiles"))
+
+
+def train(folder, strategy, module=None, callbacks=(), epochs=2, **options):
+    pl.seed_everything(1, verbose=False)
+    module = module or Net()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=any(isinstance(item, ModelCheckpoint) for item in callbacks),
+        callbacks=list(callbacks),
+        default_root_dir=folder,
+        **options,
+    )
+    trainer.fit(module, loader(), loader())
+    return trainer, module
+
+
+def values(module):
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def assert_equal(left, right):
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        (one_stage(), {}),
+        (one_stage(microbatches=2), {}),
+        (one_stage(microbatches=4, checkpointed=2), {"gradient_clip_val": 0.1}),
+        (one_stage(checkpointed=3), {"accumulate_grad_batches": 2}),
+    ],
+)
+def test_plans_of_one_device_train_as_under_ddp(tmp_path, plan, options):
+    _, expected = train(tmp_path, "ddp", **options)
+    trainer, module = train(tmp_path, MistStrategy(plan=plan), **options)
+    assert_equal(values(module), values(expected))
+    assert trainer.strategy.plan == plan
+    if trainer.global_step > 2:
+        assert trainer.strategy.report.timed_steps == trainer.global_step - 2
+
+
+def test_an_automatic_plan_is_written_with_what_it_was_made_for(tmp_path, profiles):
+    path, report = tmp_path / "a" / "plan.json", tmp_path / "b" / "report.json"
+    strategy = MistStrategy(profile_directory=profiles, plan_path=str(path), report_path=str(report))
+    trainer, module = train(tmp_path, strategy)
+    assert_equal(values(module), values(train(tmp_path, "ddp")[1]))
+    data = json.loads(path.read_text())
+    assert data["fingerprint"]["num_layers"] == str(LAYERS)
+    assert trainer.strategy.plan.predicted.step_seconds > 0
+    assert json.loads(report.read_text())["timed_steps"] == 10
+    # The file is a plan like any other.
+    again, module = train(tmp_path, MistStrategy(plan=str(path)))
+    assert again.strategy.plan == trainer.strategy.plan
+    assert_equal(values(module), values(train(tmp_path, "ddp")[1]))
+
+
+def test_a_limit_that_nothing_satisfies_says_what_binds(tmp_path, profiles):
+    with pytest.raises(InfeasibleError, match=r"no plan fits.*Largest terms"):
+        train(tmp_path, MistStrategy(memory_limit="1KiB", profile_directory=profiles))
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "reason"),
+    [
+        (lambda: Net(automatic=False), list, "automatic_optimization=False"),
+        (lambda: Net(norm=True), list, "of a BatchNorm1d"),
+        (NoBlocks, list, "repeated blocks"),
+        (Net, lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], "StochasticWeightAveraging"),
+    ],
+)
+def test_what_cannot_be_cut_trains_whole_and_the_reason_is_said(tmp_path, profiles, capsys, module, callbacks, reason):
+    _, expected = train(tmp_path, "ddp", module=_seeded(module), callbacks=callbacks())
+    capsys.readouterr()
+    strategy = MistStrategy(profile_directory=profiles, plan_path=str(tmp_path / "plan.json"))
+    trainer, trained = train(tmp_path, strategy, module=_seeded(module), callbacks=callbacks())
+    assert trainer.strategy.plan.num_stages == 1
+    assert reason in capsys.readouterr().err
+    assert_equal(values(trained), values(expected))
+
+
+def _seeded(make):
+    torch.manual_seed(5)
+    return make()
+
+
+@pytest.mark.parametrize(
+    ("plan", "module", "message"),
+    [
+        (one_stage(layers=5), Net, "spreads 5 layers, but the module has 3"),
+        (one_stage(rows=8), Net, "8"),
+        (one_stage(microbatches=2), lambda: Net(norm=True), "of a BatchNorm1d"),
+        (one_stage(microbatches=2), lambda: Net(automatic=False), "automatic_optimization=False"),
+        (one_stage(checkpointed=1), lambda: Net(optimizer=torch.optim.LBFGS), "LBFGS"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(tmp_path, plan, module, message):
+    with pytest.raises(PlanError, match=message):
+        train(tmp_path, MistStrategy(plan=plan), module=module())
+
+
+def test_a_plan_file_that_is_none_is_refused(tmp_path):
+    (tmp_path / "plan.json").write_text("{stages: 2}")
+    with pytest.raises(PlanError, match=r"plan\.json.*JSON"):
+        train(tmp_path, MistStrategy(plan=str(tmp_path / "plan.json")))
+
+
+def test_arguments_that_mean_nothing_yet_are_refused():
+    with pytest.raises(ValueError, match="save_distributed_checkpoint=True"):
+        MistStrategy(save_distributed_checkpoint=True)
+    with pytest.raises(ValueError, match="host_memory_limit='1GiB'"):
+        MistStrategy(host_memory_limit="1GiB")
+    with pytest.raises(ValueError, match="'lots' is not a size"):
+        MistStrategy(memory_limit="lots")
+
+
+def test_a_cluster_of_another_size_is_refused(tmp_path, profiles):
+    with pytest.raises(ValueError, match="has 8 devices, but 1 processes run"):
+        train(tmp_path, MistStrategy(cluster="1x8xL4", profile_directory=profiles))
+
+
+def test_fit_test_predict_and_fit_again(tmp_path):
+    save(one_stage(microbatches=2), tmp_path / "plan.json")
+    trainer, module = train(tmp_path, MistStrategy(plan=str(tmp_path / "plan.json")), epochs=1)
+    assert "test" in trainer.test(module, loader(), verbose=False)[0]
+    assert "val" in trainer.validate(module, loader(), verbose=False)[0]
+    assert len(trainer.predict(module, loader())) == 6
+    before = values(module)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(), loader())
+    assert any(not torch.equal(a, b) for a, b in zip(before, values(module), strict=True))
+
+
+def test_checkpoints_go_both_ways(tmp_path):
+    plan = one_stage(microbatches=2, checkpointed=1)
+    saved = ModelCheckpoint(tmp_path / "mist", save_last=True)
+    train(tmp_path, MistStrategy(plan=plan), callbacks=[saved], epochs=1)
+    _, straight = train(tmp_path, "ddp", epochs=2)
+    for strategy in ("ddp", MistStrategy(plan=plan)):
+        pl.seed_everything(1, verbose=False)
+        module = Net()
+        trainer = pl.Trainer(
+            strategy=strategy, accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(module, loader(), loader(), ckpt_path=saved.last_model_path)
+        assert_equal(values(module), values(straight))
+    loaded = Net.load_from_checkpoint(saved.last_model_path, map_location="cpu")
+    assert len(values(loaded)) == len(values(straight))
