@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_mist.errors import TraceError
 from lightning_mist.model.batches import copy_containers
 from lightning_mist.model.operators import storage_key
 from lightning_mist.model.saved import Ledger, PhaseCount
@@ -74,6 +75,14 @@ class StepCount:
         return [alive - base for alive in self.backward[part].timeline]
 
 
+def _check_all_ran(ran: int, blocks: int) -> None:
+    if ran != blocks:
+        raise TraceError(
+            f"the step called blocks {ran} times, but has {blocks} of them: each must run exactly once in every step; "
+            "blocks that are dropped at random have no fixed cost"
+        )
+
+
 def count_step(
     subject: Subject, batch: Any, *, twins: Sequence[int | None], recompute: bool, gradients_exist: bool
 ) -> StepCount:
@@ -87,7 +96,7 @@ def count_step(
         gradients_exist: Whether parameters have gradients already, so that backward adds to them.
 
     Raises:
-        TraceError: If the step returns no loss.
+        TraceError: If the step returns no loss or leaves out a block.
     """
     for parameter in subject.parameters:
         parameter.grad = torch.zeros_like(parameter) if gradients_exist and parameter.requires_grad else None
@@ -100,6 +109,7 @@ def count_step(
     with walk.step(), torch.enable_grad(), ledger:
         with subject.context():
             value = subject.call(copy_containers(batch))
+        _check_all_ran(len(walk.inputs), len(subject.blocks))
         kept = ledger.holdings()
         loss = loss_of(value)
         describable = tuple(walk.answers.get(i) is not None for i in range(len(subject.blocks)))

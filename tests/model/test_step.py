@@ -107,3 +107,12 @@ def test_losses_come_bare_or_in_a_mapping() -> None:
             loss_of(value)
     with pytest.raises(TraceError, match="does not depend on any trained parameter"):
         loss_of(torch.ones(()))
+
+
+def test_a_step_that_leaves_out_a_block_is_refused() -> None:
+    class Dropping(Chain):
+        def training_step(self, x: torch.Tensor) -> torch.Tensor:
+            return self.outlet(self.blocks[1](self.inlet(x))).sum()
+
+    with pytest.raises(TraceError, match="called blocks 1 times, but has 2 of them"):
+        count(Dropping())
