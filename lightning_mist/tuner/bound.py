@@ -90,14 +90,19 @@ def solve(problem: InterStageProblem, *, below: float = np.inf, deadline: float 
 
 def _solve_single(problem: InterStageProblem) -> Answer:
     slot = problem.slots[0]
-    fits_K = (slot.layers_K == problem.num_layers) & (slot.devices_K == problem.num_devices)
-    value_K = problem.num_microbatches * slot.steady_K + np.maximum(slot.boundary_K, 0.0)
-    value_K = np.where(fits_K, value_K, np.inf)
-    best = int(value_K.argmin())
-    if not fits_K[best]:
+    best = _least_of_single(problem, problem.num_microbatches * slot.steady_K + np.maximum(slot.boundary_K, 0.0))
+    if best is None:
         return _NONE
     objective = problem.objective((best,))
     return Answer(chosen=(best,), objective=objective, bound=objective)
+
+
+def _least_of_single(problem: InterStageProblem, value_K: FloatArray) -> int | None:
+    """The choice of a single stage with the least value."""
+    slot = problem.slots[0]
+    fits_K = (slot.layers_K == problem.num_layers) & (slot.devices_K == problem.num_devices)
+    best = int(np.where(fits_K, value_K, np.inf).argmin())
+    return best if fits_K[best] else None
 
 
 class _Chain:
@@ -326,8 +331,8 @@ def least_peak(problem: InterStageProblem) -> tuple[float, tuple[int, ...]] | No
     if any(not len(slot) for slot in problem.slots):
         return None
     if len(problem.slots) == 1:
-        answer = _solve_single(problem)
-        return (float(problem.steady(answer.chosen)[0]), answer.chosen) if answer.chosen else None
+        best = _least_of_single(problem, problem.slots[0].steady_K)
+        return None if best is None else (float(problem.slots[0].steady_K[best]), (best,))
     chain = _Chain(problem)
     values_K = np.unique(np.concatenate([slot.steady_K for slot in problem.slots]))
     return _bisect(values_K, chain.relaxed)

@@ -102,7 +102,7 @@ def _message(intra: IntraStage, plan: Plan, is_least: bool) -> str:
         f"(layers {stage.layers[0]} to {stage.layers[1]} on {len(stage.devices)} devices, {stage.microbatch_size} rows "
         f"per microbatch, {stage.checkpointing.layers} layers recomputed, ZeRO-{int(stage.zero_stage)}) in its "
         f"{worst.phase}; memory_limit is {format_bytes(intra.memory_limit)} per device. Largest terms: {needs}. "
-        f"{_excluded(intra.space.notes)}Raise memory_limit by {format_bytes(more)}, use more devices, or "
+        f"{_excluded(intra.space.notes)}Raise memory_limit by {format_bytes(more)}, use more devices, or use "
         f"{_way_out(terms[0][0])}"
     )
 

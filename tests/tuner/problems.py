@@ -56,10 +56,21 @@ def random_problem(seed):
     )
 
 
-def brute_force(problem):
-    """The least objective over every combination of choices, infinite if none is feasible."""
+def small_seeds(count):
+    """Seeds of problems with few enough combinations to try them all."""
+    seeds, seed = [], 0
+    while len(seeds) < count:
+        if np.prod([float(len(item)) for item in random_problem(seed).slots]) <= 5000:
+            seeds.append(seed)
+        seed += 1
+    return seeds
+
+
+def brute_force(problem, value=None):
+    """The least objective (or other value) over every combination of choices, infinite if none is feasible."""
+    value = InterStageProblem.objective if value is None else value
     best = np.inf
     for chosen in itertools.product(*(range(len(item)) for item in problem.slots)):
         if problem.is_feasible(chosen):
-            best = min(best, problem.objective(chosen))
+            best = min(best, value(problem, chosen))
     return best

@@ -1,0 +1,111 @@
+"""Peak bytes of every rank of a plan, measured while all of them run in this process."""
+
+import copy
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from lightning_mist.plan import ModuleMap, Plan, row_slice
+from lightning_mist.runtime.batches import batch_rows
+from lightning_mist.runtime.executor import Microbatch
+from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
+from lightning_mist.runtime.meter import StorageMeter
+from lightning_mist.runtime.optimizer import restrict_optimizer
+from lightning_mist.runtime.transport import Transport, Work
+from tests.integration.parity import Rank, microbatches
+
+STEPS = 2
+"""The first step makes the optimizer's state; the second one is measured."""
+
+
+def measure_peaks(module: nn.Module, module_map: ModuleMap, plan: Plan, batches: Sequence[Any]) -> list[int]:
+    """Largest peak of any rank, for every stage of a plan."""
+    world = InMemoryWorld(plan.world_size)
+    runs = [_train(copy.deepcopy(module), module_map, plan, batches, _Elsewhere(item)) for item in world.transports]
+    peaks = drive(runs)
+    return [max(peaks[rank] for rank in stage.devices) for stage in plan.stages]
+
+
+class _Send:
+    """A send that keeps its tensor until it is let go, as a process group's does; in memory it lets go on arrival."""
+
+    def __init__(self, work: Work, tensor: torch.Tensor) -> None:
+        self.work, self.tensor = work, tensor
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+class _Elsewhere:
+    """A transport whose copies and sums no meter sees: in this process they touch tensors of several ranks at once."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._transport, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                result = value(*args, **kwargs)
+            return _Send(result, args[0]) if name == "isend" else result
+
+        return call
+
+
+def _train(
+    module: nn.Module, module_map: ModuleMap, plan: Plan, batches: Sequence[Any], transport: Transport
+) -> Generator[Work, None, int]:
+    rank = Rank.make(module, module_map, plan, transport.rank, transport)
+    stage = rank.executor.stage
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
+    restrict_optimizer(optimizer, [stage.parameters[item.name] for item in rank.executor.mesh.owned])
+    stage.hollow()
+    parts = microbatches(plan, transport.rank, batches)
+    meter = StorageMeter()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        meter.reset()
+        meter.observe(_held(rank, optimizer, plan, batches, transport.rank))
+        yield from _metered(meter, _step(rank, optimizer, parts))
+    return meter.peak_bytes
+
+
+def _step(rank: Rank, optimizer: torch.optim.Optimizer, parts: Sequence[Microbatch]) -> Iterator[Work]:
+    yield from rank.run(parts)
+    optimizer.step()
+    yield from rank.executor.gather_parameters()
+
+
+def _metered(meter: StorageMeter, run: Iterator[Work]) -> Iterator[Work]:
+    """What a rank does counts as its own, also when the ranks take turns."""
+    while True:
+        with meter:
+            try:
+                work = next(run)
+            except StopIteration:
+                return
+        yield work
+
+
+def _held(
+    rank: Rank, optimizer: torch.optim.Optimizer, plan: Plan, batches: Sequence[Any], index: int
+) -> Iterator[torch.Tensor]:
+    """What a rank has between steps, its own batch and those it computes on."""
+    yield from rank.executor.stage.parameters.values()
+    yield from rank.module.buffers()
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    owners = {index} | {row_slice(plan, index, count).owner for count in range(plan.num_microbatches)}
+    for owner in owners:
+        assert batch_rows(batches[owner])
+        yield from (leaf for leaf in tree_leaves(batches[owner]) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,99 @@
+from time import perf_counter
+
+import numpy as np
+import pytest
+
+from lightning_mist.tuner.bound import PRECISION, least_peak, solve
+from lightning_mist.tuner.intra_stage import ANYWHERE
+from lightning_mist.tuner.problem import InterStageProblem
+from tests.tuner.problems import brute_force, random_problem, slot, small_seeds
+
+
+@pytest.mark.parametrize("seed", small_seeds(150))
+def test_equals_trying_everything(seed):
+    problem = random_problem(seed)
+    wanted, answer = brute_force(problem), solve(problem)
+    if np.isinf(wanted):
+        assert answer.chosen == ()
+        assert np.isinf(answer.objective)
+        assert np.isinf(answer.bound)
+        return
+    assert problem.is_feasible(answer.chosen)
+    assert answer.objective == pytest.approx(wanted, rel=2 * PRECISION)
+    assert answer.objective == problem.objective(answer.chosen)
+    assert answer.bound == pytest.approx(wanted, rel=2 * PRECISION)
+    assert answer.bound <= answer.objective
+
+
+@pytest.mark.parametrize("seed", small_seeds(40))
+def test_only_better_answers_are_given(seed):
+    problem = random_problem(seed)
+    wanted = brute_force(problem)
+    if np.isinf(wanted):
+        return
+    assert solve(problem, below=wanted * 1.01).objective == pytest.approx(wanted, rel=2 * PRECISION)
+    none = solve(problem, below=wanted * 0.99)
+    assert none.chosen == ()
+    assert none.bound >= wanted * 0.99 * (1 - PRECISION)
+
+
+@pytest.mark.parametrize("seed", small_seeds(40))
+def test_without_time_the_bound_still_holds(seed):
+    problem = random_problem(seed)
+    wanted, answer = brute_force(problem), solve(problem, deadline=perf_counter() - 1)
+    if np.isinf(wanted):
+        assert answer.chosen == ()
+        return
+    assert problem.is_feasible(answer.chosen)
+    assert answer.bound <= wanted * (1 + PRECISION) <= answer.objective * (1 + 2 * PRECISION)
+
+
+@pytest.mark.parametrize("seed", small_seeds(60))
+def test_the_quick_bound_holds(seed):
+    problem = random_problem(seed)
+    assert problem.lower_bound() <= brute_force(problem) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", small_seeds(60))
+def test_the_least_peak_equals_trying_everything(seed):
+    problem = random_problem(seed)
+    found = least_peak(problem)
+    wanted = brute_force(problem, lambda p, chosen: float(p.steady(chosen).max()))
+    assert (np.inf if found is None else found[0]) == wanted
+    if found is not None:
+        assert problem.is_feasible(found[1])
+        assert problem.steady(found[1]).max() == wanted
+
+
+def test_a_slot_without_choices_has_no_answer():
+    problem = InterStageProblem(
+        num_layers=2,
+        num_devices=2,
+        num_microbatches=1,
+        slots=(slot([0], [1], [1], [1.0], [0.0]), slot([], [], [], [], [])),
+    )
+    assert np.isinf(solve(problem).bound)
+    assert np.isinf(problem.lower_bound())
+    assert least_peak(problem) is None
+
+
+def test_hidden_boundary_time_costs_nothing():
+    # The second stage may be slow at the boundary, because the first one is still busy then.
+    slots = (
+        slot([0, 0], [1, 1], [1, 1], [1.0, 1.1], [5.0, 0.0]),
+        slot([1, 1], [1, 1], [1, 1], [1.0, 1.3], [1.05, 0.0]),
+    )
+    problem = InterStageProblem(num_layers=2, num_devices=2, num_microbatches=10, slots=slots)
+    answer = solve(problem)
+    assert answer.chosen == (1, 0)
+    assert answer.objective == pytest.approx(9 * 1.1 + 2.1)
+
+
+def test_an_open_start_may_lie_anywhere():
+    slots = (
+        slot([0], [2], [1], [2.0], [0.0]),
+        slot([ANYWHERE, ANYWHERE], [1, 2], [1, 1], [1.0, 2.0], [0.0, 0.0]),
+        slot([4], [1], [1], [1.0], [0.0]),
+    )
+    problem = InterStageProblem(num_layers=5, num_devices=3, num_microbatches=2, slots=slots)
+    assert solve(problem).chosen == (0, 1, 0)

@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+
+from lightning_mist.cost import StageCandidates, StageCostModel
+from lightning_mist.tuner import SearchSpace
+from lightning_mist.tuner.intra_stage import ANYWHERE, IntraStage, layer_classes, with_peaks_as_seconds
+from lightning_mist.tuner.space import apply
+from tests.specs import cluster, profile, spec
+
+
+def intra(network, *, limit=1e12, devices=4, rows=4, **search):
+    model = StageCostModel(network, profile(), cluster(devices))
+    return IntraStage(model, apply(SearchSpace(**search), network, devices, rows * devices), limit)
+
+
+ALIKE = spec(6, measured=True)
+MIXED = spec(6, kinds=(0, 1, 1, 0, 1, 1), widths=(1000, 2500), measured=True)
+
+
+def by_hand(maker, index, stages, microbatches):
+    """Every feasible, non-dominated choice, one candidate evaluated at a time."""
+    space, model = maker.space, maker.model
+    found = {}
+    for devices in space.degrees(microbatches):
+        slot = maker.slot(index, stages, microbatches, devices)
+        for start in range(space.num_layers):
+            for end in range(start + 1, space.num_layers + 1):
+                if (start == 0) != (index == 0) or (end == space.num_layers) != (index == stages - 1):
+                    continue
+                if start < index or end > space.num_layers - (stages - 1 - index):
+                    continue
+                options = []
+                for kept in range(end - start + 1):
+                    for zero in (0, 1) if devices > 1 else (0,):
+                        one = StageCandidates(
+                            start_K=np.array([start]),
+                            end_K=np.array([end]),
+                            checkpointed_K=np.array([kept]),
+                            zero_stage_K=np.array([zero]),
+                        )
+                        if model.memory.peaks(slot, one)[0] <= maker.memory_limit:
+                            costs = model.evaluate(slot, one)
+                            options.append((costs.steady_K[0], costs.boundary_K[0]))
+                found[start, end - start, devices] = {
+                    (t, d) for t, d in options if not any((u <= t and e <= d and (u, e) != (t, d)) for u, e in options)
+                }
+    return {key: value for key, value in found.items() if value}
+
+
+@pytest.mark.parametrize("network", [ALIKE, MIXED])
+@pytest.mark.parametrize(("index", "stages"), [(0, 1), (0, 3), (1, 3), (2, 3), (1, 4)])
+@pytest.mark.parametrize("limit", [1e12, 1_000_000, 700_000])
+def test_equals_evaluating_one_by_one(network, index, stages, limit):
+    maker = intra(network, limit=limit)
+    choices = maker.frontier(index, stages, 4)
+    wanted = by_hand(maker, index, stages, 4)
+    found = {}
+    for place in range(len(choices)):
+        starts = [choices.start_K[place]]
+        layers, devices = int(choices.layers_K[place]), int(choices.devices_K[place])
+        if starts == [ANYWHERE]:
+            starts = [start for start, length, count in wanted if (length, count) == (layers, devices)]
+            assert starts
+        for start in starts:
+            costs = (choices.steady_K[place], choices.boundary_K[place])
+            found.setdefault((int(start), layers, devices), set()).add(costs)
+    assert found.keys() == wanted.keys()
+    for key, points in wanted.items():
+        np.testing.assert_allclose(sorted(found[key]), sorted(points), rtol=1e-12)
+
+
+def test_layers_that_cost_the_same_have_one_class():
+    assert len(set(layer_classes(ALIKE))) == 1
+    assert len(set(layer_classes(spec(6, tied=True)))) == 1
+    first, second, third, fourth, fifth, _ = layer_classes(MIXED)
+    assert (first, second, third) == (fourth, fifth, third)
+    assert len({first, second, third}) >= 2
+
+
+def test_equal_windows_are_evaluated_once():
+    repeated = spec(12, kinds=(0, 1) * 6, widths=(1000, 2500))
+    unique = spec(12, kinds=tuple(range(12)), widths=(1000,) * 12)
+    counts = []
+    for network in (repeated, unique):
+        maker = intra(network)
+        maker.frontier(1, 3, 4)
+        counts.append(maker.evaluated)
+    assert counts[0] < counts[1] / 2
+
+
+def test_slots_share_what_they_can():
+    maker = intra(ALIKE)
+    maker.frontier(1, 4, 4)
+    evaluated = maker.evaluated
+    maker.frontier(2, 4, 4)
+    maker.frontier(1, 3, 4)
+    assert maker.evaluated == evaluated
+
+
+def test_without_checkpointing_nothing_is_recomputed():
+    for maker in (intra(ALIKE, checkpointing=False), intra(spec(6, exclusions=[("checkpointing", "x")]))):
+        assert set(maker.frontier(0, 2, 4).checkpointed_K) == {0}
+
+
+def test_zero_stages_are_those_asked_for():
+    slot_choices = intra(ALIKE, zero_stages=(1,)).frontier(0, 2, 4)
+    # On one device there is nothing to shard.
+    assert {(z, d > 1) for z, d in zip(slot_choices.zero_stage_K, slot_choices.devices_K, strict=True)} <= {
+        (1, True),
+        (0, False),
+    }
+
+
+def test_peaks_can_take_the_place_of_seconds():
+    choices = intra(ALIKE).frontier(0, 2, 4)
+    np.testing.assert_array_equal(with_peaks_as_seconds(choices).steady_K, choices.peak_K)

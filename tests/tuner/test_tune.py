@@ -1,0 +1,182 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from lightning_mist.cost import predict
+from lightning_mist.errors import PlanError
+from lightning_mist.hardware import catalog_profile, parse_cluster
+from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage, row_slice, to_json
+from lightning_mist.tuner import SearchSpace, tune
+from lightning_mist.tuner.bound import PRECISION
+from lightning_mist.tuner.space import apply, rank_layout
+from tests.specs import cluster, profile, spec
+
+
+def search(network, *, devices=2, rows=2, memory=10**12, machine=None, **limits):
+    return tune(
+        network,
+        cluster(devices),
+        profile=profile() if machine is None else machine,
+        global_batch_size=rows * devices,
+        memory_limit=memory,
+        search=SearchSpace(**limits),
+    )
+
+
+def every_plan(network, devices, rows):
+    """Every plan of the search space, one by one."""
+    space = apply(SearchSpace(), network, devices, rows * devices)
+    for num_stages, count in space.pipelines():
+        for degrees in itertools.product(space.degrees(count), repeat=num_stages):
+            if sum(degrees) != devices:
+                continue
+            for cuts in itertools.combinations(range(1, network.num_layers), num_stages - 1):
+                edges = (0, *cuts, network.num_layers)
+                sizes = [end - start for start, end in itertools.pairwise(edges)]
+                kept = itertools.product(*(range(size + 1) for size in sizes))
+                zero = itertools.product(*((0, 1) if degree > 1 else (0,) for degree in degrees))
+                for checkpointed, zeros in itertools.product(kept, list(zero)):
+                    yield Plan(
+                        global_batch_size=rows * devices,
+                        num_microbatches=count,
+                        stages=tuple(
+                            StagePlan(
+                                layers=(edges[i], edges[i + 1]),
+                                mesh=StageMesh(devices=ranks, data_parallel_degree=len(ranks)),
+                                microbatch_size=space.rows(count, len(ranks)),
+                                zero_stage=ZeroStage(zeros[i]),
+                                checkpointing=Checkpointing(layers=checkpointed[i]),
+                            )
+                            for i, ranks in enumerate(rank_layout(degrees))
+                        ),
+                    )
+
+
+SMALL = {
+    "alike": (spec(4, tied=True, measured=True), 2, 2),
+    "mixed": (spec(4, kinds=(0, 1, 1, 0), widths=(1000, 2500), measured=True), 3, 2),
+    "uneven edges": (spec(3, edge_bytes=400_000, measured=True), 3, 4),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("share", [1.01, 0.8, 0.65])
+def test_no_plan_is_faster(name, share):
+    network, devices, rows = SMALL[name]
+    predictions = [
+        (item.step_seconds, max(stage.peak_bytes for stage in item.stages))
+        for plan in every_plan(network, devices, rows)
+        for item in [predict(network, profile(), cluster(devices), plan)]
+    ]
+    # Between what the least and the most demanding plan needs.
+    least, most = (f(peak for _, peak in predictions) for f in (min, max))
+    limit = int(least + (most - least) * (share - 0.6))
+    found = search(network, devices=devices, rows=rows, memory=limit)
+    wanted = min(seconds for seconds, peak in predictions if peak <= limit)
+    assert found.predicted.step_seconds == pytest.approx(wanted, rel=10 * PRECISION)
+    assert max(stage.peak_bytes for stage in found.predicted.stages) <= limit
+    assert found.status == "optimal"
+    assert found.bound == pytest.approx(wanted, rel=10 * PRECISION)
+
+
+def test_less_memory_is_never_faster():
+    network = spec(6, tied=True, measured=True)
+    seconds = [search(network, devices=4, memory=limit).predicted.step_seconds for limit in (10**7, 10**6, 8 * 10**5)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[-1]
+
+
+def test_the_plan_obeys_every_rule_and_predicts_itself():
+    network = spec(7, kinds=(0, 1, 0, 0, 1, 1, 0), widths=(1000, 2500), tied=True, measured=True)
+    found = search(network, devices=4, rows=4, memory=1_200_000)
+    plan = found.plan
+    for rank, index in itertools.product(range(plan.world_size), range(plan.num_microbatches)):
+        row_slice(plan, rank, index)
+    assert plan.stage_of(0) == plan.num_stages - 1
+    assert plan.predicted == found.predicted == predict(network, profile(), cluster(4), plan)
+    for item in found.alternatives:
+        assert item.predicted.step_seconds >= found.predicted.step_seconds * (1 - PRECISION)
+        assert item.plan.num_stages != plan.num_stages
+
+
+def test_the_same_question_has_the_same_answer():
+    network = spec(6, tied=True, measured=True)
+    texts = {to_json(search(network, devices=4, rows=4, memory=900_000).plan) for _ in range(3)}
+    assert len(texts) == 1
+
+
+def test_exclusions_are_kept_and_told():
+    network = spec(
+        4, measured=True, exclusions=[("pipeline", "it calls a block twice"), ("microbatches", "a batch norm")]
+    )
+    found = search(network, devices=4, rows=4)
+    assert found.plan.num_stages == 1
+    assert found.plan.num_microbatches == 1
+    assert any("it calls a block twice" in note for note in found.explain())
+    assert any("a batch norm" in note for note in found.notes)
+
+
+def test_a_module_without_blocks_trains_in_parallel():
+    found = search(spec(0, measured=True), devices=4, rows=4)
+    assert found.plan.bounds == ((0, 0),)
+    assert found.plan.stages[0].data_parallel_degree == 4
+    assert any("no repeated blocks" in note for note in found.notes)
+
+
+def test_one_device():
+    found = search(spec(4, measured=True), devices=1, rows=4)
+    assert (found.plan.num_stages, found.plan.world_size) == (1, 1)
+
+
+def test_slow_links_favour_stages_and_small_memory_favours_recomputation():
+    # Gradients of 3 MB over a link of 1 MB/s against boundaries of 2 kB.
+    network = spec(4, parameter_bytes=700_000, measured=True)
+    assert search(network, rows=4, machine=profile(link=1e6)).plan.num_stages == 2
+    assert search(network, rows=4, machine=profile(link=1e12, latency=0.0)).plan.num_stages == 1
+    wide = spec(8, widths=(10_000,), parameter_bytes=4000, edge_bytes=4000, measured=True)
+    roomy = search(wide, devices=1, rows=4, num_microbatches=(1,))
+    peak = roomy.predicted.stages[0].peak_bytes
+    tight = search(wide, devices=1, rows=4, num_microbatches=(1,), memory=peak // 2)
+    assert roomy.plan.stages[0].checkpointing.layers == 0
+    assert 0 < tight.plan.stages[0].checkpointing.layers < 8
+
+
+def test_explains_itself():
+    found = search(spec(4, tied=True, measured=True))
+    lines = found.explain()
+    assert "no plan of the search space is faster by the cost model" in lines[0]
+    assert any(line.startswith("2 stages instead: ") and "per step (+" in line for line in lines)
+    assert "seconds of layers are measured" in lines
+
+
+def test_the_default_memory_limit_is_said():
+    found = tune(spec(4), cluster(2, memory=10**9), profile=profile(), global_batch_size=4)
+    assert any("80% of the memory of test" in note for note in found.notes)
+    assert any("profile's rates (made up)" in note for note in found.notes)
+
+
+def test_without_time_the_answer_says_how_good_it_is():
+    network = spec(12, tied=True, measured=True)
+    found = search(network, devices=8, rows=8, memory=800_000, solver_seconds=1e-9)
+    best = search(network, devices=8, rows=8, memory=800_000)
+    assert best.status == "optimal"
+    assert found.bound <= best.predicted.step_seconds * (1 + 10 * PRECISION)
+    assert found.predicted.step_seconds >= best.predicted.step_seconds * (1 - 10 * PRECISION)
+    if found.status == "time limit":
+        assert found.gap > 0
+        assert "time was up" in found.explain()[0]
+
+
+def test_the_batch_must_be_a_multiple_of_the_devices():
+    with pytest.raises(PlanError, match="must be a multiple of 4"):
+        tune(spec(4), cluster(4), profile=profile(), global_batch_size=6)
+
+
+def test_plans_from_the_catalog():
+    network = spec(8, widths=(4_000_000,), parameter_bytes=50_000_000, edge_bytes=100_000_000)
+    found = tune(network, parse_cluster("1x4xL4"), global_batch_size=32)
+    assert found.status == "optimal"
+    assert np.isfinite(found.predicted.step_seconds)
+    source = catalog_profile(parse_cluster("1x4xL4")).source
+    assert any(source in note for note in found.notes)
