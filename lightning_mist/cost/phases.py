@@ -48,7 +48,6 @@ class Phase:
         )
 
 
-@lru_cache(maxsize=4096)
 def stage_phases(
     stage_index: int, num_stages: int, num_microbatches: int, schedule: ScheduleName = "1f1b"
 ) -> tuple[Phase, ...]:
@@ -62,11 +61,19 @@ def stage_phases(
     """
     # 1F1B repeats itself once every stage is in its steady state; GPipe never does.
     shown = num_microbatches if schedule == "gpipe" else min(num_microbatches, 2 * num_stages + 1)
-    actions = add_transfers(generate(num_stages, shown, schedule))[stage_index]
+    return _phases_of_stages(num_stages, shown, schedule)[stage_index]
+
+
+@lru_cache(maxsize=1024)
+def _phases_of_stages(num_stages: int, num_microbatches: int, schedule: ScheduleName) -> tuple[tuple[Phase, ...], ...]:
+    """The situations of every stage."""
     # Under 1F1B the activation of microbatch g tells that the gradient of g - S has arrived; else nothing does.
     lag = None if schedule == "gpipe" else num_stages
-    found = list(dict.fromkeys(_situations(actions, stage_index > 0, lag)))
-    return tuple(phase for phase in found if not any(o.dominates(phase) and o != phase for o in found))
+    result = []
+    for stage_index, actions in enumerate(add_transfers(generate(num_stages, num_microbatches, schedule))):
+        found = list(dict.fromkeys(_situations(actions, stage_index > 0, lag)))
+        result.append(tuple(phase for phase in found if not any(o.dominates(phase) and o != phase for o in found)))
+    return tuple(result)
 
 
 def _situations(actions: Sequence[Action], sends_gradients: bool, lag: int | None) -> Iterator[Phase]:
