@@ -47,7 +47,7 @@ def machine_profile(
             progress.say(warning)
     dist.broadcast_object_list(box, 0)
     if box[0] is not None:
-        progress.say(f"using measurements of this machine from {box[0].source}")
+        progress.say(f"using what was {box[0].source}")
         return box[0]
     progress.say("measuring this machine (once; kept for later runs)")
     with measuring_groups(cluster) as groups:

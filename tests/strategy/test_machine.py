@@ -44,7 +44,7 @@ def test_a_machine_is_measured_once(tmp_path, measured, capsys):
     assert measured == [[torch.float32]]
     shown = capsys.readouterr().err
     assert "measuring this machine" in shown
-    assert "using measurements of this machine from measured in a test" in shown
+    assert "using what was measured in a test" in shown
 
 
 @pytest.mark.usefixtures("single_rank")
