@@ -1,10 +1,7 @@
-"""Lower the memory limit step by step until nothing fits: does the plan change, and does training stay under the limit?
+"""Lower the memory limit step by step until nothing fits, training a few steps under each.
 
-Run by torchrun, one process per device, with the file to write as argument:
-
-    python -m torch.distributed.run --nproc-per-node 2 benchmarks/accuracy/limits.py limits.json
-
-Each entry of the file has the limit, the plan, and predicted and measured peak bytes per stage; the last has the error.
+Started in several processes by :mod:`benchmarks.launch`. Each entry of the file has the limit, the plan, and predicted
+and measured peak bytes of every stage; the last one has the error.
 """
 
 import argparse
@@ -19,13 +16,9 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 
+from benchmarks.record import ROOT
 from lightning_mist import InfeasibleError, MistStrategy
 from lightning_mist.plan import to_json
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "byte_gpt"))
-
-from data import StandardLibrary
-from model import ByteGPT
 
 STEPS = 4
 """One to warm up, one to meter, two to time: the least that gives a report."""
@@ -33,6 +26,10 @@ STEPS = 4
 
 def train(limit: int | None, world_size: int, folder: Path, rows: int) -> dict[str, object]:
     """Plan and train a few steps under a limit."""
+    sys.path.insert(0, str(ROOT / "examples" / "byte_gpt"))
+    from data import StandardLibrary
+    from model import ByteGPT
+
     pl.seed_everything(0, verbose=False)
     strategy = MistStrategy(
         memory_limit=limit,
@@ -83,7 +80,7 @@ def lower(world_size: int, factor: float, rows: int) -> list[dict[str, object]]:
 def main() -> None:
     """Run, and let rank 0 write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--factor", type=float, default=0.75, help="each limit in units of the one before")
     parser.add_argument("--rows", type=int, default=8, help="rows of each rank's batch")
     arguments = parser.parse_args()
@@ -92,7 +89,7 @@ def main() -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     entries = lower(world_size, arguments.factor, arguments.rows)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        arguments.out.write_text(json.dumps(entries, indent=1))
+        arguments.out.write_text(json.dumps({"entries": entries}, indent=1))
 
 
 if __name__ == "__main__":
