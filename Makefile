@@ -42,6 +42,7 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.hardware.profile
 	$(BIN)/python -m benchmarks.accuracy.predicted_vs_measured
+	$(BIN)/python -m benchmarks.accuracy.memory_limits
 	$(BIN)/python -m benchmarks.throughput.against_ddp
 	$(BIN)/python -m benchmarks.report README.md docs/*.md
 
