@@ -35,6 +35,7 @@ from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.selfcheck import check_microbatch_invariance, check_stages
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.strategy import machine
+from lightning_mist.strategy.evaluation import check_evaluation
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.peek import peek_batch, silent, step_function
 from lightning_mist.strategy.progress import Progress
@@ -274,6 +275,9 @@ def decide(trainer: Any, strategy: Any, names: Namespace, request: PlanRequest, 
             plan, world_size=strategy.world_size, batch_rows=rows, num_layers=len(found.blocks), module_map=found
         )
         check_supported(plan)
+        if trainer.enable_validation:
+            limit = request.memory_limit or planner.cluster().device.memory_bytes
+            check_evaluation(plan, module, limit)
         _self_check(planner, found, plan)
         path = _publish(planner, plan, made)
     used = [use.requires_grad and not use.regions for use in found.parameters]

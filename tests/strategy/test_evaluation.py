@@ -1,0 +1,51 @@
+import pytest
+from torch import nn
+
+from lightning_mist.errors import InfeasibleError
+from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan
+from lightning_mist.strategy.evaluation import check_evaluation, whole_module_bytes
+
+
+def module():
+    net = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False), nn.BatchNorm1d(1, affine=False))
+    net[1].weight = net[0].weight
+    return net
+
+
+WHOLE = 10 * 10 * 4 + (1 + 1) * 4 + 8
+"""The tied weight once, running mean and variance, and the count of batches."""
+
+
+def plan(stages=2, predicted=True):
+    prediction = PredictedStage(
+        steady_seconds=1.0,
+        boundary_seconds=0.0,
+        forward_seconds=0.5,
+        backward_seconds=0.5,
+        peak_bytes=1,
+        breakdown=(("parameter_bytes", 100.0), ("optimizer_bytes", 200.0)),
+    )
+    return Plan(
+        global_batch_size=2,
+        num_microbatches=2,
+        stages=tuple(
+            StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(index,)), microbatch_size=1)
+            for index in range(stages)
+        ),
+        predicted=Predicted(step_seconds=1.0, stages=(prediction,) * stages) if predicted else None,
+    )
+
+
+def test_each_stage_holds_the_whole_module_and_the_state_of_its_own():
+    assert whole_module_bytes(plan(), module()) == (WHOLE + 300, WHOLE + 300)
+
+
+def test_a_pipeline_that_cannot_be_made_whole_is_refused():
+    check_evaluation(plan(), module(), WHOLE + 300)
+    with pytest.raises(InfeasibleError, match=r"stage 0 of 2.*limit_val_batches=0"):
+        check_evaluation(plan(), module(), WHOLE + 299)
+
+
+def test_one_stage_and_plans_without_prediction_are_not_judged():
+    check_evaluation(plan(stages=1), module(), 1)
+    check_evaluation(plan(predicted=False), module(), 1)
