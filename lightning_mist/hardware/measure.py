@@ -64,10 +64,7 @@ def measure_profile(
         raise ValueError(f"{len(dtypes)} element types, budget_seconds = {budget_seconds}: both must be positive")
     report = progress or _ignore
     session = Session(device=device, world=_world(cluster, groups))
-    compute = []
-    for index, dtype in enumerate(dtypes):
-        report(f"matrix products in {_name(dtype)}", MATMUL_SHARE * index / len(dtypes))
-        compute.append(matmul_rate(session, dtype, budget_seconds * MATMUL_SHARE / len(dtypes)))
+    compute = _compute_rates(session, dtypes, budget_seconds * MATMUL_SHARE, report)
     report("memory bandwidth", MATMUL_SHARE)
     memory = memory_rate(session, budget_seconds * MEMORY_SHARE)
     report("operator launches", MATMUL_SHARE + MEMORY_SHARE)
@@ -85,7 +82,7 @@ def measure_profile(
     profile = HardwareProfile(
         device=cluster.device.name,
         source=f"measured on {socket.gethostname()}, {datetime.now(timezone.utc):%Y-%m-%d}",
-        compute=tuple(compute),
+        compute=compute,
         memory_bytes_per_second=memory,
         operator_seconds=operator,
         collectives=collectives,
@@ -93,6 +90,17 @@ def measure_profile(
         device_to_host_bytes_per_second=to_host,
     )
     return _from_first_rank(session, profile)
+
+
+def _compute_rates(
+    session: Session, dtypes: Sequence[torch.dtype], budget_seconds: float, report: Progress
+) -> tuple[ComputeRate, ...]:
+    """Rates of every element type, which share the budget equally."""
+    rates = []
+    for index, dtype in enumerate(dtypes):
+        report(f"matrix products in {_name(dtype)}", MATMUL_SHARE * index / len(dtypes))
+        rates.append(matmul_rate(session, dtype, budget_seconds / len(dtypes)))
+    return tuple(rates)
 
 
 def matmul_rate(session: Session, dtype: torch.dtype, budget_seconds: float) -> ComputeRate:

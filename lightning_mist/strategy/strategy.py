@@ -70,6 +70,10 @@ class MistBase(_Base):
 
     strategy_name = "mist"
     _names: ClassVar[Namespace]
+    # What a fit puts in place; None before the first.
+    _decision: planning.Decision | None = None
+    _engine: Engine | None = None
+    _monitor: Monitor | None = None
 
     def __init__(
         self,
@@ -130,9 +134,6 @@ class MistBase(_Base):
             self_check=self_check,
         )
         self._report_path = report_path
-        self._decision: planning.Decision | None = None
-        self._engine: Engine | None = None
-        self._monitor: Monitor | None = None
 
     # What users may ask ------------------------------------------------------------------------------------------
 
