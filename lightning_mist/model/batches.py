@@ -41,15 +41,18 @@ def copy_containers(batch: Any) -> Any:
 
 
 def batch_tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a batch, in order."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    _rebuild(batch, note, lambda items: items)
-    return iter(found)
+    """Every tensor of a batch, in order: in mappings, sequences and dataclasses."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from batch_tensors(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from batch_tensors(value)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from batch_tensors(getattr(batch, field.name))
 
 
 def batch_rows(batch: Any) -> int | None:

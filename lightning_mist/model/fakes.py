@@ -32,25 +32,28 @@ def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, tuple[
         if parameter is not None
     ]
     with mode:
-        data = [_form_of(parameter) for *_, parameter in found]
+        data = [form_of(parameter, parameter.device) for *_, parameter in found]
     slots: dict[int, tuple[str, str]] = {}
     for (module_name, child, name, parameter), tensor in zip(found, data, strict=True):
         fake = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
         child._parameters[name] = fake
         slots[id(fake)] = (module_name, name)
-    for child in module.modules():
-        if isinstance(child, nn.RNNBase):
-            # Recurrent layers keep their weights in a list besides.
-            child.__dict__["_flat_weights"] = [child._parameters.get(name) for name in child._flat_weights_names]
+    renew_flat_weights(module)
     return slots
 
 
-def _form_of(parameter: nn.Parameter) -> Tensor:
-    """An uninitialised tensor of the same form; contiguous if the parameter has no storage of its own."""
-    if parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():
-        return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    stride = parameter.stride()
-    return torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=parameter.device)
+def renew_flat_weights(module: nn.Module) -> None:
+    """Let recurrent layers, which keep their weights in a list besides, know what their parameter slots hold now."""
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase):
+            child.__dict__["_flat_weights"] = [child._parameters.get(name) for name in child._flat_weights_names]
+
+
+def form_of(tensor: Tensor, device: torch.device) -> Tensor:
+    """An uninitialised tensor of the same form; contiguous if the original has no storage of its own."""
+    if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.attributes import Generators, ModuleState
+from lightning_mist.model.fakes import form_of, renew_flat_weights
 
 
 class OwnFunction:
@@ -73,17 +74,10 @@ def isolated(module: nn.Module) -> Iterator[None]:
         generators.restore()
 
 
-def _is_hollow(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
-
-
 def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake tensor of the same shape: contiguous if the original has no storage of its own, on the host if on meta."""
-    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    """A fake tensor of the same form, on the host if the original is on meta."""
     with mode:
-        if not tensor.is_meta and _is_hollow(tensor):
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return form_of(tensor, torch.device("cpu") if tensor.is_meta else tensor.device)
 
 
 def substitute_parameters(
@@ -114,10 +108,9 @@ def substitute_parameters(
                 made[key] = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 named[f"{name}.{attribute}" if name else attribute] = made[key]
             item._parameters[attribute] = made[key]
-        if isinstance(item, nn.RNNBase):
-            item.__dict__["_flat_weights"] = [item._parameters.get(flat) for flat in item._flat_weights_names]
         if mode is not None:
             for attribute, buffer in item._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     item._buffers[attribute] = _fake_like(buffer, mode)
+    renew_flat_weights(module)
     return named

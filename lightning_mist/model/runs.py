@@ -1,15 +1,15 @@
 """Running the user's step twice on fake parameters, and putting everything back."""
 
 import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.attributes import Generators, ModuleState
+from lightning_mist.model.batches import batch_rows, batch_tensors
 from lightning_mist.model.fakes import address_of, fake_parameters, quiet_fakes
 from lightning_mist.model.recording import Record, Recorder, Refused
 
@@ -49,7 +49,7 @@ def run_twice(module: nn.Module, call: Call, batches: tuple[Any, Any], candidate
         candidates: Names of the modules to watch as blocks.
     """
     before, generators = ModuleState(module, with_contents=True), Generators()
-    rows = tuple(rows_of(batch) for batch in batches)
+    rows = tuple(batch_rows(batch) for batch in batches)
     failures = []
     for guess in (False, True):
         recorders: list[Recorder] = []
@@ -91,7 +91,7 @@ def _attempt(
         recorder = Recorder(slots=slots, originals=originals, buffers=buffers, guess=guess, attempt=attempt)
         recorders.append(recorder)
         own = copy.deepcopy(batch)
-        versions = [(tensor, tensor._version) for tensor in tensors_in(own)]
+        versions = [(tensor, tensor._version) for tensor in batch_tensors(own)]
         failure = _run(module, call, own, recorder, candidates)
         if failure:
             records = []
@@ -118,7 +118,7 @@ def _run(module: nn.Module, call: Call, batch: Any, recorder: Recorder, candidat
             space = modules[name].__dict__
             wrapped.append((space, space.get("forward")))
             space["forward"] = recorder.wrap(name, modules[name].forward)
-        recorder.know(tensors_in(batch))
+        recorder.know(batch_tensors(batch))
         with recorder:
             output = call(batch)
         recorder.finish(output)
@@ -140,24 +140,3 @@ def _failure(record: Record, error: BaseException) -> str:
         return text
     what = f"{reads[-1].function} at {reads[-1].line} reads a value that depends on parameters"
     return f"{what} ({text})" if text else what
-
-
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Every tensor of a batch: in mappings, sequences and dataclasses."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from tensors_in(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for item in dataclasses.fields(batch):
-            yield from tensors_in(getattr(batch, item.name))
-
-
-def rows_of(batch: Any) -> int | None:
-    """Common first dimension of a batch's tensors, None if they have none."""
-    sizes = {int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.ndim}
-    return sizes.pop() if len(sizes) == 1 else None

@@ -14,15 +14,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from lightning_mist.cost import StageCandidates, StageCostModel, predict_with, step_seconds_of
+from lightning_mist.cost import StageCandidates, predict_with, step_seconds_of
 from lightning_mist.cost.compile import IntArray
-from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile
+from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.space import SearchSpace, rank_layout
-from lightning_mist.tuner.tune import usable_bytes
+from lightning_mist.tuner.tune import stages_of
 from lightning_mist.units import format_bytes
 
 
@@ -84,8 +84,7 @@ def baselines(
         ProfileError: If the profile lacks what the cost model needs.
     """
     space = search_space.apply(search or SearchSpace(), spec, cluster.world_size, global_batch_size)
-    model = StageCostModel(spec, profile or catalog_profile(cluster), cluster)
-    intra = IntraStage(model, space, usable_bytes(cluster, memory_limit))
+    intra = stages_of(space, spec, cluster, profile, memory_limit)
     even = tuple(count for count in search_space.divisors(cluster.world_size) if 1 < count <= space.max_stages)
     families = (
         _Family(name="data parallel", stages=(1,), checkpointed=(0, 0), zero_stages=(0,), cuts_batches=False),

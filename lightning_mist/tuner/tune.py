@@ -148,9 +148,8 @@ def tune(
     began = perf_counter()
     search = search or SearchSpace()
     space = search_space.apply(search, spec, cluster.world_size, global_batch_size)
-    model = StageCostModel(spec, profile or catalog_profile(cluster), cluster)
-    limit = usable_bytes(cluster, memory_limit)
-    intra = IntraStage(model, space, limit)
+    intra = stages_of(space, spec, cluster, profile, memory_limit)
+    model, limit = intra.model, intra.memory_limit
     outcome = _search(intra, space, began + search.solver_seconds)
     if outcome.winner is None:
         explain_infeasible(intra, lambda problem, chosen: make_plan(space, problem, chosen))
@@ -179,6 +178,14 @@ def tune(
         ),
         notes=(*space.notes, *_numbers(model, plan, limit, memory_limit)),
     )
+
+
+def stages_of(
+    space: Space, spec: ModelSpec, cluster: Cluster, profile: HardwareProfile | None, memory_limit: int | None
+) -> IntraStage:
+    """What stages may be and cost; the same for a search and for what it is compared with."""
+    model = StageCostModel(spec, profile or catalog_profile(cluster), cluster)
+    return IntraStage(model, space, usable_bytes(cluster, memory_limit))
 
 
 def usable_bytes(cluster: Cluster, memory_limit: int | None) -> float:
