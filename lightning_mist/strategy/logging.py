@@ -11,16 +11,40 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+_ARGUMENTS = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "reduce_fx",
+    "enable_graph",
+    "sync_dist",
+    "sync_dist_group",
+    "add_dataloader_idx",
+    "batch_size",
+    "metric_attribute",
+    "rank_zero_only",
+)
+"""Parameters of ``LightningModule.log`` after the value, in its order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRecord:
-    """One call of ``self.log``: its name, value and further arguments."""
+    """One call of ``self.log``.
+
+    Attributes:
+        name: What was logged.
+        value: Its value, or a metric object.
+        arguments: Further arguments by name.
+        batch_value: Of a metric object, what it gave for the rows of this call; None if it gave no single number.
+    """
 
     name: str
     value: Any
     arguments: tuple[tuple[str, Any], ...]
+    batch_value: Tensor | None = None
 
 
 class LogRecorder:
@@ -31,15 +55,21 @@ class LogRecorder:
 
     def log(self, name: str, value: Any, *positional: Any, **arguments: Any) -> None:
         """Record one value; has the arguments of ``LightningModule.log``."""
-        names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
-        arguments = {**dict(zip(names, positional, strict=False)), **arguments}
+        arguments = {**dict(zip(_ARGUMENTS[: len(positional)], positional, strict=True)), **arguments}
         if isinstance(value, Tensor):
             value = value.detach().clone()
-        self.records.append(LogRecord(name=name, value=value, arguments=tuple(arguments.items())))
+        given = getattr(value, "_forward_cache", None)  # what torchmetrics keeps of its last call, for Lightning
+        batch_value = given.detach().clone() if isinstance(given, Tensor) and given.numel() == 1 else None
+        self.records.append(
+            LogRecord(name=name, value=value, arguments=tuple(arguments.items()), batch_value=batch_value)
+        )
 
     def log_dict(self, dictionary: Mapping[str, Any], *positional: Any, **arguments: Any) -> None:
         """Record several values with common arguments."""
-        for name, value in dictionary.items():
+        # A MetricCollection gives copies unless told otherwise, and Lightning logs the metrics themselves.
+        is_collection = hasattr(dictionary, "_enable_compute_groups")
+        items = dictionary.items(keep_base=False, copy_state=False) if is_collection else dictionary.items()  # type: ignore[call-arg]
+        for name, value in items:
             self.log(name, value, *positional, **arguments)
 
     def take(self) -> tuple[LogRecord, ...]:
@@ -50,13 +80,20 @@ class LogRecorder:
 
 @contextmanager
 def recorded_logs(module: Any) -> Iterator[LogRecorder]:
-    """Let a recorder answer the module's ``log`` and ``log_dict`` inside the context."""
+    """Let a recorder answer the module's ``log`` and ``log_dict`` inside the context.
+
+    Lightning modules inside the module log through the same trainer, so the recorder answers theirs too.
+    """
     recorder = LogRecorder()
-    module.__dict__["log"], module.__dict__["log_dict"] = recorder.log, recorder.log_dict
+    inner = module.modules() if isinstance(module, nn.Module) else ()
+    loggers = {id(item): item for item in (module, *inner) if hasattr(type(item), "log_dict")}
+    for item in loggers.values():
+        item.__dict__["log"], item.__dict__["log_dict"] = recorder.log, recorder.log_dict
     try:
         yield recorder
     finally:
-        del module.__dict__["log"], module.__dict__["log_dict"]
+        for item in loggers.values():
+            del item.__dict__["log"], item.__dict__["log_dict"]
 
 
 def _combine(values: Sequence[Any], weights: Sequence[float], reduction: Any) -> Any:
@@ -80,7 +117,8 @@ def combine_records(parts: Sequence[tuple[float, Sequence[LogRecord]]]) -> tuple
 
     Returns:
         Records in the order of first appearance. Means are weighted by rows, sums, minima and maxima follow the call's
-        ``reduce_fx``; an explicit ``batch_size`` is summed.
+        ``reduce_fx``; an explicit ``batch_size`` is summed. A metric object's value of the step becomes the mean of
+        those of its parts; its state, and so its value of the epoch, is its own.
     """
     grouped: dict[tuple[str, int], list[tuple[float, LogRecord]]] = {}
     for weight, records in parts:
@@ -95,9 +133,12 @@ def combine_records(parts: Sequence[tuple[float, Sequence[LogRecord]]]) -> tuple
         sizes = [dict(record.arguments).get("batch_size") for _, record in items]
         if all(size is not None for size in sizes):
             arguments["batch_size"] = sum(sizes)
-        value = _combine(
-            [record.value for _, record in items], [weight for weight, _ in items], arguments.get("reduce_fx", "mean")
-        )
+        weights = [weight for weight, _ in items]
+        value = _combine([record.value for _, record in items], weights, arguments.get("reduce_fx", "mean"))
+        of_parts = [record.batch_value for _, record in items if record.batch_value is not None]
+        if len(of_parts) == len(items) > 1:
+            # Lightning shows this as the metric's value of the step; its state has seen all rows already.
+            value._forward_cache = _combine(of_parts, weights, "mean")
         combined.append(LogRecord(name=name, value=value, arguments=tuple(arguments.items())))
     return tuple(combined)
 

@@ -1,8 +1,12 @@
+import inspect
+
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 
-from lightning_mist.strategy.logging import LogRecord, combine_records, recorded_logs, replay
+from lightning_mist.strategy.logging import LogRecord, LogRecorder, combine_records, recorded_logs, replay
 
 
 class Logged(nn.Module):
@@ -67,3 +71,40 @@ def test_replay_logs_once_through_the_module():
     module = Logged()
     replay(module, [record("loss", torch.tensor(1.5), prog_bar=True)])
     assert module.calls == [("loss", torch.tensor(1.5), {"prog_bar": True})]
+
+
+def test_arguments_by_position_are_lightnings():
+    positional = [p.name for p in inspect.signature(pl.LightningModule.log).parameters.values()][3:]
+    recorder = LogRecorder()
+    recorder.log("m", 1.0, *range(len(positional)))
+    assert recorder.take()[0].arguments == tuple(zip(positional, range(len(positional)), strict=True))
+
+
+def test_modules_inside_are_recorded_too():
+    module = Logged()
+    module.inner = Logged()
+    with recorded_logs(module) as recorder:
+        module.inner.log("deep", 1.0)
+        assert [item.name for item in recorder.take()] == ["deep"]
+    module.inner.log("x", 1)
+    assert module.inner.calls == [("x", 1, {})]
+
+
+def test_a_metrics_value_of_the_step_covers_all_parts():
+    metric, recorder, parts = MeanMetric(), LogRecorder(), []
+    for weight, value in ((0.25, 4.0), (0.75, 8.0)):
+        metric(value, weight)
+        recorder.log("m", metric)
+        parts.append((weight, recorder.take()))
+    (combined,) = combine_records(parts)
+    assert combined.value is metric
+    assert float(metric._forward_cache) == float(metric.compute()) == 7.0
+
+
+def test_a_collection_gives_its_own_metrics():
+    metrics, recorder = MetricCollection([MeanMetric(), MaxMetric()], prefix="train_"), LogRecorder()
+    metrics(2.0)
+    recorder.log_dict(metrics)
+    records = recorder.take()
+    assert [item.name for item in records] == ["train_MeanMetric", "train_MaxMetric"]
+    assert records[0].value is metrics["MeanMetric"]
