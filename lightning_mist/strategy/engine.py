@@ -7,12 +7,13 @@ for any loss.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import ModuleMap, Plan
@@ -76,15 +77,25 @@ def _home(value: Any) -> Any:
 def _merge_extra(parts: list[tuple[float, Any]]) -> Any:
     """One value of a returned dictionary from those of its microbatches.
 
-    Scalars become their mean weighted by rows, other tensors are joined along their first dimension; of anything else
-    the last microbatch's value is kept.
+    Scalar tensors and floats become their mean weighted by rows, other tensors are joined along their first dimension,
+    dictionaries are merged entry by entry; of anything else the last microbatch's value is kept.
     """
     values = [value for _, value in parts]
-    if len(values) == 1 or not all(isinstance(value, Tensor) for value in values):
-        return values[-1]
-    if values[0].ndim == 0:
+    if len(values) == 1:
+        return values[0]
+    if all(isinstance(value, dict) for value in values):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: _merge_extra([(w, value[name]) for w, value in parts if name in value]) for name in names}
+    if all(isinstance(value, Tensor) and value.ndim > 0 for value in values):
+        return torch.cat(values)
+    if all(isinstance(value, float) or (isinstance(value, Tensor) and value.ndim == 0) for value in values):
         return sum(weight * value for weight, value in parts) / sum(weight for weight, _ in parts)
-    return torch.cat(values)
+    return values[-1]
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    """A value that came home, with its tensors where the user's step had them."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 class _InstallGradients(torch.autograd.Function):
@@ -169,6 +180,9 @@ class Engine:
         """
         own_state = get_random_state(self.device)
         complete(self.exchange.run(batch, own_state))
+        if not self.exchange.whole:
+            # Seeds of the parts were drawn: the next batch must go on from there, or it would draw the same ones.
+            own_state = get_random_state(self.device)
         accumulated = [(p, p.grad) for p in self.stage.parameters.values() if keeps_gradients]
         for parameter in self.stage.parameters.values():
             parameter.grad = None
@@ -326,7 +340,9 @@ class Engine:
         if losses:
             total = torch.stack([weight * value.reshape(()) for weight, value in losses]).sum()
             loss = total.to(self.device)
-        return BatchResult(loss=loss, extras=extras, records=records)
+        # Lightning reduces logged tensors where they are, and a GPU's process group knows tensors of its GPU only.
+        records = tuple(replace(record, value=_to(record.value, self.device)) for record in records)
+        return BatchResult(loss=loss, extras=_to(extras, self.device), records=records)
 
 
 def start_engine(

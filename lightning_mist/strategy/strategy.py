@@ -231,7 +231,10 @@ class MistBase(_Base):
         keeps = not self._gradients_are_about_to_go()
         result, loss = self._engine.train_batch(batch, step, loss_scale=scale, keeps_gradients=keeps)
         self._engine.replay(result)
-        return {**result.extras, "loss": loss} if result.extras and loss is not None else loss
+        if not result.extras:
+            return loss
+        # Lightning itself refuses a dictionary without a loss.
+        return result.extras if loss is None else {**result.extras, "loss": loss}
 
     def _gradients_are_about_to_go(self) -> bool:
         """Whether Lightning clears the gradients right after this step, and nobody looks at them before that."""

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -232,3 +233,43 @@ def test_checkpoints_go_both_ways(tmp_path):
         assert_equal(values(module), values(straight))
     loaded = Net.load_from_checkpoint(saved.last_model_path, map_location="cpu")
     assert len(values(loaded)) == len(values(straight))
+
+
+def test_parts_of_batches_draw_new_numbers_in_every_step(tmp_path):
+    class Noisy(Net):
+        def training_step(self, batch, batch_idx):
+            drawn.append(float(torch.rand(())))
+            return super().training_step(batch, batch_idx)
+
+    drawn = []
+    train(tmp_path, MistStrategy(plan=one_stage(microbatches=2)), module=Noisy(), epochs=2)
+    in_training = drawn[-2 * 12 :]
+    assert len(set(in_training)) == len(in_training)
+
+
+def test_what_a_step_returns_beside_the_loss_is_of_the_whole_batch(tmp_path):
+    class Extras(Net):
+        def training_step(self, batch, batch_idx):
+            rows = batch[0].sum(1)
+            return {"loss": self(batch[0]).mean(), "mean": rows.mean().item(), "inner": {"rows": rows}}
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            rows = batch[0].sum(1)
+            assert torch.equal(outputs["inner"]["rows"], rows)
+            assert outputs["mean"] == pytest.approx(float(rows.mean()), abs=1e-6)
+            seen.append(batch_idx)
+
+    seen = []
+    train(tmp_path, MistStrategy(plan=one_stage(microbatches=2)), module=Extras(), callbacks=[Look()], epochs=1)
+    assert len(seen) == 6
+
+
+def test_a_dictionary_without_a_loss_is_refused_as_lightning_does(tmp_path):
+    class Forgets(Net):
+        def training_step(self, batch, batch_idx):
+            loss = self(batch[0]).mean()
+            return {"loss": loss} if batch_idx == 0 else {"los": loss}
+
+    with pytest.raises(MisconfigurationException, match="'loss' key needs to be present"):
+        train(tmp_path, MistStrategy(plan=one_stage(microbatches=2)), module=Forgets())
