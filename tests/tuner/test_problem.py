@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+
+from lightning_mist.tuner.intra_stage import ANYWHERE
+from lightning_mist.tuner.problem import InterStageProblem
+from tests.tuner.problems import brute_force, random_problem, slot, small_seeds
+
+
+def problem(microbatches=5):
+    """Two stages of 2 + 2 or 1 + 3 layers on 1 + 2 or 2 + 1 devices."""
+    return InterStageProblem(
+        num_layers=4,
+        num_devices=3,
+        num_microbatches=microbatches,
+        slots=(
+            slot([0, 0], [2, 1], [1, 2], [4.0, 1.0], [0.5, 0.0]),
+            slot([2, ANYWHERE, 2], [2, 3, 2], [2, 1, 1], [2.0, 6.0, 4.0], [3.0, 0.0, 0.0]),
+        ),
+    )
+
+
+def test_seconds_of_what_was_chosen():
+    made = problem()
+    assert made.steady((0, 2)).tolist() == [4.0, 4.0]
+    assert made.boundary((0, 0)).tolist() == [0.5, 3.0]
+    # Four more microbatches at the pace of the slowest stage, and one through both; the second stage's boundary time
+    # exceeds what it is waited for anyway by 3 - 0.
+    assert made.objective((1, 1)) == 4 * 6.0 + (1.0 + 6.0)
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        made.objective((0,))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "fits"),
+    [
+        ((0, 0), True),
+        ((1, 1), True),  # the second stage may lie anywhere
+        ((0, 1), False),  # five layers
+        ((1, 0), False),  # a gap at layer 1, and four devices
+        ((0, 2), False),  # one device is left
+    ],
+)
+def test_layers_and_devices_are_used_up_in_order(chosen, fits):
+    assert problem().is_feasible(chosen) is fits
+
+
+def test_the_least_that_anything_takes():
+    made = problem()
+    assert made.least_seconds() == 4 * 1.0  # 2 seconds for 2 layers, or 1 for 1
+    assert made.least_device_seconds() == 4 * 2.0  # 4 seconds on one device for 2 layers, as 2 on two, 1 on two for 1
+    assert made.lower_bound() == 4 * 8.0 / 3 + 4.0
+
+
+@pytest.mark.parametrize("seed", small_seeds(60))
+def test_no_answer_goes_below_the_bound(seed):
+    made = random_problem(seed)
+    assert made.lower_bound() <= brute_force(made) * (1 + 1e-12)
+
+
+def test_without_choices_there_is_no_answer():
+    made = problem()
+    empty = made.slots[1].take(np.zeros(3, dtype=bool))
+    none = InterStageProblem(num_layers=4, num_devices=3, num_microbatches=5, slots=(made.slots[0], empty))
+    assert none.lower_bound() == np.inf
+    assert brute_force(none) == np.inf
