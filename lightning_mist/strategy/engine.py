@@ -183,7 +183,7 @@ class Engine:
         if not self.exchange.whole:
             # Seeds of the parts were drawn: the next batch must go on from there, or it would draw the same ones.
             own_state = get_random_state(self.device)
-        accumulated = [(p, p.grad) for p in self.stage.parameters.values() if keeps_gradients]
+        accumulated = [(p, p.grad if keeps_gradients else None) for p in self.stage.parameters.values()]
         for parameter in self.stage.parameters.values():
             parameter.grad = None
         records: dict[int, tuple[LogRecord, ...]] = {}

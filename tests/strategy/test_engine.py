@@ -1,0 +1,189 @@
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mist.errors import TraceError
+from lightning_mist.runtime.memory_transport import InMemoryWorld
+from lightning_mist.schedule import lower
+from lightning_mist.strategy.engine import Engine, _home, _merge_extra
+from tests.integration.parity import make_plan, map_of
+
+CPU = torch.device("cpu")
+ROWS = 4
+
+
+class Net(nn.Module):
+    """Two blocks; logs like a LightningModule."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)])
+        self.logged = []
+
+    def log(self, name, value, **arguments):
+        self.logged.append((name, value.item(), arguments))
+
+    def log_dict(self, dictionary, **arguments):
+        for name, value in dictionary.items():
+            self.log(name, value, **arguments)
+
+    def training_step(self, batch, batch_idx):
+        h = batch
+        for block in self.blocks:
+            h = block(h)
+        loss = h.square().mean()
+        self.log("loss", loss, on_step=True)
+        return {"loss": loss, "rows": h, "name": "net"}
+
+
+def make_engine(parts=2, module=None):
+    module = module or Net()
+    plan = make_plan([2], parts=parts, rows=ROWS)
+    module_map = map_of(module, torch.randn(ROWS, 3))
+    module.logged.clear()
+    (transport,) = InMemoryWorld(1).transports
+    return Engine(module, plan, module_map, rank=0, transport=transport, schedule=lower(plan, tied=False), device=CPU)
+
+
+def train(engine, batch, **arguments):
+    return engine.train_batch(batch, lambda part: engine.module.training_step(part, 0), **arguments)
+
+
+def gradients(module):
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def plain(module, *batches):
+    """Gradients of the sum of the batches' losses."""
+    module = copy.deepcopy(module)
+    for batch in batches:
+        module.training_step(batch, 0)["loss"].backward()
+    return gradients(module)
+
+
+def assert_close(found, wanted, factor=1.0):
+    torch.testing.assert_close(found, [factor * gradient for gradient in wanted])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_gradients_wait_for_the_backward_of_the_loss(parts):
+    engine, batch = make_engine(parts), torch.randn(ROWS, 3)
+    result, loss = train(engine, batch)
+    assert gradients(engine.module) == [None] * 4
+    assert loss.item() == pytest.approx(engine.module.training_step(batch, 0)["loss"].item())
+    assert result.loss.item() == loss.item()
+    loss.backward()
+    assert_close(gradients(engine.module), plain(engine.module, batch))
+
+
+def test_whatever_gradient_arrives_at_the_loss_is_a_factor():
+    engine, batch = make_engine(), torch.randn(ROWS, 3)
+    _, loss = train(engine, batch)
+    (loss / 4).backward()
+    assert_close(gradients(engine.module), plain(engine.module, batch), 0.25)
+
+
+def test_a_scaled_loss_has_its_scale_once():
+    engine, batch = make_engine(), torch.randn(ROWS, 3)
+    _, loss = train(engine, batch, loss_scale=8.0)
+    assert loss.item() == pytest.approx(engine.module.training_step(batch, 0)["loss"].item())
+    (loss * 8.0).backward()
+    assert_close(gradients(engine.module), plain(engine.module, batch), 8.0)
+
+
+def test_gradients_of_batches_add_up_unless_they_are_about_to_go():
+    batches = torch.randn(ROWS, 3), torch.randn(ROWS, 3)
+    engine = make_engine()
+    for batch in batches:
+        train(engine, batch)[1].backward()
+    assert_close(gradients(engine.module), plain(engine.module, *batches))
+    _, loss = train(engine, batches[0], keeps_gradients=False)
+    # What an optimizer that clears in place would write to must not be the gradients that are still to come.
+    assert gradients(engine.module) == [None] * 4
+    loss.backward()
+    assert_close(gradients(engine.module), plain(engine.module, batches[0]))
+
+
+def test_a_second_backward_is_refused():
+    engine = make_engine()
+    _, loss = train(engine, torch.randn(ROWS, 3))
+    loss.backward(retain_graph=True)
+    before = gradients(engine.module)
+    with pytest.raises(TraceError, match="backward ran twice on the loss of one training_step"):
+        loss.backward()
+    assert_close(gradients(engine.module), before)
+    with pytest.raises(TraceError, match="use a plan with a single stage"):
+        engine.install(torch.ones(()))
+
+
+def test_what_the_step_returned_and_logged_comes_as_for_a_whole_batch():
+    engine, batch = make_engine(parts=2), torch.randn(ROWS, 3)
+    result, loss = train(engine, batch)
+    engine.module.logged.clear()
+    engine.replay(result)
+    whole = engine.module.training_step(batch, 0)
+    torch.testing.assert_close(result.extras["rows"], whole["rows"].detach())
+    assert not result.extras["rows"].requires_grad
+    assert result.extras["name"] == "net"
+    (replayed, once) = engine.module.logged
+    assert replayed == ("loss", pytest.approx(loss.item()), {"on_step": True})
+    assert once == replayed
+
+
+def test_a_step_without_a_loss_has_no_backward():
+    engine = make_engine()
+    result, loss = engine.train_batch(torch.randn(ROWS, 3), lambda part: None)
+    assert (result.loss, loss) == (None, None)
+
+
+def test_the_optimizer_is_asked_for_once_it_is_there():
+    with pytest.raises(RuntimeError, match=re.escape("take_optimizer must come first")):
+        _ = make_engine().cut
+
+
+def test_parameters_have_one_name():
+    engine = make_engine()
+    names = [name for name, _ in engine.module.named_parameters()]
+    assert [engine.canonical_name(p) for p in engine.module.parameters()] == names
+    values = engine.module_values()
+    assert sorted(values) == sorted(names)
+    assert all(torch.equal(values[name], p) for name, p in engine.module.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("parts", "merged"),
+    [
+        ([(0.75, torch.tensor(1.0)), (0.25, torch.tensor(5.0))], torch.tensor(2.0)),
+        ([(0.75, 1.0), (0.25, 5.0)], 2.0),
+        ([(0.5, torch.zeros(2, 3)), (0.5, torch.ones(1, 3))], torch.tensor([[0.0] * 3, [0.0] * 3, [1.0] * 3])),
+        ([(0.5, "first"), (0.5, "last")], "last"),
+        ([(0.5, torch.zeros(())), (0.5, "last")], "last"),
+        ([(0.25, [1])], [1]),
+    ],
+)
+def test_one_value_from_those_of_the_parts(parts, merged):
+    found = _merge_extra(parts)
+    if isinstance(merged, torch.Tensor):
+        assert torch.equal(found, merged)
+    else:
+        assert found == merged
+
+
+def test_dictionaries_merge_by_entry_those_that_some_parts_lack_too():
+    parts = [(0.5, {"a": torch.tensor(1.0), "b": "x"}), (0.5, {"a": torch.tensor(3.0), "c": torch.ones(1)})]
+    assert _merge_extra(parts) == {"a": torch.tensor(2.0), "b": "x", "c": torch.ones(1)}
+
+
+def test_values_travel_without_their_graph():
+    leaf = torch.ones(2, requires_grad=True)
+    value = {"a": leaf * 2, "b": [leaf * 3, (leaf, "text")], "c": None}
+    home = _home(value)
+    tensors = [home["a"], home["b"][0], home["b"][1][0]]
+    assert [t.tolist() for t in tensors] == [[2.0, 2.0], [3.0, 3.0], [1.0, 1.0]]
+    assert not any(t.requires_grad for t in tensors)
+    assert isinstance(home["b"][1], tuple)
+    assert (home["b"][1][1], home["c"]) == ("text", None)
+    assert value["a"].requires_grad
