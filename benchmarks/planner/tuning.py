@@ -1,0 +1,77 @@
+"""Seconds from a model's name to a plan for a cluster that is not at hand: tracing, then searching.
+
+python -m benchmarks.planner.tuning
+"""
+
+import argparse
+import statistics
+from time import perf_counter
+
+import torch
+
+from benchmarks.record import Sample, make_record, write_record
+from lightning_mist.hardware import parse_cluster
+from lightning_mist.model import map_module, trace_model
+from lightning_mist.model.sources import open_model
+from lightning_mist.runtime.batches import slice_rows
+from lightning_mist.tuner import tune
+
+CASES = [
+    ("gpt3-1.3b", "1x2xL4", 16),
+    ("llama-1.3b", "1x8xL4", 64),
+    ("llama-7b", "1x8xA100-40", 64),
+    ("gpt3-22b", "4x8xL4", 512),
+]
+"""Preset, cluster, and rows of a batch over all devices."""
+
+PRECISION, SEQUENCE_LENGTH = "bf16-true", 2048
+
+
+def measure(name: str, cluster_text: str, global_batch_size: int) -> Sample:
+    """Plan once."""
+    cluster = parse_cluster(cluster_text)
+    rows = max(2, global_batch_size // cluster.world_size)
+    started = perf_counter()
+    source = open_model(name, batch_rows=rows, sequence_length=SEQUENCE_LENGTH, precision=PRECISION)
+    found = map_module(source.module, source.call, source.batch, second_batch=slice_rows(source.batch, 0, rows - 1))
+    spec = trace_model(
+        source.module,
+        source.batch,
+        call=source.call,
+        module_map=found,
+        optimizer=torch.optim.AdamW,
+        precision=PRECISION,
+    )
+    traced = perf_counter()
+    result = tune(spec, cluster, global_batch_size=global_batch_size)
+    return {
+        "model": name,
+        "cluster": cluster_text,
+        "global_batch_size": global_batch_size,
+        "trace_seconds": traced - started,
+        "search_seconds": perf_counter() - traced,
+        "candidates": result.stats.candidates,
+        "status": result.status,
+        "stages": result.plan.num_stages,
+    }
+
+
+def main() -> None:
+    """Run every case a few times and write the medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    samples = []
+    for case in CASES:
+        runs = [measure(*case) for _ in range(options.repeats)]
+        sample = dict(runs[0])
+        for name in ("trace_seconds", "search_seconds"):
+            sample[name] = statistics.median(float(run[name] or 0.0) for run in runs)
+        samples.append(sample)
+        print(sample, flush=True)
+    notes = f"Medians of {options.repeats} runs; {PRECISION}, {SEQUENCE_LENGTH} tokens per row, AdamW."
+    print(write_record(make_record("planning", samples, notes=notes)))
+
+
+if __name__ == "__main__":
+    main()
