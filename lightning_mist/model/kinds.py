@@ -26,9 +26,15 @@ class Kinds:
         """Positions of the blocks of a kind."""
         return tuple(position for position, own in enumerate(self.of) if own == kind)
 
-    def twins(self) -> tuple[int | None, ...]:
-        """For every block ``None`` if it is an example, else the position of the example of its kind."""
-        return tuple(None if i == self.examples[k] else self.examples[k] for i, k in enumerate(self.of))
+    def twins(self, *, neighbours: bool = False) -> tuple[int | None, ...]:
+        """For every block ``None`` if it runs itself, else the position of the example of its kind.
+
+        Args:
+            neighbours: Whether the block right behind an example runs itself too, so that the example's backward begins
+                with what a real block leaves alive.
+        """
+        runs = {*self.examples, *(position + 1 for position in self.examples if neighbours)}
+        return tuple(None if i in runs else self.examples[k] for i, k in enumerate(self.of))
 
 
 def group(names: Sequence[str], keys: Sequence[Hashable]) -> Kinds:

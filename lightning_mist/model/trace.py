@@ -116,15 +116,16 @@ def _find_blocks(subject: Subject, batch: Any) -> _Blocks:
         return _Blocks(kinds=group((), ()), twins=(), recompute_failure=None, kept_bytes=kept)
     counts.append(plain)
     kinds = group([type(block).__name__ for block in subject.blocks], cost_keys(subject.blocks, counts))
-    twins = kinds.twins() if _can_imitate(subject, batch, plain, kinds) else whole
+    ways = (kinds.twins(), kinds.twins(neighbours=True))
+    twins = next((way for way in ways if _can_imitate(subject, batch, plain, kinds, way)), whole)
     return _Blocks(kinds=kinds, twins=twins, recompute_failure=failure, kept_bytes=kept)
 
 
-def _can_imitate(subject: Subject, batch: Any, plain: StepCount, kinds: Kinds) -> bool:
+def _can_imitate(subject: Subject, batch: Any, plain: StepCount, kinds: Kinds, twins: tuple[int | None, ...]) -> bool:
     if not all(plain.describable):
         return False
     try:
-        brief = count_step(subject, batch, twins=kinds.twins(), recompute=False, gradients_exist=False)
+        brief = count_step(subject, batch, twins=twins, recompute=False, gradients_exist=False)
     except Exception:
         # Something reads what happens inside blocks, which imitation does not reproduce. The whole run did not fail.
         return False

@@ -29,3 +29,9 @@ def test_blocks_are_told_apart_by_class_shapes_and_what_is_trained() -> None:
     }
     assert len(keys) == 6
     assert module_key(nn.Linear(2, 3)) == module_key(nn.Linear(2, 3))
+
+
+def test_a_neighbour_of_an_example_may_run_itself():
+    kinds = group(["A", "A", "A", "B"], [1, 1, 1, 2])
+    assert kinds.twins() == (None, 0, 0, None)
+    assert kinds.twins(neighbours=True) == (None, None, 0, None)
