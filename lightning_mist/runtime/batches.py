@@ -77,6 +77,11 @@ def copy_batch(batch: Batch) -> Batch:
     return result
 
 
+def rebuild(batch: Any, replace: Callable[[Any], Any]) -> Any:
+    """The same batch in fresh containers, where ``replace`` may give another value for any member (``None``: none)."""
+    return _rebuild(batch, replace)
+
+
 def _is_row_list(node: Any, rows: int) -> bool:
     """Whether a list or tuple holds one value without rows for each row."""
     return type(node) in (list, tuple) and len(node) == rows and not any(_holds_arrays(item) for item in node)

@@ -5,17 +5,17 @@ owner sends its batch, packed into one message, to each peer that computes on a 
 replicas, nor where every rank computes on its own batch.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan, replica_of, replica_ranks, row_slice
-from lightning_mist.runtime.batches import batch_rows, slice_rows
+from lightning_mist.runtime.batches import batch_rows, rebuild, slice_rows
 from lightning_mist.runtime.executor import Microbatch
 from lightning_mist.runtime.transport import Transport, Work
 
@@ -25,7 +25,7 @@ _BATCH_TAG = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Leaf:
-    """Shape and type of a tensor leaf; the values follow in a message."""
+    """Stands for a tensor; its values follow in a message."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,42 +35,58 @@ class _Leaf:
 class _Header:
     """What a rank says of its batch before the tensors travel."""
 
-    rows: int | None
-    leaves: tuple[Any, ...]
-    structure: TreeSpec
+    skeleton: Any
+    leaves: tuple[_Leaf, ...]
     random_state: Any
     seed: int
 
 
-def _pack(leaves: Sequence[Any], device: torch.device) -> Tensor:
-    parts = [leaf.detach().contiguous().reshape(-1).view(torch.uint8) for leaf in leaves if isinstance(leaf, Tensor)]
+def _take_apart(batch: Any) -> tuple[list[Tensor], Any]:
+    """The tensors of a batch, and the batch with a :class:`_Leaf` in place of each.
+
+    Mappings, lists, tuples and dataclasses are looked into, whatever their class.
+    """
+    tensors: list[Tensor] = []
+
+    def replace(node: Any) -> Any:
+        if not isinstance(node, Tensor):
+            return None
+        tensors.append(node)
+        return _Leaf(shape=tuple(node.shape), dtype=node.dtype)
+
+    return tensors, rebuild(batch, replace)
+
+
+def _put_together(skeleton: Any, tensors: Sequence[Tensor], device: torch.device) -> Any:
+    """The batch again; what came with the skeleton and knows how to move (a graph, say) moves to this device."""
+    left = iter(tensors)
+
+    def replace(node: Any) -> Any:
+        if isinstance(node, _Leaf):
+            return next(left)
+        is_container = isinstance(node, (Mapping, list, tuple)) or is_dataclass(node)
+        return node.to(device) if not is_container and callable(getattr(node, "to", None)) else None
+
+    return rebuild(skeleton, replace)
+
+
+def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
 
-def _unpack(buffer: Tensor, leaves: Sequence[Any]) -> list[Any]:
+def _leaf_bytes(leaf: _Leaf) -> int:
+    return leaf.dtype.itemsize * prod(leaf.shape)
+
+
+def _unpack(buffer: Tensor, leaves: Sequence[_Leaf]) -> list[Tensor]:
     values, start = [], 0
     for leaf in leaves:
-        if isinstance(leaf, _Leaf):
-            size = leaf.dtype.itemsize
-            for extent in leaf.shape:
-                size *= extent
-            # A clone starts at an aligned address, which a view into the message need not.
-            values.append(buffer[start : start + size].clone().view(leaf.dtype).reshape(leaf.shape))
-            start += size
-        else:
-            values.append(leaf)
+        size = _leaf_bytes(leaf)
+        # A clone starts at an aligned address, which a view into the message need not.
+        values.append(buffer[start : start + size].clone().view(leaf.dtype).reshape(leaf.shape))
+        start += size
     return values
-
-
-def _payload_bytes(leaves: Sequence[Any]) -> int:
-    total = 0
-    for leaf in leaves:
-        if isinstance(leaf, _Leaf):
-            size = leaf.dtype.itemsize
-            for extent in leaf.shape:
-                size *= extent
-            total += size
-    return total
 
 
 class BatchExchange:
@@ -145,11 +161,10 @@ class BatchExchange:
     def _exchange(
         self, batch: Any, random_state: Any, seed: int, received: dict[int, tuple[Any, Any, int]]
     ) -> Iterator[Work]:
-        leaves, structure = tree_flatten(batch)
+        tensors, skeleton = _take_apart(batch)
         header = _Header(
-            rows=batch_rows(batch),
-            leaves=tuple(_Leaf(shape=tuple(x.shape), dtype=x.dtype) if isinstance(x, Tensor) else x for x in leaves),
-            structure=structure,
+            skeleton=skeleton,
+            leaves=tuple(_Leaf(shape=tuple(tensor.shape), dtype=tensor.dtype) for tensor in tensors),
             random_state=random_state,
             seed=seed,
         )
@@ -159,20 +174,20 @@ class BatchExchange:
         mine = {item.owner for item in self._slices[self.rank]}
         pending: list[Work] = []
         if any(self.rank in {item.owner for item in self._slices[peer]} for peer in self.owners if peer != self.rank):
-            message = _pack(leaves, self.device)
+            message = _pack(tensors, self.device)
             for peer in self.owners:
                 if peer != self.rank and self.rank in {item.owner for item in self._slices[peer]} and message.numel():
                     pending.append(self.transport.isend(message, peer, _BATCH_TAG))
         buffers = {}
         for owner in sorted(mine - {self.rank}):
-            size = _payload_bytes(headers[owner].leaves)
+            size = sum(map(_leaf_bytes, headers[owner].leaves))
             buffers[owner] = torch.empty(size, dtype=torch.uint8, device=self.device)
             if size:
                 yield self.transport.irecv(buffers[owner], owner, _BATCH_TAG)
         for owner in mine:
             head: _Header = headers[owner]
-            value = (
-                batch if owner == self.rank else tree_unflatten(_unpack(buffers[owner], head.leaves), head.structure)
-            )
+            value = batch
+            if owner != self.rank:
+                value = _put_together(head.skeleton, _unpack(buffers[owner], head.leaves), self.device)
             received[owner] = (value, head.random_state, head.seed)
         yield from pending

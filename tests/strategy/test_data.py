@@ -1,5 +1,8 @@
+from dataclasses import dataclass
+
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan, StageMesh, StagePlan
@@ -101,3 +104,21 @@ def test_a_ragged_batch_passes_whole():
     ragged = {"x": torch.zeros(4, 2), "y": torch.ones(3, 2)}
     one, _ = exchange(make_plan([[1], [0]], rows=4, microbatches=2), [ragged, batch(1, 4)])
     assert torch.equal(one.microbatches[0].value["y"], ragged["y"])
+
+
+@dataclass
+class Named:
+    tokens: torch.Tensor
+    names: list
+
+
+def test_containers_of_any_class_arrive_as_they_were():
+    def make(rank):
+        encoding = BatchEncoding({"ids": torch.full((2, 3), rank), "empty": torch.zeros(2, 0)})
+        return [encoding, Named(tokens=torch.full((2,), 10.0 + rank), names=["a", rank])]
+
+    _, last = exchange(make_plan([[0], [1]], rows=2, microbatches=2), [make(0), make(1)])
+    encoding, named = last.microbatches[0].value
+    assert (type(encoding), type(named)) == (BatchEncoding, Named)
+    assert encoding["ids"].tolist() == [[0] * 3] * 2
+    assert (encoding["empty"].shape, named.tokens.tolist(), named.names) == ((2, 0), [10.0, 10.0], ["a", 0])
