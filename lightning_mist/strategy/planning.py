@@ -1,5 +1,6 @@
 """From a user's fit to a plan that every rank has: trace, measure, tune on rank 0, broadcast, check."""
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -7,10 +8,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from lightning_mist.errors import MistError, PlanError
+from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster, HardwareProfile, detect, parse_cluster
 from lightning_mist.model import LayerSeconds, attach_seconds, map_module, time_layers, trace_model
 from lightning_mist.plan import (
@@ -44,14 +44,6 @@ from lightning_mist.tuner import SearchSpace, TuneResult, tune
 T = TypeVar("T")
 
 _FEATURES: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing")
-
-_WHOLE_MODULE_CALLBACKS = {
-    "WeightAveraging": "it averages the whole module on every rank",
-    "StochasticWeightAveraging": "it averages the whole module on every rank",
-    "ModelPruning": "it masks parameters of the whole module",
-    "BaseFinetuning": "it changes the optimizer's parameters while training",
-}
-"""Lightning callbacks that read or change all parameters on every rank, and what they do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,19 +90,15 @@ class Decision:
         )
 
 
-def whole_module_reason(trainer: Any, optimizers: list[Any]) -> str | None:
-    """Why only plain data parallelism can serve this module, its optimizers and the trainer's callbacks, if so."""
-    if not trainer.lightning_module.automatic_optimization:
-        return "automatic_optimization=False: the module calls backward and step itself"
-    if len(optimizers) != 1:
-        return f"configure_optimizers returns {len(optimizers)} optimizers; sharding and stages step exactly one"
-    if isinstance(optimizers[0], torch.optim.LBFGS):
-        return "LBFGS calls the step several times"
-    for callback in trainer.callbacks:
-        for cls in type(callback).__mro__:
-            if cls.__name__ in _WHOLE_MODULE_CALLBACKS:
-                return f"callback {type(callback).__name__}: {_WHOLE_MODULE_CALLBACKS[cls.__name__]}"
-    return None
+def _travelling(error: Exception) -> Exception:
+    """The error, or, if it cannot travel to other processes, one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        same = RuntimeError(f"{type(error).__name__}: {error}")
+        same.__cause__ = error
+        return same
+    return error
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:
@@ -119,8 +107,8 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             box = [(True, work())]
-        except (MistError, ValueError, TypeError, OSError) as error:
-            box = [(False, error)]
+        except Exception as error:  # the others wait: whatever it is, they must hear of it
+            box = [(False, _travelling(error))]
     dist.broadcast_object_list(box, 0)
     succeeded, value = box[0]
     if not succeeded:
@@ -214,7 +202,8 @@ class _Planner:
             profile=profile,
             global_batch_size=rows * cluster.world_size,
             memory_limit=self.request.memory_limit,
-            search=self.request.search,
+            # Plain data parallelism shards nothing either.
+            search=self.request.search if self.plain is None else replace(self.request.search, zero_stages=(0,)),
         )
 
     def fingerprint(self, found: ModuleMap) -> Fingerprint:
@@ -270,11 +259,13 @@ def decide(trainer: Any, strategy: Any, names: Namespace, request: PlanRequest, 
         found = planner.map()
         _same_everywhere(found)
         plan, made = _plan(planner, found)
-        rows = batch_rows(batch)
+        # Ranks may load batches of different sizes; a plan is for those of rank 0.
+        rows = on_rank_zero(lambda: batch_rows(batch))
         check_plan(
             plan, world_size=strategy.world_size, batch_rows=rows, num_layers=len(found.blocks), module_map=found
         )
         check_supported(plan)
+        _refuse_sharding(plan, plain)
         if trainer.enable_validation:
             limit = request.memory_limit or planner.cluster().device.memory_bytes
             check_evaluation(plan, module, limit)
@@ -288,6 +279,12 @@ def decide(trainer: Any, strategy: Any, names: Namespace, request: PlanRequest, 
         planning_seconds=perf_counter() - started,
         plan_path=path,
     )
+
+
+def _refuse_sharding(plan: Plan, plain: str | None) -> None:
+    stages = [int(stage.zero_stage) for stage in plan.stages]
+    if plain is not None and any(stages):
+        raise PlanError(f"the plan has zero_stage of {stages}, but {plain}; use zero_stage = 0 on every stage")
 
 
 def _same_everywhere(found: ModuleMap) -> None:

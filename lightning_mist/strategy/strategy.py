@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from lightning_mist.hardware import Cluster
 from lightning_mist.plan import Plan
@@ -16,6 +17,7 @@ from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.namespace import Namespace, namespace
 from lightning_mist.strategy.precision import attach_engine
 from lightning_mist.strategy.report import RunReport
+from lightning_mist.strategy.restrictions import whole_module_reason
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.units import parse_bytes
 
@@ -167,6 +169,8 @@ class MistBase(_Base):
         if self._decision.is_plain:
             self._ddp_kwargs["find_unused_parameters"] = self._finds_unused(self._decision)
             self.configure_ddp()
+            if isinstance(self._ddp_comm_state, PostLocalSGDState):
+                self._enable_model_averaging()
         else:
             self._engine = start_engine(
                 module,
@@ -194,7 +198,7 @@ class MistBase(_Base):
             return "a DDP communication hook or model averaging was given"
         if self._layer_sync is not None:
             return "sync_batchnorm computes collectives inside the step"
-        return planning.whole_module_reason(trainer, self.optimizers)
+        return whole_module_reason(trainer, self.optimizers)
 
     def _finds_unused(self, decision: planning.Decision) -> bool:
         if self._find_unused_parameters is not None:
@@ -287,6 +291,17 @@ class MistBase(_Base):
             return super().lightning_module_state_dict()
         assert self.lightning_module is not None
         return checkpoint_io.module_state(self.lightning_module, self._engine)
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Take weights in DDP's layout, also while training (the learning-rate finder does), on every rank at once."""
+        is_hollow = self._engine is not None and not self._engine.is_filled
+        if is_hollow:
+            assert self._engine is not None
+            self._engine.fill()
+        super().load_model_state_dict(checkpoint, strict)
+        if is_hollow:
+            assert self._engine is not None
+            self._engine.hollow()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """All optimizer state in DDP's layout; complete on global rank 0."""

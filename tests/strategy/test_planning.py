@@ -1,38 +1,8 @@
-from types import SimpleNamespace
-
 import pytest
-import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 
-from lightning_mist.errors import InfeasibleError
+from lightning_mist.errors import InfeasibleError, PlanError
 from lightning_mist.plan import Checkpointing, ModuleMap, Plan, StageMesh, StagePlan, ZeroStage
-from lightning_mist.strategy.planning import Decision, on_rank_zero, whole_module_reason
-
-PARAMETER = torch.nn.Parameter(torch.zeros(1))
-SGD = torch.optim.SGD([PARAMETER], lr=0.1)
-
-
-def trainer(*callbacks, automatic=True):
-    return SimpleNamespace(
-        lightning_module=SimpleNamespace(automatic_optimization=automatic), callbacks=[ModelCheckpoint(), *callbacks]
-    )
-
-
-@pytest.mark.parametrize(
-    ("callbacks", "automatic", "optimizers", "expected"),
-    [
-        ((), True, [SGD], None),
-        ((), False, [SGD], "automatic_optimization=False"),
-        ((), True, [SGD, SGD], "2 optimizers"),
-        ((), True, [torch.optim.LBFGS([PARAMETER])], "LBFGS"),
-        ((StochasticWeightAveraging(swa_lrs=0.1),), True, [SGD], "StochasticWeightAveraging: it averages"),
-        ((ModelPruning("l1_unstructured"),), True, [SGD], "ModelPruning: it masks"),
-        ((BackboneFinetuning(),), True, [SGD], "BackboneFinetuning: it changes"),
-    ],
-)
-def test_what_needs_the_whole_module_is_named(callbacks, automatic, optimizers, expected):
-    reason = whole_module_reason(trainer(*callbacks, automatic=automatic), optimizers)
-    assert (reason is None) if expected is None else (expected in reason)
+from lightning_mist.strategy.planning import Decision, _refuse_sharding, on_rank_zero
 
 
 @pytest.mark.usefixtures("single_rank")
@@ -44,6 +14,25 @@ def test_work_of_rank_zero_gives_its_result_or_its_error():
 
     with pytest.raises(InfeasibleError, match="nothing fits"):
         on_rank_zero(fail)
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_an_error_that_cannot_travel_is_told_in_words():
+    class Odd(Exception):
+        pass  # a local class: no other process could read it
+
+    def fail():
+        raise Odd("seven")
+
+    with pytest.raises(RuntimeError, match="Odd: seven"):
+        on_rank_zero(fail)
+
+
+def test_sharding_is_refused_where_ranks_must_hold_everything():
+    _refuse_sharding(plan(zero=0), "LBFGS")
+    _refuse_sharding(plan(zero=1), None)
+    with pytest.raises(PlanError, match=r"zero_stage of \[1\], but LBFGS"):
+        _refuse_sharding(plan(zero=1), "LBFGS")
 
 
 def plan(*, devices=(0, 1), microbatches=1, zero=0, checkpointed=0, stages=1):

@@ -1,0 +1,39 @@
+"""What an ordinary project may do that only plain data parallelism can serve."""
+
+from typing import Any
+
+import torch
+
+_WHOLE_MODULE_CALLBACKS = {
+    "WeightAveraging": "it averages the whole module on every rank",
+    "StochasticWeightAveraging": "it averages the whole module on every rank",
+    "ModelPruning": "it masks parameters of the whole module",
+    "BaseFinetuning": "it changes the optimizer's parameters while training",
+}
+"""Lightning callbacks that read or change all parameters on every rank, and what they do."""
+
+
+def whole_module_reason(trainer: Any, optimizers: list[Any]) -> str | None:
+    """Why only plain data parallelism can serve this module, its optimizers and the trainer's callbacks, if so."""
+    if not trainer.lightning_module.automatic_optimization:
+        return "automatic_optimization=False: the module calls backward and step itself"
+    if len(optimizers) != 1:
+        return f"configure_optimizers returns {len(optimizers)} optimizers; sharding and stages step exactly one"
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        return "LBFGS calls the step several times"
+    if _clips_by_itself(type(trainer.lightning_module)):
+        return "its configure_gradient_clipping would see the gradients of one stage; call self.clip_gradients in it"
+    for callback in trainer.callbacks:
+        for cls in type(callback).__mro__:
+            if cls.__name__ in _WHOLE_MODULE_CALLBACKS:
+                return f"callback {type(callback).__name__}: {_WHOLE_MODULE_CALLBACKS[cls.__name__]}"
+    return None
+
+
+def _clips_by_itself(cls: type) -> bool:
+    """Whether a module's own clipping does anything but pass arguments on to Lightning's."""
+    clipping = getattr(cls, "configure_gradient_clipping", None)
+    if clipping is None or clipping.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
+        return False
+    called = set(getattr(getattr(clipping, "__code__", None), "co_names", ()))
+    return "clip_gradients" not in called or bool(called & {"parameters", "named_parameters", "grad", "param_groups"})
