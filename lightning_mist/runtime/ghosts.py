@@ -10,6 +10,7 @@ does not depend on parameters (masks, positions, targets) is computed by every s
 A value that was not carried stays a ghost, and a ghost among the results is an error: a wrong cut is not silent.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -161,10 +162,14 @@ class GhostStage:
                         space["forward"] = forward
 
     def hollow(self) -> None:
-        """Free the storage of the parameters that other stages hold; they keep their shape."""
+        """Free the storage of the parameters that other stages hold; they keep their shape.
+
+        Where there is such a value they are not a number, so that whoever computes with them all the same sees it.
+        """
         for parameter in self.foreign.values():
-            zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-            parameter.data = zero.expand(parameter.shape)
+            fill = math.nan if parameter.is_floating_point() or parameter.is_complex() else 0
+            nothing = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = nothing.expand(parameter.shape)
             parameter.grad = None
 
     def input_specs(self, call: Callable[[], Any], signature: Hashable) -> tuple[InputSpec, ...]:

@@ -15,7 +15,8 @@ def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
     if engine.is_filled:
         return module.state_dict()
     values = engine.module_values()
-    state = module.state_dict()
+    with engine.parts_may_leave():
+        state = module.state_dict()
     if values:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if name in state:

@@ -6,7 +6,8 @@ multiplied by whatever gradient arrives there. So clearing, accumulation, scalin
 for any loss.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_mist.errors import TraceError
+from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gather import ParameterGatherer
@@ -154,6 +155,7 @@ class Engine:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._stash: list[tuple[nn.Parameter, Tensor]] | None = None
         self._cut: OptimizerCut | None = None
+        self._guards: list[Any] = []
         self._names = {p: name for name, p in {**self.stage.foreign, **self.stage.parameters}.items()}
         self.is_filled = True
 
@@ -237,9 +239,13 @@ class Engine:
             self._cut.restore()
 
     def hollow(self) -> None:
-        """Free the values of all parameters that other stages hold."""
+        """Free the values of all parameters that other stages hold.
+
+        Until they are back, ``state_dict`` of what holds them is refused: it would save nothing in their place.
+        """
         self.stage.hollow()
         self.is_filled = False
+        self._guard()
 
     def fill(self) -> None:
         """Give every parameter of the module its full value on every rank."""
@@ -253,6 +259,38 @@ class Engine:
 
         complete(self.gatherer.run(deliver))
         self.is_filled = True
+        self._unguard()
+
+    @contextmanager
+    def parts_may_leave(self) -> Iterator[None]:
+        """Inside, ``state_dict`` gives what this rank has."""
+        self._unguard()
+        try:
+            yield
+        finally:
+            if not self.is_filled:
+                self._guard()
+
+    def _guard(self) -> None:
+        foreign = {id(parameter) for parameter in self.stage.foreign.values()}
+        stage = f"stage {self.stage_index} of {self.plan.num_stages}"
+
+        def refuse(part: nn.Module, prefix: str, keep_vars: bool) -> None:
+            raise PlanError(
+                f"state_dict() of a {type(part).__name__} while rank {self.rank} trains {stage}: its values are on "
+                "another device. Save with trainer.save_checkpoint(path) on every rank, or read the module after fit "
+                "or in on_fit_end, where it is whole"
+            )
+
+        self._unguard()
+        for part in self.module.modules():
+            if any(id(parameter) in foreign for parameter in part.parameters(recurse=False)):
+                self._guards.append(part.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+
+    def _unguard(self) -> None:
+        for guard in self._guards:
+            guard.remove()
+        self._guards.clear()
 
     def canonical_name(self, parameter: nn.Parameter) -> str:
         """The first qualified name of a parameter of the module."""

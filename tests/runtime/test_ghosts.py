@@ -218,6 +218,7 @@ def test_parameters_are_divided_and_hollow_ones_hold_nothing():
         assert parameter is named[name]
         assert parameter.untyped_storage().nbytes() == parameter.element_size()
         assert parameter.grad is None
+        assert bool(parameter.isnan().all())
 
 
 def test_unused_parameters_stay_with_the_last_stage():

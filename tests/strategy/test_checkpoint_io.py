@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 
@@ -17,6 +19,9 @@ class Engine:
     def __init__(self, module, values, *, is_filled=False):
         self.values, self.is_filled = values, is_filled
         self.names = {parameter: name for name, parameter in module.named_parameters()}
+
+    def parts_may_leave(self):
+        return nullcontext()
 
     def canonical_name(self, parameter):
         return self.names[parameter]
