@@ -39,6 +39,7 @@ from lightning_mist.strategy.evaluation import check_evaluation
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.peek import peek_batch, silent, step_function
 from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.restrictions import check_limit
 from lightning_mist.tuner import SearchSpace, TuneResult, tune
 
 T = TypeVar("T")
@@ -265,6 +266,10 @@ def decide(trainer: Any, strategy: Any, names: Namespace, request: PlanRequest, 
             plan, world_size=strategy.world_size, batch_rows=rows, num_layers=len(found.blocks), module_map=found
         )
         check_supported(plan)
+        if request.memory_limit is not None and (request.plan != "auto" or plan.predicted is None):
+            remark = check_limit(plan, request.memory_limit)
+            if remark is not None:
+                progress.say(remark)
         _refuse_sharding(plan, plain)
         if trainer.enable_validation:
             limit = request.memory_limit or planner.cluster().device.memory_bytes

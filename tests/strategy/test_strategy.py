@@ -1,6 +1,7 @@
 """One process: what a plan without stages does to an ordinary project, and what is refused or left to DDP."""
 
 import json
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import InfeasibleError, MistStrategy, PlanError
-from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, save
+from lightning_mist.plan import Checkpointing, Plan, Predicted, PredictedStage, StageMesh, StagePlan, save
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own advice on loggers, workers and small datasets
 
@@ -73,6 +74,14 @@ def one_stage(*, microbatches=1, checkpointed=0, layers=LAYERS, rows=ROWS):
         checkpointing=Checkpointing(layers=checkpointed),
     )
     return Plan(global_batch_size=rows, num_microbatches=microbatches, stages=(stage,))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_of_the_process_group():
+    """Lightning leaves its process group to the process; other tests make their own."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +183,7 @@ def _seeded(make):
     ("plan", "module", "message"),
     [
         (one_stage(layers=5), Net, "spreads 5 layers, but the module has 3"),
-        (one_stage(rows=8), Net, "8"),
+        (one_stage(rows=8), Net, "global_batch_size 8, but 1 ranks load batches of 4 rows"),
         (one_stage(microbatches=2), lambda: Net(norm=True), "of a BatchNorm1d"),
         (one_stage(microbatches=2), lambda: Net(automatic=False), "automatic_optimization=False"),
         (one_stage(checkpointed=1), lambda: Net(optimizer=torch.optim.LBFGS), "LBFGS"),
@@ -189,6 +198,24 @@ def test_a_plan_file_that_is_none_is_refused(tmp_path):
     (tmp_path / "plan.json").write_text("{stages: 2}")
     with pytest.raises(PlanError, match=r"plan\.json.*JSON"):
         train(tmp_path, MistStrategy(plan=str(tmp_path / "plan.json")))
+
+
+def test_a_limit_holds_for_given_plans_and_for_those_without_prediction(tmp_path, capsys):
+    train(tmp_path, MistStrategy(plan=one_stage(), memory_limit="1KiB"), epochs=1)
+    assert "memory_limit of 1.0 KiB is not checked" in capsys.readouterr().err
+    train(tmp_path, MistStrategy(memory_limit="1KiB"), module=Net(automatic=False), epochs=1)
+    assert "memory_limit of 1.0 KiB is not checked" in capsys.readouterr().err
+
+
+def test_a_given_plan_that_predicts_more_than_the_limit_is_refused(tmp_path):
+    plan = one_stage()
+    stage = PredictedStage(
+        steady_seconds=1.0, boundary_seconds=0.0, forward_seconds=0.5, backward_seconds=0.5, peak_bytes=4096
+    )
+    predicted = replace(plan, predicted=Predicted(step_seconds=1.0, stages=(stage,)))
+    train(tmp_path, MistStrategy(plan=predicted, memory_limit=4096), epochs=1)
+    with pytest.raises(InfeasibleError, match=r"predicts 4.0 KiB on stage 0 of 1; memory_limit is 4.0 KiB"):
+        train(tmp_path, MistStrategy(plan=predicted, memory_limit=4095))
 
 
 def test_arguments_that_mean_nothing_yet_are_refused():
