@@ -8,24 +8,29 @@ from lightning_mist.plan.parallelism import StageMesh, ZeroStage
 from lightning_mist.plan.plan import Plan, Predicted, PredictedStage, ScheduleName, StagePlan
 from lightning_mist.plan.render import describe_changes, render
 from lightning_mist.plan.rows import RowSlice, replica_of, replica_ranks, row_slice
+from lightning_mist.plan.tensor_split import Factors, ParameterSplit, SequenceSplit, TensorSplit
 
 __all__ = [
     "BlockOutput",
     "Checkpointing",
     "Exclusion",
+    "Factors",
     "Feature",
     "Fingerprint",
     "LiveTensor",
     "ModuleMap",
     "OffloadRatios",
+    "ParameterSplit",
     "ParameterUse",
     "Plan",
     "Predicted",
     "PredictedStage",
     "RowSlice",
     "ScheduleName",
+    "SequenceSplit",
     "StageMesh",
     "StagePlan",
+    "TensorSplit",
     "ZeroStage",
     "check_plan",
     "describe_changes",

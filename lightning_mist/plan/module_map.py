@@ -10,8 +10,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
-Feature = Literal["pipeline", "microbatches", "checkpointing"]
-"""What an exclusion rules out: cutting into stages, cutting a batch, recomputing blocks."""
+from lightning_mist.errors import PlanError
+from lightning_mist.plan.tensor_split import TensorSplit
+
+Feature = Literal["pipeline", "microbatches", "checkpointing", "tensor", "sequence"]
+"""What an exclusion rules out: cutting into stages, cutting a batch, recomputing blocks, tensor parallelism, sequence
+parallelism."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +28,8 @@ class LiveTensor:
         dtype: Name of the element type, for example ``"float32"``.
         requires_grad: Whether a gradient flows back through it.
         batch_dim: The dimension that grows with the batch, or ``None`` if none does.
+        sequence_dim: The dimension along which sequence-parallel stages hold parts of it, or ``None`` if they hold it
+            whole.
     """
 
     key: Hashable
@@ -31,6 +37,7 @@ class LiveTensor:
     dtype: str
     requires_grad: bool
     batch_dim: int | None
+    sequence_dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +105,7 @@ class ModuleMap:
         exclusions: Features ruled out for this module.
         batch_rows: Rows of the traced batch.
         indexes_by_mask: Whether the step indexes values that depend on parameters by masks that do not.
+        splits: How the module may be split over tensor-parallel ranks, one entry per degree that was checked.
     """
 
     step: str
@@ -109,6 +117,22 @@ class ModuleMap:
     exclusions: tuple[Exclusion, ...] = ()
     batch_rows: int = 1
     indexes_by_mask: bool = False
+    splits: tuple[TensorSplit, ...] = ()
+
+    def split(self, degree: int) -> TensorSplit:
+        """How the module is split over ``degree`` tensor-parallel ranks.
+
+        Raises:
+            PlanError: If it cannot be.
+        """
+        if degree == 1:
+            return TensorSplit(degree=1, parameters=())
+        for found in self.splits:
+            if found.degree == degree:
+                return found
+        known = [found.degree for found in self.splits]
+        why = "; ".join(self.excludes("tensor")) or "that degree does not divide what it would split"
+        raise PlanError(f"tensor_parallel_degree = {degree}: {why}; use {' or '.join(str(d) for d in [1, *known])}")
 
     def excludes(self, feature: Feature) -> tuple[str, ...]:
         """The reasons for which a feature is ruled out; empty if it is allowed."""

@@ -8,7 +8,7 @@ from lightning_mist.errors import PlanError
 from lightning_mist.plan.memory import Checkpointing, OffloadRatios
 from lightning_mist.plan.parallelism import StageMesh, ZeroStage
 
-ScheduleName = Literal["1f1b", "gpipe"]
+ScheduleName = Literal["1f1b", "gpipe", "interleaved-1f1b", "zb-h1"]
 """Names of the pipeline schedules that can be generated."""
 
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
@@ -101,7 +101,8 @@ class Plan:
     Attributes:
         global_batch_size: Rows that one Lightning batch brings over all devices.
         num_microbatches: Number of microbatches that one batch is cut into (``G``).
-        stages: Pipeline stages in order.
+        stages: Pipeline stages in order. Under ``"interleaved-1f1b"`` several stages share the same devices: stages
+            ``i``, ``i + P``, ``i + 2 P``.. of ``P`` groups of devices are the *chunks* of group ``i``.
         schedule: Name of the pipeline schedule.
         predicted: The cost model's figures, if it made the plan.
         fingerprint: What the plan was made for, as ``(name, value)``; compared before the plan runs.
@@ -160,16 +161,54 @@ class Plan:
                 )
 
     def _check_devices(self) -> None:
-        devices = sorted(device for stage in self.stages for device in stage.devices)
+        if self.schedule == "interleaved-1f1b":
+            self._check_chunks()
+        devices = sorted(device for stage in self.stages[: self.num_groups] for device in stage.devices)
         if devices != list(range(len(devices))):
             raise PlanError(
                 f"devices {devices} over all stages: every rank from 0 to {len(devices) - 1} must be in exactly one"
             )
 
+    def _check_chunks(self) -> None:
+        groups = self.num_groups
+        if len(self.stages) == groups or len(self.stages) % groups:
+            raise PlanError(
+                f"schedule = 'interleaved-1f1b' with {len(self.stages)} stages on {groups} groups of devices: each "
+                "group needs the same number of stages, at least 2; stages i, i + P, i + 2 P.. name the same devices"
+            )
+        if self.num_microbatches % groups:
+            raise PlanError(
+                f"schedule = 'interleaved-1f1b' with {self.num_microbatches} microbatches on {groups} groups of "
+                f"devices: microbatches go through the chunks {groups} at a time, so their number must be a multiple; "
+                f"use {-(-self.num_microbatches // groups) * groups}"
+            )
+        for index, stage in enumerate(self.stages):
+            first = self.stages[index % groups]
+            if (stage.mesh, stage.zero_stage, stage.offload) != (first.mesh, first.zero_stage, first.offload):
+                raise PlanError(
+                    f"stage {index} shares devices with stage {index % groups}: chunks of one group of devices must "
+                    "agree in degrees, zero_stage and offload"
+                )
+
     @property
     def num_stages(self) -> int:
         """Number of pipeline stages."""
         return len(self.stages)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of devices (``P``): as many as stages, but for chunks that share their devices."""
+        if self.schedule != "interleaved-1f1b":
+            return len(self.stages)
+        return len(dict.fromkeys(frozenset(stage.devices) for stage in self.stages))
+
+    def group_of(self, stage: int) -> int:
+        """The group of devices that runs a stage."""
+        return stage % self.num_groups
+
+    def chunks(self, group: int) -> tuple[int, ...]:
+        """The stages that a group of devices runs, ascending."""
+        return tuple(range(group, self.num_stages, self.num_groups))
 
     @property
     def num_layers(self) -> int:
@@ -179,7 +218,7 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Number of devices over all stages."""
-        return sum(len(stage.devices) for stage in self.stages)
+        return sum(len(stage.devices) for stage in self.stages[: self.num_groups])
 
     @property
     def num_replicas(self) -> int:
@@ -192,7 +231,7 @@ class Plan:
         return tuple(stage.layers for stage in self.stages)
 
     def stage_of(self, rank: int) -> int:
-        """Index of the stage that a global rank belongs to.
+        """Index of the stage that a global rank belongs to: the first, where chunks share devices. Also its group.
 
         Raises:
             PlanError: If no stage names the rank.

@@ -102,7 +102,7 @@ def test_keys_with_defaults_may_be_left_out():
         (("stages", 0, "offload", "optimizer"), 1.5, r"stages\[0\]\.offload: offload\.optimizer = 1\.5: a ratio lies"),
         (("stages", 0, "checkpointed_layers"), 13, r"stages\[0\]: checkpointed_layers = 13 in a stage of 12 layers"),
         (("stages", 0, "data_parallel_degree"), 3, r"stages\[0\]: 4 devices with degrees \(3, 1, 1\)"),
-        (("schedule",), "2f2b", "schedule = '2f2b': known schedules are 1f1b, gpipe"),
+        (("schedule",), "2f2b", "schedule = '2f2b': known schedules are 1f1b, gpipe, interleaved-1f1b, zb-h1"),
         (("schedule",), 7, "schedule = 7: text in quotes is needed"),
         (("global_batch_size",), 500, "= 512: it must equal global_batch_size 500"),
         (("predicted", "step_seconds"), 1.0, r"predicted\.stages has 0 entries for 1 stages"),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Checkpointing, Plan, Predicted, StageMesh, StagePlan
+from lightning_mist.plan import Checkpointing, Plan, Predicted, StageMesh, StagePlan, ZeroStage
 from tests.plans import plans
 
 
@@ -74,3 +74,34 @@ def test_every_rank_is_in_the_stage_that_names_it(plan):
     for rank in range(plan.world_size):
         assert rank in plan.stages[plan.stage_of(rank)].devices
     assert all(s.data_parallel_degree % plan.num_replicas == 0 for s in plan.stages)
+
+
+def interleaved(devices, num_microbatches=4, **changes):
+    stages = tuple(
+        stage((index, index + 1), ranks, **({} if index else changes), microbatch_size=8 // num_microbatches)
+        for index, ranks in enumerate(devices)
+    )
+    return Plan(global_batch_size=8, num_microbatches=num_microbatches, stages=stages, schedule="interleaved-1f1b")
+
+
+def test_chunks_share_their_devices():
+    plan = interleaved([[1], [0], [1], [0]])
+    assert (plan.num_stages, plan.num_groups, plan.world_size) == (4, 2, 2)
+    assert [plan.group_of(index) for index in range(4)] == [0, 1, 0, 1]
+    assert plan.chunks(1) == (1, 3)
+    assert (plan.stage_of(1), plan.stage_of(0)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": [[0], [1]]}, "2 stages on 2 groups of devices"),
+        ({"devices": [[0], [1], [0]]}, "3 stages on 2 groups of devices"),
+        ({"devices": [[0], [1], [0], [1]], "num_microbatches": 1}, "must be a multiple; use 2"),
+        ({"devices": [[0], [1], [1], [0]]}, "stage 2 shares devices with stage 0"),
+        ({"devices": [[0], [1], [0], [1]], "zero_stage": ZeroStage.GRADIENTS}, "stage 2 shares devices"),
+    ],
+)
+def test_chunks_that_do_not_go_round_are_refused(arguments, message):
+    with pytest.raises(PlanError, match=message):
+        interleaved(**arguments)

@@ -52,5 +52,5 @@ def test_counts_below_one_are_refused(counts):
 
 
 def test_unknown_name_is_refused():
-    with pytest.raises(ValueError, match="schedule 'zigzag': known schedules are 1f1b, gpipe"):
+    with pytest.raises(ValueError, match="schedule 'zigzag': known schedules are 1f1b, gpipe, interleaved-1f1b, zb-h1"):
         generate(2, 2, "zigzag")

@@ -1,0 +1,81 @@
+"""How tensor parallelism splits the parameters of a module: found by ``model``, obeyed by ``runtime``.
+
+A dimension is a product of *factors*, slowest first, of which exactly one is shared out: rank ``r`` of ``t`` holds
+entries ``[r n / t, (r + 1) n / t)`` of that factor of size ``n``, and all entries of the others. ``((3, False), (32,
+True))`` is a fused query-key-value projection of 3 x 32 rows, of which rank 0 of 2 holds rows 0-15, 32-47, 64-79.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from lightning_mist.errors import PlanError
+
+Factors = tuple[tuple[int, bool], ...]
+"""Sizes of the factors of one dimension, slowest first, and whether each is shared out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSplit:
+    """How one parameter is shared out.
+
+    Attributes:
+        name: Its canonical (first) qualified name.
+        dim: The dimension that is shared out.
+        factors: The factors of that dimension for one unsplit parameter; exactly one is shared out.
+    """
+
+    name: str
+    dim: int
+    factors: Factors
+
+    def __post_init__(self) -> None:
+        """Check that exactly one factor is shared out."""
+        if sum(is_shared for _, is_shared in self.factors) != 1:
+            raise PlanError(f"{self.name}: factors {self.factors}: exactly one factor of a dimension is shared out")
+
+    @property
+    def size(self) -> int:
+        """Size of the whole dimension."""
+        return prod(size for size, _ in self.factors)
+
+    def local_shape(self, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
+        """The shape of one rank's part of a parameter of ``shape``."""
+        sizes = list(shape)
+        sizes[self.dim] //= degree
+        return tuple(sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSplit:
+    """Where hidden states enter a block and which of their dimensions is the sequence.
+
+    Attributes:
+        position: Layer position of the block.
+        leaf: Index of the tensor among the leaves of the block's ``(args, kwargs)``.
+        dim: The dimension that sequence parallelism shares out.
+    """
+
+    position: int
+    leaf: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSplit:
+    """How a module is split over ``degree`` tensor-parallel ranks, checked against the unsplit module.
+
+    Attributes:
+        degree: Number of ranks.
+        parameters: The parameters that are shared out, in the module's order; all others are held whole by every rank.
+        sequence: For every block how sequence parallelism enters it; empty if it cannot be had.
+        notes: What stays whole and why, in words for the user.
+    """
+
+    degree: int
+    parameters: tuple[ParameterSplit, ...]
+    sequence: tuple[SequenceSplit, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def of(self, name: str) -> ParameterSplit | None:
+        """How a parameter is shared out, None if it is held whole."""
+        return next((split for split in self.parameters if split.name == name), None)
