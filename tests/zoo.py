@@ -47,6 +47,11 @@ def xy_batch(rows: int) -> Batch:
     return {"x": torch.randn(rows, 8), "y": torch.randint(0, 3, (rows,))}
 
 
+def sometimes_batch(rows: int) -> Batch:
+    """With a mark, equal in all rows, that says whether this batch trains the parts that not every batch trains."""
+    return {**xy_batch(rows), "extra": torch.full((rows,), bool(torch.rand(()) < 0.5))}
+
+
 def pair_batch(rows: int) -> Batch:
     return torch.randint(0, VOCABULARY, (rows, 12)), torch.randint(0, VOCABULARY, (rows, 12))
 
@@ -116,6 +121,28 @@ def t5(layers: int = 3, dropout: float = 0.0) -> nn.Module:
             )
         )
     )  # fmt: skip
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer and a trained low-rank path beside it (LoRA; Hu et al., 2021)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2.0 * self.lora_B(self.lora_A(x))
+
+
+def lora_llama(layers: int = 4) -> nn.Module:
+    """A frozen Llama with adapters around its query and value projections, the only parameters that are trained."""
+    wrapped = llama(layers).requires_grad_(False)
+    for name, module in list(wrapped.named_modules()):
+        if name.endswith("self_attn"):
+            module.q_proj, module.v_proj = LowRank(module.q_proj), LowRank(module.v_proj)
+    return wrapped
 
 
 def mixtral(layers: int = 4) -> nn.Module:
@@ -460,6 +487,36 @@ class Noise(Plain):
         return self.loss(h, batch) + (h.mean(1) - noise.mean(1)).pow(2).mean()
 
 
+class SometimesBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.adapter = small_block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor, extra: Tensor) -> Tensor:
+        y = self.always(h)
+        return y + torch.tanh(self.adapter(h)) if bool(extra[0]) else y
+
+
+class Sometimes(Plain):
+    """Adapters in the blocks and a second head that only some batches use: they lack a gradient in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second_head = nn.Linear(WIDTH, 3)
+
+    def block(self) -> nn.Module:
+        return SometimesBlock()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        h = self.first(batch["x"])
+        for block in self.blocks:
+            h = block(h, batch["extra"])
+        loss = self.loss(h, batch)
+        if bool(batch["extra"][0]):
+            loss = loss + 0.5 * F.cross_entropy(self.second_head(h), batch["y"])
+        return loss
+
+
 class Uneven(Plain):
     """Two classes of blocks in turn."""
 
@@ -738,6 +795,7 @@ _MODELS: dict[str, tuple[Callable[[], nn.Module], MakeBatch]] = {
     "llama": (llama, token_batch),
     "llama_tied": (lambda: llama(tied=True), token_batch),
     "llama_hidden_states": (lambda: llama(output_hidden_states=True), token_batch),
+    "lora_llama": (lora_llama, token_batch),
     "bert": (bert, token_batch),
     "vit": (vit, image_batch),
     "t5": (t5, token_batch),
@@ -759,6 +817,7 @@ _MODELS: dict[str, tuple[Callable[[], nn.Module], MakeBatch]] = {
     "borrowed": (BorrowedParameter, xy_batch),
     "masked": (Masked, xy_batch),
     "noise": (Noise, xy_batch),
+    "sometimes": (Sometimes, sometimes_batch),
     "uneven": (Uneven, xy_batch),
     "recurrent": (Recurrent, xy_batch),
     "sequence_first": (SequenceFirst, xy_batch),
@@ -809,7 +868,7 @@ PARITY = tuple(name for name in _MODELS if name not in HAZARDS and name not in (
 """Models that a pipeline must train exactly."""
 
 TRANSFORMERS = frozenset(
-    name for name in _MODELS if name.split("_")[0] in ("gpt2", "llama", "bert", "vit", "t5", "mixtral", "swin")
+    name for name in _MODELS if name.split("_")[0] in ("gpt2", "llama", "lora", "bert", "vit", "t5", "mixtral", "swin")
 )
 """Models that need the transformers package."""
 

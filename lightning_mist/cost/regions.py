@@ -124,8 +124,8 @@ def parameter_regions(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
     """For each parameter of ``spec.parameters``, the sorted regions that use it.
 
     The module map knows parts between layers and the tail only as belonging to the layer before them, so a parameter
-    used in the map's last region is the tail's unless its slot lies inside the last block. What nothing uses is kept by
-    the last stage, so it counts as the tail's.
+    used in the map's last region is the tail's unless its slot lies inside the last block. What nothing uses goes with
+    the block that it lies in, if any, or else with the last stage, so it counts as the tail's.
     """
     uses = {use.name: use for use in spec.module_map.parameters}
     blocks, tail = spec.module_map.blocks, spec.num_layers + 1
@@ -137,6 +137,10 @@ def parameter_regions(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
             for region in regions:
                 beyond = region >= 0 and not f"{module_name}.".startswith(f"{blocks[region]}.")
                 found.add(tail if beyond and region == len(blocks) - 1 else region + 1)
+        if not found and use is not None:
+            home = spec.module_map.home(use)
+            inside = any(f"{name}.".startswith(f"{blocks[home]}.") for name, *_ in use.slots) if blocks else False
+            found.add(home + 1 if inside else tail)
         result.append(tuple(sorted(found)) or (tail,))
     return tuple(result)
 

@@ -139,15 +139,22 @@ class ModuleMap:
         return tuple(item.reason for item in self.exclusions if item.feature == feature)
 
     def owners(self, bounds: tuple[tuple[int, int], ...]) -> dict[str, tuple[int, ...]]:
-        """For stages with these layer ranges, the sorted stages that hold each parameter.
-
-        A parameter that nothing uses is held by the last stage, so that it still has one place in checkpoints.
-        """
-        last = len(bounds) - 1
+        """For stages with these layer ranges, the sorted stages that hold each parameter."""
         return {
-            use.name: tuple(sorted({self.stage_of(region, bounds) for region in use.regions})) or (last,)
+            use.name: tuple(sorted({self.stage_of(region, bounds) for region in use.regions or (self.home(use),)}))
             for use in self.parameters
         }
+
+    def home(self, use: ParameterUse) -> int:
+        """The region to which a parameter belongs that the traced step did not use.
+
+        Another step may use it (a branch that not every batch takes): a parameter inside a block goes with the block,
+        any other with the last region, whose stage sees the loss.
+        """
+        for position, block in enumerate(self.blocks):
+            if any(f"{module_name}.".startswith(f"{block}.") for module_name, *_ in use.slots):
+                return position
+        return max(0, len(self.blocks) - 1)
 
     @staticmethod
     def stage_of(region: int, bounds: tuple[tuple[int, int], ...]) -> int:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tenso
 
 ROWS = 12
 
-MODELS = ("gpt2", "llama", "bert", "vit", "nano", "encoder", "t5", "demo")
+MODELS = ("gpt2", "llama", "lora_llama", "bert", "vit", "nano", "encoder", "t5", "demo")
 
 
 PLANS = {
@@ -169,6 +169,20 @@ def test_the_rest_of_the_zoo(name):
     states = [torch.Generator().manual_seed(rank).get_state() for rank in range(4)]
     outcome = run_plan(module, module_map, whole, batches[:4], states=states)
     assert_equal(outcome, reference(module, batches[:4], states=states))
+
+
+@pytest.mark.parametrize("traced_with_extra", [True, False])
+@pytest.mark.parametrize("label", [*CORE, "fan in, checkpointed"])
+def test_parameters_without_gradient_in_some_batches(label, traced_with_extra):
+    """Adapters inside blocks and a second head that some batches use and others do not, the traced one or not."""
+    module, _, batches = prepared("sometimes", torch.float64)
+    extra = [bool(batch["extra"][0]) for batch in batches]
+    assert {True, False} == set(extra[:2]) == set(extra[-2:])
+    module_map = map_of(module, batches[extra.index(traced_with_extra)])
+    plan = plan_for(len(module_map.blocks), **PLANS[label])
+    none = [batch for batch, has_extra in zip(batches, extra, strict=True) if not has_extra] * 2
+    for chosen in (batches[::-1][: plan.world_size], none[: plan.world_size]):
+        assert_equal(run_plan(module, module_map, plan, chosen), reference(module, chosen))
 
 
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])

@@ -16,6 +16,7 @@ MAP = ModuleMap(
         use("h.2.weight", ("h.2", "weight", (2,))),
         use("norm.weight", ("norm", "weight", (3,))),
         use("unused", ("", "unused", ())),
+        use("h.1.sometimes.weight", ("h.1.sometimes", "weight", ())),
     ),
     exclusions=(
         Exclusion(feature="pipeline", reason="one"),
@@ -32,8 +33,13 @@ def test_owners_follow_the_regions_that_use_a_parameter():
         "h.2.weight": (1,),
         "norm.weight": (1,),
         "unused": (1,),
+        "h.1.sometimes.weight": (0,),
     }
     assert set(MAP.owners(((0, 4),)).values()) == {(0,)}
+
+
+def test_what_the_trace_did_not_use_goes_with_its_block_or_with_the_loss():
+    assert [MAP.home(use) for use in MAP.parameters[-2:]] == [3, 1]
 
 
 def test_owners_of_a_module_without_blocks():
