@@ -46,6 +46,7 @@ def spec(
     parameter_bytes=40_000,
     edge_bytes=80_000,
     tied=False,
+    frozen=(),
     exclusions=(),
     measured=False,
     optimizer=ADAMW,
@@ -60,6 +61,7 @@ def spec(
         parameter_bytes: Bytes of a block's matrix, times 1 + its kind; its bias has a hundredth.
         edge_bytes: Bytes of the embedding and of the projection.
         tied: Whether projection and embedding are one parameter.
+        frozen: Names of parameters that are not trained.
         exclusions: Features that are ruled out, as ``(feature, reason)``.
         measured: Whether the kinds have measured seconds.
         optimizer: The optimizer.
@@ -70,8 +72,9 @@ def spec(
     uses, parameters = [], []
 
     def add(name, size, slots):
-        uses.append(ParameterUse(name=name, slots=slots, shape=(size // 4,), dtype="float32", requires_grad=True))
-        parameters.append(ParameterSpec(name=name, numel=size // 4, bytes=size, trainable=True))
+        kept = name not in frozen
+        uses.append(ParameterUse(name=name, slots=slots, shape=(size // 4,), dtype="float32", requires_grad=kept))
+        parameters.append(ParameterSpec(name=name, numel=size // 4, bytes=size, trainable=kept))
 
     embedding = (("wte", "weight", (-1,)),)
     add("wte.weight", edge_bytes, (*embedding, ("head", "weight", (layers - 1,))) if tied else embedding)

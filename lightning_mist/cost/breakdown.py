@@ -6,9 +6,20 @@ from lightning_mist.cost.stage import StageCostModel, StageSeconds
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Plan, Predicted, PredictedStage, ZeroStage
+from lightning_mist.plan import Plan, Predicted, PredictedStage
 
-_SECONDS = ("forward", "backward", "recompute", "transfer", "reduce", "tied", "update", "gather")
+_SECONDS = (
+    "forward",
+    "backward",
+    "recompute",
+    "transfer",
+    "unshard",
+    "scatter",
+    "reduce",
+    "tied",
+    "update",
+    "gather",
+)
 
 
 def predict(spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, plan: Plan) -> Predicted:
@@ -70,10 +81,9 @@ def _check(model: StageCostModel, plan: Plan) -> None:
         )
     for index, stage in enumerate(plan.stages):
         mesh = stage.mesh
-        if stage.zero_stage > ZeroStage.OPTIMIZER or stage.offload.any:
+        if stage.offload.any:
             raise PlanError(
-                f"stages[{index}] has zero_stage {int(stage.zero_stage)} and offload {stage.offload.any}: only ZeRO-0 "
-                "and ZeRO-1 without offload are modelled yet; set zero_stage to 1 and every offload ratio to 0"
+                f"stages[{index}] offloads: only stages without offload are modelled yet; set every offload ratio to 0"
             )
         if mesh.tensor_parallel_degree > 1 or mesh.context_parallel_degree > 1:
             raise PlanError(

@@ -51,7 +51,7 @@ class StageCandidates:
         start_K: First layer.
         end_K: One past the last layer.
         checkpointed_K: How many of the first layers are recomputed in backward.
-        zero_stage_K: 0 or 1.
+        zero_stage_K: 0 to 3.
     """
 
     start_K: IntArray

@@ -2,11 +2,13 @@
 
 What a device of stage ``i`` holds, beside everything of its process that is not a tensor:
 
-* *Always*: the stage's parameters, the buffers of the whole module, optimizer state (under ZeRO-1 that of the
-  parameters it owns), its own batch and the rows it computes on.
+* *Always*: the stage's parameters (under ZeRO-3 those it owns), the buffers of the whole module, optimizer state (from
+  ZeRO-1 on that of the parameters it owns), its own batch and the rows it computes on.
 * *Gradients*, made by the first backward of a batch; under ZeRO-1 all of them until they are reduced to their owners.
+  From ZeRO-2 on every backward makes them, part by part, and what this rank owns of them stays.
 * *Activations* of the other microbatches in flight, and buffers of what is received ahead or still being sent.
-* *The working set* of the microbatch at hand: its saved bytes and the temporaries of the part being computed.
+* *The working set* of the microbatch at hand: its saved bytes and the temporaries of the part being computed; from
+  ZeRO-2 on gradients that are being reduced, under ZeRO-3 the parameters of the part and of the next one.
 
 These change over a batch, so the peak is the maximum over situations (:mod:`lightning_mist.cost.phases`): a forward,
 the first backward, a later backward, the filling of gradient buckets, the optimizer's step, the gathering of updated
@@ -14,8 +16,6 @@ parameters.
 
 Array axes
     K  candidates
-    U  distinct layer ranges among them
-    P  parameters
     R  regions
     X  situations
     T  terms, in the order of :data:`TERMS`
@@ -29,12 +29,12 @@ import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot, slots_of
 from lightning_mist.cost.compile import BoolArray, FloatArray
+from lightning_mist.cost.held import HeldBytes, Holdings
 from lightning_mist.cost.phases import Phase, stage_phases
-from lightning_mist.cost.regions import ParameterTable, RegionCosts, compile_regions, covered
-from lightning_mist.cost.working import StageRuns, WorkingSets
+from lightning_mist.cost.regions import RegionCosts, compile_regions
+from lightning_mist.cost.working import Sharding, StageRuns, WorkingSets
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Plan
-from lightning_mist.plan.sharding import assign_owners
+from lightning_mist.plan import Plan, ZeroStage
 
 TERMS = (
     "parameter_bytes",
@@ -52,7 +52,7 @@ BUCKET_BYTES = 25 * 2**20
 """Capacity of a gradient bucket: the default ``bucket_cap_mb`` of ``torch.nn.parallel.DistributedDataParallel``."""
 
 BUCKETS_IN_FLIGHT = 2
-"""Buckets of updated parameters under way at once when ZeRO-1 gathers them."""
+"""Buckets of updated parameters under way at once when ZeRO-1 and ZeRO-2 gather them."""
 
 Bytes: TypeAlias = FloatArray | float
 """Bytes of each candidate, or of all alike."""
@@ -74,31 +74,6 @@ class StageMemory:
     def peak_bytes(self) -> int:
         """The sum of all terms."""
         return sum(value for _, value in self.terms)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBytes:
-    """What stages hold: parameters and their gradients, in bytes.
-
-    Attributes:
-        all_K: Parameters.
-        trained_K: Trained parameters, and so gradients.
-        head_only_K: Trained, and used by no part of the stage but its head.
-        tail_K: Trained, and used by its tail.
-        shared_K: Trained, and also held by another stage.
-        reused_K: Trained, and used by several parts of this stage.
-        largest_K: The largest trained parameter.
-        count_K: Number of trained parameters, not bytes.
-    """
-
-    all_K: FloatArray
-    trained_K: FloatArray
-    head_only_K: FloatArray
-    tail_K: FloatArray
-    shared_K: FloatArray
-    reused_K: FloatArray
-    largest_K: FloatArray
-    count_K: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,10 +164,9 @@ class MemoryModel:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self._at_rows = compile_regions(spec)
-        self._table = ParameterTable.of(spec)
+        self.holdings = Holdings(spec)
         self._costs: dict[float, RegionCosts] = {}
-        self._working: dict[float, WorkingSets] = {}
-        self._shares: dict[tuple[int, tuple[int, ...]], float] = {}
+        self._working: dict[tuple[float, int, int], WorkingSets] = {}
 
     def costs(self, rows: float) -> RegionCosts:
         """What every region costs at a number of rows."""
@@ -200,53 +174,27 @@ class MemoryModel:
             self._costs[rows] = self._at_rows(rows)
         return self._costs[rows]
 
-    def held(self, candidates: StageCandidates) -> HeldBytes:
-        """Parameters and gradients of each candidate."""
-        low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
-        range_UE, inverse_K = np.unique(np.stack([low_K, high_K]), axis=1, return_inverse=True)
-        inverse_K = inverse_K.reshape(-1)
-        low_U, high_U = range_UE
-        uses = self._table.uses_PR
-        inside_PU = uses[:, high_U] - uses[:, low_U]
-        held_PU = inside_PU > 0
-        head_PU = (uses[:, np.minimum(low_U + 1, high_U)] - uses[:, low_U]) * (low_U == 0)
-        tail_PU = (uses[:, -1] - uses[:, -2])[:, None] * (high_U == uses.shape[1] - 1)
-        trained_P = self._table.trainable_P
+    def working(self, rows: float, zero_stage: int, degree: int) -> WorkingSets:
+        """Working sets at a number of rows; of ZeRO stages below 2 those of one rank."""
+        if zero_stage < ZeroStage.GRADIENTS or degree == 1:
+            zero_stage, degree = 0, 1
+        key = (rows, zero_stage, degree)
+        if key not in self._working:
+            table, sharding = self.holdings.table, self._sharding(zero_stage, degree) if degree > 1 else None
+            self._working[key] = WorkingSets(self.costs(rows), table.single_R, sharding)
+        return self._working[key]
 
-        def trained(chosen_PU: BoolArray) -> FloatArray:
-            return (trained_P @ chosen_PU.astype(np.float64))[inverse_K]
-
-        largest_U = (trained_P[:, None] * held_PU).max(axis=0, initial=0.0)
-        return HeldBytes(
-            all_K=(self._table.bytes_P @ held_PU)[inverse_K],
-            trained_K=trained(held_PU),
-            head_only_K=trained((head_PU > 0) & (inside_PU == head_PU)),
-            tail_K=trained(tail_PU > 0),
-            shared_K=trained((inside_PU > 0) & (inside_PU < uses[:, -1:])),
-            reused_K=trained(inside_PU > 1),
-            largest_K=largest_U[inverse_K],
-            count_K=((trained_P > 0).astype(np.float64) @ held_PU)[inverse_K],
+    def _sharding(self, zero_stage: int, degree: int) -> Sharding:
+        trained_R = self.holdings.table.trained_R
+        unsharded_R = np.zeros(len(trained_R) + 1)
+        if zero_stage >= ZeroStage.PARAMETERS:
+            unsharded_R = self.holdings.away(degree)
+        return Sharding(
+            kept=1 / degree,
+            reduced_R=np.concatenate([trained_R[1:], [0.0]]),
+            forward_R=unsharded_R[1:],
+            backward_R=unsharded_R[:-1],
         )
-
-    def largest_share(self, candidates: StageCandidates, ranks: int) -> FloatArray:
-        """Trained bytes of the data-parallel rank that owns most, by the rule of :func:`assign_owners`."""
-        low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
-        range_UE, inverse_K = np.unique(np.stack([low_K, high_K]), axis=1, return_inverse=True)
-        uses, trained_P = self._table.uses_PR, self._table.trainable_P
-        share_U = np.empty(range_UE.shape[1])
-        for index, (low, high) in enumerate(range_UE.T):
-            held_P = uses[:, high] > uses[:, low]
-            share_U[index] = self._share(tuple(np.sort(trained_P[held_P]).astype(np.int64).tolist()), ranks)
-        return share_U[inverse_K.reshape(-1)]
-
-    def _share(self, sizes: tuple[int, ...], ranks: int) -> float:
-        key = (ranks, sizes)
-        if key not in self._shares:
-            loads = [0] * ranks
-            for owner, size in zip(assign_owners(sizes, ranks), sizes, strict=True):
-                loads[owner] += size
-            self._shares[key] = float(max(loads))
-        return self._shares[key]
 
     def _runs(self, candidates: StageCandidates, held: HeldBytes, rows: float) -> StageRuns:
         return StageRuns(
@@ -266,38 +214,54 @@ class MemoryModel:
 
         Of the slot only rows, degree, batch and whether there are several stages and microbatches matter.
         """
-        costs, held = self.costs(slot.rows), self.held(candidates)
-        if slot.rows not in self._working:
-            self._working[slot.rows] = WorkingSets(costs, self._table.single_R)
-        working = self._working[slot.rows]
+        costs, held, degree = self.costs(slot.rows), self.holdings.of(candidates), slot.data_parallel_degree
         runs = self._runs(candidates, held, slot.rows)
+        owned_K, kept_K, parameters_K = self._owned(candidates, held, degree)
+        working_ZK = self._working_sets(slot, candidates, runs)
         plain_K = is_plain(slot, candidates)
-        owned_K = held.trained_K
-        if slot.data_parallel_degree > 1:
-            share_K = self.largest_share(candidates, slot.data_parallel_degree)
-            owned_K = np.where(candidates.zero_stage_K > 0, share_K, held.trained_K)
+        plain_first_K = held.trained_K + held.reused_K + working_ZK[2]
         return StageNeeds(
             always={
-                "parameter_bytes": held.all_K,
+                "parameter_bytes": parameters_K,
                 "buffer_bytes": float(self.spec.buffer_bytes),
                 "optimizer_bytes": self.spec.optimizer.state_bytes_per_parameter_byte * owned_K,
                 "batch_bytes": slot.batches_held * self.costs(slot.batch_rows).batch_bytes,
             },
-            gradients_K=held.trained_K,
+            gradients_K=kept_K,
             reused_K=held.reused_K,
-            saved_K=working.saved(runs),
+            saved_K=self.working(slot.rows, 0, 1).saved(runs),
             entering_K=costs.boundary_C[candidates.start_K],
             leaving_K=costs.gradient_boundary_C[candidates.end_K],
             returned_K=costs.gradient_boundary_C[candidates.start_K],
-            forward_K=working.forward(runs) + held.trained_K * plain_K,
-            first_backward_K=np.where(
-                plain_K,
-                held.trained_K + held.reused_K + working.backward(runs),
-                working.first_backward(runs),
-            ),
-            backward_K=working.backward(runs),
-            update=tuple(self._update(slot, working, runs, held, owned_K, candidates)),
+            forward_K=working_ZK[0] + held.trained_K * plain_K,
+            first_backward_K=np.where(plain_K, plain_first_K, working_ZK[1]),
+            backward_K=working_ZK[2],
+            update=tuple(self._update(slot, runs, held, owned_K, kept_K, candidates)),
         )
+
+    def _owned(
+        self, candidates: StageCandidates, held: HeldBytes, degree: int
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Bytes of the parameters that a rank updates, of the gradients and of the parameters that it keeps."""
+        if degree == 1:
+            return held.trained_K, held.trained_K, held.all_K
+        zero_K = candidates.zero_stage_K
+        share_K = self.holdings.largest_share(candidates, degree)
+        parameters_K = held.all_K
+        if (zero_K >= ZeroStage.PARAMETERS).any():
+            dealt_K = self.holdings.largest_share(candidates, degree, frozen=True)
+            parameters_K = np.where(zero_K >= ZeroStage.PARAMETERS, dealt_K, parameters_K)
+        owned_K = np.where(zero_K >= ZeroStage.OPTIMIZER, share_K, held.trained_K)
+        return owned_K, np.where(zero_K >= ZeroStage.GRADIENTS, share_K, held.trained_K), parameters_K
+
+    def _working_sets(self, slot: StageSlot, candidates: StageCandidates, runs: StageRuns) -> FloatArray:
+        """Of a forward, a first and a later backward, by the ZeRO stage of each candidate."""
+        found = np.empty((3, len(candidates)))
+        for zero_stage in np.unique(candidates.zero_stage_K):
+            working = self.working(slot.rows, int(zero_stage), slot.data_parallel_degree)
+            values = np.stack([working.forward(runs), working.first_backward(runs), working.backward(runs)])
+            found = np.where(candidates.zero_stage_K == zero_stage, values, found)
+        return found
 
     def peaks(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
         """Peak bytes of each candidate."""
@@ -322,14 +286,14 @@ class MemoryModel:
     def _update(
         self,
         slot: StageSlot,
-        working: WorkingSets,
         runs: StageRuns,
         held: HeldBytes,
         owned_K: FloatArray,
+        kept_K: FloatArray,
         candidates: StageCandidates,
     ) -> list[tuple[str, Mapping[str, Bytes]]]:
         """Situations after gradients are complete: reduction, optimizer step, gathering."""
-        optimizer = self.spec.optimizer
+        optimizer, zero_K = self.spec.optimizer, candidates.zero_stage_K
         step_K = (
             optimizer.step_peak_bytes_per_parameter_byte * owned_K
             + optimizer.step_peak_bytes_per_largest * np.minimum(held.largest_K, owned_K)
@@ -338,14 +302,16 @@ class MemoryModel:
             ("optimizer step", {"gradient_bytes": owned_K, "working_bytes": step_K})
         ]
         if slot.num_stages > 1:
-            result.append(("tied gradients", {"gradient_bytes": held.trained_K, "working_bytes": held.shared_K}))
+            result.append(("tied gradients", {"gradient_bytes": kept_K, "working_bytes": held.shared_K}))
         if slot.data_parallel_degree > 1:
             bucket_K = np.minimum(held.trained_K, BUCKET_BYTES + held.largest_K)
+            working = self.working(slot.rows, 0, 1)
             filled_K = working.bucket(runs, bucket_K, progressive=slot.num_microbatches == 1)
             filled_K = np.where(is_plain(slot, candidates), held.trained_K, filled_K)
+            filled_K = np.where(zero_K >= ZeroStage.GRADIENTS, 0.0, filled_K)
             result.append(("gradient reduction", {"working_bytes": filled_K}))
-            gathered_K = np.where(candidates.zero_stage_K > 0, BUCKETS_IN_FLIGHT * bucket_K, 0.0)
-            gathered_K = np.minimum(gathered_K, held.trained_K)
+            gathers_K = (zero_K >= ZeroStage.OPTIMIZER) & (zero_K < ZeroStage.PARAMETERS)
+            gathered_K = np.minimum(np.where(gathers_K, BUCKETS_IN_FLIGHT * bucket_K, 0.0), held.trained_K)
             result.append(("parameter gathering", {"gradient_bytes": owned_K, "working_bytes": gathered_K}))
         return result
 

@@ -154,12 +154,18 @@ class ParameterTable:
         trainable_P: Bytes of each trained parameter, 0 for frozen ones.
         uses_PR: Number of regions below ``r`` that use the parameter, ``r`` in ``0 .. L + 2``.
         single_R: Trained bytes of the parameters that exactly one region uses, by region.
+        used_R: Bytes of the parameters that each region uses.
+        trained_R: Bytes of the trained ones among them.
+        count_R: Number of the parameters that each region uses.
     """
 
     bytes_P: FloatArray
     trainable_P: FloatArray
     uses_PR: IntArray
     single_R: FloatArray
+    used_R: FloatArray
+    trained_R: FloatArray
+    count_R: FloatArray
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "ParameterTable":
@@ -170,10 +176,14 @@ class ParameterTable:
         for index, used in enumerate(regions):
             used_PR[index, list(used)] = 1
         trainable_P = np.array([p.bytes if p.trainable else 0 for p in spec.parameters], dtype=np.float64)
+        bytes_P = np.array([p.bytes for p in spec.parameters], dtype=np.float64)
         alone_P = used_PR.sum(axis=1) == 1
         return cls(
-            bytes_P=np.array([p.bytes for p in spec.parameters], dtype=np.float64),
+            bytes_P=bytes_P,
             trainable_P=trainable_P,
             uses_PR=np.concatenate([np.zeros((len(regions), 1), dtype=np.int64), used_PR.cumsum(axis=1)], axis=1),
             single_R=(trainable_P * alone_P) @ used_PR.astype(np.float64),
+            used_R=bytes_P @ used_PR.astype(np.float64),
+            trained_R=trainable_P @ used_PR.astype(np.float64),
+            count_R=used_PR.sum(axis=0).astype(np.float64),
         )

@@ -1,13 +1,14 @@
 """What stages cost: candidates in, arrays of seconds and bytes out.
 
 Steady time ``t`` of a stage: forward and backward of one microbatch, one more forward of every recomputed layer, and
-the transfers that it waits for. A pipeline with as many microbatches in flight as it has stages passes one of them
-around the loop of all stages in ``sum t_i`` and two transfers per boundary, so each stage is charged with receiving its
-input and the gradient of its output.
+the transfers that it waits for; from ZeRO-2 on also the reduction of its gradients, under ZeRO-3 the unsharding of its
+parameters (:mod:`lightning_mist.cost.shards`). A pipeline with as many microbatches in flight as it has stages passes
+one of them around the loop of all stages in ``sum t_i`` and two transfers per boundary, so each stage is charged with
+receiving its input and the gradient of its output.
 
 Boundary time ``d``: averaging gradients over the data-parallel ranks, summing those of tied parameters, the optimizer's
-step, and under ZeRO-1 giving out the updated parameters. On a device the reduction runs beside the last backward, and
-what cannot hide there counts; on a CPU both use the same cores, so all of it counts.
+step, and under ZeRO-1 and ZeRO-2 giving out the updated parameters. On a device the reduction runs beside the last
+backward, and what cannot hide there counts; on a CPU both use the same cores, so all of it counts.
 
 Array axes
     K  candidates
@@ -20,11 +21,14 @@ import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.held import HeldBytes
 from lightning_mist.cost.memory import BUCKET_BYTES, MemoryModel, StageNeeds
 from lightning_mist.cost.regions import covered
+from lightning_mist.cost.shards import UnitSeconds, exposed_seconds, unit_seconds
 from lightning_mist.cost.time import RegionSeconds, collective_seconds, region_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import ZeroStage
 
 OPERATORS_PER_PARAMETER = 10
 """Operators of a step in a loop over parameters: ``_single_tensor_adam`` in ``torch/optim/adam.py`` launches ten."""
@@ -43,6 +47,8 @@ class StageSeconds:
         backward_K: Backward of one microbatch without recomputation.
         recompute_K: Forwards that backward repeats.
         transfer_K: Receiving the input and the gradient of the output.
+        unshard_K: Unsharding parameters for one microbatch (ZeRO-3), as far as it does not hide in computation.
+        scatter_K: Reducing the gradients of one microbatch to their owners (from ZeRO-2 on), as far as not hidden.
         reduce_K: Averaging gradients over the data-parallel ranks, as far as it does not hide in the last backward.
         tied_K: Summing gradients of parameters that several stages hold.
         update_K: The optimizer's step.
@@ -53,6 +59,8 @@ class StageSeconds:
     backward_K: FloatArray
     recompute_K: FloatArray
     transfer_K: FloatArray
+    unshard_K: FloatArray
+    scatter_K: FloatArray
     reduce_K: FloatArray
     tied_K: FloatArray
     update_K: FloatArray
@@ -61,7 +69,7 @@ class StageSeconds:
     @property
     def steady_K(self) -> FloatArray:
         """Steady time ``t``."""
-        return self.forward_K + self.backward_K + self.recompute_K + self.transfer_K
+        return self.forward_K + self.backward_K + self.recompute_K + self.transfer_K + self.unshard_K + self.scatter_K
 
     @property
     def boundary_K(self) -> FloatArray:
@@ -91,6 +99,7 @@ class StageCostModel:
         self.spec, self.profile, self.cluster = spec, profile, cluster
         self.memory = MemoryModel(spec)
         self._seconds: dict[float, RegionSeconds] = {}
+        self._units: dict[int, UnitSeconds] = {}
         self._tensors_C = np.array([0, *(len(tensors) for tensors in spec.boundaries), 0][: spec.num_layers + 1])
 
     def region_seconds(self, rows: float) -> RegionSeconds:
@@ -116,17 +125,44 @@ class StageCostModel:
         forward_sum, backward_sum = _prefix(seconds.forward_R), _prefix(seconds.backward_R)
         first_K = candidates.start_K + 1
         backward_K = backward_sum[high_K] - backward_sum[low_K]
+        unshard_K, scatter_K = self._shards(slot, candidates, seconds)
         reduce_K, tied_K, update_K, gather_K = self._boundary(slot, candidates, backward_K)
         return StageSeconds(
             forward_K=forward_sum[high_K] - forward_sum[low_K],
             backward_K=backward_K,
             recompute_K=forward_sum[first_K + candidates.checkpointed_K] - forward_sum[first_K],
             transfer_K=self._transfers(slot, candidates),
+            unshard_K=unshard_K,
+            scatter_K=scatter_K,
             reduce_K=reduce_K,
             tied_K=tied_K,
             update_K=update_K,
             gather_K=gather_K,
         )
+
+    def _shards(
+        self, slot: StageSlot, candidates: StageCandidates, seconds: RegionSeconds
+    ) -> tuple[FloatArray, FloatArray]:
+        """Unsharding and reducing of every microbatch."""
+        degree = slot.data_parallel_degree
+        if degree == 1 or candidates.zero_stage_K.max(initial=0) < ZeroStage.GRADIENTS:
+            return np.zeros(len(candidates)), np.zeros(len(candidates))
+        if degree not in self._units:
+            table = self.memory.holdings.table
+            self._units[degree] = unit_seconds(self.profile, table, degree, self._nodes(degree))
+        low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
+        return exposed_seconds(
+            seconds,
+            self._units[degree],
+            candidates,
+            low_K,
+            high_K,
+            overlaps=self.cluster.device.kind == "cuda",
+        )
+
+    def _nodes(self, degree: int) -> int:
+        """Nodes that data-parallel ranks span: a replica of the pipeline is contiguous, so they spread over all."""
+        return min(self.cluster.num_nodes, degree)
 
     def _transfers(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
         """Receiving the input, and the gradient of the output."""
@@ -148,24 +184,26 @@ class StageCostModel:
         self, slot: StageSlot, candidates: StageCandidates, backward_K: FloatArray
     ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """Seconds of reduction, tied gradients, update and gathering."""
-        held, degree = self.memory.held(candidates), slot.data_parallel_degree
-        sharded_K = (candidates.zero_stage_K > 0) & (degree > 1)
+        held, degree = self.memory.holdings.of(candidates), slot.data_parallel_degree
+        zero_K = candidates.zero_stage_K
+        sharded_K = (zero_K >= ZeroStage.OPTIMIZER) & (degree > 1)
         owned_K = held.trained_K
         reduce_K, gather_K = np.zeros(len(candidates)), np.zeros(len(candidates))
         if degree > 1:
-            owned_K = np.where(sharded_K, self.memory.largest_share(candidates, degree), held.trained_K)
-            # A replica of the pipeline is contiguous, so the ranks of one stage spread over all nodes.
-            nodes = min(self.cluster.num_nodes, degree)
+            owned_K = np.where(sharded_K, self.memory.holdings.largest_share(candidates, degree), held.trained_K)
+            nodes = self._nodes(degree)
             whole_K = self._bucketed("all_reduce", degree, nodes, held.trained_K)
             owners_K = self._bucketed("reduce", degree, nodes, held.trained_K, messages=degree)
             reduce_K = self._exposed(np.where(sharded_K, owners_K, whole_K), held.trained_K, backward_K)
+            reduce_K = np.where(zero_K >= ZeroStage.GRADIENTS, 0.0, reduce_K)
             given_K = self._bucketed("broadcast", degree, nodes, held.trained_K, messages=degree)
-            gather_K = np.where(sharded_K, given_K, 0.0)
+            gather_K = np.where(sharded_K & (zero_K < ZeroStage.PARAMETERS), given_K, 0.0)
         tied_K = np.zeros(len(candidates))
         if slot.num_stages > 1:
             nodes = 1 if slot.num_stages <= self.cluster.devices_per_node else 2
             tied_K = collective_seconds(self.profile, "all_reduce", 2, nodes, held.shared_K)
-        return reduce_K, tied_K, self._update(held.trained_K, owned_K, held.count_K), gather_K
+        kept_K = np.where((zero_K >= ZeroStage.GRADIENTS) & (degree > 1), owned_K, held.trained_K)
+        return reduce_K, tied_K, self._update(held, kept_K, owned_K), gather_K
 
     def _bucketed(
         self, operation: str, degree: int, nodes: int, payload_K: FloatArray, messages: int = 1
@@ -181,14 +219,14 @@ class StageCostModel:
         last_K = reduce_K * np.minimum(1.0, BUCKET_BYTES / np.maximum(payload_K, 1.0))
         return np.maximum(reduce_K - backward_K, last_K)
 
-    def _update(self, gradients_K: FloatArray, owned_K: FloatArray, count_K: FloatArray) -> FloatArray:
+    def _update(self, held: HeldBytes, gradients_K: FloatArray, owned_K: FloatArray) -> FloatArray:
         """The optimizer's step over the owned parameters, and the passes over gradients before it."""
         optimizer = self.spec.optimizer
         moved_K = optimizer.step_moved_bytes_per_parameter_byte * owned_K + 2 * GRADIENT_PASSES * gradients_K
         # Only the loop implementations have temporaries of the size of one parameter.
         is_loop = optimizer.step_peak_bytes_per_largest > 0
-        share_K = owned_K / np.maximum(gradients_K, 1.0)
-        operators_K = OPERATORS_PER_PARAMETER * (count_K * share_K if is_loop else np.minimum(count_K, 1.0))
+        count_K = held.count_K * owned_K / np.maximum(held.trained_K, 1.0)
+        operators_K = OPERATORS_PER_PARAMETER * (count_K if is_loop else np.minimum(held.count_K, 1.0))
         busy_K = moved_K / self.profile.memory_bytes_per_second
         launch_K = operators_K * self.profile.operator_seconds
         result_K: FloatArray = np.maximum(busy_K, launch_K) if self.cluster.device.kind == "cuda" else busy_K + launch_K

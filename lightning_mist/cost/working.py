@@ -11,10 +11,11 @@ saves, what is alive in layer ``k`` is the prefix sum at ``k`` plus the peak of 
 of its run. So the maximum over a run is the maximum of a fixed array over a range: a table.
 
 A first backward makes the gradients on its way from the last layer to the first: with ``P`` the prefix sum of the
-layers' gradient bytes, those of the layers above ``k`` exist when the backward of ``k`` begins.
+layers' gradient bytes, those of the layers above ``k`` exist when the backward of ``k`` begins. Under ZeRO-2 and ZeRO-3
+every backward makes them anew, and of those above only what this rank owns stays, and what is being reduced.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,29 +64,63 @@ class StageRuns:
     held_gradient_K: FloatArray
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """What ZeRO-2 and ZeRO-3 change about the working sets of a stage.
+
+    Attributes:
+        kept: Share of the gradients that stay on a rank once they are reduced.
+        reduced_R: Bytes of gradients that are being reduced while the backward of a region runs: those of the region
+            above it.
+        forward_R: Bytes of parameters that are there only for the forward of a region: its own and, under way, those
+            of the next region.
+        backward_R: The same for its backward, with the region below it.
+    """
+
+    kept: float
+    reduced_R: FloatArray
+    forward_R: FloatArray
+    backward_R: FloatArray
+
+
+Tables = tuple[FloatArray, FloatArray]
+"""Range maxima over recomputed layers, and over the others."""
+
+
 class WorkingSets:
     """Range tables of a network at one number of rows.
 
     Args:
         costs: What every region costs.
         single_R: Trained bytes of the parameters that exactly one region uses, by region.
+        sharding: What ZeRO-2 or ZeRO-3 changes, if the stage runs under it.
     """
 
-    def __init__(self, costs: RegionCosts, single_R: FloatArray) -> None:
-        self._costs = costs
+    def __init__(self, costs: RegionCosts, single_R: FloatArray, sharding: Sharding | None = None) -> None:
+        reduced_R, self._kept = np.zeros(len(single_R)), 1.0
+        if sharding is not None:
+            costs, reduced_R, self._kept = _sharded(costs, sharding), sharding.reduced_R, sharding.kept
+        self._costs, self._head_reduced = costs, reduced_R[0]
         layers = slice(1, -1)
         saved_L, kept_L = costs.saved_R[layers], costs.checkpointed_saved_R[layers]
         self._saved_S, self._kept_S = _prefix(saved_L), _prefix(kept_L)
-        self._made_S = _prefix(single_R[layers])
+        self._made_S = _prefix(single_R[layers] * self._kept)
         before_saved_L, before_kept_L = self._saved_S[:-1], self._kept_S[:-1]
         after_saved_L, after_kept_L, made_L = self._saved_S[1:], self._kept_S[1:], self._made_S[1:]
         # A recomputed layer keeps less in its forward than a plain one; its plain peak is an upper bound.
         self._forward_SS = range_maxima(before_saved_L + costs.forward_peak_R[layers])
         self._forward_kept_SS = range_maxima(before_kept_L + costs.forward_peak_R[layers])
-        self._backward_SS = range_maxima(after_saved_L + costs.backward_peak_R[layers])
-        self._backward_kept_SS = range_maxima(after_kept_L + costs.recompute_backward_peak_R[layers])
-        self._first_SS = range_maxima(after_saved_L + costs.first_backward_peak_R[layers] - made_L)
-        self._first_kept_SS = range_maxima(after_kept_L + costs.first_recompute_backward_peak_R[layers] - made_L)
+
+        def tables(plain_R: FloatArray, recomputed_R: FloatArray, besides_L: FloatArray) -> tuple[Tables, Tables]:
+            """Of a stage's last layer, above which nothing is being reduced, and of the others."""
+            lines = (after_kept_L + recomputed_R[layers] + besides_L, after_saved_L + plain_R[layers] + besides_L)
+            top = (range_maxima(lines[0]), range_maxima(lines[1]))
+            if sharding is None:
+                return top, top
+            return top, (range_maxima(lines[0] + reduced_R[layers]), range_maxima(lines[1] + reduced_R[layers]))
+
+        self._backward = tables(costs.backward_peak_R, costs.recompute_backward_peak_R, np.zeros_like(made_L))
+        self._first = tables(costs.first_backward_peak_R, costs.first_recompute_backward_peak_R, -made_L)
         # After the backward of layer k its saved bytes are gone; gradients of layers below it do not count.
         before_made_L = self._made_S[:-1]
         self._ended = tuple(
@@ -101,12 +136,12 @@ class WorkingSets:
         # Stages behind the first run the head's parameter-free part too.
         return np.where(runs.is_first_K, self._costs.saved_R[0], self._costs.shared_saved_bytes)
 
-    def _kept(self, runs: StageRuns) -> FloatArray:
+    def _recomputed(self, runs: StageRuns) -> FloatArray:
         return self._kept_S[runs.middle_K] - self._kept_S[runs.start_K]
 
     def _before_tail(self, runs: StageRuns) -> FloatArray:
         plain_K = self._saved_S[runs.end_K] - self._saved_S[runs.middle_K]
-        return self._head(runs) + self._kept(runs) + plain_K
+        return self._head(runs) + self._recomputed(runs) + plain_K
 
     def _over_runs(self, runs: StageRuns, end_K: IntArray, kept_SS: FloatArray, plain_SS: FloatArray) -> FloatArray:
         """The maximum over the layers of both runs that lie before ``end``."""
@@ -116,10 +151,12 @@ class WorkingSets:
         plain_K = kept_bytes_K + plain_SS[middle_K, end_K] - self._saved_S[middle_K]
         return self._head(runs) + np.maximum(kept_K, plain_K)
 
-    def _layers_backward(self, runs: StageRuns, kept_SS: FloatArray, plain_SS: FloatArray) -> FloatArray:
-        whole_K = self._over_runs(runs, runs.end_K, kept_SS, plain_SS)
+    def _layers_backward(self, runs: StageRuns, top: Tables, others: Tables) -> FloatArray:
+        whole_K = self._over_runs(runs, runs.end_K, *top)
+        if top is not others:  # Below a tail no layer is the first to run backward.
+            whole_K = np.where(runs.is_last_K, self._over_runs(runs, runs.end_K, *others), whole_K)
         below_K = np.maximum(runs.end_K - 1, runs.start_K)
-        return np.maximum(whole_K, self._over_runs(runs, below_K, kept_SS, plain_SS) + runs.held_gradient_K)
+        return np.maximum(whole_K, self._over_runs(runs, below_K, *others) + runs.held_gradient_K)
 
     def forward(self, runs: StageRuns) -> FloatArray:
         """Largest bytes alive in a forward, beyond what exists when it begins."""
@@ -130,20 +167,20 @@ class WorkingSets:
 
     def backward(self, runs: StageRuns) -> FloatArray:
         """Largest bytes alive in a backward with all gradients there, beyond these; its saved bytes included."""
-        layers_K = self._layers_backward(runs, self._backward_kept_SS, self._backward_SS)
-        head = self._costs.saved_R[0] + self._costs.backward_peak_R[0]
+        layers_K = self._layers_backward(runs, *self._backward)
+        head = self._costs.saved_R[0] + self._costs.backward_peak_R[0] + self._head_reduced
         head_K = np.where(runs.is_first_K, head + runs.held_gradient_K, -np.inf)
         tail_K = np.where(runs.is_last_K, self.saved(runs) + self._costs.backward_peak_R[-1], -np.inf)
         return np.maximum(layers_K, np.maximum(head_K, tail_K))
 
     def first_backward(self, runs: StageRuns) -> FloatArray:
         """Largest bytes alive in the backward that makes the gradients, these and its saved bytes included."""
-        above_head_K = runs.gradient_bytes_K - runs.head_gradient_bytes_K
+        above_head_K = self._kept * (runs.gradient_bytes_K - runs.head_gradient_bytes_K)
         # Layer k finds all gradients but the head's and those of the layers from the first up to itself. Parameters
         # that several parts use are made by the last of them; if that is no tail, assume the earliest time.
-        inner_K = self._layers_backward(runs, self._first_kept_SS, self._first_SS)
+        inner_K = self._layers_backward(runs, *self._first)
         layers_K = inner_K + above_head_K + self._made_S[runs.start_K]
-        head = self._costs.saved_R[0] + self._costs.first_backward_peak_R[0]
+        head = self._costs.saved_R[0] + self._costs.first_backward_peak_R[0] + self._head_reduced
         head_K = np.where(runs.is_first_K, head + above_head_K + runs.held_gradient_K, -np.inf)
         tail_K = self.saved(runs) + self._before_tail_gradients(runs) + self._costs.first_backward_peak_R[-1]
         return np.maximum(layers_K, np.maximum(head_K, np.where(runs.is_last_K, tail_K, -np.inf)))
@@ -151,10 +188,13 @@ class WorkingSets:
     def _before_tail_gradients(self, runs: StageRuns) -> FloatArray:
         """Gradients that exist before the tail's backward, by the assumption above."""
         layers_K = self._made_S[runs.end_K] - self._made_S[runs.start_K]
-        return runs.gradient_bytes_K - runs.head_gradient_bytes_K - layers_K - runs.tail_gradient_bytes_K
+        edges_K = runs.head_gradient_bytes_K + runs.tail_gradient_bytes_K
+        return self._kept * (runs.gradient_bytes_K - edges_K) - layers_K
 
     def bucket(self, runs: StageRuns, bucket_K: FloatArray, *, progressive: bool) -> FloatArray:
         """Largest bytes alive when a bucket of gradients is filled in the last backward, gradients included.
+
+        There are none under ZeRO-2 and ZeRO-3.
 
         A bucket is a copy of gradients that are final, filled when the backward of a part has ended: it holds at most
         its capacity, and at most what the parts from there on have. The smaller of both maxima is a bound.
@@ -178,3 +218,17 @@ class WorkingSets:
         tail_K = self._before_tail(runs) + tail_gradients_K + np.minimum(bucket_K, runs.tail_gradient_bytes_K)
         ends_K = np.maximum(full_K + bucket_K, np.where(runs.is_last_K, tail_K, -np.inf))
         return np.maximum(layers_K, ends_K)
+
+
+def _sharded(costs: RegionCosts, sharding: Sharding) -> RegionCosts:
+    """Costs whose peaks hold unsharded parameters, and whose every backward makes gradients."""
+    first_R = costs.first_backward_peak_R + sharding.backward_R
+    recomputed_R = costs.first_recompute_backward_peak_R + sharding.backward_R
+    return replace(
+        costs,
+        forward_peak_R=costs.forward_peak_R + sharding.forward_R,
+        backward_peak_R=first_R,
+        first_backward_peak_R=first_R,
+        recompute_backward_peak_R=recomputed_R,
+        first_recompute_backward_peak_R=recomputed_R,
+    )

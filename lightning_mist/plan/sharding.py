@@ -1,6 +1,7 @@
-"""Who updates which parameter under ZeRO-1: one rule for the runtime and for the cost model."""
+"""Who owns which parameter under ZeRO: one rule for the runtime and for the cost model."""
 
 from collections.abc import Sequence
+from heapq import heapreplace
 
 
 def assign_owners(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
@@ -22,10 +23,11 @@ def assign_owners(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
     """
     if ranks < 1:
         raise ValueError(f"ranks = {ranks}: parameters need at least one rank to own them")
-    loads = [0] * ranks
+    # Least load first, then lowest rank: already a heap, as every load is 0.
+    loads = [(0, rank) for rank in range(ranks)]
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        owner = min(range(ranks), key=lambda rank: (loads[rank], rank))
+        load, owner = loads[0]
         owners[index] = owner
-        loads[owner] += sizes[index]
+        heapreplace(loads, (load + sizes[index], owner))
     return tuple(owners)

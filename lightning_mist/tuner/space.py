@@ -33,7 +33,8 @@ class SearchSpace:
         num_microbatches: The numbers of microbatches per batch to look at; ``None`` for all that the batch allows.
         devices_per_stage: The numbers of devices that a stage may have; ``None`` for every divisor of the number of
             devices. Stages of one plan may differ.
-        zero_stages: Which ZeRO stages data-parallel ranks may use: 0 (nothing is sharded), 1 (optimizer state).
+        zero_stages: Which ZeRO stages data-parallel ranks may use: 0 (nothing is sharded), 1 (optimizer state), 2 (also
+            gradients), 3 (also parameters).
         checkpointing: Whether layers may be recomputed in backward to save memory.
         schedule: The pipeline schedule, ``"1f1b"`` or ``"gpipe"``.
         solver_seconds: The most seconds that the search may spend on solving. When they are over the best plan found
@@ -57,8 +58,8 @@ class SearchSpace:
             values = getattr(self, name)
             if values is not None and (not values or min(values) < 1):
                 raise ValueError(f"{name}={values}: give at least one number, each at least 1, or None for all")
-        if not self.zero_stages or not set(self.zero_stages) <= {0, 1}:
-            raise ValueError(f"zero_stages={self.zero_stages}: the runtime has ZeRO stages 0 and 1; give (0, 1)")
+        if not self.zero_stages or not set(self.zero_stages) <= {0, 1, 2, 3}:
+            raise ValueError(f"zero_stages={self.zero_stages}: ZeRO has stages 0 to 3; give for example (0, 1, 2, 3)")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r}: known schedules are {', '.join(SCHEDULES)}")
         if not self.solver_seconds > 0:

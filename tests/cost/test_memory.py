@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_memory
+from lightning_mist.cost.candidates import slots_of
 from lightning_mist.cost.memory import BUCKET_BYTES, BUCKETS_IN_FLIGHT, TERMS
 from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.plan.sharding import assign_owners
@@ -106,6 +107,55 @@ def test_zero_one_keeps_the_state_of_the_largest_share():
     (whole,) = stage_memory(network, make_plan([4], degree=3, microbatches=2))
     assert whole.phase == memory.phase
     assert whole.peak_bytes - memory.peak_bytes == 2 * (sum(sizes) - max(loads))
+
+
+def needs_of(network, *, degree, zero):
+    """What the memory of the whole network on one stage is made of."""
+    (slot, candidates) = slots_of(make_plan([network.num_layers], degree=degree, microbatches=2, zero=zero))[0]
+    return MemoryModel(network).needs(slot, candidates)
+
+
+def test_zero_two_keeps_what_it_owns_of_gradients():
+    network = spec(4, parameter_bytes=400_000, edge_bytes=800_000)
+    gradients = 2 * 800_000 + 4 * 404_000
+    needs = needs_of(network, degree=2, zero=2)
+    owned = max(_loads([800_000, 800_000, *[400_000, 4000] * 4], 2))
+    assert needs.always["parameter_bytes"][0] == gradients
+    assert needs.always["optimizer_bytes"][0] == 2 * owned
+    assert needs.gradients_K[0] == owned
+    # At the last layer: everything saved, its own gradient, and the tail's being reduced.
+    assert needs.backward_K[0] == 4 * (1000 + 4 * 10_000) + (2 * 4 * 1000 + 404_000) + 800_000
+    # The first time, at the head, half of the gradients above it has found its owner.
+    head = 4 * 10 * 100 + (2 * 4 * 100 + 800_000) + 404_000
+    assert needs.first_backward_K[0] == head + (gradients - 800_000) / 2
+    assert needs_of(network, degree=2, zero=1).gradients_K[0] == gradients
+
+
+def test_zero_three_keeps_what_it_owns_and_two_units():
+    network = spec(4, parameter_bytes=400_000, edge_bytes=40_000)
+    two, three = needs_of(network, degree=4, zero=2), needs_of(network, degree=4, zero=3)
+    assert three.always["parameter_bytes"][0] == max(_loads([40_000, 40_000, *[400_000, 4000] * 4], 4))
+    assert two.always["parameter_bytes"][0] == 2 * 40_000 + 4 * 404_000
+    # Two layers of four parameters in all, of which some rank owns none but 4000 bytes.
+    assert three.backward_K[0] - two.backward_K[0] == 2 * 404_000 - 4000
+    # The forward is fullest at the third layer, with the last one's parameters under way.
+    assert three.forward_K[0] == 4 * (1000 + 2 * 10_000) + 12 * 4 * 1000 + 2 * 404_000 - 4000
+    gathering = dict(three.update)["parameter gathering"]
+    assert gathering["working_bytes"][0] == 0.0
+
+
+def test_sharding_on_one_rank_shards_nothing():
+    network = spec(4)
+    for zero in (2, 3):
+        alone = stage_memory(network, make_plan([4], microbatches=2, zero=zero))
+        assert alone == stage_memory(network, make_plan([4], microbatches=2, zero=1))
+
+
+def _loads(sizes, ranks):
+    loads = [0] * ranks
+    for owner, size in zip(assign_owners(sizes, ranks), sizes, strict=True):
+        loads[owner] += size
+    return loads
 
 
 def test_gradient_buckets_are_copies():

@@ -84,6 +84,20 @@ def test_reduction_and_sharding():
     assert alone.reduce_K[0] == alone.gather_K[0] == 0.0
 
 
+def test_sharded_gradients_are_reduced_in_every_microbatch_and_sharded_parameters_unsharded_twice():
+    machine = profile(link=1e8, latency=0.0)
+    gradients = 2 * 80_000 + 4 * 40_400
+    two = model(machine=machine).seconds(slot(degree=2), one(0, 4, zero=2))
+    assert (two.scatter_K[0], two.unshard_K[0], two.reduce_K[0]) == pytest.approx((gradients / 1e8, 0.0, 0.0))
+    assert two.gather_K[0] == pytest.approx(gradients / 1e8)
+    three = model(machine=machine).seconds(slot(degree=2), one(0, 4, zero=3))
+    assert (three.scatter_K[0], three.unshard_K[0]) == pytest.approx((gradients / 1e8, 2 * gradients / 1e8))
+    assert three.gather_K[0] == three.reduce_K[0] == 0.0
+    assert three.steady_K[0] - two.steady_K[0] == pytest.approx(2 * gradients / 1e8)
+    alone = model(machine=machine).seconds(slot(), one(0, 4, zero=3))
+    assert alone.scatter_K[0] == alone.unshard_K[0] == 0.0
+
+
 def test_on_a_device_the_reduction_hides_in_the_last_backward():
     network = spec(4, measured=True, edge_bytes=400 * 2**20)
     machine = profile(link=1e11, latency=1e-6)

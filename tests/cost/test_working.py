@@ -5,7 +5,7 @@ import pytest
 
 from lightning_mist.cost import StageCandidates
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.working import WorkingSets, range_maxima
+from lightning_mist.cost.working import Sharding, WorkingSets, range_maxima
 from tests.specs import spec
 
 
@@ -32,8 +32,8 @@ def setup(rows):
         checkpointed_K=np.array([item[2] for item in stages()]),
         zero_stage_K=np.zeros(len(stages()), dtype=np.int64),
     )
-    held = model.held(candidates)
-    working = WorkingSets(model.costs(rows), model._table.single_R)
+    held = model.holdings.of(candidates)
+    working = WorkingSets(model.costs(rows), model.holdings.table.single_R)
     return model.costs(rows), working, model._runs(candidates, held, rows)
 
 
@@ -73,6 +73,31 @@ def test_equals_walking_through_the_stage(rows):
         np.testing.assert_allclose(
             first[index], max(a + p + g for a, p, g in zip(alive, firsts, made, strict=True)), rtol=1e-12
         )
+
+
+def test_sharding_equals_walking_through_the_stage():
+    costs, _, runs = setup(2)
+    numbers = np.random.default_rng(0)
+    reduced, forward_only, backward_only = (numbers.integers(0, 200_000, 7).astype(float) for _ in range(3))
+    reduced[6] = 0.0  # No region lies above the tail.
+    sharding = Sharding(kept=0.5, reduced_R=reduced, forward_R=forward_only, backward_R=backward_only)
+    working = WorkingSets(costs, MemoryModel(NETWORK).holdings.table.single_R, sharding)
+    forward, backward, first = working.forward(runs), working.backward(runs), working.first_backward(runs)
+    for index, stage in enumerate(stages()):
+        sequence = parts(stage)
+        kept = [costs.checkpointed_saved_R[r] if again else costs.saved_R[r] for r, again in sequence]
+        assert forward[index] == max(
+            sum(kept[:k]) + costs.forward_peak_R[r] + forward_only[r] for k, (r, _) in enumerate(sequence)
+        )
+        held, top = costs.gradient_boundary_C[stage[1]], len(sequence) - 1
+        alive = []
+        for k, (r, again) in enumerate(sequence):
+            peak = costs.first_recompute_backward_peak_R[r] if again else costs.first_backward_peak_R[r]
+            beside = 0.0 if k == top else held + reduced[r]
+            alive.append(sum(kept[: k + 1]) + beside + peak + backward_only[r])
+        assert backward[index] == pytest.approx(max(alive), rel=1e-12)
+        made = [0.5 * sum(gradient_of(r) for r, _ in sequence[k + 1 :]) for k in range(len(sequence))]
+        assert first[index] == pytest.approx(max(a + g for a, g in zip(alive, made, strict=True)), rel=1e-12)
 
 
 def test_a_bucket_is_no_larger_than_what_is_final():

@@ -88,7 +88,7 @@ def test_the_batch_must_be_a_multiple_of_the_devices():
         ({"max_stages": 0}, "max_stages=0"),
         ({"num_stages": ()}, "num_stages"),
         ({"num_microbatches": (0,)}, "num_microbatches"),
-        ({"zero_stages": (2,)}, "zero_stages"),
+        ({"zero_stages": (4,)}, "zero_stages"),
         ({"schedule": "zigzag"}, "known schedules are 1f1b, gpipe, interleaved-1f1b, zb-h1"),
         ({"solver_seconds": 0.0}, "solver_seconds"),
     ],
