@@ -2,6 +2,7 @@
 
 from lightning_mist.model.blocks import find_blocks
 from lightning_mist.model.cuts import map_module
+from lightning_mist.model.elementwise import coupling_reason, whole_tensor_reason
 from lightning_mist.model.optimizer import describe_optimizer
 from lightning_mist.model.spec import (
     LayerSeconds,
@@ -25,9 +26,11 @@ __all__ = [
     "ParameterSpec",
     "TensorSpec",
     "attach_seconds",
+    "coupling_reason",
     "describe_optimizer",
     "find_blocks",
     "map_module",
     "time_layers",
     "trace_model",
+    "whole_tensor_reason",
 ]

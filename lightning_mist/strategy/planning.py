@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster, HardwareProfile, detect, parse_cluster
-from lightning_mist.model import LayerSeconds, attach_seconds, map_module, time_layers, trace_model
+from lightning_mist.model import LayerSeconds, attach_seconds, map_module, time_layers, trace_model, whole_tensor_reason
 from lightning_mist.plan import (
     Exclusion,
     Feature,
@@ -44,7 +44,7 @@ from lightning_mist.tuner import SearchSpace, TuneResult, tune
 
 T = TypeVar("T")
 
-_FEATURES: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing")
+_FEATURES: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing", "tensor", "sequence")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +144,10 @@ class _Planner:
         if self.plain is not None:
             extra = tuple(Exclusion(feature=feature, reason=self.plain) for feature in _FEATURES)
             found = replace(found, exclusions=found.exclusions + extra)
+        for optimizer in self.strategy.optimizers:
+            reason = whole_tensor_reason(optimizer)
+            if reason is not None:
+                found = replace(found, exclusions=(*found.exclusions, Exclusion(feature="tensor", reason=reason)))
         return found
 
     def with_invariance(self, found: ModuleMap) -> ModuleMap:

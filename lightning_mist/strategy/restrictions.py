@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from lightning_mist.errors import InfeasibleError
+from lightning_mist.model import coupling_reason
 from lightning_mist.plan import Plan
 from lightning_mist.units import format_bytes
 
@@ -21,10 +22,9 @@ def whole_module_reason(trainer: Any, optimizers: list[Any]) -> str | None:
     """Why only plain data parallelism can serve this module, its optimizers and the trainer's callbacks, if so."""
     if not trainer.lightning_module.automatic_optimization:
         return "automatic_optimization=False: the module calls backward and step itself"
-    if len(optimizers) != 1:
-        return f"configure_optimizers returns {len(optimizers)} optimizers; sharding and stages step exactly one"
-    if isinstance(optimizers[0], torch.optim.LBFGS):
-        return "LBFGS calls the step several times"
+    reason = _optimizer_reason(optimizers)
+    if reason is not None:
+        return reason
     if _clips_by_itself(type(trainer.lightning_module)):
         return "its configure_gradient_clipping would see the gradients of one stage; call self.clip_gradients in it"
     for callback in trainer.callbacks:
@@ -32,6 +32,14 @@ def whole_module_reason(trainer: Any, optimizers: list[Any]) -> str | None:
             if cls.__name__ in _WHOLE_MODULE_CALLBACKS:
                 return f"callback {type(callback).__name__}: {_WHOLE_MODULE_CALLBACKS[cls.__name__]}"
     return None
+
+
+def _optimizer_reason(optimizers: list[Any]) -> str | None:
+    if len(optimizers) != 1:
+        return f"configure_optimizers returns {len(optimizers)} optimizers; sharding and stages step exactly one"
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        return "LBFGS calls the step several times"
+    return coupling_reason(optimizers[0])
 
 
 def _clips_by_itself(cls: type) -> bool:

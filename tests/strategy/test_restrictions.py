@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 
 from lightning_mist.strategy.restrictions import whole_module_reason
+from tests.model.test_elementwise import Coupled
 
 PARAMETER = torch.nn.Parameter(torch.zeros(1))
 SGD = torch.optim.SGD([PARAMETER], lr=0.1)
@@ -23,6 +24,7 @@ def trainer(*callbacks, automatic=True, module=None):
         ((), False, [SGD], "automatic_optimization=False"),
         ((), True, [SGD, SGD], "2 optimizers"),
         ((), True, [torch.optim.LBFGS([PARAMETER])], "LBFGS"),
+        ((), True, [Coupled([PARAMETER])], "Coupled couples parameters"),
         ((StochasticWeightAveraging(swa_lrs=0.1),), True, [SGD], "StochasticWeightAveraging: it averages"),
         ((ModelPruning("l1_unstructured"),), True, [SGD], "ModelPruning: it masks"),
         ((BackboneFinetuning(),), True, [SGD], "BackboneFinetuning: it changes"),

@@ -300,3 +300,10 @@ def test_a_dictionary_without_a_loss_is_refused_as_lightning_does(tmp_path):
 
     with pytest.raises(MisconfigurationException, match="'loss' key needs to be present"):
         train(tmp_path, MistStrategy(plan=one_stage(microbatches=2)), module=Forgets())
+
+
+@pytest.mark.parametrize(("optimizer", "is_excluded"), [(torch.optim.AdamW, False), (torch.optim.Adafactor, True)])
+def test_an_optimizer_of_whole_parameters_rules_out_tensor_parallelism(tmp_path, optimizer, is_excluded):
+    trainer, _ = train(tmp_path, MistStrategy(plan=one_stage(microbatches=2)), module=Net(optimizer=optimizer))
+    reasons = trainer.strategy._decision.module_map.excludes("tensor")
+    assert any("Adafactor needs whole parameters" in reason for reason in reasons) == is_excluded
