@@ -1,11 +1,13 @@
 """Activation checkpointing of blocks, in the place of what the user's own code would checkpoint."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.utils.checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lightning_mist.runtime.patches import SharedPatch
 
 
 class _Block:
@@ -29,14 +31,18 @@ class _Direct:
         return function(*args)
 
 
-@contextmanager
-def neutral_checkpointing() -> Iterator[None]:
+def neutral_checkpointing() -> AbstractContextManager[None]:
     """Inside, ``torch.utils.checkpoint`` runs functions as they are, except those of :func:`checkpoint_block`.
 
     The plan says which blocks are recomputed. User code and libraries hold references to
     ``torch.utils.checkpoint.checkpoint`` itself, which looks these two names up at each call; there is no other place
     that reaches them all.
     """
+    return _NEUTRAL
+
+
+@contextmanager
+def _neutralise() -> Iterator[None]:
     module = torch.utils.checkpoint
     generator, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
 
@@ -53,6 +59,9 @@ def neutral_checkpointing() -> Iterator[None]:
     finally:
         module._checkpoint_without_reentrant_generator = generator
         module.CheckpointFunction = function  # type: ignore[misc]
+
+
+_NEUTRAL = SharedPatch(_neutralise)
 
 
 def checkpoint_block(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

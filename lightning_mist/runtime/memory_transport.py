@@ -1,7 +1,10 @@
-"""Many ranks in one process and one thread: a transport whose works complete when every peer has posted its part."""
+"""Many ranks in one process: a transport whose works complete when every peer has posted its part.
+
+:func:`~lightning_mist.runtime.turns.drive` runs the ranks.
+"""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_mist.errors import ScheduleError
-from lightning_mist.runtime.transport import Work, check_contiguous
+from lightning_mist.runtime.transport import TensorWork, Work, check_contiguous, check_entries
+from lightning_mist.runtime.turns import drive, wait_in_turn
+from lightning_mist.tensor_parallel.group import Reduction
+
+__all__ = ["InMemoryTransport", "InMemoryWorld", "drive"]
 
 
 @dataclass(eq=False, slots=True)
@@ -26,6 +33,7 @@ class _MemoryWork:
         return self.done
 
     def wait(self) -> None:
+        wait_in_turn(self)
         if not self.done:
             raise ScheduleError(f"deadlock: {self.text} is waited for, but its peers have not posted their part")
 
@@ -35,6 +43,18 @@ class _MemoryWork:
 
     def __str__(self) -> str:
         return self.text
+
+
+@dataclass(eq=False, slots=True)
+class _MemoryResult(_MemoryWork):
+    """One rank's part in a collective that gives a new tensor."""
+
+    output: Tensor | None = None
+
+    def result(self) -> Tensor:  # type: ignore[override]
+        self.wait()
+        assert self.output is not None
+        return self.output
 
 
 @dataclass(slots=True)
@@ -127,15 +147,36 @@ class InMemoryTransport:
         work = _MemoryWork(f"rank {self.rank}: {_describe('receive', tensor)} from rank {source}, tag {tag}", tensor)
         return self._world.message(work, source, self.rank, tag, is_send=False)
 
-    def all_reduce(self, tensor: Tensor, group: Sequence[int]) -> Work:
-        """Sum a contiguous tensor over the group, in place, in the order of ranks."""
+    def all_reduce(self, tensor: Tensor, group: Sequence[int], reduction: Reduction = "sum") -> Work:
+        """Reduce a contiguous tensor over the group, in place, in the order of ranks."""
 
         def run(parts: Sequence[_MemoryWork]) -> None:
-            total = _sum(parts)
+            total = _sum(parts) if reduction == "sum" else _largest(parts)
             for part in parts:
                 _tensor(part).copy_(total)
 
-        return self._collective("all-reduce", tensor, group, (), run)
+        return self._collective("all-reduce", tensor, group, (reduction,), run)
+
+    def all_gather(self, tensor: Tensor, group: Sequence[int]) -> TensorWork:
+        """Give every rank of the group the contiguous tensors of all, stacked in group order."""
+
+        def run(parts: Sequence[_MemoryWork]) -> None:
+            for part in parts:
+                assert isinstance(part, _MemoryResult)
+                part.output = torch.stack([_tensor(other).reshape(_tensor(part).shape) for other in parts])
+
+        return self._with_result("all-gather", tensor, group, run)
+
+    def reduce_scatter(self, tensor: Tensor, group: Sequence[int]) -> TensorWork:
+        """Give every rank of the group the sum of its entry of the contiguous tensors of all."""
+        check_entries(tensor, group)
+
+        def run(parts: Sequence[_MemoryWork]) -> None:
+            for part, entry in zip(parts, _sum(parts), strict=True):
+                assert isinstance(part, _MemoryResult)
+                part.output = entry.clone()
+
+        return self._with_result("reduce-scatter", tensor, group, run)
 
     def reduce(self, tensor: Tensor, destination: int, group: Sequence[int]) -> Work:
         """Sum a contiguous tensor over the group into the destination's tensor; others' are overwritten."""
@@ -174,52 +215,23 @@ class InMemoryTransport:
         name: str,
         tensor: Tensor,
         group: Sequence[int],
-        arguments: tuple[int, ...],
+        arguments: tuple[int | str, ...],
         run: Callable[[Sequence[_MemoryWork]], None],
     ) -> Work:
         text = f"rank {self.rank}: {_describe(name, tensor)} over {list(group)}"
         kind = (name, *arguments, tensor.numel(), tensor.dtype)
         return self._world.collective(_MemoryWork(text, tensor), self.rank, tuple(group), kind, run)
 
+    def _with_result(
+        self, name: str, tensor: Tensor, group: Sequence[int], run: Callable[[Sequence[_MemoryWork]], None]
+    ) -> TensorWork:
+        work = _MemoryResult(f"rank {self.rank}: {_describe(name, tensor)} over {list(group)}", tensor)
+        self._world.collective(work, self.rank, tuple(group), (name, tensor.numel(), tensor.dtype), run)
+        return work
+
 
 _GARBAGE = 77
 """Fills what a reduction leaves undefined; any value that no test expects does."""
-
-
-def drive(runs: Sequence[Iterator[Work]]) -> list[Any]:
-    """Run the generators of all ranks in turn, each for as long as what it waits for is complete.
-
-    Args:
-        runs: One generator of pending works per rank.
-
-    Returns:
-        What each generator returned.
-
-    Raises:
-        ScheduleError: If no rank can go on; the message names what each one waits for.
-    """
-    waiting: dict[int, Work | None] = dict.fromkeys(range(len(runs)))
-    results: list[Any] = [None] * len(runs)
-    try:
-        while waiting:
-            moved = False
-            for rank in list(waiting):
-                work = waiting[rank]
-                while work is None or work.is_completed():
-                    moved = True
-                    try:
-                        work = waiting[rank] = next(runs[rank])
-                    except StopIteration as stop:
-                        results[rank] = stop.value
-                        del waiting[rank]
-                        break
-            if not moved:
-                raise ScheduleError("deadlock: every rank waits. " + "; ".join(str(work) for work in waiting.values()))
-    finally:
-        for run in runs:
-            if isinstance(run, Generator):
-                run.close()
-    return results
 
 
 def _finish(*works: _MemoryWork) -> None:
@@ -237,6 +249,10 @@ def _sum(parts: Sequence[_MemoryWork]) -> Tensor:
     for part in parts[1:]:
         total += _tensor(part).reshape(total.shape)
     return total
+
+
+def _largest(parts: Sequence[_MemoryWork]) -> Tensor:
+    return torch.stack([_tensor(part).reshape(_tensor(parts[0]).shape) for part in parts]).amax(0)
 
 
 def _describe(name: str, tensor: Tensor) -> str:

@@ -1,8 +1,8 @@
 """How tensors get from rank to rank: a protocol, its implementation over torch.distributed, and how to drive it.
 
 Work that spans ranks is written as a generator that yields each :class:`Work` it must wait for. In a process of its
-own :func:`complete` runs it by blocking; :mod:`~lightning_mist.runtime.memory_transport` runs the generators of many
-ranks in one thread.
+own :func:`complete` runs it by blocking; :mod:`~lightning_mist.runtime.turns` runs the generators of many ranks in one
+process.
 """
 
 import pickle
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mist.errors import PlanError, ScheduleError
+from lightning_mist.tensor_parallel.group import Reduction
 
 
 class Work(Protocol):
@@ -43,8 +44,17 @@ class Transport(Protocol):
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Receive into a contiguous tensor."""
 
-    def all_reduce(self, tensor: Tensor, group: Sequence[int]) -> Work:
-        """Sum a contiguous tensor over the group, in place."""
+    def all_reduce(self, tensor: Tensor, group: Sequence[int], reduction: Reduction = "sum") -> Work:
+        """Reduce a contiguous tensor over the group, in place."""
+
+    def all_gather(self, tensor: Tensor, group: Sequence[int]) -> "TensorWork":
+        """Give every rank of the group the contiguous tensors of all, stacked along a new first dimension."""
+
+    def reduce_scatter(self, tensor: Tensor, group: Sequence[int]) -> "TensorWork":
+        """Give every rank of the group the sum of its entry of the contiguous tensors of all.
+
+        The first dimension has one entry per rank, in group order.
+        """
 
     def reduce(self, tensor: Tensor, destination: int, group: Sequence[int]) -> Work:
         """Sum a contiguous tensor over the group into the destination's tensor; others' contents are undefined."""
@@ -54,6 +64,13 @@ class Transport(Protocol):
 
     def all_gather_object(self, value: Any, group: Sequence[int]) -> "ObjectWork":
         """Give every rank of the group the picklable values of all, in group order."""
+
+
+class TensorWork(Work, Protocol):
+    """A collective in progress that gives a new tensor."""
+
+    def result(self) -> Tensor:
+        """The new tensor; waits for it."""
 
 
 class ObjectWork(Work, Protocol):
@@ -87,6 +104,19 @@ def check_contiguous(tensor: Tensor, what: str) -> Tensor:
     return tensor
 
 
+def check_entries(tensor: Tensor, group: Sequence[int]) -> None:
+    """Refuse to scatter a tensor that has not one entry per rank.
+
+    Raises:
+        ScheduleError: Naming its shape.
+    """
+    if tensor.ndim == 0 or tensor.shape[0] != len(group):
+        raise ScheduleError(
+            f"reduce-scatter of a tensor of shape {tuple(tensor.shape)} over {len(group)} ranks: its first dimension "
+            f"must have one entry per rank, {len(group)}"
+        )
+
+
 class _PendingWork:
     """A torch work and the tensors that must stay alive until it is complete."""
 
@@ -104,6 +134,20 @@ class _PendingWork:
         if work is not None:
             work.wait()
         self._tensors = ()
+
+
+class _PendingResult(_PendingWork):
+    """A torch work that fills a new tensor."""
+
+    __slots__ = ("_output",)
+
+    def __init__(self, work: Any, output: Tensor, *tensors: Tensor) -> None:
+        super().__init__(work, output, *tensors)
+        self._output = output
+
+    def result(self) -> Tensor:
+        self.wait()
+        return self._output
 
 
 class _ObjectResult:
@@ -177,12 +221,33 @@ class DistributedTransport:
         group = self._ascending if source < self.rank else self._descending
         return _PendingWork(dist.irecv(tensor, source, group=group, tag=tag), tensor)
 
-    def all_reduce(self, tensor: Tensor, group: Sequence[int]) -> Work:
-        """Sum a contiguous tensor over the group, in place."""
+    def all_reduce(self, tensor: Tensor, group: Sequence[int], reduction: Reduction = "sum") -> Work:
+        """Reduce a contiguous tensor over the group, in place."""
         check_contiguous(tensor, "all-reduce")
         if len(group) == 1:
             return _PendingWork(None)
-        return _PendingWork(dist.all_reduce(tensor, group=self._group(group), async_op=True), tensor)
+        operation = dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
+        return _PendingWork(dist.all_reduce(tensor, operation, group=self._group(group), async_op=True), tensor)
+
+    def all_gather(self, tensor: Tensor, group: Sequence[int]) -> TensorWork:
+        """Give every rank of the group the contiguous tensors of all, stacked along a new first dimension."""
+        check_contiguous(tensor, "all-gather")
+        if len(group) == 1:
+            return _PendingResult(None, tensor.detach().clone().unsqueeze(0))
+        output = torch.empty((len(group), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        # The flat form is the one that every backend takes.
+        work = dist.all_gather_into_tensor(output.view(-1), tensor.view(-1), group=self._group(group), async_op=True)
+        return _PendingResult(work, output, tensor)
+
+    def reduce_scatter(self, tensor: Tensor, group: Sequence[int]) -> TensorWork:
+        """Give every rank of the group the sum of its entry of the contiguous tensors of all."""
+        check_contiguous(tensor, "reduce-scatter")
+        check_entries(tensor, group)
+        if len(group) == 1:
+            return _PendingResult(None, tensor.detach()[0].clone())
+        output = torch.empty(tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+        work = dist.reduce_scatter_tensor(output.view(-1), tensor.view(-1), group=self._group(group), async_op=True)
+        return _PendingResult(work, output, tensor)
 
     def reduce(self, tensor: Tensor, destination: int, group: Sequence[int]) -> Work:
         """Sum a contiguous tensor over the group into the destination's tensor; others' contents are undefined."""

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import ValueNames, results, select
+from lightning_mist.runtime.patches import SharedPatch
 
 _INDEXING = frozenset(("__getitem__", "__setitem__", "masked_select"))
 
@@ -95,16 +96,23 @@ def become(target: Tensor, source: Tensor) -> None:
     torch._C._swap_tensor_impl(target, source)
 
 
-@contextmanager
-def quiet_ghosts() -> Iterator[None]:
+def quiet_ghosts() -> AbstractContextManager[None]:
     """Inside, torch does not warn about the gradients of tensors that meet a ghost.
 
     It looks at ``.grad`` of a real tensor when making its fake, and hides its own warning only where warnings are shown
     and not where they are errors.
     """
+    return _QUIET
+
+
+@contextmanager
+def _ignore_gradients_of_inner_tensors() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
         yield
+
+
+_QUIET = SharedPatch(_ignore_gradients_of_inner_tensors)
 
 
 class _Enter(torch.autograd.Function):

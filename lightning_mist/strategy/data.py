@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Plan, replica_of, replica_ranks, row_slice
+from lightning_mist.plan import Plan, RowSlice, replica_of, replica_ranks, row_slice
 from lightning_mist.runtime.batches import batch_rows, rebuild, slice_rows
 from lightning_mist.runtime.executor import Microbatch
 from lightning_mist.runtime.transport import Transport, Work
 
 _BATCH_TAG = 1 << 20
 """Tag of batch messages; the executor's own tags are small."""
+
+_SEED_BITS = 62
+"""Bits of a drawn seed: what ``torch.randint`` gives without touching the sign."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,11 @@ def _unpack(buffer: Tensor, leaves: Sequence[_Leaf]) -> list[Tensor]:
     return values
 
 
+def _seed_of(seed: int, piece: RowSlice) -> int:
+    """Seed of a part: ranks whose generators were seeded alike draw other numbers for their batches all the same."""
+    return (piece.owner << _SEED_BITS) + seed + piece.part
+
+
 class BatchExchange:
     """Gives a rank its microbatches.
 
@@ -117,7 +125,7 @@ class BatchExchange:
         Raises:
             PlanError: If a batch cannot be cut as the plan says.
         """
-        seed = int(torch.randint(2**62, ()).item()) if not self.whole else 0
+        seed = int(torch.randint(2**_SEED_BITS, ()).item()) if not self.whole else 0
         if len(self.owners) == 1:
             received: dict[int, tuple[Any, Any, int]] = {self.rank: (batch, random_state, seed)}
         else:
@@ -139,7 +147,7 @@ class BatchExchange:
                 batch_rows=rows,
                 # States travel only if every stage sees whole batches: parts of one batch cannot all go on from one.
                 random_state=random_state if self.whole else None,
-                seed=None if self.whole else seed,
+                seed=None if self.whole else _seed_of(seed, piece),
             )
         if rows is None:
             raise PlanError(
@@ -155,7 +163,7 @@ class BatchExchange:
             owner=piece.owner,
             index=index,
             batch_rows=rows,
-            seed=seed + piece.part,
+            seed=_seed_of(seed, piece),
         )
 
     def _exchange(

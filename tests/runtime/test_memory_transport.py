@@ -94,3 +94,32 @@ def test_groups_are_sorted_and_hold_the_caller():
         world.transports[0].all_reduce(torch.zeros(1), (1, 0))
     with pytest.raises(ScheduleError, match="a group is sorted"):
         world.transports[0].all_reduce(torch.zeros(1), (1, 2))
+
+
+def test_collectives_with_a_result():
+    world = InMemoryWorld(3)
+
+    def rank(transport):
+        value = float(transport.rank + 1)
+        largest = torch.full((2,), value)
+        yield (
+            transport.all_reduce(largest, (0, 2), "max") if transport.rank != 1 else transport.all_gather(largest, (1,))
+        )
+        gathered = transport.all_gather(torch.full((2,), value), (0, 1, 2))
+        scattered = transport.reduce_scatter(torch.arange(6.0).reshape(3, 2) * value, (0, 1, 2))
+        yield gathered
+        return largest.tolist(), gathered.result().tolist(), scattered.result().tolist()
+
+    for index, (largest, gathered, scattered) in enumerate(drive([rank(transport) for transport in world.transports])):
+        assert largest == [2.0 if index == 1 else 3.0] * 2
+        assert gathered == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+        assert scattered == [12.0 * index, 12.0 * index + 6]
+    with pytest.raises(ScheduleError, match="its first dimension must have one entry per rank, 2"):
+        world.transports[0].reduce_scatter(torch.zeros(3, 2), (0, 1))
+
+
+def test_reductions_must_agree():
+    world = InMemoryWorld(2)
+    world.transports[0].all_reduce(torch.zeros(2), (0, 1), "max")
+    with pytest.raises(ScheduleError, match="must call the same collectives in one order"):
+        world.transports[1].all_reduce(torch.zeros(2), (0, 1))

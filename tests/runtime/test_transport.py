@@ -59,7 +59,15 @@ def _collectives():
         for work in (*works, objects):
             work.wait()
         assert works[0].is_completed()
-        result[group] = (tensors[0][0].item(), tensors[1][0].item(), tensors[2][0].item(), objects.result())
+        largest = torch.full((3,), value)
+        transport.all_reduce(largest, group, "max").wait()
+        gathered = transport.all_gather(torch.full((2, 2), value), group).result()
+        entries = torch.arange(len(group) * 2.0).reshape(len(group), 2)
+        scattered = transport.reduce_scatter(entries * value, group).result()
+        result[group] = (
+            (tensors[0][0].item(), tensors[1][0].item(), tensors[2][0].item(), objects.result()),
+            (largest[0].item(), gathered, scattered),
+        )
     alone = torch.ones(2)
     for work in (
         transport.all_reduce(alone, (transport.rank,)),
@@ -68,6 +76,8 @@ def _collectives():
     ):
         work.wait()
     assert alone.tolist() == [1.0, 1.0]
+    assert transport.all_gather(alone, (transport.rank,)).result().tolist() == [[1.0, 1.0]]
+    assert transport.reduce_scatter(alone[None], (transport.rank,)).result().tolist() == [1.0, 1.0]
     assert transport.all_gather_object("me", (transport.rank,)).result() == ["me"]
     return result
 
@@ -75,7 +85,11 @@ def _collectives():
 def test_collectives_on_overlapping_groups(gloo_workers):
     for rank, result in enumerate(gloo_workers.run(3, _collectives)):
         assert list(result) == [group for group in GROUPS if rank in group]
-        for group, (total, reduced, sent, objects) in result.items():
+        for group, ((total, reduced, sent, objects), (largest, gathered, scattered)) in result.items():
+            assert largest == group[-1] + 1
+            assert torch.equal(gathered, torch.stack([torch.full((2, 2), member + 1.0) for member in group]))
+            place = group.index(rank)
+            assert scattered.tolist() == [2.0 * place * total, (2.0 * place + 1) * total]
             assert total == sum(member + 1 for member in group)
             assert sent == group[0] + 1
             assert objects == [{"rank": member, "pad": "x" * member} for member in group]
@@ -88,6 +102,8 @@ def _refusals():
     strided = torch.zeros(4, 4)[:, ::2]
     with pytest.raises(ScheduleError, match="only contiguous tensors travel"):
         transport.all_reduce(strided, (0, 1, 2))
+    with pytest.raises(ScheduleError, match=r"shape \(2, 3\) over 3 ranks: its first dimension must have one entry"):
+        transport.reduce_scatter(torch.zeros(2, 3), (0, 1, 2))
     with pytest.raises(PlanError, match=r"no process group of ranks \[0, 1\].*\[0, 2\]"):
         transport.all_reduce(torch.zeros(1), (0, 1))
 
