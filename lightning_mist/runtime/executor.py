@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_mist.plan import LiveTensor, ModuleMap, Plan
+from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.mesh import make_mesh
-from lightning_mist.runtime.pipeline import BatchRun, Microbatch, Neighbours, Place
+from lightning_mist.runtime.neighbours import Microbatch, Neighbours
+from lightning_mist.runtime.pipeline import BatchRun, Place
 from lightning_mist.runtime.reducer import GradientReducer
+from lightning_mist.runtime.stages import RankStages
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.schedule import Action, ActionKind
@@ -29,7 +31,8 @@ class Executor:
     Args:
         plan: The plan.
         rank: This global rank.
-        stage: The part of the module that this rank computes.
+        stages: The parts of the module that this rank computes, ascending: one, or its chunks; see
+            :func:`~lightning_mist.runtime.stages.make_stages`.
         module_map: Where the module can be cut.
         transport: Connects the ranks; its groups must include
             :func:`~lightning_mist.runtime.mesh.process_groups` of the plan.
@@ -37,6 +40,7 @@ class Executor:
 
     Attributes:
         mesh: This rank's place in the plan.
+        stages: The parts of the module that this rank computes, and their parameters.
         reducer: Reduces gradients, gathers parameters.
         outputs: Per microbatch what the step returned, on the last stage; None elsewhere and for parts without rows.
         random_states: Per microbatch the state of the generators after the last stage's forward, where it travelled.
@@ -49,38 +53,43 @@ class Executor:
         self,
         plan: Plan,
         rank: int,
-        stage: GhostStage,
+        stages: Sequence[GhostStage],
         module_map: ModuleMap,
         transport: Transport,
         actions: Sequence[Action],
     ) -> None:
         check_supported(plan)
-        self.plan, self.stage, self.transport = plan, stage, transport
+        self.plan, self.transport = plan, transport
+        self.stages = RankStages(stages)
         self.actions = tuple(actions)
         self.mesh = make_mesh(plan, rank, module_map)
-        self.reducer = GradientReducer(self.mesh, stage.parameters, transport)
+        self.reducer = GradientReducer(self.mesh, self.parameters, transport)
         self.outputs: list[Any] = []
         self.random_states: list[Tensor | None] = []
-        live: tuple[LiveTensor, ...] = ()
-        if not self.mesh.is_last:
-            live = module_map.cuts[plan.stages[self.mesh.stage].layers[1] - 1]
-        parameter = next(iter(stage.parameters.values()), None)
+        live = tuple(module_map.cuts[stage.layers[1] - 1] for stage in plan.stages[:-1])
+        parameter = next(iter(self.parameters.values()), None)
         self._place = Place(
             mesh=self.mesh,
-            stage=stage,
+            stages=self.stages,
             live=live,
             neighbours=Neighbours(self.mesh),
             reducer=self.reducer,
             transport=transport,
             device=torch.device("cpu") if parameter is None else parameter.device,
+            tags_per_boundary=max((len(tensors) for tensors in live), default=0) + 1,
         )
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of all stages of this rank by canonical name; one that several use is one entry."""
+        return self.stages.parameters
 
     def run(
         self, microbatches: Sequence[Microbatch], step: Callable[[Microbatch], Any], *, loss_scale: float = 1.0
     ) -> Iterator[Work]:
         """Run all actions of one batch but the optimizer's step and what follows it.
 
-        The parameters' gradients must be None. At the end ``p.grad`` of the stage's parameters is ``loss_scale`` times
+        The parameters' gradients must be None. At the end ``p.grad`` of the rank's parameters is ``loss_scale`` times
         the mean, over the batches of all ranks, of the gradient of each batch's weighted loss: what data parallelism
         gives. Under ZeRO-1 only the owner of a parameter has it.
 
@@ -93,17 +102,16 @@ class Executor:
             ValueError: If the microbatches are not those of the plan, or a parameter already has a gradient.
         """
         self._check_start(microbatches)
-        last_backward = max(
-            (position for position, action in enumerate(self.actions) if action.kind is ActionKind.BACKWARD), default=-1
-        )
-        batch = BatchRun(self._place, microbatches, step, loss_scale=loss_scale, keeps_graph=last_backward >= 0)
+        final = self._final_gradients()
+        batch = BatchRun(self._place, microbatches, step, loss_scale=loss_scale, keeps_graph=bool(final))
         self.outputs, self.random_states = batch.outputs, batch.random_states
         try:
-            with self.stage.attached():
+            with self.stages.attached():
                 for position, action in enumerate(self.actions):
-                    if position == last_backward:
-                        self.reducer.arm()
+                    names = final.get(position, frozenset())
+                    self.reducer.expect(names)
                     yield from batch.perform(action)
+                    self.reducer.complete(names)
                 yield from batch.finish()
         finally:
             self.reducer.disarm()
@@ -112,12 +120,26 @@ class Executor:
         """After the optimizer's step: give the stage's ranks the parameters that others of them updated (ZeRO-1)."""
         yield from self.reducer.gather_parameters()
 
+    def _final_gradients(self) -> dict[int, frozenset[str]]:
+        """For each position in the list, the parameters whose gradients are complete when its action has run.
+
+        That is after the last backward of the last of the rank's stages that uses them.
+        """
+        last: dict[str, int] = {}
+        for position, action in enumerate(self.actions):
+            if action.kind is ActionKind.BACKWARD:
+                last.update(dict.fromkeys(self.stages[action.stage].parameters, position))
+        result: dict[int, set[str]] = {}
+        for name, position in last.items():
+            result.setdefault(position, set()).add(name)
+        return {position: frozenset(names) for position, names in result.items()}
+
     def _check_start(self, microbatches: Sequence[Microbatch]) -> None:
         indices = [microbatch.index for microbatch in microbatches]
         if indices != list(range(self.plan.num_microbatches)):
             raise ValueError(
                 f"microbatches {indices}: the plan has {self.plan.num_microbatches}, given in the order of their index"
             )
-        for name, parameter in self.stage.parameters.items():
+        for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 raise ValueError(f"{name} has a gradient: put gradients of earlier batches aside before a batch runs")

@@ -1,6 +1,6 @@
 """The full values of all parameters, from the stages that hold them: for evaluation, checkpoints and teardown."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.buckets import BUCKET_BYTES, views_like
-from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.mesh import make_mesh
 from lightning_mist.runtime.transport import Transport, Work
 
@@ -35,17 +34,22 @@ class ParameterGatherer:
     Args:
         plan: The plan.
         rank: This global rank.
-        stage: The part of the module that this rank holds.
+        parameters: All parameters of the module by canonical name. Those of other ranks' stages keep their shape and
+            dtype although their storage is gone.
         module_map: Where the module can be cut.
         transport: Connects the ranks.
     """
 
-    def __init__(self, plan: Plan, rank: int, stage: GhostStage, module_map: ModuleMap, transport: Transport) -> None:
-        self._rank, self._transport = rank, transport
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        parameters: Mapping[str, nn.Parameter],
+        module_map: ModuleMap,
+        transport: Transport,
+    ) -> None:
+        self._rank, self._transport, self._all = rank, transport, parameters
         self._world = tuple(range(plan.world_size))
-        self._held = stage.parameters
-        # Parameters of other stages keep their shape and dtype although their storage is gone.
-        self._all: dict[str, nn.Parameter] = {**stage.foreign, **stage.parameters}
         mesh = make_mesh(plan, rank, module_map)
         self._speakers = {item.name: mesh.speaker(item) for item in mesh.parameters}
 

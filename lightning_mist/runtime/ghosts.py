@@ -11,7 +11,7 @@ A value that was not carried stays a ghost, and a ghost among the results is an 
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -162,15 +162,8 @@ class GhostStage:
                         space["forward"] = forward
 
     def hollow(self) -> None:
-        """Free the storage of the parameters that other stages hold; they keep their shape.
-
-        Where there is such a value they are not a number, so that whoever computes with them all the same sees it.
-        """
-        for parameter in self.foreign.values():
-            fill = math.nan if parameter.is_floating_point() or parameter.is_complex() else 0
-            nothing = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
-            parameter.data = nothing.expand(parameter.shape)
-            parameter.grad = None
+        """Free the storage of the parameters that other stages hold; see :func:`hollow`."""
+        hollow(self.foreign.values())
 
     def input_specs(self, call: Callable[[], Any], signature: Hashable) -> tuple[InputSpec, ...]:
         """What the stage will receive for a call, in the order of the map's cut; nothing on stage 0.
@@ -369,3 +362,15 @@ class GhostStage:
                     f"stage {self.index}: what the step returned (shape {tuple(leaf.shape)}) depends on a parameter "
                     "of another stage through a value that was not carried: this step took another path than the trace"
                 )
+
+
+def hollow(parameters: Iterable[nn.Parameter]) -> None:
+    """Free the storage of parameters; they keep their shape.
+
+    Where there is such a value they are not a number, so that whoever computes with them all the same sees it.
+    """
+    for parameter in parameters:
+        fill = math.nan if parameter.is_floating_point() or parameter.is_complex() else 0
+        nothing = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
+        parameter.data = nothing.expand(parameter.shape)
+        parameter.grad = None

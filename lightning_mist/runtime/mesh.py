@@ -16,7 +16,7 @@ class HeldParameter:
 
     Attributes:
         name: Canonical qualified name.
-        stages: Sorted stages that hold a copy.
+        stages: Sorted stages that hold a copy; of chunks that share their devices the first names them all.
         owners: For each of these stages, the data-parallel index that updates it under ZeRO-1 (and that speaks for the
             stage when copies are summed over stages or gathered); 0 where the stage does not shard.
         requires_grad: Whether it is trained.
@@ -39,7 +39,7 @@ class Mesh:
     Attributes:
         plan: The plan.
         rank: The global rank.
-        stage: Index of its stage.
+        stage: Index of its stage, of its first one where it runs several chunks.
         replica: Index of its pipeline replica.
         data_index: Its data-parallel index within the stage.
         peers: Global ranks of the stage by data-parallel index.
@@ -57,7 +57,7 @@ class Mesh:
     @property
     def is_last(self) -> bool:
         """Whether losses are computed here."""
-        return self.stage == self.plan.num_stages - 1
+        return self.stage == self.plan.group_of(self.plan.num_stages - 1)
 
     @property
     def is_sharded(self) -> bool:
@@ -66,7 +66,7 @@ class Mesh:
 
     @property
     def held(self) -> tuple[HeldParameter, ...]:
-        """The parameters of this rank's stage."""
+        """The parameters of this rank's stages."""
         return tuple(parameter for parameter in self.parameters if self.stage in parameter.stages)
 
     @property
@@ -116,9 +116,13 @@ def held_parameters(plan: Plan, module_map: ModuleMap) -> tuple[HeldParameter, .
     Under ZeRO-1 a stage's trained parameters are dealt out by
     :func:`~lightning_mist.plan.sharding.assign_owners`; parameters that are not trained stay with index 0.
     """
-    stages = module_map.owners(plan.bounds)
+    # Chunks that share their devices hold a parameter once; a group of devices has the index of its first stage.
+    stages = {
+        name: tuple(sorted({plan.group_of(stage) for stage in found}))
+        for name, found in module_map.owners(plan.bounds).items()
+    }
     owner: dict[tuple[str, int], int] = {}
-    for index, stage in enumerate(plan.stages):
+    for index, stage in enumerate(plan.stages[: plan.num_groups]):
         trained = [use for use in module_map.parameters if use.requires_grad and index in stages[use.name]]
         ranks = stage.data_parallel_degree if stage.zero_stage >= ZeroStage.OPTIMIZER else 1
         sizes = [_nbytes(use) for use in trained]
@@ -160,7 +164,7 @@ def process_groups(plan: Plan, module_map: ModuleMap) -> tuple[tuple[int, ...], 
     """
     groups = [tuple(range(plan.world_size))]
     groups += [replica_ranks(plan, replica) for replica in range(plan.num_replicas)]
-    groups += [tuple(sorted(stage_ranks(plan, stage))) for stage in range(plan.num_stages)]
+    groups += [tuple(sorted(stage_ranks(plan, stage))) for stage in range(plan.num_groups)]
     for parameter in held_parameters(plan, module_map):
         if parameter.requires_grad and len(parameter.stages) > 1:
             groups += tied_groups(plan, parameter)

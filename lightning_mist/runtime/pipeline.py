@@ -10,85 +10,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_mist.errors import TraceError
-from lightning_mist.plan import LiveTensor, row_slice
+from lightning_mist.plan import LiveTensor
 from lightning_mist.runtime.boundary import GraphEnd, join, part_of, part_shape
-from lightning_mist.runtime.ghosts import GhostStage, InputSpec
-from lightning_mist.runtime.mesh import Mesh, Overlap, overlaps
+from lightning_mist.runtime.ghosts import InputSpec
+from lightning_mist.runtime.mesh import Mesh
+from lightning_mist.runtime.neighbours import Microbatch, Neighbours
 from lightning_mist.runtime.random import get_random_state, seed_random, set_random_state
 from lightning_mist.runtime.reducer import GradientReducer
 from lightning_mist.runtime.signature import batch_signature
+from lightning_mist.runtime.stages import RankStages
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.schedule import Action, ActionKind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Microbatch:
-    """What a rank computes on in one microbatch.
-
-    Attributes:
-        value: The rank's rows of the owner's batch, or the whole batch, untouched.
-        weight: Share of these rows in the owner's batch.
-        owner: Global rank that loaded the batch.
-        index: Index of the microbatch.
-        batch_rows: Rows of the owner's whole batch; None if they cannot be counted (then nothing is cut).
-        random_state: State of the owner's generators, for whole batches; it travels from stage to stage.
-        seed: Otherwise the seed of this part; None leaves the generators alone.
-    """
-
-    value: Any
-    weight: float
-    owner: int
-    index: int
-    batch_rows: int | None = None
-    random_state: Tensor | None = None
-    seed: int | None = None
-
-
-class Neighbours:
-    """With whom a rank shares the rows of each microbatch; worked out once per size of batch.
-
-    Args:
-        mesh: The rank's place.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._overlaps: dict[tuple[int, int, int, int | None], tuple[Overlap, ...]] = {}
-        self._slices = tuple(row_slice(mesh.plan, mesh.rank, index) for index in range(mesh.plan.num_microbatches))
-
-    def rows(self, microbatch: Microbatch) -> int:
-        """Rows of this rank's part; 1 for a whole batch that has none to count."""
-        if microbatch.batch_rows is None:
-            return 1
-        first, end = self._slices[microbatch.index].rows(microbatch.batch_rows)
-        return end - first
-
-    def before(self, microbatch: Microbatch) -> tuple[Overlap, ...]:
-        """Ranks of the stage before that share rows with this one, by ascending row."""
-        return self._of(self._mesh.rank, self._mesh.stage - 1, microbatch)
-
-    def after(self, microbatch: Microbatch, batch_dim: int | None) -> tuple[Overlap, ...]:
-        """Ranks of the stage after that need (a part of) a tensor from this one.
-
-        A tensor without batch dimension goes whole from the first of each receiver's sources.
-        """
-        targets = self._of(self._mesh.rank, self._mesh.stage + 1, microbatch)
-        if batch_dim is not None:
-            return targets
-        return tuple(
-            target
-            for target in targets
-            if self._of(target.rank, self._mesh.stage, microbatch)[0].rank == self._mesh.rank
-        )
-
-    def _of(self, rank: int, neighbour: int, microbatch: Microbatch) -> tuple[Overlap, ...]:
-        key = (rank, neighbour, microbatch.index, microbatch.batch_rows)
-        found = self._overlaps.get(key)
-        if found is None:
-            found = self._overlaps[key] = overlaps(
-                self._mesh.plan, rank, neighbour, microbatch.index, microbatch.batch_rows
-            )
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,21 +29,27 @@ class Place:
 
     Attributes:
         mesh: The rank's place in the plan.
-        stage: The part of the module it computes.
-        live: The tensors that cross into the next stage.
+        stages: The parts of the module it computes.
+        live: For each boundary between stages, by the stage before it, the tensors that cross it.
         neighbours: With whom it shares rows.
         reducer: Reduces gradients.
         transport: Connects the ranks.
         device: Where it computes.
+        tags_per_boundary: More than the tensors that cross any boundary.
     """
 
     mesh: Mesh
-    stage: GhostStage
-    live: tuple[LiveTensor, ...]
+    stages: RankStages
+    live: tuple[tuple[LiveTensor, ...], ...]
     neighbours: Neighbours
     reducer: GradientReducer
     transport: Transport
     device: torch.device
+    tags_per_boundary: int
+
+
+_Key = tuple[int, int]
+"""A stage and the index of a microbatch."""
 
 
 @dataclass(slots=True)
@@ -160,17 +98,20 @@ class BatchRun:
         loss_scale: float,
         keeps_graph: bool,
     ) -> None:
-        self._place, self._mesh, self._live, self._neighbours = place, place.mesh, place.live, place.neighbours
-        self._stage, self._transport = place.stage, place.transport
+        self._place, self._neighbours = place, place.neighbours
+        self._stages, self._transport = place.stages, place.transport
+        self._last = place.mesh.plan.num_stages - 1
         self._microbatches, self._step = microbatches, step
         self._loss_scale, self._keeps_graph = loss_scale, keeps_graph
         self.outputs: list[Any] = [None] * len(microbatches)
         self.random_states: list[Tensor | None] = [None] * len(microbatches)
-        self._incoming: dict[int, _Incoming] = {}
-        self._received: dict[int, tuple[tuple[InputSpec, Tensor], ...]] = {}
-        self._outgoing: dict[int, _Outgoing] = {}
-        self._sends: dict[tuple[ActionKind, int], list[Work]] = {}
-        self._posts: dict[ActionKind, Callable[[Microbatch], None]] = {
+        # Everything on its way is known by stage and microbatch.
+        self._incoming: dict[_Key, _Incoming] = {}
+        self._received: dict[_Key, tuple[tuple[InputSpec, Tensor], ...]] = {}
+        self._outgoing: dict[_Key, _Outgoing] = {}
+        self._states: dict[_Key, Tensor] = {}
+        self._sends: dict[tuple[ActionKind, _Key], list[Work]] = {}
+        self._posts: dict[ActionKind, Callable[[int, Microbatch], None]] = {
             ActionKind.RECV_ACTIVATION: self._receive_activation,
             ActionKind.SEND_ACTIVATION: self._send_activation,
             ActionKind.RECV_GRADIENT: self._receive_gradient,
@@ -190,11 +131,11 @@ class BatchRun:
             # A small batch cut into many parts: this rank has no rows of it, and nobody waits for any.
             return
         if action.kind is ActionKind.FORWARD:
-            yield from self._forward(microbatch)
+            yield from self._forward(action.stage, microbatch)
         elif action.kind is ActionKind.BACKWARD:
-            yield from self._backward(microbatch)
+            yield from self._backward(action.stage, microbatch)
         else:
-            self._posts[action.kind](microbatch)
+            self._posts[action.kind](action.stage, microbatch)
 
     def finish(self) -> Iterator[Work]:
         """Wait for everything that was sent: buffers must live until their receiver has them."""
@@ -204,58 +145,62 @@ class BatchRun:
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
-    def _receive_activation(self, microbatch: Microbatch) -> None:
-        rows, sources = self._neighbours.rows(microbatch), self._neighbours.before(microbatch)
+    def _receive_activation(self, stage: int, microbatch: Microbatch) -> None:
+        rows, sources = self._neighbours.rows(microbatch), self._neighbours.before(stage, microbatch)
         signature = (batch_signature(microbatch.value), self._keeps_graph)
-        specs = self._stage.input_specs(lambda: self._step(_copied(microbatch)), signature)
+        with self._stages.at(stage) as part_of_module:
+            specs = part_of_module.input_specs(lambda: self._step(_copied(microbatch)), signature)
         incoming = _Incoming(specs=specs)
         for number, spec in enumerate(specs):
             parts = []
             for source in sources if spec.batch_dim is not None else sources[:1]:
                 shape = part_shape(spec.shape, spec.batch_dim, rows, source)
                 part = torch.empty(shape, dtype=spec.dtype, device=spec.device)
-                tag = _tag(microbatch, number, len(specs))
-                incoming.works.append(self._transport.irecv(part, source.rank, tag))
+                incoming.works.append(
+                    self._transport.irecv(part, source.rank, self._tag(stage - 1, microbatch, number))
+                )
                 parts.append(part)
             incoming.parts.append(parts)
         if microbatch.random_state is not None:
             incoming.state = torch.empty_like(microbatch.random_state)
-            tag = _tag(microbatch, len(specs), len(specs))
+            tag = self._tag(stage - 1, microbatch, len(specs))
             incoming.works.append(self._transport.irecv(incoming.state, sources[0].rank, tag))
-        self._incoming[microbatch.index] = incoming
+        self._incoming[stage, microbatch.index] = incoming
 
-    def _forward(self, microbatch: Microbatch) -> Iterator[Work]:
-        index, device = microbatch.index, self._place.device
+    def _forward(self, stage: int, microbatch: Microbatch) -> Iterator[Work]:
+        index, device, key = microbatch.index, self._place.device, (stage, microbatch.index)
         received: tuple[tuple[InputSpec, Tensor], ...] = ()
         state = microbatch.random_state
-        if self._mesh.stage > 0:
-            incoming = self._incoming.pop(index)
+        if stage > 0:
+            incoming = self._incoming.pop(key)
             yield from incoming.works
             received = tuple(
                 (spec, join(parts, spec.batch_dim)) for spec, parts in zip(incoming.specs, incoming.parts, strict=True)
             )
             state = incoming.state
-            yield from self._release(ActionKind.SEND_GRADIENT, index - self._mesh.plan.num_stages)
+            yield from self._release(ActionKind.SEND_GRADIENT, (stage, index - self._last - 1))
         if self._keeps_graph:
             for spec, tensor in received:
                 tensor.requires_grad_(spec.requires_grad)
-            self._received[index] = received
+            self._received[key] = received
         if state is not None:
             set_random_state(state, device)
         elif microbatch.seed is not None:
-            seed_random(device, microbatch.seed, self._mesh.stage, index)
-        output = self._stage.forward(lambda: self._step(microbatch), tuple(tensor for _, tensor in received))
-        if state is not None:
-            self.random_states[index] = get_random_state(device)
-        if self._mesh.is_last:
-            self.outputs[index] = output.value
-        else:
-            self._outgoing[index] = self._keep(output.tensors)
+            seed_random(device, microbatch.seed, stage, index)
+        with self._stages.at(stage) as part_of_module:
+            output = part_of_module.forward(lambda: self._step(microbatch), tuple(tensor for _, tensor in received))
+        after = None if state is None else get_random_state(device)
+        if stage == self._last:
+            self.outputs[index], self.random_states[index] = output.value, after
+            return
+        self._outgoing[key] = self._keep(stage, output.tensors)
+        if after is not None:
+            self._states[key] = after
 
-    def _keep(self, tensors: tuple[Tensor, ...]) -> _Outgoing:
+    def _keep(self, stage: int, tensors: tuple[Tensor, ...]) -> _Outgoing:
         connected = tuple(
             self._keeps_graph and live.requires_grad and tensor.requires_grad
-            for live, tensor in zip(self._live, tensors, strict=True)
+            for live, tensor in zip(self._place.live[stage], tensors, strict=True)
         )
         kept = [tensor for tensor, is_connected in zip(tensors, connected, strict=True) if is_connected]
         return _Outgoing(
@@ -265,52 +210,57 @@ class BatchRun:
             end=GraphEnd(kept) if kept else None,
         )
 
-    def _send_activation(self, microbatch: Microbatch) -> None:
-        index, count = microbatch.index, len(self._live)
-        outgoing, rows = self._outgoing[index], self._neighbours.rows(microbatch)
+    def _send_activation(self, stage: int, microbatch: Microbatch) -> None:
+        key, live_tensors = (stage, microbatch.index), self._place.live[stage]
+        outgoing, rows = self._outgoing[key], self._neighbours.rows(microbatch)
         works = []
-        for number, (live, tensor) in enumerate(zip(self._live, outgoing.tensors, strict=True)):
-            for target in self._neighbours.after(microbatch, live.batch_dim):
+        for number, (live, tensor) in enumerate(zip(live_tensors, outgoing.tensors, strict=True)):
+            for target in self._neighbours.after(stage, microbatch, live.batch_dim):
                 part = part_of(tensor, live.batch_dim, rows, target)
-                works.append(self._transport.isend(part, target.rank, _tag(microbatch, number, count)))
-        state, self.random_states[index] = self.random_states[index], None
+                works.append(self._transport.isend(part, target.rank, self._tag(stage, microbatch, number)))
+        state = self._states.pop(key, None)
         if state is not None:
-            (target,) = self._neighbours.after(microbatch, 0)
-            works.append(self._transport.isend(state, target.rank, _tag(microbatch, count, count)))
-        self._sends[ActionKind.SEND_ACTIVATION, index] = works
+            (target,) = self._neighbours.after(stage, microbatch, 0)
+            works.append(self._transport.isend(state, target.rank, self._tag(stage, microbatch, len(live_tensors))))
+        self._sends[ActionKind.SEND_ACTIVATION, key] = works
         # The graph keeps what its backward needs; the tensors themselves may go once they have been sent.
         outgoing.tensors = ()
         if not self._keeps_graph:
-            del self._outgoing[index]
+            del self._outgoing[key]
 
     # Backward --------------------------------------------------------------------------------------------------------
 
-    def _receive_gradient(self, microbatch: Microbatch) -> None:
-        outgoing, rows = self._outgoing[microbatch.index], self._neighbours.rows(microbatch)
-        for number, (live, (shape, dtype, device)) in enumerate(zip(self._live, outgoing.layout, strict=True)):
+    def _receive_gradient(self, stage: int, microbatch: Microbatch) -> None:
+        outgoing, rows = self._outgoing[stage, microbatch.index], self._neighbours.rows(microbatch)
+        live_tensors = self._place.live[stage]
+        for number, (live, (shape, dtype, device)) in enumerate(zip(live_tensors, outgoing.layout, strict=True)):
             parts = []
-            for source in self._neighbours.after(microbatch, live.batch_dim) if live.requires_grad else ():
+            for source in self._neighbours.after(stage, microbatch, live.batch_dim) if live.requires_grad else ():
                 part = torch.empty(part_shape(shape, live.batch_dim, rows, source), dtype=dtype, device=device)
-                tag = _tag(microbatch, number, len(self._live))
-                outgoing.works.append(self._transport.irecv(part, source.rank, tag))
+                outgoing.works.append(self._transport.irecv(part, source.rank, self._tag(stage, microbatch, number)))
                 parts.append(part)
             outgoing.gradients.append(parts)
 
-    def _backward(self, microbatch: Microbatch) -> Iterator[Work]:
-        if self._mesh.is_last:
-            self._backward_loss(microbatch)
+    def _backward(self, stage: int, microbatch: Microbatch) -> Iterator[Work]:
+        key = (stage, microbatch.index)
+        if stage == self._last:
+            with self._stages.at(stage):
+                self._backward_loss(microbatch)
             return
-        outgoing = self._outgoing.pop(microbatch.index)
+        outgoing = self._outgoing.pop(key)
         yield from outgoing.works
         # Who answers with a gradient has the activation.
-        yield from self._release(ActionKind.SEND_ACTIVATION, microbatch.index)
+        yield from self._release(ActionKind.SEND_ACTIVATION, key)
         gradients = [
             join(parts, live.batch_dim) if parts else None
-            for live, parts, is_connected in zip(self._live, outgoing.gradients, outgoing.is_connected, strict=True)
+            for live, parts, is_connected in zip(
+                self._place.live[stage], outgoing.gradients, outgoing.is_connected, strict=True
+            )
             if is_connected
         ]
         if outgoing.end is not None:
-            outgoing.end.backward(gradients)
+            with self._stages.at(stage):
+                outgoing.end.backward(gradients)
 
     def _backward_loss(self, microbatch: Microbatch) -> None:
         loss = _loss_of(self.outputs[microbatch.index])
@@ -320,9 +270,9 @@ class BatchRun:
         # The graph that a loss hangs on holds what this stage received and its gradients, of every microbatch so far.
         self.outputs[microbatch.index] = tree_map_only(Tensor, Tensor.detach, self.outputs[microbatch.index])
 
-    def _send_gradient(self, microbatch: Microbatch) -> None:
-        rows, sources = self._neighbours.rows(microbatch), self._neighbours.before(microbatch)
-        received = self._received.pop(microbatch.index)
+    def _send_gradient(self, stage: int, microbatch: Microbatch) -> None:
+        rows, sources = self._neighbours.rows(microbatch), self._neighbours.before(stage, microbatch)
+        received = self._received.pop((stage, microbatch.index))
         works = []
         for number, (spec, tensor) in enumerate(received):
             if not spec.requires_grad:
@@ -330,23 +280,25 @@ class BatchRun:
             gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for source in sources if spec.batch_dim is not None else sources[:1]:
                 part = part_of(gradient, spec.batch_dim, rows, source)
-                works.append(self._transport.isend(part, source.rank, _tag(microbatch, number, len(received))))
-        self._sends[ActionKind.SEND_GRADIENT, microbatch.index] = works
+                works.append(self._transport.isend(part, source.rank, self._tag(stage - 1, microbatch, number)))
+        self._sends[ActionKind.SEND_GRADIENT, (stage, microbatch.index)] = works
 
-    def _release(self, kind: ActionKind, index: int) -> Iterator[Work]:
+    def _release(self, kind: ActionKind, key: _Key) -> Iterator[Work]:
         """Wait for sends that are known to have arrived, which frees their buffers.
 
         Under 1F1B with ``S`` stages the stage before runs the backward of microbatch ``g - S`` before the forward of
         ``g``, so a gradient has arrived when that activation is here. Other schedules keep gradients to the end.
         """
-        if kind is ActionKind.SEND_GRADIENT and self._mesh.plan.schedule != "1f1b":
+        if kind is ActionKind.SEND_GRADIENT and self._place.mesh.plan.schedule != "1f1b":
             return
-        yield from self._sends.pop((kind, index), [])
+        yield from self._sends.pop((kind, key), [])
 
+    def _tag(self, boundary: int, microbatch: Microbatch, tensor: int) -> int:
+        """Tag of a microbatch's ``tensor`` on its way over a boundary, or, behind the last one, of its random state.
 
-def _tag(microbatch: Microbatch, tensor: int, count: int) -> int:
-    """Tag of one of ``count`` tensors of a microbatch, or, for ``tensor == count``, of its random state."""
-    return microbatch.index * (count + 1) + tensor
+        Two ranks may exchange over several boundaries in the same direction, so the boundary is part of the tag.
+        """
+        return (microbatch.index * self._last + boundary) * self._place.tags_per_boundary + tensor
 
 
 def _copied(microbatch: Microbatch) -> Microbatch:

@@ -2,11 +2,11 @@
 
 Every rank contributes a fixed set of parameters, whatever got a gradient: a missing one counts as zeros. At the end of
 each buffer travels one number per parameter that says how many ranks had a gradient, so that a parameter that nobody
-touched ends without one, as in a single process. During the last backward a bucket leaves as soon as its gradients are
-complete, in a fixed order of buckets.
+touched ends without one, as in a single process. A bucket leaves as soon as its gradients are complete, in a fixed
+order of buckets; which action completes which gradients the executor says.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,16 +39,23 @@ class GradientReducer:
         self._ready: set[nn.Parameter] = set()
         self._hooks: list[Any] = []
 
-    def arm(self) -> None:
-        """From now on gradients are final when they are accumulated: call before the last backward of a batch."""
-        self.disarm()
+    def expect(self, names: Collection[str]) -> None:
+        """From now on a gradient of these parameters is final when it is accumulated.
+
+        Call before the action in which they are accumulated last.
+        """
         if len(self._group) > 1:
-            self._hooks = [
+            self._hooks += [
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-                for bucket in self.buckets
-                for parameter in bucket.parameters
-                if parameter.requires_grad
+                for name in names
+                if (parameter := self._parameters[name]).requires_grad and name in self._trained
             ]
+
+    def complete(self, names: Collection[str]) -> None:
+        """These parameters get no more gradients in this batch, whether they got any or not."""
+        if len(self._group) > 1 and names:
+            self._ready.update(self._parameters[name] for name in names)
+            self._launch_ready()
 
     def disarm(self) -> None:
         """Forget a reduction that has begun, if any."""
@@ -128,6 +135,9 @@ class GradientReducer:
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         self._ready.add(parameter)
+        self._launch_ready()
+
+    def _launch_ready(self) -> None:
         # Buckets leave in one order on every rank, whatever the order in which they fill.
         while len(self._launched) < len(self.buckets):
             bucket = self.buckets[len(self._launched)]

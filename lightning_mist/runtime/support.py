@@ -10,6 +10,8 @@ def check_supported(plan: Plan) -> None:
     Raises:
         PlanError: Naming the stage, the setting and the nearest setting that runs.
     """
+    if plan.schedule not in ("1f1b", "gpipe"):
+        raise PlanError(f"schedule = {plan.schedule!r}: the runtime runs '1f1b' and 'gpipe'; use schedule = '1f1b'")
     for index, stage in enumerate(plan.stages):
         _check_stage(index, stage)
 

@@ -20,7 +20,6 @@ from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gather import ParameterGatherer
-from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.mesh import process_groups
 from lightning_mist.runtime.optimizer import (
     OptimizerCut,
@@ -31,6 +30,7 @@ from lightning_mist.runtime.optimizer import (
     restrict_optimizer,
 )
 from lightning_mist.runtime.random import get_random_state, set_random_state
+from lightning_mist.runtime.stages import make_stages
 from lightning_mist.runtime.transport import DistributedTransport, Transport, complete
 from lightning_mist.schedule import Schedule, check, lower
 from lightning_mist.strategy.data import BatchExchange
@@ -140,29 +140,23 @@ class Engine:
     ) -> None:
         self.module, self.plan, self.rank, self.device = module, plan, rank, device
         self.module_map, self.transport = module_map, transport
-        self.stage_index = plan.stage_of(rank)
-        stage_plan = plan.stages[self.stage_index]
-        self.stage = GhostStage(
-            module,
-            module_map,
-            plan.bounds,
-            self.stage_index,
-            checkpointed_layers=stage_plan.checkpointing.layers,
-        )
-        self.executor = Executor(plan, rank, self.stage, module_map, transport, schedule[self.stage_index])
+        group = plan.stage_of(rank)
+        stages = make_stages(module, module_map, plan, rank)
+        self.executor = Executor(plan, rank, stages, module_map, transport, schedule[group])
+        self.stages = self.executor.stages
         self.exchange = BatchExchange(plan, rank, transport, device)
-        self.gatherer = ParameterGatherer(plan, rank, self.stage, module_map, transport)
+        self.gatherer = ParameterGatherer(plan, rank, self.stages.every, module_map, transport)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._stash: list[tuple[nn.Parameter, Tensor]] | None = None
         self._cut: OptimizerCut | None = None
         self._guards: list[Any] = []
-        self._names = {p: name for name, p in {**self.stage.foreign, **self.stage.parameters}.items()}
+        self._names = {p: name for name, p in self.stages.every.items()}
         self.is_filled = True
 
     @property
     def is_last_stage(self) -> bool:
         """Whether losses are computed on this rank."""
-        return self.stage_index == self.plan.num_stages - 1
+        return self.executor.mesh.is_last
 
     def train_batch(
         self, batch: Any, step: Callable[[Any], Any], *, loss_scale: float = 1.0, keeps_gradients: bool = True
@@ -185,8 +179,8 @@ class Engine:
         if not self.exchange.whole:
             # Seeds of the parts were drawn: the next batch must go on from there, or it would draw the same ones.
             own_state = get_random_state(self.device)
-        accumulated = [(p, p.grad if keeps_gradients else None) for p in self.stage.parameters.values()]
-        for parameter in self.stage.parameters.values():
+        accumulated = [(p, p.grad if keeps_gradients else None) for p in self.stages.parameters.values()]
+        for parameter in self.stages.parameters.values():
             parameter.grad = None
         records: dict[int, tuple[LogRecord, ...]] = {}
 
@@ -199,7 +193,7 @@ class Engine:
                 return output
 
             complete(self.executor.run(self.exchange.microbatches, recorded, loss_scale=loss_scale))
-        self._stash = [(p, p.grad) for p in self.stage.parameters.values() if p.grad is not None]
+        self._stash = [(p, p.grad) for p in self.stages.parameters.values() if p.grad is not None]
         for parameter, gradient in accumulated:
             parameter.grad = gradient
         pieces = self._bring_home(records)
@@ -230,7 +224,7 @@ class Engine:
 
     def take_optimizer(self, optimizer: Any) -> None:
         """Let the user's optimizer update only what this rank owns."""
-        owned = [self.stage.parameters[item.name] for item in self.executor.mesh.owned]
+        owned = [self.stages.parameters[item.name] for item in self.executor.mesh.owned]
         self._cut = restrict_optimizer(optimizer, owned)
 
     def release_optimizer(self) -> None:
@@ -243,7 +237,7 @@ class Engine:
 
         Until they are back, ``state_dict`` of what holds them is refused: it would save nothing in their place.
         """
-        self.stage.hollow()
+        self.stages.hollow()
         self.is_filled = False
         self._guard()
 
@@ -251,7 +245,7 @@ class Engine:
         """Give every parameter of the module its full value on every rank."""
         if self.is_filled:
             return
-        foreign = self.stage.foreign
+        foreign = self.stages.foreign
 
         def deliver(name: str, value: Tensor) -> None:
             if name in foreign:
@@ -272,8 +266,9 @@ class Engine:
                 self._guard()
 
     def _guard(self) -> None:
-        foreign = {id(parameter) for parameter in self.stage.foreign.values()}
-        stage = f"stage {self.stage_index} of {self.plan.num_stages}"
+        foreign = {id(parameter) for parameter in self.stages.foreign.values()}
+        mine = " and ".join(str(stage.index) for stage in self.stages)
+        stage = f"stage {mine} of {self.plan.num_stages}"
 
         def refuse(part: nn.Module, prefix: str, keep_vars: bool) -> None:
             raise PlanError(

@@ -66,10 +66,10 @@ def _train(
     module: nn.Module, module_map: ModuleMap, plan: Plan, batches: Sequence[Any], transport: Transport
 ) -> Generator[Work, None, int]:
     rank = Rank.make(module, module_map, plan, transport.rank, transport)
-    stage = rank.executor.stage
+    stages = rank.executor.stages
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
-    restrict_optimizer(optimizer, [stage.parameters[item.name] for item in rank.executor.mesh.owned])
-    stage.hollow()
+    restrict_optimizer(optimizer, [stages.parameters[item.name] for item in rank.executor.mesh.owned])
+    stages.hollow()
     parts = microbatches(plan, transport.rank, batches)
     meter = StorageMeter()
     for _ in range(STEPS):
@@ -101,7 +101,7 @@ def _held(
     rank: Rank, optimizer: torch.optim.Optimizer, plan: Plan, batches: Sequence[Any], index: int
 ) -> Iterator[torch.Tensor]:
     """What a rank has between steps, its own batch and those it computes on."""
-    yield from rank.executor.stage.parameters.values()
+    yield from rank.executor.parameters.values()
     yield from rank.module.buffers()
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))

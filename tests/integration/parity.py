@@ -22,9 +22,9 @@ from lightning_mist.plan import Checkpointing, ModuleMap, Plan, StageMesh, Stage
 from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gather import ParameterGatherer
-from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.optimizer import clip_by_norm, gather_optimizer_state, global_grad_norm, restrict_optimizer
+from lightning_mist.runtime.stages import make_stages
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.schedule import Action
 from lightning_mist.schedule.lower import lower
@@ -178,10 +178,9 @@ class Rank:
 
     @classmethod
     def make(cls, module: nn.Module, module_map: ModuleMap, plan: Plan, rank: int, transport: Transport) -> "Rank":
-        index = plan.stage_of(rank)
-        checkpointed = plan.stages[index].checkpointing.layers
-        stage = GhostStage(module, module_map, plan.bounds, index, checkpointed_layers=checkpointed)
-        return cls(module, Executor(plan, rank, stage, module_map, transport, actions_of(plan, module_map, rank)), plan)
+        stages = make_stages(module, module_map, plan, rank)
+        actions = actions_of(plan, module_map, rank)
+        return cls(module, Executor(plan, rank, stages, module_map, transport, actions), plan)
 
     def run(self, parts: Sequence[Microbatch], *, loss_scale: float = 1.0) -> Iterator[Work]:
         return self.executor.run(parts, self.step, loss_scale=loss_scale)
@@ -199,7 +198,7 @@ class Rank:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Gradients that this rank's optimizer would use."""
-        return {item.name: self.executor.stage.parameters[item.name].grad for item in self.executor.mesh.owned}
+        return {item.name: self.executor.parameters[item.name].grad for item in self.executor.mesh.owned}
 
     def states(self, parts: Sequence[Microbatch]) -> dict[int, Tensor]:
         return {
@@ -326,13 +325,13 @@ def train(
     Drive it inside :func:`precision_of`.
     """
     rank = Rank.make(module, module_map, plan, transport.rank, transport)
-    stage, mesh = rank.executor.stage, rank.executor.mesh
+    stages, mesh = rank.executor.stages, rank.executor.mesh
     optimizer = make_optimizer(module)
-    every = {**stage.foreign, **stage.parameters}
+    every = stages.every
     name_of = {parameter: name for name, parameter in every.items()}
     order = [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    cut = restrict_optimizer(optimizer, [stage.parameters[item.name] for item in mesh.owned])
-    stage.hollow()
+    cut = restrict_optimizer(optimizer, [stages.parameters[item.name] for item in mesh.owned])
+    stages.hollow()
     losses = []
     for batches in steps:
         parts = microbatches(plan, transport.rank, batches)
@@ -340,11 +339,11 @@ def train(
         yield from rank.run(parts)
         losses.append(rank.losses(parts))
         norm = yield from global_grad_norm(mesh, every, transport, names=order)
-        clip_by_norm(stage.parameters.values(), MAX_NORM, norm)
+        clip_by_norm(stages.parameters.values(), MAX_NORM, norm)
         optimizer.step()
         yield from rank.executor.gather_parameters()
     values: dict[str, Tensor] = {}
-    gatherer = ParameterGatherer(plan, transport.rank, stage, module_map, transport)
+    gatherer = ParameterGatherer(plan, transport.rank, every, module_map, transport)
     yield from gatherer.run(lambda name, value: values.update({name: value.clone()}))
     state = yield from gather_optimizer_state(cut, transport)
     return Trained(losses, values, state)

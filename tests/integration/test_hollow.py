@@ -41,7 +41,7 @@ def _hollow_rank():
     found = map_module(module, module.training_step, torch.randn(2, 4))
     engine = start_engine(module, plan, found, device=torch.device("cpu"), timeout=None)
     engine.hollow()
-    foreign = module.blocks[3][0] if engine.stage_index == 0 else module.first
+    foreign = module.blocks[3][0] if engine.executor.mesh.stage == 0 else module.first
     with pytest.raises(PlanError, match=r"state_dict\(\) of a Linear while rank . trains stage . of 2"):
         module.state_dict()
     with pytest.raises(PlanError, match="on_fit_end"):

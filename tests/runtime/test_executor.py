@@ -130,8 +130,8 @@ def test_an_error_in_the_step_reaches_the_caller_and_leaves_the_module_usable():
         world.run(fail)
     for rank in world.ranks:
         named = dict(rank.module.named_parameters())
-        assert all(named[name] is parameter for name, parameter in rank.executor.stage.parameters.items())
-        assert all(named[name] is parameter for name, parameter in rank.executor.stage.foreign.items())
+        assert all(named[name] is parameter for name, parameter in rank.executor.stages.parameters.items())
+        assert all(named[name] is parameter for name, parameter in rank.executor.stages.foreign.items())
 
 
 def test_a_plan_that_cannot_run_is_refused():
@@ -140,4 +140,4 @@ def test_a_plan_that_cannot_run_is_refused():
     module_map = map_of(module, make_batch(4))
     stage = GhostStage(module, module_map, plan.bounds, 0)
     with pytest.raises(PlanError, match=r"stages\[0\]\.zero_stage = 3"):
-        Executor(plan, 0, stage, module_map, InMemoryWorld(2).transports[0], actions_of(plan, module_map, 0))
+        Executor(plan, 0, [stage], module_map, InMemoryWorld(2).transports[0], actions_of(plan, module_map, 0))

@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -13,17 +11,14 @@ from tests.runtime.test_mesh import make_map, make_plan
 SHAPES = {"w0": (10, 1), "w1": (10, 2), "w2": (10, 3), "tied": (7,), "frozen": (99,), "unused": (3,)}
 
 
-def _stage(plan, rank, module_map):
+def _parameters(plan, rank, module_map):
     held = {item.name for item in make_mesh(plan, rank, module_map).held}
     values = {
         name: torch.full(shape, float(i)).to(torch.float64 if name == "w1" else torch.float32)
         for i, (name, shape) in enumerate(SHAPES.items())
     }
     hollow = {name: torch.zeros((), dtype=value.dtype).expand(value.shape) for name, value in values.items()}
-    return SimpleNamespace(
-        parameters={n: nn.Parameter(v) for n, v in values.items() if n in held},
-        foreign={n: nn.Parameter(v) for n, v in hollow.items() if n not in held},
-    )
+    return {n: nn.Parameter(v if n in held else hollow[n]) for n, v in values.items()}
 
 
 @pytest.mark.parametrize("degrees", [[1, 1, 1], [2, 1, 2], [3]])
@@ -39,7 +34,7 @@ def test_every_value_arrives_once_and_in_order(degrees, destination, capacity, m
     got = [[] for _ in range(plan.world_size)]
     drive(
         [
-            ParameterGatherer(plan, rank, _stage(plan, rank, module_map), module_map, transport).run(
+            ParameterGatherer(plan, rank, _parameters(plan, rank, module_map), module_map, transport).run(
                 lambda name, value, rank=rank: got[rank].append((name, value.clone())), destination=destination
             )
             for rank, transport in enumerate(world.transports)

@@ -5,32 +5,8 @@ import weakref
 import pytest
 import torch
 
-from lightning_mist.runtime.mesh import make_mesh
-from lightning_mist.runtime.pipeline import Microbatch, Neighbours
 from tests.integration.parity import assert_equal, collect, make_plan, microbatches, reference
 from tests.runtime.test_executor import World
-from tests.runtime.test_mesh import make_map
-
-
-def _microbatch(index, rows):
-    return Microbatch(value=None, weight=1.0, owner=0, index=index, batch_rows=rows)
-
-
-def test_a_tensor_without_batch_dimension_comes_from_one_sender_each():
-    plan = make_plan([1, 1], degrees=[3, 2], rows=12)
-    senders = [Neighbours(make_mesh(plan, rank, make_map(2))) for rank in range(3)]
-    part = _microbatch(0, 12)
-    assert [[o.rank for o in sender.after(part, 0)] for sender in senders] == [[3], [3, 4], [4]]
-    assert [[o.rank for o in sender.after(part, None)] for sender in senders] == [[3], [4], []]
-    receivers = [Neighbours(make_mesh(plan, rank, make_map(2))) for rank in (3, 4)]
-    assert [[o.rank for o in receiver.before(part)] for receiver in receivers] == [[0, 1], [1, 2]]
-
-
-def test_rows_follow_the_size_of_the_batch():
-    plan = make_plan([1, 1], degrees=[3, 2], rows=12)
-    neighbours = Neighbours(make_mesh(plan, 0, make_map(2)))
-    assert [neighbours.rows(_microbatch(0, rows)) for rows in (12, 6, 2, 0)] == [4, 2, 0, 0]
-    assert neighbours.rows(_microbatch(0, None)) == 1
 
 
 def test_a_step_may_change_its_batch():
@@ -56,18 +32,20 @@ def test_a_step_may_change_its_batch():
 def test_what_was_sent_is_not_kept(schedule):
     world = World(make_plan([2, 2], parts=2, schedule=schedule))
     executor = world.ranks[0].executor
-    forward, arm, sent, alive = executor.stage.forward, executor.reducer.arm, [], []
+    stage = executor.stages[0]
+    forward, expect, sent, alive = stage.forward, executor.reducer.expect, [], []
 
     def recording(call, received):
         output = forward(call, received)
         sent.extend(weakref.ref(tensor) for tensor in output.tensors)
         return output
 
-    def before_the_last_backward():
-        alive.extend(ref for ref in sent if ref() is not None)
-        arm()
+    def before_the_last_backward(names):
+        if names:
+            alive.extend(ref for ref in sent if ref() is not None)
+        expect(names)
 
-    executor.stage.forward, executor.reducer.arm = recording, before_the_last_backward
+    stage.forward, executor.reducer.expect = recording, before_the_last_backward
     gc.disable()
     try:
         world.run()

@@ -77,8 +77,8 @@ def test_a_gradient_that_some_ranks_lack_counts_as_zero_there(zero):
 @pytest.mark.parametrize("zero", [0, 1])
 def test_buckets_leave_during_the_last_backward(zero):
     world = World(make_plan([2], zero=zero), make_map(1))
-    for reducer in world.reducers:
-        reducer.arm()
+    for reducer, parameters in zip(world.reducers, world.parameters, strict=True):
+        reducer.expect(parameters)
     losses = [
         sum((p * (rank + 1)).sum() for p in parameters.values() if p.requires_grad)
         for rank, parameters in enumerate(world.parameters)
@@ -91,10 +91,24 @@ def test_buckets_leave_during_the_last_backward(zero):
     world.check({name: torch.full(SHAPES[name], 1.5) for name in ("w0", "tied", "unused")})
 
 
+def test_only_expected_gradients_leave_and_completed_ones_without_a_gradient_hold_up_none():
+    world = World(make_plan([2]), make_map(1))
+    for reducer, parameters in zip(world.reducers, world.parameters, strict=True):
+        reducer.expect(["w0"])
+        sum(parameters[name].sum() for name in ("w0", "tied")).backward()
+        assert parameters["w0"].grad is not None
+        reducer.complete(["w0", "tied"])
+        assert parameters["w0"].grad is not None
+        reducer.complete(["unused"])
+        assert all(parameter.grad is None for parameter in parameters.values())
+    world.run("reduce")
+    world.check({name: torch.full(SHAPES[name], 1.0) for name in ("w0", "tied")})
+
+
 def test_nothing_stays_behind_after_a_batch_that_broke_off():
     world = World(make_plan([2]), make_map(1))
     reducer = world.reducers[0]
-    reducer.arm()
+    reducer.expect(world.parameters[0])
     sum(p.sum() for p in world.parameters[0].values() if p.requires_grad).backward()
     reducer.disarm()
     sum(p.sum() for p in world.parameters[0].values() if p.requires_grad).backward()

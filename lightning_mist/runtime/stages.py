@@ -1,0 +1,87 @@
+"""The stages that one rank runs, over one copy of the module: one, or its chunks under an interleaved schedule."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.runtime.ghosts import GhostStage, hollow
+
+
+class RankStages:
+    """All stages of one rank.
+
+    Several stages of a rank share one module, so only one of them can be attached at a time. A single stage stays
+    attached for a whole batch; of several, each is attached for as long as it computes.
+
+    Args:
+        stages: The stages, ascending, over the same module.
+
+    Attributes:
+        parameters: Every parameter that any of them computes with, or keeps for others, by canonical name; one that
+            several use is one entry.
+        foreign: All others of the module.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    foreign: dict[str, nn.Parameter]
+
+    def __init__(self, stages: Sequence[GhostStage]) -> None:
+        self._stages = {stage.index: stage for stage in stages}
+        every = {**stages[0].parameters, **stages[0].foreign}
+        held = {name for stage in stages for name in stage.parameters}
+        self.parameters = {name: parameter for name, parameter in every.items() if name in held}
+        self.foreign = {name: parameter for name, parameter in every.items() if name not in held}
+
+    def __iter__(self) -> Iterator[GhostStage]:
+        """The stages, ascending."""
+        return iter(self._stages.values())
+
+    def __getitem__(self, index: int) -> GhostStage:
+        """One stage by its index in the plan."""
+        return self._stages[index]
+
+    @property
+    def every(self) -> Mapping[str, nn.Parameter]:
+        """All parameters of the module by canonical name."""
+        return {**self.foreign, **self.parameters}
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Around a batch."""
+        if len(self._stages) > 1:
+            yield
+            return
+        (stage,) = self._stages.values()
+        with stage.attached():
+            yield
+
+    @contextmanager
+    def at(self, index: int) -> Iterator[GhostStage]:
+        """Around one computation of a stage, inside :meth:`attached`: the module is this stage."""
+        stage = self._stages[index]
+        if len(self._stages) == 1:
+            yield stage
+            return
+        with stage.attached():
+            yield stage
+
+    def hollow(self) -> None:
+        """Free the storage of the parameters that other ranks' stages hold; see :func:`~.ghosts.hollow`."""
+        hollow(self.foreign.values())
+
+
+def make_stages(module: nn.Module, module_map: ModuleMap, plan: Plan, rank: int) -> tuple[GhostStage, ...]:
+    """The stages that ``rank`` runs under ``plan``, ascending.
+
+    Args:
+        module: The user's module with all its parameters.
+        module_map: Its map.
+        plan: The plan.
+        rank: The global rank.
+    """
+    return tuple(
+        GhostStage(module, module_map, plan.bounds, index, checkpointed_layers=plan.stages[index].checkpointing.layers)
+        for index in plan.chunks(plan.stage_of(rank))
+    )

@@ -1,0 +1,25 @@
+from lightning_mist.runtime.mesh import make_mesh
+from lightning_mist.runtime.neighbours import Microbatch, Neighbours
+from tests.integration.parity import make_plan
+from tests.runtime.test_mesh import make_map
+
+
+def _microbatch(index, rows):
+    return Microbatch(value=None, weight=1.0, owner=0, index=index, batch_rows=rows)
+
+
+def test_a_tensor_without_batch_dimension_comes_from_one_sender_each():
+    plan = make_plan([1, 1], degrees=[3, 2], rows=12)
+    senders = [Neighbours(make_mesh(plan, rank, make_map(2))) for rank in range(3)]
+    part = _microbatch(0, 12)
+    assert [[o.rank for o in sender.after(0, part, 0)] for sender in senders] == [[3], [3, 4], [4]]
+    assert [[o.rank for o in sender.after(0, part, None)] for sender in senders] == [[3], [4], []]
+    receivers = [Neighbours(make_mesh(plan, rank, make_map(2))) for rank in (3, 4)]
+    assert [[o.rank for o in receiver.before(1, part)] for receiver in receivers] == [[0, 1], [1, 2]]
+
+
+def test_rows_follow_the_size_of_the_batch():
+    plan = make_plan([1, 1], degrees=[3, 2], rows=12)
+    neighbours = Neighbours(make_mesh(plan, 0, make_map(2)))
+    assert [neighbours.rows(_microbatch(0, rows)) for rows in (12, 6, 2, 0)] == [4, 2, 0, 0]
+    assert neighbours.rows(_microbatch(0, None)) == 1
