@@ -20,6 +20,8 @@ class ActionKind(Enum):
     REDUCE_TIED = "REDUCE_TIED"
     OPTIMIZER_STEP = "STEP"
     GATHER_PARAMETERS = "GATHER"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
 
 
 PER_MICROBATCH = frozenset(
@@ -34,7 +36,29 @@ PER_MICROBATCH = frozenset(
 )
 """Kinds that carry a microbatch index; the others happen once per batch or once per optimizer step."""
 
-_TEXT = re.compile(r"^(\d+)([A-Z_]+?)(\d+)?$")
+HEAD = -1
+"""Unit of what runs before a module's first layer. Layers are units by their position."""
+
+TAIL = -2
+"""Unit of what runs after a module's last layer."""
+
+UNIT_NAMES = {HEAD: "head", TAIL: "tail"}
+
+_OF_UNITS = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD})
+
+_WHOLE_STAGE = frozenset(
+    {
+        ActionKind.RECV_ACTIVATION,
+        ActionKind.SEND_ACTIVATION,
+        ActionKind.RECV_GRADIENT,
+        ActionKind.SEND_GRADIENT,
+        ActionKind.REDUCE_TIED,
+        ActionKind.OPTIMIZER_STEP,
+        ActionKind.GATHER_PARAMETERS,
+    }
+)
+
+_TEXT = re.compile(r"^(\d+)([A-Z_]+?)(\d+)?(?::(\d+|head|tail))?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +68,31 @@ class Action:
     ``RECV`` and ``SEND`` post a transfer with the neighbouring stage; ``F`` and ``B`` wait for what they consume.
     ``REDUCE`` averages gradients over the stage's data-parallel ranks (to the owning rank under ZeRO-1),
     ``REDUCE_TIED`` sums gradients of parameters that several stages hold, ``STEP`` is the optimizer's update and
-    ``GATHER`` distributes what the data-parallel ranks updated (ZeRO-1).
+    ``GATHER`` distributes what the data-parallel ranks updated (ZeRO-1, ZeRO-2).
+
+    With a *unit* (a layer, the head or the tail; see :mod:`~lightning_mist.schedule.units`) an action is about that
+    unit of the stage alone: ``2F0:5`` computes layer 5, ``2REDUCE:5`` sums its gradients to their owners, and
+    ``2UNSHARD:5`` and ``2RESHARD:5`` fetch its parameters from their owners and free them again.
     """
 
     stage: int
     kind: ActionKind
     microbatch: int | None = None
+    unit: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that the microbatch index is there exactly where the kind needs one."""
+        """Check that the microbatch index and the unit are there where the kind needs them, and nowhere else."""
         if (self.kind in PER_MICROBATCH) != (self.microbatch is not None):
             needs = "needs" if self.kind in PER_MICROBATCH else "has no"
             raise ScheduleError(f"action {self.stage}{self.kind.value}{self.microbatch}: this kind {needs} microbatch")
+        if (self.kind in _OF_UNITS and self.unit is None) or (self.kind in _WHOLE_STAGE and self.unit is not None):
+            needs = "needs a" if self.kind in _OF_UNITS else "has no"
+            raise ScheduleError(f"action {self.stage}{self.kind.value} with unit {self.unit}: this kind {needs} unit")
 
     def __str__(self) -> str:
         """The action as text."""
-        return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
+        unit = "" if self.unit is None else f":{UNIT_NAMES.get(self.unit, self.unit)}"
+        return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}{unit}"
 
     @classmethod
     def parse(cls, text: str) -> "Action":
@@ -72,7 +105,14 @@ class Action:
         kinds = {kind.value: kind for kind in ActionKind}
         if match is None or match[2] not in kinds:
             raise ScheduleError(f"{text!r} is not an action: write stage, one of {', '.join(kinds)}, microbatch: 2F0")
-        return cls(int(match[1]), kinds[match[2]], None if match[3] is None else int(match[3]))
+        units = {name: unit for unit, name in UNIT_NAMES.items()}
+        unit = None if match[4] is None else units.get(match[4])
+        return cls(
+            int(match[1]),
+            kinds[match[2]],
+            None if match[3] is None else int(match[3]),
+            int(match[4]) if match[4] is not None and unit is None else unit,
+        )
 
 
 Schedule = tuple[tuple[Action, ...], ...]

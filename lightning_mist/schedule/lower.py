@@ -23,11 +23,14 @@ def lower(plan: Plan, *, tied: bool) -> Schedule:
 
     Returns:
         One tuple of actions per stage: transfers around computations, then ``REDUCE``, ``REDUCE_TIED`` (if ``tied``
-        and there is more than one stage), ``STEP`` and, on stages under ZeRO-1 or higher with more than one
-        data-parallel rank, ``GATHER``.
+        and there is more than one stage), ``STEP`` and, on stages under ZeRO-1 or ZeRO-2 with more than
+        one data-parallel rank, ``GATHER``.
     """
     computations = generate(plan.num_stages, plan.num_microbatches, plan.schedule)
-    gathers = [stage.zero_stage > ZeroStage.NONE and stage.data_parallel_degree > 1 for stage in plan.stages]
+    gathers = [
+        ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS and stage.data_parallel_degree > 1
+        for stage in plan.stages
+    ]
     return add_update(add_transfers(computations), tied=tied and plan.num_stages > 1, gathers=gathers)
 
 

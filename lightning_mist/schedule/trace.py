@@ -64,5 +64,6 @@ def _event(span: Span) -> dict[str, object]:
         "dur": (span.end - span.start) * _MICROSECONDS,
         "pid": span.rank,
         "tid": _LANE_OF_KIND.get(action.kind, 0),
-        "args": {"stage": action.stage, "microbatch": action.microbatch},
+        "args": {"stage": action.stage, "microbatch": action.microbatch}
+        | ({} if action.unit is None else {"unit": action.unit}),
     }

@@ -55,6 +55,8 @@ def test_update_of_zero_1_and_tied_parameters():
 
 
 def test_nothing_to_gather_with_one_data_parallel_rank_and_nothing_tied_in_one_stage():
+    plan = make_plan(1, 1, degree=2, zero=ZeroStage.PARAMETERS)
+    assert show(lower(plan, tied=False)) == "0F0 0B0 0REDUCE 0STEP"
     plan = make_plan(1, 1, zero=ZeroStage.OPTIMIZER)
     assert show(lower(plan, tied=True)) == "0F0 0B0 0REDUCE 0STEP"
 

@@ -1,0 +1,258 @@
+"""Shard units: the parts of a stage whose parameters are fetched, and whose gradients are reduced, one after another.
+
+The units of a stage are its layers, the head and the tail. Under ZeRO-2 and ZeRO-3 every computation of a stage is
+expanded into that of its units, forward in their order, backward in reverse, with what happens between them::
+
+    0UNSHARD:0 0UNSHARD:1 0F0:0 0RESHARD:0 0UNSHARD:2 0F0:1 0F0:2 0B0:2 0REDUCE:2 ...
+
+``UNSHARD`` starts to fetch a unit's parameters (ZeRO-3), ``RESHARD`` frees them, ``REDUCE`` starts to sum the gradients
+of a microbatch to their owners (ZeRO-2, ZeRO-3). During the computation of a unit only its own parameters and those of
+the next one in the rank's whole list are there, so that they arrive while the unit before computes, and a unit stays
+where the next computation begins with it (the last layer's forward and backward).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NoReturn
+
+from lightning_mist.errors import ScheduleError
+from lightning_mist.plan import ModuleMap, ParameterUse, Plan, ZeroStage
+from lightning_mist.schedule.action import HEAD, TAIL, Action, ActionKind
+
+_USES = (ActionKind.FORWARD, ActionKind.BACKWARD)
+"""Kinds that compute with parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardUnit:
+    """One unit of a stage.
+
+    Attributes:
+        unit: Position of its layer, or :data:`HEAD`, or :data:`TAIL`.
+        names: Canonical names of the parameters that it computes with.
+        reduced: Those of them whose gradient is complete when its backward has run: no earlier unit of the stage uses
+            them.
+    """
+
+    unit: int
+    names: tuple[str, ...]
+    reduced: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageUnits:
+    """What the expansion of a stage's computations needs to know.
+
+    Attributes:
+        order: Its units in the order of forward.
+        reduced: Those of them that have gradients to reduce.
+        zero_stage: What its data-parallel ranks shard.
+    """
+
+    order: tuple[int, ...]
+    reduced: frozenset[int]
+    zero_stage: ZeroStage
+
+
+def shard_units(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stage: int) -> tuple[ShardUnit, ...]:
+    """The units of a stage that have parameters, in the order of forward.
+
+    A parameter that no part of the traced step used belongs to the layer it lies in, or else to all units of its stage:
+    another step may use it anywhere. A module whose layers cannot be told apart (it cannot be pipelined either) is one
+    unit, its head.
+
+    Args:
+        module_map: Where parameters are used.
+        bounds: The layer range of every stage.
+        stage: The stage.
+    """
+    order = _order(module_map, bounds, stage)
+    owners = module_map.owners(bounds)
+    used: dict[int, list[str]] = {unit: [] for unit in order}
+    reduced: dict[int, list[str]] = {unit: [] for unit in order}
+    for use in module_map.parameters:
+        if stage not in owners[use.name]:
+            continue
+        units = [unit for unit in order if unit in _units_of(module_map, use)] or list(order)
+        for unit in units:
+            used[unit].append(use.name)
+        if use.requires_grad:
+            reduced[units[0]].append(use.name)
+    return tuple(
+        ShardUnit(unit=unit, names=tuple(used[unit]), reduced=tuple(reduced[unit])) for unit in order if used[unit]
+    )
+
+
+def stage_units(units: Sequence[ShardUnit], zero_stage: ZeroStage) -> StageUnits:
+    """The units of a stage as the expansion needs them."""
+    return StageUnits(
+        order=tuple(unit.unit for unit in units),
+        reduced=frozenset(unit.unit for unit in units if unit.reduced),
+        zero_stage=zero_stage,
+    )
+
+
+def plan_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[int, StageUnits]:
+    """The units of every stage of a group of devices that shards gradients or parameters.
+
+    Args:
+        plan: The plan.
+        module_map: Where parameters are used.
+        group: The group of devices.
+    """
+    return {
+        stage: stage_units(shard_units(module_map, plan.bounds, stage), plan.stages[stage].zero_stage)
+        for stage in plan.chunks(group)
+        if plan.stages[stage].zero_stage >= ZeroStage.GRADIENTS and plan.stages[stage].data_parallel_degree > 1
+    }
+
+
+def expand(actions: Sequence[Action], units: Mapping[int, StageUnits]) -> tuple[tuple[Action, ...], ...]:
+    """What each action of a rank's list consists of.
+
+    Args:
+        actions: The rank's lowered list.
+        units: Units of those of its stages that are expanded, by stage.
+
+    Returns:
+        For each action its lines: the action itself where nothing is expanded; else the computation of every unit and
+        what comes between, behind the last one also what makes room for the next action. One batch begins and ends
+        with everything sharded.
+    """
+    lines: list[list[Action]] = [
+        _computations(action, units[action.stage]) if action.stage in units else [action] for action in actions
+    ]
+    return tuple(tuple(part) for part in _with_parameters(lines, units))
+
+
+def check_units(lines: Sequence[Sequence[Action]], units: Mapping[int, StageUnits]) -> None:
+    """Check that every unit is there when it computes, and only then or just before, and that gradients are reduced.
+
+    Raises:
+        ScheduleError: At the first broken rule, with the lines up to the offending one.
+    """
+    flat = list(chain.from_iterable(lines))
+    there: set[tuple[int, int]] = set()
+    owed: list[tuple[int, int]] = []
+
+    def fail(position: int, message: str) -> NoReturn:
+        text = " ".join(str(action) for action in flat[max(0, position - 8) : position + 1])
+        raise ScheduleError(f"{message}: ... {text}")
+
+    for position, action in enumerate(flat):
+        if action.unit is None:
+            continue
+        key, shards = (action.stage, action.unit), units[action.stage].zero_stage >= ZeroStage.PARAMETERS
+        if action.kind is ActionKind.UNSHARD:
+            if key in there:
+                fail(position, f"{action}: this unit is unsharded already")
+            there.add(key)
+            if len(there) > 2:
+                fail(position, f"{action} makes {len(there)} unsharded units: at most the current and the next may be")
+        elif action.kind is ActionKind.RESHARD:
+            if key not in there:
+                fail(position, f"{action}: this unit is not unsharded")
+            there.remove(key)
+        elif action.kind is ActionKind.REDUCE_GRADIENTS:
+            if key not in owed:
+                fail(position, f"{action}: no backward of this unit has run since its gradients were reduced")
+            owed.remove(key)
+        elif shards and action.kind in _USES and key not in there:
+            fail(position, f"{action} computes with parameters that are sharded: UNSHARD must come before")
+        if action.kind is ActionKind.BACKWARD and action.unit in units[action.stage].reduced:
+            owed.append(key)
+    if there or owed:
+        stage, unit = next(iter(there or owed))
+        missing = Action(stage, ActionKind.RESHARD if there else ActionKind.REDUCE_GRADIENTS, None, unit)
+        fail(len(flat) - 1, f"{missing} is missing at the end of the list")
+
+
+def _order(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stage: int) -> tuple[int, ...]:
+    if not module_map.blocks or module_map.excludes("pipeline"):
+        return (HEAD,)
+    first, end = bounds[stage] if len(bounds) > 1 else (0, len(module_map.blocks))
+    return (*[HEAD] * (stage == 0), *range(first, end), *[TAIL] * (stage == len(bounds) - 1))
+
+
+def _units_of(module_map: ModuleMap, use: ParameterUse) -> set[int]:
+    """The units that compute with a parameter; empty if any may."""
+    blocks = module_map.blocks
+    found: set[int] = set()
+    for module_name, _, regions in use.slots:
+        for region in regions:
+            # The map counts what follows a layer to its region. What follows the last one is a unit of its own.
+            inside = region >= 0 and _lies_in(module_name, blocks[region])
+            found.add(TAIL if region == len(blocks) - 1 and not inside else region)
+    if not found and any(_lies_in(name, block) for name, *_ in use.slots for block in blocks):
+        found.add(module_map.home(use))
+    return found
+
+
+def _lies_in(module_name: str, block: str) -> bool:
+    return f"{module_name}.".startswith(f"{block}.")
+
+
+def _computations(action: Action, units: StageUnits) -> list[Action]:
+    if action.kind is ActionKind.FORWARD:
+        return [Action(action.stage, action.kind, action.microbatch, unit) for unit in units.order]
+    if action.kind is not ActionKind.BACKWARD:
+        return [action]
+    lines = []
+    for unit in reversed(units.order):
+        lines.append(Action(action.stage, action.kind, action.microbatch, unit))
+        if unit in units.reduced:
+            lines.append(Action(action.stage, ActionKind.REDUCE_GRADIENTS, None, unit))
+    return lines
+
+
+_Key = tuple[int, int]
+"""Stage and unit."""
+
+
+def _with_parameters(lines: list[list[Action]], units: Mapping[int, StageUnits]) -> list[list[Action]]:
+    """Put ``UNSHARD`` and ``RESHARD`` between the computations of units under ZeRO-3."""
+    flat = [action for part in lines for action in part]
+    uses = [position for position, action in enumerate(flat) if _needs_parameters(action, units)]
+    if not uses:
+        return lines
+    windows = _windows([(flat[position].stage, flat[position].unit or 0) for position in uses])
+    behind: dict[int, list[Action]] = {}
+    for position, window, following in zip(uses, windows, (*windows[1:], ()), strict=True):
+        # Gradients leave before the next unit's parameters come.
+        is_reduced = flat[position + 1 : position + 2] == [
+            Action(flat[position].stage, ActionKind.REDUCE_GRADIENTS, None, flat[position].unit)
+        ]
+        behind[position + is_reduced] = _change(window, following)
+    result: list[list[Action]] = []
+    position = 0
+    for part in lines:
+        expanded: list[Action] = []
+        for action in part:
+            expanded += _change((), windows[0]) if position == uses[0] else []
+            expanded += [action, *behind.get(position, [])]
+            position += 1
+        result.append(expanded)
+    return result
+
+
+def _needs_parameters(action: Action, units: Mapping[int, StageUnits]) -> bool:
+    return action.unit is not None and action.kind in _USES and units[action.stage].zero_stage >= ZeroStage.PARAMETERS
+
+
+def _windows(keys: Sequence[_Key]) -> list[tuple[_Key, ...]]:
+    """For each computation, what must be unsharded while it runs: its own unit and the next other one."""
+    windows: list[tuple[_Key, ...]] = []
+    following: _Key | None = None
+    for index in range(len(keys) - 1, -1, -1):
+        if index + 1 < len(keys) and keys[index + 1] != keys[index]:
+            following = keys[index + 1]
+        windows.append((keys[index],) if following is None else (keys[index], following))
+    return windows[::-1]
+
+
+def _change(before: Sequence[_Key], after: Sequence[_Key]) -> list[Action]:
+    return [
+        *(Action(stage, ActionKind.RESHARD, None, unit) for stage, unit in before if (stage, unit) not in after),
+        *(Action(stage, ActionKind.UNSHARD, None, unit) for stage, unit in after if (stage, unit) not in before),
+    ]
