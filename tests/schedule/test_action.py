@@ -3,14 +3,11 @@ import pytest
 from lightning_mist.errors import ScheduleError
 from lightning_mist.schedule import Action, ActionKind
 
+WHOLE = ["2F0", "0B13", "1RECV_F3", "1SEND_F3", "0RECV_B2", "11SEND_B2", "4REDUCE", "0REDUCE_TIED", "0STEP", "3GATHER"]
+OF_UNITS = ["0F3:12", "0B3:head", "2REDUCE:tail", "1UNSHARD:0", "1RESHARD:tail"]
 
-@pytest.mark.parametrize(
-    "text",
-    (
-        "2F0 0B13 1RECV_F3 1SEND_F3 0RECV_B2 11SEND_B2 4REDUCE 0REDUCE_TIED 0STEP 3GATHER "
-        "0F3:12 0B3:head 2REDUCE:tail 1UNSHARD:0 1RESHARD:tail"
-    ).split(),
-)
+
+@pytest.mark.parametrize("text", [*WHOLE, *OF_UNITS])
 def test_text_round_trips(text):
     assert str(Action.parse(text)) == text
 
