@@ -1,9 +1,20 @@
 """Small synthetic networks and machines for the cost model and the tuner."""
 
+import dataclasses
+
 import sympy
 
 from lightning_mist.hardware import Cluster, CollectiveCost, ComputeRate, Device, HardwareProfile
-from lightning_mist.model.spec import LayerSeconds, LayerSpec, ModelSpec, OptimizerSpec, ParameterSpec, TensorSpec
+from lightning_mist.model.spec import (
+    CollectiveSpec,
+    LayerSeconds,
+    LayerSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ParameterSpec,
+    SplitSpec,
+    TensorSpec,
+)
 from lightning_mist.model.symbols import MICROBATCH as b
 from lightning_mist.plan import Exclusion, ModuleMap, ParameterUse
 
@@ -132,6 +143,42 @@ def spec(
         optimizer=optimizer,
         precision=precision,
         seconds=seconds if measured else (),
+    )
+
+
+def with_splits(network, *kinds):
+    """The network with costs of tensor parallelism, ``kinds`` being ``(degree, sequence parallel)``.
+
+    A rank has an equal part of every matrix and of all costs, whole biases, and whole boundaries but under sequence
+    parallelism; it exchanges what its layer hands on, twice in either direction.
+    """
+    return dataclasses.replace(network, splits=tuple(_split(network, *kind) for kind in kinds))
+
+
+def _split(network, degree, sequence):
+    exchanged = sympy.Integer(2000) * b
+    names = ("all_gather", "reduce_scatter") if sequence else ("all_reduce",)
+    collectives = tuple(CollectiveSpec(operation=name, calls=2, bytes=exchanged) for name in names)
+    scaled = [field.name for field in dataclasses.fields(LayerSpec) if field.name.endswith(("_bytes", "_flops"))]
+
+    def part(item, exchanges):
+        changes = {name: getattr(item, name) / degree for name in scaled}
+        return dataclasses.replace(item, **changes, forward_collectives=exchanges, backward_collectives=exchanges)
+
+    def tensors(cut):
+        shrunk = [dataclasses.replace(item, shape=(*item.shape[:-1], item.shape[-1] / degree)) for item in cut]
+        return tuple(shrunk) if sequence else cut
+
+    return SplitSpec(
+        degree=degree,
+        sequence_parallel=sequence,
+        head=part(network.head, ()),
+        layers=tuple(part(item, collectives) for item in network.layers),
+        tail=part(network.tail, collectives),
+        boundaries=tuple(map(tensors, network.boundaries)),
+        parameter_bytes=tuple(
+            item.bytes if item.name.endswith("bias") else item.bytes // degree for item in network.parameters
+        ),
     )
 
 

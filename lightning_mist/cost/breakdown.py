@@ -44,7 +44,7 @@ def predict_with(model: StageCostModel, plan: Plan) -> Predicted:
     stages = []
     for slot, candidates in slots_of(plan):
         seconds = model.seconds(slot, candidates)
-        memory = model.memory.breakdown(slot, candidates)[0]
+        memory = model.memory(slot).breakdown(slot, candidates)[0]
         terms = tuple((f"{name}_seconds", _term(seconds, name)) for name in _SECONDS)
         stages.append(
             PredictedStage(
@@ -85,8 +85,14 @@ def _check(model: StageCostModel, plan: Plan) -> None:
             raise PlanError(
                 f"stages[{index}] offloads: only stages without offload are modelled yet; set every offload ratio to 0"
             )
-        if mesh.tensor_parallel_degree > 1 or mesh.context_parallel_degree > 1:
+        if mesh.context_parallel_degree > 1:
             raise PlanError(
-                f"stages[{index}] has tensor_parallel_degree {mesh.tensor_parallel_degree} and "
-                f"context_parallel_degree {mesh.context_parallel_degree}: only 1 is modelled yet; use data parallelism"
+                f"stages[{index}] has context_parallel_degree {mesh.context_parallel_degree}: only 1 is modelled yet; "
+                "use data parallelism"
+            )
+        if mesh.tensor_parallel_degree > model.cluster.devices_per_node:
+            raise PlanError(
+                f"stages[{index}] has tensor_parallel_degree {mesh.tensor_parallel_degree} with "
+                f"{model.cluster.devices_per_node} devices per node: tensor-parallel ranks are modelled within one "
+                f"node; use at most {model.cluster.devices_per_node}"
             )

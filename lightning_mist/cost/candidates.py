@@ -16,12 +16,14 @@ class StageSlot:
         stage_index: Index of the stage.
         num_stages: Number of stages.
         num_microbatches: Number of microbatches per batch.
-        data_parallel_degree: Data-parallel ranks of the stage, which are all of its devices.
+        data_parallel_degree: Data-parallel ranks of the stage.
         rows: Rows that each of them sees per microbatch.
         batch_rows: Rows of the batch that each rank loads.
         replicas: Number of independent copies of the pipeline, or a number that it is at least; the fewer there are,
             the more ranks exchange their batches.
         schedule: Name of the schedule.
+        tensor_parallel_degree: Devices that share every layer for each data-parallel rank.
+        sequence_parallel: Whether these share activations along the sequence too.
     """
 
     stage_index: int
@@ -32,6 +34,8 @@ class StageSlot:
     batch_rows: int
     replicas: int = 1
     schedule: ScheduleName = "1f1b"
+    tensor_parallel_degree: int = 1
+    sequence_parallel: bool = False
 
     @property
     def batches_held(self) -> int:
@@ -86,6 +90,8 @@ def slots_of(plan: Plan) -> tuple[tuple[StageSlot, StageCandidates], ...]:
                 batch_rows=max(1, plan.global_batch_size // plan.world_size),
                 replicas=plan.num_replicas,
                 schedule=plan.schedule,
+                tensor_parallel_degree=stage.mesh.tensor_parallel_degree,
+                sequence_parallel=stage.mesh.sequence_parallel,
             ),
             StageCandidates(
                 start_K=np.array([stage.layers[0]]),

@@ -158,7 +158,7 @@ class MemoryModel:
     """Peak memory of stages of one network; keeps what it has computed.
 
     Args:
-        spec: The network.
+        spec: The network, or one tensor-parallel rank's part of it.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -323,5 +323,11 @@ def stage_memory(spec: ModelSpec, plan: Plan) -> tuple[StageMemory, ...]:
         spec: The network.
         plan: The plan.
     """
-    model = MemoryModel(spec)
-    return tuple(model.breakdown(slot, candidates)[0] for slot, candidates in slots_of(plan))
+    models: dict[tuple[int, bool], MemoryModel] = {}
+    result = []
+    for slot, candidates in slots_of(plan):
+        key = (slot.tensor_parallel_degree, slot.sequence_parallel)
+        if key not in models:
+            models[key] = MemoryModel(spec.split(*key))
+        result.append(models[key].breakdown(slot, candidates)[0])
+    return tuple(result)

@@ -18,7 +18,7 @@ import numpy as np
 import sympy
 
 from lightning_mist.cost.compile import FloatArray, IntArray, compile_expressions
-from lightning_mist.model.spec import LayerSpec, ModelSpec, TensorSpec
+from lightning_mist.model.spec import CollectiveSpec, LayerSpec, ModelSpec, TensorSpec
 from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
 
 _LAYER_FIELDS = (
@@ -34,6 +34,10 @@ _LAYER_FIELDS = (
     "forward_moved_bytes",
     "backward_moved_bytes",
 )
+
+
+Collectives = tuple[tuple[str, FloatArray, FloatArray], ...]
+"""By operation: its name, the bytes of whole tensors and the number of calls of every region."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,8 @@ class RegionCosts:
     backward_moved_R: FloatArray
     boundary_C: FloatArray
     gradient_boundary_C: FloatArray
+    forward_collectives: Collectives
+    backward_collectives: Collectives
     batch_bytes: float
     shared_saved_bytes: float
 
@@ -74,11 +80,11 @@ def compile_regions(spec: ModelSpec) -> Callable[[float], RegionCosts]:
     cuts: list[Sequence[TensorSpec]] = [(), *spec.boundaries, ()] if spec.num_layers else [()]
     crossing = [_bytes(tensors) for tensors in cuts]
     returning = [_bytes([tensor for tensor in tensors if tensor.requires_grad]) for tensors in cuts]
+    collectives = [_collectives(kinds, direction) for direction in ("forward", "backward")]
+    exchanged = [bytes_ for found in collectives for _, sizes, _ in found for bytes_ in sizes]
+    edges = (spec.batch_bytes, spec.shared_saved_bytes)
     evaluate = compile_expressions(
-        [
-            sympy.sympify(e)
-            for e in (*layer_expressions, *crossing, *returning, spec.batch_bytes, spec.shared_saved_bytes)
-        ],
+        [sympy.sympify(e) for e in (*layer_expressions, *crossing, *returning, *exchanged, *edges)],
         [MICROBATCH, SEQUENCE],
     )
     # Without a sequence dimension no expression contains its symbol, so any number does.
@@ -88,6 +94,10 @@ def compile_regions(spec: ModelSpec) -> Callable[[float], RegionCosts]:
         values = evaluate(rows, length)
         layers = values[: len(layer_expressions)].reshape(len(_LAYER_FIELDS), len(kinds))[:, kind_R]
         rest = values[len(layer_expressions) :]
+        bytes_of = iter(rest[2 * len(cuts) : -2].reshape(-1, len(kinds)))
+        exchanges = [
+            tuple((name, next(bytes_of)[kind_R], calls[kind_R]) for name, _, calls in found) for found in collectives
+        ]
         return RegionCosts(
             saved_R=layers[0],
             checkpointed_saved_R=layers[1],
@@ -102,11 +112,31 @@ def compile_regions(spec: ModelSpec) -> Callable[[float], RegionCosts]:
             backward_moved_R=layers[10],
             boundary_C=rest[: len(cuts)],
             gradient_boundary_C=rest[len(cuts) : 2 * len(cuts)],
+            forward_collectives=exchanges[0],
+            backward_collectives=exchanges[1],
             batch_bytes=float(rest[-2]),
             shared_saved_bytes=float(rest[-1]),
         )
 
     return at
+
+
+def _collectives(kinds: Sequence[LayerSpec], direction: str) -> tuple[tuple[str, list[sympy.Expr], FloatArray], ...]:
+    """Operations of one direction with their bytes and calls by kind of region."""
+    found = [getattr(kind, f"{direction}_collectives") for kind in kinds]
+    names = dict.fromkeys(item.operation for items in found for item in items)
+
+    def total(items: Sequence[CollectiveSpec], name: str) -> sympy.Expr:
+        return sympy.Add(*(item.bytes for item in items if item.operation == name))
+
+    return tuple(
+        (
+            name,
+            [total(items, name) for items in found],
+            np.array([sum(item.calls for item in items if item.operation == name) for items in found], dtype=float),
+        )
+        for name in names
+    )
 
 
 def _bytes(tensors: Sequence[TensorSpec]) -> sympy.Expr:

@@ -25,7 +25,7 @@ from lightning_mist.cost.held import HeldBytes
 from lightning_mist.cost.memory import BUCKET_BYTES, MemoryModel, StageNeeds
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.shards import UnitSeconds, exposed_seconds, unit_seconds
-from lightning_mist.cost.time import RegionSeconds, collective_seconds, region_seconds
+from lightning_mist.cost.time import RegionSeconds, collective_seconds, region_seconds, split_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
@@ -86,6 +86,16 @@ class StageCosts:
     needs: StageNeeds
 
 
+class _Rank:
+    """What one rank of a stage costs under one degree of tensor parallelism; keeps what it has computed."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec, self.memory = spec, MemoryModel(spec)
+        self.seconds: dict[float, RegionSeconds] = {}
+        self.units: dict[int, UnitSeconds] = {}
+        self.tensors_C = np.array([0, *(len(tensors) for tensors in spec.boundaries), 0][: spec.num_layers + 1])
+
+
 class StageCostModel:
     """Seconds and bytes of stages of one network on one machine; keeps what it has computed.
 
@@ -97,17 +107,41 @@ class StageCostModel:
 
     def __init__(self, spec: ModelSpec, profile: HardwareProfile, cluster: Cluster) -> None:
         self.spec, self.profile, self.cluster = spec, profile, cluster
-        self.memory = MemoryModel(spec)
-        self._seconds: dict[float, RegionSeconds] = {}
-        self._units: dict[int, UnitSeconds] = {}
-        self._tensors_C = np.array([0, *(len(tensors) for tensors in spec.boundaries), 0][: spec.num_layers + 1])
+        self._ranks: dict[tuple[int, bool], _Rank] = {}
 
-    def region_seconds(self, rows: float) -> RegionSeconds:
-        """Seconds of every region at a number of rows."""
-        if rows not in self._seconds:
-            costs = self.memory.costs(rows)
-            self._seconds[rows] = region_seconds(self.spec, self.profile, self.cluster, costs, rows)
-        return self._seconds[rows]
+    def _rank(self, degree: int, sequence: bool) -> _Rank:
+        if (degree, sequence) not in self._ranks:
+            self._ranks[degree, sequence] = _Rank(self.spec.split(degree, sequence))
+        return self._ranks[degree, sequence]
+
+    def _of(self, slot: StageSlot) -> _Rank:
+        return self._rank(slot.tensor_parallel_degree, slot.sequence_parallel)
+
+    def memory(self, slot: StageSlot) -> MemoryModel:
+        """What stages of a slot's tensor-parallel degree hold.
+
+        Raises:
+            PlanError: If the costs of that degree are not known.
+        """
+        return self._of(slot).memory
+
+    def region_seconds(self, rows: float, degree: int = 1, sequence: bool = False) -> RegionSeconds:
+        """Seconds of every region at a number of rows.
+
+        Args:
+            rows: Microbatch rows.
+            degree: Tensor-parallel ranks, whose exchanges are included.
+            sequence: Whether these are sequence-parallel too.
+        """
+        rank = self._rank(degree, sequence)
+        if rows not in rank.seconds:
+            costs, whole = rank.memory.costs(rows), self._rank(1, False).memory.costs(rows)
+            rank.seconds[rows] = (
+                region_seconds(self.spec, self.profile, self.cluster, costs, rows)
+                if degree == 1
+                else split_seconds((self.spec, rank.spec), self.profile, self.cluster, (whole, costs), rows, degree)
+            )
+        return rank.seconds[rows]
 
     def evaluate(self, slot: StageSlot, candidates: StageCandidates) -> StageCosts:
         """Seconds and bytes of candidates for a slot."""
@@ -115,12 +149,12 @@ class StageCostModel:
         return StageCosts(
             steady_K=seconds.steady_K,
             boundary_K=seconds.boundary_K,
-            needs=self.memory.needs(slot, candidates),
+            needs=self.memory(slot).needs(slot, candidates),
         )
 
     def seconds(self, slot: StageSlot, candidates: StageCandidates) -> StageSeconds:
         """Seconds of candidates for a slot, by term."""
-        seconds = self.region_seconds(slot.rows)
+        seconds = self.region_seconds(slot.rows, slot.tensor_parallel_degree, slot.sequence_parallel)
         low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
         forward_sum, backward_sum = _prefix(seconds.forward_R), _prefix(seconds.backward_R)
         first_K = candidates.start_K + 1
@@ -147,13 +181,14 @@ class StageCostModel:
         degree = slot.data_parallel_degree
         if degree == 1 or candidates.zero_stage_K.max(initial=0) < ZeroStage.GRADIENTS:
             return np.zeros(len(candidates)), np.zeros(len(candidates))
-        if degree not in self._units:
-            table = self.memory.holdings.table
-            self._units[degree] = unit_seconds(self.profile, table, degree, self._nodes(degree))
+        rank = self._of(slot)
+        if degree not in rank.units:
+            table = rank.memory.holdings.table
+            rank.units[degree] = unit_seconds(self.profile, table, degree, self._nodes(degree))
         low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
         return exposed_seconds(
             seconds,
-            self._units[degree],
+            rank.units[degree],
             candidates,
             low_K,
             high_K,
@@ -169,14 +204,15 @@ class StageCostModel:
         total_K = np.zeros(len(candidates))
         if slot.num_stages == 1:
             return total_K
-        costs = self.memory.costs(slot.rows)
+        rank = self._of(slot)
+        costs = rank.memory.costs(slot.rows)
         nodes = 1 if slot.num_stages <= self.cluster.devices_per_node else 2
         for payload_C, cut_K in (
             (costs.boundary_C, candidates.start_K),
             (costs.gradient_boundary_C, candidates.end_K),
         ):
             # Every live tensor is a message of its own.
-            seconds_C = collective_seconds(self.profile, "send_recv", 2, nodes, payload_C, self._tensors_C)
+            seconds_C = collective_seconds(self.profile, "send_recv", 2, nodes, payload_C, rank.tensors_C)
             total_K += seconds_C[cut_K]
         return total_K
 
@@ -184,13 +220,14 @@ class StageCostModel:
         self, slot: StageSlot, candidates: StageCandidates, backward_K: FloatArray
     ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """Seconds of reduction, tied gradients, update and gathering."""
-        held, degree = self.memory.holdings.of(candidates), slot.data_parallel_degree
+        holdings, degree = self.memory(slot).holdings, slot.data_parallel_degree
+        held = holdings.of(candidates)
         zero_K = candidates.zero_stage_K
         sharded_K = (zero_K >= ZeroStage.OPTIMIZER) & (degree > 1)
         owned_K = held.trained_K
         reduce_K, gather_K = np.zeros(len(candidates)), np.zeros(len(candidates))
         if degree > 1:
-            owned_K = np.where(sharded_K, self.memory.holdings.largest_share(candidates, degree), held.trained_K)
+            owned_K = np.where(sharded_K, holdings.largest_share(candidates, degree), held.trained_K)
             nodes = self._nodes(degree)
             whole_K = self._bucketed("all_reduce", degree, nodes, held.trained_K)
             owners_K = self._bucketed("reduce", degree, nodes, held.trained_K, messages=degree)

@@ -6,14 +6,14 @@ Array axes
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_mist.cost.compile import FloatArray
-from lightning_mist.cost.regions import RegionCosts, regions_of
+from lightning_mist.cost.regions import Collectives, RegionCosts, regions_of
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import Cluster, CollectiveCost, HardwareProfile
 from lightning_mist.model.spec import LayerSeconds, ModelSpec
@@ -32,6 +32,49 @@ class RegionSeconds:
     forward_R: FloatArray
     backward_R: FloatArray
     source: TimeSource
+
+
+def split_seconds(
+    specs: tuple[ModelSpec, ModelSpec],
+    profile: HardwareProfile,
+    cluster: Cluster,
+    costs: tuple[RegionCosts, RegionCosts],
+    rows: float,
+    degree: int,
+) -> RegionSeconds:
+    """Seconds of every region on one of several tensor-parallel ranks, what these exchange included.
+
+    Seconds of the whole network, measured or not, shrink as those from FLOPs, bytes and launches do. The ranks of one
+    stage are in one node, and wait for each other.
+
+    Args:
+        specs: The whole network, and one rank's part of it.
+        profile: The machine.
+        cluster: As for :func:`region_seconds`.
+        costs: FLOPs and bytes of every region of both.
+        rows: Microbatch rows.
+        degree: Tensor-parallel ranks.
+    """
+    whole = region_seconds(specs[0], profile, cluster, costs[0], rows)
+    rates = [
+        region_seconds(replace(spec, seconds=()), profile, cluster, item, rows)
+        for spec, item in zip(specs, costs, strict=True)
+    ]
+    part = costs[1]
+
+    def scaled(name: str, exchanged: Collectives) -> FloatArray:
+        before_R, after_R = (getattr(item, name) for item in rates)
+        seconds_R = getattr(whole, name) * np.where(before_R > 0, after_R / np.maximum(before_R, 1e-300), 1.0)
+        for operation, bytes_R, calls_R in exchanged:
+            seconds_R = seconds_R + collective_seconds(profile, operation, degree, 1, bytes_R, calls_R)
+        result_R: FloatArray = seconds_R
+        return result_R
+
+    return RegionSeconds(
+        forward_R=scaled("forward_R", part.forward_collectives),
+        backward_R=scaled("backward_R", part.backward_collectives),
+        source=whole.source,
+    )
 
 
 def region_seconds(

@@ -5,10 +5,11 @@ the tail in whose forward it was made. All expressions are exact polynomials (or
 :data:`~lightning_mist.model.symbols.MICROBATCH` and :data:`~lightning_mist.model.symbols.SEQUENCE`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sympy
 
+from lightning_mist.errors import PlanError
 from lightning_mist.plan import ModuleMap
 
 
@@ -47,6 +48,21 @@ class ParameterSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveSpec:
+    """What tensor-parallel ranks exchange in one direction of one part.
+
+    Attributes:
+        operation: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
+        calls: How often.
+        bytes: Bytes of the whole tensors, over all calls.
+    """
+
+    operation: str
+    calls: int
+    bytes: sympy.Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One kind of layer (or the head, or the tail).
 
@@ -81,6 +97,7 @@ class LayerSpec:
         recompute_backward_peak_bytes: Largest number of bytes alive during recomputation and backward beyond the saved
             bytes of all parts before it and its own checkpointed ones, gradients being there already and not counted.
         first_recompute_backward_peak_bytes: The same when its parameter gradients do not exist yet and are made here.
+        forward_collectives, backward_collectives: What tensor-parallel ranks exchange in either direction.
 
     Head and tail are never recomputed: their recompute expressions equal the others. The head's
     ``checkpointed_saved_bytes`` exceeds its ``saved_bytes`` by what only the recomputed layers keep alive (masks that
@@ -102,6 +119,28 @@ class LayerSpec:
     first_backward_peak_bytes: sympy.Expr
     recompute_backward_peak_bytes: sympy.Expr
     first_recompute_backward_peak_bytes: sympy.Expr
+    forward_collectives: tuple[CollectiveSpec, ...] = ()
+    backward_collectives: tuple[CollectiveSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitSpec:
+    """What one tensor-parallel rank of a network costs.
+
+    Attributes:
+        degree: Tensor-parallel ranks.
+        sequence_parallel: Whether activations between split operations are shared out along the sequence.
+        head, layers, tail, boundaries: As in :class:`ModelSpec`, for one rank.
+        parameter_bytes: Bytes of one rank's part of each parameter, in the order of :attr:`ModelSpec.parameters`.
+    """
+
+    degree: int
+    sequence_parallel: bool
+    head: LayerSpec
+    layers: tuple[LayerSpec, ...]
+    tail: LayerSpec
+    boundaries: tuple[tuple[TensorSpec, ...], ...]
+    parameter_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +208,7 @@ class ModelSpec:
         seconds: Measured seconds of layers on the machine at hand; empty if nothing was measured.
         shared_saved_bytes: The part of the head's saved bytes that depends on the batch alone, not on parameters
             (masks, position tables): every stage after the first computes and keeps it too, per microbatch in flight.
+        splits: What one rank costs under tensor parallelism, one entry per degree and kind that is known.
         notes: What could not be expressed or had to be assumed, in words for the user.
     """
 
@@ -188,9 +228,39 @@ class ModelSpec:
     precision: str = "32-true"
     seconds: tuple[LayerSeconds, ...] = field(default=())
     shared_saved_bytes: sympy.Expr = field(default=sympy.S.Zero)
+    splits: tuple[SplitSpec, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
         """Number of repeated blocks."""
         return len(self.kinds)
+
+    def split(self, degree: int, sequence_parallel: bool = False) -> "ModelSpec":
+        """One tensor-parallel rank's part as a network by itself; measured seconds stay those of the whole.
+
+        Raises:
+            PlanError: If its costs are not known.
+        """
+        if degree == 1 and not sequence_parallel:
+            return self
+        for found in self.splits:
+            if (found.degree, found.sequence_parallel) == (degree, sequence_parallel):
+                parts = zip(self.parameters, found.parameter_bytes, strict=True)
+                return replace(
+                    self,
+                    head=found.head,
+                    layers=found.layers,
+                    tail=found.tail,
+                    boundaries=found.boundaries,
+                    parameters=tuple(
+                        replace(item, numel=item.numel * part // max(1, item.bytes), bytes=part) for item, part in parts
+                    ),
+                    splits=(),
+                )
+        known = sorted({1, *(item.degree for item in self.splits if item.sequence_parallel == sequence_parallel)})
+        with_sequence = " with sequence_parallel" if sequence_parallel else ""
+        raise PlanError(
+            f"tensor_parallel_degree = {degree}{with_sequence}: what that costs is not known for {self.name}; use "
+            f"{' or '.join(map(str, known))}"
+        )

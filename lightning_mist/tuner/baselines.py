@@ -18,10 +18,11 @@ from lightning_mist.cost import StageCandidates, predict_with, step_seconds_of
 from lightning_mist.cost.compile import IntArray
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.space import SearchSpace, rank_layout
+from lightning_mist.tuner.layout import rank_layout
+from lightning_mist.tuner.space import SearchSpace, Shape
 from lightning_mist.tuner.tune import stages_of
 from lightning_mist.units import format_bytes
 
@@ -51,6 +52,7 @@ class _Family:
         checkpointed: The most and the least layers of a stage that may be recomputed, as fractions of its layers.
         zero_stages: ZeRO stages.
         cuts_batches: Whether one batch of a device may be cut into several microbatches.
+        splits_layers: Whether all stages have several devices that share every layer, or none has.
     """
 
     name: str
@@ -58,6 +60,7 @@ class _Family:
     checkpointed: tuple[float, float]
     zero_stages: tuple[int, ...]
     cuts_batches: bool
+    splits_layers: bool = False
 
 
 def baselines(
@@ -69,7 +72,10 @@ def baselines(
     memory_limit: int | None = None,
     search: SearchSpace | None = None,
 ) -> tuple[Baseline, ...]:
-    """Data parallelism plain, with everything recomputed, and at its best; and the best even pipeline.
+    """Data parallelism plain, with everything recomputed, at its best, and with everything sharded; and the best grid.
+
+    A grid has stages of as many layers as possible alike, all with the same degrees of data and tensor parallelism, as
+    Megatron-LM runs it (Narayanan et al., 2021).
 
     Args:
         spec: The network.
@@ -77,13 +83,19 @@ def baselines(
         profile: How fast they are; by default from the catalog.
         global_batch_size: Rows that one Lightning batch brings over all devices.
         memory_limit: Bytes that a plan may use of each device; the same default as for a search.
-        search: Limits, of which the schedule counts.
+        search: Limits, of which the schedule and those of tensor parallelism count.
 
     Raises:
         PlanError: If the batch does not come in equal parts from the devices.
         ProfileError: If the profile lacks what the cost model needs.
     """
-    space = search_space.apply(search or SearchSpace(), spec, cluster.world_size, global_batch_size)
+    space = search_space.apply(
+        search or SearchSpace(),
+        spec,
+        cluster.world_size,
+        global_batch_size,
+        devices_per_node=cluster.devices_per_node,
+    )
     intra = stages_of(space, spec, cluster, profile, memory_limit)
     even = tuple(count for count in search_space.divisors(cluster.world_size) if 1 < count <= space.max_stages)
     families = (
@@ -102,7 +114,22 @@ def baselines(
             zero_stages=(0, 1),
             cuts_batches=True,
         ),
+        _Family(
+            name="data parallel, everything sharded",
+            stages=(1,),
+            checkpointed=(0, 1),
+            zero_stages=(3,),
+            cuts_batches=True,
+        ),
         _Family(name="even pipeline", stages=even, checkpointed=(0, 1), zero_stages=(0, 1), cuts_batches=True),
+        _Family(
+            name="even grid of tensor, data and pipeline parallelism",
+            stages=(1, *even),
+            checkpointed=(0, 1),
+            zero_stages=(0, 1),
+            cuts_batches=True,
+            splits_layers=True,
+        ),
     )
     return tuple(_best(intra, family) for family in families)
 
@@ -110,8 +137,8 @@ def baselines(
 def _best(intra: IntraStage, family: _Family) -> Baseline:
     """The fastest plan of a family that fits."""
     best, seconds, least = None, np.inf, np.inf
-    for num_stages, num_microbatches in _pipelines(intra, family):
-        found, found_seconds, found_peak = _settings(intra, family, num_stages, num_microbatches)
+    for num_stages, num_microbatches, shape in _pipelines(intra, family):
+        found, found_seconds, found_peak = _settings(intra, family, num_stages, num_microbatches, shape)
         least = min(least, found_peak)
         if found is not None and found_seconds < seconds:
             best, seconds = found, found_seconds
@@ -123,25 +150,28 @@ def _best(intra: IntraStage, family: _Family) -> Baseline:
     return Baseline(name=family.name, plan=None, reason=reason)
 
 
-def _pipelines(intra: IntraStage, family: _Family) -> Iterator[tuple[int, int]]:
+def _pipelines(intra: IntraStage, family: _Family) -> Iterator[tuple[int, int, Shape]]:
+    """Numbers of stages and microbatches, and how the devices of every stage are arranged."""
     space = intra.space
     if family.checkpointed[0] > 0 and not space.checkpointing:
         return
     for num_stages in family.stages:
         parts = search_space.divisors(space.batch_rows) if family.cuts_batches and space.cuts_batches else (1,)
-        for part in parts:
-            yield num_stages, part * num_stages
+        kinds = [kind for kind in space.tensor if (kind[0] > 1) == family.splits_layers]
+        for tensor, sequence in kinds:
+            data, rest = divmod(space.world_size // num_stages, tensor)
+            for part in parts if rest == 0 else ():
+                yield num_stages, part * num_stages * tensor, Shape(data, tensor, sequence)
 
 
 def _settings(
-    intra: IntraStage, family: _Family, num_stages: int, num_microbatches: int
+    intra: IntraStage, family: _Family, num_stages: int, num_microbatches: int, shape: Shape
 ) -> tuple[Plan | None, float, float]:
     """The fastest setting that fits, its seconds, and the least peak of any setting."""
     space = intra.space
-    devices = space.world_size // num_stages
     edges = [round(index * space.num_layers / num_stages) for index in range(num_stages + 1)]
     counts = [end - start for start, end in pairwise(edges)]
-    recomputed, zero_K = _options(intra, family, max(counts), devices)
+    recomputed, zero_K = _options(intra, family, max(counts), shape.data)
     steady, boundary, peaks, kept = [], [], [], []
     for index, (start, count) in enumerate(zip(edges, counts, strict=False)):
         checkpointed_K = np.minimum(recomputed, count)
@@ -151,11 +181,11 @@ def _settings(
             checkpointed_K=checkpointed_K,
             zero_stage_K=zero_K,
         )
-        slot = replace(intra.slot(index, num_stages, num_microbatches, devices), replicas=devices)
+        slot = replace(intra.slot(index, num_stages, num_microbatches, shape), replicas=shape.data)
         costs = intra.model.evaluate(slot, candidates)
         steady.append(costs.steady_K)
         boundary.append(costs.boundary_K)
-        peaks.append(intra.model.memory.peaks(slot, candidates))
+        peaks.append(intra.model.memory(slot).peaks(slot, candidates))
         kept.append(checkpointed_K)
     seconds_K = step_seconds_of(np.stack(steady), np.stack(boundary), num_microbatches)
     peak_K = np.stack(peaks).max(axis=0)
@@ -163,33 +193,36 @@ def _settings(
     best = int(seconds_K.argmin())
     if np.isinf(seconds_K[best]):
         return None, np.inf, float(peak_K.min())
-    plan = _plan(intra, edges, num_microbatches, [int(item[best]) for item in kept], int(zero_K[best]))
+    checkpointed = [int(item[best]) for item in kept]
+    plan = _plan(intra, edges, num_microbatches, shape, checkpointed, int(zero_K[best]))
     return plan, float(seconds_K[best]), float(peak_K.min())
 
 
-def _options(intra: IntraStage, family: _Family, longest: int, devices: int) -> tuple[IntArray, IntArray]:
+def _options(intra: IntraStage, family: _Family, longest: int, data: int) -> tuple[IntArray, IntArray]:
     """Recomputed layers and ZeRO stages, every combination."""
     low, high = (round(fraction * longest) for fraction in family.checkpointed)
     recomputed = np.arange(low, high + 1) if intra.space.checkpointing else np.array([0])
-    zeros = np.array(family.zero_stages) if devices > 1 else np.array([0])
+    zeros = np.array(family.zero_stages) if data > 1 else np.array([0])
     return np.tile(recomputed, len(zeros)), np.repeat(zeros, len(recomputed))
 
 
-def _plan(intra: IntraStage, edges: list[int], num_microbatches: int, checkpointed: list[int], zero: int) -> Plan:
+def _plan(
+    intra: IntraStage, edges: list[int], num_microbatches: int, shape: Shape, checkpointed: list[int], zero: int
+) -> Plan:
     space, num_stages = intra.space, len(checkpointed)
-    devices = space.world_size // num_stages
+    layout = rank_layout([(shape.data, shape.tensor)] * num_stages, space.devices_per_node)
     return Plan(
         global_batch_size=space.batch_rows * space.world_size,
         num_microbatches=num_microbatches,
         stages=tuple(
             StagePlan(
                 layers=(edges[index], edges[index + 1]),
-                mesh=StageMesh(devices=ranks, data_parallel_degree=devices),
-                microbatch_size=space.rows(num_microbatches, devices),
+                mesh=shape.mesh(ranks),
+                microbatch_size=space.rows(num_microbatches, shape.data),
                 zero_stage=ZeroStage(zero),
                 checkpointing=Checkpointing(layers=checkpointed[index]),
             )
-            for index, ranks in enumerate(rank_layout([devices] * num_stages))
+            for index, ranks in enumerate(layout)
         ),
         schedule=space.search.schedule,
     )

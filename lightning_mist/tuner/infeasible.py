@@ -82,8 +82,8 @@ def _least(
 def _by_memory(intra: IntraStage, stage_index: int, num_stages: int, num_microbatches: int) -> SlotChoices:
     """For every range and number of devices the choice with the least peak, its bytes in place of seconds."""
     parts = []
-    for devices in intra.space.degrees(num_microbatches):
-        choices = intra.choices(intra.slot(stage_index, num_stages, num_microbatches, devices))
+    for shape in intra.space.shapes(num_microbatches):
+        choices = intra.choices(intra.slot(stage_index, num_stages, num_microbatches, shape))
         group_K = choices.start_K * (intra.space.num_layers + 1) + choices.layers_K
         parts.append(choices.take(non_dominated(group_K, choices.peak_K, np.zeros(len(choices)))))
     return with_peaks_as_seconds(SlotChoices.joined(parts))

@@ -1,8 +1,9 @@
 """The frontier of each stage: for every layer range and number of devices, the choices that are worth considering.
 
-For a slot (stage ``i`` of ``S`` with ``G`` microbatches) every feasible combination of layers, devices, recomputed
-layers and ZeRO stage is evaluated; of those with the same layers and devices only the non-dominated ones in (steady
-time, boundary time) go on. Memory does not appear after this: what does not fit is not a choice.
+For a slot (stage ``i`` of ``S`` with ``G`` microbatches) every feasible combination of layers, devices, their
+arrangement, recomputed layers and ZeRO stage is evaluated; of those with the same layers and devices only the
+non-dominated ones in (steady time, boundary time) go on. Memory does not appear after this: what does not fit is not a
+choice.
 
 Stages that are neither first nor last and hold the same kinds of layers in the same order cost the same wherever they
 lie, so each such window is evaluated once. If all layers are alike the start of these stages is left open altogether.
@@ -22,8 +23,8 @@ from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.cost.regions import parameter_regions
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.tuner.pareto import Order, sort_points
-from lightning_mist.tuner.space import Space
+from lightning_mist.tuner.pareto import Order, non_dominated, sort_points
+from lightning_mist.tuner.space import Shape, Space
 
 ANYWHERE = -1
 """Start of a choice whose costs do not depend on where it lies."""
@@ -41,7 +42,9 @@ class SlotChoices:
         boundary_K: Boundary seconds.
         peak_K: Peak bytes.
         checkpointed_K: Recomputed layers.
-        zero_stage_K: 0 or 1.
+        zero_stage_K: 0 to 3.
+        tensor_K: Tensor-parallel degree.
+        sequence_K: 1 if tensor-parallel devices are sequence-parallel too, else 0.
     """
 
     start_K: IntArray
@@ -52,10 +55,17 @@ class SlotChoices:
     peak_K: FloatArray
     checkpointed_K: IntArray
     zero_stage_K: IntArray
+    tensor_K: IntArray
+    sequence_K: IntArray
 
     def __len__(self) -> int:
         """Number of choices."""
         return len(self.start_K)
+
+    def shape(self, index: int) -> Shape:
+        """How the devices of one choice are arranged."""
+        tensor = int(self.tensor_K[index])
+        return Shape(int(self.devices_K[index]) // tensor, tensor, bool(self.sequence_K[index]))
 
     def take(self, index: IntArray | BoolArray) -> "SlotChoices":
         """The choices at some indices, or where a mask is true."""
@@ -129,12 +139,14 @@ def _as_choices(
     return SlotChoices(
         start_K=start_K,
         layers_K=lengths[index_K],
-        devices_K=np.full(len(index_K), slot.data_parallel_degree),
+        devices_K=np.full(len(index_K), slot.data_parallel_degree * slot.tensor_parallel_degree),
         steady_K=prepared.costs.steady_K[index_K],
         boundary_K=prepared.costs.boundary_K[index_K],
         peak_K=peak_K[index_K],
         checkpointed_K=candidates.checkpointed_K[index_K],
         zero_stage_K=candidates.zero_stage_K[index_K],
+        tensor_K=np.full(len(index_K), slot.tensor_parallel_degree),
+        sequence_K=np.full(len(index_K), int(slot.sequence_parallel)),
     )
 
 
@@ -151,18 +163,27 @@ class IntraStage:
         self.model, self.space, self.memory_limit = model, space, memory_limit
         self.evaluated = 0
         self._classes = layer_classes(model.spec)
-        self._kept: dict[tuple[str, int, int, bool], _Prepared] = {}
+        self._kept: dict[tuple[str, int, Shape, bool], _Prepared] = {}
 
     def frontier(self, stage_index: int, num_stages: int, num_microbatches: int) -> SlotChoices:
         """The choices of one slot that fit and are not dominated."""
         parts = []
-        for devices in self.space.degrees(num_microbatches):
-            slot = self.slot(stage_index, num_stages, num_microbatches, devices)
+        for shape in self.space.shapes(num_microbatches):
+            slot = self.slot(stage_index, num_stages, num_microbatches, shape)
             prepared = self._prepare(slot)
             peak_K = prepared.costs.needs.peaks(_phases(slot))
             kept = prepared.order.frontier(peak_K <= self.memory_limit)
             parts.append(_as_choices(slot, prepared, self.space.num_layers, peak_K, kept))
-        return SlotChoices.joined(parts)
+        joined = SlotChoices.joined(parts)
+        if len({shape.devices for shape in self.space.shapes(num_microbatches)}) == len(parts):
+            return joined  # No arrangement competes with another of the same number of devices.
+        return joined.take(non_dominated(self._places(joined), joined.steady_K, joined.boundary_K))
+
+    def _places(self, choices: SlotChoices) -> IntArray:
+        """A number for the layers and devices of each choice."""
+        lengths = self.space.num_layers + 1
+        place_K: IntArray = (choices.devices_K * (lengths + 1) + choices.start_K + 1) * lengths + choices.layers_K
+        return place_K
 
     def choices(self, slot: StageSlot) -> SlotChoices:
         """Everything that a slot may be, whether it fits or not."""
@@ -170,17 +191,20 @@ class IntraStage:
         peak_K = prepared.costs.needs.peaks(_phases(slot))
         return _as_choices(slot, prepared, self.space.num_layers, peak_K, np.arange(len(peak_K)))
 
-    def slot(self, stage_index: int, num_stages: int, num_microbatches: int, devices: int) -> StageSlot:
-        """A slot with a number of devices."""
+    def slot(self, stage_index: int, num_stages: int, num_microbatches: int, shape: Shape) -> StageSlot:
+        """A slot with an arrangement of devices."""
+        replicas = shape.data if num_stages == 1 else self.space.least_replicas(num_microbatches)
         return StageSlot(
             stage_index=stage_index,
             num_stages=num_stages,
             num_microbatches=num_microbatches,
-            data_parallel_degree=devices,
-            rows=self.space.rows(num_microbatches, devices),
+            data_parallel_degree=shape.data,
+            rows=self.space.rows(num_microbatches, shape.data),
             batch_rows=self.space.batch_rows,
-            replicas=self.space.least_replicas(num_stages, num_microbatches),
+            replicas=replicas,
             schedule=self.space.search.schedule,
+            tensor_parallel_degree=shape.tensor,
+            sequence_parallel=shape.sequence,
         )
 
     def _prepare(self, slot: StageSlot) -> _Prepared:
@@ -188,7 +212,8 @@ class IntraStage:
         role = self._role(slot)
         # Between nodes a transfer costs more; all else depends on the number of stages only through the situations.
         inside = slot.num_stages <= self.model.cluster.devices_per_node
-        key = (role, slot.num_microbatches, slot.data_parallel_degree, inside)
+        shape = Shape(slot.data_parallel_degree, slot.tensor_parallel_degree, slot.sequence_parallel)
+        key = (role, slot.num_microbatches, shape, inside)
         if key not in self._kept:
             self._kept[key] = self._evaluate(slot, role)
         return self._kept[key]

@@ -1,20 +1,22 @@
 """Which plans are looked at.
 
-With ``N`` devices that each load batches of ``B`` rows, ``G`` microbatches and a stage of ``n`` devices (all of them
-data-parallel), each device of the stage computes on ``B N / (G n)`` rows per microbatch. A part of a microbatch never
-mixes the batches of two ranks (:mod:`lightning_mist.plan.rows`), so ``G n / N``, the number of parts that this stage
-cuts a batch into, is a whole number; it divides ``B``, so that all parts are equal.
+With ``N`` devices that each load batches of ``B`` rows, ``G`` microbatches and a stage of ``n`` devices, of which each
+``t`` share every layer (tensor parallelism) and the ``d = n / t`` groups of them are data-parallel, each device of the
+stage computes on ``B N / (G d)`` rows per microbatch. A part of a microbatch never mixes the batches of two ranks
+(:mod:`lightning_mist.plan.rows`), so ``G d / N``, the number of parts that this stage cuts a batch into, is a whole
+number; it divides ``B``, so that all parts are equal.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
 from math import gcd
 
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Feature, ScheduleName
+from lightning_mist.plan import Feature, ScheduleName, StageMesh
 from lightning_mist.plan.plan import SCHEDULES
+from lightning_mist.tuner.layout import longest_chain
 
 _FEATURE_WORDS: dict[Feature, str] = {
     "pipeline": "several pipeline stages",
@@ -35,6 +37,10 @@ class SearchSpace:
             devices. Stages of one plan may differ.
         zero_stages: Which ZeRO stages data-parallel ranks may use: 0 (nothing is sharded), 1 (optimizer state), 2 (also
             gradients), 3 (also parameters).
+        tensor_parallel_degrees: How many devices may share every layer of a stage; ``None`` for every number that the
+            module and the nodes allow. Stages of one plan may differ.
+        sequence_parallel: Whether devices that share layers also share what lies between them along the sequence:
+            always, never, or ``None`` for what is faster.
         checkpointing: Whether layers may be recomputed in backward to save memory.
         schedule: The pipeline schedule, ``"1f1b"`` or ``"gpipe"``.
         solver_seconds: The most seconds that the search may spend on solving. When they are over the best plan found
@@ -46,6 +52,8 @@ class SearchSpace:
     num_microbatches: tuple[int, ...] | None = None
     devices_per_stage: tuple[int, ...] | None = None
     zero_stages: tuple[int, ...] = (0, 1)
+    tensor_parallel_degrees: tuple[int, ...] | None = (1,)
+    sequence_parallel: bool | None = None
     checkpointing: bool = True
     schedule: ScheduleName = "1f1b"
     solver_seconds: float = 60.0
@@ -54,7 +62,7 @@ class SearchSpace:
         """Check each limit by itself."""
         if self.max_stages is not None and self.max_stages < 1:
             raise ValueError(f"max_stages={self.max_stages}: a plan has at least 1 stage")
-        for name in ("num_stages", "num_microbatches", "devices_per_stage"):
+        for name in ("num_stages", "num_microbatches", "devices_per_stage", "tensor_parallel_degrees"):
             values = getattr(self, name)
             if values is not None and (not values or min(values) < 1):
                 raise ValueError(f"{name}={values}: give at least one number, each at least 1, or None for all")
@@ -64,6 +72,35 @@ class SearchSpace:
             raise ValueError(f"schedule={self.schedule!r}: known schedules are {', '.join(SCHEDULES)}")
         if not self.solver_seconds > 0:
             raise ValueError(f"solver_seconds={self.solver_seconds}: some time is needed, for example 60")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """How the devices of a stage are arranged.
+
+    Attributes:
+        data: Data-parallel degree.
+        tensor: Tensor-parallel degree.
+        sequence: Whether tensor-parallel devices are sequence-parallel too.
+    """
+
+    data: int
+    tensor: int = 1
+    sequence: bool = False
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.data * self.tensor
+
+    def mesh(self, devices: tuple[int, ...]) -> StageMesh:
+        """These devices so arranged."""
+        return StageMesh(
+            devices=devices,
+            data_parallel_degree=self.data,
+            tensor_parallel_degree=self.tensor,
+            sequence_parallel=self.sequence,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +115,8 @@ class Space:
         max_stages: The most stages.
         cuts_batches: Whether a batch may be cut.
         checkpointing: Whether layers may be recomputed.
+        tensor: Tensor-parallel degrees, each with and without sequence parallelism as far as possible.
+        devices_per_node: Devices of each node, within which tensor-parallel devices lie.
         notes: What was ruled out and why, for people.
     """
 
@@ -88,6 +127,8 @@ class Space:
     max_stages: int
     cuts_batches: bool
     checkpointing: bool
+    tensor: tuple[tuple[int, bool], ...]
+    devices_per_node: int
     notes: tuple[str, ...]
 
     @property
@@ -98,22 +139,22 @@ class Space:
             return tuple(sorted({count for count in asked if count <= self.world_size}))
         return divisors(self.world_size)
 
-    def degrees(self, num_microbatches: int) -> tuple[int, ...]:
-        """Numbers of devices of a stage for which a batch is cut into equal parts, ascending."""
+    def shapes(self, num_microbatches: int) -> tuple[Shape, ...]:
+        """Arrangements of a stage's devices for which a batch is cut into equal parts, ascending."""
         found = []
-        for count in self.device_counts:
-            parts, rest = divmod(num_microbatches * count, self.world_size)
+        for data in self._data_degrees():
+            parts, rest = divmod(num_microbatches * data, self.world_size)
             if rest == 0 and parts >= 1 and self.batch_rows % parts == 0 and (parts == 1 or self.cuts_batches):
-                found.append(count)
-        return tuple(found)
+                found += [Shape(data, *kind) for kind in self.tensor if data * kind[0] in self.device_counts]
+        return tuple(sorted(found))
 
-    def least_replicas(self, num_stages: int, num_microbatches: int) -> int:
-        """The least number of independent copies of the pipeline that stages with these microbatches can form."""
-        return self.world_size if num_stages == 1 else common_unit(self.degrees(num_microbatches))
+    def least_replicas(self, num_microbatches: int) -> int:
+        """The least number of independent copies of a pipeline that stages with these microbatches can form."""
+        return common_unit(shape.data for shape in self.shapes(num_microbatches))
 
-    def rows(self, num_microbatches: int, devices: int) -> int:
-        """Rows that each of a stage's devices sees per microbatch."""
-        return self.batch_rows * self.world_size // (num_microbatches * devices)
+    def rows(self, num_microbatches: int, data: int) -> int:
+        """Rows that each device of a stage sees per microbatch, by the stage's data-parallel degree."""
+        return self.batch_rows * self.world_size // (num_microbatches * data)
 
     def pipelines(self) -> tuple[tuple[int, int], ...]:
         """Every ``(number of stages, number of microbatches)`` for which devices can be dealt to stages."""
@@ -121,7 +162,7 @@ class Space:
         stages = [s for s in range(1, self.max_stages + 1) if asked is None or s in asked]
         result = []
         for num_microbatches in self._microbatch_counts():
-            counts = self.degrees(num_microbatches)
+            counts = sorted({shape.devices for shape in self.shapes(num_microbatches)})
             sums = {0}
             for num_stages in range(1, self.max_stages + 1):
                 sums = {total + count for total in sums for count in counts if total + count <= self.world_size}
@@ -133,15 +174,27 @@ class Space:
         asked = self.search.num_microbatches
         parts = divisors(self.batch_rows) if self.cuts_batches else (1,)
         found = {
-            part * self.world_size // count
+            part * self.world_size // data
             for part in parts
-            for count in self.device_counts
-            if part * self.world_size % count == 0
+            for data in self._data_degrees()
+            if part * self.world_size % data == 0
         }
         return tuple(sorted(found if asked is None else found & set(asked)))
 
+    def _data_degrees(self) -> tuple[int, ...]:
+        """Data-parallel degrees that a stage may have, ascending."""
+        counts, degrees = self.device_counts, {degree for degree, _ in self.tensor}
+        return tuple(sorted({count // degree for count in counts for degree in degrees if count % degree == 0}))
 
-def apply(search: SearchSpace, spec: ModelSpec, world_size: int, global_batch_size: int) -> Space:
+
+def apply(
+    search: SearchSpace,
+    spec: ModelSpec,
+    world_size: int,
+    global_batch_size: int,
+    *,
+    devices_per_node: int | None = None,
+) -> Space:
     """The search space of one network on a number of devices.
 
     Args:
@@ -149,6 +202,7 @@ def apply(search: SearchSpace, spec: ModelSpec, world_size: int, global_batch_si
         spec: The network, whose exclusions are honoured.
         world_size: Devices.
         global_batch_size: Rows that one Lightning batch brings over all devices.
+        devices_per_node: Devices of each node; by default all are in one.
 
     Raises:
         PlanError: If the batch does not come in equal parts from the devices.
@@ -163,6 +217,8 @@ def apply(search: SearchSpace, spec: ModelSpec, world_size: int, global_batch_si
     notes = [f"without {_FEATURE_WORDS[name]}: {'; '.join(why)}" for name, why in ruled_out.items() if why]
     if not spec.num_layers:
         notes.append("data parallelism only: the module has no repeated blocks to divide into stages or to recompute")
+    per_node = world_size if devices_per_node is None else devices_per_node
+    tensor, without = _tensor_kinds(search, spec, per_node)
     most = min(world_size, max(1, spec.num_layers), search.max_stages or world_size)
     return Space(
         search=search,
@@ -172,8 +228,44 @@ def apply(search: SearchSpace, spec: ModelSpec, world_size: int, global_batch_si
         max_stages=1 if ruled_out["pipeline"] else most,
         cuts_batches=not ruled_out["microbatches"],
         checkpointing=search.checkpointing and not ruled_out["checkpointing"] and spec.num_layers > 0,
-        notes=tuple(notes),
+        tensor=tensor,
+        devices_per_node=per_node,
+        notes=(*notes, *without),
     )
+
+
+def _tensor_kinds(
+    search: SearchSpace, spec: ModelSpec, devices_per_node: int
+) -> tuple[tuple[tuple[int, bool], ...], list[str]]:
+    """Tensor-parallel degrees to look at, with and without sequence parallelism, and why there are no others.
+
+    Degrees divide each other and the devices of a node, so that ranks that share layers always fit into nodes.
+    """
+    asked, module_map = search.tensor_parallel_degrees, spec.module_map
+    wanted = [count for count in divisors(devices_per_node) if count > 1 and (asked is None or count in asked)]
+    known = {(item.degree, item.sequence_parallel) for item in spec.splits}
+    possible = sorted({degree for degree, _ in known if degree in wanted})
+    chain = longest_chain(possible)
+    notes = []
+    if wanted and not possible:
+        why = "; ".join(module_map.excludes("tensor")) or "how its layers could be split is not known"
+        notes.append(f"without tensor parallelism: {why}")
+    elif left := [degree for degree in wanted if degree not in chain]:
+        notes.append(f"without tensor_parallel_degree {', '.join(map(str, left))}: {_why_left(left, possible)}")
+    kinds = [(1, False)] if asked is None or 1 in asked else []
+    for sequence in (False, True):
+        if search.sequence_parallel in (None, sequence):
+            kinds += [(degree, sequence) for degree in chain if (degree, sequence) in known]
+    if chain and search.sequence_parallel is not False and not any(sequence for _, sequence in kinds):
+        why = "; ".join(module_map.excludes("sequence")) or "where its layers could be split is not known"
+        notes.append(f"without sequence parallelism: {why}")
+    return tuple(sorted(kinds)), notes
+
+
+def _why_left(left: list[int], possible: list[int]) -> str:
+    if any(degree in possible for degree in left):
+        return "degrees of one plan must divide each other"
+    return "they do not divide what would be split"
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -184,25 +276,3 @@ def divisors(number: int) -> tuple[int, ...]:
 def common_unit(counts: Iterable[int]) -> int:
     """The greatest common divisor of some counts."""
     return reduce(gcd, counts, 0)
-
-
-def rank_layout(degrees: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Global ranks of every stage, by data-parallel index.
-
-    The ranks of a replica of the pipeline are contiguous. Within a replica the last stage comes first, so that global
-    rank 0, where Lightning prints, logs and writes checkpoints, is the one that sees losses.
-
-    Args:
-        degrees: Devices of each stage, all of them data-parallel.
-    """
-    replicas = common_unit(degrees)
-    widths = [degree // replicas for degree in degrees]
-    replica_size = sum(widths)
-    return tuple(
-        tuple(
-            replica * replica_size + sum(widths[index + 1 :]) + place
-            for replica in range(replicas)
-            for place in range(width)
-        )
-        for index, width in enumerate(widths)
-    )

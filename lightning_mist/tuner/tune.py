@@ -15,14 +15,15 @@ import numpy as np
 from lightning_mist.cost import StageCostModel, predict_with
 from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Checkpointing, Plan, Predicted, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan import Checkpointing, Plan, Predicted, StagePlan, ZeroStage
 from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.bound import PRECISION, solve
 from lightning_mist.tuner.infeasible import explain_infeasible
 from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.layout import rank_layout
 from lightning_mist.tuner.problem import Answer, InterStageProblem
-from lightning_mist.tuner.space import SearchSpace, Space, rank_layout
+from lightning_mist.tuner.space import SearchSpace, Space
 from lightning_mist.units import format_bytes, format_seconds
 
 USABLE_MEMORY = 0.8
@@ -147,7 +148,9 @@ def tune(
     """
     began = perf_counter()
     search = search or SearchSpace()
-    space = search_space.apply(search, spec, cluster.world_size, global_batch_size)
+    space = search_space.apply(
+        search, spec, cluster.world_size, global_batch_size, devices_per_node=cluster.devices_per_node
+    )
     intra = stages_of(space, spec, cluster, profile, memory_limit)
     model, limit = intra.model, intra.memory_limit
     outcome = _search(intra, space, began + search.solver_seconds)
@@ -290,12 +293,16 @@ def _quick_bound(intra: IntraStage, space: Space, num_stages: int, num_microbatc
     together at least its least time times devices.
     """
     most = space.world_size - num_stages + 1
-    degrees = np.array([count for count in space.degrees(num_microbatches) if count <= most])
+    shapes = [shape for shape in space.shapes(num_microbatches) if shape.devices <= most]
     if num_stages == 1:
-        degrees = degrees[degrees == space.world_size]
-    seconds = [intra.model.region_seconds(space.rows(num_microbatches, int(count))) for count in degrees]
+        shapes = [shape for shape in shapes if shape.devices == space.world_size]
+    seconds = [
+        intra.model.region_seconds(space.rows(num_microbatches, shape.data), shape.tensor, shape.sequence)
+        for shape in shapes
+    ]
     region_NR = np.stack([item.forward_R + item.backward_R for item in seconds])
-    slowest = float((region_NR * degrees[:, None]).min(axis=0).sum()) / space.world_size
+    devices_N1 = np.array([shape.devices for shape in shapes])[:, None]
+    slowest = float((region_NR * devices_N1).min(axis=0).sum()) / space.world_size
     total = float(region_NR.min(axis=0).sum())
     return (num_microbatches - 1) * slowest + max(total, slowest)
 
@@ -312,15 +319,16 @@ def _problem(intra: IntraStage, space: Space, num_stages: int, num_microbatches:
 def make_plan(space: Space, problem: InterStageProblem, chosen: tuple[int, ...]) -> Plan:
     """The plan that one choice per stage describes."""
     picked = [(slot, index) for slot, index in zip(problem.slots, chosen, strict=True)]
-    layout = rank_layout([int(slot.devices_K[index]) for slot, index in picked])
+    shapes = [slot.shape(index) for slot, index in picked]
+    layout = rank_layout([(shape.data, shape.tensor) for shape in shapes], space.devices_per_node)
     stages, first = [], 0
-    for (slot, index), devices in zip(picked, layout, strict=True):
+    for (slot, index), shape, devices in zip(picked, shapes, layout, strict=True):
         end = first + int(slot.layers_K[index])
         stages.append(
             StagePlan(
                 layers=(first, end),
-                mesh=StageMesh(devices=devices, data_parallel_degree=len(devices)),
-                microbatch_size=space.rows(problem.num_microbatches, len(devices)),
+                mesh=shape.mesh(devices),
+                microbatch_size=space.rows(problem.num_microbatches, shape.data),
                 zero_stage=ZeroStage(int(slot.zero_stage_K[index])),
                 checkpointing=Checkpointing(layers=int(slot.checkpointed_K[index])),
             )
@@ -345,6 +353,8 @@ def _stages(count: int) -> str:
 def _numbers(model: StageCostModel, plan: Plan, limit: float, asked: int | None) -> Iterable[str]:
     """Where the numbers behind a plan come from."""
     sources = {model.region_seconds(stage.microbatch_size).source for stage in plan.stages}
+    if any(stage.mesh.tensor_parallel_degree > 1 for stage in plan.stages) and model.spec.seconds:
+        yield "seconds of split layers shrink as their FLOPs and bytes do; tensor parallelism is not measured"
     words = {
         "rates": f"seconds of layers follow from FLOPs and bytes and the profile's rates ({model.profile.source})",
         "extrapolated": "seconds of layers are extrapolated from measured microbatch sizes",

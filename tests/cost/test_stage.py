@@ -6,7 +6,8 @@ import pytest
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
 from lightning_mist.cost.memory import BUCKET_BYTES
 from lightning_mist.cost.stage import GRADIENT_PASSES, OPERATORS_PER_PARAMETER
-from tests.specs import cluster, profile, spec
+from lightning_mist.cost.time import compute_rate
+from tests.specs import cluster, profile, spec, with_splits
 
 
 def one(start, end, *, checkpointed=0, zero=0):
@@ -133,3 +134,55 @@ def test_steady_time_is_the_sum_of_its_terms():
     seconds = model().seconds(slot(0, 2, degree=2), one(0, 2, checkpointed=1))
     terms = seconds.forward_K + seconds.backward_K + seconds.recompute_K + seconds.transfer_K
     np.testing.assert_array_equal(seconds.steady_K, terms)
+
+
+def split_slot(degree, *, sequence=False, stages=1):
+    return dataclasses.replace(slot(0, stages), tensor_parallel_degree=degree, sequence_parallel=sequence)
+
+
+def test_split_layers_shrink_as_their_work_does_and_exchange():
+    machine = profile(link=1e8, latency=1e-4)
+    network = with_splits(spec(4, measured=True), (2, False), (2, True))
+    whole = model(network, machine).seconds(slot(), one(0, 4))
+    half = model(network, machine).seconds(split_slot(2), one(0, 4))
+    # Two messages with 2000 bytes of two rows each, per layer and for the tail.
+    exchange = 2 * 1e-4 + 2000 * 2 / 1e8
+    parts = [regions.forward_R for regions in (model(network, machine).region_seconds(2, degree) for degree in (1, 2))]
+    # Half of the work, at the rate of smaller products; but just as many operators to launch.
+    rates = [
+        2e8 / share / compute_rate(machine, "float32", 2e8 / share / 20) + 60_000 / share / 1e9 + 20 * 1e-6
+        for share in (1, 2)
+    ]
+    assert parts[1][1] == pytest.approx(parts[0][1] * rates[1] / rates[0] + exchange)
+    assert half.forward_K[0] == pytest.approx(parts[1].sum())
+    assert half.forward_K[0] < whole.forward_K[0]
+    along = model(network, machine).seconds(split_slot(2, sequence=True), one(0, 4))
+    assert along.forward_K[0] - half.forward_K[0] == pytest.approx(5 * exchange)
+
+
+def test_a_recomputed_split_layer_exchanges_again():
+    network = with_splits(spec(4, measured=True), (2, False))
+    seconds = model(network)
+    again = seconds.seconds(split_slot(2), one(0, 4, checkpointed=3)).recompute_K[0]
+    assert again == pytest.approx(3 * seconds.region_seconds(2, 2).forward_R[1])
+
+
+def test_sequence_parallel_stages_hand_on_parts():
+    machine = profile(link=1e8, latency=0.0)
+    network = with_splits(spec(4, measured=True), (2, False), (2, True))
+    waits = [
+        model(network, machine).seconds(split_slot(2, sequence=sequence, stages=2), one(0, 2)).transfer_K[0]
+        for sequence in (False, True)
+    ]
+    assert waits[0] == pytest.approx(2 * waits[1])
+
+
+def test_split_parameters_are_held_reduced_and_updated_in_part():
+    network = with_splits(spec(4, measured=True), (2, False))
+    whole, half = (model(network).memory(split_slot(degree)).holdings.of(one(0, 4)) for degree in (1, 2))
+    biases = 4 * 400
+    assert half.trained_K[0] == (whole.trained_K[0] - biases) / 2 + biases
+    assert (
+        model(network).seconds(split_slot(2), one(0, 4)).update_K[0]
+        < model(network).seconds(slot(), one(0, 4)).update_K[0]
+    )

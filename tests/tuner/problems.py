@@ -20,6 +20,8 @@ def slot(start, layers, devices, steady, boundary):
         peak_K=zeros.astype(np.float64),
         checkpointed_K=zeros,
         zero_stage_K=zeros,
+        tensor_K=zeros + 1,
+        sequence_K=zeros,
     )
 
 

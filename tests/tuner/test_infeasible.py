@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from lightning_mist.cost import predict
+from lightning_mist.cost import StageCostModel, predict_with
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.tuner import SearchSpace, tune
 from lightning_mist.units import format_bytes
@@ -13,15 +13,16 @@ from tests.tuner.test_tune import SMALL, every_plan, search
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_least_that_any_plan_needs_is_named(name):
-    network, devices, rows = SMALL[name]
+    network, devices, rows, limits = SMALL[name]
+    model = StageCostModel(network, profile(), cluster(devices))
     least = min(
-        max(stage.peak_bytes for stage in predict(network, profile(), cluster(devices), plan).stages)
-        for plan in every_plan(network, devices, rows)
+        max(stage.peak_bytes for stage in predict_with(model, plan).stages)
+        for plan in every_plan(network, devices, rows, **limits)
     )
     match = re.escape(f"The least that any plan needs is {format_bytes(least)}, on stage")
     with pytest.raises(InfeasibleError, match=match):
-        search(network, devices=devices, rows=rows, memory=least - 1)
-    assert search(network, devices=devices, rows=rows, memory=least).plan
+        search(network, devices=devices, rows=rows, memory=least - 1, **limits)
+    assert search(network, devices=devices, rows=rows, memory=least, **limits).plan
 
 
 def test_the_message_says_limit_terms_and_ways_out():

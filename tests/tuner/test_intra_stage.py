@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 
@@ -5,7 +7,7 @@ from lightning_mist.cost import StageCandidates, StageCostModel
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.intra_stage import ANYWHERE, IntraStage, layer_classes, with_peaks_as_seconds
 from lightning_mist.tuner.space import apply
-from tests.specs import cluster, profile, spec
+from tests.specs import cluster, profile, spec, with_splits
 
 
 def intra(network, *, limit=1e12, devices=4, rows=4, **search):
@@ -17,41 +19,44 @@ ALIKE = spec(6, measured=True)
 MIXED = spec(6, kinds=(0, 1, 1, 0, 1, 1), widths=(1000, 2500), measured=True)
 
 
+SPLIT = with_splits(ALIKE, (2, False), (2, True), (4, False))
+
+
 def by_hand(maker, index, stages, microbatches):
     """Every feasible, non-dominated choice, one candidate evaluated at a time."""
     space, model = maker.space, maker.model
     found = {}
-    for devices in space.degrees(microbatches):
-        slot = maker.slot(index, stages, microbatches, devices)
-        for start in range(space.num_layers):
-            for end in range(start + 1, space.num_layers + 1):
-                if (start == 0) != (index == 0) or (end == space.num_layers) != (index == stages - 1):
-                    continue
-                if start < index or end > space.num_layers - (stages - 1 - index):
-                    continue
-                options = []
-                for kept in range(end - start + 1):
-                    for zero in space.search.zero_stages if devices > 1 else (0,):
-                        one = StageCandidates(
-                            start_K=np.array([start]),
-                            end_K=np.array([end]),
-                            checkpointed_K=np.array([kept]),
-                            zero_stage_K=np.array([zero]),
-                        )
-                        if model.memory.peaks(slot, one)[0] <= maker.memory_limit:
-                            costs = model.evaluate(slot, one)
-                            options.append((costs.steady_K[0], costs.boundary_K[0]))
-                found[start, end - start, devices] = {
-                    (t, d) for t, d in options if not any((u <= t and e <= d and (u, e) != (t, d)) for u, e in options)
-                }
-    return {key: value for key, value in found.items() if value}
+    for shape in space.shapes(microbatches):
+        slot = maker.slot(index, stages, microbatches, shape)
+        for start, end in itertools.combinations(range(space.num_layers + 1), 2):
+            if (start == 0) != (index == 0) or (end == space.num_layers) != (index == stages - 1):
+                continue
+            if start < index or end > space.num_layers - (stages - 1 - index):
+                continue
+            options = found.setdefault((start, end - start, shape.devices), [])
+            for kept in range(end - start + 1):
+                for zero in space.search.zero_stages if shape.data > 1 else (0,):
+                    one = StageCandidates(
+                        start_K=np.array([start]),
+                        end_K=np.array([end]),
+                        checkpointed_K=np.array([kept]),
+                        zero_stage_K=np.array([zero]),
+                    )
+                    if model.memory(slot).peaks(slot, one)[0] <= maker.memory_limit:
+                        costs = model.evaluate(slot, one)
+                        options.append((costs.steady_K[0], costs.boundary_K[0]))
+    best = {
+        key: {(t, d) for t, d in points if not any((u <= t and e <= d and (u, e) != (t, d)) for u, e in points)}
+        for key, points in found.items()
+    }
+    return {key: value for key, value in best.items() if value}
 
 
-@pytest.mark.parametrize("network", [ALIKE, MIXED])
+@pytest.mark.parametrize("network", [ALIKE, MIXED, SPLIT])
 @pytest.mark.parametrize(("index", "stages"), [(0, 1), (0, 3), (1, 3), (2, 3), (1, 4)])
 @pytest.mark.parametrize("limit", [1e12, 1_000_000, 700_000])
 def test_equals_evaluating_one_by_one(network, index, stages, limit):
-    maker = intra(network, limit=limit, zero_stages=(0, 1, 2, 3))
+    maker = intra(network, limit=limit, zero_stages=(0, 1, 2, 3), tensor_parallel_degrees=None)
     choices = maker.frontier(index, stages, 4)
     wanted = by_hand(maker, index, stages, 4)
     found = {}

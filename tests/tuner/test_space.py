@@ -1,24 +1,27 @@
 import itertools
+from math import gcd
 
 import pytest
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Plan, StageMesh, StagePlan, replica_ranks, row_slice
+from lightning_mist.plan import Plan, StageMesh, StagePlan, row_slice
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.space import apply, divisors, rank_layout
-from tests.specs import spec
+from lightning_mist.tuner.layout import rank_layout
+from lightning_mist.tuner.space import Shape, apply, divisors
+from tests.specs import spec, with_splits
 
 
 def space(layers=4, devices=4, rows=4, *, exclusions=(), **search):
     return apply(SearchSpace(**search), spec(layers, exclusions=exclusions), devices, rows * devices)
 
 
-def brute_force(layers, devices, rows):
-    """Numbers of stages and microbatches for which some plan of data-parallel stages obeys every rule."""
+def brute_force(layers, devices, rows, tensor=(1,)):
+    """Numbers of stages and microbatches for which some plan obeys every rule."""
     found = set()
+    every = [(count // t, t) for count in divisors(devices) for t in tensor if count % t == 0]
     for num_stages in range(1, min(layers, devices) + 1):
-        for degrees in itertools.product(divisors(devices), repeat=num_stages):
-            if sum(degrees) != devices:
+        for degrees in itertools.product(every, repeat=num_stages):
+            if sum(data * t for data, t in degrees) != devices:
                 continue
             for count in range(1, rows * devices + 1):
                 if (rows * devices) % count == 0 and is_allowed(degrees, devices, rows, count):
@@ -29,10 +32,10 @@ def brute_force(layers, devices, rows):
 def is_allowed(degrees, devices, rows, count):
     stages = []
     for index, (degree, ranks) in enumerate(zip(degrees, rank_layout(degrees), strict=True)):
-        size, rest = divmod(rows * devices, degree * count)
+        size, rest = divmod(rows * devices, degree[0] * count)
         if rest:
             return False
-        mesh = StageMesh(devices=ranks, data_parallel_degree=degree)
+        mesh = StageMesh(devices=ranks, data_parallel_degree=degree[0], tensor_parallel_degree=degree[1])
         stages.append(StagePlan(layers=(index, index + 1), mesh=mesh, microbatch_size=size))
     plan = Plan(global_batch_size=rows * devices, num_microbatches=count, stages=tuple(stages))
     try:
@@ -45,6 +48,51 @@ def is_allowed(degrees, devices, rows, count):
 @pytest.mark.parametrize(("layers", "devices", "rows"), [(4, 4, 4), (3, 4, 6), (6, 6, 2), (2, 3, 4), (1, 4, 3)])
 def test_pipelines_are_those_that_the_rules_of_plans_allow(layers, devices, rows):
     assert set(space(layers, devices, rows).pipelines()) == brute_force(layers, devices, rows)
+
+
+@pytest.mark.parametrize(("layers", "devices", "rows"), [(3, 4, 2), (2, 6, 2)])
+def test_tensor_parallel_devices_load_batches_that_others_share(layers, devices, rows):
+    network = with_splits(spec(layers), (2, False), (2, True))
+    found = apply(SearchSpace(tensor_parallel_degrees=None), network, devices, rows * devices)
+    assert found.tensor == ((1, False), (2, False), (2, True))
+    assert set(found.pipelines()) == brute_force(layers, devices, rows, tensor=(1, 2))
+    # Two ranks that share every layer compute on two batches, one after the other.
+    alone = apply(SearchSpace(tensor_parallel_degrees=(2,)), network, 2, 2)
+    assert alone.pipelines() == ((1, 2),)
+    assert alone.shapes(2) == (Shape(1, 2, False), Shape(1, 2, True))
+
+
+def kinds_and_notes(*splits, exclusions=(), devices_per_node=8, **search):
+    network = with_splits(spec(4, exclusions=exclusions), *splits)
+    limits = SearchSpace(**{"tensor_parallel_degrees": None, **search})
+    found = apply(limits, network, 24, 24, devices_per_node=devices_per_node)
+    return found.tensor, found.notes
+
+
+def test_why_layers_are_not_split_is_said():
+    assert kinds_and_notes(exclusions=[("tensor", "no linear layers")]) == (
+        ((1, False),),
+        ("without tensor parallelism: no linear layers",),
+    )
+    kinds, notes = kinds_and_notes((2, False), exclusions=[("sequence", "it pools")])
+    assert kinds == ((1, False), (2, False))
+    assert notes == (
+        "without tensor_parallel_degree 4, 8: they do not divide what would be split",
+        "without sequence parallelism: it pools",
+    )
+    assert kinds_and_notes((2, False), tensor_parallel_degrees=(1,)) == (((1, False),), ())
+    every = [(2, False), (2, True)]
+    assert kinds_and_notes(*every, tensor_parallel_degrees=(2,), sequence_parallel=True)[0] == ((2, True),)
+    assert kinds_and_notes(*every, tensor_parallel_degrees=(1, 2), sequence_parallel=False) == (
+        ((1, False), (2, False)),
+        (),
+    )
+
+
+def test_degrees_of_one_search_divide_each_other():
+    kinds, notes = kinds_and_notes((2, False), (3, False), (6, False), devices_per_node=6, sequence_parallel=False)
+    assert kinds == ((1, False), (3, False), (6, False))
+    assert notes == ("without tensor_parallel_degree 2: degrees of one plan must divide each other",)
 
 
 def test_whole_batches_only():
@@ -74,7 +122,7 @@ def test_a_module_without_blocks_is_data_parallel():
 def test_limits_are_kept():
     found = space(8, 8, 4, max_stages=4, num_stages=(1, 4, 8), num_microbatches=(2, 4, 8), devices_per_stage=(2, 8))
     assert found.pipelines() == ((1, 2), (1, 4), (4, 4), (4, 8))
-    assert found.degrees(4) == (2, 8)
+    assert found.shapes(4) == (Shape(2), Shape(8))
 
 
 def test_the_batch_must_be_a_multiple_of_the_devices():
@@ -89,6 +137,7 @@ def test_the_batch_must_be_a_multiple_of_the_devices():
         ({"num_stages": ()}, "num_stages"),
         ({"num_microbatches": (0,)}, "num_microbatches"),
         ({"zero_stages": (4,)}, "zero_stages"),
+        ({"tensor_parallel_degrees": (0,)}, "tensor_parallel_degrees"),
         ({"schedule": "zigzag"}, "known schedules are 1f1b, gpipe, interleaved-1f1b, zb-h1"),
         ({"solver_seconds": 0.0}, "solver_seconds"),
     ],
@@ -98,31 +147,9 @@ def test_wrong_limits_are_refused(argument, match):
         SearchSpace(**argument)
 
 
-@pytest.mark.parametrize("degrees", [(4,), (1, 1), (2, 2), (1, 2), (4, 2, 2), (6, 3, 3)])
-def test_the_layout_keeps_replicas_together_and_the_last_stage_first(degrees):
-    layout = rank_layout(degrees)
-    assert sorted(rank for ranks in layout for rank in ranks) == list(range(sum(degrees)))
-    assert layout[-1][0] == 0
-    stages = tuple(
-        StagePlan(
-            layers=(index, index + 1),
-            mesh=StageMesh(devices=ranks, data_parallel_degree=len(ranks)),
-            microbatch_size=12 // len(ranks),
-        )
-        for index, ranks in enumerate(layout)
-    )
-    plan = Plan(global_batch_size=12, num_microbatches=1, stages=stages)
-    for replica in range(plan.num_replicas):
-        ranks = replica_ranks(plan, replica)
-        assert ranks == tuple(range(ranks[0], ranks[0] + len(ranks)))
-        assert [plan.stage_of(rank) for rank in ranks] == sorted((plan.stage_of(r) for r in ranks), reverse=True)
-
-
 @pytest.mark.parametrize("degrees", [(2, 2), (1, 1, 2), (4,)])
 def test_the_least_number_of_replicas_is_no_more_than_that_of_a_plan(degrees):
     found = space(4, 4, 4)
     for num_stages, count in found.pipelines():
-        if num_stages == len(degrees) and all(degree in found.degrees(count) for degree in degrees):
-            from math import gcd
-
-            assert found.least_replicas(num_stages, count) <= gcd(*degrees)
+        if num_stages == len(degrees) and all(Shape(degree) in found.shapes(count) for degree in degrees):
+            assert found.least_replicas(count) <= gcd(*degrees)

@@ -3,14 +3,15 @@ import itertools
 import numpy as np
 import pytest
 
-from lightning_mist.cost import predict
+from lightning_mist.cost import StageCostModel, predict, predict_with
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import catalog_profile, parse_cluster
-from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage, row_slice, to_json
+from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, row_slice, to_json
 from lightning_mist.tuner import SearchSpace, tune
 from lightning_mist.tuner.bound import PRECISION
-from lightning_mist.tuner.space import apply, rank_layout
-from tests.specs import cluster, profile, spec
+from lightning_mist.tuner.layout import rank_layout
+from lightning_mist.tuner.space import apply
+from tests.specs import cluster, profile, spec, with_splits
 
 
 def search(network, *, devices=2, rows=2, memory=10**12, machine=None, **limits):
@@ -24,18 +25,20 @@ def search(network, *, devices=2, rows=2, memory=10**12, machine=None, **limits)
     )
 
 
-def every_plan(network, devices, rows):
+def every_plan(network, devices, rows, **limits):
     """Every plan of the search space, one by one."""
-    space = apply(SearchSpace(), network, devices, rows * devices)
+    space = apply(SearchSpace(**limits), network, devices, rows * devices)
     for num_stages, count in space.pipelines():
-        for degrees in itertools.product(space.degrees(count), repeat=num_stages):
-            if sum(degrees) != devices:
+        for shapes in itertools.product(space.shapes(count), repeat=num_stages):
+            if sum(shape.devices for shape in shapes) != devices:
                 continue
+            layout = rank_layout([(shape.data, shape.tensor) for shape in shapes])
+            meshes = [shape.mesh(ranks) for shape, ranks in zip(shapes, layout, strict=True)]
             for cuts in itertools.combinations(range(1, network.num_layers), num_stages - 1):
                 edges = (0, *cuts, network.num_layers)
                 sizes = [end - start for start, end in itertools.pairwise(edges)]
                 kept = itertools.product(*(range(size + 1) for size in sizes))
-                zero = itertools.product(*((0, 1) if degree > 1 else (0,) for degree in degrees))
+                zero = itertools.product(*(space.search.zero_stages if shape.data > 1 else (0,) for shape in shapes))
                 for checkpointed, zeros in itertools.product(kept, list(zero)):
                     yield Plan(
                         global_batch_size=rows * devices,
@@ -43,36 +46,43 @@ def every_plan(network, devices, rows):
                         stages=tuple(
                             StagePlan(
                                 layers=(edges[i], edges[i + 1]),
-                                mesh=StageMesh(devices=ranks, data_parallel_degree=len(ranks)),
-                                microbatch_size=space.rows(count, len(ranks)),
+                                mesh=mesh,
+                                microbatch_size=space.rows(count, mesh.data_parallel_degree),
                                 zero_stage=ZeroStage(zeros[i]),
                                 checkpointing=Checkpointing(layers=checkpointed[i]),
                             )
-                            for i, ranks in enumerate(rank_layout(degrees))
+                            for i, mesh in enumerate(meshes)
                         ),
                     )
 
 
+SHARDED = {"zero_stages": (0, 1, 2, 3)}
+SPLIT = {"tensor_parallel_degrees": None}
 SMALL = {
-    "alike": (spec(4, tied=True, measured=True), 2, 2),
-    "mixed": (spec(4, kinds=(0, 1, 1, 0), widths=(1000, 2500), measured=True), 3, 2),
-    "uneven edges": (spec(3, edge_bytes=400_000, measured=True), 3, 4),
+    "alike": (spec(4, tied=True, measured=True), 2, 2, {}),
+    "mixed": (spec(4, kinds=(0, 1, 1, 0), widths=(1000, 2500), measured=True), 3, 2, {}),
+    "uneven edges": (spec(3, edge_bytes=400_000, measured=True), 3, 4, {}),
+    "sharded": (spec(3, edge_bytes=120_000, measured=True), 4, 1, SHARDED),
+    "split": (with_splits(spec(4, measured=True), (2, False), (2, True)), 2, 4, SPLIT),
+    "split and sharded": (with_splits(spec(2), (2, False), (4, False), (2, True)), 4, 2, {**SPLIT, **SHARDED}),
 }
+"""Networks, devices, rows of a batch on each, and limits of the search."""
 
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("share", [1.01, 0.8, 0.65])
 def test_no_plan_is_faster(name, share):
-    network, devices, rows = SMALL[name]
+    network, devices, rows, limits = SMALL[name]
+    model = StageCostModel(network, profile(), cluster(devices))
     predictions = [
         (item.step_seconds, max(stage.peak_bytes for stage in item.stages))
-        for plan in every_plan(network, devices, rows)
-        for item in [predict(network, profile(), cluster(devices), plan)]
+        for plan in every_plan(network, devices, rows, **limits)
+        for item in [predict_with(model, plan)]
     ]
     # Between what the least and the most demanding plan needs.
     least, most = (f(peak for _, peak in predictions) for f in (min, max))
     limit = int(least + (most - least) * (share - 0.6))
-    found = search(network, devices=devices, rows=rows, memory=limit)
+    found = search(network, devices=devices, rows=rows, memory=limit, **limits)
     wanted = min(seconds for seconds, peak in predictions if peak <= limit)
     assert found.predicted.step_seconds == pytest.approx(wanted, rel=10 * PRECISION)
     assert max(stage.peak_bytes for stage in found.predicted.stages) <= limit

@@ -1,0 +1,89 @@
+"""Which ranks belong to which stage."""
+
+from collections.abc import Sequence
+from functools import reduce
+from math import gcd
+from typing import NamedTuple
+
+from lightning_mist.errors import PlanError
+
+
+class _Unit(NamedTuple):
+    """Tensor-parallel ranks that go together: those of one data-parallel index of one stage."""
+
+    stage: int
+    data_index: int
+    size: int
+
+
+def rank_layout(degrees: Sequence[tuple[int, int]], devices_per_node: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """Global ranks of every stage, data-parallel index slowest, tensor-parallel index fastest.
+
+    The ranks of a replica of the pipeline are contiguous. Within a replica the last stage comes first, so that global
+    rank 0, where Lightning prints, logs and writes checkpoints, is one that sees losses. If tensor-parallel ranks would
+    so lie in several nodes, stages are dealt to nodes by falling tensor-parallel degree instead; rank 0 stays one of
+    the last stage.
+
+    Args:
+        degrees: Data- and tensor-parallel degree of every stage.
+        devices_per_node: Ranks of each node; by default there is one node.
+
+    Raises:
+        PlanError: If the tensor-parallel ranks of some stage cannot be within one node.
+    """
+    replicas = reduce(gcd, (data for data, _ in degrees), 0)
+    units = [
+        _Unit(stage, replica * (data // replicas) + place, tensor)
+        for replica in range(replicas)
+        for stage, (data, tensor) in reversed(list(enumerate(degrees)))
+        for place in range(data // replicas)
+    ]
+    if devices_per_node is not None and not _fits(units, devices_per_node):
+        units = _by_node(units, devices_per_node)
+    ranks: dict[tuple[int, int], range] = {}
+    first = 0
+    for unit in units:
+        ranks[unit.stage, unit.data_index] = range(first, first + unit.size)
+        first += unit.size
+    return tuple(
+        tuple(rank for index in range(data) for rank in ranks[stage, index]) for stage, (data, _) in enumerate(degrees)
+    )
+
+
+def _fits(units: Sequence[_Unit], devices_per_node: int) -> bool:
+    """Whether no unit lies in two nodes."""
+    first = 0
+    for unit in units:
+        if first // devices_per_node != (first + unit.size - 1) // devices_per_node:
+            return False
+        first += unit.size
+    return True
+
+
+def _by_node(units: Sequence[_Unit], devices_per_node: int) -> list[_Unit]:
+    """The units node by node, none in two of them, a unit of the last stage first."""
+    count = -(-sum(unit.size for unit in units) // devices_per_node)
+    nodes: list[list[_Unit]] = [[] for _ in range(count)]
+    free = [devices_per_node] * count
+    for unit in sorted(units, key=lambda unit: -unit.size):
+        node = next((index for index in range(count) if free[index] >= unit.size), None)
+        if node is None:
+            raise PlanError(
+                f"tensor_parallel_degree of {[unit.size for unit in units]} on nodes of {devices_per_node} devices: "
+                "the ranks that share a layer must be in one node; use degrees that divide each other and "
+                f"{devices_per_node}"
+            )
+        nodes[node].append(unit)
+        free[node] -= unit.size
+    order = {unit: index for index, unit in enumerate(units)}
+    nodes.sort(key=lambda node: min((order[unit] for unit in node), default=len(units)))
+    return [unit for node in nodes for unit in sorted(node, key=order.__getitem__)]
+
+
+def longest_chain(numbers: Sequence[int]) -> tuple[int, ...]:
+    """Of ascending numbers the longest part in which each divides the next; of equally long ones the largest."""
+    best: list[tuple[int, ...]] = []
+    for number in numbers:
+        before = [chain for chain in best if number % chain[-1] == 0]
+        best.append((*max(before, key=lambda chain: (len(chain), chain), default=()), number))
+    return max(best, key=lambda chain: (len(chain), chain[::-1]), default=())
