@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.runtime.buckets import BUCKET_BYTES, views_like
+from lightning_mist.runtime.buckets import BUCKET_BYTES
 from lightning_mist.runtime.mesh import make_mesh
+from lightning_mist.runtime.parts import Speakers, speakers_of
 from lightning_mist.runtime.transport import Transport, Work
 
 _GATHER_TAG = 1 << 21
@@ -20,16 +22,33 @@ _SEGMENTS_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Segment:
-    """Consecutive parameters that one rank answers for, and that share a dtype."""
+    """Consecutive parameters that the same ranks answer for, and that share a dtype.
+
+    Attributes:
+        ranks: The ranks; each has one part of every parameter, or a single one the whole.
+        names: The parameters.
+        shapes: Shape of what each rank has of them.
+    """
+
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """What one speaker has of a segment, on its way; nothing travels to where it is."""
 
     speaker: int
-    names: tuple[str, ...]
+    flat: Tensor | None
+    work: Work | None
 
 
 class ParameterGatherer:
     """Brings every parameter of the module, in the module's order, to every rank or to one.
 
-    Under ZeRO-1 all ranks of a stage hold its parameters between steps, so one of them speaks for the stage.
+    Of the copies that several ranks hold, one speaks for all. A parameter that tensor parallelism has shared out is put
+    together from its parts.
 
     Args:
         plan: The plan.
@@ -38,6 +57,9 @@ class ParameterGatherer:
             dtype although their storage is gone.
         module_map: Where the module can be cut.
         transport: Connects the ranks.
+
+    Attributes:
+        speakers: Who answers for each parameter.
     """
 
     def __init__(
@@ -50,8 +72,8 @@ class ParameterGatherer:
     ) -> None:
         self._rank, self._transport, self._all = rank, transport, parameters
         self._world = tuple(range(plan.world_size))
-        mesh = make_mesh(plan, rank, module_map)
-        self._speakers = {item.name: mesh.speaker(item) for item in mesh.parameters}
+        self.speakers = speakers_of(plan, make_mesh(plan, rank, module_map).parameters, module_map)
+        self._shapes = {use.name: use.shape for use in module_map.parameters}
 
     def run(self, sink: Callable[[str, Tensor], None], *, destination: int | None = None) -> Iterator[Work]:
         """Hand every parameter to ``sink`` once, by canonical name, in the module's order.
@@ -61,61 +83,84 @@ class ParameterGatherer:
                 itself or with other values: copy what is kept.
             destination: The one rank whose sink is called; every rank's if None.
         """
-        outstanding: list[tuple[_Segment, Tensor | None, Work | None]] = []
-        for number, segment in enumerate(self._segments()):
-            outstanding.append((segment, *self._post(segment, number, destination)))
+        outstanding: list[tuple[_Segment, list[_Transfer]]] = []
+        tag = _GATHER_TAG
+        for segment in self._segments():
+            transfers = []
+            for speaker in segment.ranks:
+                transfers.append(self._post(segment, speaker, tag, destination))
+                tag += 1
+            outstanding.append((segment, transfers))
             if len(outstanding) == _SEGMENTS_IN_FLIGHT:
                 yield from self._deliver(*outstanding.pop(0), sink, destination)
         for item in outstanding:
             yield from self._deliver(*item, sink, destination)
 
     def _segments(self) -> list[_Segment]:
-        segments: list[tuple[int, torch.dtype, list[str]]] = []
+        segments: list[tuple[tuple[int, ...], torch.dtype, list[str]]] = []
         size = 0
-        for name, speaker in self._speakers.items():
-            parameter = self._all[name]
-            nbytes = parameter.numel() * parameter.element_size()
-            if not segments or segments[-1][:2] != (speaker, parameter.dtype) or size + nbytes > BUCKET_BYTES:
-                segments.append((speaker, parameter.dtype, []))
+        for name, speakers in self.speakers.items():
+            dtype = self._all[name].dtype
+            nbytes = prod(self._shape(name, speakers)) * dtype.itemsize
+            if not segments or segments[-1][:2] != (speakers.ranks, dtype) or size + nbytes > BUCKET_BYTES:
+                segments.append((speakers.ranks, dtype, []))
                 size = 0
             segments[-1][2].append(name)
             size += nbytes
-        return [_Segment(speaker=speaker, names=tuple(names)) for speaker, _, names in segments]
+        return [
+            _Segment(
+                ranks=ranks,
+                names=tuple(names),
+                shapes=tuple(self._shape(name, self.speakers[name]) for name in names),
+            )
+            for ranks, _, names in segments
+        ]
 
-    def _post(self, segment: _Segment, number: int, destination: int | None) -> tuple[Tensor | None, Work | None]:
-        is_speaker = self._rank == segment.speaker
-        if destination is not None and (self._rank not in {segment.speaker, destination} or is_speaker):
-            if not is_speaker or destination == self._rank:
-                return None, None
-        elif len(self._world) == 1:
-            return None, None
-        parameters = [self._all[name] for name in segment.names]
-        numel = sum(parameter.numel() for parameter in parameters)
-        flat = torch.empty(numel, dtype=parameters[0].dtype, device=parameters[0].device)
+    def _shape(self, name: str, speakers: Speakers) -> tuple[int, ...]:
+        return self._shapes[name] if speakers.part is None else speakers.part.local_shape
+
+    def _post(self, segment: _Segment, speaker: int, tag: int, destination: int | None) -> _Transfer:
+        nothing = _Transfer(speaker=speaker, flat=None, work=None)
+        is_speaker = self._rank == speaker
+        if len(self._world) == 1 or destination == speaker:
+            return nothing
+        if destination is not None and self._rank not in (speaker, destination):
+            return nothing
+        like = self._all[segment.names[0]]
+        flat = torch.empty(sum(map(prod, segment.shapes)), dtype=like.dtype, device=like.device)
         if is_speaker:
-            torch._foreach_copy_(views_like(flat, parameters), [parameter.detach() for parameter in parameters])
+            torch._foreach_copy_(_views(flat, segment.shapes), [self._all[name].detach() for name in segment.names])
         if destination is None:
-            return flat, self._transport.broadcast(flat, segment.speaker, self._world)
-        if is_speaker:
-            return flat, self._transport.isend(flat, destination, _GATHER_TAG + number)
-        return flat, self._transport.irecv(flat, segment.speaker, _GATHER_TAG + number)
+            work = self._transport.broadcast(flat, speaker, self._world)
+        elif is_speaker:
+            work = self._transport.isend(flat, destination, tag)
+        else:
+            work = self._transport.irecv(flat, speaker, tag)
+        return _Transfer(speaker=speaker, flat=flat, work=work)
 
     def _deliver(
         self,
         segment: _Segment,
-        flat: Tensor | None,
-        work: Work | None,
+        transfers: list[_Transfer],
         sink: Callable[[str, Tensor], None],
         destination: int | None,
     ) -> Iterator[Work]:
-        if work is not None:
-            yield work
+        for transfer in transfers:
+            if transfer.work is not None:
+                yield transfer.work
         if destination not in (None, self._rank):
             return
-        parameters = [self._all[name] for name in segment.names]
-        if flat is None or self._rank == segment.speaker:
-            values = [parameter.detach() for parameter in parameters]
-        else:
-            values = views_like(flat, parameters)
-        for name, value in zip(segment.names, values, strict=True):
-            sink(name, value)
+        values = [self._values(segment, transfer) for transfer in transfers]
+        for name, *parts in zip(segment.names, *values, strict=True):
+            part = self.speakers[name].part
+            sink(name, parts[0] if part is None else part.join(parts))
+
+    def _values(self, segment: _Segment, transfer: _Transfer) -> list[Tensor]:
+        if transfer.flat is None or self._rank == transfer.speaker:
+            return [self._all[name].detach() for name in segment.names]
+        return _views(transfer.flat, segment.shapes)
+
+
+def _views(flat: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+    sizes = [prod(shape) for shape in shapes]
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]

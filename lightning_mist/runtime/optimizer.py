@@ -2,11 +2,12 @@
 
 The optimizer is the one that the user built over the whole module. It is cut by removing from its groups what this rank
 does not update; a checkpoint still has the layout that a single process or data parallelism gives, with parameters
-numbered through all groups as the user listed them.
+numbered through all groups as the user listed them. Of a parameter that tensor parallelism has shared out the rank
+updates its part; state with one value per entry is shared out in the same way, other state is the same on all ranks.
 """
 
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mist.runtime.mesh import Mesh
+from lightning_mist.runtime.parts import Part, Speakers
 from lightning_mist.runtime.transport import Transport, Work
 
 _STATE_TAG = 1 << 22
@@ -34,11 +36,13 @@ class OptimizerCut:
         optimizer: The user's optimizer.
         groups: For each of its groups, every parameter that the user put there.
         names: For each of its groups, the names that came with the parameters; None if none did.
+        parts: Of which parameters this rank has a part.
     """
 
     optimizer: Optimizer
     groups: tuple[tuple[nn.Parameter, ...], ...]
     names: tuple[tuple[str, ...] | None, ...]
+    parts: Mapping[nn.Parameter, Part] = field(default_factory=dict)
 
     @property
     def numbers(self) -> dict[Tensor, int]:
@@ -47,18 +51,27 @@ class OptimizerCut:
         return {parameter: number for number, parameter in enumerate(parameters)}
 
     def restore(self) -> None:
-        """Give the optimizer all its parameters back; state stays with those that it updated."""
+        """Give the optimizer all its parameters back; state stays with those that it updated as a whole."""
+        for parameter in self.parts:
+            self.optimizer.state.pop(parameter, None)
         for group, parameters, names in zip(self.optimizer.param_groups, self.groups, self.names, strict=True):
             group["params"][:] = parameters
             if names is not None:
                 group["param_names"][:] = names
 
 
-def restrict_optimizer(optimizer: Optimizer, owned: Collection[nn.Parameter]) -> OptimizerCut:
+def restrict_optimizer(
+    optimizer: Optimizer, owned: Collection[nn.Parameter], parts: Mapping[nn.Parameter, Part] | None = None
+) -> OptimizerCut:
     """Let an optimizer update only the parameters in ``owned``.
 
     Groups are edited in place, so that learning-rate schedulers keep their hold on them; a group may become empty.
     State of other parameters is dropped.
+
+    Args:
+        optimizer: The user's optimizer.
+        owned: What this rank updates.
+        parts: Of which of these it has only a part; none by default.
     """
     keep = set(owned)
     groups = tuple(tuple(group["params"]) for group in optimizer.param_groups)
@@ -71,11 +84,11 @@ def restrict_optimizer(optimizer: Optimizer, owned: Collection[nn.Parameter]) ->
             ]
     for parameter in [parameter for parameter in optimizer.state if parameter not in keep]:
         del optimizer.state[parameter]
-    return OptimizerCut(optimizer=optimizer, groups=groups, names=names)
+    return OptimizerCut(optimizer=optimizer, groups=groups, names=names, parts=parts or {})
 
 
 def local_optimizer_state(cut: OptimizerCut) -> dict[int, dict[str, Any]]:
-    """This rank's optimizer state by the numbers of the whole model."""
+    """This rank's optimizer state by the numbers of the whole model; parts where it has parts."""
     numbers = cut.numbers
     return {numbers[parameter]: dict(state) for parameter, state in cut.optimizer.state.items()}
 
@@ -85,7 +98,7 @@ def full_optimizer_state(cut: OptimizerCut, states: Iterable[OptimizerState]) ->
 
     Args:
         cut: The cut optimizer; hyper-parameters are its own, they are the same on every rank.
-        states: State of all ranks; where several have a parameter's, the first counts.
+        states: State of all ranks, of whole parameters; where several have a parameter's, the first counts.
     """
     merged: dict[int, dict[str, Any]] = {}
     for state in states:
@@ -126,11 +139,34 @@ def load_full_optimizer_state(cut: OptimizerCut, state_dict: Mapping[str, Any]) 
         if "param_names" in old:
             entry["param_names"] = [old["param_names"][i] for _, i in kept]
         groups.append(entry)
-        for local, (number, _) in enumerate(kept, start):
+        for local, (number, i) in enumerate(kept, start):
             if number in state_dict["state"]:
-                state[local] = state_dict["state"][number]
+                state[local] = _take_part(state_dict["state"][number], cut.parts.get(full[i]))
         start += len(kept)
     cut.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _take_part(entry: Mapping[str, Any], part: Part | None) -> Mapping[str, Any]:
+    """State of a rank's part of a parameter from that of the whole."""
+    if part is None:
+        return entry
+    return {
+        key: part.take(value) if isinstance(value, Tensor) and tuple(value.shape) == part.shape else value
+        for key, value in entry.items()
+    }
+
+
+def _join_parts(entries: Mapping[int, dict[str, Any]], part: Part | None) -> dict[str, Any]:
+    """State of a whole parameter from that of its parts by tensor-parallel index."""
+    first = entries[0]
+    if part is None:
+        return first
+    return {
+        key: part.join([entries[index][key] for index in range(part.degree)])
+        if isinstance(value, Tensor) and tuple(value.shape) == part.local_shape
+        else value
+        for key, value in first.items()
+    }
 
 
 def gather_optimizer_state(
@@ -141,32 +177,60 @@ def gather_optimizer_state(
     Every rank calls it. Tensors travel one by one, so no rank but the destination holds more than its own.
     """
     mine = local_optimizer_state(cut)
-    header = {number: {key: _describe(value) for key, value in entry.items()} for number, entry in mine.items()}
+    numbers = cut.numbers
+    parts = {numbers[parameter]: part for parameter, part in cut.parts.items()}
+    header = {
+        number: (parts.get(number), {key: _describe(value) for key, value in entry.items()})
+        for number, entry in mine.items()
+    }
     gathered = transport.all_gather_object(header, tuple(range(transport.world_size)))
     yield gathered
-    merged: dict[int, dict[str, Any]] = {}
+    merged: dict[int, dict[int, dict[str, Any]]] = {}
+    shared: dict[int, Part | None] = {}
     tag = _STATE_TAG
     device = next((p.device for group in cut.groups for p in group), torch.device("cpu"))
-    for rank, part in enumerate(gathered.result()):
-        for number, entry in part.items():
-            if number in merged:
+    for rank, announced in enumerate(gathered.result()):
+        for number, (part, entry) in announced.items():
+            # A copy in a group of devices of another tensor-parallel degree has other parts: the first rank's count.
+            known = shared.setdefault(number, part)
+            index = 0 if part is None else part.index
+            if _degree(known) != _degree(part) or index in merged.setdefault(number, {}):
                 continue
-            merged[number] = values = dict(entry)
+            merged[number][index] = values = dict(entry)
             for key, value in entry.items():
                 if not isinstance(value, _Travelling):
                     continue
                 tag += 1
-                if rank == transport.rank:
-                    values[key] = mine[number][key].detach().contiguous()
-                if rank == transport.rank != destination:
-                    yield transport.isend(values[key].to(device), destination, tag)
-                    values[key] = None
-                elif transport.rank == destination:
-                    if rank != destination:
-                        values[key] = torch.empty(value.shape, dtype=value.dtype, device=device)
-                        yield transport.irecv(values[key], rank, tag)
-                    values[key] = values[key].to("cpu", copy=rank == destination)
-    return full_optimizer_state(cut, [merged]) if transport.rank == destination else None
+                own = mine[number][key] if rank == transport.rank else None
+                values[key] = yield from _travel(value, own, rank, destination, tag, transport, device)
+    if transport.rank != destination:
+        return None
+    return full_optimizer_state(cut, [{n: _join_parts(entries, shared[n]) for n, entries in merged.items()}])
+
+
+def _degree(part: Part | None) -> int:
+    return 1 if part is None else part.degree
+
+
+def _travel(
+    header: "_Travelling",
+    own: Tensor | None,
+    source: int,
+    destination: int,
+    tag: int,
+    transport: Transport,
+    device: torch.device,
+) -> Generator[Work, None, Tensor | None]:
+    """One tensor from its source to the destination, where it is returned in host memory."""
+    if own is not None and source == destination:
+        return own.detach().contiguous().to("cpu", copy=True)
+    if own is not None:
+        yield transport.isend(own.detach().contiguous().to(device), destination, tag)
+    elif transport.rank == destination:
+        received = torch.empty(header.shape, dtype=header.dtype, device=device)
+        yield transport.irecv(received, source, tag)
+        return received.to("cpu")
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +252,7 @@ def _describe(value: Any) -> Any:
 def global_grad_norm(
     mesh: Mesh,
     parameters: Mapping[str, nn.Parameter],
+    speakers: Mapping[str, Speakers],
     transport: Transport,
     *,
     names: Sequence[str] | None = None,
@@ -195,13 +260,14 @@ def global_grad_norm(
 ) -> Generator[Work, None, Tensor]:
     """Norm of the gradients of the whole model, as ``torch.nn.utils.get_total_norm`` gives it in a single process.
 
-    One rank answers for each parameter, whatever copies of it exist. The norms of all gradients travel as one vector
-    to which each entry is added by one rank only, so every rank takes the same norm of the same vector, in the order
-    that a single process would.
+    One rank answers for each parameter, whatever copies of it exist, or one for each of its parts. The norms of all
+    gradients travel as one vector to which each entry is added by one rank only, so every rank takes the same norm of
+    the same vector, in the order that a single process would. Where nothing is split, it is the same to the bit.
 
     Args:
         mesh: This rank's place.
         parameters: Every parameter of the module by canonical name; those of other stages have no gradient here.
+        speakers: Who answers for each parameter; see :func:`~lightning_mist.runtime.parts.speakers_of`.
         transport: Connects the ranks.
         names: Whose gradients count, in this order, equal on all ranks; every trained parameter if None.
         norm_type: Order of the norm; may be infinite.
@@ -211,12 +277,14 @@ def global_grad_norm(
     """
     items = {item.name: item for item in mesh.parameters if item.requires_grad}
     chosen = [name for name in names if name in items] if names is not None else list(items)
+    # One column for every part of every parameter.
+    columns = [(name, rank) for name in chosen for rank in speakers[name].ranks]
     device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
-    vector = torch.zeros(2, len(chosen), dtype=torch.float64, device=device)
+    vector = torch.zeros(2, len(columns), dtype=torch.float64, device=device)
     mine = [
         (position, gradient)
-        for position, name in enumerate(chosen)
-        if mesh.speaker(items[name]) == mesh.rank and (gradient := parameters[name].grad) is not None
+        for position, (name, rank) in enumerate(columns)
+        if rank == mesh.rank and (gradient := parameters[name].grad) is not None
     ]
     for dtype in {gradient.dtype for _, gradient in mine}:
         part = [(position, gradient) for position, gradient in mine if gradient.dtype is dtype]
@@ -226,11 +294,15 @@ def global_grad_norm(
         vector[1, [position for position, _ in mine]] = 1.0
     if mesh.plan.world_size > 1 and chosen:
         yield transport.all_reduce(vector, tuple(range(mesh.plan.world_size)))
-    present = vector[1].tolist()
-    # Back in the gradients' own dtype, as a single process has them; the way through float64 is exact.
-    norms_back = [
-        vector[0, position].to(parameters[name].dtype) for position, name in enumerate(chosen) if present[position] > 0
-    ]
+    present, norms_back, start = vector[1].tolist(), [], 0
+    for name in chosen:
+        count = len(speakers[name].ranks)
+        if max(present[start : start + count]) > 0:
+            own = vector[0, start : start + count]
+            norm = own[0] if count == 1 else torch.linalg.vector_norm(own, norm_type)
+            # Back in the gradient's own dtype, as a single process has it; the way through float64 is exact.
+            norms_back.append(norm.to(parameters[name].dtype))
+        start += count
     if not norms_back:
         return torch.tensor(0.0, device=device)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms_back), norm_type)

@@ -322,7 +322,8 @@ class Engine:
         """Clip this rank's gradients by the norm of the whole model's."""
         every = {name: parameter for parameter, name in self._names.items()}
         order = [self._names[parameter] for group in self.cut.groups for parameter in group]
-        norm = complete(global_grad_norm(self.executor.mesh, every, self.transport, names=order))
+        speakers = self.gatherer.speakers
+        norm = complete(global_grad_norm(self.executor.mesh, every, speakers, self.transport, names=order))
         clip_by_norm((p for group in optimizer.param_groups for p in group["params"]), max_norm, norm)
 
     def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:

@@ -332,18 +332,18 @@ def train(
     order = [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     cut = restrict_optimizer(optimizer, [stages.parameters[item.name] for item in mesh.owned])
     stages.hollow()
+    gatherer = ParameterGatherer(plan, transport.rank, every, module_map, transport)
     losses = []
     for batches in steps:
         parts = microbatches(plan, transport.rank, batches)
         optimizer.zero_grad()
         yield from rank.run(parts)
         losses.append(rank.losses(parts))
-        norm = yield from global_grad_norm(mesh, every, transport, names=order)
+        norm = yield from global_grad_norm(mesh, every, gatherer.speakers, transport, names=order)
         clip_by_norm(stages.parameters.values(), MAX_NORM, norm)
         optimizer.step()
         yield from rank.executor.gather_parameters()
     values: dict[str, Tensor] = {}
-    gatherer = ParameterGatherer(plan, transport.rank, every, module_map, transport)
     yield from gatherer.run(lambda name, value: values.update({name: value.clone()}))
     state = yield from gather_optimizer_state(cut, transport)
     return Trained(losses, values, state)

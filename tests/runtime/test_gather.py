@@ -6,7 +6,9 @@ from lightning_mist.runtime import gather
 from lightning_mist.runtime.gather import ParameterGatherer
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.mesh import make_mesh
+from lightning_mist.runtime.parts import parts_of
 from tests.runtime.test_mesh import make_map, make_plan
+from tests.runtime.test_parts import split_map, split_plan
 
 SHAPES = {"w0": (10, 1), "w1": (10, 2), "w2": (10, 3), "tied": (7,), "frozen": (99,), "unused": (3,)}
 
@@ -50,3 +52,56 @@ def test_every_value_arrives_once_and_in_order(degrees, destination, capacity, m
             assert tuple(value.shape) == SHAPES[name]
             assert value.unique().tolist() == [float(list(SHAPES).index(name))]
     assert world.pending == ()
+
+
+@pytest.mark.parametrize("degrees", [[(1, 2), (1, 1), (1, 2)], [(2, 2), (1, 1), (2, 2)], [(1, 1), (1, 2), (2, 1)]])
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("destination", [None, 0, 3])
+@pytest.mark.parametrize("capacity", [1, 2**20])
+def test_values_are_put_together_from_parts(degrees, zero, destination, capacity, monkeypatch):
+    monkeypatch.setattr(gather, "BUCKET_BYTES", capacity)
+    plan, module_map = split_plan(degrees, zero=zero), split_map(3, tied=(0, 2))
+    values = {use.name: torch.randn(use.shape) for use in module_map.parameters}
+    world = InMemoryWorld(plan.world_size)
+    got = [{} for _ in range(plan.world_size)]
+    runs = []
+    for rank, transport in enumerate(world.transports):
+        held = {item.name for item in make_mesh(plan, rank, module_map).held}
+        parts = parts_of(plan, rank, module_map)
+        parameters = {
+            name: nn.Parameter(parts[name].take(value) if name in parts else value)
+            if name in held
+            else nn.Parameter(torch.zeros(()).expand(value.shape))
+            for name, value in values.items()
+        }
+        gatherer = ParameterGatherer(plan, rank, parameters, module_map, transport)
+        sink = lambda name, value, rank=rank: got[rank].update({name: value.clone()})  # noqa: E731
+        runs.append(gatherer.run(sink, destination=destination))
+    drive(runs)
+    for rank, found in enumerate(got):
+        if destination not in (None, rank):
+            assert found == {}
+            continue
+        assert list(found) == list(values)
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+    assert world.pending == ()
+
+
+def test_strides_do_not_travel():
+    """The receiver's parameter is hollow and knows no strides."""
+    plan, module_map = make_plan([1, 1]), make_map(2)
+    value = torch.arange(20.0).reshape(2, 10).t()
+    parameters = [_parameters(plan, rank, module_map) for rank in range(2)]
+    parameters[1]["w1"] = nn.Parameter(value)
+    parameters[0]["w1"] = nn.Parameter(torch.zeros(()).expand(10, 2))
+    world, got = InMemoryWorld(2), {}
+    drive(
+        [
+            ParameterGatherer(plan, rank, parameters[rank], module_map, transport).run(
+                lambda name, found, rank=rank: got.update({(rank, name): found.clone()})
+            )
+            for rank, transport in enumerate(world.transports)
+        ]
+    )
+    assert torch.equal(got[0, "w1"], value)
+    assert torch.equal(got[1, "w1"], value)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_mist.plan import ParameterSplit
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.mesh import make_mesh
 from lightning_mist.runtime.optimizer import (
@@ -16,7 +17,9 @@ from lightning_mist.runtime.optimizer import (
     local_optimizer_state,
     restrict_optimizer,
 )
+from lightning_mist.runtime.parts import Part, parts_of, speakers_of
 from tests.runtime.test_mesh import make_map, make_plan
+from tests.runtime.test_parts import split_map, split_plan
 
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
@@ -149,6 +152,101 @@ def test_state_of_another_layout_is_refused():
         load_full_optimizer_state(cut, OPTIMIZERS["adamw"](module.parameters()).state_dict())
 
 
+def _split_modules():
+    """A module, and for each of two ranks one with its parts of both inner matrices and their biases."""
+    whole = _module()
+    splits = {
+        "0.weight": ParameterSplit(name="0.weight", dim=0, factors=((3, False), (10, True))),
+        "0.bias": ParameterSplit(name="0.bias", dim=0, factors=((3, False), (10, True))),
+        "1.weight": ParameterSplit(name="1.weight", dim=1, factors=((3, False), (10, True))),
+    }
+    modules, parts = [], []
+    for index in range(2):
+        module = copy.deepcopy(whole)
+        named = dict(module.named_parameters())
+        mine = {
+            named[name]: Part(split=split, degree=2, index=index, shape=tuple(named[name].shape))
+            for name, split in splits.items()
+        }
+        for parameter, part in mine.items():
+            parameter.data = part.take(parameter.detach())
+        modules.append(module)
+        parts.append(mine)
+    return whole, modules, parts
+
+
+def _give_gradients(module, seed, parts=None):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        part = (parts or {}).get(parameter)
+        gradient = torch.randn(parameter.shape if part is None else part.shape, generator=generator)
+        parameter.grad = gradient if part is None else part.take(gradient)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_parts_is_the_state_of_the_whole(name):
+    whole, modules, parts = _split_modules()
+    optimizer = OPTIMIZERS[name](_groups(whole))
+    cuts = [
+        restrict_optimizer(OPTIMIZERS[name](_groups(module)), list(module.parameters()), mine)
+        for module, mine in zip(modules, parts, strict=True)
+    ]
+
+    def step(seed):
+        _give_gradients(whole, seed)
+        optimizer.step()
+        for module, cut, mine in zip(modules, cuts, parts, strict=True):
+            _give_gradients(module, seed, mine)
+            cut.optimizer.step()
+
+    step(0)
+    step(1)
+    world = InMemoryWorld(2)
+    states = drive([gather_optimizer_state(cut, t) for cut, t in zip(cuts, world.transports, strict=True)])
+    assert states[1] is None
+    wanted = optimizer.state_dict()
+    assert states[0]["param_groups"] == wanted["param_groups"]
+    for number, entry in wanted["state"].items():
+        for key, value in entry.items():
+            torch.testing.assert_close(states[0]["state"][number][key], value, rtol=1e-6, atol=1e-8)
+    # Loaded again, the parts go on as the whole does.
+    for cut in cuts:
+        cut.optimizer.state.clear()
+        load_full_optimizer_state(cut, copy.deepcopy(wanted))
+    step(2)
+    for parameter, *split in zip(*(module.parameters() for module in (whole, *modules)), strict=True):
+        for index, other in enumerate(split):
+            part = parts[index].get(other)
+            torch.testing.assert_close(other, parameter if part is None else part.take(parameter), rtol=1e-5, atol=1e-6)
+    cuts[0].restore()
+    assert set(cuts[0].optimizer.state) == set(modules[0].parameters()) - set(parts[0])
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_norm_counts_each_part_once(norm_type, zero):
+    plan, module_map = split_plan([(2, 2), (1, 1)], zero=zero), split_map(2, tied=(0, 1))
+    gradients = {n: torch.randn(shape) for n, shape in SHAPES.items() if n not in ("frozen", "unused")}
+    order = ["tied", "w1", "w0", "unused"]
+    expected = torch.nn.utils.get_total_norm([gradients[n] for n in order if n in gradients], norm_type)
+    world, runs = InMemoryWorld(plan.world_size), []
+    for rank, transport in enumerate(world.transports):
+        mesh, parts = make_mesh(plan, rank, module_map), parts_of(plan, rank, module_map)
+        parameters = {n: nn.Parameter(torch.zeros(shape)) for n, shape in SHAPES.items()}
+        for name, part in parts.items():
+            parameters[name].data = part.take(parameters[name].detach())
+        for item in mesh.held:
+            if item.name in gradients:
+                part = parts.get(item.name)
+                value = gradients[item.name]
+                parameters[item.name].grad = value.clone() if part is None else part.take(value)
+        speakers = speakers_of(plan, mesh.parameters, module_map)
+        runs.append(global_grad_norm(mesh, parameters, speakers, transport, names=order, norm_type=norm_type))
+    totals = drive(runs)
+    assert all(torch.equal(total, totals[0]) for total in totals)
+    torch.testing.assert_close(totals[0], expected, rtol=1e-6, atol=0)
+
+
 SHAPES = {"w0": (10, 1), "w1": (10, 2), "tied": (7,), "frozen": (99,), "unused": (3,)}
 
 
@@ -167,10 +265,11 @@ def test_norm_is_that_of_a_single_process_to_the_bit(norm_type, zero, dtype):
     for rank, transport in enumerate(world.transports):
         mesh = make_mesh(plan, rank, module_map)
         parameters = {n: nn.Parameter(torch.zeros(shape, dtype=dtype)) for n, shape in SHAPES.items()}
+        speakers = speakers_of(plan, mesh.parameters, module_map)
         for item in mesh.owned:
             if item.name in gradients:
                 parameters[item.name].grad = gradients[item.name].clone()
-        runs.append(global_grad_norm(mesh, parameters, transport, names=order, norm_type=norm_type))
+        runs.append(global_grad_norm(mesh, parameters, speakers, transport, names=order, norm_type=norm_type))
     for total in drive(runs):
         assert total.dtype is expected.dtype
         assert torch.equal(total, expected)
@@ -179,7 +278,8 @@ def test_norm_is_that_of_a_single_process_to_the_bit(norm_type, zero, dtype):
 def test_norm_without_any_gradient_is_zero():
     mesh = make_mesh(make_plan([1]), 0, make_map(1))
     parameters = {n: nn.Parameter(torch.zeros(shape)) for n, shape in SHAPES.items()}
-    (total,) = drive([global_grad_norm(mesh, parameters, InMemoryWorld(1).transports[0])])
+    speakers = speakers_of(mesh.plan, mesh.parameters, make_map(1))
+    (total,) = drive([global_grad_norm(mesh, parameters, speakers, InMemoryWorld(1).transports[0])])
     assert total.item() == 0.0
 
 

@@ -1,0 +1,101 @@
+"""Parameters that tensor parallelism has shared out: which part a rank has, and who has the others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_mist.plan import ModuleMap, ParameterSplit, Plan
+from lightning_mist.runtime.mesh import HeldParameter
+from lightning_mist.tensor_parallel import shard, unshard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One rank's part of a parameter.
+
+    Attributes:
+        split: How the parameter is shared out.
+        degree: Over how many ranks.
+        index: Which of them this is.
+        shape: The whole parameter's shape.
+    """
+
+    split: ParameterSplit
+    degree: int
+    index: int
+    shape: tuple[int, ...]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        return self.split.local_shape(self.shape, self.degree)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This part of a whole tensor of the parameter's shape; contiguous, with memory of its own."""
+        return shard(whole, self.split, self.index, self.degree)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor from the parts of all ranks, in their order."""
+        return unshard(parts, self.split)
+
+
+def parts_of(plan: Plan, rank: int, module_map: ModuleMap) -> dict[str, Part]:
+    """The parameters of which a rank has a part, by canonical name.
+
+    Args:
+        plan: The plan.
+        rank: A global rank.
+        module_map: Says how the module is split.
+    """
+    group = plan.group_of(plan.stage_of(rank))
+    mesh = plan.stages[group].mesh
+    shapes = {use.name: use.shape for use in module_map.parameters}
+    groups = groups_of(plan, module_map)
+    return {
+        split.name: Part(
+            split=split,
+            degree=mesh.tensor_parallel_degree,
+            index=mesh.devices.index(rank) % mesh.tensor_parallel_degree,
+            shape=shapes[split.name],
+        )
+        for split in module_map.split(mesh.tensor_parallel_degree).parameters
+        if group in groups[split.name]
+    }
+
+
+def groups_of(plan: Plan, module_map: ModuleMap) -> dict[str, tuple[int, ...]]:
+    """For each parameter the sorted groups of devices that hold a copy."""
+    return {
+        name: tuple(sorted({plan.group_of(stage) for stage in stages}))
+        for name, stages in module_map.owners(plan.bounds).items()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speakers:
+    """Who answers for one parameter.
+
+    Attributes:
+        ranks: Global ranks. What they have, in this order, makes the whole; one rank where it is not shared out.
+        part: The first rank's part; None if the parameter is not shared out.
+    """
+
+    ranks: tuple[int, ...]
+    part: Part | None
+
+
+def speakers_of(plan: Plan, parameters: Sequence[HeldParameter], module_map: ModuleMap) -> dict[str, Speakers]:
+    """For each parameter the ranks that answer for it: its owners in the first group of devices that holds it."""
+    parts: dict[int, dict[str, Part]] = {}
+    found = {}
+    for item in parameters:
+        group, owner = item.stages[0], item.owners[0]
+        mesh = plan.stages[group].mesh
+        if group not in parts:
+            parts[group] = parts_of(plan, mesh.devices[0], module_map)
+        part = parts[group].get(item.name)
+        first = owner * mesh.tensor_parallel_degree
+        count = 1 if part is None else mesh.tensor_parallel_degree
+        found[item.name] = Speakers(ranks=mesh.devices[first : first + count], part=part)
+    return found
