@@ -162,5 +162,8 @@ class ParameterGatherer:
 
 
 def _views(flat: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-    sizes = [prod(shape) for shape in shapes]
-    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+    views, start = [], 0
+    for shape in shapes:
+        views.append(flat[start : start + prod(shape)].view(shape))
+        start += prod(shape)
+    return views

@@ -8,13 +8,11 @@ for any loss.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import ModuleMap, Plan
@@ -29,74 +27,14 @@ from lightning_mist.runtime.optimizer import (
     load_full_optimizer_state,
     restrict_optimizer,
 )
+from lightning_mist.runtime.parts import parts_of
 from lightning_mist.runtime.random import get_random_state, set_random_state
 from lightning_mist.runtime.stages import make_stages
 from lightning_mist.runtime.transport import DistributedTransport, Transport, complete
 from lightning_mist.schedule import Schedule, check, lower
 from lightning_mist.strategy.data import BatchExchange
-from lightning_mist.strategy.logging import LogRecord, combine_records, recorded_logs, replay
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """What one microbatch brought, on its way to the rank that owns its rows."""
-
-    index: int
-    weight: float
-    loss: Tensor | None
-    extras: dict[str, Any]
-    records: tuple[LogRecord, ...]
-    random_state: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchResult:
-    """What a user's step gave for the whole batch of this rank.
-
-    Attributes:
-        loss: Mean over the batch, or None if the step returned none.
-        extras: Other entries of a returned dictionary.
-        records: What the step logged.
-    """
-
-    loss: Tensor | None
-    extras: dict[str, Any]
-    records: tuple[LogRecord, ...]
-
-
-def _home(value: Any) -> Any:
-    """A value as it travels to its owner: tensors without their graph, in host memory."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: _home(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_home(item) for item in value)
-    return value
-
-
-def _merge_extra(parts: list[tuple[float, Any]]) -> Any:
-    """One value of a returned dictionary from those of its microbatches.
-
-    Scalar tensors and floats become their mean weighted by rows, other tensors are joined along their first dimension,
-    dictionaries are merged entry by entry; of anything else the last microbatch's value is kept.
-    """
-    values = [value for _, value in parts]
-    if len(values) == 1:
-        return values[0]
-    if all(isinstance(value, dict) for value in values):
-        names = dict.fromkeys(name for value in values for name in value)
-        return {name: _merge_extra([(w, value[name]) for w, value in parts if name in value]) for name in names}
-    if all(isinstance(value, Tensor) and value.ndim > 0 for value in values):
-        return torch.cat(values)
-    if all(isinstance(value, float) or (isinstance(value, Tensor) and value.ndim == 0) for value in values):
-        return sum(weight * value for weight, value in parts) / sum(weight for weight, _ in parts)
-    return values[-1]
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    """A value that came home, with its tensors where the user's step had them."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+from lightning_mist.strategy.logging import LogRecord, recorded_logs, replay
+from lightning_mist.strategy.results import BatchResult, Piece, combine, home
 
 
 class _InstallGradients(torch.autograd.Function):
@@ -151,6 +89,7 @@ class Engine:
         self._cut: OptimizerCut | None = None
         self._guards: list[Any] = []
         self._names = {p: name for name, p in self.stages.every.items()}
+        self._parts = parts_of(plan, rank, module_map)
         self.is_filled = True
 
     @property
@@ -196,10 +135,10 @@ class Engine:
         self._stash = [(p, p.grad) for p in self.stages.parameters.values() if p.grad is not None]
         for parameter, gradient in accumulated:
             parameter.grad = gradient
-        pieces = self._bring_home(records)
+        pieces = self._bringhome(records)
         state = pieces[-1].random_state if self.exchange.whole else own_state
         set_random_state(state, self.device)
-        result = self._combine(pieces)
+        result = combine(pieces, self.device)
         if result.loss is None:
             return result, None
         return result, _InstallGradients.apply(result.loss, self._anchor, self, loss_scale)  # type: ignore[no-untyped-call]
@@ -225,7 +164,8 @@ class Engine:
     def take_optimizer(self, optimizer: Any) -> None:
         """Let the user's optimizer update only what this rank owns."""
         owned = [self.stages.parameters[item.name] for item in self.executor.mesh.owned]
-        self._cut = restrict_optimizer(optimizer, owned)
+        parts = {self.stages.parameters[name]: part for name, part in self._parts.items()}
+        self._cut = restrict_optimizer(optimizer, owned, parts)
 
     def release_optimizer(self) -> None:
         """Give the optimizer all its parameters back."""
@@ -233,11 +173,16 @@ class Engine:
             self._cut.restore()
 
     def hollow(self) -> None:
-        """Free the values of all parameters that other stages hold.
+        """Free the values of all parameters that other stages hold, and of parameters in parts the other ranks' parts.
 
         Until they are back, ``state_dict`` of what holds them is refused: it would save nothing in their place.
         """
+        if not self.is_filled:
+            return
         self.stages.hollow()
+        for name, part in self._parts.items():
+            parameter = self.stages.parameters[name]
+            parameter.data = part.take(parameter.detach())
         self.is_filled = False
         self._guard()
 
@@ -245,11 +190,11 @@ class Engine:
         """Give every parameter of the module its full value on every rank."""
         if self.is_filled:
             return
-        foreign = self.stages.foreign
+        every = self.stages.every
 
         def deliver(name: str, value: Tensor) -> None:
-            if name in foreign:
-                foreign[name].data = value.clone()
+            if name in self._parts or name in self.stages.foreign:
+                every[name].data = value.clone()
 
         complete(self.gatherer.run(deliver))
         self.is_filled = True
@@ -266,7 +211,7 @@ class Engine:
                 self._guard()
 
     def _guard(self) -> None:
-        foreign = {id(parameter) for parameter in self.stages.foreign.values()}
+        absent = {id(self.stages.every[name]) for name in (*self.stages.foreign, *self._parts)}
         mine = " and ".join(str(stage.index) for stage in self.stages)
         stage = f"stage {mine} of {self.plan.num_stages}"
 
@@ -279,7 +224,7 @@ class Engine:
 
         self._unguard()
         for part in self.module.modules():
-            if any(id(parameter) in foreign for parameter in part.parameters(recurse=False)):
+            if any(id(parameter) in absent for parameter in part.parameters(recurse=False)):
                 self._guards.append(part.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
 
     def _unguard(self) -> None:
@@ -333,23 +278,26 @@ class Engine:
             self.transport.all_reduce(flag, tuple(range(self.plan.world_size))).wait()
         return {self.device: flag.clamp(max=1.0)}
 
-    def _bring_home(self, records: dict[int, tuple[LogRecord, ...]]) -> list[_Piece]:
+    def _bringhome(self, records: dict[int, tuple[LogRecord, ...]]) -> list[Piece]:
         """The pieces of this rank's own batch, in the order of its rows."""
-        mine: dict[int, list[_Piece]] = {}
-        if self.is_last_stage:
+        mine: dict[int, list[Piece]] = {}
+        mesh = self.plan.stages[self.executor.mesh.stage].mesh
+        # Tensor-parallel peers have computed the same: the first of them tells.
+        is_first = mesh.devices.index(self.rank) % mesh.tensor_parallel_degree == 0
+        if self.is_last_stage and is_first:
             for microbatch in self.exchange.microbatches:
                 if microbatch.weight == 0.0:
                     continue
                 output = self.executor.outputs[microbatch.index]
                 values = dict(output) if isinstance(output, dict) else {"loss": output}
                 loss = values.pop("loss", None)
-                piece = _Piece(
+                piece = Piece(
                     index=microbatch.index,
                     weight=microbatch.weight,
-                    loss=_home(loss),
-                    extras=_home(values),
+                    loss=home(loss),
+                    extras=home(values),
                     records=tuple(
-                        LogRecord(name=record.name, value=_home(record.value), arguments=record.arguments)
+                        LogRecord(name=record.name, value=home(record.value), arguments=record.arguments)
                         for record in records.get(microbatch.index, ())
                     ),
                     random_state=self.executor.random_states[microbatch.index],
@@ -362,21 +310,6 @@ class Engine:
         gathered.wait()
         pieces = [piece for part in gathered.result() for piece in part.get(self.rank, ())]
         return sorted(pieces, key=lambda piece: piece.index)
-
-    def _combine(self, pieces: list[_Piece]) -> BatchResult:
-        records = combine_records([(piece.weight, piece.records) for piece in pieces])
-        extras = {
-            name: _merge_extra([(piece.weight, piece.extras[name]) for piece in pieces if name in piece.extras])
-            for name in dict.fromkeys(name for piece in pieces for name in piece.extras)
-        }
-        losses = [(piece.weight, piece.loss) for piece in pieces if piece.loss is not None]
-        loss = None
-        if losses:
-            total = torch.stack([weight * value.reshape(()) for weight, value in losses]).sum()
-            loss = total.to(self.device)
-        # Lightning reduces logged tensors where they are, and a GPU's process group knows tensors of its GPU only.
-        records = tuple(replace(record, value=_to(record.value, self.device)) for record in records)
-        return BatchResult(loss=loss, extras=_to(extras, self.device), records=records)
 
 
 def start_engine(

@@ -3,7 +3,7 @@
 from torch import nn
 
 from lightning_mist.errors import InfeasibleError
-from lightning_mist.plan import Plan
+from lightning_mist.plan import Plan, ZeroStage
 from lightning_mist.units import format_bytes
 
 
@@ -34,7 +34,9 @@ def check_evaluation(plan: Plan, module: nn.Module, limit: int) -> None:
     Raises:
         InfeasibleError: Naming the stage that needs most.
     """
-    if plan.num_stages == 1:
+    first = plan.stages[0]
+    is_whole = first.mesh.tensor_parallel_degree == 1 and first.zero_stage < ZeroStage.PARAMETERS
+    if plan.num_stages == 1 and is_whole:
         return  # every rank has the whole module anyway
     needs = whole_module_bytes(plan, module)
     if needs and max(needs) > limit:

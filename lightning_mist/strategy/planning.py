@@ -86,6 +86,7 @@ class Decision:
         return (
             self.plan.num_stages == 1
             and self.plan.num_microbatches == 1
+            and stage.mesh.tensor_parallel_degree == 1
             and stage.zero_stage == ZeroStage.NONE
             and stage.checkpointing.layers == 0
         )

@@ -2,7 +2,7 @@ import pytest
 from torch import nn
 
 from lightning_mist.errors import InfeasibleError
-from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan
+from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan, ZeroStage
 from lightning_mist.strategy.evaluation import check_evaluation, whole_module_bytes
 
 
@@ -16,7 +16,7 @@ WHOLE = 10 * 10 * 4 + (1 + 1) * 4 + 8
 """The tied weight once, running mean and variance, and the count of batches."""
 
 
-def plan(stages=2, predicted=True):
+def plan(stages=2, predicted=True, *, dp=1, tp=1, zero=0):
     prediction = PredictedStage(
         steady_seconds=1.0,
         boundary_seconds=0.0,
@@ -26,10 +26,19 @@ def plan(stages=2, predicted=True):
         breakdown=(("parameter_bytes", 100.0), ("optimizer_bytes", 200.0)),
     )
     return Plan(
-        global_batch_size=2,
+        global_batch_size=2 * dp,
         num_microbatches=2,
         stages=tuple(
-            StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(index,)), microbatch_size=1)
+            StagePlan(
+                layers=(index, index + 1),
+                mesh=StageMesh(
+                    devices=tuple(range(index * dp * tp, (index + 1) * dp * tp)),
+                    data_parallel_degree=dp,
+                    tensor_parallel_degree=tp,
+                ),
+                microbatch_size=1,
+                zero_stage=ZeroStage(zero),
+            )
             for index in range(stages)
         ),
         predicted=Predicted(step_seconds=1.0, stages=(prediction,) * stages) if predicted else None,
@@ -49,3 +58,15 @@ def test_a_pipeline_that_cannot_be_made_whole_is_refused():
 def test_one_stage_and_plans_without_prediction_are_not_judged():
     check_evaluation(plan(stages=1), module(), 1)
     check_evaluation(plan(predicted=False), module(), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_whole"), [({"tp": 2}, False), ({"dp": 2, "zero": 3}, False), ({"dp": 2, "zero": 2}, True)]
+)
+def test_a_single_stage_in_parts_is_judged_too(options, is_whole):
+    if is_whole:
+        check_evaluation(plan(stages=1, **options), module(), 1)
+        return
+    check_evaluation(plan(stages=1, **options), module(), WHOLE + 300)
+    with pytest.raises(InfeasibleError, match="validation during fit makes the module whole"):
+        check_evaluation(plan(stages=1, **options), module(), WHOLE + 299)

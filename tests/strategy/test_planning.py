@@ -35,7 +35,7 @@ def test_sharding_is_refused_where_ranks_must_hold_everything():
         _refuse_sharding(plan(zero=1), "LBFGS")
 
 
-def plan(*, devices=(0, 1), microbatches=1, zero=0, checkpointed=0, stages=1):
+def plan(*, devices=(0, 1), microbatches=1, zero=0, checkpointed=0, stages=1, tp=1):
     per_stage = len(devices) // stages
     return Plan(
         global_batch_size=8,
@@ -44,9 +44,11 @@ def plan(*, devices=(0, 1), microbatches=1, zero=0, checkpointed=0, stages=1):
             StagePlan(
                 layers=(2 * index, 2 * index + 2),
                 mesh=StageMesh(
-                    devices=devices[index * per_stage : (index + 1) * per_stage], data_parallel_degree=per_stage
+                    devices=devices[index * per_stage : (index + 1) * per_stage],
+                    data_parallel_degree=per_stage // tp,
+                    tensor_parallel_degree=tp,
                 ),
-                microbatch_size=8 // (microbatches * per_stage),
+                microbatch_size=8 // (microbatches * per_stage // tp),
                 zero_stage=ZeroStage(zero),
                 checkpointing=Checkpointing(layers=checkpointed),
             )
@@ -63,6 +65,7 @@ def plan(*, devices=(0, 1), microbatches=1, zero=0, checkpointed=0, stages=1):
         ({"zero": 1}, False),
         ({"checkpointed": 1}, False),
         ({"stages": 2}, False),
+        ({"tp": 2}, False),
     ],
 )
 def test_only_plain_data_parallelism_is_left_to_ddp(changes, plain):
