@@ -1,6 +1,12 @@
-"""Live tensors at a boundary between stages: cutting them by rows, joining them, and the end of a stage's graph."""
+"""Live tensors at a boundary between stages: who sends what to whom, and the end of a stage's graph.
+
+Two stages exchange rows by the overlap of their ranks' slices, and along the sequence by the overlap of the parts that
+their tensor-parallel ranks hold. Gradients go the same way back, by the same rule with the sides exchanged: a rank
+that holds a part, or the whole, gets the gradient of just that.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,31 +35,143 @@ def span(size: int, rows: int, overlap: Overlap) -> tuple[int, int]:
     return overlap.first * factor, (overlap.end - overlap.first) * factor
 
 
-def part_shape(shape: Sequence[int], batch_dim: int | None, rows: int, overlap: Overlap) -> tuple[int, ...]:
-    """Shape of the part of a tensor that belongs to an overlap; the whole shape without a batch dimension."""
-    if batch_dim is None:
-        return tuple(shape)
-    sizes = list(shape)
-    sizes[batch_dim] = span(sizes[batch_dim], rows, overlap)[1]
-    return tuple(sizes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """How the tensor-parallel ranks on one side of a boundary hold a tensor.
+
+    Attributes:
+        degree: Number of these ranks.
+        is_shared: Whether each holds a part along the sequence; otherwise, and where the length of the sequence is not
+            a multiple of the degree, each holds the whole.
+    """
+
+    degree: int
+    is_shared: bool = False
+
+    def is_parted(self, length: int) -> bool:
+        """Whether a tensor with a sequence of this length is held in parts."""
+        return self.is_shared and length % self.degree == 0
+
+    def held(self, index: int, length: int) -> tuple[int, int]:
+        """Half-open range of the sequence that the rank with this tensor-parallel index holds."""
+        if not self.is_parted(length):
+            return 0, length
+        return index * length // self.degree, (index + 1) * length // self.degree
+
+    def sources(self, index: int, others: "Side", length: int) -> tuple[tuple[int, int, int], ...]:
+        """From which ranks of the other side the rank ``index`` of this side gets what: index, start and end.
+
+        The ranks of a side that holds whole tensors have equal ones, so each serves some of those that ask.
+        """
+        start, end = self.held(index, length)
+        if not others.is_parted(length):
+            return ((index % others.degree, start, end),)
+        found = []
+        for other in range(others.degree):
+            low, high = others.held(other, length)
+            low, high = max(low, start), min(high, end)
+            if low < high:
+                found.append((other, low, high))
+        return tuple(found)
 
 
-def part_of(tensor: Tensor, batch_dim: int | None, rows: int, overlap: Overlap) -> Tensor:
-    """The part of a tensor that belongs to an overlap: contiguous, without history, sharing memory where it can."""
-    tensor = tensor.detach()
-    if batch_dim is not None:
-        start, length = span(tensor.shape[batch_dim], rows, overlap)
-        tensor = tensor.narrow(batch_dim, start, length)
-    return tensor.contiguous()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Portion:
+    """What of a tensor is exchanged with one rank.
+
+    Attributes:
+        rank: The other rank.
+        overlap: The rows.
+        start: Where it begins along the sequence, counted from the start of this rank's part.
+        size: How much of the sequence it is.
+    """
+
+    rank: int
+    overlap: Overlap
+    start: int
+    size: int
 
 
-def join(parts: Sequence[Tensor], batch_dim: int | None) -> Tensor:
-    """A tensor from its parts by ascending row; parts of a tensor without batch dimension are summed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """How one tensor of one microbatch crosses a boundary, seen from one rank.
+
+    Attributes:
+        batch_dim: The dimension that grows with the batch, or None.
+        rows: Rows of this rank's part of the microbatch.
+        mine: How this rank's side holds the tensor.
+        theirs: How the other side does.
+        index: This rank's tensor-parallel index.
+        sequence_dim: The dimension that either side may hold in parts, or None.
+        length: Size of the whole tensor along it; 1 if there is none.
+    """
+
+    batch_dim: int | None
+    rows: int
+    mine: Side
+    theirs: Side
+    index: int
+    sequence_dim: int | None = None
+    length: int = 1
+
+    def arriving(self, overlaps: Sequence[Overlap]) -> tuple[tuple[Portion, ...], ...]:
+        """What comes from the other side, for each overlap in the order of the sequence."""
+        begin, _ = self.mine.held(self.index, self.length)
+        sources = self.mine.sources(self.index, self.theirs, self.length)
+        return tuple(
+            tuple(
+                Portion(rank=overlap.ranks[other], overlap=overlap, start=start - begin, size=end - start)
+                for other, start, end in sources
+            )
+            for overlap in overlaps
+        )
+
+    def leaving(self, overlaps: Sequence[Overlap]) -> tuple[Portion, ...]:
+        """What goes to the other side."""
+        begin, _ = self.mine.held(self.index, self.length)
+        return tuple(
+            Portion(rank=overlap.ranks[other], overlap=overlap, start=start - begin, size=end - start)
+            for overlap in overlaps
+            for other in range(self.theirs.degree)
+            for source, start, end in self.theirs.sources(other, self.mine, self.length)
+            if source == self.index
+        )
+
+    def shape(self, shape: Sequence[int], portion: Portion) -> tuple[int, ...]:
+        """Shape of a portion of a tensor that this rank holds in this shape."""
+        sizes = list(shape)
+        if self.batch_dim is not None:
+            sizes[self.batch_dim] = span(sizes[self.batch_dim], self.rows, portion.overlap)[1]
+        if self.sequence_dim is not None:
+            sizes[self.sequence_dim] = portion.size
+        return tuple(sizes)
+
+    def cut(self, tensor: Tensor, portion: Portion) -> Tensor:
+        """A portion of what this rank holds: contiguous, without history, sharing memory where it can."""
+        tensor = tensor.detach()
+        if self.batch_dim is not None:
+            start, size = span(tensor.shape[self.batch_dim], self.rows, portion.overlap)
+            tensor = tensor.narrow(self.batch_dim, start, size)
+        if self.sequence_dim is not None:
+            tensor = tensor.narrow(self.sequence_dim, portion.start, portion.size)
+        return tensor.contiguous()
+
+    def join(self, portions: Sequence[Sequence[Tensor]]) -> Tensor:
+        """What this rank holds from all that :meth:`arriving` announced.
+
+        Portions of a tensor without batch dimension from several overlaps are summed.
+        """
+        parts = [_cat(row, self.sequence_dim) for row in portions]
+        if self.batch_dim is None and len(parts) > 1:
+            return torch.stack(parts).sum(0)
+        return _cat(parts, self.batch_dim)
+
+
+def _cat(parts: Sequence[Tensor], dim: int | None) -> Tensor:
     if len(parts) == 1:
         return parts[0]
-    if batch_dim is None:
-        return torch.stack(tuple(parts)).sum(0)
-    return torch.cat(tuple(parts), dim=batch_dim)
+    assert dim is not None
+    return torch.cat(tuple(parts), dim=dim)
 
 
 class GraphEnd:

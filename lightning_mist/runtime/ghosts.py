@@ -40,14 +40,14 @@ class InputSpec:
         dtype: Its element type.
         device: Where it must be.
         requires_grad: Whether a gradient must be sent back.
-        batch_dim: The dimension that grows with the batch, or None.
+        length: Size of the whole tensor along the dimension of the sequence; 1 if it has none.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    batch_dim: int | None
+    length: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +56,13 @@ class StageOutput:
 
     Attributes:
         tensors: The tensors to send, in the order of the map's cut, attached to the graph; empty on the last stage.
+        lengths: For each of them the size of the whole tensor along the dimension of the sequence; 1 if it has none.
         value: What the user's step returned, on the last stage.
     """
 
     tensors: tuple[Tensor, ...]
     value: Any
+    lengths: tuple[int, ...] = ()
 
 
 class GhostStage:
@@ -196,7 +198,7 @@ class GhostStage:
             dtype=tensor.dtype,
             device=tensor.device,
             requires_grad=live.requires_grad and torch.is_grad_enabled(),
-            batch_dim=live.batch_dim,
+            length=_length(live, tensor),
         )
 
     def forward(self, call: Callable[[], Any], received: Sequence[Tensor]) -> StageOutput:
@@ -228,7 +230,9 @@ class GhostStage:
                 f"({self._map.blocks[self._end]}), where stage {self.index} ends: every step must call every block, "
                 "and may not catch BaseException around them"
             )
-        return StageOutput(tensors=tuple(self._sent(run, live) for live in self._sends), value=None)
+        tensors = tuple(self._sent(run, live) for live in self._sends)
+        lengths = tuple(_length(live, tensor) for live, tensor in zip(self._sends, tensors, strict=True))
+        return StageOutput(tensors=tensors, lengths=lengths, value=None)
 
     def _enter(self, run: StepRun, call: Callable[[], Any]) -> tuple[Any, bool]:
         """Run the step; its value, and whether it ran to its end."""
@@ -362,6 +366,10 @@ class GhostStage:
                     f"stage {self.index}: what the step returned (shape {tuple(leaf.shape)}) depends on a parameter "
                     "of another stage through a value that was not carried: this step took another path than the trace"
                 )
+
+
+def _length(live: LiveTensor, tensor: Tensor) -> int:
+    return 1 if live.sequence_dim is None else tensor.shape[live.sequence_dim]
 
 
 def hollow(parameters: Iterable[nn.Parameter]) -> None:

@@ -1,4 +1,9 @@
-"""From a plan to what one rank needs to know: its peers, its groups, and which rows it exchanges with whom."""
+"""From a plan to what one rank needs to know: its peers, its groups, and which rows it exchanges with whom.
+
+The ranks of a stage have two coordinates, a data-parallel and a tensor-parallel index. Data-parallel peers hold the
+same (parts of) parameters and compute on different rows; tensor-parallel peers compute on the same rows with different
+parts of parameters.
+"""
 
 from dataclasses import dataclass
 from math import prod
@@ -42,7 +47,9 @@ class Mesh:
         stage: Index of its stage, of its first one where it runs several chunks.
         replica: Index of its pipeline replica.
         data_index: Its data-parallel index within the stage.
-        peers: Global ranks of the stage by data-parallel index.
+        tensor_index: Its tensor-parallel index within the stage.
+        peers: Global ranks of the stage with its tensor-parallel index, by data-parallel index.
+        tensor_peers: Global ranks of the stage with its data-parallel index, by tensor-parallel index.
         parameters: Every parameter of the module, in the module's order.
     """
 
@@ -51,7 +58,9 @@ class Mesh:
     stage: int
     replica: int
     data_index: int
+    tensor_index: int
     peers: tuple[int, ...]
+    tensor_peers: tuple[int, ...]
     parameters: tuple[HeldParameter, ...]
 
     @property
@@ -77,41 +86,61 @@ class Mesh:
         return tuple(parameter for parameter in self.held if parameter.owner(self.stage) == self.data_index)
 
     def speaker(self, parameter: HeldParameter) -> int:
-        """The global rank that answers for a parameter: the owner in the first stage that holds it."""
+        """The global rank that answers for a parameter: the owner in the first stage that holds it.
+
+        Where tensor parallelism has shared the parameter out, it is the first of those that do.
+        """
         return stage_ranks(self.plan, parameter.stages[0])[parameter.owners[0]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Rows that two neighbouring ranks share in one microbatch: rows ``[first, end)`` of my slice, and the peer."""
+    """Rows that this rank shares with one data-parallel index of a neighbouring stage in one microbatch.
 
-    rank: int
+    Attributes:
+        ranks: The global ranks with that index, by tensor-parallel index.
+        first: First of the rows, counted from the start of this rank's slice.
+        end: One past the last.
+    """
+
+    ranks: tuple[int, ...]
     first: int
     end: int
 
 
-def stage_ranks(plan: Plan, stage: int) -> tuple[int, ...]:
-    """Global ranks of a stage by data-parallel index (one device per data-parallel rank)."""
-    return plan.stages[stage].devices
+def stage_ranks(plan: Plan, stage: int, tensor_index: int = 0) -> tuple[int, ...]:
+    """Global ranks of a stage with one tensor-parallel index, by data-parallel index."""
+    mesh = plan.stages[stage].mesh
+    return mesh.devices[tensor_index :: len(mesh.devices) // mesh.data_parallel_degree]
+
+
+def tensor_ranks(plan: Plan, stage: int, data_index: int) -> tuple[int, ...]:
+    """Global ranks of a stage with one data-parallel index, by tensor-parallel index."""
+    mesh = plan.stages[stage].mesh
+    width = len(mesh.devices) // mesh.data_parallel_degree
+    return mesh.devices[data_index * width : (data_index + 1) * width]
 
 
 def make_mesh(plan: Plan, rank: int, module_map: ModuleMap) -> Mesh:
     """What ``rank`` needs to know of ``plan``."""
     stage = plan.stage_of(rank)
-    peers = stage_ranks(plan, stage)
+    mesh = plan.stages[stage].mesh
+    data_index, tensor_index = divmod(mesh.devices.index(rank), len(mesh.devices) // mesh.data_parallel_degree)
     return Mesh(
         plan=plan,
         rank=rank,
         stage=stage,
         replica=replica_of(plan, rank),
-        data_index=peers.index(rank),
-        peers=peers,
+        data_index=data_index,
+        tensor_index=tensor_index,
+        peers=stage_ranks(plan, stage, tensor_index),
+        tensor_peers=tensor_ranks(plan, stage, data_index),
         parameters=held_parameters(plan, module_map),
     )
 
 
 def held_parameters(plan: Plan, module_map: ModuleMap) -> tuple[HeldParameter, ...]:
-    """Where every parameter lives, and who updates it.
+    """Where every parameter lives, and who updates it; the same for all tensor-parallel indices.
 
     Under ZeRO-1 a stage's trained parameters are dealt out by
     :func:`~lightning_mist.plan.sharding.assign_owners`; parameters that are not trained stay with index 0.
@@ -143,16 +172,38 @@ def tied_groups(plan: Plan, parameter: HeldParameter) -> tuple[tuple[int, ...], 
     """Groups of ranks over each of which the gradient of a parameter with several copies is summed.
 
     Where no stage shards and all have the same data-parallel degree, equal data-parallel indices form a group and every
-    copy gets the sum at once. Otherwise one rank of each stage speaks for it; see :func:`needs_spreading`.
+    copy gets the sum at once. Otherwise one data-parallel index of each stage speaks for it; see
+    :func:`needs_spreading`. Equal tensor-parallel indices hold equal parts and form groups of their own; where the
+    tensor-parallel degrees differ there are no equal parts, and all tensor-parallel ranks form one group; see
+    :func:`sums_wholes`.
     """
-    ranks = [stage_ranks(plan, stage) for stage in parameter.stages]
-    if _is_aligned(plan, parameter):
-        return tuple(tuple(sorted(group)) for group in zip(*ranks, strict=True))
-    return (tuple(sorted(group[owner] for group, owner in zip(ranks, parameter.owners, strict=True))),)
+    if sums_wholes(plan, parameter):
+        columns = [
+            [tensor_ranks(plan, stage, index) for index in _speaking(plan, parameter, stage)]
+            for stage in parameter.stages
+        ]
+        return tuple(tuple(sorted(rank for ranks in column for rank in ranks)) for column in zip(*columns, strict=True))
+    degree = plan.stages[parameter.stages[0]].mesh.tensor_parallel_degree
+    groups = []
+    for tensor_index in range(degree):
+        rows = [
+            [stage_ranks(plan, stage, tensor_index)[index] for index in _speaking(plan, parameter, stage)]
+            for stage in parameter.stages
+        ]
+        groups += [tuple(sorted(group)) for group in zip(*rows, strict=True)]
+    return tuple(groups)
+
+
+def sums_wholes(plan: Plan, parameter: HeldParameter) -> bool:
+    """Whether the copies of a parameter differ in how tensor parallelism shares them out.
+
+    Their gradients are then put together to the whole gradient before they are summed.
+    """
+    return len({plan.stages[stage].mesh.tensor_parallel_degree for stage in parameter.stages}) > 1
 
 
 def needs_spreading(plan: Plan, parameter: HeldParameter, stage: int) -> bool:
-    """Whether a stage's speaker must hand the summed gradient of a tied parameter to the stage's other ranks."""
+    """Whether a stage's speakers must hand the summed gradient of a tied parameter to their data-parallel peers."""
     is_sharded = plan.stages[stage].zero_stage >= ZeroStage.OPTIMIZER
     return not is_sharded and plan.stages[stage].data_parallel_degree > 1 and not _is_aligned(plan, parameter)
 
@@ -160,15 +211,18 @@ def needs_spreading(plan: Plan, parameter: HeldParameter, stage: int) -> bool:
 def process_groups(plan: Plan, module_map: ModuleMap) -> tuple[tuple[int, ...], ...]:
     """Every group that a run of the plan needs, in an order that is the same on all ranks.
 
-    The world; the ranks of each replica; the data-parallel ranks of each stage; the ranks that sum tied gradients.
+    The world; the ranks of each replica; the data-parallel ranks of each stage by tensor-parallel index, and the
+    tensor-parallel ranks by data-parallel index; the ranks that sum tied gradients.
     """
     groups = [tuple(range(plan.world_size))]
     groups += [replica_ranks(plan, replica) for replica in range(plan.num_replicas)]
-    groups += [tuple(sorted(stage_ranks(plan, stage))) for stage in range(plan.num_groups)]
+    for index, stage in enumerate(plan.stages[: plan.num_groups]):
+        groups += [stage_ranks(plan, index, tensor) for tensor in range(stage.mesh.tensor_parallel_degree)]
+        groups += [tensor_ranks(plan, index, data) for data in range(stage.data_parallel_degree)]
     for parameter in held_parameters(plan, module_map):
         if parameter.requires_grad and len(parameter.stages) > 1:
             groups += tied_groups(plan, parameter)
-    return tuple(dict.fromkeys(group for group in groups if len(group) > 1))
+    return tuple(dict.fromkeys(tuple(sorted(group)) for group in groups if len(group) > 1))
 
 
 def overlaps(plan: Plan, rank: int, neighbour: int, microbatch: int, batch_rows: int | None) -> tuple[Overlap, ...]:
@@ -192,14 +246,15 @@ def overlaps(plan: Plan, rank: int, neighbour: int, microbatch: int, batch_rows:
     first, end = _rows(mine, microbatch, batch_rows)
     replica = replica_of(plan, rank)
     found = []
-    for peer in stage_ranks(plan, neighbour):
+    for index, peer in enumerate(stage_ranks(plan, neighbour)):
         if replica_of(plan, peer) != replica:
             continue
         theirs = row_slice(plan, peer, microbatch)
         low, high = _rows(theirs, microbatch, batch_rows)
         low, high = max(first, low), min(end, high)
         if theirs.owner == mine.owner and low < high:
-            found.append(Overlap(rank=peer, first=low - first, end=high - first))
+            ranks = tensor_ranks(plan, neighbour, index)
+            found.append(Overlap(ranks=ranks, first=low - first, end=high - first))
     return tuple(sorted(found, key=lambda overlap: overlap.first))
 
 
@@ -213,6 +268,13 @@ def _rows(piece: RowSlice, microbatch: int, batch_rows: int | None) -> tuple[int
             "one part per batch"
         )
     return 0, 1
+
+
+def _speaking(plan: Plan, parameter: HeldParameter, stage: int) -> tuple[int, ...]:
+    """Data-parallel indices of a stage that take part in the sum of a tied parameter's gradients."""
+    if _is_aligned(plan, parameter):
+        return tuple(range(plan.stages[stage].data_parallel_degree))
+    return (parameter.owner(stage),)
 
 
 def _is_aligned(plan: Plan, parameter: HeldParameter) -> bool:

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_mist.plan import row_slice
+from lightning_mist.plan import LiveTensor, Plan, row_slice
+from lightning_mist.runtime.boundary import Crossing, Side
 from lightning_mist.runtime.mesh import Mesh, Overlap, overlaps
 
 
@@ -51,20 +52,43 @@ class Neighbours:
         first, end = self._slices[microbatch.index].rows(microbatch.batch_rows)
         return end - first
 
-    def before(self, stage: int, microbatch: Microbatch) -> tuple[Overlap, ...]:
-        """Ranks of the stage before ``stage``, one of this rank's, that share rows with it, by ascending row."""
-        return self._of(self._mesh.rank, stage - 1, microbatch)
+    def before(self, stage: int, microbatch: Microbatch, batch_dim: int | None = 0) -> tuple[Overlap, ...]:
+        """Ranks of the stage before ``stage``, one of this rank's, with which it exchanges a tensor, by ascending row.
 
-    def after(self, stage: int, microbatch: Microbatch, batch_dim: int | None) -> tuple[Overlap, ...]:
-        """Ranks of the stage after ``stage``, one of this rank's, that need (a part of) a tensor from this one.
+        A tensor without batch dimension comes whole from the first of them.
+        """
+        sources = self._of(self._mesh.rank, stage - 1, microbatch)
+        return sources if batch_dim is not None else sources[:1]
+
+    def after(self, stage: int, microbatch: Microbatch, batch_dim: int | None = 0) -> tuple[Overlap, ...]:
+        """Ranks of the stage after ``stage``, one of this rank's, with which it exchanges a tensor, by ascending row.
 
         A tensor without batch dimension goes whole from the first of each receiver's sources.
         """
         targets = self._of(self._mesh.rank, stage + 1, microbatch)
         if batch_dim is not None:
             return targets
-        return tuple(
-            target for target in targets if self._of(target.rank, stage, microbatch)[0].rank == self._mesh.rank
+        rank = self._mesh.rank
+        return tuple(target for target in targets if rank in self._of(target.ranks[0], stage, microbatch)[0].ranks)
+
+    def crossing(self, stage: int, other: int, microbatch: Microbatch, live: LiveTensor, length: int = 1) -> Crossing:
+        """How a tensor crosses the boundary between ``stage``, one of this rank's, and the stage before or after.
+
+        Args:
+            stage: The stage.
+            other: Index of the other stage.
+            microbatch: The microbatch.
+            live: The tensor.
+            length: Size of the whole tensor along its sequence dimension, if it has one.
+        """
+        return Crossing(
+            batch_dim=live.batch_dim,
+            rows=self.rows(microbatch),
+            mine=side_of(self._mesh.plan, stage, live),
+            theirs=side_of(self._mesh.plan, other, live),
+            index=self._mesh.tensor_index,
+            sequence_dim=live.sequence_dim,
+            length=length,
         )
 
     def _of(self, rank: int, neighbour: int, microbatch: Microbatch) -> tuple[Overlap, ...]:
@@ -75,3 +99,10 @@ class Neighbours:
                 self._mesh.plan, rank, neighbour, microbatch.index, microbatch.batch_rows
             )
         return found
+
+
+def side_of(plan: Plan, stage: int, live: LiveTensor) -> Side:
+    """How the tensor-parallel ranks of a stage hold a tensor that crosses one of its boundaries."""
+    mesh = plan.stages[stage].mesh
+    is_shared = mesh.sequence_parallel and live.sequence_dim is not None
+    return Side(degree=mesh.tensor_parallel_degree, is_shared=is_shared)

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import LiveTensor
-from lightning_mist.runtime.boundary import GraphEnd, join, part_of, part_shape
-from lightning_mist.runtime.ghosts import InputSpec
+from lightning_mist.runtime.boundary import Crossing, GraphEnd, Portion
+from lightning_mist.runtime.ghosts import InputSpec, StageOutput
 from lightning_mist.runtime.mesh import Mesh
 from lightning_mist.runtime.neighbours import Microbatch, Neighbours
 from lightning_mist.runtime.random import get_random_state, seed_random, set_random_state
@@ -48,6 +48,9 @@ class Place:
     tags_per_boundary: int
 
 
+_STATE = LiveTensor(key="random state", shape=(), dtype="uint8", requires_grad=False, batch_dim=None)
+"""How a random state crosses a boundary."""
+
 _Key = tuple[int, int]
 """A stage and the index of a microbatch."""
 
@@ -57,7 +60,8 @@ class _Incoming:
     """Live tensors on their way to this stage."""
 
     specs: tuple[InputSpec, ...]
-    parts: list[list[Tensor]] = field(default_factory=list)
+    crossings: list[Crossing] = field(default_factory=list)
+    parts: list[list[list[Tensor]]] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     state: Tensor | None = None
 
@@ -68,9 +72,10 @@ class _Outgoing:
 
     tensors: tuple[Tensor, ...]
     layout: tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...]
+    crossings: tuple[Crossing, ...]
     is_connected: tuple[bool, ...]
     end: GraphEnd | None
-    gradients: list[list[Tensor]] = field(default_factory=list)
+    gradients: list[list[list[Tensor]]] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
 
 
@@ -107,7 +112,7 @@ class BatchRun:
         self.random_states: list[Tensor | None] = [None] * len(microbatches)
         # Everything on its way is known by stage and microbatch.
         self._incoming: dict[_Key, _Incoming] = {}
-        self._received: dict[_Key, tuple[tuple[InputSpec, Tensor], ...]] = {}
+        self._received: dict[_Key, tuple[tuple[InputSpec, Crossing, Tensor], ...]] = {}
         self._outgoing: dict[_Key, _Outgoing] = {}
         self._states: dict[_Key, Tensor] = {}
         self._sends: dict[tuple[ActionKind, _Key], list[Work]] = {}
@@ -146,41 +151,57 @@ class BatchRun:
     # Forward ---------------------------------------------------------------------------------------------------------
 
     def _receive_activation(self, stage: int, microbatch: Microbatch) -> None:
-        rows, sources = self._neighbours.rows(microbatch), self._neighbours.before(stage, microbatch)
         signature = (batch_signature(microbatch.value), self._keeps_graph)
         with self._stages.at(stage) as part_of_module:
             specs = part_of_module.input_specs(lambda: self._step(_copied(microbatch)), signature)
         incoming = _Incoming(specs=specs)
-        for number, spec in enumerate(specs):
-            parts = []
-            for source in sources if spec.batch_dim is not None else sources[:1]:
-                shape = part_shape(spec.shape, spec.batch_dim, rows, source)
-                part = torch.empty(shape, dtype=spec.dtype, device=spec.device)
-                incoming.works.append(
-                    self._transport.irecv(part, source.rank, self._tag(stage - 1, microbatch, number))
-                )
-                parts.append(part)
-            incoming.parts.append(parts)
+        for number, (spec, live) in enumerate(zip(specs, self._place.live[stage - 1], strict=True)):
+            crossing = self._neighbours.crossing(stage, stage - 1, microbatch, live, spec.length)
+            sources = crossing.arriving(self._neighbours.before(stage, microbatch, live.batch_dim))
+            like = torch.empty((), dtype=spec.dtype, device=spec.device)
+            tag = self._tag(stage - 1, microbatch, number)
+            incoming.parts.append(self._receive(crossing, sources, spec.shape, like, tag, incoming.works))
+            incoming.crossings.append(crossing)
         if microbatch.random_state is not None:
+            crossing = self._neighbours.crossing(stage, stage - 1, microbatch, _STATE)
+            ((source,),) = crossing.arriving(self._neighbours.before(stage, microbatch, None))
             incoming.state = torch.empty_like(microbatch.random_state)
             tag = self._tag(stage - 1, microbatch, len(specs))
-            incoming.works.append(self._transport.irecv(incoming.state, sources[0].rank, tag))
+            incoming.works.append(self._transport.irecv(incoming.state, source.rank, tag))
         self._incoming[stage, microbatch.index] = incoming
+
+    def _receive(
+        self,
+        crossing: Crossing,
+        sources: Sequence[Sequence[Portion]],
+        shape: Sequence[int],
+        like: Tensor,
+        tag: int,
+        works: list[Work],
+    ) -> list[list[Tensor]]:
+        """Post the receives of all portions of a tensor; the buffers, by overlap."""
+        buffers = [[like.new_empty(crossing.shape(shape, portion)) for portion in row] for row in sources]
+        for row, portions in zip(buffers, sources, strict=True):
+            works += [
+                self._transport.irecv(part, portion.rank, tag) for part, portion in zip(row, portions, strict=True)
+            ]
+        return buffers
 
     def _forward(self, stage: int, microbatch: Microbatch) -> Iterator[Work]:
         index, device, key = microbatch.index, self._place.device, (stage, microbatch.index)
-        received: tuple[tuple[InputSpec, Tensor], ...] = ()
+        received: tuple[tuple[InputSpec, Crossing, Tensor], ...] = ()
         state = microbatch.random_state
         if stage > 0:
             incoming = self._incoming.pop(key)
             yield from incoming.works
             received = tuple(
-                (spec, join(parts, spec.batch_dim)) for spec, parts in zip(incoming.specs, incoming.parts, strict=True)
+                (spec, crossing, crossing.join(parts))
+                for spec, crossing, parts in zip(incoming.specs, incoming.crossings, incoming.parts, strict=True)
             )
             state = incoming.state
             yield from self._release(ActionKind.SEND_GRADIENT, (stage, index - self._last - 1))
         if self._keeps_graph:
-            for spec, tensor in received:
+            for spec, _, tensor in received:
                 tensor.requires_grad_(spec.requires_grad)
             self._received[key] = received
         if state is not None:
@@ -188,58 +209,65 @@ class BatchRun:
         elif microbatch.seed is not None:
             seed_random(device, microbatch.seed, stage, index)
         with self._stages.at(stage) as part_of_module:
-            output = part_of_module.forward(lambda: self._step(microbatch), tuple(tensor for _, tensor in received))
+            output = part_of_module.forward(lambda: self._step(microbatch), tuple(tensor for *_, tensor in received))
         after = None if state is None else get_random_state(device)
         if stage == self._last:
             self.outputs[index], self.random_states[index] = output.value, after
             return
-        self._outgoing[key] = self._keep(stage, output.tensors)
+        self._outgoing[key] = self._keep(stage, microbatch, output)
         if after is not None:
             self._states[key] = after
 
-    def _keep(self, stage: int, tensors: tuple[Tensor, ...]) -> _Outgoing:
+    def _keep(self, stage: int, microbatch: Microbatch, output: StageOutput) -> _Outgoing:
+        live_tensors, tensors = self._place.live[stage], output.tensors
         connected = tuple(
             self._keeps_graph and live.requires_grad and tensor.requires_grad
-            for live, tensor in zip(self._place.live[stage], tensors, strict=True)
+            for live, tensor in zip(live_tensors, tensors, strict=True)
         )
         kept = [tensor for tensor, is_connected in zip(tensors, connected, strict=True) if is_connected]
         return _Outgoing(
             tensors=tensors,
             layout=tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors),
+            crossings=tuple(
+                self._neighbours.crossing(stage, stage + 1, microbatch, live, length)
+                for live, length in zip(live_tensors, output.lengths, strict=True)
+            ),
             is_connected=connected,
             end=GraphEnd(kept) if kept else None,
         )
 
     def _send_activation(self, stage: int, microbatch: Microbatch) -> None:
-        key, live_tensors = (stage, microbatch.index), self._place.live[stage]
-        outgoing, rows = self._outgoing[key], self._neighbours.rows(microbatch)
+        key, outgoing = (stage, microbatch.index), self._outgoing[stage, microbatch.index]
         works = []
-        for number, (live, tensor) in enumerate(zip(live_tensors, outgoing.tensors, strict=True)):
-            for target in self._neighbours.after(stage, microbatch, live.batch_dim):
-                part = part_of(tensor, live.batch_dim, rows, target)
-                works.append(self._transport.isend(part, target.rank, self._tag(stage, microbatch, number)))
+        for number, (crossing, tensor) in enumerate(zip(outgoing.crossings, outgoing.tensors, strict=True)):
+            targets = crossing.leaving(self._neighbours.after(stage, microbatch, crossing.batch_dim))
+            works += self._send(crossing, targets, tensor, self._tag(stage, microbatch, number))
         state = self._states.pop(key, None)
         if state is not None:
-            (target,) = self._neighbours.after(stage, microbatch, 0)
-            works.append(self._transport.isend(state, target.rank, self._tag(stage, microbatch, len(live_tensors))))
+            crossing, tag = self._neighbours.crossing(stage, stage + 1, microbatch, _STATE), len(outgoing.crossings)
+            targets = crossing.leaving(self._neighbours.after(stage, microbatch, None))
+            works += self._send(crossing, targets, state, self._tag(stage, microbatch, tag))
         self._sends[ActionKind.SEND_ACTIVATION, key] = works
         # The graph keeps what its backward needs; the tensors themselves may go once they have been sent.
         outgoing.tensors = ()
         if not self._keeps_graph:
             del self._outgoing[key]
 
+    def _send(self, crossing: Crossing, targets: Sequence[Portion], tensor: Tensor, tag: int) -> list[Work]:
+        return [self._transport.isend(crossing.cut(tensor, portion), portion.rank, tag) for portion in targets]
+
     # Backward --------------------------------------------------------------------------------------------------------
 
     def _receive_gradient(self, stage: int, microbatch: Microbatch) -> None:
-        outgoing, rows = self._outgoing[stage, microbatch.index], self._neighbours.rows(microbatch)
-        live_tensors = self._place.live[stage]
-        for number, (live, (shape, dtype, device)) in enumerate(zip(live_tensors, outgoing.layout, strict=True)):
-            parts = []
-            for source in self._neighbours.after(stage, microbatch, live.batch_dim) if live.requires_grad else ():
-                part = torch.empty(part_shape(shape, live.batch_dim, rows, source), dtype=dtype, device=device)
-                outgoing.works.append(self._transport.irecv(part, source.rank, self._tag(stage, microbatch, number)))
-                parts.append(part)
-            outgoing.gradients.append(parts)
+        outgoing = self._outgoing[stage, microbatch.index]
+        for number, (live, crossing) in enumerate(zip(self._place.live[stage], outgoing.crossings, strict=True)):
+            if not live.requires_grad:
+                outgoing.gradients.append([])
+                continue
+            shape, dtype, device = outgoing.layout[number]
+            sources = crossing.arriving(self._neighbours.after(stage, microbatch, crossing.batch_dim))
+            like, tag = torch.empty((), dtype=dtype, device=device), self._tag(stage, microbatch, number)
+            outgoing.gradients.append(self._receive(crossing, sources, shape, like, tag, outgoing.works))
 
     def _backward(self, stage: int, microbatch: Microbatch) -> Iterator[Work]:
         key = (stage, microbatch.index)
@@ -252,9 +280,9 @@ class BatchRun:
         # Who answers with a gradient has the activation.
         yield from self._release(ActionKind.SEND_ACTIVATION, key)
         gradients = [
-            join(parts, live.batch_dim) if parts else None
-            for live, parts, is_connected in zip(
-                self._place.live[stage], outgoing.gradients, outgoing.is_connected, strict=True
+            crossing.join(parts) if parts else None
+            for crossing, parts, is_connected in zip(
+                outgoing.crossings, outgoing.gradients, outgoing.is_connected, strict=True
             )
             if is_connected
         ]
@@ -271,16 +299,13 @@ class BatchRun:
         self.outputs[microbatch.index] = tree_map_only(Tensor, Tensor.detach, self.outputs[microbatch.index])
 
     def _send_gradient(self, stage: int, microbatch: Microbatch) -> None:
-        rows, sources = self._neighbours.rows(microbatch), self._neighbours.before(stage, microbatch)
-        received = self._received.pop((stage, microbatch.index))
         works = []
-        for number, (spec, tensor) in enumerate(received):
+        for number, (spec, crossing, tensor) in enumerate(self._received.pop((stage, microbatch.index))):
             if not spec.requires_grad:
                 continue
             gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            for source in sources if spec.batch_dim is not None else sources[:1]:
-                part = part_of(gradient, spec.batch_dim, rows, source)
-                works.append(self._transport.isend(part, source.rank, self._tag(stage - 1, microbatch, number)))
+            targets = crossing.leaving(self._neighbours.before(stage, microbatch, crossing.batch_dim))
+            works += self._send(crossing, targets, gradient, self._tag(stage - 1, microbatch, number))
         self._sends[ActionKind.SEND_GRADIENT, (stage, microbatch.index)] = works
 
     def _release(self, kind: ActionKind, key: _Key) -> Iterator[Work]:

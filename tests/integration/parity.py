@@ -80,6 +80,8 @@ def make_plan(
     layers: Sequence[int],
     *,
     degrees: Sequence[int] | None = None,
+    tensor: int | Sequence[int] = 1,
+    sequence: bool | Sequence[bool] = False,
     parts: int = 1,
     rows: int = 4,
     zero: int | Sequence[int] = 0,
@@ -91,6 +93,8 @@ def make_plan(
     Args:
         layers: Layers per stage.
         degrees: Data-parallel degree per stage; 1 each if None.
+        tensor: Tensor-parallel degree, of all stages or each.
+        sequence: Whether stages with a tensor-parallel degree above 1 are sequence parallel, all or each.
         parts: Microbatches per batch of a rank in a replica whose stages have degree 1.
         rows: Rows per rank.
         zero: ZeRO stage, of all stages or each.
@@ -98,21 +102,29 @@ def make_plan(
         schedule: Name of the schedule.
     """
     degrees = [1] * len(layers) if degrees is None else degrees
-    world = sum(degrees)
+    widths = [tensor] * len(layers) if isinstance(tensor, int) else tensor
+    shared = [sequence] * len(layers) if isinstance(sequence, bool) else sequence
+    offsets = [0, *accumulate(degree * width for degree, width in zip(degrees, widths, strict=True))]
+    world = offsets[-1]
     replicas = next(g for g in range(world, 0, -1) if all(degree % g == 0 for degree in degrees))
     count = parts * world // replicas
-    ends, offsets = list(accumulate(layers)), [0, *accumulate(degrees)]
+    ends = list(accumulate(layers))
     stages = tuple(
         StagePlan(
             layers=(end - size, end),
-            mesh=StageMesh(devices=tuple(range(offset, offset + degree)), data_parallel_degree=degree),
+            mesh=StageMesh(
+                devices=tuple(range(offsets[index], offsets[index + 1])),
+                data_parallel_degree=degree,
+                tensor_parallel_degree=widths[index],
+                sequence_parallel=shared[index] and widths[index] > 1,
+            ),
             microbatch_size=rows * world // (degree * count),
             zero_stage=ZeroStage(zero if isinstance(zero, int) else zero[index]),
             checkpointing=Checkpointing(
                 layers=min(size, checkpointed if isinstance(checkpointed, int) else checkpointed[index])
             ),
         )
-        for index, (size, end, offset, degree) in enumerate(zip(layers, ends, offsets[:-1], degrees, strict=True))
+        for index, (size, end, degree) in enumerate(zip(layers, ends, degrees, strict=True))
     )
     return Plan(global_batch_size=rows * world, num_microbatches=count, stages=stages, schedule=schedule)
 

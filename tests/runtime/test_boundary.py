@@ -3,39 +3,103 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.boundary import GraphEnd, join, part_of, part_shape, span
+from lightning_mist.runtime.boundary import Crossing, GraphEnd, Side, span
 from lightning_mist.runtime.mesh import Overlap
+
+
+def crossing(mine=1, theirs=1, *, index=0, batch_dim=0, rows=3, shared=(False, False), sequence_dim=None, length=1):
+    return Crossing(
+        batch_dim=batch_dim,
+        rows=rows,
+        mine=Side(degree=mine, is_shared=shared[0]),
+        theirs=Side(degree=theirs, is_shared=shared[1]),
+        index=index,
+        sequence_dim=sequence_dim,
+        length=length,
+    )
 
 
 def test_parts_join_to_the_whole():
     tensor = torch.arange(60.0).reshape(2, 6, 5)
-    overlaps = [Overlap(rank=0, first=0, end=1), Overlap(rank=1, first=1, end=3)]
-    parts = [part_of(tensor, 1, 3, overlap) for overlap in overlaps]
-    assert [tuple(part.shape) for part in parts] == [part_shape(tensor.shape, 1, 3, overlap) for overlap in overlaps]
+    overlaps = [Overlap(ranks=(0,), first=0, end=1), Overlap(ranks=(1,), first=1, end=3)]
+    found = crossing(batch_dim=1)
+    portions = found.leaving(overlaps)
+    assert [(portion.rank, portion.overlap) for portion in portions] == [(0, overlaps[0]), (1, overlaps[1])]
+    assert found.arriving(overlaps) == tuple((portion,) for portion in portions)
+    parts = [found.cut(tensor, portion) for portion in portions]
+    assert [tuple(part.shape) for part in parts] == [found.shape(tensor.shape, portion) for portion in portions]
     assert all(part.is_contiguous() for part in parts)
-    assert torch.equal(join(parts, 1), tensor)
+    assert torch.equal(found.join([[part] for part in parts]), tensor)
 
 
 def test_a_whole_tensor_needs_no_rows_and_no_copy():
     tensor = torch.zeros(5, 2)
-    whole = Overlap(rank=0, first=0, end=3)
+    whole = Overlap(ranks=(0,), first=0, end=3)
     assert span(5, 3, whole) == (0, 5)
-    assert part_of(tensor, 0, 3, whole).data_ptr() == tensor.data_ptr()
+    (portion,) = crossing().leaving([whole])
+    assert crossing().cut(tensor, portion).data_ptr() == tensor.data_ptr()
 
 
 def test_without_batch_dimension_parts_are_whole_and_summed():
-    tensor = torch.ones(3)
-    overlap = Overlap(rank=0, first=1, end=2)
-    assert part_shape(tensor.shape, None, 2, overlap) == (3,)
-    assert torch.equal(part_of(tensor, None, 2, overlap), tensor)
-    assert torch.equal(join([tensor, 2 * tensor], None), 3 * tensor)
+    tensor, found = torch.ones(3), crossing(batch_dim=None, rows=2)
+    (portion,) = found.leaving([Overlap(ranks=(0,), first=1, end=2)])
+    assert found.shape(tensor.shape, portion) == (3,)
+    assert torch.equal(found.cut(tensor, portion), tensor)
+    assert torch.equal(found.join([[tensor], [2 * tensor]]), 3 * tensor)
+
+
+def test_ranks_with_equal_copies_share_the_serving():
+    overlap = Overlap(ranks=(10, 11, 12), first=0, end=3)
+    assert [[p.rank for p in crossing(2, 3, index=k).leaving([overlap])] for k in (0, 1)] == [[10, 12], [11]]
+    two = Overlap(ranks=(20, 21), first=0, end=3)
+    assert [crossing(3, 2, index=k).arriving([two])[0][0].rank for k in range(3)] == [20, 21, 20]
+
+
+@given(
+    degrees=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    shared=st.tuples(st.booleans(), st.booleans()),
+    length=st.integers(1, 12),
+    rows=st.integers(2, 5),
+    data=st.data(),
+)
+def test_every_rank_ends_with_what_it_holds_whatever_the_other_side_holds(degrees, shared, length, rows, data):
+    """All ranks of two sides over memory: what is cut on one side is what the other side joins."""
+    tensor = torch.arange(rows * length * 2.0).reshape(rows, length, 2)
+    cut = data.draw(st.integers(1, rows - 1))
+    # The receiving stage has one data-parallel rank, the sending stage two.
+    slices = ((0, cut), (cut, rows))
+    box = {}
+    for number, (low, high) in enumerate(slices):
+        for index in range(degrees[0]):
+            mine = crossing(*degrees, index=index, rows=high - low, shared=shared, sequence_dim=1, length=length)
+            begin, end = mine.mine.held(index, length)
+            overlap = Overlap(ranks=tuple(range(degrees[1])), first=0, end=high - low)
+            for portion in mine.leaving([overlap]):
+                held = tensor[low:high, begin:end]
+                box[number * degrees[0] + index, portion.rank] = mine.cut(held, portion)
+    for index in range(degrees[1]):
+        mine = crossing(*degrees[::-1], index=index, rows=rows, shared=shared[::-1], sequence_dim=1, length=length)
+        overlaps = [
+            Overlap(ranks=tuple(range(number * degrees[0], (number + 1) * degrees[0])), first=low, end=high)
+            for number, (low, high) in enumerate(slices)
+        ]
+        begin, end = mine.mine.held(index, length)
+        expected = tensor[:, begin:end]
+        arriving = mine.arriving(overlaps)
+        buffers = [[box.pop((portion.rank, index)) for portion in row] for row in arriving]
+        for row, portions in zip(buffers, arriving, strict=True):
+            assert [tuple(part.shape) for part in row] == [mine.shape(expected.shape, portion) for portion in portions]
+        assert torch.equal(mine.join(buffers), expected)
+    assert box == {}
 
 
 def test_entries_that_do_not_belong_to_rows_are_refused():
     with pytest.raises(TraceError, match="5 entries along its batch dimension for 3 rows"):
-        span(5, 3, Overlap(rank=0, first=0, end=1))
+        span(5, 3, Overlap(ranks=(0,), first=0, end=1))
 
 
 def test_graph_end_gives_gradients_and_lets_the_tensors_go():
