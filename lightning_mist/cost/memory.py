@@ -21,8 +21,8 @@ Array axes
     T  terms, in the order of :data:`TERMS`
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -106,16 +106,36 @@ class StageNeeds:
     backward_K: FloatArray
     update: tuple[tuple[str, Mapping[str, Bytes]], ...]
 
+    def first(self, count: int) -> "StageNeeds":
+        """Those of the first candidates."""
+
+        def cut(terms: Mapping[str, Bytes]) -> dict[str, Bytes]:
+            return {name: value if isinstance(value, float) else value[:count] for name, value in terms.items()}
+
+        arrays = {name: getattr(self, name)[:count] for name in self.__slots__ if name.endswith("_K")}
+        update = tuple((name, cut(terms)) for name, terms in self.update)
+        return replace(self, always=cut(self.always), update=update, **arrays)
+
     def situations(self, phases: Iterable[Phase]) -> list[tuple[str, Mapping[str, Bytes]]]:
         """Every situation with its bytes by term, ``always`` included."""
         found: list[tuple[str, Mapping[str, Bytes]]] = [(phase.kind, self._around(phase)) for phase in phases]
         return [(name, {**self.always, **terms}) for name, terms in (*found, *self.update)]
 
-    def peaks(self, phases: Iterable[Phase]) -> FloatArray:
+    def peaks(self, phases: Sequence[Phase]) -> FloatArray:
         """Peak bytes over all situations."""
+        # One matrix product instead of as many sums as there are situations: what :meth:`_around` says, by factors.
         peak_K = np.zeros(len(self.gradients_K))
-        changing = (self._around(phase) for phase in phases)
-        for terms in (*changing, *(terms for _, terms in self.update)):
+        parts_FK = np.stack([self.gradients_K, self.saved_K, self.entering_K, self.leaving_K, self.returned_K])
+        working = {
+            "forward": self.forward_K,
+            "first backward": self.first_backward_K,
+            "backward": self.backward_K + self.reused_K,
+        }
+        for kind, working_K in working.items():
+            factors = np.array([_factors(phase) for phase in phases if phase.kind == kind])
+            if len(factors):
+                peak_K = np.maximum(peak_K, working_K + (factors @ parts_FK).max(axis=0))
+        for _, terms in self.update:
             peak_K = np.maximum(peak_K, sum(terms.values()))
         return peak_K + sum(self.always.values())
 
@@ -129,15 +149,21 @@ class StageNeeds:
         else:
             # A parameter that two parts use gets its two contributions summed before they are accumulated.
             gradients_K, working_K = self.gradients_K + self.reused_K, self.backward_K
-        # In a backward the gradient at hand stands where the output was, which the saved bytes still count.
-        ahead = phase.received_gradients - (phase.kind != "forward" and phase.received_gradients > 0)
-        transfers_K = phase.received * self.entering_K + ahead * self.leaving_K
+        _, others, received, ahead, sent = _factors(phase)
         return {
             "gradient_bytes": gradients_K,
-            "activation_bytes": phase.others * self.saved_K,
-            "transfer_bytes": transfers_K + phase.sent_gradients * self.returned_K,
+            "activation_bytes": others * self.saved_K,
+            "transfer_bytes": received * self.entering_K + ahead * self.leaving_K + sent * self.returned_K,
             "working_bytes": working_K,
         }
+
+
+def _factors(phase: Phase) -> tuple[float, ...]:
+    """How often a situation counts all gradients, saved bytes, inputs, gradients of outputs, and of inputs."""
+    # In a backward the gradient at hand stands where the output was, which the saved bytes still count.
+    ahead = phase.received_gradients - (phase.kind != "forward" and phase.received_gradients > 0)
+    gradients = phase.gradients if phase.kind == "forward" else phase.kind == "backward"
+    return (float(gradients), phase.others, phase.received, ahead, phase.sent_gradients)
 
 
 def _phases(slot: StageSlot) -> tuple[Phase, ...]:

@@ -119,18 +119,22 @@ class _Chain:
         self.bands = [self._bands(index, slot) for index, slot in enumerate(problem.slots)]
 
     def _bands(self, stage: int, slot: SlotChoices) -> list[_Band]:
-        pairs, of_K = np.unique(np.stack([slot.devices_K, slot.layers_K]), axis=1, return_inverse=True)
+        order_K = np.lexsort((slot.steady_K, slot.start_K, slot.layers_K, slot.devices_K))
+        devices_K, layers_K = slot.devices_K[order_K], slot.layers_K[order_K]
+        edges = np.flatnonzero((np.diff(devices_K) != 0) | (np.diff(layers_K) != 0)) + 1
         found = []
-        for number, (devices, layers) in enumerate(pairs.T.tolist()):
+        for index_K in np.split(order_K, edges):
+            devices, layers = int(slot.devices_K[index_K[0]]), int(slot.layers_K[index_K[0]])
             if devices // self.unit <= self.units and layers <= self.width:
-                index_K = np.flatnonzero(of_K.reshape(-1) == number)
                 band = self._band(stage, slot, index_K, devices // self.unit, layers)
                 found += [] if band is None else [band]
         return found
 
     def _band(self, stage: int, slot: SlotChoices, index_K: IntArray, units: int, layers: int) -> _Band | None:
-        """Stage ``i`` starts at layer ``i + a`` and ends before ``i + a + layers``, which is ``i + 1 + e``."""
-        index_K = index_K[np.argsort(slot.steady_K[index_K], kind="stable")]
+        """Stage ``i`` starts at layer ``i + a`` and ends before ``i + a + layers``, which is ``i + 1 + e``.
+
+        The choices come by rising start, and of one start by rising steady time.
+        """
         places = self.width - layers + 1
         if (slot.start_K[index_K] == ANYWHERE).all():
             index_QA = np.repeat(index_K[:, None], 1 if stage == 0 else places, axis=1)
@@ -140,8 +144,7 @@ class _Chain:
             inside = (place_K >= 0) & (place_K < places)
             if not inside.any():
                 return None
-            order = np.flatnonzero(inside)[np.argsort(place_K[inside], kind="stable")]
-            place_K, index_K = place_K[order], index_K[order]
+            place_K, index_K = place_K[inside], index_K[inside]
             first = int(place_K[0])
             # Choices with the same start keep their order, by rising steady time.
             rank = np.arange(len(place_K)) - np.searchsorted(place_K, place_K)

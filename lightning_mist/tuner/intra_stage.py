@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_mist.cost import StageCandidates, StageCostModel, StageCosts, StageSlot
+from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.memory import StageNeeds
 from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.cost.regions import parameter_regions
 from lightning_mist.model.spec import ModelSpec
@@ -72,6 +73,12 @@ class SlotChoices:
         return SlotChoices(**{name: getattr(self, name)[index] for name in self.__slots__})
 
     @classmethod
+    def none(cls) -> "SlotChoices":
+        """No choices."""
+        floats = ("steady_K", "boundary_K", "peak_K")
+        return cls(**{name: np.empty(0, dtype=float if name in floats else np.int64) for name in cls.__slots__})
+
+    @classmethod
     def joined(cls, parts: list["SlotChoices"]) -> "SlotChoices":
         """The choices of all parts."""
         return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__})
@@ -98,23 +105,29 @@ def layer_classes(spec: ModelSpec) -> tuple[int, ...]:
     return tuple(result)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Prepared:
-    """Candidates with their costs, sorted, and where else each window of layers occurs.
+    """Candidates with their seconds, sorted, and where else each window of layers occurs.
 
     Attributes:
-        candidates: The candidates, each window once.
+        candidates: The candidates by rising steady time, each window once.
         window_K: Number of the window of each.
         starts: For every window the first layers at which it occurs, or :data:`ANYWHERE` alone.
-        costs: Seconds, and what memory is made of.
+        steady_K: Steady seconds.
+        boundary_K: Boundary seconds.
         order: The candidates by window, steady and boundary time.
+        needs: What the memory of the first candidates is made of, as many as have been asked for.
+        evaluated: How many these are.
     """
 
     candidates: StageCandidates
     window_K: IntArray
     starts: tuple[IntArray, ...]
-    costs: StageCosts
+    steady_K: FloatArray
+    boundary_K: FloatArray
     order: Order
+    needs: StageNeeds | None = None
+    evaluated: int = 0
 
 
 def _phases(slot: StageSlot) -> tuple[Phase, ...]:
@@ -140,8 +153,8 @@ def _as_choices(
         start_K=start_K,
         layers_K=lengths[index_K],
         devices_K=np.full(len(index_K), slot.data_parallel_degree * slot.tensor_parallel_degree),
-        steady_K=prepared.costs.steady_K[index_K],
-        boundary_K=prepared.costs.boundary_K[index_K],
+        steady_K=prepared.steady_K[index_K],
+        boundary_K=prepared.boundary_K[index_K],
         peak_K=peak_K[index_K],
         checkpointed_K=candidates.checkpointed_K[index_K],
         zero_stage_K=candidates.zero_stage_K[index_K],
@@ -165,16 +178,21 @@ class IntraStage:
         self._classes = layer_classes(model.spec)
         self._kept: dict[tuple[str, int, Shape, bool], _Prepared] = {}
 
-    def frontier(self, stage_index: int, num_stages: int, num_microbatches: int) -> SlotChoices:
-        """The choices of one slot that fit and are not dominated."""
+    def frontier(
+        self, stage_index: int, num_stages: int, num_microbatches: int, slowest: float = np.inf
+    ) -> SlotChoices:
+        """The choices of one slot that fit, take at most ``slowest`` seconds per microbatch and are not dominated."""
         parts = []
         for shape in self.space.shapes(num_microbatches):
             slot = self.slot(stage_index, num_stages, num_microbatches, shape)
             prepared = self._prepare(slot)
-            peak_K = prepared.costs.needs.peaks(_phases(slot))
+            count = int(np.searchsorted(prepared.steady_K, slowest, side="right"))
+            if not count:
+                continue
+            peak_K = self._peaks(slot, prepared, count)
             kept = prepared.order.frontier(peak_K <= self.memory_limit)
             parts.append(_as_choices(slot, prepared, self.space.num_layers, peak_K, kept))
-        joined = SlotChoices.joined(parts)
+        joined = SlotChoices.joined(parts) if parts else SlotChoices.none()
         if len({shape.devices for shape in self.space.shapes(num_microbatches)}) == len(parts):
             return joined  # No arrangement competes with another of the same number of devices.
         return joined.take(non_dominated(self._places(joined), joined.steady_K, joined.boundary_K))
@@ -188,8 +206,17 @@ class IntraStage:
     def choices(self, slot: StageSlot) -> SlotChoices:
         """Everything that a slot may be, whether it fits or not."""
         prepared = self._prepare(slot)
-        peak_K = prepared.costs.needs.peaks(_phases(slot))
+        peak_K = self._peaks(slot, prepared, len(prepared.candidates))
         return _as_choices(slot, prepared, self.space.num_layers, peak_K, np.arange(len(peak_K)))
+
+    def _peaks(self, slot: StageSlot, prepared: _Prepared, count: int) -> FloatArray:
+        """Peak bytes of the first candidates."""
+        if prepared.needs is None or prepared.evaluated < count:
+            # Twice as many as asked for, lest a search that asks for ever more evaluates all of them each time.
+            prepared.evaluated = min(2 * count, len(prepared.candidates))
+            some = prepared.candidates.take(np.arange(prepared.evaluated))
+            prepared.needs = self.model.memory(slot).needs(slot, some)
+        return prepared.needs.first(count).peaks(_phases(slot))
 
     def slot(self, stage_index: int, num_stages: int, num_microbatches: int, shape: Shape) -> StageSlot:
         """A slot with an arrangement of devices."""
@@ -221,14 +248,17 @@ class IntraStage:
     def _evaluate(self, slot: StageSlot, role: str) -> _Prepared:
         start_W, layers_W, starts = self._windows(role)
         candidates, window_K = self._candidates(slot, start_W, layers_W)
-        costs = self.model.evaluate(slot, candidates)
+        seconds = self.model.seconds(slot, candidates)
+        rising_K = np.argsort(seconds.steady_K, kind="stable")
+        steady_K, boundary_K = seconds.steady_K[rising_K], seconds.boundary_K[rising_K]
         self.evaluated += len(candidates)
         return _Prepared(
-            candidates=candidates,
-            window_K=window_K,
+            candidates=candidates.take(rising_K),
+            window_K=window_K[rising_K],
             starts=starts,
-            costs=costs,
-            order=sort_points(window_K, costs.steady_K, costs.boundary_K),
+            steady_K=steady_K,
+            boundary_K=boundary_K,
+            order=sort_points(window_K[rising_K], steady_K, boundary_K),
         )
 
     @staticmethod

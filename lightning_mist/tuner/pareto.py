@@ -29,12 +29,17 @@ class Order:
         """Indices of the allowed points that no other allowed point of their group equals or beats in both values.
 
         They come by group, then by rising first and falling second value. Of equal points the earliest is kept.
+
+        Args:
+            allowed_K: Which points count, at least of the first ones; those behind its end do not.
         """
-        allowed_K = allowed_K[self.index_K]
+        inside_K = self.index_K < len(allowed_K)
+        index_K, rank_K = self.index_K[inside_K], self.rank_K[inside_K]
+        allowed_K = allowed_K[index_K]
         worst = np.iinfo(np.int64).max
-        rank_K = np.where(allowed_K, self.rank_K, worst)
+        rank_K = np.where(allowed_K, rank_K, worst)
         best_before_K = np.minimum.accumulate(np.concatenate([[worst], rank_K[:-1]]))
-        kept_J: IntArray = self.index_K[allowed_K & (rank_K < best_before_K)]
+        kept_J: IntArray = index_K[allowed_K & (rank_K < best_before_K)]
         return kept_J
 
 

@@ -9,7 +9,7 @@ number; it divides ``B``, so that all parts are equal.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from math import gcd
 
 from lightning_mist.errors import PlanError
@@ -141,12 +141,7 @@ class Space:
 
     def shapes(self, num_microbatches: int) -> tuple[Shape, ...]:
         """Arrangements of a stage's devices for which a batch is cut into equal parts, ascending."""
-        found = []
-        for data in self._data_degrees():
-            parts, rest = divmod(num_microbatches * data, self.world_size)
-            if rest == 0 and parts >= 1 and self.batch_rows % parts == 0 and (parts == 1 or self.cuts_batches):
-                found += [Shape(data, *kind) for kind in self.tensor if data * kind[0] in self.device_counts]
-        return tuple(sorted(found))
+        return _shapes(self, num_microbatches)
 
     def least_replicas(self, num_microbatches: int) -> int:
         """The least number of independent copies of a pipeline that stages with these microbatches can form."""
@@ -176,15 +171,25 @@ class Space:
         found = {
             part * self.world_size // data
             for part in parts
-            for data in self._data_degrees()
+            for data in self.data_degrees()
             if part * self.world_size % data == 0
         }
         return tuple(sorted(found if asked is None else found & set(asked)))
 
-    def _data_degrees(self) -> tuple[int, ...]:
+    def data_degrees(self) -> tuple[int, ...]:
         """Data-parallel degrees that a stage may have, ascending."""
         counts, degrees = self.device_counts, {degree for degree, _ in self.tensor}
         return tuple(sorted({count // degree for count in counts for degree in degrees if count % degree == 0}))
+
+
+@lru_cache(maxsize=1024)
+def _shapes(space: Space, num_microbatches: int) -> tuple[Shape, ...]:
+    found, counts = [], space.device_counts
+    for data in space.data_degrees():
+        parts, rest = divmod(num_microbatches * data, space.world_size)
+        if rest == 0 and parts >= 1 and space.batch_rows % parts == 0 and (parts == 1 or space.cuts_batches):
+            found += [Shape(data, *kind) for kind in space.tensor if data * kind[0] in counts]
+    return tuple(sorted(found))
 
 
 def apply(

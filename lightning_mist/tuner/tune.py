@@ -268,12 +268,13 @@ def _attempt(
     deadline: float,
 ) -> None:
     """Solve one pipeline, if it can be better than ``below``, and remember its answer."""
-    problem = _problem(intra, space, *key)
-    bound = problem.lower_bound()
+    problem = _problem(intra, space, *key, below=below)
+    # A plan with a stage that was left out of the problem takes at least ``below``.
+    bound = min(below, problem.lower_bound())
     if bound < below:
         answer = solve(problem, below=below, deadline=deadline)
         tally.solved += 1
-        bound = answer.bound
+        bound = min(below, answer.bound)
         if answer.chosen:
             best[key[0]] = _Found(problem=problem, answer=answer)
             tally.least = min(tally.least, answer.objective)
@@ -307,12 +308,19 @@ def _quick_bound(intra: IntraStage, space: Space, num_stages: int, num_microbatc
     return (num_microbatches - 1) * slowest + max(total, slowest)
 
 
-def _problem(intra: IntraStage, space: Space, num_stages: int, num_microbatches: int) -> InterStageProblem:
+def _problem(
+    intra: IntraStage, space: Space, num_stages: int, num_microbatches: int, *, below: float
+) -> InterStageProblem:
+    """The choices of every stage, without those that only plans of at least ``below`` seconds can have.
+
+    A pipeline takes at least ``G`` times the steady time of any of its stages.
+    """
+    slowest = below / num_microbatches
     return InterStageProblem(
         num_layers=space.num_layers,
         num_devices=space.world_size,
         num_microbatches=num_microbatches,
-        slots=tuple(intra.frontier(index, num_stages, num_microbatches) for index in range(num_stages)),
+        slots=tuple(intra.frontier(index, num_stages, num_microbatches, slowest) for index in range(num_stages)),
     )
 
 
