@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.errors import PlanError
+
 BUCKET_BYTES = 25 * 2**20
 """Capacity of a bucket: the default ``bucket_cap_mb`` of ``torch.nn.parallel.DistributedDataParallel``."""
 
@@ -20,12 +22,25 @@ class Bucket:
     Attributes:
         names: Their canonical names.
         parameters: The parameters.
+        layouts: For each parameter a tensor without memory, of its shape and strides when the bucket was made: the
+            parameter itself may be without memory later.
         owner: Data-parallel index that owns them; None if every rank updates them.
     """
 
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
+    layouts: tuple[Tensor, ...]
     owner: int | None = None
+
+    @classmethod
+    def of(cls, items: Sequence[tuple[str, nn.Parameter]], owner: int | None = None) -> "Bucket":
+        """A bucket of parameters, given with their names."""
+        return cls(
+            names=tuple(name for name, _ in items),
+            parameters=tuple(parameter for _, parameter in items),
+            layouts=tuple(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for _, p in items),
+            owner=owner,
+        )
 
     @property
     def numel(self) -> int:
@@ -39,7 +54,46 @@ class Bucket:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A view into a flat buffer for each parameter, of its shape and strides."""
-        return views_like(flat, self.parameters)
+        return views_like(flat, self.layouts)
+
+    def take_gradients(self, *, scale: float, ranks: int) -> tuple[Tensor, list[bool]]:
+        """Move the parameters' gradients, times ``scale``, into a flat buffer with one number per parameter at its end.
+
+        A missing gradient counts as zeros, and the number is then 0 and not 1. Parameters have no gradient afterwards.
+
+        Args:
+            scale: Factor on the gradients.
+            ranks: How many ranks the gradients are reduced over, for the error message.
+
+        Returns:
+            The buffer, and which parameters had a gradient.
+
+        Raises:
+            PlanError: If a gradient is not dense.
+        """
+        gradients = [parameter.grad for parameter in self.parameters]
+        present = [gradient is not None for gradient in gradients]
+        flat = self.empty(extra=len(present))
+        views = self.views(flat)
+        for name, gradient, view in zip(self.names, gradients, views, strict=True):
+            if gradient is None:
+                view.zero_()
+            elif gradient.layout is not torch.strided:
+                raise PlanError(
+                    f"the gradient of {name} is {gradient.layout}: only dense gradients are reduced over the {ranks} "
+                    "data-parallel ranks; set sparse=False in its module"
+                )
+        pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        flat[: self.numel].mul_(scale)
+        flags = flat[self.numel :].fill_(1.0)
+        for index, is_present in enumerate(present):
+            if not is_present:
+                flags[index] = 0.0
+        for parameter in self.parameters:
+            parameter.grad = None
+        return flat, present
 
 
 def views_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -76,10 +130,7 @@ def make_buckets(
     open_buckets: dict[tuple[int | None, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
 
     def close(key: tuple[int | None, torch.dtype, torch.device]) -> None:
-        items = open_buckets.pop(key)
-        closed.append(
-            Bucket(names=tuple(name for name, _ in items), parameters=tuple(p for _, p in items), owner=key[0])
-        )
+        closed.append(Bucket.of(open_buckets.pop(key), key[0]))
 
     for name, parameter, owner in parameters:
         key = (owner, parameter.dtype, parameter.device)

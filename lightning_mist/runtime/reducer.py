@@ -146,25 +146,7 @@ class GradientReducer:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        gradients = [parameter.grad for parameter in bucket.parameters]
-        present = [gradient is not None for gradient in gradients]
-        flat = bucket.empty(extra=len(present))
-        views = bucket.views(flat)
-        for name, gradient, view in zip(bucket.names, gradients, views, strict=True):
-            if gradient is None:
-                view.zero_()
-            elif gradient.layout is not torch.strided:
-                raise PlanError(
-                    f"the gradient of {name} is {gradient.layout}: only dense gradients are reduced over the "
-                    f"{len(self._group)} data-parallel ranks; set sparse=False in its module"
-                )
-        pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
-        if pairs:
-            torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
-        flat[: bucket.numel].mul_(1.0 / self._mesh.plan.world_size)
-        _fill_presence(flat[bucket.numel :], present)
-        for parameter in bucket.parameters:
-            parameter.grad = None
+        flat, present = bucket.take_gradients(scale=1.0 / self._mesh.plan.world_size, ranks=len(self._group))
         if bucket.owner is None:
             work = self._transport.all_reduce(flat, self._group)
         else:
@@ -209,13 +191,6 @@ def _scale(gradients: list[Tensor], scale: float) -> None:
 
 def _bucket_owner(mesh: Mesh, item: HeldParameter) -> int | None:
     return item.owner(mesh.stage) if mesh.is_sharded else None
-
-
-def _fill_presence(flags: Tensor, present: list[bool]) -> None:
-    flags.fill_(1.0)
-    for index, is_present in enumerate(present):
-        if not is_present:
-            flags[index] = 0.0
 
 
 def _with_presence(parameter: nn.Parameter) -> Tensor:

@@ -1,0 +1,193 @@
+"""Values of parameters under ZeRO-3: each whole with one data-parallel rank, with the others only while they are used.
+
+The parameters of a unit that have one owner lie side by side in one flat storage. The owner's stays. On the other ranks
+``UNSHARD`` gives the storage its memory and starts to fill it from the owner, and ``RESHARD`` takes the memory away; the
+storage itself is one and the same object all the time, so that what autograd saved of a parameter (views of it) is
+right again when backward has unsharded the unit. The parameter itself, while it is sharded, is not a number everywhere:
+whoever computes with it all the same sees it.
+
+Neither step changes a parameter's version, by which autograd tells values that were overwritten: ``parameter.data = ..``
+keeps it, and the flat storage is written through a tensor that has a version of its own.
+
+Streams on a device: everything here happens on the stream that computes, but for the transfer itself, which its backend
+runs on a stream of its own. It begins behind what was computed before ``UNSHARD``, so that it may write where an earlier
+unit's memory was; :meth:`UnitShards.ready` makes the computing stream wait for it. So memory that ``RESHARD`` gives back
+is used again only behind the computation that read it, and nothing needs to be kept alive by hand.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mist.runtime.buckets import Bucket
+from lightning_mist.runtime.mesh import Mesh
+from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.schedule.units import ShardUnit
+
+UnitKey = tuple[int, int]
+"""Stage and unit."""
+
+
+class _Shard:
+    """Parameters that the same units use and one rank owns, in one flat storage."""
+
+    def __init__(self, bucket: Bucket, *, is_owned: bool) -> None:
+        self.bucket, self.is_owned = bucket, is_owned
+        self.users = 0
+        self.work: Work | None = None
+        first = bucket.parameters[0]
+        self._dtype, self._device = first.dtype, first.device
+        self._numel = bucket.numel
+        self._storage = torch.UntypedStorage(0, device=first.device)
+
+    def flat(self) -> Tensor:
+        """The storage as one tensor, with memory."""
+        # Sets the storage's size too where it has none.
+        nothing = torch.empty(0, dtype=self._dtype, device=self._device)
+        return nothing.set_(self._storage, 0, (self._numel,), (1,))  # type: ignore[call-overload,no-any-return]
+
+    def attach(self) -> None:
+        """Let the parameters be views of the storage."""
+        for parameter, view in zip(self.bucket.parameters, self.bucket.views(self.flat()), strict=True):
+            parameter.data = view
+
+    def take(self) -> None:
+        """Move the parameters' values into the storage."""
+        values = [parameter.data for parameter in self.bucket.parameters]
+        self._storage.resize_(self._numel * self._dtype.itemsize)
+        torch._foreach_copy_(self.bucket.views(self.flat()), values)
+        self.attach()
+
+    def free(self) -> None:
+        """Take the memory away."""
+        for parameter in self.bucket.parameters:
+            fill = math.nan if parameter.is_floating_point() or parameter.is_complex() else 0
+            nothing = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = nothing.expand(parameter.shape)
+        self._storage.resize_(0)
+
+    def allocate(self) -> Tensor:
+        """Give the storage its memory."""
+        self._storage.resize_(self._numel * self._dtype.itemsize)
+        return self.flat()
+
+    def detach(self) -> None:
+        """Give every parameter a memory of its own again."""
+        for parameter in self.bucket.parameters:
+            parameter.data = parameter.data.clone()
+        self._storage.resize_(0)
+
+
+class UnitShards:
+    """The parameters of a rank whose stages run under ZeRO-3.
+
+    Args:
+        mesh: The rank's place.
+        parameters: Its stages' parameters by canonical name.
+        units: The units of its stages, by stage and unit.
+        transport: Connects the ranks.
+
+    Attributes:
+        is_engaged: Whether values of other owners are away; before :meth:`engage` every rank has all.
+        away: The parameters that another rank owns, by canonical name.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Mapping[str, nn.Parameter],
+        units: Mapping[UnitKey, ShardUnit],
+        transport: Transport,
+    ) -> None:
+        self._mesh, self._transport = mesh, transport
+        self._group = tuple(sorted(mesh.peers))
+        users: dict[str, list[UnitKey]] = {}
+        for key, unit in units.items():
+            for name in unit.names:
+                users.setdefault(name, []).append(key)
+        together: dict[tuple[Any, ...], list[tuple[str, nn.Parameter]]] = {}
+        for item in mesh.held:
+            p, owner = parameters[item.name], item.owner(mesh.stage)
+            together.setdefault((tuple(users[item.name]), owner, p.dtype, p.device), []).append((item.name, p))
+        self._shards: list[_Shard] = []
+        self._of: dict[UnitKey, list[_Shard]] = {key: [] for key in units}
+        for (keys, owner, *_), items in together.items():
+            shard = _Shard(Bucket.of(items, owner), is_owned=owner == mesh.data_index)
+            self._shards.append(shard)
+            for key in keys:
+                self._of[key].append(shard)
+        others = [shard.bucket for shard in self._shards if not shard.is_owned]
+        self.away = {n: p for bucket in others for n, p in zip(bucket.names, bucket.parameters, strict=True)}
+        self.is_engaged = False
+        self._abandoned: list[tuple[_Shard, Work]] = []
+
+    def engage(self) -> None:
+        """Free the values that other ranks own; they must be equal on all ranks. Nothing if they are away already."""
+        if self.is_engaged:
+            return
+        self.is_engaged = True
+        with torch.no_grad():
+            for shard in self._shards:
+                if shard.is_owned:
+                    shard.take()
+                else:
+                    shard.free()
+
+    def disengage(self) -> None:
+        """Let go of the owned parameters, which become ordinary ones; those of other owners must be given values."""
+        if not self.is_engaged:
+            return
+        self.is_engaged = False
+        with torch.no_grad():
+            for shard in self._shards:
+                if shard.is_owned:
+                    shard.detach()
+
+    def unshard(self, key: UnitKey) -> None:
+        """Start to fetch the parameters of a unit; :meth:`ready` waits for them."""
+        for shard in self._of[key]:
+            shard.users += 1
+            if shard.users == 1:
+                flat = shard.flat() if shard.is_owned else shard.allocate()
+                assert shard.bucket.owner is not None
+                shard.work = self._transport.broadcast(flat, self._mesh.peers[shard.bucket.owner], self._group)
+
+    def ready(self, key: UnitKey) -> None:
+        """Wait until the parameters of an unsharded unit have their values."""
+        for shard in self._of[key]:
+            self._settle(shard)
+
+    def reshard(self, key: UnitKey) -> None:
+        """Free the parameters of a unit that no other unsharded unit uses."""
+        for shard in self._of[key]:
+            shard.users -= 1
+            if shard.users == 0:
+                self._settle(shard)
+                if not shard.is_owned:
+                    shard.free()
+
+    def abandon(self) -> None:
+        """Shard everything where a batch ended in an error; what is under way is not waited for, peers may be gone."""
+        for shard in self._shards:
+            if shard.work is not None:
+                # Its memory must stay: the transfer may still write there.
+                self._abandoned.append((shard, shard.work))
+            elif shard.users and not shard.is_owned:
+                shard.free()
+            shard.users, shard.work = 0, None
+
+    def _settle(self, shard: _Shard) -> None:
+        if shard.work is None:
+            return
+        work, shard.work = shard.work, None
+        work.wait()
+        if not shard.is_owned:
+            shard.attach()
+
+
+def unit_keys(units: Mapping[int, Sequence[ShardUnit]]) -> dict[UnitKey, ShardUnit]:
+    """The units of several stages by stage and unit."""
+    return {(stage, unit.unit): unit for stage, found in units.items() for unit in found}

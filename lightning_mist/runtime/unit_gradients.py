@@ -1,0 +1,122 @@
+"""Gradients under ZeRO-2 and ZeRO-3: reduced to their owners unit by unit, after every backward of a microbatch.
+
+Behind the backward of a unit its gradients leave for their owners while the next unit computes; when that one's are
+ready the first have arrived, so that at most the gradients of one unit are under way. Owners add up what arrives; the
+other ranks keep no gradient. Every rank contributes a fixed set of parameters in a fixed order, whatever got a gradient:
+a missing one counts as zeros, and one number per parameter says how many ranks had one.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mist.errors import ScheduleError
+from lightning_mist.runtime.buckets import Bucket
+from lightning_mist.runtime.mesh import Mesh
+from lightning_mist.runtime.shards import UnitKey
+from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.schedule.units import ShardUnit
+
+
+class _Sum:
+    """What the owner of a bucket has received so far."""
+
+    __slots__ = ("flat", "present")
+
+    def __init__(self) -> None:
+        self.flat: Tensor | None = None
+        self.present: list[bool] = []
+
+    def add(self, flat: Tensor, present: list[bool]) -> None:
+        if self.flat is None:
+            self.flat, self.present = flat, present
+        else:
+            self.flat += flat
+            self.present = [one or other for one, other in zip(self.present, present, strict=True)]
+
+
+class UnitGradients:
+    """Sums of the gradients of a rank's units.
+
+    Args:
+        mesh: The rank's place.
+        parameters: Its stages' parameters by canonical name.
+        units: The units of its stages, by stage and unit.
+        transport: Connects the ranks.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Mapping[str, nn.Parameter],
+        units: Mapping[UnitKey, ShardUnit],
+        transport: Transport,
+    ) -> None:
+        self._mesh, self._transport = mesh, transport
+        self._group = tuple(sorted(mesh.peers))
+        owners = {item.name: item.owner(mesh.stage) for item in mesh.held}
+        self._of: dict[UnitKey, tuple[Bucket, ...]] = {}
+        for key, unit in units.items():
+            together: dict[tuple[int, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+            for name in unit.reduced:
+                p = parameters[name]
+                together.setdefault((owners[name], p.dtype, p.device), []).append((name, p))
+            self._of[key] = tuple(Bucket.of(items, owner) for (owner, *_), items in together.items())
+        self._under_way: list[tuple[Bucket, Tensor, list[bool], Work]] = []
+        self._sums: dict[int, tuple[Bucket, _Sum]] = {}
+
+    def reduce(self, key: UnitKey) -> None:
+        """Start to reduce a unit's gradients, which the parameters lose, once those before have arrived."""
+        self._settle()
+        for bucket in self._of[key]:
+            scale = 1.0 / self._mesh.plan.world_size
+            flat, present = bucket.take_gradients(scale=scale, ranks=len(self._group))
+            assert bucket.owner is not None
+            work = self._transport.reduce(flat, self._mesh.peers[bucket.owner], self._group)
+            self._under_way.append((bucket, flat, present, work))
+
+    def finish(self) -> Iterator[Work]:
+        """Give every owner its gradients: the mean over all ranks' batches.
+
+        A parameter that had no gradient in any microbatch of any rank has none.
+
+        Raises:
+            ScheduleError: If a parameter got a gradient after those of its unit were reduced for the last time.
+        """
+        for *_, work in self._under_way:
+            yield work
+        self._settle()
+        for buckets in self._of.values():
+            for bucket in buckets:
+                for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+                    if parameter.grad is not None:
+                        raise ScheduleError(
+                            f"{name} got a gradient after the last reduction of its unit: a parameter's gradient must "
+                            "be complete when the backward of the first layer that uses it has run"
+                        )
+        sums, self._sums = self._sums, {}
+        gradients: dict[nn.Parameter, Tensor] = {}
+        for bucket, total in sums.values():
+            assert total.flat is not None
+            # Only an owner that lacks a gradient asks whether another rank had one: asking waits for the device.
+            counts = [1.0] * len(total.present) if all(total.present) else total.flat[bucket.numel :].tolist()
+            for parameter, view, count in zip(bucket.parameters, bucket.views(total.flat), counts, strict=True):
+                if count > 0:
+                    # A parameter that several chunks of this rank use has a sum of each.
+                    gradients[parameter] = gradients[parameter].add_(view) if parameter in gradients else view
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+
+    def forget(self) -> None:
+        """Drop everything, also what is under way."""
+        self._under_way.clear()
+        self._sums.clear()
+
+    def _settle(self) -> None:
+        """Wait for what is under way, and add it up where it is owned."""
+        for bucket, flat, present, work in self._under_way:
+            work.wait()
+            if bucket.owner == self._mesh.data_index:
+                self._sums.setdefault(id(bucket), (bucket, _Sum()))[1].add(flat, present)
+        self._under_way.clear()

@@ -1,0 +1,159 @@
+"""What happens between the layers of a stage: walking a computation's lines while it runs.
+
+The schedule says what each forward and backward consists of (:func:`lightning_mist.schedule.units.expand`). In forward
+the walk goes on when the step enters a layer. For backward, forward leaves a *marker* at every change of units: a node
+of a chain of its own through the graph. Autograd runs the nodes of a graph in the reverse order of their making, and
+nodes that accumulate gradients as soon as they can. So when a marker's turn comes, the backward of everything behind it
+has run, the gradients there are complete, and nothing before it has begun; whatever the layers hand to each other,
+and whether or not it needs a gradient.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mist.errors import TraceError
+from lightning_mist.runtime.shards import UnitShards
+from lightning_mist.runtime.unit_gradients import UnitGradients
+from lightning_mist.schedule import Action, ActionKind
+from lightning_mist.schedule.action import HEAD, TAIL, UNIT_NAMES
+
+
+class UnitWalk:
+    """Walks the lines of one action after another.
+
+    Args:
+        lines: What each forward and backward of the rank's list consists of.
+        shards: The values of parameters, under ZeRO-3.
+        gradients: Their gradients.
+        device: Where the rank computes.
+        last_layer: Position of the module's last layer, behind which its tail begins.
+    """
+
+    def __init__(
+        self,
+        lines: Mapping[Action, Sequence[Action]],
+        shards: UnitShards | None,
+        gradients: UnitGradients,
+        *,
+        device: torch.device,
+        last_layer: int,
+    ) -> None:
+        self._lines, self._shards, self._gradients = lines, shards, gradients
+        self._device, self._last_layer = device, last_layer
+        self._left: deque[Action] = deque()
+        self._passed: set[int] = set()
+        self._unit: int | None = None
+        self._marker: Tensor | None = None
+
+    def begin(self, action: Action, *, marks: bool) -> None:
+        """Take up an action of the rank's list.
+
+        Args:
+            action: The action; one without lines has none to walk.
+            marks: Whether it is a forward whose backward will come.
+        """
+        self._left = deque(self._lines.get(action, ()))
+        self._passed, self._unit = set(), None
+        self._marker = torch.zeros((), device=self._device, requires_grad=True) if marks and self._left else None
+        while self._left and not _computes(self._left[0]):
+            self._perform(self._left.popleft())
+
+    def start(self) -> None:
+        """The action's computation begins: the head's, or a backward's first unit. A stage's layers say it themselves."""
+        if self._left and (self._left[0].kind is not ActionKind.FORWARD or self._left[0].unit == HEAD):
+            self._reach(self._left[0].unit)
+
+    def before_block(self, position: int) -> None:
+        """The step is about to run a layer of the stage."""
+        self._enter(position)
+
+    def after_block(self, position: int) -> None:
+        """The step has run a layer of the stage."""
+        if position == self._last_layer:
+            self._enter(TAIL)
+
+    def take_marker(self) -> Tensor | None:
+        """The end of the markers of the forward that ran, from which its backward must start too."""
+        marker, self._marker = self._marker, None
+        return marker if marker is not None and marker.grad_fn is not None else None
+
+    def finish(self) -> None:
+        """The action's computation is over: do what is left of its lines."""
+        while self._left:
+            action = self._left.popleft()
+            if not _computes(action):
+                self._perform(action)
+
+    def abandon(self) -> None:
+        """Leave everything where a batch ended in an error."""
+        self._left.clear()
+        self._marker = None
+        self._gradients.forget()
+        if self._shards is not None:
+            self._shards.abandon()
+
+    def _enter(self, unit: int) -> None:
+        # Modes that watch the user's step for values must not see what is done here.
+        with torch._C.DisableTorchFunction():
+            if self._marker is not None:
+                with torch.enable_grad():
+                    self._marker = _Marker.apply(self._marker, self, self._unit)  # type: ignore[no-untyped-call]
+            self._reach(unit)
+
+    def _reach(self, unit: int | None) -> None:
+        """Do everything that comes before the computation of a unit, and wait for its parameters."""
+        self._unit = unit
+        if not any(_computes(action) and action.unit == unit for action in self._left):
+            if unit in self._passed:
+                raise TraceError(
+                    f"layer {UNIT_NAMES.get(unit, unit) if unit is not None else unit} was called after a later one, or "
+                    "twice: under zero_stage 2 and 3 blocks must run in the order of the trace, each once; use "
+                    "zero_stage=1"
+                )
+            return
+        while True:
+            action = self._left.popleft()
+            if not _computes(action):
+                self._perform(action)
+                continue
+            assert action.unit is not None
+            self._passed.add(action.unit)
+            if action.unit == unit:
+                break
+        if self._shards is not None:
+            self._shards.ready((action.stage, action.unit))
+
+    def _perform(self, action: Action) -> None:
+        assert action.unit is not None
+        key = action.stage, action.unit
+        if action.kind is ActionKind.REDUCE_GRADIENTS:
+            self._gradients.reduce(key)
+            return
+        assert self._shards is not None
+        if action.kind is ActionKind.UNSHARD:
+            self._shards.unshard(key)
+        else:
+            self._shards.reshard(key)
+
+
+def _computes(action: Action) -> bool:
+    return action.microbatch is not None
+
+
+class _Marker(torch.autograd.Function):
+    """The place in a graph where forward left one unit for the next."""
+
+    @staticmethod
+    def forward(ctx: Any, marker: Tensor, walk: UnitWalk, left: int | None) -> Tensor:
+        ctx.walk, ctx.left = walk, left
+        return marker.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.left is not None:
+            ctx.walk._reach(ctx.left)
+        return gradients[0], None, None
