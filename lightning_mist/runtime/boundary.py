@@ -189,10 +189,15 @@ class GraphEnd:
         self._gradients: list[Tensor | None] = []
         self._anchor: Tensor = _Anchor.apply(self._gradients, *tensors)  # type: ignore[no-untyped-call]
 
-    def backward(self, gradients: Sequence[Tensor | None]) -> None:
-        """Run the graph's backward with one gradient per tensor; None where none came."""
+    def backward(self, gradients: Sequence[Tensor | None], marker: Tensor | None = None) -> None:
+        """Run the graph's backward with one gradient per tensor; None where none came.
+
+        Args:
+            gradients: The gradients.
+            marker: Another end of the same graph, whose gradient does not matter.
+        """
         self._gradients[:] = gradients
-        self._anchor.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward([self._anchor] if marker is None else [self._anchor, marker])
 
 
 class _Anchor(torch.autograd.Function):

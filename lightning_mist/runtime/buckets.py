@@ -1,7 +1,7 @@
 """Parameters in flat buffers, so that a few large transfers carry many small tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,25 +22,27 @@ class Bucket:
     Attributes:
         names: Their canonical names.
         parameters: The parameters.
-        layouts: For each parameter a tensor without memory, of its shape and strides when the bucket was made: the
-            parameter itself may be without memory later.
         owner: Data-parallel index that owns them; None if every rank updates them.
+        layouts: For each parameter a tensor without memory, of its shape and strides; empty where the parameters
+            themselves always have memory to show them.
     """
 
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
-    layouts: tuple[Tensor, ...]
     owner: int | None = None
+    layouts: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, items: Sequence[tuple[str, nn.Parameter]], owner: int | None = None) -> "Bucket":
         """A bucket of parameters, given with their names."""
         return cls(
-            names=tuple(name for name, _ in items),
-            parameters=tuple(parameter for _, parameter in items),
-            layouts=tuple(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for _, p in items),
-            owner=owner,
+            names=tuple(name for name, _ in items), parameters=tuple(parameter for _, parameter in items), owner=owner
         )
+
+    def with_layouts(self) -> "Bucket":
+        """The same bucket, which remembers the shapes and strides that its parameters have now."""
+        layouts = [torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in self.parameters]
+        return replace(self, layouts=tuple(layouts))
 
     @property
     def numel(self) -> int:
@@ -54,7 +56,7 @@ class Bucket:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A view into a flat buffer for each parameter, of its shape and strides."""
-        return views_like(flat, self.layouts)
+        return views_like(flat, self.layouts or self.parameters)
 
     def take_gradients(self, *, scale: float, ranks: int) -> tuple[Tensor, list[bool]]:
         """Move the parameters' gradients, times ``scale``, into a flat buffer with one number per parameter at its end.

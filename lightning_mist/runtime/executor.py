@@ -20,6 +20,7 @@ from lightning_mist.runtime.reducer import GradientReducer
 from lightning_mist.runtime.stages import RankStages
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.runtime.unit_walk import make_walk
 from lightning_mist.schedule import Action, ActionKind
 
 __all__ = ["Executor", "Microbatch"]
@@ -42,6 +43,7 @@ class Executor:
         mesh: This rank's place in the plan.
         stages: The parts of the module that this rank computes, and their parameters.
         reducer: Reduces gradients, gathers parameters.
+        shards: Values of parameters that are with their owners only, under ZeRO-3.
         outputs: Per microbatch what the step returned, on the last stage; None elsewhere and for parts without rows.
         random_states: Per microbatch the state of the generators after the last stage's forward, where it travelled.
 
@@ -63,11 +65,17 @@ class Executor:
         self.stages = RankStages(stages)
         self.actions = tuple(actions)
         self.mesh = make_mesh(plan, rank, module_map)
-        self.reducer = GradientReducer(self.mesh, self.parameters, transport)
+        parameter = next(iter(self.parameters.values()), None)
+        device = torch.device("cpu") if parameter is None else parameter.device
+        self._walk = make_walk(self.mesh, module_map, self.parameters, transport, self.actions, device)
+        self.shards = None if self._walk is None else self._walk.shards
+        for stage in stages:
+            stage.observer = self._walk
+        gradients = None if self._walk is None else self._walk.gradients
+        self.reducer = GradientReducer(self.mesh, self.parameters, transport, gradients)
         self.outputs: list[Any] = []
         self.random_states: list[Tensor | None] = []
         live = tuple(module_map.cuts[stage.layers[1] - 1] for stage in plan.stages[:-1])
-        parameter = next(iter(self.parameters.values()), None)
         self._place = Place(
             mesh=self.mesh,
             stages=self.stages,
@@ -75,8 +83,9 @@ class Executor:
             neighbours=Neighbours(self.mesh),
             reducer=self.reducer,
             transport=transport,
-            device=torch.device("cpu") if parameter is None else parameter.device,
+            device=device,
             tags_per_boundary=max((len(tensors) for tensors in live), default=0) + 1,
+            walk=self._walk,
         )
 
     @property
@@ -91,7 +100,8 @@ class Executor:
 
         The parameters' gradients must be None. At the end ``p.grad`` of the rank's parameters is ``loss_scale`` times
         the mean, over the batches of all ranks, of the gradient of each batch's weighted loss: what data parallelism
-        gives. Under ZeRO-1 only the owner of a parameter has it.
+        gives. From ZeRO-1 on only the owner of a parameter has it. Under ZeRO-3 values of parameters are with their
+        owners only, before and after.
 
         Args:
             microbatches: This rank's microbatches by index.
@@ -105,6 +115,7 @@ class Executor:
         final = self._final_gradients()
         batch = BatchRun(self._place, microbatches, step, loss_scale=loss_scale, keeps_graph=bool(final))
         self.outputs, self.random_states = batch.outputs, batch.random_states
+        self.engage()
         try:
             with self.stages.attached():
                 for position, action in enumerate(self.actions):
@@ -113,11 +124,20 @@ class Executor:
                     yield from batch.perform(action)
                     self.reducer.complete(names)
                 yield from batch.finish()
+        except BaseException:
+            if self._walk is not None:
+                self._walk.abandon()
+            raise
         finally:
             self.reducer.disarm()
 
+    def engage(self) -> None:
+        """Free the values of parameters that this rank computes with and does not own, under ZeRO-3."""
+        if self._walk is not None:
+            self._walk.engage()
+
     def gather_parameters(self) -> Iterator[Work]:
-        """After the optimizer's step: give the stage's ranks the parameters that others of them updated (ZeRO-1)."""
+        """After the optimizer's step: give the stage's ranks what others of them updated (ZeRO-1, ZeRO-2)."""
         yield from self.reducer.gather_parameters()
 
     def _final_gradients(self) -> dict[int, frozenset[str]]:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,16 @@ class StageOutput:
     lengths: tuple[int, ...] = ()
 
 
+class BlockObserver(Protocol):
+    """Is told when a stage's forward enters and leaves its blocks; recomputation in backward is not told."""
+
+    def before_block(self, position: int) -> None:
+        """The step is about to run a block of the stage."""
+
+    def after_block(self, position: int) -> None:
+        """The step has run a block of the stage."""
+
+
 class GhostStage:
     """One stage of a module.
 
@@ -78,6 +88,7 @@ class GhostStage:
     Attributes:
         parameters: The parameters that this stage computes with, or keeps for others, by canonical name.
         foreign: All others.
+        observer: Is told of the stage's blocks, if anybody is; set it before the stage is attached.
 
     Raises:
         TraceError: If the map is of another module, or rules out what is asked for.
@@ -85,6 +96,7 @@ class GhostStage:
 
     parameters: dict[str, nn.Parameter]
     foreign: dict[str, nn.Parameter]
+    observer: BlockObserver | None = None
 
     def __init__(
         self,
@@ -146,7 +158,8 @@ class GhostStage:
         """Inside, the module is this stage; afterwards it is exactly as before."""
         if self._originals:
             raise RuntimeError(f"stage {self.index} is attached already: leave the context first")
-        positions = range(len(self._blocks)) if self._num_stages > 1 else self._checkpointed
+        is_whole = self._num_stages == 1 and self.observer is None
+        positions = self._checkpointed if is_whole else range(len(self._blocks))
         wrapped = []
         with self._slots.filled():
             try:
@@ -214,7 +227,7 @@ class GhostStage:
             TraceError: If the step runs its blocks in another order than in the trace, ends before the stage does, or
                 gives a result that depends on a parameter of another stage.
         """
-        if self._num_stages == 1 and not self._checkpointed:
+        if self._num_stages == 1 and not self._originals:
             return StageOutput(tensors=(), value=call())
         state = get_random_state(self._device) if self.index > 0 else None
         run = StepRun(self._wanted, received, state)
@@ -294,6 +307,9 @@ class GhostStage:
         if torch.is_grad_enabled() or self._num_stages > 1:
             args, kwargs = without_caches(args, kwargs)
         is_local = position >= self._first or self._num_stages == 1
+        observer = self.observer if is_local else None
+        if observer is not None:
+            observer.before_block(position)
         run.inside, run.is_quiet = position, is_local and position not in self._inner
         try:
             if not is_local:
@@ -305,6 +321,8 @@ class GhostStage:
                 output = original(*args, **kwargs)
         finally:
             run.inside, run.is_quiet = None, False
+        if observer is not None:
+            observer.after_block(position)
         if self._wanted:
             for leaf, value in enumerate(tree_flatten(output)[0]):
                 if block_value(position, leaf) in self._wanted and isinstance(value, Tensor):

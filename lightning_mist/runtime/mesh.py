@@ -142,8 +142,9 @@ def make_mesh(plan: Plan, rank: int, module_map: ModuleMap) -> Mesh:
 def held_parameters(plan: Plan, module_map: ModuleMap) -> tuple[HeldParameter, ...]:
     """Where every parameter lives, and who updates it; the same for all tensor-parallel indices.
 
-    Under ZeRO-1 a stage's trained parameters are dealt out by
-    :func:`~lightning_mist.plan.sharding.assign_owners`; parameters that are not trained stay with index 0.
+    From ZeRO-1 on a stage's trained parameters are dealt out by
+    :func:`~lightning_mist.plan.sharding.assign_owners`, under ZeRO-3 then also the others, on top of what each rank
+    has by then; elsewhere parameters that are not trained stay with index 0.
     """
     # Chunks that share their devices hold a parameter once; a group of devices has the index of its first stage.
     stages = {
@@ -152,11 +153,15 @@ def held_parameters(plan: Plan, module_map: ModuleMap) -> tuple[HeldParameter, .
     }
     owner: dict[tuple[str, int], int] = {}
     for index, stage in enumerate(plan.stages[: plan.num_groups]):
-        trained = [use for use in module_map.parameters if use.requires_grad and index in stages[use.name]]
+        held = [use for use in module_map.parameters if index in stages[use.name]]
         ranks = stage.data_parallel_degree if stage.zero_stage >= ZeroStage.OPTIMIZER else 1
-        sizes = [_nbytes(use) for use in trained]
-        for use, data_index in zip(trained, assign_owners(sizes, ranks), strict=True):
-            owner[use.name, index] = data_index
+        loads = [0] * ranks
+        for is_trained in (True, False) if stage.zero_stage >= ZeroStage.PARAMETERS else (True,):
+            dealt = [use for use in held if use.requires_grad is is_trained]
+            owners = assign_owners([_nbytes(use) for use in dealt], ranks, loads)
+            for use, data_index in zip(dealt, owners, strict=True):
+                owner[use.name, index] = data_index
+                loads[data_index] += _nbytes(use)
     return tuple(
         HeldParameter(
             name=use.name,

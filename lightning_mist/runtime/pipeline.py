@@ -20,6 +20,7 @@ from lightning_mist.runtime.reducer import GradientReducer
 from lightning_mist.runtime.signature import batch_signature
 from lightning_mist.runtime.stages import RankStages
 from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.runtime.unit_walk import UnitWalk
 from lightning_mist.schedule import Action, ActionKind
 
 
@@ -36,6 +37,7 @@ class Place:
         transport: Connects the ranks.
         device: Where it computes.
         tags_per_boundary: More than the tensors that cross any boundary.
+        walk: Does what comes between the layers, from ZeRO-2 on.
     """
 
     mesh: Mesh
@@ -46,6 +48,7 @@ class Place:
     transport: Transport
     device: torch.device
     tags_per_boundary: int
+    walk: UnitWalk | None = None
 
 
 _STATE = LiveTensor(key="random state", shape=(), dtype="uint8", requires_grad=False, batch_dim=None)
@@ -115,6 +118,7 @@ class BatchRun:
         self._received: dict[_Key, tuple[tuple[InputSpec, Crossing, Tensor], ...]] = {}
         self._outgoing: dict[_Key, _Outgoing] = {}
         self._states: dict[_Key, Tensor] = {}
+        self._markers: dict[_Key, Tensor | None] = {}
         self._sends: dict[tuple[ActionKind, _Key], list[Work]] = {}
         self._posts: dict[ActionKind, Callable[[int, Microbatch], None]] = {
             ActionKind.RECV_ACTIVATION: self._receive_activation,
@@ -131,7 +135,14 @@ class BatchRun:
             yield from self._place.reducer.reduce_tied()
         if action.microbatch is None:
             return
-        microbatch = self._microbatches[action.microbatch]
+        walk = self._place.walk
+        if walk is not None:
+            walk.begin(action, marks=self._keeps_graph and action.kind is ActionKind.FORWARD)
+        yield from self._compute(action, self._microbatches[action.microbatch])
+        if walk is not None:
+            walk.finish()
+
+    def _compute(self, action: Action, microbatch: Microbatch) -> Iterator[Work]:
         if self._neighbours.rows(microbatch) == 0:
             # A small batch cut into many parts: this rank has no rows of it, and nobody waits for any.
             return
@@ -209,7 +220,10 @@ class BatchRun:
         elif microbatch.seed is not None:
             seed_random(device, microbatch.seed, stage, index)
         with self._stages.at(stage) as part_of_module:
+            self._start_walk()
             output = part_of_module.forward(lambda: self._step(microbatch), tuple(tensor for *_, tensor in received))
+        if self._place.walk is not None:
+            self._markers[key] = self._place.walk.take_marker()
         after = None if state is None else get_random_state(device)
         if stage == self._last:
             self.outputs[index], self.random_states[index] = output.value, after
@@ -288,15 +302,23 @@ class BatchRun:
         ]
         if outgoing.end is not None:
             with self._stages.at(stage):
-                outgoing.end.backward(gradients)
+                self._start_walk()
+                outgoing.end.backward(gradients, self._markers.pop(key, None))
 
     def _backward_loss(self, microbatch: Microbatch) -> None:
         loss = _loss_of(self.outputs[microbatch.index])
         if loss is not None and loss.requires_grad:
             weight = microbatch.weight * self._loss_scale
-            loss.backward(gradient=torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
+            marker = self._markers.pop((self._last, microbatch.index), None)
+            self._start_walk()
+            ends = [(loss, torch.full_like(loss, weight)), *([] if marker is None else [(marker, None)])]
+            torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
         # The graph that a loss hangs on holds what this stage received and its gradients, of every microbatch so far.
         self.outputs[microbatch.index] = tree_map_only(Tensor, Tensor.detach, self.outputs[microbatch.index])
+
+    def _start_walk(self) -> None:
+        if self._place.walk is not None:
+            self._place.walk.start()
 
     def _send_gradient(self, stage: int, microbatch: Microbatch) -> None:
         works = []

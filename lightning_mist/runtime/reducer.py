@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.errors import PlanError, ScheduleError
+from lightning_mist.plan import ZeroStage
 from lightning_mist.runtime.buckets import Bucket, make_buckets
 from lightning_mist.runtime.mesh import HeldParameter, Mesh, needs_spreading, stage_ranks, tied_groups
 from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.runtime.unit_gradients import UnitGradients
 
 
 class GradientReducer:
@@ -25,10 +27,17 @@ class GradientReducer:
         mesh: This rank's place.
         parameters: The stage's parameters by canonical name.
         transport: Connects the ranks.
+        units: Reduces gradients unit by unit while backwards run (ZeRO-2, ZeRO-3); what it does is not done here.
     """
 
-    def __init__(self, mesh: Mesh, parameters: Mapping[str, nn.Parameter], transport: Transport) -> None:
-        self._mesh, self._parameters, self._transport = mesh, parameters, transport
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Mapping[str, nn.Parameter],
+        transport: Transport,
+        units: UnitGradients | None = None,
+    ) -> None:
+        self._mesh, self._parameters, self._transport, self._units = mesh, parameters, transport, units
         self._group = tuple(sorted(mesh.peers))
         # Backward reaches the last parameters first, so their buckets fill first.
         trained = [item for item in reversed(mesh.held) if item.requires_grad]
@@ -44,7 +53,7 @@ class GradientReducer:
 
         Call before the action in which they are accumulated last.
         """
-        if len(self._group) > 1:
+        if len(self._group) > 1 and self._units is None:
             self._hooks += [
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
                 for name in names
@@ -53,7 +62,7 @@ class GradientReducer:
 
     def complete(self, names: Collection[str]) -> None:
         """These parameters get no more gradients in this batch, whether they got any or not."""
-        if len(self._group) > 1 and names:
+        if len(self._group) > 1 and self._units is None and names:
             self._ready.update(self._parameters[name] for name in names)
             self._launch_ready()
 
@@ -68,7 +77,7 @@ class GradientReducer:
     def reduce(self) -> Iterator[Work]:
         """Sum the gradients over the stage's data-parallel ranks and divide by the number of all ranks.
 
-        Afterwards ``p.grad`` holds the mean on every rank, under ZeRO-1 only on the owner of ``p`` (None elsewhere).
+        Afterwards ``p.grad`` holds the mean on every rank, from ZeRO-1 on only on the owner of ``p`` (None elsewhere).
 
         Raises:
             PlanError: If a parameter has a gradient that was not trained when the plan was made.
@@ -79,6 +88,9 @@ class GradientReducer:
             if scale != 1.0:
                 _scale([p.grad for p in self._parameters.values() if p.grad is not None], scale)
             self.disarm()
+            return
+        if self._units is not None:
+            yield from self._units.finish()
             return
         for bucket in self.buckets[len(self._launched) :]:
             self._launch(bucket)
@@ -112,8 +124,12 @@ class GradientReducer:
             _install_one(self._parameters[item.name], flat)
 
     def gather_parameters(self) -> Iterator[Work]:
-        """Give every data-parallel rank the parameters that their owners updated (ZeRO-1); nothing otherwise."""
-        if not self._mesh.is_sharded:
+        """Give every data-parallel rank the parameters that their owners updated (ZeRO-1, ZeRO-2).
+
+        Nothing without sharding; nothing under ZeRO-3, where every unit is given out when it is used.
+        """
+        zero_stage = self._mesh.plan.stages[self._mesh.stage].zero_stage
+        if not self._mesh.is_sharded or zero_stage >= ZeroStage.PARAMETERS:
             return
         outstanding: list[tuple[Bucket, Tensor, Work]] = []
         for bucket in self.buckets:

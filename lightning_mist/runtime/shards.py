@@ -1,22 +1,22 @@
-"""Values of parameters under ZeRO-3: each whole with one data-parallel rank, with the others only while they are used.
+"""Values of parameters under ZeRO-3: each whole with one data-parallel rank, with others only while they are used.
 
-The parameters of a unit that have one owner lie side by side in one flat storage. The owner's stays. On the other ranks
-``UNSHARD`` gives the storage its memory and starts to fill it from the owner, and ``RESHARD`` takes the memory away; the
-storage itself is one and the same object all the time, so that what autograd saved of a parameter (views of it) is
-right again when backward has unsharded the unit. The parameter itself, while it is sharded, is not a number everywhere:
-whoever computes with it all the same sees it.
+The parameters of a unit that have one owner lie side by side in one flat storage. The owner's stays. On other ranks
+``UNSHARD`` gives the storage its memory and starts to fill it from the owner, ``RESHARD`` takes the memory away. The
+storage is one and the same object all the time, so that what autograd saved of a parameter (views of it) is right again
+when backward has unsharded the unit. A parameter that is sharded is not a number everywhere: whoever computes with it
+all the same sees it.
 
-Neither step changes a parameter's version, by which autograd tells values that were overwritten: ``parameter.data = ..``
+Neither step changes a parameter's version, by which autograd tells values that were overwritten: setting ``.data``
 keeps it, and the flat storage is written through a tensor that has a version of its own.
 
-Streams on a device: everything here happens on the stream that computes, but for the transfer itself, which its backend
-runs on a stream of its own. It begins behind what was computed before ``UNSHARD``, so that it may write where an earlier
-unit's memory was; :meth:`UnitShards.ready` makes the computing stream wait for it. So memory that ``RESHARD`` gives back
-is used again only behind the computation that read it, and nothing needs to be kept alive by hand.
+Streams on a device: everything happens on the stream that computes, but for the transfer itself, which its backend runs
+on a stream of its own. A transfer begins behind what was to be computed before ``UNSHARD``, so it may write where an
+earlier unit's memory was; :meth:`UnitShards.ready` makes the computing stream wait for it. So memory that ``RESHARD``
+gives back is used again only behind the computation that read it, and nothing needs to be kept alive by hand.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,14 +40,12 @@ class _Shard:
         self.work: Work | None = None
         first = bucket.parameters[0]
         self._dtype, self._device = first.dtype, first.device
-        self._numel = bucket.numel
-        self._storage = torch.UntypedStorage(0, device=first.device)
+        self._storage = torch.empty(0, dtype=torch.uint8, device=first.device).untyped_storage()
 
     def flat(self) -> Tensor:
         """The storage as one tensor, with memory."""
-        # Sets the storage's size too where it has none.
         nothing = torch.empty(0, dtype=self._dtype, device=self._device)
-        return nothing.set_(self._storage, 0, (self._numel,), (1,))  # type: ignore[call-overload,no-any-return]
+        return nothing.set_(self._storage, 0, (self.bucket.numel,), (1,))
 
     def attach(self) -> None:
         """Let the parameters be views of the storage."""
@@ -57,8 +55,7 @@ class _Shard:
     def take(self) -> None:
         """Move the parameters' values into the storage."""
         values = [parameter.data for parameter in self.bucket.parameters]
-        self._storage.resize_(self._numel * self._dtype.itemsize)
-        torch._foreach_copy_(self.bucket.views(self.flat()), values)
+        torch._foreach_copy_(self.bucket.views(self.allocate()), values)
         self.attach()
 
     def free(self) -> None:
@@ -71,7 +68,7 @@ class _Shard:
 
     def allocate(self) -> Tensor:
         """Give the storage its memory."""
-        self._storage.resize_(self._numel * self._dtype.itemsize)
+        self._storage.resize_(self.bucket.numel * self._dtype.itemsize)
         return self.flat()
 
     def detach(self) -> None:
@@ -131,6 +128,7 @@ class UnitShards:
         self.is_engaged = True
         with torch.no_grad():
             for shard in self._shards:
+                shard.bucket = shard.bucket.with_layouts()
                 if shard.is_owned:
                     shard.take()
                 else:
@@ -186,8 +184,3 @@ class UnitShards:
         work.wait()
         if not shard.is_owned:
             shard.attach()
-
-
-def unit_keys(units: Mapping[int, Sequence[ShardUnit]]) -> dict[UnitKey, ShardUnit]:
-    """The units of several stages by stage and unit."""
-    return {(stage, unit.unit): unit for stage, found in units.items() for unit in found}

@@ -1,7 +1,7 @@
 """What this version can run; everything else a plan may say is refused."""
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Plan, StagePlan, ZeroStage
+from lightning_mist.plan import Plan, StagePlan
 
 
 def check_supported(plan: Plan) -> None:
@@ -17,11 +17,6 @@ def check_supported(plan: Plan) -> None:
 
 
 def _check_stage(index: int, stage: StagePlan) -> None:
-    if stage.zero_stage > ZeroStage.OPTIMIZER:
-        raise PlanError(
-            f"stages[{index}].zero_stage = {int(stage.zero_stage)}: the runtime shards optimizer state only, "
-            "so zero_stage is at most 1; set zero_stage=1"
-        )
     mesh = stage.mesh
     for name, degree in (
         ("tensor_parallel_degree", mesh.tensor_parallel_degree),

@@ -1,9 +1,9 @@
 """Gradients under ZeRO-2 and ZeRO-3: reduced to their owners unit by unit, after every backward of a microbatch.
 
 Behind the backward of a unit its gradients leave for their owners while the next unit computes; when that one's are
-ready the first have arrived, so that at most the gradients of one unit are under way. Owners add up what arrives; the
-other ranks keep no gradient. Every rank contributes a fixed set of parameters in a fixed order, whatever got a gradient:
-a missing one counts as zeros, and one number per parameter says how many ranks had one.
+ready the first have arrived, so that at most the gradients of one unit are under way. Owners add up what arrives; other
+ranks keep no gradient. Every rank contributes a fixed set of parameters in a fixed order, whatever got a gradient: a
+missing one counts as zeros, and one number per parameter says how many ranks had one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -65,6 +65,10 @@ class UnitGradients:
             self._of[key] = tuple(Bucket.of(items, owner) for (owner, *_), items in together.items())
         self._under_way: list[tuple[Bucket, Tensor, list[bool], Work]] = []
         self._sums: dict[int, tuple[Bucket, _Sum]] = {}
+
+    def keep_layouts(self) -> None:
+        """Remember the shapes and strides of the parameters, which are about to lose their memory."""
+        self._of = {key: tuple(bucket.with_layouts() for bucket in buckets) for key, buckets in self._of.items()}
 
     def reduce(self, key: UnitKey) -> None:
         """Start to reduce a unit's gradients, which the parameters lose, once those before have arrived."""

@@ -13,13 +13,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_mist.errors import TraceError
+from lightning_mist.plan import ModuleMap, ZeroStage
+from lightning_mist.runtime.mesh import Mesh
 from lightning_mist.runtime.shards import UnitShards
+from lightning_mist.runtime.transport import Transport
 from lightning_mist.runtime.unit_gradients import UnitGradients
 from lightning_mist.schedule import Action, ActionKind
-from lightning_mist.schedule.action import HEAD, TAIL, UNIT_NAMES
+from lightning_mist.schedule.action import HEAD, TAIL
+from lightning_mist.schedule.units import check_units, expand, plan_units, stage_units
 
 
 class UnitWalk:
@@ -31,6 +35,10 @@ class UnitWalk:
         gradients: Their gradients.
         device: Where the rank computes.
         last_layer: Position of the module's last layer, behind which its tail begins.
+
+    Attributes:
+        shards: The values of parameters, under ZeRO-3.
+        gradients: Their gradients.
     """
 
     def __init__(
@@ -42,12 +50,18 @@ class UnitWalk:
         device: torch.device,
         last_layer: int,
     ) -> None:
-        self._lines, self._shards, self._gradients = lines, shards, gradients
+        self._lines, self.shards, self.gradients = lines, shards, gradients
         self._device, self._last_layer = device, last_layer
         self._left: deque[Action] = deque()
         self._passed: set[int] = set()
         self._unit: int | None = None
         self._marker: Tensor | None = None
+
+    def engage(self) -> None:
+        """Free the values that other ranks own, if the rank shards them and has not yet."""
+        if self.shards is not None and not self.shards.is_engaged:
+            self.gradients.keep_layouts()
+            self.shards.engage()
 
     def begin(self, action: Action, *, marks: bool) -> None:
         """Take up an action of the rank's list.
@@ -63,7 +77,7 @@ class UnitWalk:
             self._perform(self._left.popleft())
 
     def start(self) -> None:
-        """The action's computation begins: the head's, or a backward's first unit. A stage's layers say it themselves."""
+        """The action's computation begins: with the head, or a backward's first unit. Layers announce themselves."""
         if self._left and (self._left[0].kind is not ActionKind.FORWARD or self._left[0].unit == HEAD):
             self._reach(self._left[0].unit)
 
@@ -92,9 +106,9 @@ class UnitWalk:
         """Leave everything where a batch ended in an error."""
         self._left.clear()
         self._marker = None
-        self._gradients.forget()
-        if self._shards is not None:
-            self._shards.abandon()
+        self.gradients.forget()
+        if self.shards is not None:
+            self.shards.abandon()
 
     def _enter(self, unit: int) -> None:
         # Modes that watch the user's step for values must not see what is done here.
@@ -110,9 +124,8 @@ class UnitWalk:
         if not any(_computes(action) and action.unit == unit for action in self._left):
             if unit in self._passed:
                 raise TraceError(
-                    f"layer {UNIT_NAMES.get(unit, unit) if unit is not None else unit} was called after a later one, or "
-                    "twice: under zero_stage 2 and 3 blocks must run in the order of the trace, each once; use "
-                    "zero_stage=1"
+                    f"layer {unit} was called after a later one, or twice: under zero_stage 2 and 3 blocks must run in "
+                    "the order of the trace, each once; use zero_stage=1"
                 )
             return
         while True:
@@ -124,20 +137,56 @@ class UnitWalk:
             self._passed.add(action.unit)
             if action.unit == unit:
                 break
-        if self._shards is not None:
-            self._shards.ready((action.stage, action.unit))
+        if self.shards is not None:
+            self.shards.ready((action.stage, action.unit))
 
     def _perform(self, action: Action) -> None:
         assert action.unit is not None
         key = action.stage, action.unit
         if action.kind is ActionKind.REDUCE_GRADIENTS:
-            self._gradients.reduce(key)
+            self.gradients.reduce(key)
             return
-        assert self._shards is not None
+        assert self.shards is not None
         if action.kind is ActionKind.UNSHARD:
-            self._shards.unshard(key)
+            self.shards.unshard(key)
         else:
-            self._shards.reshard(key)
+            self.shards.reshard(key)
+
+
+def make_walk(
+    mesh: Mesh,
+    module_map: ModuleMap,
+    parameters: Mapping[str, nn.Parameter],
+    transport: Transport,
+    actions: Sequence[Action],
+    device: torch.device,
+) -> UnitWalk | None:
+    """The walk of a rank; None if its stages shard neither gradients nor parameters.
+
+    Args:
+        mesh: The rank's place.
+        module_map: Where parameters are used.
+        parameters: Its stages' parameters by canonical name.
+        transport: Connects the ranks.
+        actions: Its lowered list.
+        device: Where it computes.
+    """
+    plan = mesh.plan
+    found = plan_units(plan, module_map, mesh.stage)
+    if not found:
+        return None
+    units = {stage: stage_units(of_stage, plan.stages[stage].zero_stage) for stage, of_stage in found.items()}
+    lines = expand(actions, units)
+    check_units(lines, units)
+    by_key = {(stage, unit.unit): unit for stage, of_stage in found.items() for unit in of_stage}
+    shards_values = plan.stages[mesh.stage].zero_stage >= ZeroStage.PARAMETERS
+    return UnitWalk(
+        {action: part for action, part in zip(actions, lines, strict=True) if part != (action,)},
+        UnitShards(mesh, parameters, by_key, transport) if shards_values else None,
+        UnitGradients(mesh, parameters, by_key, transport),
+        device=device,
+        last_layer=len(module_map.blocks) - 1,
+    )
 
 
 def _computes(action: Action) -> bool:

@@ -93,7 +93,7 @@ def stage_units(units: Sequence[ShardUnit], zero_stage: ZeroStage) -> StageUnits
     )
 
 
-def plan_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[int, StageUnits]:
+def plan_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[int, tuple[ShardUnit, ...]]:
     """The units of every stage of a group of devices that shards gradients or parameters.
 
     Args:
@@ -102,7 +102,7 @@ def plan_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[int, Stage
         group: The group of devices.
     """
     return {
-        stage: stage_units(shard_units(module_map, plan.bounds, stage), plan.stages[stage].zero_stage)
+        stage: shard_units(module_map, plan.bounds, stage)
         for stage in plan.chunks(group)
         if plan.stages[stage].zero_stage >= ZeroStage.GRADIENTS and plan.stages[stage].data_parallel_degree > 1
     }

@@ -175,6 +175,8 @@ class Engine:
     def hollow(self) -> None:
         """Free the values of all parameters that other stages hold, and of parameters in parts the other ranks' parts.
 
+        Under ZeRO-3 also those of parameters that other ranks of this stage own.
+
         Until they are back, ``state_dict`` of what holds them is refused: it would save nothing in their place.
         """
         if not self.is_filled:
@@ -183,6 +185,7 @@ class Engine:
         for name, part in self._parts.items():
             parameter = self.stages.parameters[name]
             parameter.data = part.take(parameter.detach())
+        self.executor.engage()
         self.is_filled = False
         self._guard()
 
@@ -190,13 +193,15 @@ class Engine:
         """Give every parameter of the module its full value on every rank."""
         if self.is_filled:
             return
-        every = self.stages.every
+        every, absent = self.stages.every, self._absent()
 
         def deliver(name: str, value: Tensor) -> None:
-            if name in self._parts or name in self.stages.foreign:
+            if name in absent:
                 every[name].data = value.clone()
 
         complete(self.gatherer.run(deliver))
+        if self.executor.shards is not None:
+            self.executor.shards.disengage()
         self.is_filled = True
         self._unguard()
 
@@ -210,8 +215,13 @@ class Engine:
             if not self.is_filled:
                 self._guard()
 
+    def _absent(self) -> set[str]:
+        """The parameters of which this rank has no value, or not the whole one, while it trains."""
+        shards = self.executor.shards
+        return {*self.stages.foreign, *self._parts, *(() if shards is None else shards.away)}
+
     def _guard(self) -> None:
-        absent = {id(self.stages.every[name]) for name in (*self.stages.foreign, *self._parts)}
+        absent = {id(self.stages.every[name]) for name in self._absent()}
         mine = " and ".join(str(stage.index) for stage in self.stages)
         stage = f"stage {mine} of {self.plan.num_stages}"
 
