@@ -40,6 +40,11 @@ def copy_containers(batch: Any) -> Any:
     return _rebuild(batch, lambda tensor: tensor, lambda items: items)
 
 
+def convert_batch(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The batch in containers of its own with every tensor changed."""
+    return _rebuild(batch, change, lambda items: items)
+
+
 def batch_tensors(batch: Any) -> Iterator[torch.Tensor]:
     """Every tensor of a batch, in order: in mappings, sequences and dataclasses."""
     if isinstance(batch, torch.Tensor):

@@ -18,7 +18,10 @@ NO_BLOCKS = (
 Found = Iterator[tuple[str, tuple[Feature, ...]]]
 
 _PIPELINE: tuple[Feature, ...] = ("pipeline",)
-_ALL: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing")
+_SHARED: tuple[Feature, ...] = ("pipeline", "tensor")
+"""What lets several ranks run one rank's batch: each would do again, or on its own, what must happen once."""
+
+_ALL: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing", "tensor")
 
 
 def structure_problems(
@@ -126,10 +129,10 @@ def _attributes(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
             continue
         name = f"{owner}.{attribute}" if owner else attribute
         is_inner = any(owner == block or owner.startswith(f"{block}.") for block in blocks)
-        features: tuple[Feature, ...] = _ALL if is_inner else ("pipeline", "microbatches")
+        features: tuple[Feature, ...] = _ALL if is_inner else (*_SHARED, "microbatches")
         yield f"the step changes the attribute {name} of the module, which would happen on one stage only", features
     for name in sorted(metrics):
-        yield f"the step updates the metric {name}, whose state would live on one stage only", _PIPELINE
+        yield f"the step updates the metric {name}, whose state would live on one stage only", _SHARED
 
 
 def _is_metric(module: nn.Module | None) -> bool:
@@ -155,7 +158,7 @@ def _frozen_values(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Fou
 
 def _randomness(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
     for name in runs.outside:
-        yield f"the step draws from {name}: stages would draw different numbers; draw with torch instead", _PIPELINE
+        yield f"the step draws from {name}: stages would draw different numbers; draw with torch instead", _SHARED
     if runs.batch_changed:
         yield "the step writes into the tensors of its batch, which every stage would do again", ("pipeline",)
 
@@ -165,9 +168,9 @@ def _parameters(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
         for name, line in record.written_parameters.items():
             yield f"the step writes into parameter {name} (at {line})", _ALL
         for name, line in record.stray_parameters.items():
-            yield f"the step uses parameter {name} through a reference outside its module (at {line})", _PIPELINE
+            yield f"the step uses parameter {name} through a reference outside its module (at {line})", _SHARED
         for problem in record.problems:
-            yield problem, _PIPELINE
+            yield problem, _SHARED
         for name, line in list(record.closures.items())[:1]:
             yield (
                 f"block {name} reads a tensor that is not one of its arguments (at {line}), which may have changed "

@@ -141,6 +141,35 @@ def imitate(
     return tree_unflatten([leaf_value(leaf) for leaf in answer.leaves], answer.structure)
 
 
+def echo(answer: Answer, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: int | None) -> Any:
+    """Answer for a block with numbers that follow from its input, so that a loss and its gradients mean something.
+
+    Args:
+        answer: What the block returned, values kept.
+        args: The block's positional arguments.
+        kwargs: Its named ones.
+        hidden: Index among the leaves of the arguments of the tensor that results depend on.
+    """
+    flat = tree_flatten((args, kwargs))[0]
+    source = flat[hidden] if hidden is not None else None
+
+    def leaf_value(leaf: Any) -> Any:
+        if isinstance(leaf, _Passed):
+            return flat[leaf.index]
+        if not isinstance(leaf, _Made):
+            return leaf
+        if leaf.value is None:
+            raise ValueError("an answer without values cannot be echoed: record it with keep_values=True")
+        if source is None or not leaf.value.is_floating_point():
+            return leaf.value
+        if leaf.shape == tuple(source.shape):
+            return source * 0.9
+        value = leaf.value.to(source.dtype)
+        return value + source.mean() if leaf.requires_grad else value
+
+    return tree_unflatten([leaf_value(leaf) for leaf in answer.leaves], answer.structure)
+
+
 @contextmanager
 def intercepted(blocks: Sequence[nn.Module], handler: Handler) -> Iterator[None]:
     """Let ``handler`` be called instead of the forward of each block, inside :func:`isolated` only."""

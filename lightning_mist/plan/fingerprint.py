@@ -7,7 +7,7 @@ from math import prod
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.module_map import Feature, ModuleMap
-from lightning_mist.plan.plan import Plan
+from lightning_mist.plan.plan import Plan, StagePlan
 from lightning_mist.plan.rows import row_slice
 
 _VERSION = "version."
@@ -196,6 +196,8 @@ def check_plan(plan: Plan, *, world_size: int, batch_rows: int | None, num_layer
             "make a plan with whole batches"
         )
     _check_exclusions(plan, parts, module_map)
+    for index, stage in enumerate(plan.stages):
+        _check_split(index, stage, module_map)
 
 
 def _parts(plan: Plan) -> tuple[int, ...]:
@@ -224,3 +226,19 @@ def _check_exclusions(plan: Plan, parts: tuple[int, ...], module_map: ModuleMap)
         reasons = module_map.excludes(feature)
         if used and reasons:
             raise PlanError(f"the plan has {text}, which this module rules out: {'; '.join(reasons)}; {way_out}")
+
+
+def _check_split(index: int, stage: StagePlan, module_map: ModuleMap) -> None:
+    """Refuse a tensor-parallel degree, or sequence parallelism, that was not shown to compute the same."""
+    mesh = stage.mesh
+    try:
+        split = module_map.split(mesh.tensor_parallel_degree)
+    except PlanError as error:
+        raise PlanError(f"stages[{index}]: {error}") from error
+    if mesh.sequence_parallel and not split.sequence:
+        why = "; ".join(module_map.excludes("sequence"))
+        why = why or "; ".join(note for note in split.notes if "sequence" in note)
+        raise PlanError(
+            f"stages[{index}]: sequence_parallel with tensor_parallel_degree = {mesh.tensor_parallel_degree}: "
+            f"{why or 'this module was not shown to compute the same with it'}; use sequence_parallel = false"
+        )

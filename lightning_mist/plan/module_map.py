@@ -106,6 +106,7 @@ class ModuleMap:
         batch_rows: Rows of the traced batch.
         indexes_by_mask: Whether the step indexes values that depend on parameters by masks that do not.
         splits: How the module may be split over tensor-parallel ranks, one entry per degree that was checked.
+        unsplit: Degrees that were tried in vain, and why.
     """
 
     step: str
@@ -118,6 +119,7 @@ class ModuleMap:
     batch_rows: int = 1
     indexes_by_mask: bool = False
     splits: tuple[TensorSplit, ...] = ()
+    unsplit: tuple[tuple[int, str], ...] = ()
 
     def split(self, degree: int) -> TensorSplit:
         """How the module is split over ``degree`` tensor-parallel ranks.
@@ -131,8 +133,13 @@ class ModuleMap:
             if found.degree == degree:
                 return found
         known = [found.degree for found in self.splits]
-        why = "; ".join(self.excludes("tensor")) or "that degree does not divide what it would split"
-        raise PlanError(f"tensor_parallel_degree = {degree}: {why}; use {' or '.join(str(d) for d in [1, *known])}")
+        why = "; ".join(self.excludes("tensor")) or dict(self.unsplit).get(
+            degree, f"it was not shown that {degree} devices that share layers compute the same"
+        )
+        raise PlanError(
+            f"tensor_parallel_degree = {degree}: {why}; use tensor_parallel_degree = "
+            f"{' or '.join(str(each) for each in [1, *known])}"
+        )
 
     def excludes(self, feature: Feature) -> tuple[str, ...]:
         """The reasons for which a feature is ruled out; empty if it is allowed."""

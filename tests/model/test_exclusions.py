@@ -61,11 +61,14 @@ def test_a_plain_module_excludes_nothing():
 @pytest.mark.parametrize(
     ("name", "reason", "features"),
     [
-        ("counter", "changes the attribute seen of the module", {"pipeline", "microbatches"}),
-        ("batch_norm", "changes buffer .* of a BatchNorm2d", {"pipeline", "microbatches", "checkpointing"}),
+        ("counter", "changes the attribute seen of the module", {"pipeline", "microbatches", "tensor"}),
+        ("batch_norm", "changes buffer .* of a BatchNorm2d", {"pipeline", "microbatches", "checkpointing", "tensor"}),
         ("closure", "reads a tensor that is not one of its arguments", {"checkpointing"}),
         ("batch_write", "writes into the tensors of its batch", {"pipeline"}),
-        ("parameter_write", "writes into parameter", {"pipeline", "microbatches", "checkpointing"}),
+        ("parameter_write", "writes into parameter", {"pipeline", "microbatches", "checkpointing", "tensor"}),
+        ("metric", "updates the metric", {"pipeline", "tensor"}),
+        ("random_drop", "draws from Python's random", {"pipeline", "tensor"}),
+        ("stray", "through a reference outside its module", {"pipeline", "tensor"}),
     ],
 )
 def test_a_hazard_excludes_the_features_that_it_would_break(name, reason, features):

@@ -18,6 +18,7 @@ from lightning_mist.plan import (
     fingerprint_of,
 )
 from lightning_mist.plan.fingerprint import blocking_differences
+from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit, TensorSplit
 from tests.plans import plans
 
 
@@ -172,3 +173,55 @@ def test_what_the_module_excludes_is_refused(feature, plan, message):
 def test_what_the_module_excludes_does_not_touch_other_plans():
     reasons = [Exclusion(feature=name, reason="because") for name in ("pipeline", "microbatches", "checkpointing")]
     fit(make_plan(stages=1, degree=2, num_microbatches=1), module_map=module_map(1, exclusions=reasons))
+
+
+def shared_plan(degree=2, *, sequence=False):
+    mesh = StageMesh(devices=tuple(range(degree)), tensor_parallel_degree=degree, sequence_parallel=sequence)
+    stage = StagePlan(layers=(0, 3), mesh=mesh, microbatch_size=2)
+    return Plan(global_batch_size=2 * degree, num_microbatches=degree, stages=(stage,))
+
+
+SPLIT = TensorSplit(
+    degree=2,
+    parameters=(ParameterSplit(name="net.h.0.fc.weight", dim=0, factors=((2, True),)),),
+    sequence=(SequenceSplit(position=0, leaf=0, dim=1),),
+)
+
+
+def test_a_degree_that_was_checked_may_share_layers():
+    found = replace(module_map(), splits=(SPLIT,))
+    fit(shared_plan(), module_map=found)
+    fit(shared_plan(sequence=True), module_map=found)
+
+
+@pytest.mark.parametrize(
+    ("degree", "changes", "message"),
+    [
+        (
+            3,
+            {"splits": (SPLIT,), "unsplit": ((3, "4 heads, which 3 does not divide"),)},
+            r"stages\[0\]: tensor_parallel_degree = 3: 4 heads, which 3 does not divide; "
+            r"use tensor_parallel_degree = 1 or 2$",
+        ),
+        (2, {}, r"it was not shown that 2 devices that share layers compute the same; use tensor_parallel_degree = 1$"),
+        (2, {"exclusions": (Exclusion(feature="tensor", reason="batch norm"),)}, "= 2: batch norm; use .* = 1$"),
+    ],
+)
+def test_a_degree_that_was_not_shown_to_compute_the_same_is_refused(degree, changes, message):
+    with pytest.raises(PlanError, match=message):
+        fit(shared_plan(degree), module_map=replace(module_map(), **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"exclusions": (Exclusion(feature="sequence", reason="no sequence"),)}, "no sequence"),
+        ({"splits": (replace(SPLIT, sequence=(), notes=("the sequence has 7 positions",)),)}, "has 7 positions"),
+        ({}, "this module was not shown to compute the same with it"),
+    ],
+)
+def test_parts_of_sequences_that_were_not_shown_to_compute_the_same_are_refused(changes, why):
+    found = replace(module_map(), **{"splits": (replace(SPLIT, sequence=()),), **changes})
+    fit(shared_plan(), module_map=found)
+    with pytest.raises(PlanError, match=rf"sequence_parallel with .* = 2: .*{why}; use sequence_parallel = false"):
+        fit(shared_plan(sequence=True), module_map=found)
