@@ -173,6 +173,16 @@ def held_parameters(plan: Plan, module_map: ModuleMap) -> tuple[HeldParameter, .
     )
 
 
+def held_names(plan: Plan, module_map: ModuleMap, rank: int) -> frozenset[str]:
+    """Canonical names of the parameters that a rank computes with or keeps for others."""
+    group = plan.group_of(plan.stage_of(rank))
+    return frozenset(
+        name
+        for name, stages in module_map.owners(plan.bounds).items()
+        if any(plan.group_of(stage) == group for stage in stages)
+    )
+
+
 def tied_groups(plan: Plan, parameter: HeldParameter) -> tuple[tuple[int, ...], ...]:
     """Groups of ranks over each of which the gradient of a parameter with several copies is summed.
 

@@ -33,6 +33,7 @@ from lightning_mist.runtime.stages import make_stages
 from lightning_mist.runtime.transport import DistributedTransport, Transport, complete
 from lightning_mist.schedule import Schedule, check, lower
 from lightning_mist.strategy.data import BatchExchange
+from lightning_mist.strategy.deferred import leave_on_rank_zero
 from lightning_mist.strategy.logging import LogRecord, recorded_logs, replay
 from lightning_mist.strategy.results import BatchResult, Piece, combine, home
 
@@ -204,6 +205,13 @@ class Engine:
             self.executor.shards.disengage()
         self.is_filled = True
         self._unguard()
+
+    def leave_on_rank_zero(self) -> None:
+        """At the end: give rank 0 all values in host memory, and free those of the others."""
+        values = self.module_values()
+        self._unguard()
+        leave_on_rank_zero(self.module, values)
+        self.is_filled = True
 
     @contextmanager
     def parts_may_leave(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster, HardwareProfile, detect, parse_cluster
 from lightning_mist.model import LayerSeconds, attach_seconds, map_module, time_layers, trace_model, whole_tensor_reason
+from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import (
     Exclusion,
     Feature,
@@ -129,6 +131,11 @@ class _Planner:
     plain: str | None
     batch: Any
     call: Callable[[Any], Any]
+    initial: InitialValues | None
+
+    def lean(self, found: ModuleMap, *, alone: bool = False) -> AbstractContextManager[None]:
+        """Inside, the module can run on real numbers, on every rank or on rank 0 alone."""
+        return nullcontext() if self.initial is None else self.initial.lean(found.blocks, alone=alone)
 
     @property
     def module(self) -> Any:
@@ -160,7 +167,8 @@ class _Planner:
             reason = "the batch cannot be cut: its tensors do not share a first dimension of at least 2 rows"
         else:
             self.progress.say("checking that a batch may be cut into microbatches")
-            answer = check_microbatch_invariance(self.module, self.call, self.batch, 2)
+            with self.lean(found, alone=True):
+                answer = check_microbatch_invariance(self.module, self.call, self.batch, 2)
             if answer is None:
                 return found
             reason = answer
@@ -176,15 +184,16 @@ class _Planner:
         if not sizes:
             return ()
         dist.barrier()
-        return time_layers(
-            self.module,
-            found,
-            lambda size: self.batch if size == rows else slice_rows(self.batch, 0, size),
-            sizes,
-            self.call,
-            device=self.strategy.root_device,
-            progress=self.progress.update,
-        )
+        with self.lean(found):
+            return time_layers(
+                self.module,
+                found,
+                lambda size: self.batch if size == rows else slice_rows(self.batch, 0, size),
+                sizes,
+                self.call,
+                device=self.strategy.root_device,
+                progress=self.progress.update,
+            )
 
     def tune(self, found: ModuleMap, profile: HardwareProfile, seconds: tuple[LayerSeconds, ...]) -> TuneResult:
         """The best plan; on rank 0."""
@@ -237,7 +246,15 @@ class _Planner:
         return cluster
 
 
-def decide(trainer: Any, strategy: Any, names: Namespace, request: PlanRequest, *, plain: str | None) -> Decision:
+def decide(
+    trainer: Any,
+    strategy: Any,
+    names: Namespace,
+    request: PlanRequest,
+    *,
+    plain: str | None,
+    initial: InitialValues | None = None,
+) -> Decision:
     """The plan for this fit, the same on every rank.
 
     Args:
@@ -246,6 +263,7 @@ def decide(trainer: Any, strategy: Any, names: Namespace, request: PlanRequest, 
         names: The copy of Lightning in use.
         request: What the user asked for.
         plain: Why only plain data parallelism is possible, if so.
+        initial: Gives parameters values that have none yet.
 
     Raises:
         InfeasibleError: If nothing fits.
@@ -260,7 +278,14 @@ def decide(trainer: Any, strategy: Any, names: Namespace, request: PlanRequest, 
         batch = peek_batch(trainer, strategy)
         call = step_function(module, names, strategy.precision_plugin.train_step_context)
         planner = _Planner(
-            trainer=trainer, strategy=strategy, request=request, progress=progress, plain=plain, batch=batch, call=call
+            trainer=trainer,
+            strategy=strategy,
+            request=request,
+            progress=progress,
+            plain=plain,
+            batch=batch,
+            call=call,
+            initial=initial,
         )
         found = planner.map()
         _same_everywhere(found)
@@ -370,6 +395,9 @@ def _data_parallel(planner: _Planner) -> Plan:
 
 def _self_check(planner: _Planner, found: ModuleMap, plan: Plan) -> None:
     if not planner.request.self_check or plan.num_stages == 1:
+        return
+    if planner.initial is not None:
+        planner.progress.say("the cut module is not compared with the whole before training: no device holds the whole")
         return
     rows = batch_rows(planner.batch)
     small = planner.batch if rows is None else slice_rows(planner.batch, 0, min(rows, 2))

@@ -1,6 +1,7 @@
 """``MistStrategy``: what Lightning talks to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -9,9 +10,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from lightning_mist.hardware import Cluster
+from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import Plan
+from lightning_mist.runtime.mesh import held_names
 from lightning_mist.runtime.transport import complete
-from lightning_mist.strategy import checkpoint_io, planning
+from lightning_mist.strategy import checkpoint_io, deferred, planning
 from lightning_mist.strategy.engine import Engine, start_engine
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.namespace import Namespace, namespace
@@ -76,6 +79,7 @@ class MistBase(_Base):
     _decision: planning.Decision | None = None
     _engine: Engine | None = None
     _monitor: Monitor | None = None
+    _initial: InitialValues | None = None
 
     def __init__(
         self,
@@ -136,6 +140,7 @@ class MistBase(_Base):
             self_check=self_check,
         )
         self._report_path = report_path
+        self._constructions = deferred.Constructions()
 
     # What users may ask ------------------------------------------------------------------------------------------
 
@@ -153,19 +158,29 @@ class MistBase(_Base):
 
     def setup(self, trainer: Any) -> None:
         """Make or read the plan, and put this rank's part of it in place."""
-        if trainer.state.fn != self._names.fitting:
-            super().setup(trainer)
-            return
         module = self.lightning_module
         assert module is not None
         assert self.accelerator is not None
+        if trainer.state.fn != self._names.fitting:
+            whole = deferred.initial_values(module, self.root_device, None)
+            if whole is not None:
+                whole.give(whole.names)
+                whole.forget()
+            super().setup(trainer)
+            return
         self.accelerator.setup(trainer)
         self.model = module if self._layer_sync is None else self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
+        self._initial = deferred.initial_values(module, self.root_device, self._device_limit())
         self.model_to_device()
         self._same_start()
         self.setup_optimizers(trainer)
-        self._decision = planning.decide(trainer, self, self._names, self._request, plain=self._why_plain(trainer))
+        self._decision = planning.decide(
+            trainer, self, self._names, self._request, plain=self._why_plain(trainer), initial=self._initial
+        )
+        if self._initial is not None:
+            self._initial.give(held_names(self._decision.plan, self._decision.module_map, self.global_rank))
+            self._initial.forget()
         if self._decision.is_plain:
             self._ddp_kwargs["find_unused_parameters"] = self._finds_unused(self._decision)
             self.configure_ddp()
@@ -185,11 +200,21 @@ class MistBase(_Base):
         attach_engine(self.precision_plugin, self._engine)
         self._monitor = Monitor(self._decision, device=self.root_device, module=module, report_path=self._report_path)
 
+    def _device_limit(self) -> int | None:
+        """Bytes that a module's parameters may take before no device is to hold them all."""
+        if self._request.memory_limit is not None:
+            return self._request.memory_limit
+        if self.root_device.type != "cuda":
+            return None
+        return int(torch.cuda.get_device_properties(self.root_device).total_memory)
+
     def _same_start(self) -> None:
         """Give every rank the values of rank 0, as DDP does when it wraps a module."""
         assert self.lightning_module is not None
+        later = frozenset() if self._initial is None else self._initial.names
+        parameters = [p for name, p in self.lightning_module.named_parameters() if name not in later]
         with torch.no_grad():
-            for tensor in [*self.lightning_module.parameters(), *self.lightning_module.buffers()]:
+            for tensor in [*parameters, *self.lightning_module.buffers()]:
                 dist.broadcast(tensor.detach(), 0)
 
     def _why_plain(self, trainer: Any) -> str | None:
@@ -209,12 +234,28 @@ class MistBase(_Base):
         """Give the module all its values back, unless something went wrong and peers may be gone."""
         engine, self._engine = self._engine, None
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        initial, self._initial = self._initial, None
         if engine is not None:
             if trainer is not None and trainer.state.status.value != "interrupted":
-                engine.fill()
+                if initial is None:
+                    engine.fill()
+                else:
+                    engine.leave_on_rank_zero()
             engine.release_optimizer()
         attach_engine(self.precision_plugin, None)
         super().teardown()
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """How tensors of a new module are made, in ``Trainer.init_module`` and ``configure_model``.
+
+        Args:
+            empty_init: Whether parameters get no memory (they are on the meta device afterwards). How they are
+                initialised is remembered and done by each rank for those parameters that it will hold. Otherwise they
+                are made in host memory.
+        """
+        with self._constructions.context(empty_init), self.precision_plugin.tensor_init_context():
+            yield
 
     # Training ----------------------------------------------------------------------------------------------------
 
@@ -285,6 +326,16 @@ class MistBase(_Base):
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; for a module without values its tensors stay in the file until they are needed."""
+        module = self.lightning_module
+        is_plain_io = type(self.checkpoint_io).__name__ == "TorchCheckpointIO"
+        if module is not None and is_plain_io and deferred.has_hollow_parameters(module):
+            content = deferred.mapped_checkpoint(checkpoint_path, weights_only)
+            if content is not None:
+                return content
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """All weights in DDP's layout; complete on global rank 0."""
         if self._engine is None:
@@ -294,6 +345,10 @@ class MistBase(_Base):
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Take weights in DDP's layout, also while training (the learning-rate finder does), on every rank at once."""
+        assert self.lightning_module is not None
+        if self._engine is None and deferred.has_hollow_parameters(self.lightning_module):
+            deferred.load_state(self.lightning_module, checkpoint["state_dict"], strict)
+            return
         is_hollow = self._engine is not None and not self._engine.is_filled
         if is_hollow:
             assert self._engine is not None

@@ -1,0 +1,138 @@
+"""Modules that no device ever holds whole: where Lightning asks how tensors are made, and what stands in for values."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_mist.errors import PlanError
+from lightning_mist.model.construction import deferred_construction
+from lightning_mist.model.initial import (
+    InitialValues,
+    OnRankZero,
+    empty_out,
+    find_sources,
+    is_hollow,
+    load_hollow,
+)
+
+
+class Constructions:
+    """Counts the modules that are built without values, so that each draws random numbers of its own."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._is_open = False
+
+    @contextmanager
+    def context(self, empty: bool | None) -> Iterator[None]:
+        """Inside, new parameters have no values if ``empty``; else they are made in host memory."""
+        if not empty or self._is_open:
+            yield
+            return
+        self._is_open = True
+        try:
+            with deferred_construction(self._count):
+                yield
+        finally:
+            self._is_open = False
+            self._count += 1
+
+
+def initial_values(module: nn.Module, device: torch.device, limit: int | None) -> InitialValues | None:
+    """Make parameters hollow that have no values yet, or all of them if a device cannot hold them.
+
+    Every rank calls this at the same time.
+
+    Args:
+        module: The user's module, in the precision that it will have.
+        device: Where this rank computes.
+        limit: Bytes that parameters may take on this rank's device, if known.
+
+    Returns:
+        What gives them their values, the same on every rank; ``None`` if all have values and may have them.
+
+    Raises:
+        TraceError: If a parameter has no values and nothing says what they are.
+        PlanError: If ranks have built different modules, or rank 0 has lost its values.
+    """
+    sources: dict[str, Any] = dict(find_sources(module))
+    parameters = dict(module.named_parameters())
+    others = {name: parameter for name, parameter in parameters.items() if name not in sources}
+    is_absent = any(is_hollow(parameter) for parameter in others.values())
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
+    is_large = limit is not None and whole > limit
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (tuple(sources), is_absent, is_large, torch.initial_seed()))
+    for rank, (names, *_) in enumerate(answers):
+        if names != answers[0][0]:
+            raise PlanError(
+                f"rank {rank} has {len(names)} parameters without values and rank 0 has {len(answers[0][0])}: every "
+                "rank must build the module in the same way, on the meta device or not"
+            )
+    if any(absent or large for _, absent, large, _ in answers):
+        if answers[0][1]:
+            raise PlanError(
+                "the parameters of the module on rank 0 have no values (they were freed): build the module anew, or "
+                "load its values with ckpt_path"
+            )
+        is_first = dist.get_rank() == 0
+        sources |= {name: OnRankZero(parameter.data if is_first else None) for name, parameter in others.items()}
+    if not sources:
+        return None
+    return InitialValues(
+        module,
+        {name: sources[name] for name in parameters if name in sources},
+        seed=answers[0][3],
+        device=device,
+        is_first=dist.get_rank() == 0,
+        share=lambda tensor: dist.broadcast(tensor, 0),
+    )
+
+
+def has_hollow_parameters(module: nn.Module) -> bool:
+    """Whether some parameter of a module has no values here."""
+    return any(is_hollow(parameter) for parameter in module.parameters())
+
+
+def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load a state before ``setup``, into a module with hollow parameters."""
+    load_hollow(module, state, strict=strict)
+
+
+def mapped_checkpoint(path: Any, weights_only: bool | None) -> dict[str, Any] | None:
+    """A checkpoint whose tensors stay in its file until they are read; ``None`` if the file is not of that kind."""
+    file = Path(str(path))
+    if not file.is_file() or not torch.serialization._is_zipfile(file.open("rb")):
+        return None
+    content: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only)
+    return content
+
+
+def leave_on_rank_zero(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Put all values into the module in host memory on rank 0, and none on the other ranks."""
+    host = torch.device("cpu")
+    for name, parameter in module.named_parameters():
+        parameter.grad = None
+        if name in values:
+            parameter.data = values[name]
+        else:
+            empty_out(parameter, host)
+    if values:
+        return
+
+    def refuse(part: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if any(is_hollow(parameter) for parameter in part.parameters(recurse=False)):
+            raise PlanError(
+                f"state_dict() of a {type(part).__name__} on rank {rank} after fit: a module that no device could hold "
+                "is whole on rank 0 only. Read it there, or save it with trainer.save_checkpoint(path) during fit"
+            )
+
+    rank = dist.get_rank()
+    for part in module.modules():
+        if any(True for _ in part.parameters(recurse=False)):
+            part.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
