@@ -1,5 +1,6 @@
 """Modules that no device ever holds whole: where Lightning asks how tensors are made, and what stands in for values."""
 
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,10 +108,17 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
 def mapped_checkpoint(path: Any, weights_only: bool | None) -> dict[str, Any] | None:
     """A checkpoint whose tensors stay in its file until they are read; ``None`` if the file is not of that kind."""
     file = Path(str(path))
-    if not file.is_file() or not torch.serialization._is_zipfile(file.open("rb")):
+    if not file.is_file() or not zipfile.is_zipfile(file):
         return None
     content: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only)
     return content
+
+
+def hollow_on_host(module: nn.Module) -> None:
+    """Let parameters without values be on the host, where moving the module to it would give all of them memory."""
+    for parameter in module.parameters():
+        if is_hollow(parameter):
+            empty_out(parameter, torch.device("cpu"))
 
 
 def leave_on_rank_zero(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:

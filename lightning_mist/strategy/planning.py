@@ -1,13 +1,12 @@
 """From a user's fit to a plan that every rank has: trace, measure, tune on rank 0, broadcast, check."""
 
-import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -42,9 +41,8 @@ from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.peek import peek_batch, silent, step_function
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.restrictions import check_limit
+from lightning_mist.strategy.together import on_rank_zero, same_everywhere
 from lightning_mist.tuner import SearchSpace, TuneResult, tune
-
-T = TypeVar("T")
 
 _FEATURES: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing", "tensor", "sequence")
 
@@ -92,32 +90,6 @@ class Decision:
             and stage.zero_stage == ZeroStage.NONE
             and stage.checkpointing.layers == 0
         )
-
-
-def _travelling(error: Exception) -> Exception:
-    """The error, or, if it cannot travel to other processes, one that says the same."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        same = RuntimeError(f"{type(error).__name__}: {error}")
-        same.__cause__ = error
-        return same
-    return error
-
-
-def on_rank_zero(work: Callable[[], T]) -> T:
-    """Do something on rank 0 and give every rank its result, or raise its error on every rank."""
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box = [(True, work())]
-        except Exception as error:  # the others wait: whatever it is, they must hear of it
-            box = [(False, _travelling(error))]
-    dist.broadcast_object_list(box, 0)
-    succeeded, value = box[0]
-    if not succeeded:
-        raise value
-    return value  # type: ignore[no-any-return]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -288,7 +260,7 @@ def decide(
             initial=initial,
         )
         found = planner.map()
-        _same_everywhere(found)
+        same_everywhere(found)
         plan, made = _plan(planner, found)
         # Ranks may load batches of different sizes; a plan is for those of rank 0.
         rows = on_rank_zero(lambda: batch_rows(batch))
@@ -320,19 +292,6 @@ def _refuse_sharding(plan: Plan, plain: str | None) -> None:
     stages = [int(stage.zero_stage) for stage in plan.stages]
     if plain is not None and any(stages):
         raise PlanError(f"the plan has zero_stage of {stages}, but {plain}; use zero_stage = 0 on every stage")
-
-
-def _same_everywhere(found: ModuleMap) -> None:
-    """Raise on every rank if ranks found different modules."""
-    digests: list[Any] = [None] * dist.get_world_size()
-    mine = (found.blocks, [use.name for use in found.parameters], [tuple(t.key for t in cut) for cut in found.cuts])
-    dist.all_gather_object(digests, repr(mine))
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if different:
-        raise PlanError(
-            f"ranks {different} see another module than rank 0 (blocks, parameters or values between them differ): "
-            "every rank must build the same module and take the same branches; seed what is random in its construction"
-        )
 
 
 def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None]:

@@ -243,6 +243,8 @@ class MistBase(_Base):
                     engine.leave_on_rank_zero()
             engine.release_optimizer()
         attach_engine(self.precision_plugin, None)
+        if self.lightning_module is not None:
+            deferred.hollow_on_host(self.lightning_module)
         super().teardown()
 
     @contextmanager
@@ -338,9 +340,10 @@ class MistBase(_Base):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """All weights in DDP's layout; complete on global rank 0."""
-        if self._engine is None:
-            return super().lightning_module_state_dict()
         assert self.lightning_module is not None
+        if self._engine is None:
+            is_elsewhere = self.global_rank > 0 and deferred.has_hollow_parameters(self.lightning_module)
+            return {} if is_elsewhere else super().lightning_module_state_dict()
         return checkpoint_io.module_state(self.lightning_module, self._engine)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:

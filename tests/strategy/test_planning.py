@@ -1,31 +1,8 @@
 import pytest
 
-from lightning_mist.errors import InfeasibleError, PlanError
+from lightning_mist.errors import PlanError
 from lightning_mist.plan import Checkpointing, ModuleMap, Plan, StageMesh, StagePlan, ZeroStage
-from lightning_mist.strategy.planning import Decision, _refuse_sharding, on_rank_zero
-
-
-@pytest.mark.usefixtures("single_rank")
-def test_work_of_rank_zero_gives_its_result_or_its_error():
-    assert on_rank_zero(lambda: 5) == 5
-
-    def fail():
-        raise InfeasibleError("nothing fits")
-
-    with pytest.raises(InfeasibleError, match="nothing fits"):
-        on_rank_zero(fail)
-
-
-@pytest.mark.usefixtures("single_rank")
-def test_an_error_that_cannot_travel_is_told_in_words():
-    class Odd(Exception):
-        pass  # a local class: no other process could read it
-
-    def fail():
-        raise Odd("seven")
-
-    with pytest.raises(RuntimeError, match="Odd: seven"):
-        on_rank_zero(fail)
+from lightning_mist.strategy.planning import Decision, _refuse_sharding
 
 
 def test_sharding_is_refused_where_ranks_must_hold_everything():
