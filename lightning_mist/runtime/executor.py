@@ -15,6 +15,7 @@ from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.mesh import make_mesh
 from lightning_mist.runtime.neighbours import Microbatch, Neighbours
+from lightning_mist.runtime.parts import parts_of
 from lightning_mist.runtime.pipeline import BatchRun, Place
 from lightning_mist.runtime.reducer import GradientReducer
 from lightning_mist.runtime.stages import RankStages
@@ -72,7 +73,9 @@ class Executor:
         for stage in stages:
             stage.observer = self._walk
         gradients = None if self._walk is None else self._walk.gradients
-        self.reducer = GradientReducer(self.mesh, self.parameters, transport, gradients)
+        self.reducer = GradientReducer(
+            self.mesh, self.parameters, transport, gradients, parts_of(plan, rank, module_map)
+        )
         self.outputs: list[Any] = []
         self.random_states: list[Tensor | None] = []
         live = tuple(module_map.cuts[stage.layers[1] - 1] for stage in plan.stages[:-1])

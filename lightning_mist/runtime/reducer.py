@@ -6,7 +6,8 @@ touched ends without one, as in a single process. A bucket leaves as soon as its
 order of buckets; which action completes which gradients the executor says.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from lightning_mist.errors import PlanError, ScheduleError
 from lightning_mist.plan import ZeroStage
 from lightning_mist.runtime.buckets import Bucket, make_buckets
-from lightning_mist.runtime.mesh import HeldParameter, Mesh, needs_spreading, stage_ranks, tied_groups
-from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.runtime.mesh import HeldParameter, Mesh, needs_spreading, sums_wholes, tied_groups
+from lightning_mist.runtime.parts import Part
+from lightning_mist.runtime.transport import TensorWork, Transport, Work
 from lightning_mist.runtime.unit_gradients import UnitGradients
 
 
@@ -28,6 +30,7 @@ class GradientReducer:
         parameters: The stage's parameters by canonical name.
         transport: Connects the ranks.
         units: Reduces gradients unit by unit while backwards run (ZeRO-2, ZeRO-3); what it does is not done here.
+        parts: Of which of the parameters this rank has a part.
     """
 
     def __init__(
@@ -36,8 +39,10 @@ class GradientReducer:
         parameters: Mapping[str, nn.Parameter],
         transport: Transport,
         units: UnitGradients | None = None,
+        parts: Mapping[str, Part] = MappingProxyType({}),
     ) -> None:
         self._mesh, self._parameters, self._transport, self._units = mesh, parameters, transport, units
+        self._parts = parts
         self._group = tuple(sorted(mesh.peers))
         # Backward reaches the last parameters first, so their buckets fill first.
         trained = [item for item in reversed(mesh.held) if item.requires_grad]
@@ -102,26 +107,50 @@ class GradientReducer:
     def reduce_tied(self) -> Iterator[Work]:
         """Sum the gradients of the copies that several stages hold, so that each copy has the same, full gradient.
 
-        Runs after :meth:`reduce`. Under ZeRO-1 only the owner of a copy in its stage has it.
+        Runs after :meth:`reduce`. Under ZeRO-1 only the owner of a copy in its stage has it. Where the copies differ in
+        how tensor parallelism shares them out, every stage puts its whole gradient together, and takes its parts from
+        the sum.
         """
+        mesh = self._mesh
+        groups = [(item, group) for item in self._tied for group in tied_groups(mesh.plan, item) if mesh.rank in group]
+        flats: dict[str, Tensor] = {}
+        yield from self._contribute([item for item, _ in groups], flats)
         pending = []
-        for item in self._tied:
-            for group in tied_groups(self._mesh.plan, item):
-                if self._mesh.rank in group:
-                    flat = _with_presence(self._parameters[item.name])
-                    pending.append((item, flat, self._transport.all_reduce(flat, group)))
+        for item, group in groups:
+            flat = flats.pop(item.name)
+            pending.append((item, flat, self._transport.all_reduce(flat, group)))
         for item, flat, work in pending:
             yield work
-            _install_one(self._parameters[item.name], flat)
+            part = self._parts.get(item.name) if sums_wholes(mesh.plan, item) else None
+            _install_one(self._parameters[item.name], flat, part)
         spread = []
         for item in self._tied:
-            if needs_spreading(self._mesh.plan, item, self._mesh.stage):
-                source = stage_ranks(self._mesh.plan, self._mesh.stage)[item.owner(self._mesh.stage)]
+            if needs_spreading(mesh.plan, item, mesh.stage):
                 flat = _with_presence(self._parameters[item.name])
+                source = mesh.peers[item.owner(mesh.stage)]
                 spread.append((item, flat, self._transport.broadcast(flat, source, self._group)))
         for item, flat, work in spread:
             yield work
             _install_one(self._parameters[item.name], flat)
+
+    def _contribute(self, items: Sequence[HeldParameter], flats: dict[str, Tensor]) -> Iterator[Work]:
+        """Fill ``flats`` with what this rank adds to the sum of each tied gradient."""
+        gathers: list[tuple[str, Part, TensorWork]] = []
+        tensor_group = tuple(sorted(self._mesh.tensor_peers))
+        for item in items:
+            flat = flats[item.name] = _with_presence(self._parameters[item.name])
+            part = self._parts.get(item.name)
+            if part is not None and sums_wholes(self._mesh.plan, item):
+                gathers.append((item.name, part, self._transport.all_gather(flat, tensor_group)))
+        for name, part, work in gathers:
+            yield work
+            rows = work.result()[[tensor_group.index(rank) for rank in self._mesh.tensor_peers]]
+            whole = part.join([row[:-1].view(part.local_shape) for row in rows])
+            flats[name] = torch.cat([whole.reshape(-1), rows[0, -1:]])
+        for item in items:
+            if sums_wholes(self._mesh.plan, item) and self._mesh.tensor_index > 0:
+                # All tensor-parallel ranks of a stage have the same whole gradient by now: it must count once.
+                flats[item.name].zero_()
 
     def gather_parameters(self) -> Iterator[Work]:
         """Give every data-parallel rank the parameters that their owners updated (ZeRO-1, ZeRO-2).
@@ -210,6 +239,7 @@ def _bucket_owner(mesh: Mesh, item: HeldParameter) -> int | None:
 
 
 def _with_presence(parameter: nn.Parameter) -> Tensor:
+    """A parameter's gradient, flat, and one number that says whether it has one."""
     flat = torch.empty(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
     view = flat[:-1].view(parameter.shape)
     if parameter.grad is None:
@@ -220,7 +250,7 @@ def _with_presence(parameter: nn.Parameter) -> Tensor:
     return flat
 
 
-def _install_one(parameter: nn.Parameter, flat: Tensor) -> None:
+def _install_one(parameter: nn.Parameter, flat: Tensor, part: Part | None = None) -> None:
     if parameter.grad is None and not flat[-1] > 0:
         return
-    parameter.grad = flat[:-1].view(parameter.shape)
+    parameter.grad = flat[:-1].view(parameter.shape) if part is None else part.take(flat[:-1].view(part.shape))

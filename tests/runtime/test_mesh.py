@@ -3,7 +3,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import ModuleMap, ParameterUse, Plan, StageMesh, StagePlan, ZeroStage, row_slice
+from lightning_mist.plan import (
+    ModuleMap,
+    ParameterSplit,
+    ParameterUse,
+    Plan,
+    StageMesh,
+    StagePlan,
+    TensorSplit,
+    ZeroStage,
+    row_slice,
+)
 from lightning_mist.runtime.mesh import (
     held_parameters,
     make_mesh,
@@ -41,8 +51,11 @@ def make_plan(degrees, *, tensor=1, zero=0, num_microbatches=None, part_rows=Non
     return Plan(global_batch_size=rows * count, num_microbatches=count, stages=tuple(stages))
 
 
-def make_map(num_layers, *, tied=()):
-    """One weight of 10 (k + 1) entries per layer, a frozen one in the first, and one that nothing uses."""
+def make_map(num_layers, *, tied=(), tied_size=7, degrees=()):
+    """One weight of 10 (k + 1) entries per layer, a frozen one in the first, and one that nothing uses.
+
+    With tensor-parallel degrees the weights are shared out, and the tied one where its size allows.
+    """
     uses = [
         ParameterUse(
             name=f"w{k}",
@@ -57,7 +70,7 @@ def make_map(num_layers, *, tied=()):
         ParameterUse(
             name="tied",
             slots=(("m", "w", tied or (0,)),),
-            shape=(7,),
+            shape=(tied_size,),
             dtype="float32",
             requires_grad=True,
         )
@@ -67,7 +80,15 @@ def make_map(num_layers, *, tied=()):
     )
     uses.append(ParameterUse(name="unused", slots=(("x", "w", ()),), shape=(3,), dtype="float32", requires_grad=True))
     blocks = tuple(f"b{k}" for k in range(num_layers))
-    return ModuleMap(step="training_step", blocks=blocks, outputs=(), cuts=(), parameters=tuple(uses))
+    splits = []
+    for degree in degrees:
+        shared = [ParameterSplit(name=f"w{k}", dim=0, factors=((5, False), (2, True))) for k in range(num_layers)]
+        if tied_size % degree == 0:
+            shared.append(ParameterSplit(name="tied", dim=0, factors=((tied_size, True),)))
+        splits.append(TensorSplit(degree=degree, parameters=tuple(shared)))
+    return ModuleMap(
+        step="training_step", blocks=blocks, outputs=(), cuts=(), parameters=tuple(uses), splits=tuple(splits)
+    )
 
 
 def test_a_rank_knows_its_place():

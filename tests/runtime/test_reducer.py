@@ -5,6 +5,7 @@ from torch import nn
 from lightning_mist.errors import PlanError
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.mesh import make_mesh
+from lightning_mist.runtime.parts import parts_of
 from lightning_mist.runtime.reducer import GradientReducer
 from tests.runtime.test_mesh import make_map, make_plan
 
@@ -63,6 +64,75 @@ def test_gradients_become_the_mean_everywhere(degrees, zero, tied):
     expected = world.fill()
     world.run("reduce", "reduce_tied")
     world.check(expected)
+
+
+@pytest.mark.parametrize("tied_size", [7, 8])
+@pytest.mark.parametrize("zero", [0, 1, (0, 1)])
+@pytest.mark.parametrize(
+    ("degrees", "tensor"),
+    [([2], 2), ([1, 1], 2), ([2, 1], 2), ([1, 1], [2, 1]), ([1, 2], [2, 1]), ([2, 2], [1, 2]), ([2, 1], [2, 1])],
+)
+def test_gradients_of_parts_become_parts_of_the_mean(degrees, tensor, zero, tied_size):
+    """Also where a tied parameter is whole in one stage and in parts in another; equal copies count once."""
+    tied = (0, 1) if len(degrees) > 1 else (0,)
+    plan = make_plan(degrees, tensor=tensor, zero=zero if len(degrees) > 1 or zero != (0, 1) else 1)
+    module_map = make_map(len(degrees), tied=tied, tied_size=tied_size, degrees=(2,))
+    world = TensorWorld(plan, module_map)
+    expected = world.fill()
+    world.run("reduce", "reduce_tied")
+    world.check(expected)
+
+
+class TensorWorld:
+    """All ranks of a plan with tensor parallelism: tensor-parallel peers have (parts of) one gradient."""
+
+    def __init__(self, plan, module_map):
+        self.plan, world = plan, InMemoryWorld(plan.world_size)
+        shapes = {use.name: use.shape for use in module_map.parameters}
+        self.meshes = [make_mesh(plan, rank, module_map) for rank in range(plan.world_size)]
+        self.parts = [parts_of(plan, rank, module_map) for rank in range(plan.world_size)]
+        self.parameters = [
+            {
+                item.name: nn.Parameter(self.take(mesh.rank, item.name, torch.zeros(shapes[item.name])))
+                for item in mesh.held
+                if item.requires_grad
+            }
+            for mesh in self.meshes
+        ]
+        self.reducers = [
+            GradientReducer(mesh, parameters, transport, parts=parts)
+            for mesh, parameters, transport, parts in zip(
+                self.meshes, self.parameters, world.transports, self.parts, strict=True
+            )
+        ]
+        self.shapes = shapes
+
+    def take(self, rank, name, whole):
+        return self.parts[rank][name].take(whole) if name in self.parts[rank] else whole.clone()
+
+    def fill(self):
+        expected = {}
+        for rank, mesh in enumerate(self.meshes):
+            for name, parameter in self.parameters[rank].items():
+                generator = torch.Generator().manual_seed(100 * mesh.tensor_peers[0] + len(name))
+                gradient = torch.randn(self.shapes[name], generator=generator)
+                parameter.grad = self.take(rank, name, gradient)
+                if mesh.tensor_index == 0:
+                    expected[name] = expected.get(name, 0) + gradient / self.plan.world_size
+        return expected
+
+    def run(self, *names):
+        for name in names:
+            drive([getattr(reducer, name)() for reducer in self.reducers])
+
+    def check(self, expected):
+        for mesh, parameters in zip(self.meshes, self.parameters, strict=True):
+            owned = {item.name for item in mesh.owned}
+            for name, parameter in parameters.items():
+                if name in owned:
+                    torch.testing.assert_close(parameter.grad, self.take(mesh.rank, name, expected[name]))
+                else:
+                    assert parameter.grad is None, (mesh.rank, name)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
