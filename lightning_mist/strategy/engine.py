@@ -333,8 +333,15 @@ class Engine:
 def start_engine(
     module: nn.Module, plan: Plan, module_map: ModuleMap, *, device: torch.device, timeout: timedelta | None
 ) -> Engine:
-    """This rank's engine for a plan; every rank calls it at the same time."""
+    """This rank's engine for a plan over torch.distributed; every rank calls it at the same time."""
     transport = DistributedTransport(process_groups(plan, module_map), device, timeout=timeout)
+    return make_engine(module, plan, module_map, transport, device=device)
+
+
+def make_engine(
+    module: nn.Module, plan: Plan, module_map: ModuleMap, transport: Transport, *, device: torch.device
+) -> Engine:
+    """The engine of a transport's rank, with the plan's schedule."""
     tied = any(len(stages) > 1 for stages in module_map.owners(plan.bounds).values())
     schedule = lower(plan, tied=tied)
     check(schedule, plan.num_microbatches)

@@ -1,0 +1,1 @@
+"""Losses and gradients of plans against those of a single process."""

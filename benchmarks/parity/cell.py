@@ -1,0 +1,251 @@
+"""One model under one plan against a single process: losses, gradients of two accumulated batches, curves.
+
+All ranks run in this process, each with its own copy of the module, by the same engine that runs under Lightning.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.parity.plans import ROWS, Layout, make_plan
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
+from lightning_mist.runtime.parts import parts_of
+from lightning_mist.runtime.transport import complete
+from lightning_mist.strategy.engine import Engine, make_engine
+from tests import zoo
+from tests.integration.parity import TOLERANCE, cast, loss_of, make_optimizer, map_of, precision_of
+
+T = TypeVar("T")
+
+ACCUMULATED = 2
+"""Batches of each rank whose gradients are added up before they are compared."""
+
+CURVE_STEPS = 20
+
+CLIP_NORM = 0.05
+"""Curves clip gradients to this norm: below that of every model here, so that clipping always binds."""
+
+CPU = torch.device("cpu")
+
+_MOST_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Subject:
+    """A model of the zoo in one precision, with its map and batches: ``batches[step][rank]``."""
+
+    name: str
+    module: nn.Module
+    module_map: ModuleMap
+    batches: tuple[tuple[Any, ...], ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a plan's numbers differ from a single process's.
+
+    Attributes:
+        loss: Largest difference of a rank's loss, relative to the loss or to 1.
+        gradient: Largest difference of an entry of a gradient, relative to the largest entry of any; of a curve,
+            largest difference of a parameter at its end, relative to its largest entry or to 1.
+        differing: First parameter (or rank's loss) that differs by more than the tolerance, in words; empty if none.
+        refused: Why the plan does not run, empty if it does.
+    """
+
+    loss: float = 0.0
+    gradient: float = 0.0
+    differing: str = ""
+    refused: str = ""
+
+    @property
+    def text(self) -> str:
+        """In a word."""
+        if self.refused:
+            return "refused"
+        return "differs" if self.differing else f"{max(self.loss, self.gradient):.1e}"
+
+
+@cache
+def subject(name: str, dtype: torch.dtype) -> Subject:
+    """A model, where it can be cut and how it can be split, and batches for as many ranks and steps as any plan needs.
+
+    Args:
+        name: Name in the zoo.
+        dtype: Precision of its parameters and batches.
+    """
+    module, _ = zoo.make(name)
+    module.to(dtype)
+    batches = make_batches(name, dtype)
+    return Subject(name=name, module=module, module_map=map_of(module, batches[0][0]), batches=batches, dtype=dtype)
+
+
+def make_batches(name: str, dtype: torch.dtype, *, seed: int = 7, rows: int = ROWS) -> tuple[tuple[Any, ...], ...]:
+    """Batches of a model of the zoo by step and rank."""
+    torch.manual_seed(seed)
+    _, make_batch = zoo.make(name)
+    return tuple(tuple(cast(make_batch(rows), dtype) for _ in range(_MOST_RANKS)) for _ in range(ACCUMULATED))
+
+
+def on_all_ranks(subject: Subject, plan: Plan, work: Callable[[Engine], T]) -> list[T]:
+    """Run a function with the engine of every rank of a plan, all in this process; what each returned."""
+    world = InMemoryWorld(plan.world_size)
+
+    def rank(transport: Any) -> Any:
+        module = copy.deepcopy(subject.module)
+        engine = make_engine(module, plan, subject.module_map, transport, device=CPU)
+        return work(engine)
+        yield  # what the rank waits for it waits for inside
+
+    with precision_of(subject.module):
+        results: list[T] = drive([rank(transport) for transport in world.transports])
+    if world.pending:
+        raise AssertionError(f"left over: {world.pending}")
+    return results
+
+
+def train_batch(engine: Engine, batch: Any) -> Tensor:
+    """One batch through the engine, its gradients added to the parameters'; this rank's loss."""
+    result, loss = engine.train_batch(copy.copy(batch), lambda part: engine.module.training_step(part, 0))
+    if loss is not None:
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert result.loss is not None
+    return result.loss.detach()
+
+
+def attempt(compare: Callable[[Subject, Plan], Outcome], subject: Subject, layout: Layout, rows: int = ROWS) -> Outcome:
+    """What a comparison gives, or why the plan does not run."""
+    try:
+        return compare(subject, make_plan(layout, len(subject.module_map.blocks), rows=rows))
+    except PlanError as error:
+        return Outcome(refused=str(error))
+
+
+def compare_gradients(subject: Subject, plan: Plan) -> Outcome:
+    """Losses and gradients of :data:`ACCUMULATED` batches per rank."""
+
+    def work(engine: Engine) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+        engine.take_optimizer(make_optimizer(engine.module))
+        engine.hollow()
+        losses = [train_batch(engine, step[engine.rank]) for step in subject.batches]
+        owned = [item.name for item in engine.executor.mesh.owned]
+        return losses, {name: engine.stages.parameters[name].grad for name in owned}
+
+    ranks = on_all_ranks(subject, plan, work)
+    losses, gradients = _reference(subject, plan.world_size)
+    found = [rank_losses for rank_losses, _ in ranks]
+    loss, differing = _loss_difference(subject, found, losses)
+    worst, which = _gradient_difference(subject, plan, [mine for _, mine in ranks], gradients)
+    return Outcome(loss=loss, gradient=worst, differing=differing or which)
+
+
+def _reference(subject: Subject, world: int) -> tuple[list[list[Tensor]], dict[str, Tensor | None]]:
+    """Losses by rank and step, and summed gradients, of a single process."""
+    module = copy.deepcopy(subject.module)
+    losses: list[list[Tensor]] = [[] for _ in range(world)]
+    for step in subject.batches:
+        for rank, batch in enumerate(step[:world]):
+            losses[rank].append(_backward(module, batch, world))
+    return losses, {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def _backward(module: nn.Module, batch: Any, world: int) -> Tensor:
+    with precision_of(module):
+        loss = loss_of(module.training_step(copy.copy(batch), 0))  # type: ignore[operator]
+        (loss / world).backward()
+    return loss.detach()
+
+
+def _loss_difference(
+    subject: Subject, found: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Tensor]]
+) -> tuple[float, str]:
+    worst, differing = 0.0, ""
+    for rank, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+        for step, (loss, expected) in enumerate(zip(mine, theirs, strict=True)):
+            difference = float(abs(loss - expected)) / max(1.0, float(abs(expected)))
+            if not difference <= TOLERANCE[subject.dtype] and not differing:
+                differing = f"loss of rank {rank} in step {step}: {float(loss)}, not {float(expected)}"
+            worst = max(worst, difference)
+    return worst, differing
+
+
+def _gradient_difference(
+    subject: Subject, plan: Plan, ranks: Sequence[dict[str, Tensor | None]], wanted: dict[str, Tensor | None]
+) -> tuple[float, str]:
+    largest = max(float(g.abs().max()) for g in wanted.values() if g is not None)
+    worst, differing, missing = 0.0, "", {}
+    for rank, gradients in enumerate(ranks):
+        parts = parts_of(plan, rank, subject.module_map)
+        for name, gradient in gradients.items():
+            part, whole = parts.get(name), wanted[name]
+            missing.setdefault(name, set(range(1 if part is None else part.degree))).discard(
+                0 if part is None else part.index
+            )
+            difference = _difference(gradient, whole if part is None or whole is None else part.take(whole)) / largest
+            if not difference <= TOLERANCE[subject.dtype] and not differing:
+                differing = f"gradient of {name} on rank {rank}: off by {difference:.1e}"
+            worst = max(worst, difference)
+    absent = [name for name in wanted if missing.get(name, {0})]
+    return worst, differing or (f"no rank has {absent[0]}" if absent else "")
+
+
+def _difference(found: Tensor | None, wanted: Tensor | None) -> float:
+    if found is None or wanted is None:
+        return 0.0 if found is wanted else float("inf")
+    if found.shape != wanted.shape:
+        return float("inf")
+    return float((found - wanted).abs().max()) if found.numel() else 0.0
+
+
+def compare_curves(subject: Subject, plan: Plan) -> Outcome:
+    """Losses of :data:`CURVE_STEPS` clipped AdamW steps, and the parameters after the last."""
+
+    def work(engine: Engine) -> tuple[list[Tensor], dict[str, Tensor]]:
+        optimizer = make_optimizer(engine.module)
+        engine.take_optimizer(optimizer)
+        engine.hollow()
+        losses = []
+        for step in range(CURVE_STEPS):
+            optimizer.zero_grad()
+            losses.append(train_batch(engine, _batch(subject, step, engine.rank)))
+            engine.clip_by_norm(optimizer, CLIP_NORM)
+            optimizer.step()
+            complete(engine.executor.gather_parameters())
+        return losses, engine.module_values()
+
+    ranks = on_all_ranks(subject, plan, work)
+    losses, parameters = _reference_curve(subject, plan.world_size)
+    loss, differing = _loss_difference(subject, [found for found, _ in ranks], losses)
+    values, worst = ranks[0][1], 0.0
+    for name, wanted in parameters.items():
+        difference = _difference(values.get(name), wanted) / max(1.0, float(wanted.abs().max()))
+        if not difference <= TOLERANCE[subject.dtype] and not differing:
+            differing = f"{name} after {CURVE_STEPS} steps: off by {difference:.1e}"
+        worst = max(worst, difference)
+    return Outcome(loss=loss, gradient=worst, differing=differing)
+
+
+def _batch(subject: Subject, step: int, rank: int) -> Any:
+    """Another batch in every step, of those that there are."""
+    return subject.batches[step % ACCUMULATED][(rank + step // ACCUMULATED) % _MOST_RANKS]
+
+
+@cache
+def _reference_curve(subject: Subject, world: int) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
+    module = copy.deepcopy(subject.module)
+    optimizer = make_optimizer(module)
+    losses: list[list[Tensor]] = [[] for _ in range(world)]
+    for step in range(CURVE_STEPS):
+        optimizer.zero_grad()
+        for rank in range(world):
+            losses[rank].append(_backward(module, _batch(subject, step, rank), world))
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], CLIP_NORM)
+        optimizer.step()
+    return losses, {name: parameter.detach() for name, parameter in module.named_parameters()}

@@ -1,0 +1,133 @@
+"""The plans of the parity table, by name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import gcd, lcm
+
+from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
+
+ROWS = 12
+"""Rows of every rank's batch: 2, 3, 4 and 6 parts of one batch have the same number of rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Devices that hold a part of the model: degrees, ZeRO stage and how many of its first layers are recomputed."""
+
+    dp: int = 1
+    tp: int = 1
+    zero: int = 0
+    checkpointed: int = 0
+    sequence: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A plan for any number of layers.
+
+    Attributes:
+        groups: Groups of devices in the order of the model.
+        parts: How many times more microbatches than there must be at least.
+        schedule: Name of the schedule.
+        chunks: Stages that each group runs, one after another; more than one under ``"interleaved-1f1b"``.
+        uneven: Whether the first stage gets as many layers as possible.
+    """
+
+    groups: tuple[Group, ...] = field(default_factory=lambda: (Group(),))
+    parts: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    uneven: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.groups) * self.chunks
+
+
+def make_plan(layout: Layout, layers: int, *, rows: int = ROWS) -> Plan:
+    """The plan of a layout for a model.
+
+    Args:
+        layout: The layout.
+        layers: Layers of the model, at least as many as stages.
+        rows: Rows of every rank's batch.
+    """
+    world = sum(group.dp * group.tp for group in layout.groups)
+    replicas = gcd(*(group.dp for group in layout.groups))
+    owners = world // replicas
+    count = lcm(*(owners // gcd(owners, group.dp // replicas) for group in layout.groups))
+    if layout.chunks > 1:
+        count = lcm(count, len(layout.groups))
+    count *= layout.parts
+    counts = layers_of(layers, layout.num_stages, uneven=layout.uneven)
+    offsets = [sum(g.dp * g.tp for g in layout.groups[:index]) for index in range(len(layout.groups))]
+    stages, first = [], 0
+    for index, size in enumerate(counts):
+        group, offset = layout.groups[index % len(layout.groups)], offsets[index % len(layout.groups)]
+        stages.append(
+            StagePlan(
+                layers=(first, first + size),
+                mesh=StageMesh(
+                    devices=tuple(range(offset, offset + group.dp * group.tp)),
+                    data_parallel_degree=group.dp,
+                    tensor_parallel_degree=group.tp,
+                    sequence_parallel=group.sequence,
+                ),
+                microbatch_size=rows * world // (group.dp * count),
+                zero_stage=ZeroStage(group.zero),
+                checkpointing=Checkpointing(layers=min(size, group.checkpointed)),
+            )
+        )
+        first += size
+    return Plan(
+        global_batch_size=rows * world,
+        num_microbatches=count,
+        stages=tuple(stages),
+        schedule=layout.schedule,  # type: ignore[arg-type]
+    )
+
+
+def layers_of(count: int, stages: int, *, uneven: bool = False) -> list[int]:
+    """``count`` layers over ``stages`` stages: as even as can be, or with as many as possible in the first."""
+    if uneven:
+        return [count - stages + 1] + [1] * (stages - 1)
+    return [count * (index + 1) // stages - count * index // stages for index in range(stages)]
+
+
+def _same(count: int, **options: int | bool) -> tuple[Group, ...]:
+    return (Group(**options),) * count  # type: ignore[arg-type]
+
+
+def _layouts(groups: Sequence[Group], **options: object) -> Layout:
+    return Layout(groups=tuple(groups), **options)  # type: ignore[arg-type]
+
+
+LAYOUTS: dict[str, Layout] = {
+    "dp 2, ZeRO 0": _layouts(_same(1, dp=2)),
+    "dp 2, ZeRO 1": _layouts(_same(1, dp=2, zero=1), parts=2),
+    "dp 2, ZeRO 2": _layouts(_same(1, dp=2, zero=2), parts=2),
+    "dp 3, ZeRO 3": _layouts(_same(1, dp=3, zero=3), parts=2),
+    "pp 2 x dp 2": _layouts(_same(2, dp=2)),
+    "pp 4, GPipe": _layouts(_same(4), schedule="gpipe"),
+    "pp 2 x dp 2, ZeRO 2, some recomputed": _layouts(_same(2, dp=2, zero=2, checkpointed=1), parts=2),
+    "pp 2 x dp 2, ZeRO 3, some recomputed": _layouts(_same(2, dp=2, zero=3, checkpointed=1), parts=2),
+    "tp 2": _layouts(_same(1, tp=2)),
+    "tp 2, sequence": _layouts(_same(1, tp=2, sequence=True)),
+    "tp 4": _layouts(_same(1, tp=4)),
+    "tp 2 x dp 2": _layouts(_same(1, dp=2, tp=2)),
+    "pp 2 x tp 2": _layouts(_same(2, tp=2)),
+    "pp 2 x tp 2, sequence, some recomputed": _layouts(_same(2, tp=2, sequence=True, checkpointed=1)),
+    "stages (dp 1, tp 2), (dp 2, tp 1)": _layouts([Group(tp=2), Group(dp=2)]),
+    "stages (dp 2, tp 1, ZeRO 3), (dp 1, tp 2, sequence)": _layouts([Group(dp=2, zero=3), Group(tp=2, sequence=True)]),
+    "stages (dp 3), (dp 1), ZeRO 1, uneven": _layouts([Group(dp=3, zero=1), Group()], uneven=True),
+    "interleaved, 2 groups of 2 chunks": _layouts(_same(2), schedule="interleaved-1f1b", chunks=2, parts=2),
+    "interleaved, dp 2, ZeRO 2": _layouts(_same(2, dp=2, zero=2), schedule="interleaved-1f1b", chunks=2),
+    "zero bubble, pp 2": _layouts(_same(2), schedule="zb-h1", parts=2),
+    "zero bubble, pp 3 x dp 2, ZeRO 1": _layouts(_same(3, dp=2, zero=1), schedule="zb-h1"),
+    "zero bubble, pp 2 x tp 2": _layouts(_same(2, tp=2), schedule="zb-h1"),
+    "all of it together": _layouts(
+        [Group(dp=2, tp=2, zero=3, checkpointed=1, sequence=True), Group(dp=4, zero=2)], parts=2
+    ),
+}
+"""Every way to train that the table holds against a single process; ranks of one stage follow one another."""

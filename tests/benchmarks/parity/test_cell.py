@@ -1,0 +1,76 @@
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks.parity import cell
+from benchmarks.parity.cell import Outcome, attempt, compare_curves, compare_gradients, subject
+from benchmarks.parity.plans import LAYOUTS, Group, Layout, make_plan
+from lightning_mist.runtime.reducer import GradientReducer
+from lightning_mist.strategy.engine import Engine
+
+pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
+
+TWO_BY_TWO = Layout(groups=(Group(dp=2, zero=1), Group(dp=2, checkpointed=1)), parts=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_right_plan_is_equal(dtype):
+    outcome = attempt(compare_gradients, subject("nano", dtype), TWO_BY_TWO)
+    assert (outcome.differing, outcome.refused) == ("", "")
+    assert 0 < outcome.gradient < (1e-12 if dtype is torch.float64 else 1e-5)
+    assert outcome.text == f"{max(outcome.loss, outcome.gradient):.1e}"
+
+
+def test_a_curve_is_equal():
+    outcome = attempt(compare_curves, subject("nano", torch.float64), TWO_BY_TWO)
+    assert (outcome.differing, outcome.refused) == ("", "")
+    assert 0 < outcome.gradient < 1e-10
+
+
+def test_wrong_gradients_are_named(monkeypatch):
+    monkeypatch.setattr(GradientReducer, "reduce_tied", lambda self: iter(()))
+    outcome = attempt(compare_gradients, subject("nano", torch.float64), TWO_BY_TWO)
+    assert outcome.differing.startswith("gradient of transformer.wte.weight on rank 0: off by")
+    assert outcome.text == "differs"
+
+
+def test_a_missing_gradient_is_named(monkeypatch):
+    install = Engine.install
+
+    def forget(self, factor):
+        self._stash = [pair for pair in self._stash if pair[0] is not self.module.transformer.h[1].ln_1.weight]
+        install(self, factor)
+
+    monkeypatch.setattr(Engine, "install", forget)
+    outcome = attempt(compare_gradients, subject("nano", torch.float64), TWO_BY_TWO)
+    assert outcome.differing == "gradient of transformer.h.1.ln_1.weight on rank 1: off by inf"
+
+
+def test_wrong_losses_are_named(monkeypatch):
+    model = subject("nano", torch.float64)
+    plan = make_plan(TWO_BY_TWO, 4)
+    batches = tuple(tuple(reversed(step[:4])) for step in model.batches)
+    reference = cell._reference
+    monkeypatch.setattr(cell, "_reference", lambda s, world: reference(dataclasses.replace(s, batches=batches), world))
+    assert compare_gradients(model, plan).differing.startswith("loss of rank 0 in step 0: ")
+
+
+def test_a_wrong_curve_is_named(monkeypatch):
+    monkeypatch.setattr(Engine, "clip_by_norm", lambda self, optimizer, max_norm: None)
+    outcome = attempt(compare_curves, subject("nano", torch.float64), TWO_BY_TWO)
+    assert "loss of rank 0 in step 1" in outcome.differing
+
+
+def test_what_cannot_run_is_refused_with_its_reason():
+    outcome = attempt(compare_gradients, subject("nano", torch.float64), Layout(groups=(Group(tp=3),)))
+    assert "tensor_parallel_degree = 3" in outcome.refused
+    assert outcome.text == "refused"
+    assert Outcome().text == "0.0e+00"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_cut_of_the_table(name):
+    """All of it: ``python -m benchmarks.parity.table``."""
+    outcome = attempt(compare_gradients, subject("nano", torch.float64), LAYOUTS[name])
+    assert outcome.differing == ""
