@@ -49,34 +49,45 @@ def plans(
     parts = [num_microbatches * degree // world_size for degree in degrees]
     batch_rows = lcm(*parts) * draw(st.integers(1, 2))
     devices = draw(st.permutations(range(world_size)))
-    layers = draw(_layers(len(degrees), num_layers))
-    stages, first_layer, first_device = [], 0, 0
-    for degree, width, part, count in zip(degrees, widths, parts, layers, strict=True):
-        stages.append(
-            StagePlan(
-                layers=(first_layer, first_layer + count),
-                mesh=StageMesh(
-                    devices=tuple(devices[first_device : first_device + degree * width]),
-                    data_parallel_degree=degree,
-                    tensor_parallel_degree=width if width != 4 else 2,
-                    context_parallel_degree=1 if width != 4 else 2,
-                    sequence_parallel=width > 1 and draw(st.booleans()),
-                ),
-                microbatch_size=batch_rows // part,
-                zero_stage=ZeroStage(draw(st.integers(0, 1 if runnable else 3))),
-                checkpointing=Checkpointing(layers=draw(st.integers(0, count))),
-                offload=OffloadRatios() if runnable else draw(st.builds(OffloadRatios, *[], **_OFFLOAD)),
-            )
+    schedule, chunks = draw(
+        _schedules(len(degrees), num_microbatches, max_stages if num_layers is None else num_layers)
+    )
+    layers = draw(_layers(len(degrees) * chunks, num_layers))
+    groups, first_device = [], 0
+    for degree, width, part in zip(degrees, widths, parts, strict=True):
+        mesh = StageMesh(
+            devices=tuple(devices[first_device : first_device + degree * width]),
+            data_parallel_degree=degree,
+            tensor_parallel_degree=width if width != 4 else 2,
+            context_parallel_degree=1 if width != 4 else 2,
+            sequence_parallel=width > 1 and draw(st.booleans()),
         )
-        first_layer, first_device = first_layer + count, first_device + degree * width
+        offload = OffloadRatios() if runnable else draw(st.builds(OffloadRatios, *[], **_OFFLOAD))
+        zero = ZeroStage(draw(st.integers(0, 1 if runnable else 3)))
+        groups.append({"mesh": mesh, "microbatch_size": batch_rows // part, "zero_stage": zero, "offload": offload})
+        first_device += degree * width
+    stages, first_layer = [], 0
+    for group, count in zip(groups * chunks, layers, strict=True):
+        checkpointing = Checkpointing(layers=draw(st.integers(0, count)))
+        stages.append(StagePlan(layers=(first_layer, first_layer + count), checkpointing=checkpointing, **group))
+        first_layer += count
     return Plan(
         global_batch_size=batch_rows * world_size,
         num_microbatches=num_microbatches,
         stages=tuple(stages),
-        schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
+        schedule=schedule,
         predicted=draw(_predicted(len(stages))) if predicted else None,
         fingerprint=draw(_fingerprints) if predicted else (),
     )
+
+
+@st.composite
+def _schedules(draw, num_groups, num_microbatches, max_stages):
+    """A schedule, and how many stages it gives each group of devices."""
+    choices = [("1f1b", 1), ("gpipe", 1)]
+    if num_groups > 1 and num_microbatches % num_groups == 0:
+        choices += [("interleaved-1f1b", chunks) for chunks in range(2, max_stages // num_groups + 1)]
+    return draw(st.sampled_from(choices))
 
 
 _OFFLOAD = {"parameters": ratios, "gradients": ratios, "optimizer": ratios, "activations": ratios}

@@ -4,13 +4,13 @@ The memory model asks no formula how many microbatches are in flight: it walks t
 executes and keeps the situations that no other situation dominates.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from lightning_mist.plan import ScheduleName
-from lightning_mist.schedule import Action, ActionKind, generate
+from lightning_mist.schedule import Action, ActionKind, arrived_sends, generate
 from lightning_mist.schedule.lower import add_transfers
 
 PhaseKind = Literal["forward", "first backward", "backward"]
@@ -67,16 +67,17 @@ def stage_phases(
 @lru_cache(maxsize=1024)
 def _phases_of_stages(num_stages: int, num_microbatches: int, schedule: ScheduleName) -> tuple[tuple[Phase, ...], ...]:
     """The situations of every stage."""
-    # Under 1F1B the activation of microbatch g tells that the gradient of g - S has arrived; else nothing does.
-    lag = None if schedule == "gpipe" else num_stages
     result = []
-    for stage_index, actions in enumerate(add_transfers(generate(num_stages, num_microbatches, schedule))):
-        found = list(dict.fromkeys(_situations(actions, stage_index > 0, lag)))
+    lists = add_transfers(generate(num_stages, num_microbatches, schedule))
+    for stage_index, (actions, arrivals) in enumerate(zip(lists, arrived_sends(lists), strict=True)):
+        found = list(dict.fromkeys(_situations(actions, stage_index > 0, arrivals)))
         result.append(tuple(phase for phase in found if not any(o.dominates(phase) and o != phase for o in found)))
     return tuple(result)
 
 
-def _situations(actions: Sequence[Action], sends_gradients: bool, lag: int | None) -> Iterator[Phase]:
+def _situations(
+    actions: Sequence[Action], sends_gradients: bool, arrivals: Mapping[Action, Sequence[Action]]
+) -> Iterator[Phase]:
     """The situation at each computation of a list."""
     open_microbatches, received, received_gradients, backwards = 0, 0, 0, 0
     sent: set[int | None] = set()
@@ -87,8 +88,7 @@ def _situations(actions: Sequence[Action], sends_gradients: bool, lag: int | Non
             received_gradients += 1
         elif action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             forward = action.kind is ActionKind.FORWARD
-            if forward and lag is not None and action.microbatch is not None:
-                sent.discard(action.microbatch - lag)
+            sent -= {send.microbatch for send in arrivals.get(action, ()) if send.kind is ActionKind.SEND_GRADIENT}
             kind: PhaseKind = "forward" if forward else ("backward" if backwards else "first backward")
             yield Phase(
                 kind=kind,

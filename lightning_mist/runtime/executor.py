@@ -22,7 +22,7 @@ from lightning_mist.runtime.stages import RankStages
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.runtime.unit_walk import make_walk
-from lightning_mist.schedule import Action, ActionKind
+from lightning_mist.schedule import Action, ActionKind, arrived_sends, lower
 
 __all__ = ["Executor", "Microbatch"]
 
@@ -89,6 +89,7 @@ class Executor:
             device=device,
             tags_per_boundary=max((len(tensors) for tensors in live), default=0) + 1,
             walk=self._walk,
+            arrivals=arrived_sends(lower(plan, tied=False))[self.mesh.stage],
         )
 
     @property

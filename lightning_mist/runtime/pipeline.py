@@ -37,6 +37,8 @@ class Place:
         transport: Connects the ranks.
         device: Where it computes.
         tags_per_boundary: More than the tensors that cross any boundary.
+        arrivals: Which sends each computation finds arrived; see
+            :func:`~lightning_mist.schedule.arrivals.arrived_sends`.
         walk: Does what comes between the layers, from ZeRO-2 on.
     """
 
@@ -48,6 +50,7 @@ class Place:
     transport: Transport
     device: torch.device
     tags_per_boundary: int
+    arrivals: Mapping[Action, tuple[Action, ...]]
     walk: UnitWalk | None = None
 
 
@@ -119,7 +122,7 @@ class BatchRun:
         self._outgoing: dict[_Key, _Outgoing] = {}
         self._states: dict[_Key, Tensor] = {}
         self._markers: dict[_Key, Tensor | None] = {}
-        self._sends: dict[tuple[ActionKind, _Key], list[Work]] = {}
+        self._sends: dict[Action, list[Work]] = {}
         self._posts: dict[ActionKind, Callable[[int, Microbatch], None]] = {
             ActionKind.RECV_ACTIVATION: self._receive_activation,
             ActionKind.SEND_ACTIVATION: self._send_activation,
@@ -210,7 +213,7 @@ class BatchRun:
                 for spec, crossing, parts in zip(incoming.specs, incoming.crossings, incoming.parts, strict=True)
             )
             state = incoming.state
-            yield from self._release(ActionKind.SEND_GRADIENT, (stage, index - self._last - 1))
+            yield from self._release(Action(stage, ActionKind.FORWARD, index))
         if self._keeps_graph:
             for spec, _, tensor in received:
                 tensor.requires_grad_(spec.requires_grad)
@@ -261,7 +264,7 @@ class BatchRun:
             crossing, tag = self._neighbours.crossing(stage, stage + 1, microbatch, _STATE), len(outgoing.crossings)
             targets = crossing.leaving(self._neighbours.after(stage, microbatch, None))
             works += self._send(crossing, targets, state, self._tag(stage, microbatch, tag))
-        self._sends[ActionKind.SEND_ACTIVATION, key] = works
+        self._sends[Action(stage, ActionKind.SEND_ACTIVATION, microbatch.index)] = works
         # The graph keeps what its backward needs; the tensors themselves may go once they have been sent.
         outgoing.tensors = ()
         if not self._keeps_graph:
@@ -291,8 +294,7 @@ class BatchRun:
             return
         outgoing = self._outgoing.pop(key)
         yield from outgoing.works
-        # Who answers with a gradient has the activation.
-        yield from self._release(ActionKind.SEND_ACTIVATION, key)
+        yield from self._release(Action(stage, ActionKind.BACKWARD, microbatch.index))
         gradients = [
             crossing.join(parts) if parts else None
             for crossing, parts, is_connected in zip(
@@ -328,17 +330,12 @@ class BatchRun:
             gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             targets = crossing.leaving(self._neighbours.before(stage, microbatch, crossing.batch_dim))
             works += self._send(crossing, targets, gradient, self._tag(stage - 1, microbatch, number))
-        self._sends[ActionKind.SEND_GRADIENT, (stage, microbatch.index)] = works
+        self._sends[Action(stage, ActionKind.SEND_GRADIENT, microbatch.index)] = works
 
-    def _release(self, kind: ActionKind, key: _Key) -> Iterator[Work]:
-        """Wait for sends that are known to have arrived, which frees their buffers.
-
-        Under 1F1B with ``S`` stages the stage before runs the backward of microbatch ``g - S`` before the forward of
-        ``g``, so a gradient has arrived when that activation is here. Other schedules keep gradients to the end.
-        """
-        if kind is ActionKind.SEND_GRADIENT and self._place.mesh.plan.schedule != "1f1b":
-            return
-        yield from self._sends.pop((kind, key), [])
+    def _release(self, action: Action) -> Iterator[Work]:
+        """Wait for the sends that have arrived when the wait of ``action`` is over, which frees their buffers."""
+        for send in self._place.arrivals.get(action, ()):
+            yield from self._sends.pop(send, [])
 
     def _tag(self, boundary: int, microbatch: Microbatch, tensor: int) -> int:
         """Tag of a microbatch's ``tensor`` on its way over a boundary, or, behind the last one, of its random state.

@@ -10,8 +10,13 @@ def check_supported(plan: Plan) -> None:
     Raises:
         PlanError: Naming the stage, the setting and the nearest setting that runs.
     """
-    if plan.schedule not in ("1f1b", "gpipe"):
-        raise PlanError(f"schedule = {plan.schedule!r}: the runtime runs '1f1b' and 'gpipe'; use schedule = '1f1b'")
+    if plan.schedule == "zb-h1":
+        raise PlanError("schedule = 'zb-h1': the runtime does not split backwards; use schedule = '1f1b'")
+    if plan.num_stages > 1 and plan.num_groups == 1:
+        raise PlanError(
+            f"schedule = {plan.schedule!r} with {plan.num_stages} stages on one group of devices: chunks are passed "
+            "from group to group, so at least 2 are needed; use one stage with all layers"
+        )
     for index, stage in enumerate(plan.stages):
         _check_stage(index, stage)
 

@@ -1,8 +1,10 @@
 """When things happen: lists of actions. No torch, no Lightning."""
 
 from lightning_mist.schedule.action import Action, ActionKind, Schedule
-from lightning_mist.schedule.check import check, in_flight
+from lightning_mist.schedule.arrivals import arrived_sends
+from lightning_mist.schedule.check import check
 from lightning_mist.schedule.generate import generate
+from lightning_mist.schedule.in_flight import Held, held_counts, in_flight, in_flight_counts, waiting, waiting_counts
 from lightning_mist.schedule.lower import lower
 from lightning_mist.schedule.simulate import Simulation, StageSeconds, simulate, simulate_plan
 from lightning_mist.schedule.trace import Span, to_chrome_trace
@@ -10,15 +12,21 @@ from lightning_mist.schedule.trace import Span, to_chrome_trace
 __all__ = [
     "Action",
     "ActionKind",
+    "Held",
     "Schedule",
     "Simulation",
     "Span",
     "StageSeconds",
+    "arrived_sends",
     "check",
     "generate",
+    "held_counts",
     "in_flight",
+    "in_flight_counts",
     "lower",
     "simulate",
     "simulate_plan",
     "to_chrome_trace",
+    "waiting",
+    "waiting_counts",
 ]

@@ -12,6 +12,8 @@ class ActionKind(Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
     RECV_ACTIVATION = "RECV_F"
     SEND_ACTIVATION = "SEND_F"
     RECV_GRADIENT = "RECV_B"
@@ -28,6 +30,8 @@ PER_MICROBATCH = frozenset(
     {
         ActionKind.FORWARD,
         ActionKind.BACKWARD,
+        ActionKind.BACKWARD_INPUT,
+        ActionKind.BACKWARD_WEIGHT,
         ActionKind.RECV_ACTIVATION,
         ActionKind.SEND_ACTIVATION,
         ActionKind.RECV_GRADIENT,
@@ -58,6 +62,20 @@ _WHOLE_STAGE = frozenset(
     }
 )
 
+COMPUTATIONS = frozenset(
+    {ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT}
+)
+"""Kinds that compute on a microbatch."""
+
+INPUT_BACKWARDS = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT})
+"""Kinds that need the gradient from the stage after and make the one for the stage before."""
+
+SENDS = frozenset({ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT})
+"""Kinds that post tensors for a neighbouring stage."""
+
+RECEIVES = frozenset({ActionKind.RECV_ACTIVATION, ActionKind.RECV_GRADIENT})
+"""Kinds that post room for tensors of a neighbouring stage."""
+
 _TEXT = re.compile(r"^(\d+)([A-Z_]+?)(\d+)?(?::(\d+|head|tail))?$")
 
 
@@ -65,7 +83,8 @@ _TEXT = re.compile(r"^(\d+)([A-Z_]+?)(\d+)?(?::(\d+|head|tail))?$")
 class Action:
     """One action of one stage: ``Action(2, ActionKind.FORWARD, 0)`` prints as ``2F0``.
 
-    ``RECV`` and ``SEND`` post a transfer with the neighbouring stage; ``F`` and ``B`` wait for what they consume.
+    ``B`` is a whole backward; or ``I`` makes the gradients of the stage's input and ``W``, later, those of its weights.
+    ``RECV`` and ``SEND`` post a transfer with the neighbouring stage; ``F``, ``B``, ``I`` wait for what they consume.
     ``REDUCE`` averages gradients over the stage's data-parallel ranks (to the owning rank under ZeRO-1),
     ``REDUCE_TIED`` sums gradients of parameters that several stages hold, ``STEP`` is the optimizer's update and
     ``GATHER`` distributes what the data-parallel ranks updated (ZeRO-1, ZeRO-2).
@@ -116,4 +135,20 @@ class Action:
 
 
 Schedule = tuple[tuple[Action, ...], ...]
-"""For each stage, its actions in order. Every data-parallel rank of a stage runs the same list."""
+"""For each group of devices, its actions in order. Every data-parallel rank of a group runs the same list.
+
+A group of devices runs one stage, or several, its chunks: of ``P`` groups, group ``i`` runs stages ``i``, ``i + P``,
+``i + 2 P``.. What happens once per batch bears the index of the group, which is that of its first stage.
+"""
+
+
+def num_stages_of(schedule: Schedule) -> int:
+    """Number of stages of a schedule: at least one per group of devices."""
+    return max([len(schedule) - 1, *(action.stage for actions in schedule for action in actions)]) + 1
+
+
+def receive_of(send: Action) -> Action:
+    """The action of the neighbouring stage that receives what a send sends."""
+    if send.kind is ActionKind.SEND_ACTIVATION:
+        return Action(send.stage + 1, ActionKind.RECV_ACTIVATION, send.microbatch)
+    return Action(send.stage - 1, ActionKind.RECV_GRADIENT, send.microbatch)

@@ -1,10 +1,25 @@
-"""The order of forwards and backwards of every stage, for each pipeline schedule.
+"""The order of forwards and backwards of every group of devices, for each pipeline schedule.
+
+``G`` microbatches, ``S`` stages, ``P`` groups of devices, ``F`` and ``B`` the seconds of a stage's forward and
+backward; bubbles are those of equal stages without transfers.
 
 ``"gpipe"`` (Huang et al., 2019) runs all forwards, then all backwards; every microbatch is in flight at once.
 
-``"1f1b"`` (Narayanan et al., 2019, PipeDream-flush) lets stage ``i`` of ``S`` run ``min(S - i - 1, G)`` warm-up
-forwards, then one forward and one backward in turn, then the backwards that remain. Without transfers both take equally
-long; 1F1B holds at most ``min(S - i, G)`` microbatches.
+``"1f1b"`` (Narayanan et al., 2019, PipeDream-flush) lets stage ``i`` run ``min(S - i - 1, G)`` warm-up forwards, then
+one forward and one backward in turn, then the backwards that remain. Both leave every device idle for
+``(S - 1) (F + B)``; 1F1B holds at most ``min(S - i, G)`` microbatches.
+
+``"interleaved-1f1b"`` (Narayanan et al., 2021, Megatron-LM, section 2.2.2) gives group ``i`` the ``V = S / P`` stages
+``i``, ``i + P``, ``i + 2 P``.., its chunks. Forwards take ``P`` microbatches through chunk after chunk, then the next
+``P``; backwards do the same from the last chunk. Group ``i`` warms up with ``min(2 (P - i - 1) + (V - 1) P, G V)``
+forwards and holds at most one chunk's microbatch more. Its bubble is ``(P - 1) (F + B)`` with ``F`` and ``B`` of one
+chunk: ``V`` times less than 1F1B's over the same devices.
+
+``"zb-h1"`` (Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 2.2 and figure 3) is 1F1B whose backward ``B``
+is split into ``I``, the gradients of the input, on which the stage before waits, and ``W``, those of the weights, for
+which nobody waits. Stage ``i`` runs ``W`` of a microbatch ``i`` microbatches later, and while it drains. For ``G >= S``
+and ``F = I = W`` its bubble is ``(S - 1) (F + I - W)``. At most ``S - i`` microbatches wait for their ``I`` and at most
+``i + 1`` for their ``W``, on every stage at most the ``S`` microbatches that 1F1B's first stage holds.
 """
 
 from lightning_mist.plan import ScheduleName
@@ -12,19 +27,24 @@ from lightning_mist.plan.plan import SCHEDULES
 from lightning_mist.schedule.action import Action, ActionKind, Schedule
 
 
-def generate(num_stages: int, num_microbatches: int, name: ScheduleName = "1f1b") -> Schedule:
-    """The forwards and backwards of every stage in order, nothing else.
+def generate(
+    num_stages: int, num_microbatches: int, name: ScheduleName = "1f1b", *, num_groups: int | None = None
+) -> Schedule:
+    """The forwards and backwards of every group of devices in order, nothing else.
 
     Args:
         num_stages: Number of pipeline stages, at least 1.
         num_microbatches: Number of microbatches per batch, at least 1.
         name: Which schedule.
+        num_groups: Number of groups of devices that share the stages; as many as stages if None. Only
+            ``"interleaved-1f1b"`` gives a group several stages.
 
     Returns:
-        One tuple of actions per stage, each with every ``F`` and every ``B`` once.
+        One tuple of actions per group, each with every ``F`` and every ``B`` of its stages once; for ``"zb-h1"``
+        every ``F``, ``I`` and ``W``.
 
     Raises:
-        ValueError: If a count is below 1 or the name is not known.
+        ValueError: If a count is below 1, the name is not known, or the counts do not fit the schedule.
     """
     if num_stages < 1 or num_microbatches < 1:
         raise ValueError(
@@ -33,6 +53,21 @@ def generate(num_stages: int, num_microbatches: int, name: ScheduleName = "1f1b"
         )
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r}: known schedules are {', '.join(SCHEDULES)}")
+    groups = num_stages if num_groups is None else num_groups
+    if name == "interleaved-1f1b":
+        if groups < 1 or num_stages % groups or num_microbatches % groups:
+            raise ValueError(
+                f"interleaved-1f1b with num_groups = {groups}, num_stages = {num_stages}, num_microbatches = "
+                f"{num_microbatches}: stages and microbatches must be multiples of the groups"
+            )
+        return tuple(_interleaved(group, groups, num_stages // groups, num_microbatches) for group in range(groups))
+    if groups != num_stages:
+        raise ValueError(
+            f"{name} with num_groups = {groups}, num_stages = {num_stages}: only interleaved-1f1b gives a group of "
+            "devices several stages"
+        )
+    if name == "zb-h1":
+        return tuple(_zero_bubble(stage, num_stages, num_microbatches) for stage in range(num_stages))
     return tuple(
         _stage(stage, num_microbatches if name == "gpipe" else num_stages - stage - 1, num_microbatches)
         for stage in range(num_stages)
@@ -46,3 +81,37 @@ def _stage(stage: int, warm_up: int, num_microbatches: int) -> tuple[Action, ...
         order += [(ActionKind.FORWARD, warm_up + index), (ActionKind.BACKWARD, index)]
     order += [(ActionKind.BACKWARD, index) for index in range(num_microbatches - warm_up, num_microbatches)]
     return tuple(Action(stage, kind, microbatch) for kind, microbatch in order)
+
+
+def _interleaved(group: int, num_groups: int, num_chunks: int, num_microbatches: int) -> tuple[Action, ...]:
+    total, round_length = num_microbatches * num_chunks, num_groups * num_chunks
+
+    def at(kind: ActionKind, number: int) -> Action:
+        """The ``number``-th forward or backward of the group."""
+        chunk = number // num_groups % num_chunks
+        if kind is ActionKind.BACKWARD:
+            chunk = num_chunks - 1 - chunk
+        return Action(chunk * num_groups + group, kind, number // round_length * num_groups + number % num_groups)
+
+    warm_up = min(2 * (num_groups - group - 1) + (num_chunks - 1) * num_groups, total)
+    order = [at(ActionKind.FORWARD, number) for number in range(warm_up)]
+    for number in range(total - warm_up):
+        order += [at(ActionKind.FORWARD, warm_up + number), at(ActionKind.BACKWARD, number)]
+    return tuple(order + [at(ActionKind.BACKWARD, number) for number in range(total - warm_up, total)])
+
+
+def _zero_bubble(stage: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
+    order: list[Action] = []
+    weights = 0
+    for action in _stage(stage, num_stages - stage - 1, num_microbatches):
+        if action.kind is ActionKind.FORWARD:
+            order.append(action)
+            continue
+        assert action.microbatch is not None
+        order.append(Action(stage, ActionKind.BACKWARD_INPUT, action.microbatch))
+        is_draining = action.microbatch >= num_microbatches - (num_stages - stage - 1)
+        if is_draining or action.microbatch >= stage:
+            order.append(Action(stage, ActionKind.BACKWARD_WEIGHT, weights))
+            weights += 1
+    rest = range(weights, num_microbatches)
+    return tuple(order) + tuple(Action(stage, ActionKind.BACKWARD_WEIGHT, microbatch) for microbatch in rest)

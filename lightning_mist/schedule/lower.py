@@ -1,43 +1,53 @@
-"""From forwards and backwards to everything a stage does: pure passes over lists of actions.
+"""From forwards and backwards to everything a group of devices does: pure passes over lists of actions.
 
-Sends and receives only *post* a transfer. Sends are never waited for while the list runs; ``F`` and ``B`` wait for what
-they consume. A receive is posted one computation early, so that the transfer happens while the stage computes: right
-before the previous ``F`` or ``B``. The one limit is that the gradient of a microbatch is not received before its own
-forward has run, which is what knows the shape of that gradient.
+Sends and receives only *post* a transfer. Sends are never waited for while the list runs; ``F``, ``B`` and ``I`` wait
+for what they consume. A receive is posted one computation early, so that the transfer happens while the devices
+compute: right before the computation ahead of its consumer. Two things limit this. The gradient of a microbatch is not
+received before its own forward has run, which is what knows the shape of that gradient. And transports deliver what
+one group of devices sends another in the order in which it was sent, so receives from one group are posted in that
+order, earlier if need be: with chunks on two groups, activations and gradients travel in the same direction.
 """
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate
 
 from lightning_mist.plan import Plan, ZeroStage
-from lightning_mist.schedule.action import Action, ActionKind, Schedule
+from lightning_mist.schedule.action import INPUT_BACKWARDS, Action, ActionKind, Schedule, num_stages_of, receive_of
 from lightning_mist.schedule.generate import generate
 
 
 def lower(plan: Plan, *, tied: bool) -> Schedule:
-    """Everything that each stage of a plan does for one batch, in order.
+    """Everything that each group of devices of a plan does for one batch, in order.
 
     Args:
         plan: The plan.
-        tied: Whether any parameter is held by more than one stage.
+        tied: Whether any parameter is held by more than one group.
 
     Returns:
-        One tuple of actions per stage: transfers around computations, then ``REDUCE``, ``REDUCE_TIED`` (if ``tied``
-        and there is more than one stage), ``STEP`` and, on stages under ZeRO-1 or ZeRO-2 with more than
+        One tuple of actions per group: transfers around computations, then ``REDUCE``, ``REDUCE_TIED`` (if ``tied``
+        and there is more than one group), ``STEP`` and, on groups under ZeRO-1 or ZeRO-2 with more than
         one data-parallel rank, ``GATHER``.
     """
-    computations = generate(plan.num_stages, plan.num_microbatches, plan.schedule)
+    computations = generate(plan.num_stages, plan.num_microbatches, plan.schedule, num_groups=plan.num_groups)
     gathers = [
         ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS and stage.data_parallel_degree > 1
-        for stage in plan.stages
+        for stage in plan.stages[: plan.num_groups]
     ]
-    return add_update(add_transfers(computations), tied=tied and plan.num_stages > 1, gathers=gathers)
+    return add_update(add_transfers(computations), tied=tied and plan.num_groups > 1, gathers=gathers)
 
 
 def add_transfers(schedule: Schedule) -> Schedule:
-    """Insert ``RECV_F``, ``SEND_F``, ``RECV_B`` and ``SEND_B`` around the computations of every stage."""
-    last = len(schedule) - 1
-    return tuple(_with_sends(_with_receives(actions, last), last) for actions in schedule)
+    """Insert ``RECV_F``, ``SEND_F``, ``RECV_B`` and ``SEND_B`` around the computations of every group."""
+    last = num_stages_of(schedule) - 1
+    sends = tuple(tuple(_sends_behind(action, last) for action in actions) for actions in schedule)
+    result = []
+    for group, actions in enumerate(schedule):
+        receives = _receives_before(schedule, sends, group)
+        line: list[Action] = []
+        for position, action in enumerate(actions):
+            line += [*receives[position], action, *sends[group][position]]
+        result.append(tuple(line))
+    return tuple(result)
 
 
 def add_update(schedule: Schedule, *, tied: bool, gathers: Sequence[bool]) -> Schedule:
@@ -45,37 +55,58 @@ def add_update(schedule: Schedule, *, tied: bool, gathers: Sequence[bool]) -> Sc
 
     Args:
         schedule: Lists that end with a backward or its send.
-        tied: Whether to sum gradients of parameters that several stages hold.
-        gathers: For each stage, whether updated parameters must be distributed after the step.
+        tied: Whether to sum gradients of parameters that several groups hold.
+        gathers: For each group, whether updated parameters must be distributed after the step.
     """
     kinds = [ActionKind.REDUCE_GRADIENTS, *[ActionKind.REDUCE_TIED] * tied, ActionKind.OPTIMIZER_STEP]
     return tuple(
-        actions + tuple(Action(stage, kind) for kind in [*kinds, *[ActionKind.GATHER_PARAMETERS] * gathers[stage]])
-        for stage, actions in enumerate(schedule)
+        actions + tuple(Action(group, kind) for kind in [*kinds, *[ActionKind.GATHER_PARAMETERS] * gathers[group]])
+        for group, actions in enumerate(schedule)
     )
 
 
-def _with_receives(actions: tuple[Action, ...], last: int) -> tuple[Action, ...]:
-    """Put each receive before the computation that precedes its consumer, but never a gradient's before its forward."""
-    before: list[list[Action]] = [[] for _ in actions]
+def consumers(actions: Sequence[Action]) -> dict[Action, int]:
+    """For each receive that a list needs if it is not of the first or last stage, the position of what waits for it."""
+    found: dict[Action, int] = {}
     for position, action in enumerate(actions):
-        stage, microbatch = action.stage, action.microbatch
-        earlier = max(position - 1, 0)
-        if action.kind is ActionKind.FORWARD and stage > 0:
-            before[earlier].append(Action(stage, ActionKind.RECV_ACTIVATION, microbatch))
-        if action.kind is ActionKind.BACKWARD and stage < last:
-            own_forward = actions[earlier] == Action(stage, ActionKind.FORWARD, microbatch)
-            before[position if own_forward else earlier].append(Action(stage, ActionKind.RECV_GRADIENT, microbatch))
-    return tuple(chain.from_iterable([*before[position], action] for position, action in enumerate(actions)))
+        if action.kind is ActionKind.FORWARD:
+            found[Action(action.stage, ActionKind.RECV_ACTIVATION, action.microbatch)] = position
+        elif action.kind in INPUT_BACKWARDS:
+            found[Action(action.stage, ActionKind.RECV_GRADIENT, action.microbatch)] = position
+    return found
 
 
-def _with_sends(actions: tuple[Action, ...], last: int) -> tuple[Action, ...]:
-    """Put each send right after the computation that made its tensors."""
-    result: list[Action] = []
-    for action in actions:
-        result.append(action)
-        if action.kind is ActionKind.FORWARD and action.stage < last:
-            result.append(Action(action.stage, ActionKind.SEND_ACTIVATION, action.microbatch))
-        if action.kind is ActionKind.BACKWARD and action.stage > 0:
-            result.append(Action(action.stage, ActionKind.SEND_GRADIENT, action.microbatch))
-    return tuple(result)
+def _sends_behind(action: Action, last: int) -> tuple[Action, ...]:
+    """What is sent right after a computation."""
+    if action.kind is ActionKind.FORWARD and action.stage < last:
+        return (Action(action.stage, ActionKind.SEND_ACTIVATION, action.microbatch),)
+    if action.kind in INPUT_BACKWARDS and action.stage > 0:
+        return (Action(action.stage, ActionKind.SEND_GRADIENT, action.microbatch),)
+    return ()
+
+
+def _receives_before(
+    schedule: Schedule, sends: tuple[tuple[tuple[Action, ...], ...], ...], group: int
+) -> list[list[Action]]:
+    """The receives to post before each computation of a group."""
+    actions = schedule[group]
+    consumer = consumers(actions)
+    forwards = {action: position for position, action in enumerate(actions) if action.kind is ActionKind.FORWARD}
+    placed: list[list[tuple[int, Action]]] = [[] for _ in actions]
+    for source in range(len(schedule)):
+        sent = [receive_of(send) for posted in sends[source] for send in posted]
+        order = [receive for receive in sent if receive.stage % len(schedule) == group and receive in consumer]
+        earliest = [
+            forwards.get(Action(receive.stage, ActionKind.FORWARD, receive.microbatch), -1) + 1
+            if receive.kind is ActionKind.RECV_GRADIENT
+            else 0
+            for receive in order
+        ]
+        # No receive is posted after one whose message was sent later, and none before its own forward has run.
+        wanted = [max(consumer[receive] - 1, first) for receive, first in zip(order, earliest, strict=True)]
+        ahead = [*accumulate(reversed(wanted), min)][::-1]
+        ready = accumulate(earliest, max)
+        needed = accumulate((consumer[receive] for receive in order), max)
+        for receive, position, first, key in zip(order, ahead, ready, needed, strict=True):
+            placed[min(max(position, first), consumer[receive])].append((key, receive))
+    return [[receive for _, receive in sorted(line, key=lambda item: item[0])] for line in placed]

@@ -24,7 +24,7 @@ _LANE_OF_KIND: Mapping[ActionKind, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action of one rank with its start and end in seconds. Simulated runs use the stage index as rank."""
+    """One action of one rank with its start and end in seconds. Simulated runs use the device group's index as rank."""
 
     rank: int
     action: Action

@@ -87,6 +87,7 @@ def make_plan(
     zero: int | Sequence[int] = 0,
     checkpointed: int | Sequence[int] = 0,
     schedule: str = "1f1b",
+    chunks: int = 1,
 ) -> Plan:
     """A plan from the number of layers of each stage.
 
@@ -100,10 +101,12 @@ def make_plan(
         zero: ZeRO stage, of all stages or each.
         checkpointed: Checkpointed layers per stage at most.
         schedule: Name of the schedule.
+        chunks: Stages per group of devices; degrees are those of the groups.
     """
-    degrees = [1] * len(layers) if degrees is None else degrees
-    widths = [tensor] * len(layers) if isinstance(tensor, int) else tensor
-    shared = [sequence] * len(layers) if isinstance(sequence, bool) else sequence
+    groups = len(layers) // chunks
+    degrees = [1] * groups if degrees is None else degrees
+    widths = [tensor] * groups if isinstance(tensor, int) else tensor
+    shared = [sequence] * groups if isinstance(sequence, bool) else sequence
     offsets = [0, *accumulate(degree * width for degree, width in zip(degrees, widths, strict=True))]
     world = offsets[-1]
     replicas = next(g for g in range(world, 0, -1) if all(degree % g == 0 for degree in degrees))
@@ -113,18 +116,18 @@ def make_plan(
         StagePlan(
             layers=(end - size, end),
             mesh=StageMesh(
-                devices=tuple(range(offsets[index], offsets[index + 1])),
-                data_parallel_degree=degree,
-                tensor_parallel_degree=widths[index],
-                sequence_parallel=shared[index] and widths[index] > 1,
+                devices=tuple(range(offsets[index % groups], offsets[index % groups + 1])),
+                data_parallel_degree=degrees[index % groups],
+                tensor_parallel_degree=widths[index % groups],
+                sequence_parallel=shared[index % groups] and widths[index % groups] > 1,
             ),
-            microbatch_size=rows * world // (degree * count),
+            microbatch_size=rows * world // (degrees[index % groups] * count),
             zero_stage=ZeroStage(zero if isinstance(zero, int) else zero[index]),
             checkpointing=Checkpointing(
                 layers=min(size, checkpointed if isinstance(checkpointed, int) else checkpointed[index])
             ),
         )
-        for index, (size, end, degree) in enumerate(zip(layers, ends, degrees, strict=True))
+        for index, (size, end) in enumerate(zip(layers, ends, strict=True))
     )
     return Plan(global_batch_size=rows * world, num_microbatches=count, stages=stages, schedule=schedule)
 

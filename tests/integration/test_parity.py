@@ -54,6 +54,9 @@ PLANS = {
     "two by two, all sharded": {"stages": 2, "degrees": [2, 2], "zero": 3, "parts": 2, "checkpointed": 1},
     "two by two, all sharded, gpipe": {"stages": 2, "degrees": [2, 2], "zero": [3, 2], "schedule": "gpipe"},
     "from one to three, sharded differently": {"stages": 3, "degrees": [1, 3, 2], "zero": [3, 2, 3], "checkpointed": 9},
+    "two groups of two chunks": {"stages": 4, "chunks": 2, "checkpointed": [0, 1, 1, 0]},
+    "two groups of two chunks, sharded": {"stages": 4, "chunks": 2, "degrees": [2, 2], "zero": 1, "parts": 2},
+    "chunks of different degrees": {"stages": 4, "chunks": 2, "degrees": [1, 2], "zero": [0, 1, 0, 1], "parts": 2},
 }
 
 
@@ -74,8 +77,10 @@ def layers_of(count: int, stages: int, *, uneven: bool = False) -> list[int]:
     return [count * (index + 1) // stages - count * index // stages for index in range(stages)]
 
 
-def plan_for(count: int, *, stages: int, uneven: bool = False, **options) -> Plan:
-    return make_plan(layers_of(count, stages, uneven=uneven), rows=ROWS, **options)
+def plan_for(count: int, *, stages: int, uneven: bool = False, chunks: int = 1, **options) -> Plan:
+    if chunks > 1:
+        options.setdefault("schedule", "interleaved-1f1b")
+    return make_plan(layers_of(count, stages, uneven=uneven), rows=ROWS, chunks=chunks, **options)
 
 
 CORE = (
@@ -87,6 +92,7 @@ CORE = (
     "all sharded",
     "two by two, all sharded",
     "from one to three, sharded differently",
+    "two groups of two chunks",
 )
 """Plans that every model runs; two decoders with tied weights run all."""
 
@@ -101,6 +107,12 @@ def test_parity(name, label):
     plan = plan_for(len(module_map.blocks), **PLANS[label])
     batches = batches[: plan.world_size]
     assert_equal(run_plan(module, module_map, plan, batches), reference(module, batches))
+
+
+def test_three_groups_of_chunks():
+    module, module_map, batches = prepared("t5", torch.float64)
+    plan = plan_for(len(module_map.blocks), stages=6, chunks=2, checkpointed=[0, 1, 0, 0, 1, 1], parts=2)
+    assert_equal(run_plan(module, module_map, plan, batches[:3]), reference(module, batches[:3]))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -129,6 +141,7 @@ def test_batches_of_any_size(name, label, rows):
         {"stages": 3, "checkpointed": 9},
         {"stages": 4},
         {"stages": 2, "degrees": [2, 2], "zero": 1, "checkpointed": 1},
+        {"stages": 4, "chunks": 2},
     ],
 )
 @pytest.mark.parametrize("name", ["gpt2_dropout", "nano_dropout", "noise"])
@@ -218,6 +231,7 @@ def test_random_plans(plan, name):
         {"stages": 2, "degrees": [2, 2], "zero": 3, "parts": 2, "checkpointed": 1},
         {"stages": 3, "degrees": [1, 2, 1], "zero": [0, 1, 0], "parts": 2},
         {"stages": 4},
+        {"stages": 4, "chunks": 2, "degrees": [2, 2], "zero": 1, "parts": 2},
     ],
 )
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -70,7 +70,11 @@ def test_a_module_without_blocks_has_one_stage_without_layers():
 
 @given(plans(runnable=False))
 def test_every_rank_is_in_the_stage_that_names_it(plan):
-    assert sorted(rank for s in plan.stages for rank in s.devices) == list(range(plan.world_size))
+    groups = plan.stages[: plan.num_groups]
+    assert sorted(rank for s in groups for rank in s.devices) == list(range(plan.world_size))
+    assert sorted(stage for group in range(plan.num_groups) for stage in plan.chunks(group)) == list(
+        range(plan.num_stages)
+    )
     for rank in range(plan.world_size):
         assert rank in plan.stages[plan.stage_of(rank)].devices
     assert all(s.data_parallel_degree % plan.num_replicas == 0 for s in plan.stages)

@@ -1,9 +1,9 @@
 import pytest
 
 from lightning_mist.errors import ScheduleError
-from lightning_mist.schedule import check, generate, in_flight
-from lightning_mist.schedule.check import format_grid, in_flight_counts
-from lightning_mist.schedule.lower import add_transfers, add_update
+from lightning_mist.schedule import Action, check, generate
+from lightning_mist.schedule.check import format_grid
+from lightning_mist.schedule.lower import add_transfers
 from tests.schedule.text import lines, parse
 
 GOOD = """
@@ -95,8 +95,42 @@ def test_grid_aligns_columns():
     )
 
 
-def test_in_flight_counts_over_a_list():
-    lowered = add_update(add_transfers(generate(3, 4)), tied=False, gathers=[False] * 3)
-    assert in_flight_counts(lowered[0]) == (1, 2, 3, 3, 3, 3, 2, 1)
-    assert in_flight_counts(lowered[2]) == (1, 1, 1, 1, 1, 1, 1, 1)
-    assert [in_flight(lowered, stage) for stage in range(3)] == [3, 2, 1]
+def test_lists_of_groups_with_several_stages():
+    check(parse("0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1\n1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"), 2)
+    with pytest.raises(ScheduleError, match="2F0 is in the list of stage 1: move it to its own stage"):
+        check(parse("0F0 0B0\n1F0 2F0 2B0 1B0 3F0 3B0"), 1)
+    with pytest.raises(ScheduleError, match=r"3B0 is missing(.|\n)*group 0: "):
+        check(parse("0F0 2F0 2B0 0B0\n1F0 3F0 1B0"), 1)
+    with pytest.raises(ScheduleError, match="2REDUCE is in the list of stage 0"):
+        check(parse("0F0 2F0 2B0 0B0 2REDUCE\n1F0 3F0 3B0 1B0"), 1)
+
+
+def test_groups_receive_in_the_order_of_sending_over_whatever_boundary():
+    good = add_transfers(generate(4, 4, "interleaved-1f1b", num_groups=2))
+    check(good, 4)
+    line = list(good[0])
+    first, second = (line.index(Action.parse(text)) for text in ("2RECV_F2", "0RECV_B0"))
+    line[first], line[second] = line[second], line[first]
+    with pytest.raises(ScheduleError, match="0RECV_B0 receives what 1SEND_F2 sends"):
+        check((tuple(line), good[1]), 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0 0W0 0I0", "0W0 comes before 0I0: it must come after it"),
+        ("0F0 0I0", "0W0 is missing: stage 0 needs it once per batch"),
+        ("0F0 0W0", "0I0 is missing"),
+        ("0F0 0I0 0B0 0W0", "0B0: stage 0 splits its backwards into I and W; remove it"),
+    ],
+)
+def test_split_backwards(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        check(parse(text), 1)
+
+
+def test_a_stage_may_split_its_backwards_and_its_neighbour_not():
+    check(parse("0F0 0B0\n1F0 1I0 1W0"), 1)
+    check(add_transfers(parse("0F0 0I0 0W0\n1F0 1B0")), 1)
+    with pytest.raises(ScheduleError, match="0I0 waits for 1B0 for ever"):
+        check(parse("0F0 0I0 0W0 0F1 0I1 0W1\n1F0 1F1 1B0 1B1"), 2)

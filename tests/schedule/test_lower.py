@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mist.plan import Plan, StageMesh, StagePlan, ZeroStage
-from lightning_mist.schedule import ActionKind, check, generate, in_flight, lower
+from lightning_mist.schedule import check, generate, in_flight, lower
+from lightning_mist.schedule.action import COMPUTATIONS, RECEIVES, SENDS
 from lightning_mist.schedule.lower import add_transfers, add_update
 from tests.plans import plans
 from tests.schedule.text import lines, parse, show
@@ -71,14 +72,43 @@ def test_stages_gather_each_for_itself():
     )
 
 
-@given(plans(), st.booleans(), st.sampled_from(["1f1b", "gpipe"]))
+def test_between_two_groups_activations_and_gradients_are_received_as_they_are_sent():
+    """Group 0 posts the gradient of its first chunk before an activation that it needs earlier but that left later."""
+    lowered = add_transfers(generate(4, 4, "interleaved-1f1b", num_groups=2))
+    sent = [str(action) for action in lowered[1] if action.kind in SENDS]
+    received = [str(action) for action in lowered[0] if action.kind in RECEIVES]
+    assert sent[4:7] == ["1SEND_F2", "1SEND_B0", "1SEND_F3"]
+    assert received[4:7] == ["2RECV_F2", "0RECV_B0", "2RECV_F3"]
+    assert (
+        show(lowered)
+        .splitlines()[0]
+        .startswith("0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 2RECV_F1 2F0 2SEND_F0 2F1 2SEND_F1 2RECV_B0 0F2")
+    )
+
+
+def test_a_gradient_is_received_ahead_of_the_weights_of_another_microbatch():
+    assert show(add_transfers(generate(2, 2, "zb-h1"))) == lines(
+        """
+        0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0I0 0RECV_B1 0W0 0I1 0W1
+        1RECV_F0 1F0 1RECV_F1 1I0 1SEND_B0 1F1 1I1 1SEND_B1 1W0 1W1
+        """
+    )
+
+
+@given(plans(max_devices=6), st.booleans(), st.sampled_from(["1f1b", "gpipe", "zb-h1", None]))
 def test_lowering_keeps_computations_and_passes_the_check(plan, tied, name):
-    plan = replace(plan, schedule=name)
-    computations = generate(plan.num_stages, plan.num_microbatches, name)
+    if name is not None and plan.schedule != "interleaved-1f1b":
+        plan = replace(plan, schedule=name)
+    groups = range(plan.num_groups)
+    computations = generate(plan.num_stages, plan.num_microbatches, plan.schedule, num_groups=plan.num_groups)
     lowered = lower(plan, tied=tied)
     check(lowered, plan.num_microbatches)
-    kept = (ActionKind.FORWARD, ActionKind.BACKWARD)
-    assert tuple(tuple(a for a in line if a.kind in kept) for line in lowered) == computations
-    assert [in_flight(lowered, s) for s in range(plan.num_stages)] == [
-        in_flight(computations, s) for s in range(plan.num_stages)
-    ]
+    assert tuple(tuple(a for a in line if a.kind in COMPUTATIONS) for line in lowered) == computations
+    assert [in_flight(lowered, group) for group in groups] == [in_flight(computations, group) for group in groups]
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
+def test_interleaved_lists_pass_the_check_with_their_transfers(num_groups, chunks, rounds):
+    num_microbatches = rounds * num_groups
+    computations = generate(num_groups * chunks, num_microbatches, "interleaved-1f1b", num_groups=num_groups)
+    check(add_transfers(computations), num_microbatches)

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -7,7 +8,8 @@ from hypothesis import strategies as st
 from lightning_mist.errors import PlanError, ScheduleError
 from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan
 from lightning_mist.schedule import generate
-from lightning_mist.schedule.check import in_flight_counts
+from lightning_mist.schedule.action import SENDS
+from lightning_mist.schedule.in_flight import in_flight_counts
 from lightning_mist.schedule.lower import add_transfers, add_update
 from lightning_mist.schedule.simulate import StageSeconds, simulate, simulate_plan
 from tests.schedule.text import parse
@@ -58,6 +60,54 @@ def test_closed_form_is_too_short_where_one_stage_is_slow_forward_and_another_ba
     ]
     assert closed_form(stages, 2) == 3
     assert simulate(generate(3, 2), stages).makespan == 4
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), seconds, seconds)
+def test_interleaving_divides_the_bubble_by_the_chunks(num_groups, chunks, rounds, forward, backward):
+    """Narayanan et al., 2021, section 2.2.2: the bubble is (P - 1) (F + B) / V with a device's whole F and B."""
+    num_microbatches = rounds * num_groups
+    chunk = StageSeconds(forward=forward, backward=backward)
+    schedule = generate(num_groups * chunks, num_microbatches, "interleaved-1f1b", num_groups=num_groups)
+    result = simulate(schedule, [chunk] * (num_groups * chunks))
+    assert result.makespan == (num_microbatches * chunks + num_groups - 1) * (forward + backward)
+    assert result.bubble == ((num_groups - 1) * (forward + backward),) * num_groups
+    whole = StageSeconds(forward=chunks * forward, backward=chunks * backward)
+    assert result.makespan <= simulate(generate(num_groups, num_microbatches), [whole] * num_groups).makespan
+
+
+@given(st.integers(2, 7), st.integers(0, 8), st.integers(1, 9).map(float))
+def test_zero_bubble_has_the_bubble_of_its_paper(num_stages, more, unit):
+    """Qi et al., 2023, table 1: (S - 1) (F + B + W) under 1F1B, (S - 1) (F + B - W) under ZB-H1."""
+    stages = [StageSeconds(forward=unit, backward=2 * unit, weight=unit)] * num_stages
+    num_microbatches = num_stages + more
+    whole = simulate(generate(num_stages, num_microbatches), stages)
+    split = simulate(generate(num_stages, num_microbatches, "zb-h1"), stages)
+    assert set(whole.bubble) == {(num_stages - 1) * 3 * unit}
+    assert set(split.bubble) == {(num_stages - 1) * unit}
+
+
+@given(st.integers(2, 6), st.integers(1, 12), seconds, seconds, st.integers(1, 50).map(float))
+def test_zero_bubble_is_faster_than_1f1b_on_equal_stages(num_stages, num_microbatches, forward, inputs, weights):
+    stages = [StageSeconds(forward=forward, backward=inputs + weights, weight=weights)] * num_stages
+    split = simulate(generate(num_stages, num_microbatches, "zb-h1"), stages)
+    whole = simulate(generate(num_stages, num_microbatches), stages)
+    assert split.makespan < whole.makespan
+    assert split.busy == whole.busy
+
+
+def test_transfers_between_two_groups_of_chunks_share_one_link_in_each_direction():
+    schedule = add_transfers(generate(4, 2, "interleaved-1f1b", num_groups=2))
+    result = simulate(
+        schedule,
+        [StageSeconds(forward=1, backward=1)] * 4,
+        activation_seconds=[3, 3, 3],
+        gradient_seconds=[2, 2, 2],
+    )
+    for line, kept in ((result.spans[0], SENDS), (result.spans[1], SENDS)):
+        moved = sorted((span.start, span.end) for span in line if span.action.kind in kept)
+        assert all(first[1] <= second[0] for first, second in pairwise(moved))
+    assert {span.rank for span in result.spans[0]} == {0}
+    assert result.makespan > simulate(schedule, [StageSeconds(forward=1, backward=1)] * 4).makespan
 
 
 @given(st.lists(stage_seconds, min_size=1, max_size=5), st.integers(1, 8), names, st.data())
@@ -159,6 +209,8 @@ def test_a_plan_runs_with_its_predicted_seconds():
     result = simulate_plan(predicted_plan([{}, {}, {}]))
     assert result.makespan == 15 + 5
     assert seconds_of(result)["2STEP"] == 5
+    split = seconds_of(simulate_plan(replace(predicted_plan([{}, {}, {"weight_seconds": 0.5}]), schedule="zb-h1")))
+    assert [split[name] for name in ("1I0", "1W0", "2I0", "2W0")] == [1, 1, 1.5, 0.5]
     assert "0REDUCE_TIED" not in seconds_of(result)
 
 
