@@ -56,6 +56,14 @@ PLANS = {
     "from one to three, sharded differently": {"stages": 3, "degrees": [1, 3, 2], "zero": [3, 2, 3], "checkpointed": 9},
     "two groups of two chunks": {"stages": 4, "chunks": 2, "checkpointed": [0, 1, 1, 0]},
     "two groups of two chunks, sharded": {"stages": 4, "chunks": 2, "degrees": [2, 2], "zero": 1, "parts": 2},
+    "two groups of two chunks, all sharded": {
+        "stages": 4,
+        "chunks": 2,
+        "degrees": [2, 2],
+        "zero": [3, 2, 3, 2],
+        "parts": 2,
+        "checkpointed": 1,
+    },
     "chunks of different degrees": {"stages": 4, "chunks": 2, "degrees": [1, 2], "zero": [0, 1, 0, 1], "parts": 2},
 }
 
