@@ -9,6 +9,7 @@ The mode costs some ten microseconds per operator: measure bytes and seconds in 
 """
 
 import dataclasses
+import threading
 import time
 import weakref
 from collections import deque
@@ -19,6 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from lightning_mist.runtime.patches import SharedPatch
 
 
 class MemoryMeter(Protocol):
@@ -116,7 +119,6 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._freed: deque[_Alive] = deque()
         self._current = 0
         self._peak = 0
-        self._resize: Any = None
 
     @property
     def peak_bytes(self) -> int:
@@ -142,18 +144,8 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "StorageMeter":
         """Count from here on."""
-        # Sharding frees and reallocates gathered storages in place, which no operator sees. Patched only while entered.
-        self._resize = torch.UntypedStorage.resize_
-        resize, meter = self._resize, self
-
-        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            meter._settle()
-            meter._count_storage(storage)
-            meter._peak = max(meter._peak, meter._current)
-            return result
-
-        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
+        _FOLLOWED.__enter__()
+        _inside().append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -162,7 +154,8 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             super().__exit__(*error)  # type: ignore[no-untyped-call]
         finally:
-            torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+            _inside().remove(self)
+            _FOLLOWED.__exit__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -174,6 +167,11 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count(tensor)
         self._peak = max(self._peak, self._current)
         return result
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        self._settle()
+        self._count_storage(storage)
+        self._peak = max(self._peak, self._current)
 
     def _settle(self) -> None:
         while self._freed:
@@ -206,6 +204,39 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reference.address, reference.size = address, size
         self._alive[address] = reference
         self._current += size
+
+
+_HERE = threading.local()
+
+
+def _inside() -> list[StorageMeter]:
+    """The meters that this thread is inside of."""
+    meters: list[StorageMeter] = _HERE.__dict__.setdefault("meters", [])
+    return meters
+
+
+@contextmanager
+def _followed_resizing() -> Iterator[None]:
+    """Inside, meters see storages that get another size.
+
+    Sharding frees and reallocates storages in place, which no operator sees. A meter counts what its own thread does.
+    """
+    original = torch.UntypedStorage.resize_
+
+    def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        for meter in _inside():
+            meter._resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+_FOLLOWED = SharedPatch(_followed_resizing)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -53,7 +53,7 @@ class UnitWalk:
         self._lines, self.shards, self.gradients = lines, shards, gradients
         self._device, self._last_layer = device, last_layer
         self._left: deque[Action] = deque()
-        self._passed: set[int] = set()
+        self._units: set[int | None] = set()
         self._unit: int | None = None
         self._marker: Tensor | None = None
 
@@ -71,7 +71,7 @@ class UnitWalk:
             marks: Whether it is a forward whose backward will come.
         """
         self._left = deque(self._lines.get(action, ()))
-        self._passed, self._unit = set(), None
+        self._units, self._unit = {line.unit for line in self._left if _computes(line)}, None
         self._marker = torch.zeros((), device=self._device, requires_grad=True) if marks and self._left else None
         while self._left and not _computes(self._left[0]):
             self._perform(self._left.popleft())
@@ -111,6 +111,8 @@ class UnitWalk:
             self.shards.abandon()
 
     def _enter(self, unit: int) -> None:
+        if unit not in self._units:
+            return  # it has no parameters, or is a part of a larger unit
         # Modes that watch the user's step for values must not see what is done here.
         with torch._C.DisableTorchFunction():
             if self._marker is not None:
@@ -122,23 +124,18 @@ class UnitWalk:
         """Do everything that comes before the computation of a unit, and wait for its parameters."""
         self._unit = unit
         if not any(_computes(action) and action.unit == unit for action in self._left):
-            if unit in self._passed:
-                raise TraceError(
-                    f"layer {unit} was called after a later one, or twice: under zero_stage 2 and 3 blocks must run in "
-                    "the order of the trace, each once; use zero_stage=1"
-                )
-            return
+            raise TraceError(
+                f"layer {unit} was called after a later one, or twice: under zero_stage 2 and 3 blocks must run in the "
+                "order of the trace, each once; use zero_stage=1"
+            )
         while True:
             action = self._left.popleft()
             if not _computes(action):
                 self._perform(action)
-                continue
-            assert action.unit is not None
-            self._passed.add(action.unit)
-            if action.unit == unit:
+            elif action.unit == unit:
                 break
-        if self.shards is not None:
-            self.shards.ready((action.stage, action.unit))
+        if self.shards is not None and unit is not None:
+            self.shards.ready((action.stage, unit))
 
     def _perform(self, action: Action) -> None:
         assert action.unit is not None

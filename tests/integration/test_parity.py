@@ -219,6 +219,15 @@ def test_parameters_without_gradient_in_some_batches(label, traced_with_extra):
         assert_equal(run_plan(module, module_map, plan, chosen), reference(module, chosen))
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("name", ["batch_norm", "self_loss", "shared_block", "no_blocks"])
+def test_modules_that_cannot_be_cut_are_sharded_as_one_unit(name, zero):
+    module, module_map, batches = prepared(name, torch.float64)
+    assert module_map.excludes("pipeline")
+    plan = plan_for(len(module_map.blocks), stages=1, degrees=[2], zero=zero)
+    assert_equal(run_plan(module, module_map, plan, batches[:2]), reference(module, batches[:2]))
+
+
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans(num_layers=4, max_microbatches=12), name=st.sampled_from(["nano", "plain", "skips"]))
 def test_random_plans(plan, name):

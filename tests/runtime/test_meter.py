@@ -1,6 +1,7 @@
 """Bytes against sums by hand, to the byte; seconds only for their number and order."""
 
 import gc
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -144,6 +145,25 @@ def test_storage_resized_in_place_is_followed_and_the_method_put_back() -> None:
         tensor.untyped_storage().resize_(800)
         assert meter.current_bytes == 800
     assert meter.peak_bytes == 800
+    assert torch.UntypedStorage.resize_ is original
+
+
+def test_meters_of_two_threads_count_what_their_own_thread_resizes() -> None:
+    mine, other = StorageMeter(), StorageMeter()
+    original = torch.UntypedStorage.resize_
+    tensor = torch.zeros(100)
+
+    def elsewhere() -> None:
+        with other:
+            tensor.untyped_storage().resize_(800)
+
+    mine.__enter__()
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    torch.zeros(1).untyped_storage().resize_(40)
+    mine.__exit__(None, None, None)
+    assert (other.peak_bytes, mine.peak_bytes) == (800, 40)
     assert torch.UntypedStorage.resize_ is original
 
 
