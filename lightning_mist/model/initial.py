@@ -246,28 +246,37 @@ class InitialValues:
         """The parameters that have no values of their own."""
         return frozenset(self._sources)
 
-    def give(self, names: Collection[str], *, alone: bool = False) -> None:
-        """Give parameters their values, one after the other.
+    def give(self, names: Collection[str], *, alone: bool = False, then: Callable[[str], None] | None = None) -> None:
+        """Give parameters their values, contiguous in memory, one after the other.
 
         All ranks call this at the same time, each with its own names.
 
         Args:
             names: Canonical names; those that have values already are left alone.
             alone: Whether only rank 0 calls this.
+            then: Called after each with its name.
         """
         for name, source in self._sources.items():
             parameter = self._parameters[name]
             if isinstance(source, OnRankZero) and not alone:
                 value = self._from_rank_zero(source, parameter)
-                if name in names:
-                    parameter.data = value
             elif name in names:
-                parameter.data = source.value(self._seed).to(self._device, parameter.dtype, copy=True)
+                value = self._own(source.value(self._seed), parameter)
+            else:
+                continue
+            if name in names:
+                parameter.data = value
+                if then is not None:
+                    then(name)
+
+    def _own(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
+        own = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+        return own.copy_(value)
 
     def _from_rank_zero(self, source: OnRankZero, parameter: nn.Parameter) -> Tensor:
         assert self._share is not None
         if self._is_first:
-            value = source.value(self._seed).to(self._device, parameter.dtype, copy=True)
+            value = self._own(source.value(self._seed), parameter)
         else:
             value = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
         self._share(value)

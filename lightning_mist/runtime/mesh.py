@@ -173,14 +173,14 @@ def held_parameters(plan: Plan, module_map: ModuleMap) -> tuple[HeldParameter, .
     )
 
 
-def held_names(plan: Plan, module_map: ModuleMap, rank: int) -> frozenset[str]:
-    """Canonical names of the parameters that a rank computes with or keeps for others."""
-    group = plan.group_of(plan.stage_of(rank))
-    return frozenset(
-        name
-        for name, stages in module_map.owners(plan.bounds).items()
-        if any(plan.group_of(stage) == group for stage in stages)
-    )
+def names_with_values(plan: Plan, module_map: ModuleMap, rank: int) -> frozenset[str]:
+    """Canonical names of the parameters whose values a rank keeps between steps, if only in part."""
+    mesh = make_mesh(plan, rank, module_map)
+    is_dealt_out = plan.stages[mesh.stage].zero_stage >= ZeroStage.PARAMETERS and len(mesh.peers) > 1
+    kept = mesh.held
+    if is_dealt_out:
+        kept = tuple(parameter for parameter in kept if parameter.owner(mesh.stage) == mesh.data_index)
+    return frozenset(parameter.name for parameter in kept)
 
 
 def tied_groups(plan: Plan, parameter: HeldParameter) -> tuple[tuple[int, ...], ...]:

@@ -44,6 +44,13 @@ class Constructions:
             self._count += 1
 
 
+def device_limit(memory_limit: int | None, device: torch.device) -> int | None:
+    """Bytes that a module's parameters may take before no device is to hold them all; ``None`` if that is unknown."""
+    if memory_limit is not None or device.type != "cuda":
+        return memory_limit
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def initial_values(module: nn.Module, device: torch.device, limit: int | None) -> InitialValues | None:
     """Make parameters hollow that have no values yet, or all of them if a device cannot hold them.
 

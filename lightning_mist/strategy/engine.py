@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.errors import PlanError, TraceError
+from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gather import ParameterGatherer
-from lightning_mist.runtime.mesh import process_groups
+from lightning_mist.runtime.mesh import names_with_values, process_groups
 from lightning_mist.runtime.optimizer import (
     OptimizerCut,
     clip_by_norm,
@@ -173,6 +174,18 @@ class Engine:
         if self._cut is not None:
             self._cut.restore()
 
+    def begin(self, initial: InitialValues | None) -> None:
+        """Give parameters without values those that this rank keeps, one after the other; then as :meth:`hollow`."""
+        if initial is not None:
+            initial.give(names_with_values(self.plan, self.module_map, self.rank), then=self._take_part)
+        self.hollow()
+
+    def _take_part(self, name: str) -> None:
+        """Leave of a parameter that tensor parallelism shares out this rank's part."""
+        part, parameter = self._parts.get(name), self.stages.every[name]
+        if part is not None and tuple(parameter.shape) == part.shape:
+            parameter.data = part.take(parameter.detach())
+
     def hollow(self) -> None:
         """Free the values of all parameters that other stages hold, and of parameters in parts the other ranks' parts.
 
@@ -183,9 +196,8 @@ class Engine:
         if not self.is_filled:
             return
         self.stages.hollow()
-        for name, part in self._parts.items():
-            parameter = self.stages.parameters[name]
-            parameter.data = part.take(parameter.detach())
+        for name in self._parts:
+            self._take_part(name)
         self.executor.engage()
         self.is_filled = False
         self._guard()

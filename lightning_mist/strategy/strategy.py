@@ -12,7 +12,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from lightning_mist.hardware import Cluster
 from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import Plan
-from lightning_mist.runtime.mesh import held_names
 from lightning_mist.runtime.transport import complete
 from lightning_mist.strategy import checkpoint_io, deferred, planning
 from lightning_mist.strategy.engine import Engine, start_engine
@@ -171,17 +170,18 @@ class MistBase(_Base):
         self.accelerator.setup(trainer)
         self.model = module if self._layer_sync is None else self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
-        self._initial = deferred.initial_values(module, self.root_device, self._device_limit())
+        self._initial = deferred.initial_values(
+            module, self.root_device, deferred.device_limit(self._request.memory_limit, self.root_device)
+        )
         self.model_to_device()
         self._same_start()
         self.setup_optimizers(trainer)
         self._decision = planning.decide(
             trainer, self, self._names, self._request, plain=self._why_plain(trainer), initial=self._initial
         )
-        if self._initial is not None:
-            self._initial.give(held_names(self._decision.plan, self._decision.module_map, self.global_rank))
-            self._initial.forget()
         if self._decision.is_plain:
+            if self._initial is not None:
+                self._initial.give(self._initial.names)
             self._ddp_kwargs["find_unused_parameters"] = self._finds_unused(self._decision)
             self.configure_ddp()
             if isinstance(self._ddp_comm_state, PostLocalSGDState):
@@ -195,18 +195,12 @@ class MistBase(_Base):
                 timeout=self._timeout,
             )
             self._engine.take_optimizer(self.optimizers[0])
-            self._engine.hollow()
+            self._engine.begin(self._initial)
+        if self._initial is not None:
+            self._initial.forget()
         self.setup_precision_plugin()
         attach_engine(self.precision_plugin, self._engine)
         self._monitor = Monitor(self._decision, device=self.root_device, module=module, report_path=self._report_path)
-
-    def _device_limit(self) -> int | None:
-        """Bytes that a module's parameters may take before no device is to hold them all."""
-        if self._request.memory_limit is not None:
-            return self._request.memory_limit
-        if self.root_device.type != "cuda":
-            return None
-        return int(torch.cuda.get_device_properties(self.root_device).total_memory)
 
     def _same_start(self) -> None:
         """Give every rank the values of rank 0, as DDP does when it wraps a module."""

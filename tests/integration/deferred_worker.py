@@ -22,6 +22,7 @@ PIPELINE = plan([(2, [1]), (2, [0])], rows=4, microbatches=2)
 PLANS = {
     "pipeline": PIPELINE,
     "zero": plan([(4, [0, 1])], rows=4, microbatches=1, zero=1),
+    "zero3": plan([(4, [0, 1])], rows=4, microbatches=1, zero=3),
     "plain": plan([(4, [0, 1])], rows=4, microbatches=1),
     "auto": "auto",
 }

@@ -17,6 +17,7 @@ from lightning_mist.plan import (
 from lightning_mist.runtime.mesh import (
     held_parameters,
     make_mesh,
+    names_with_values,
     needs_spreading,
     overlaps,
     process_groups,
@@ -122,6 +123,16 @@ def test_zero_1_owners_cover_every_trained_parameter_once():
     assert owned[0] & owned[1] == set()
     assert owned[2] == owned[3] == {"w1", "unused"}
     assert not make_mesh(plan, 2, module_map).is_sharded
+
+
+def test_a_rank_keeps_its_stages_values_or_under_zero_3_those_it_owns():
+    module_map = make_map(2)
+    held = {item.name for item in make_mesh(make_plan([2, 2]), 0, module_map).held}
+    assert names_with_values(make_plan([2, 2], zero=2), module_map, 0) == held
+    shares = [names_with_values(make_plan([2, 2], zero=[3, 0]), module_map, rank) for rank in (0, 1)]
+    assert shares[0] | shares[1] == held
+    assert not shares[0] & shares[1]
+    assert names_with_values(make_plan([1, 1], zero=3), module_map, 0) == held
 
 
 def test_tied_groups_pair_equal_data_indices_where_nothing_is_sharded():

@@ -8,6 +8,7 @@ from lightning_mist.errors import PlanError
 from lightning_mist.model.initial import empty_out, is_hollow
 from lightning_mist.strategy.deferred import (
     Constructions,
+    device_limit,
     has_hollow_parameters,
     hollow_on_host,
     initial_values,
@@ -77,6 +78,11 @@ def test_ranks_must_build_alike(gloo_workers):
     first, second = gloo_workers.run(2, _differently_built)
     assert first == second
     assert "rank 1 has 2 parameters without values and rank 0 has 0" in first
+
+
+def test_a_limit_is_the_users_or_the_devices():
+    assert device_limit(5, CPU) == 5
+    assert device_limit(None, CPU) is None
 
 
 def test_a_checkpoint_is_mapped_if_its_file_allows(tmp_path):
