@@ -19,6 +19,8 @@ CASES = {
     "encoder and decoder": ("t5", {"layers": [2, 2, 2], "parts": 2, "schedule": "gpipe"}),
     "four stages": ("vit", {"layers": [1, 1, 1, 1], "parts": 2}),
     "data parallel": ("nano", {"layers": [4], "degrees": [4], "zero": 1}),
+    "all sharded": ("lora_llama", {"layers": [2, 2], "degrees": [2, 2], "zero": 3, "parts": 2, "checkpointed": 1}),
+    "gradients sharded": ("sometimes", {"layers": [4], "degrees": [3], "zero": 2, "parts": 2}),
 }
 
 
