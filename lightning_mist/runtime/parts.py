@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_mist.plan import ModuleMap, ParameterSplit, Plan
 from lightning_mist.runtime.mesh import HeldParameter
-from lightning_mist.tensor_parallel.parts import shard, unshard
+from lightning_mist.tensor_parallel import shard, unshard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

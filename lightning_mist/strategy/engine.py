@@ -311,10 +311,8 @@ class Engine:
     def _bringhome(self, records: dict[int, tuple[LogRecord, ...]]) -> list[Piece]:
         """The pieces of this rank's own batch, in the order of its rows."""
         mine: dict[int, list[Piece]] = {}
-        mesh = self.plan.stages[self.executor.mesh.stage].mesh
         # Tensor-parallel peers have computed the same: the first of them tells.
-        is_first = mesh.devices.index(self.rank) % mesh.tensor_parallel_degree == 0
-        if self.is_last_stage and is_first:
+        if self.is_last_stage and self.executor.mesh.tensor_index == 0:
             for microbatch in self.exchange.microbatches:
                 if microbatch.weight == 0.0:
                     continue

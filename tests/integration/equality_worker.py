@@ -119,6 +119,15 @@ TWO = {
     "plain": {"plan": plan([(4, [0, 1])], rows=4, microbatches=1)},
     "zero": {"plan": plan([(4, [0, 1])], rows=4, microbatches=1, zero=1)},
     "split": {"plan": plan([(4, [0, 1])], rows=4, microbatches=2, zero=1, checkpointed=2)},
+    "zero2": {
+        "plan": plan([(4, [0, 1])], rows=4, microbatches=2, zero=2),
+        "trainer": {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2},
+    },
+    "zero3": {
+        "plan": plan([(4, [0, 1])], rows=4, microbatches=2, zero=3, checkpointed=1),
+        "trainer": {"gradient_clip_val": 0.3},
+        "model": {"tied": True},
+    },
     "pipeline": {"plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2)},
     "dropout": {"plan": plan([(1, [1]), (3, [0])], rows=4, microbatches=2, checkpointed=1), "model": {"dropout": 0.2}},
     "tied": {"plan": plan([(3, [1]), (1, [0])], rows=4, microbatches=4), "model": {"tied": True}},
@@ -146,12 +155,28 @@ TWO = {
 FOUR = {
     "auto4": {"plan": "auto"},
     "grid": {"plan": plan([(2, [1, 3]), (2, [0, 2])], rows=4, microbatches=2, zero=1, checkpointed=1)},
+    "grid3": {
+        "plan": plan([(2, [1, 3]), (2, [0, 2])], rows=4, microbatches=2, zero=3, checkpointed=1),
+        "trainer": {"gradient_clip_val": 0.3},
+    },
     "uneven": {
         "plan": plan([(1, [2, 3]), (1, [1]), (2, [0])], rows=4, microbatches=4, zero=1),
         "model": {"tied": True},
     },
 }
 CASES = TWO | FOUR
+
+
+def layout(value, name=""):
+    """What a checkpoint holds and where: types, shapes and hyper-parameters, without values of tensors."""
+    if isinstance(value, torch.Tensor):
+        return {name: f"{value.dtype} {tuple(value.shape)} {value.device.type}"}
+    if isinstance(value, dict) and value:
+        return {key: text for item in value for key, text in layout(value[item], f"{name}/{item}").items()}
+    if isinstance(value, (list, tuple)) and value:
+        items = enumerate(value)
+        return {key: text for index, item in items for key, text in layout(item, f"{name}/{index}").items()}
+    return {name: type(value).__name__ if isinstance(value, float) else repr(value)}
 
 
 def fit(strategy, case, folder, *, ckpt_path=None, epochs=2):
@@ -184,6 +209,9 @@ def fit(strategy, case, folder, *, ckpt_path=None, epochs=2):
         "csv": next(folder.rglob("metrics.csv")).read_text() if trainer.is_global_zero else "",
         "weights": weights,
         "last": str(folder / "checkpoints" / "last.ckpt"),
+        "layout": layout(torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False))
+        if trainer.is_global_zero
+        else {},
         "plan": None if not isinstance(trainer.strategy, MistStrategy) else len(trainer.strategy.plan.stages),
         "report": None if not isinstance(trainer.strategy, MistStrategy) else trainer.strategy.report.timed_steps,
     }

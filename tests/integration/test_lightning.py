@@ -66,6 +66,21 @@ def test_the_log_file_has_ddps_rows(results, name):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_has_ddps_layout(results, name):
+    """The same entries in the same places, of the same shapes: paths of files apart."""
+    mist, ddp = (
+        {
+            key: text
+            for key, text in ranks(results, name)[0][name][kind]["layout"].items()
+            if "ModelCheckpoint" not in key
+        }
+        for kind in ("mist", "ddp")
+    )
+    assert any(key.startswith("/optimizer_states/0/state/0/") for key in ddp)
+    assert mist == ddp
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_each_goes_on_from_the_others_checkpoint(results, name):
     for rank in ranks(results, name):
         resumed, other = rank[name]["mist_from_ddp"], rank[name]["ddp_from_mist"]
