@@ -26,6 +26,8 @@ LAYOUTS = {
     "two": {"devices": [[1], [0]], "microbatches": 2},
     "split": {"devices": [[1], [0]], "microbatches": 4, "checkpointed": 1},
     "sharded": {"devices": [[0, 1]], "microbatches": 1, "zero": 1},
+    "zero2": {"devices": [[0, 1]], "microbatches": 2, "zero": 2},
+    "zero3": {"devices": [[0, 1]], "microbatches": 2, "zero": 3, "checkpointed": 1},
 }
 
 

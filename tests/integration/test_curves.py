@@ -12,7 +12,7 @@ WORKER = Path(__file__).with_name("curves_worker.py")
 ROOT = Path(__file__).parents[2]
 
 PAIRS = ["gpt2:two", "gpt2:split", "llama:two", "llama:sharded", "bert:two", "vit:split"]
-PAIRS += ["nano:two", "nano:sharded", "demo:two"]
+PAIRS += ["nano:two", "nano:sharded", "demo:two", "gpt2:zero2", "llama:zero3", "lora_llama:zero3", "lora_llama:two"]
 
 
 @pytest.fixture(scope="module")
