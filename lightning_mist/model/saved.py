@@ -24,12 +24,16 @@ class PhaseCount:
         flops: Floating-point operations.
         moved_bytes: Bytes read and written.
         operators: Operators that computed.
+        weight_flops: Floating-point operations of linear operations on parameters.
+        weight_bytes: Bytes of their inputs and outputs.
         timeline: Bytes alive on entry and after every operator (counted operators only: views change nothing).
     """
 
     flops: int = 0
     moved_bytes: int = 0
     operators: int = 0
+    weight_flops: int = 0
+    weight_bytes: int = 0
     timeline: list[int] = field(default_factory=list)
 
 
@@ -74,6 +78,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.part = part
         self._phase = (self.backward if backward else self.forward)[part]
         self._phase.timeline.append(self.live_bytes)
+
+    def note_linear(self, *, flops: int, kept_bytes: int) -> None:
+        """A linear operation on a parameter ran in the part at hand."""
+        self._phase.weight_flops += flops
+        self._phase.weight_bytes += kept_bytes
 
     def holdings(self) -> dict[int, Holding]:
         """The storages that are alive now, by identity."""

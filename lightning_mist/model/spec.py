@@ -97,6 +97,9 @@ class LayerSpec:
         recompute_backward_peak_bytes: Largest number of bytes alive during recomputation and backward beyond the saved
             bytes of all parts before it and its own checkpointed ones, gradients being there already and not counted.
         first_recompute_backward_peak_bytes: The same when its parameter gradients do not exist yet and are made here.
+        weight_flops: Floating-point operations of the gradients of its matrices, part of ``backward_flops``: what a
+            zero-bubble schedule puts off.
+        weight_bytes: Bytes that are kept for them meanwhile: inputs of its linear operations and gradients of outputs.
         forward_collectives, backward_collectives: What tensor-parallel ranks exchange in either direction.
 
     Head and tail are never recomputed: their recompute expressions equal the others. The head's
@@ -119,6 +122,8 @@ class LayerSpec:
     first_backward_peak_bytes: sympy.Expr
     recompute_backward_peak_bytes: sympy.Expr
     first_recompute_backward_peak_bytes: sympy.Expr
+    weight_flops: sympy.Expr = sympy.S.Zero
+    weight_bytes: sympy.Expr = sympy.S.Zero
     forward_collectives: tuple[CollectiveSpec, ...] = ()
     backward_collectives: tuple[CollectiveSpec, ...] = ()
 

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.batches import copy_containers
+from lightning_mist.model.weights import LinearCounter
 from lightning_mist.model.operators import storage_key
 from lightning_mist.model.saved import Ledger, PhaseCount
 from lightning_mist.model.walk import InputSignature, Walk, loss_of
@@ -106,7 +107,7 @@ def count_step(
         ledger.enter(part, backward=backward)
 
     walk = Walk(subject.blocks, twins, enter, recompute=recompute, mode=subject.mode, keep_values=False)
-    with walk.step(), torch.enable_grad(), ledger:
+    with walk.step(), torch.enable_grad(), ledger, LinearCounter(ledger, subject.parameters):
         with subject.context():
             value = subject.call(copy_containers(batch))
         _check_all_ran(len(walk.inputs), len(subject.blocks))

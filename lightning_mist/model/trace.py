@@ -171,6 +171,8 @@ def _layer_spec(basis: Basis, runs: list[_Variants], part: int, kind: str, examp
         first_recompute_backward_peak_bytes=peak(
             lambda run: run.recompute_first.backward_peaks(part), "first recompute peak"
         ),
+        weight_flops=fit(lambda run: run.first.forward[part].weight_flops, "FLOPs of weight gradients"),
+        weight_bytes=fit(lambda run: run.first.forward[part].weight_bytes, "bytes for weight gradients"),
     )
 
 
