@@ -14,6 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_mist.model.split_step import part_of
+
 Handler = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Called instead of a block's forward with its position, its own forward, and its arguments."""
 
@@ -127,7 +129,7 @@ def imitate(
     tensors = [x for x in flat if isinstance(x, torch.Tensor)]
     flowing = [leaf for leaf in answer.leaves if isinstance(leaf, _Made) and leaf.requires_grad]
     trained = next((p for p in block.parameters() if p.requires_grad), None)
-    anchors = tensors if trained is None else [*tensors, trained]
+    anchors = tensors if trained is None else [*tensors, part_of(trained)]
     made = _hand_on(lambda: tuple(_make(leaf, mode) for leaf in flowing), anchors) if flowing else ()
     outputs = iter(made)
 

@@ -26,6 +26,7 @@ class PhaseCount:
         operators: Operators that computed.
         weight_flops: Floating-point operations of linear operations on parameters.
         weight_bytes: Bytes of their inputs and outputs.
+        collectives: Calls and bytes of whole tensors by collective operation.
         timeline: Bytes alive on entry and after every operator (counted operators only: views change nothing).
     """
 
@@ -34,6 +35,7 @@ class PhaseCount:
     operators: int = 0
     weight_flops: int = 0
     weight_bytes: int = 0
+    collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
     timeline: list[int] = field(default_factory=list)
 
 
@@ -83,6 +85,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A linear operation on a parameter ran in the part at hand."""
         self._phase.weight_flops += flops
         self._phase.weight_bytes += kept_bytes
+
+    def note_collective(self, operation: str, size: int) -> None:
+        """Tensor-parallel ranks exchanged a tensor of ``size`` bytes in the part at hand."""
+        calls, known = self._phase.collectives.get(operation, (0, 0))
+        self._phase.collectives[operation] = (calls + 1, known + size)
 
     def holdings(self) -> dict[int, Holding]:
         """The storages that are alive now, by identity."""

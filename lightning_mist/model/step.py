@@ -11,10 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.batches import copy_containers
-from lightning_mist.model.weights import LinearCounter
 from lightning_mist.model.operators import storage_key
 from lightning_mist.model.saved import Ledger, PhaseCount
+from lightning_mist.model.split_step import RankView
 from lightning_mist.model.walk import InputSignature, Walk, loss_of
+from lightning_mist.model.weights import LinearCounter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class Subject:
         mode: The mode that the stand-ins are fakes of; ``None`` if they are real.
         call: Runs the user's step on a batch.
         context: Makes the context that the step's forward runs in (autocast).
+        view: How one of several tensor-parallel ranks sees the step, if it is about one.
     """
 
     module: nn.Module
@@ -36,6 +38,7 @@ class Subject:
     mode: FakeTensorMode | None
     call: Callable[[Any], Any]
     context: Callable[[], AbstractContextManager[Any]]
+    view: RankView | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +109,10 @@ def count_step(
     def enter(part: int, backward: bool) -> None:
         ledger.enter(part, backward=backward)
 
-    walk = Walk(subject.blocks, twins, enter, recompute=recompute, mode=subject.mode, keep_values=False)
+    view = subject.view
+    if view is not None:
+        view.group.watcher = ledger.note_collective
+    walk = Walk(subject.blocks, twins, enter, recompute=recompute, mode=subject.mode, keep_values=False, view=view)
     with walk.step(), torch.enable_grad(), ledger, LinearCounter(ledger, subject.parameters):
         with subject.context():
             value = subject.call(copy_containers(batch))
@@ -117,6 +123,8 @@ def count_step(
         walk.begin_backward()
         loss.backward()  # type: ignore[no-untyped-call]
     left = ledger.holdings()
+    if view is not None:
+        view.context.forget()
     parts = range(len(subject.blocks) + 2)
     gradients = {storage_key(p.grad) for p in subject.parameters if p.grad is not None}
     for parameter in subject.parameters:

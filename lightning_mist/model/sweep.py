@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning_mist.model.batches import batch_rows, batch_tensors, resize_batch, sequence_length
-from lightning_mist.model.fit import BILINEAR, CONSTANT, QUADRATIC, Basis, Point
+from lightning_mist.model.fit import BILINEAR, CONSTANT, QUADRATIC, Basis, MisfitError, Point
 
 Resize = Callable[[Any, int, int | None], Any]
 """``(batch, rows, length)`` to a batch of that size; the length is ``None`` where it is not to be changed."""
@@ -45,6 +45,26 @@ def bases(batch: Any, *, real: bool) -> Iterator[Basis]:
     b = 2 if real else _base_rows(batch, rows, full or 1)
     yield Basis(QUADRATIC, tuple((b * i, full or 1) for i in (1, 2, 3)), (4 * b, full or 1))
     yield Basis(CONSTANT, ((rows, full or 1),), None)
+
+
+def divisible(basis: Basis, degree: int) -> Basis:
+    """A set of sizes like another one whose lengths are multiples of a sequence-parallel degree.
+
+    Every rank has at least two positions: operators treat dimensions of size one as a special case.
+
+    Raises:
+        MisfitError: If the sequence is too short for it, or there is none.
+    """
+    longest = max(length for _, length in basis.sizes)
+    if basis.powers != BILINEAR or longest < 6 * degree:
+        raise MisfitError(f"lengths up to {longest} tell too little of costs that depend on multiples of {degree}")
+    rows = sorted({rows for rows, _ in basis.points})
+    least = 2 * degree
+    unit = longest // (4 * least) * least
+    # Without a fourth multiple the check varies the rows only.
+    lengths, check = ((4 * unit, 2 * unit, unit), 3 * unit) if unit else ((3 * least, 2 * least, least), least)
+    points: tuple[Point, ...] = tuple((r, s) for s in lengths for r in rows)
+    return Basis(BILINEAR, points, (3 * rows[0], check))
 
 
 def sized(batch: Any, basis: Basis, point: Point, resize: Resize | None) -> Any:

@@ -17,30 +17,29 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.batches import batch_rows, batch_tensors, resize_batch, sequence_length
+from lightning_mist.model.batches import batch_rows, resize_batch, sequence_length
 from lightning_mist.model.boundaries import boundary_specs
 from lightning_mist.model.cuts import map_module
 from lightning_mist.model.fakes import quiet_fakes
 from lightning_mist.model.fit import BILINEAR, CONSTANT, Basis, MisfitError
 from lightning_mist.model.isolate import isolated, substitute_parameters
 from lightning_mist.model.kinds import Kinds, cost_keys, group, is_faithful
+from lightning_mist.model.layer_costs import Variants, layer_spec, not_recomputed, run_variants
 from lightning_mist.model.operators import storage_key
 from lightning_mist.model.optimizer import describe_optimizer
 from lightning_mist.model.spec import LayerSpec, ModelSpec, OptimizerSpec, ParameterSpec, TensorSpec
+from lightning_mist.model.split_costs import WholeStep, trace_splits
 from lightning_mist.model.step import StepCount, Subject, count_step
 from lightning_mist.model.sweep import Resize, bases, sized
 from lightning_mist.plan import Exclusion, ModuleMap
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Variants:
-    """The four ways to run a step at one size: layers kept or recomputed, gradients to be made or there already."""
-
-    first: StepCount
-    later: StepCount
-    recompute_first: StepCount
-    recompute_later: StepCount
-    batch_bytes: int
+_REAL = (
+    Exclusion(
+        feature="tensor",
+        reason="the costs of split layers cannot be traced, because the step does not run on fake tensors",
+    ),
+)
+"""Why tensor parallelism is ruled out for steps that are counted on real numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,26 +72,7 @@ class _Traced:
     batch_bytes: sympy.Expr
     shared: sympy.Expr
     guesses: int
-
-
-def _run_variants(subject: Subject, batch: Any, blocks: _Blocks) -> _Variants:
-    def run(recompute: bool, gradients_exist: bool) -> StepCount:
-        return count_step(subject, batch, twins=blocks.twins, recompute=recompute, gradients_exist=gradients_exist)
-
-    first, later = run(False, False), run(False, True)
-    if [p.operators for p in first.forward] != [p.operators for p in later.forward]:
-        # The first run at a size filled a cache of the user's module; later steps of training find it there.
-        first = run(False, False)
-    size = sum(t.numel() * t.element_size() for t in batch_tensors(batch))
-    if not subject.blocks or blocks.recompute_failure is not None:
-        return _Variants(first=first, later=later, recompute_first=first, recompute_later=later, batch_bytes=size)
-    return _Variants(
-        first=first,
-        later=later,
-        recompute_first=run(True, False),
-        recompute_later=run(True, True),
-        batch_bytes=size,
-    )
+    is_fake: bool
 
 
 def _find_blocks(subject: Subject, batch: Any) -> _Blocks:
@@ -138,61 +118,16 @@ def _kept_bytes(module: nn.Module) -> int:
     return sum(own.values())
 
 
-def _layer_spec(basis: Basis, runs: list[_Variants], part: int, kind: str, example: str) -> LayerSpec:
-    """Fit every count of one part."""
-
-    def fit(count: Callable[[_Variants], int], what: str) -> sympy.Expr:
-        return basis.fit([count(run) for run in runs], f"{what} of the {kind}")
-
-    def peak(timeline: Callable[[_Variants], list[int]], what: str) -> sympy.Expr:
-        return basis.fit_peak([timeline(run) or [0] for run in runs], f"{what} of the {kind}")
-
-    def operators(count: Callable[[_Variants], int], what: str) -> int:
-        counts = {count(run) for run in runs}
-        if len(counts) > 1:
-            raise MisfitError(f"the number of {what} operators of the {kind} depends on the size: {sorted(counts)}")
-        return counts.pop()
-
-    return LayerSpec(
-        kind=kind,
-        example=example,
-        forward_flops=fit(lambda run: run.first.forward[part].flops, "forward FLOPs"),
-        backward_flops=fit(lambda run: run.first.backward[part].flops, "backward FLOPs"),
-        forward_moved_bytes=fit(lambda run: run.first.forward[part].moved_bytes, "forward moved bytes"),
-        backward_moved_bytes=fit(lambda run: run.later.backward[part].moved_bytes, "backward moved bytes"),
-        forward_operators=operators(lambda run: run.first.forward[part].operators, "forward"),
-        backward_operators=operators(lambda run: run.later.backward[part].operators, "backward"),
-        saved_bytes=fit(lambda run: run.first.saved[part], "saved bytes"),
-        checkpointed_saved_bytes=fit(lambda run: run.recompute_first.saved[part], "checkpointed saved bytes"),
-        forward_peak_bytes=peak(lambda run: run.first.forward_peaks(part), "forward peak"),
-        backward_peak_bytes=peak(lambda run: run.later.backward_peaks(part), "backward peak"),
-        first_backward_peak_bytes=peak(lambda run: run.first.backward_peaks(part), "first backward peak"),
-        recompute_backward_peak_bytes=peak(lambda run: run.recompute_later.backward_peaks(part), "recompute peak"),
-        first_recompute_backward_peak_bytes=peak(
-            lambda run: run.recompute_first.backward_peaks(part), "first recompute peak"
-        ),
-        weight_flops=fit(lambda run: run.first.forward[part].weight_flops, "FLOPs of weight gradients"),
-        weight_bytes=fit(lambda run: run.first.forward[part].weight_bytes, "bytes for weight gradients"),
-    )
-
-
-def _not_recomputed(part: LayerSpec) -> LayerSpec:
-    """The head or the tail. What the head keeps may still depend on whether layers recompute."""
-    return replace(
-        part,
-        recompute_backward_peak_bytes=part.backward_peak_bytes,
-        first_recompute_backward_peak_bytes=part.first_backward_peak_bytes,
-    )
-
-
-def _fit(basis: Basis, runs: list[_Variants], blocks: _Blocks, module_map: ModuleMap, length: int | None) -> _Traced:
+def _fit(
+    basis: Basis, runs: list[Variants], blocks: _Blocks, module_map: ModuleMap, length: int | None, *, is_fake: bool
+) -> _Traced:
     kinds = blocks.kinds
     layers = tuple(
-        _layer_spec(basis, runs, position + 1, label, module_map.blocks[position])
+        layer_spec(basis, runs, position + 1, label, module_map.blocks[position])
         for label, position in zip(kinds.labels, kinds.examples, strict=True)
     )
-    head = _not_recomputed(_layer_spec(basis, runs, 0, "head", ""))
-    tail = _not_recomputed(_layer_spec(basis, runs, len(kinds.of) + 1, "tail", ""))
+    head = not_recomputed(layer_spec(basis, runs, 0, "head", ""))
+    tail = not_recomputed(layer_spec(basis, runs, len(kinds.of) + 1, "tail", ""))
     return _Traced(
         basis=basis,
         blocks=blocks,
@@ -202,6 +137,7 @@ def _fit(basis: Basis, runs: list[_Variants], blocks: _Blocks, module_map: Modul
         boundaries=boundary_specs(module_map, basis, [run.first.entering for run in runs], length),
         batch_bytes=basis.fit([run.batch_bytes for run in runs], "batch bytes"),
         guesses=runs[0].first.guesses,
+        is_fake=is_fake,
         shared=basis.fit([run.first.shared for run in runs], "saved bytes of masks and tables"),
     )
 
@@ -214,8 +150,16 @@ def _trace(subject: Subject, batch: Any, module_map: ModuleMap, resize: Resize |
         first = sized(batch, basis, basis.points[0], resize)
         try:
             blocks = _find_blocks(subject, first)
-            runs = [_run_variants(subject, sized(batch, basis, point, resize), blocks) for point in basis.sizes]
-            return _fit(basis, runs, blocks, module_map, sequence_length(batch)), failures
+            runs = [
+                run_variants(
+                    subject,
+                    sized(batch, basis, point, resize),
+                    blocks.twins,
+                    recomputes=blocks.recompute_failure is None,
+                )
+                for point in basis.sizes
+            ]
+            return _fit(basis, runs, blocks, module_map, sequence_length(batch), is_fake=not real), failures
         except MisfitError as error:
             failures.append(str(error))
         except Exception as error:
@@ -316,6 +260,22 @@ def trace_model(
     if traced.guesses:
         notes += (f"the step reads {traced.guesses} values into Python; branches on them were taken as for False or 1",)
     rows, length = batch_rows(batch), sequence_length(batch)
+    parameters = _parameters(module)
+    whole = WholeStep(
+        module=module,
+        batch=batch,
+        module_map=module_map,
+        call=step,
+        context=context,
+        resize=resize,
+        basis=traced.basis,
+        kinds=traced.blocks.kinds,
+        twins=traced.blocks.twins,
+        recomputes=traced.blocks.recompute_failure is None,
+        boundaries=traced.boundaries,
+    )
+    splits, unknown = trace_splits(whole, parameters) if traced.is_fake else ((), _REAL if module_map.splits else ())
+    module_map = replace(module_map, exclusions=(*module_map.exclusions, *unknown))
     return ModelSpec(
         name=type(module).__name__,
         module_map=_exclusions(module_map, traced, failures),
@@ -324,7 +284,7 @@ def trace_model(
         kinds=traced.blocks.kinds.of,
         tail=traced.tail,
         boundaries=traced.boundaries,
-        parameters=_parameters(module),
+        parameters=parameters,
         buffer_bytes=traced.blocks.kept_bytes + sum(b.numel() * b.element_size() for b in module.buffers()),
         batch_bytes=traced.batch_bytes,
         batch_rows=module_map.batch_rows if rows is None else rows,
@@ -332,6 +292,7 @@ def trace_model(
         optimizer=optimizer_spec,
         precision=precision,
         shared_saved_bytes=traced.shared,
+        splits=splits,
         notes=(*failures, *notes),
     )
 

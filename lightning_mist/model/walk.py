@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_mist.errors import TraceError
 from lightning_mist.model.imitate import Answer, imitate, intercepted, record_answer
 from lightning_mist.model.isolate import OwnFunction
+from lightning_mist.model.split_step import Dims, RankView, dims_of, parts_of
 from lightning_mist.plan.calls import without_caches
 
 InputSignature = tuple[object, ...]
@@ -32,6 +33,7 @@ class Walk:
         enter: Told ``(part, backward)`` when a part begins; the first forward part is not announced.
         recompute: Whether blocks that run are checkpointed.
         mode: Makes the outputs of imitations; ``None`` to hand on the values of the twin.
+        view: How one of several tensor-parallel ranks sees the step, if it is about one.
     """
 
     def __init__(
@@ -43,12 +45,15 @@ class Walk:
         recompute: bool,
         mode: FakeTensorMode | None,
         keep_values: bool,
+        view: RankView | None = None,
     ) -> None:
         self.inputs: list[InputSignature] = []
         self.entering: list[tuple[tuple[int, ...], ...]] = []
         self.answers: dict[int, Answer | None] = {}
         self._blocks, self._twins, self._enter = blocks, twins, enter
         self._recompute, self._mode, self._keep_values = recompute, mode, keep_values
+        self._view = view
+        self._shared: dict[int, Dims] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._backward_part = len(blocks) + 1
         self._is_forward = True
@@ -73,7 +78,10 @@ class Walk:
         if not self._is_forward:
             return original(*args, **kwargs)
         args, kwargs = without_caches(args, kwargs)
-        leaves = tree_flatten((args, kwargs))[0]
+        if self._view is not None:
+            args, kwargs = self._view.enter(position, args, kwargs)
+        parts, named_parts = parts_of((args, kwargs))
+        leaves = tree_flatten((parts, named_parts))[0]
         self.inputs.append(tuple(map(_signature, leaves)))
         self.entering.append(tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)))
         self._watch(leaves, position)
@@ -81,14 +89,18 @@ class Walk:
         twin = self._twins[position]
         if twin is None:
             output = self._run(original, args, kwargs)
-            self.answers[position] = record_answer(args, kwargs, output, keep_values=self._keep_values)
+            self._shared[position] = dims_of(output)
+            answered = parts_of(output)
+            self.answers[position] = record_answer(parts, named_parts, answered, keep_values=self._keep_values)
         else:
             answer = self.answers[twin]
             if answer is None:
                 raise TraceError(f"block {position} cannot be answered for: its twin {twin} returns unknown objects")
-            output = imitate(answer, self._blocks[position], args, kwargs, self._mode)
+            output = imitate(answer, self._blocks[position], parts, named_parts, self._mode)
+            if self._view is not None:
+                output = self._view.show(output, self._shared[twin])
         if position == len(self._blocks) - 1:
-            self._watch(tree_flatten(output)[0], position + 1)
+            self._watch(tree_flatten(parts_of(output))[0], position + 1)
             self._enter(position + 2, False)
         return output
 

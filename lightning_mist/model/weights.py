@@ -1,5 +1,6 @@
 """Which linear operations a step runs on parameters: what a zero-bubble schedule may split and put off."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
@@ -8,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_mist.model.operators import storage_key
 from lightning_mist.model.saved import Ledger
+from lightning_mist.model.split_step import part_of
 
 
 class LinearCounter(TorchFunctionMode):
@@ -24,7 +25,7 @@ class LinearCounter(TorchFunctionMode):
         super().__init__()
         self._ledger = ledger
         self._trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        self._seen: set[tuple[int, int]] = set()
+        self._kept: dict[tuple[int, int], weakref.ref[Any]] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -33,33 +34,42 @@ class LinearCounter(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         operands = _operands(func, args, kwargs)
-        if operands is not None and id(operands[1]) in self._trained and isinstance(result, torch.Tensor):
-            value, weight = operands
-            self._ledger.note_linear(
-                flops=2 * prod(weight.shape) * (value.numel() // max(1, value.shape[-1])),
-                kept_bytes=result.numel() * result.element_size() + self._input_bytes(value),
-            )
+        if operands is not None and id(part_of(operands[1])) in self._trained and isinstance(result, torch.Tensor):
+            self._count(*operands)
         return result
 
-    def _input_bytes(self, value: torch.Tensor) -> int:
-        """Bytes of an input, none if another linear operation of the same part keeps it already."""
-        key = (self._ledger.part, storage_key(value))
-        if key in self._seen:
-            return 0
-        self._seen.add(key)
-        return value.numel() * value.element_size()
+    def _count(self, value: torch.Tensor, weight: torch.Tensor, input_dim: int) -> None:
+        """Of a split weight what this rank computes with its part."""
+        sizes = part_of(weight).shape
+        vectors = value.numel() // max(1, value.shape[-1])
+        itemsize = value.element_size()
+        kept = vectors * sizes[1 - input_dim] * itemsize  # the gradient of the output
+        if self._is_new(part_of(value)):  # else another linear operation keeps this input already
+            kept += vectors * sizes[input_dim] * itemsize
+        self._ledger.note_linear(flops=2 * prod(sizes) * vectors, kept_bytes=kept)
+
+    def _is_new(self, value: torch.Tensor) -> bool:
+        """Whether no linear operation of this part had this input before."""
+        storage = value.untyped_storage()
+        key = (self._ledger.part, storage._cdata)
+        if key in self._kept:
+            return False
+        # What is gone may leave its address to another.
+        self._kept[key] = weakref.ref(storage, lambda _: self._kept.pop(key, None))
+        return True
 
 
 def _operands(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Input and weight of a linear operation."""
+) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+    """Input and weight of a linear operation, and the dimension of the weight that meets the input."""
     if func is F.linear:
-        found = (args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs["weight"])
+        value, weight, dim = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs["weight"], 1
     elif func in (torch.addmm, torch.Tensor.addmm) and len(args) >= 3:
-        found = (args[1], args[2])
+        value, weight, dim = args[1], args[2], 0
     elif func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm) and len(args) >= 2:
-        found = (args[0], args[1])
+        value, weight, dim = args[0], args[1], 0
     else:
         return None
-    return found if all(isinstance(item, torch.Tensor) for item in found) else None
+    found = isinstance(value, torch.Tensor) and isinstance(weight, torch.Tensor) and weight.dim() == 2
+    return (value, weight, dim) if found else None

@@ -1,0 +1,61 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_mist.model.saved import Ledger
+from lightning_mist.model.weights import LinearCounter
+
+ROWS, INSIDE, OUTSIDE = 6, 5, 3
+
+
+def counted(function, *parameters):
+    ledger = Ledger(1)
+    with ledger, LinearCounter(ledger, parameters):
+        function()
+    return ledger.forward[0].weight_flops, ledger.forward[0].weight_bytes
+
+
+X = torch.randn(2, 3, INSIDE)
+WEIGHT = nn.Parameter(torch.randn(OUTSIDE, INSIDE))
+ACROSS = nn.Parameter(torch.randn(INSIDE, OUTSIDE))
+BIAS = nn.Parameter(torch.randn(OUTSIDE))
+ONCE = (2 * ROWS * INSIDE * OUTSIDE, 4 * ROWS * (INSIDE + OUTSIDE))
+
+
+@pytest.mark.parametrize(
+    ("function", "weight"),
+    [
+        (lambda: F.linear(X, WEIGHT, BIAS), WEIGHT),
+        (lambda: torch.addmm(BIAS, X.view(ROWS, INSIDE), ACROSS), ACROSS),
+        (lambda: X @ ACROSS, ACROSS),
+        (lambda: torch.matmul(X, ACROSS), ACROSS),
+    ],
+)
+def test_every_way_to_apply_a_matrix(function, weight):
+    assert counted(function, weight) == ONCE
+    # Of another parameter, or a frozen one, nothing is put off.
+    assert counted(function, BIAS) == (0, 0)
+
+
+def test_an_input_of_several_matrices_is_kept_once():
+    def both():
+        F.linear(X, WEIGHT)
+        X @ ACROSS
+
+    flops, kept = counted(both, WEIGHT, ACROSS)
+    assert flops == 2 * ONCE[0]
+    assert kept == 4 * ROWS * (INSIDE + 2 * OUTSIDE)
+
+
+def test_an_input_that_is_gone_is_another():
+    def in_turn():
+        for _ in range(3):
+            F.linear(torch.randn(2, 3, INSIDE), WEIGHT)
+
+    assert counted(in_turn, WEIGHT) == (3 * ONCE[0], 3 * ONCE[1])
+
+
+def test_frozen_matrices_have_no_gradient_to_put_off():
+    frozen = nn.Parameter(torch.randn(OUTSIDE, INSIDE), requires_grad=False)
+    assert counted(lambda: F.linear(X, frozen), frozen) == (0, 0)
