@@ -1,42 +1,47 @@
 """Tensors whose parts lie on several ranks and that show their whole shape."""
 
-from lightning_mist.tensor_parallel import rules_attention, rules_linear, rules_loss, rules_pointwise, rules_shape
-from lightning_mist.tensor_parallel.counting import CountingGroup
-from lightning_mist.tensor_parallel.group import Reduction, TensorGroup
-from lightning_mist.tensor_parallel.tensor import (
-    SplitContext,
-    SplitTensor,
-    enter_sequence,
-    from_local_sequence,
-    functions_of_wholes,
-    gathered,
-    present,
-    shard,
-    split_sequence,
-    unshard,
-    whole,
+from lightning_mist.tensor_parallel import (  # the modules rules_* make their rules known when they are imported
+    rules_attention,
+    rules_elementwise,
+    rules_linear,
+    rules_reduce,
+    rules_shape,
+    rules_vocabulary,
 )
-from lightning_mist.tensor_parallel.threads import run_ranks
+from lightning_mist.tensor_parallel.context import SplitContext
+from lightning_mist.tensor_parallel.counting import CountingGroup
+from lightning_mist.tensor_parallel.functions import functions_of_wholes
+from lightning_mist.tensor_parallel.group import Reduction, TensorGroup
+from lightning_mist.tensor_parallel.layout import Layout
+from lightning_mist.tensor_parallel.parts import present, shard, unshard
+from lightning_mist.tensor_parallel.sequence import enter_sequence, from_local_sequence, split_sequence
+from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, layout_of, local_of, whole
+from lightning_mist.tensor_parallel.threads import ThreadGroup, run_ranks
 
 __all__ = [
     "CountingGroup",
+    "Layout",
     "Reduction",
     "SplitContext",
     "SplitTensor",
     "TensorGroup",
+    "ThreadGroup",
     "enter_sequence",
     "from_local_sequence",
     "functions_of_wholes",
     "gathered",
+    "layout_of",
+    "local_of",
     "present",
     "rules_attention",
+    "rules_elementwise",
     "rules_linear",
-    "rules_loss",
-    "rules_pointwise",
+    "rules_reduce",
     "rules_shape",
+    "rules_vocabulary",
     "run_ranks",
     "shard",
     "split_sequence",
     "unshard",
     "whole",
-]
+]  # fmt: skip

@@ -1,6 +1,8 @@
-"""Collectives as autograd functions: what goes forward in one way comes back in its adjoint.
+"""Collectives as autograd functions.
 
-Each name says what happens forward; its docstring says what its consumers are, which decides what happens backward.
+Two kinds of values take part. A *replicated* value is equal on all ranks, and so is its gradient. Of a *part* every
+rank holds its own, with the true gradient of that part. Each function below turns one into the other so that both
+rules hold again behind it, in forward and in backward; the loss counts once, not once per rank.
 """
 
 from typing import Any
@@ -9,113 +11,108 @@ import torch
 from torch import Tensor
 
 from lightning_mist.tensor_parallel.group import TensorGroup
+from lightning_mist.tensor_parallel.layout import Layout, join_parts, stack_parts, take
 
 
-class CopyIn(torch.autograd.Function):
-    """A value that every rank has, used by each for a part of the work: the gradients are summed."""
-
+class _CopyIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        """See the class."""
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """The adjoint."""
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.group.all_reduce(gradients[0].contiguous()), None
 
 
-class ReduceOut(torch.autograd.Function):
-    """Parts of a sum become the sum on every rank; what follows is done by every rank alike."""
-
+class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        """See the class."""
         return group.all_reduce(tensor.contiguous())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """The adjoint."""
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
 
 
-class Gather(torch.autograd.Function):
-    """Parts become the whole on every rank.
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, layout: Layout, group: TensorGroup, is_partial: bool) -> Tensor:
+        ctx.layout, ctx.group, ctx.is_partial = layout, group, is_partial
+        return _all_gather(part, layout, group)
 
-    ``outer`` blocks of the dimension are each shared out. If every rank does the same with the whole
-    (``is_shared_work`` False) the gradients are equal and each keeps its part; if each rank does a part of the work
-    they are summed first.
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.is_partial:
+            return _reduce_scatter(gradients[0], ctx.layout, ctx.group), None, None, None
+        part = take(gradients[0], ctx.layout, ctx.group.rank, ctx.group.size)
+        return part.contiguous(), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
+        ctx.layout, ctx.group = layout, group
+        # A copy: a view would keep the whole tensor alive for as long as the part.
+        return take(tensor, layout, group.rank, group.size).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gather(gradients[0], ctx.layout, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
+        ctx.layout, ctx.group = layout, group
+        return _reduce_scatter(tensor, layout, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gather(gradients[0], ctx.layout, ctx.group), None, None
+
+
+def _all_gather(part: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
+    return join_parts(group.all_gather(part.contiguous()), layout, group.size)
+
+
+def _reduce_scatter(tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
+    part = group.reduce_scatter(stack_parts(tensor, layout, group.size))
+    return part.reshape(layout.local_sizes(group.size))
+
+
+def copy_in(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """A replicated value for use in computations on parts: gradients of the ranks' uses are added up in backward."""
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    return _CopyIn.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def reduce(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """The replicated sum of values of which every rank holds one summand."""
+    return _Reduce.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def gather(part: Tensor, layout: Layout, group: TensorGroup, *, is_partial: bool = False) -> Tensor:
+    """The whole of a tensor of which every rank holds a part.
+
+    Args:
+        part: This rank's part.
+        layout: Which part it is.
+        group: The ranks.
+        is_partial: Whether every rank uses the result for a computation of its own, so that gradients are added up in
+            backward. Otherwise all ranks compute the same with it, and each takes its part of one gradient.
     """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, outer: int, group: TensorGroup, is_shared_work: bool) -> Tensor:
-        """See the class."""
-        ctx.dim, ctx.outer, ctx.group, ctx.is_shared_work = dim, outer, group, is_shared_work
-        return joined(group.all_gather(tensor.contiguous()), dim, outer)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """The adjoint."""
-        (gradient,) = gradients
-        if ctx.is_shared_work:
-            parts = divided(gradient, ctx.dim, ctx.outer, ctx.group.size)
-            part = ctx.group.reduce_scatter(parts.contiguous())
-        else:
-            part = own_part(gradient, ctx.dim, ctx.outer, ctx.group)
-        return part, None, None, None, None
+    return _Gather.apply(part, layout, group, is_partial)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class Scatter(torch.autograd.Function):
-    """Of a value that every rank has, each takes its part: the gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, outer: int, group: TensorGroup) -> Tensor:
-        """See the class."""
-        ctx.dim, ctx.outer, ctx.group = dim, outer, group
-        return own_part(tensor, dim, outer, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """The adjoint."""
-        return joined(ctx.group.all_gather(gradients[0].contiguous()), ctx.dim, ctx.outer), None, None, None
+def scatter(tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
+    """This rank's part of a replicated value; gradients of the parts are gathered in backward."""
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return take(tensor, layout, group.rank, group.size)
+    return _Scatter.apply(tensor, layout, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class ReduceScatter(torch.autograd.Function):
-    """Parts of a sum become the rank's part of the sum: the gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
-        """See the class."""
-        ctx.dim, ctx.group = dim, group
-        return group.reduce_scatter(divided(tensor, dim, 1, group.size).contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """The adjoint."""
-        return joined(ctx.group.all_gather(gradients[0].contiguous()), ctx.dim, 1), None, None
-
-
-def divided(tensor: Tensor, dim: int, outer: int, degree: int) -> Tensor:
-    """The parts of all ranks, stacked along a new first dimension."""
-    sizes = tensor.shape
-    parts = tensor.reshape(*sizes[:dim], outer, degree, sizes[dim] // (outer * degree), *sizes[dim + 1 :])
-    part = (*sizes[:dim], sizes[dim] // degree, *sizes[dim + 1 :])
-    return parts.movedim(dim + 1, 0).reshape(degree, *part)
-
-
-def joined(parts: Tensor, dim: int, outer: int) -> Tensor:
-    """The whole from the stacked parts of all ranks."""
-    degree, *sizes = parts.shape
-    blocks = parts.reshape(degree, *sizes[:dim], outer, sizes[dim] // outer, *sizes[dim + 1 :])
-    return blocks.movedim(0, dim + 1).reshape(*sizes[:dim], sizes[dim] * degree, *sizes[dim + 1 :])
-
-
-def own_part(tensor: Tensor, dim: int, outer: int, group: TensorGroup) -> Tensor:
-    """This rank's part, in memory of its own."""
-    sizes = tensor.shape
-    parts = tensor.reshape(*sizes[:dim], outer, group.size, sizes[dim] // (outer * group.size), *sizes[dim + 1 :])
-    part = parts.select(dim + 1, group.rank)
-    return part.reshape(*sizes[:dim], sizes[dim] // group.size, *sizes[dim + 1 :]).clone(
-        memory_format=torch.contiguous_format
-    )
+def reduce_scatter(tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
+    """This rank's part of the sum of values of which every rank holds one summand."""
+    return _ReduceScatter.apply(tensor, layout, group)  # type: ignore[no-any-return,no-untyped-call]

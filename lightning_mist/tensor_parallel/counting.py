@@ -1,37 +1,47 @@
-"""A group that moves nothing and counts what would be moved: for costs on tensors without values."""
+"""A group that communicates with nobody and writes down what it was asked for."""
 
-from dataclasses import dataclass, field
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from lightning_mist.tensor_parallel.group import Reduction
 
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter"]
+"""A collective of a group."""
 
-@dataclass(slots=True)
+
 class CountingGroup:
-    """One rank of a group that is not there.
+    """Answers collectives with tensors of the right shape and no meaning; for costs traced on fake tensors.
+
+    Args:
+        size: Number of ranks.
+        rank: The rank that is played.
 
     Attributes:
-        size: Number of ranks.
-        rank: This rank's index.
-        calls: Operation and bytes of the whole tensor of every call, in order.
+        calls: Per call, in order: the operation and the bytes of the *whole* tensor: of the tensor reduced, of all
+            parts gathered, of all entries scattered.
     """
 
-    size: int
-    rank: int = 0
-    calls: list[tuple[str, int]] = field(default_factory=list)
+    def __init__(self, size: int, rank: int = 0) -> None:
+        self.size, self.rank = size, rank
+        self.calls: list[tuple[Operation, int]] = []
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """A tensor of the shape of the sum."""
-        self.calls.append(("all_reduce", tensor.numel() * tensor.element_size()))
-        return tensor.clone()
+        """A tensor of the same shape."""
+        self.calls.append(("all_reduce", _num_bytes(tensor)))
+        return torch.empty_like(tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """A tensor of the shape of all ranks' tensors."""
-        self.calls.append(("all_gather", self.size * tensor.numel() * tensor.element_size()))
+        """A tensor with one more dimension in front."""
+        self.calls.append(("all_gather", self.size * _num_bytes(tensor)))
         return tensor.new_empty((self.size, *tensor.shape))
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """A tensor of the shape of this rank's entry."""
-        self.calls.append(("reduce_scatter", tensor.numel() * tensor.element_size()))
+        """A tensor without the first dimension."""
+        self.calls.append(("reduce_scatter", _num_bytes(tensor)))
         return tensor.new_empty(tensor.shape[1:])
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

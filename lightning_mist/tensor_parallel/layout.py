@@ -1,142 +1,167 @@
-"""Where the parts of a split tensor lie: arithmetic on factor lists, without tensors.
+"""Which part of a tensor a rank holds, as data, and what views do to it.
 
-A layout has one tuple of factors ``(size, is_shared)`` per dimension, slowest first, whose product is the dimension's
-size. Exactly one factor of the whole layout is shared out: rank ``r`` of ``t`` holds entries ``[r n / t, (r + 1) n /
-t)`` of that factor of size ``n``. Views split factors and join them; a dimension whose part on a rank is no longer an
-equal number of evenly spaced blocks cannot be expressed (None), and such an operation needs the whole tensor.
+Of a tensor that is shared over ``t`` ranks exactly one dimension is shared out. That dimension is ``outer`` times ``t``
+equal chunks, and rank ``r`` holds chunk ``r`` of each time: a fused query-key-value dimension has ``outer`` = 3, a
+plain one 1. All that views, cuts and joins do to such a tensor follows from this pair (dimension, outer).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+
+import torch
+from torch import Tensor
 
 from lightning_mist.plan.tensor_split import Factors
 
-Layout = tuple[Factors, ...]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pattern:
-    """The entries of a dimension that a rank holds: of each of ``outer`` equal blocks, the rank's share of ``inner``.
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor is shared out over the ranks of a group.
 
     Attributes:
-        outer: Number of blocks.
-        inner: Entries of one block over all ranks.
+        sizes: The whole tensor's shape.
+        dim: The dimension that is shared out, from 0.
+        outer: How many times this dimension repeats one chunk per rank.
     """
 
-    outer: int
-    inner: int
+    sizes: tuple[int, ...]
+    dim: int
+    outer: int = 1
+
+    def __getitem__(self, dim: int) -> Factors:
+        """The factors of a dimension, slowest first, and which of them is shared out."""
+        size = self.sizes[dim]
+        if dim % len(self.sizes) != self.dim:
+            return ((size, False),)
+        return ((size, True),) if self.outer == 1 else ((self.outer, False), (size // self.outer, True))
+
+    @property
+    def from_end(self) -> int:
+        """The shared dimension counted from the last, which is -1: what broadcasting compares."""
+        return self.dim - len(self.sizes)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last dimension is the shared one."""
+        return self.dim == len(self.sizes) - 1
+
+    @property
+    def period(self) -> int:
+        """Length along the shared dimension in which every rank has one chunk."""
+        return self.sizes[self.dim] // self.outer
+
+    def local_sizes(self, degree: int) -> tuple[int, ...]:
+        """The shape of one rank's part."""
+        return self.resized(self.dim, self.sizes[self.dim] // degree).sizes
+
+    def resized(self, dim: int, size: int) -> "Layout":
+        """The same with another size of a dimension."""
+        return replace(self, sizes=(*self.sizes[:dim], size, *self.sizes[dim + 1 :]))
+
+    def is_like(self, other: "Layout") -> bool:
+        """Whether the parts of two tensors that broadcast meet their counterparts."""
+        return (
+            self.from_end == other.from_end
+            and self.outer == other.outer
+            and self.sizes[self.dim] == other.sizes[other.dim]
+        )
 
 
-def plain(sizes: Sequence[int]) -> Layout:
-    """The layout of whole dimensions, of which none is shared yet."""
-    return tuple(((size, False),) for size in sizes)
+def fits(layout: Layout, degree: int) -> bool:
+    """Whether every rank can hold an equal part."""
+    return layout.sizes[layout.dim] % (layout.outer * degree) == 0
 
 
-def shape_of(layout: Layout) -> tuple[int, ...]:
-    """The whole shape."""
-    return tuple(prod(size for size, _ in factors) for factors in layout)
+def infer_sizes(total: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes with the one that is -1 filled in.
 
-
-def local_size(factors: Factors, degree: int) -> int:
-    """Entries of a dimension that one rank holds."""
-    return prod(size // degree if is_shared else size for size, is_shared in factors)
-
-
-def local_shape(layout: Layout, degree: int) -> tuple[int, ...]:
-    """The shape of one rank's part."""
-    return tuple(local_size(factors, degree) for factors in layout)
-
-
-def is_shared(factors: Factors) -> bool:
-    """Whether a dimension is shared out."""
-    return any(shared for _, shared in factors)
-
-
-def shared_dim(layout: Layout) -> int:
-    """The dimension that is shared out."""
-    return next(dim for dim, factors in enumerate(layout) if is_shared(factors))
-
-
-def pattern(factors: Factors) -> Pattern:
-    """Which entries of a shared dimension a rank holds."""
-    position = next(index for index, (_, shared) in enumerate(factors) if shared)
-    return Pattern(
-        outer=prod(size for size, _ in factors[:position]), inner=prod(size for size, _ in factors[position:])
-    )
-
-
-def replaced(layout: Layout, dim: int, factors: Factors) -> Layout:
-    """The layout with other factors in one dimension."""
-    return (*layout[:dim], factors, *layout[dim + 1 :])
-
-
-def _meaningful(factors: Sequence[tuple[int, bool]]) -> Factors:
-    kept = tuple((size, shared) for size, shared in factors if size != 1 or shared)
-    return kept or ((1, False),)
-
-
-def resolve(layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
-    """A shape with its ``-1`` filled in."""
-    sizes = list(sizes)
-    if -1 in sizes:
-        total = prod(shape_of(layout))
-        sizes[sizes.index(-1)] = total // max(1, prod(size for size in sizes if size != -1))
-    return tuple(sizes)
-
-
-def view(layout: Layout, sizes: Sequence[int], degree: int) -> Layout | None:
-    """The layout after a view of another shape, None if a rank's part cannot be viewed so."""
-    left = [(size, shared) for factors in layout for size, shared in factors if size != 1 or shared]
-    found: list[Factors] = []
-    for size in resolve(layout, sizes):
-        factors: list[tuple[int, bool]] = []
-        needed = size
-        while needed > 1 or (left and left[0] == (1, True) and not factors):
-            if not left:
-                return None
-            first, shared = left[0]
-            if needed % first == 0:
-                factors.append(left.pop(0))
-                needed //= first
-            elif first % needed == 0 and not (shared and needed % degree):
-                factors.append((needed, shared))
-                left[0] = (first // needed, False)
-                needed = 1
-            else:
-                return None
-        found.append(_meaningful(factors))
-    if any(size != 1 or shared for size, shared in left):
-        return None
-    return tuple(found)
-
-
-def cut(factors: Factors, start: int, end: int, degree: int) -> tuple[Factors, int, int] | None:
-    """Entries ``[start, end)`` of a shared dimension: their factors, and where they lie in a rank's part.
-
-    None unless whole outer blocks are taken.
+    Raises:
+        ValueError: If the sizes do not make up ``total``.
     """
-    factors = _meaningful(factors)
-    size = prod(count for count, _ in factors)
-    if (start, end) == (0, size):
-        return factors, 0, local_size(factors, degree)
-    first, shared = factors[0]
-    if shared:
-        return None
-    inner = size // first
-    if start % inner or end % inner:
-        return None
-    local_inner = local_size(factors[1:], degree)
-    count = (end - start) // inner
-    rest = factors[1:] if count == 1 else ((count, False), *factors[1:])
-    return rest, start // inner * local_inner, end // inner * local_inner
+    known = prod(size for size in sizes if size != -1)
+    if sizes.count(-1) == 1 and known and total % known == 0:
+        return tuple(total // known if size == -1 else size for size in sizes)
+    if -1 in sizes or known != total:
+        raise ValueError(f"shape {list(sizes)} is invalid for a tensor of {total} elements")
+    return sizes
 
 
-def broadcast(layout: Layout, shape: Sequence[int]) -> Layout:
-    """The layout of an operand aligned at the last dimension with a broadcast shape; the shared dimension is kept."""
-    offset = len(shape) - len(layout)
-    found: list[Factors] = [((size, False),) for size in shape]
-    for dim, factors in enumerate(layout):
-        if is_shared(factors) or prod(size for size, _ in factors) == shape[offset + dim]:
-            found[offset + dim] = factors
-    return tuple(found)
+def view(layout: Layout, sizes: tuple[int, ...], degree: int) -> Layout | None:
+    """The layout of a tensor seen in another shape, None if no dimension of that shape is then evenly shared out.
+
+    In memory order the tensor is ``repeats`` times one chunk per rank. A dimension of the new shape takes these chunks
+    if the dimensions before it only count repeats and the ones behind it only cut chunks.
+
+    Args:
+        layout: The layout now.
+        sizes: The new shape, of as many elements.
+        degree: Number of ranks.
+    """
+    repeats = prod(layout.sizes[: layout.dim]) * layout.outer
+    before = 1
+    for dim, size in enumerate(sizes):
+        if before == 0 or repeats % before:
+            return None
+        if size > 1 and (before * size) % (repeats * degree) == 0:
+            return Layout(sizes, dim, repeats // before)
+        before *= size
+    return None
+
+
+def permute(layout: Layout, order: tuple[int, ...]) -> Layout:
+    """The layout after the dimensions are put into an order (none of them negative)."""
+    return Layout(tuple(layout.sizes[dim] for dim in order), order.index(layout.dim), layout.outer)
+
+
+def insert(layout: Layout, dim: int, size: int = 1) -> Layout:
+    """The layout with a new dimension that is not shared out at position ``dim``."""
+    sizes = (*layout.sizes[:dim], size, *layout.sizes[dim:])
+    return Layout(sizes, layout.dim + (dim <= layout.dim), layout.outer)
+
+
+def remove(layout: Layout, dims: frozenset[int]) -> Layout:
+    """The layout without some dimensions, of which none is the shared one."""
+    sizes = tuple(size for dim, size in enumerate(layout.sizes) if dim not in dims)
+    return Layout(sizes, layout.dim - sum(dim < layout.dim for dim in dims), layout.outer)
+
+
+def slice_shared(layout: Layout, start: int, end: int) -> Layout | None:
+    """The layout of ``start`` to ``end`` along the shared dimension, None if that cuts into a period.
+
+    In a part of one of ``t`` ranks these are ``start / t`` to ``end / t``.
+    """
+    period = layout.period
+    if start % period or end % period or end <= start:
+        return None
+    return Layout(layout.resized(layout.dim, end - start).sizes, layout.dim, (end - start) // period)
+
+
+def take(tensor: Tensor, layout: Layout, rank: int, degree: int) -> Tensor:
+    """One rank's part of a whole tensor; a view where that is possible."""
+    dim, whole = layout.dim, layout.sizes[layout.dim]
+    if layout.outer == 1:
+        return tensor.narrow(dim, rank * whole // degree, whole // degree)
+    chunk = whole // (layout.outer * degree)
+    cut = torch.unflatten(tensor, dim, (layout.outer, degree, chunk))
+    return cut.select(dim + 1, rank).flatten(dim, dim + 1)
+
+
+def stack_parts(tensor: Tensor, layout: Layout, degree: int) -> Tensor:
+    """The parts of all ranks of a whole tensor, one per entry of a new first dimension, contiguous."""
+    dim = layout.dim
+    chunk = layout.sizes[dim] // (layout.outer * degree)
+    cut = torch.unflatten(tensor, dim, (layout.outer, degree, chunk)).movedim(dim + 1, 0)
+    return cut.flatten(dim + 1, dim + 2).contiguous()
+
+
+def join_parts(parts: Tensor, layout: Layout, degree: int) -> Tensor:
+    """The whole tensor from the parts of all ranks, stacked along the first dimension."""
+    dim = layout.dim
+    chunk = layout.sizes[dim] // (layout.outer * degree)
+    cut = torch.unflatten(parts, dim + 1, (layout.outer, chunk)).movedim(0, dim + 1)
+    return cut.reshape(layout.sizes)
+
+
+def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what broadcasts from several shapes."""
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]

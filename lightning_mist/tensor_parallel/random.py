@@ -1,4 +1,10 @@
-"""Random numbers of parts: none is drawn twice, and what all ranks draw alike stays alike."""
+"""Random numbers on parts.
+
+Values that all ranks hold whole draw from the common stream of the device's default generator, which is equal on all
+ranks. A part draws from a stream of its own, whose seed comes from the common stream and the rank: two ranks never
+repeat each other, the common stream moves on alike everywhere, and a recomputation that restores the generators gets
+the same numbers again.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,42 +13,41 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_mist.tensor_parallel.group import TensorGroup
-
-_BITS = 62
-"""Bits of a drawn seed; ``manual_seed`` takes 64, and a signed integer is drawn."""
-
+_MASK = (1 << 64) - 1
+# CUDA's generator counts its offset in steps of 4 (ATen/cuda/CUDAGeneratorImpl.cpp).
 _CUDA_STEP = 4
-"""Offsets of CUDA's Philox generator are multiples of four (``torch/csrc/cuda/Generator``)."""
+
+
+def mix(value: int, rank: int) -> int:
+    """A seed for a rank from a common value: SplitMix64 (Steele, Lea, Flood 2014) after rank + 1 steps."""
+    value = (value + (rank + 1) * 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (value ^ (value >> 31)) & (_MASK >> 1)
 
 
 @contextmanager
-def own_random(like: Tensor, group: TensorGroup) -> Iterator[None]:
-    """Inside, the default generator of a tensor's device draws numbers of this rank's own.
-
-    The common stream advances by one number, the same on every rank, so that it stays common. Whoever restores the
-    common stream (recomputation in backward) gets the same numbers here too.
-
-    Args:
-        like: A tensor on the device.
-        group: The ranks.
-    """
-    if isinstance(like, FakeTensor):
+def own_stream(part: Tensor, rank: int) -> Iterator[None]:
+    """Inside, the default generator of a part's device gives numbers that are this rank's alone."""
+    if isinstance(part, FakeTensor) or part.device.type not in ("cpu", "cuda"):
         yield
         return
-    if like.device.type == "cuda":
-        generator = torch.cuda.default_generators[like.device.index or 0]
-        # Drawing a number would wait for the device: its place in the stream is as good, and known to the host.
-        offset = generator.get_offset()
-        drawn = hash((generator.initial_seed(), offset)) % 2**_BITS
-        generator.set_offset(offset + _CUDA_STEP)
-    else:
+    if part.device.type == "cpu":
         generator = torch.default_generator
-        drawn = int(torch.randint(2**_BITS, ()))
-    seed = drawn // group.size * group.size + group.rank
-    state = generator.get_state()
-    generator.manual_seed(seed)
+        common = int(torch.randint(1 << 62, (), device="cpu").item())
+        state = generator.get_state()
+        generator.manual_seed(mix(common, rank))
+        try:
+            yield
+        finally:
+            generator.set_state(state)
+        return
+    # Seed and offset are on the host: nothing here waits for the device.
+    generator = torch.cuda.default_generators[part.device.index or 0]
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    generator.manual_seed(mix(mix(seed & _MASK, 0) ^ offset, rank))
     try:
         yield
     finally:
-        generator.set_state(state)
+        generator.manual_seed(seed)
+        generator.set_offset(offset + _CUDA_STEP)

@@ -1,9 +1,8 @@
-"""Rules for what multiplies by parameters: linear layers, their transposed kind, and embeddings.
+"""Rules for products of matrices.
 
-A weight whose outputs are shared out gives each rank its outputs of the whole input (*column parallel*); one whose
-inputs are shared out gives each rank a part of the sum over its inputs (*row parallel*), and the sum of the ranks'
-parts is the result (Shoeybi et al., Megatron-LM, 2019). With hidden states shared along the sequence the input is
-gathered before the first and the sum is scattered after the second (Korthikanti et al., 2022).
+A dimension of a product plays one of four parts: *rows* of the left operand, *columns* of the right one, *inner* (what
+is summed over), or *batch*. With the right operand a weight, sharing its columns is column parallelism: inputs are
+whole, outputs shared. Sharing the inner dimension is row parallelism: inputs are shared, the ranks' outputs summands.
 """
 
 from collections.abc import Callable
@@ -13,198 +12,139 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_mist.tensor_parallel import layout as layouts
-from lightning_mist.tensor_parallel.rules import bind, like, pattern_of, rule
-from lightning_mist.tensor_parallel.tensor import SplitContext, SplitTensor, gathered
-
-Arguments = tuple[Any, ...]
-Keywords = dict[str, Any]
+from lightning_mist.tensor_parallel import collectives
+from lightning_mist.tensor_parallel.context import SplitContext
+from lightning_mist.tensor_parallel.layout import Layout, broadcast
+from lightning_mist.tensor_parallel.operands import bind, input_of, operand, part_along, summed
+from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, layout_of, rule, wrap
 
 
 @rule("linear")
-def _linear(func: Callable[..., Any], args: Arguments, kwargs: Keywords, context: SplitContext) -> Any:
+def linear(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``input @ weight.T + bias``."""
     given = bind(("input", "weight", "bias"), args, kwargs, bias=None)
-    return linear(given["input"], given["weight"], given["bias"], context)
+    return _linear(context, given["input"], given["weight"], given["bias"])
 
 
-def linear(value: Tensor, weight: Tensor, bias: Tensor | None, context: SplitContext) -> Any:
-    """``value @ weight.T + bias`` with any of them split."""
-    if not isinstance(weight, SplitTensor):
-        return _whole_weight(value, weight, bias, context)
-    if len(weight.placement) != 2:
+def _linear(context: SplitContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    known = layout_of(weight)
+    if weight.dim() != 2:
         return NotImplemented
-    if weight.shared_dim == 0:
-        return _column(value, weight, bias, context)
-    return _row(value, weight, bias, context)
+    if known is not None and known.dim == 0:
+        bias = None if bias is None else part_along(context, bias, 0, known.outer)
+        sizes = (*x.shape[:-1], known.sizes[0])
+        out = F.linear(input_of(context, x), _local(weight), bias)
+        return wrap(out, Layout(sizes, len(sizes) - 1, known.outer), context)
+    shared = known or layout_of(x)
+    if shared is None:
+        return NotImplemented  # only the bias is split
+    if known is not None or shared.is_last:
+        summand = F.linear(part_along(context, x, -1, shared.outer), part_along(context, weight, 1, shared.outer))
+        total = summed(context, summand)
+        return total if bias is None else total + gathered(bias)
+    bias = None if bias is None else collectives.copy_in(gathered(bias), context.group)
+    out = F.linear(_local(x), collectives.copy_in(weight, context.group), bias)
+    return wrap(out, shared.resized(len(shared.sizes) - 1, weight.shape[0]), context)
 
 
-def _whole_weight(value: Tensor, weight: Tensor, bias: Tensor | None, context: SplitContext) -> Any:
-    """A weight that every rank has: each applies it to its part, unless the part is one of the inputs of a sum."""
-    if isinstance(bias, SplitTensor) or not isinstance(value, SplitTensor):
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, SplitTensor) else tensor
+
+
+@rule("matmul", "mm", "bmm", "__matmul__", "__rmatmul__")
+def matmul(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Products of matrices, also many at once."""
+    if kwargs.get("out") is not None or len(args) + len(kwargs) != 2:
         return NotImplemented
-    if value.shared_dim == len(value.placement) - 1:
-        return NotImplemented
-    local = F.linear(value.local, context.copy_in(weight), context.copy_in(bias))
-    return like(local, (*value.placement[:-1], ((weight.shape[0], False),)), context)
-
-
-def _column(value: Tensor, weight: SplitTensor, bias: Tensor | None, context: SplitContext) -> Any:
-    if bias is not None and not isinstance(bias, SplitTensor):
-        bias = context.part(bias, 0, pattern_of(weight).outer)
-    elif isinstance(bias, SplitTensor):
-        bias = bias.local
-    local = F.linear(_input_of_column(value, context), weight.local, bias)
-    return like(local, (*layouts.plain(local.shape[:-1]), weight.placement[0]), context)
-
-
-def _input_of_column(value: Tensor, context: SplitContext) -> Tensor:
-    """The whole input, whose gradient is the sum of what every rank's outputs make of it."""
-    if isinstance(value, SplitTensor):
-        return gathered(value, is_shared_work=True)
-    copied: Tensor = context.copy_in(value)
-    return copied
-
-
-def _row(value: Tensor, weight: SplitTensor, bias: Tensor | None, context: SplitContext) -> Any:
-    product = F.linear(_input_of_row(value, weight, 1, context), weight.local)
-    return _with_bias(context.reduce_out(product), bias, context)
-
-
-def _input_of_row(value: Tensor, weight: SplitTensor, dim: int, context: SplitContext) -> Tensor:
-    """The inputs that belong to this rank's part of the weight."""
-    pattern = layouts.pattern(weight.placement[dim])
-    last = len(value.shape) - 1
-    if isinstance(value, SplitTensor):
-        if value.shared_dim == last and pattern_of(value) == pattern:
-            return value.local
-        if value.shared_dim == last:
-            context.gathered["linear"] += 1
-        value = gathered(value)
-    return context.part(value, last, pattern.outer)
-
-
-def _with_bias(result: Any, bias: Tensor | None, context: SplitContext) -> Any:
-    """The bias is added once, after the sum."""
-    if bias is None:
-        return result
-    if isinstance(bias, SplitTensor):
-        bias = gathered(bias)
-    if isinstance(result, SplitTensor):
-        return like(result.local + context.copy_in(bias), result.placement, context)
-    return result + bias
-
-
-@rule("addmm")
-def _addmm(func: Callable[..., Any], args: Arguments, kwargs: Keywords, context: SplitContext) -> Any:
-    given = bind(("input", "mat1", "mat2"), args, kwargs)
-    weight = given["mat2"]
-    if not isinstance(weight, SplitTensor) or {"beta", "alpha", "out"} & given.keys():
-        return NotImplemented
-    return _transposed(given["mat1"], weight, given["input"], context)
-
-
-def _transposed(value: Tensor, weight: SplitTensor, bias: Tensor | None, context: SplitContext) -> Any:
-    """``value @ weight + bias`` for a weight with its inputs first, as in GPT-2."""
-    if len(weight.placement) != 2:
-        return NotImplemented
-    if weight.shared_dim == 0:
-        product = torch.matmul(_input_of_row(value, weight, 0, context), weight.local)
-        return _with_bias(context.reduce_out(product), bias, context)
-    local = torch.matmul(_input_of_column(value, context), weight.local)
-    result = like(local, (*layouts.plain(local.shape[:-1]), weight.placement[1]), context)
-    if bias is None:
-        return result
-    part = bias.local if isinstance(bias, SplitTensor) else context.part(bias, bias.dim() - 1, pattern_of(weight).outer)
-    return like(local + part, result.placement, context)
-
-
-@rule("matmul", "__matmul__", "__rmatmul__", "bmm", "mm")
-def _matmul(func: Callable[..., Any], args: Arguments, kwargs: Keywords, context: SplitContext) -> Any:
-    given = bind(("input", "other"), args, {k: v for k, v in kwargs.items() if k != "out"})
-    left, right = given["input"], given.get("other", given.get("mat2"))
-    if func.__name__ == "__rmatmul__":
+    left, right = (*args, *kwargs.values())
+    if func == Tensor.__rmatmul__:
         left, right = right, left
-    return product(left, right, context)
+    return _matmul(context, left, right)
 
 
-def product(left: Any, right: Any, context: SplitContext) -> Any:
-    """A matrix product of which one or both factors are split."""
-    if (
-        isinstance(left, SplitTensor)
-        and isinstance(right, SplitTensor)
-        and len(right.placement) == 2 == len(left.placement)
-    ):
-        return NotImplemented if right.shared_dim else _transposed(left, right, None, context)
-    if isinstance(right, SplitTensor) and len(right.placement) == 2:
-        return _transposed(left, right, None, context)
-    if isinstance(left, SplitTensor) and isinstance(right, SplitTensor):
-        return _batched(left, right, context)
-    if isinstance(left, SplitTensor):
-        return _times_whole(left, right, context)
-    return _whole_times(left, right, context)
-
-
-def _batched(left: SplitTensor, right: SplitTensor, context: SplitContext) -> Any:
-    """Both are shared out along the same batch dimension (heads)."""
-    same_place = left.shared_dim - len(left.placement) == right.shared_dim - len(right.placement) < -2
-    if not same_place or pattern_of(left) != pattern_of(right):
+def _matmul(context: SplitContext, left: Tensor, right: Tensor) -> Any:
+    """The product; NotImplemented where one operand is a vector or both are shared in ways that do not meet."""
+    if left.dim() < 2 or right.dim() < 2:
         return NotImplemented
-    local = torch.matmul(left.local, right.local)
-    longer = left.placement if len(left.placement) >= len(right.placement) else right.placement
-    shape = torch.broadcast_shapes(layouts.shape_of(left.placement)[:-2], layouts.shape_of(right.placement)[:-2])  # type: ignore[no-untyped-call]
-    layout = layouts.broadcast(longer[:-2], shape)
-    return like(local, (*layout, left.placement[-2], right.placement[-1]), context)
+    known_left, known_right = layout_of(left), layout_of(right)
+    at_left = 0 if known_left is None else known_left.from_end
+    at_right = 0 if known_right is None else known_right.from_end
+    result: Any = NotImplemented
+    if known_right is not None and at_right == -1:
+        if at_left >= -2 or right.dim() == 2:
+            product = torch.matmul(input_of(context, left), _local(right))
+            result = wrap(product, Layout(_sizes(left, right), product.dim() - 1, known_right.outer), context)
+    elif at_left == -1 or at_right == -2:
+        inner = known_right if at_right == -2 else known_left
+        if inner is not None and at_left >= -2 and at_right >= -2:
+            parts = part_along(context, left, -1, inner.outer), part_along(context, right, -2, inner.outer)
+            result = summed(context, torch.matmul(*parts))
+    elif at_left == -2:
+        if known_left is not None and known_right is None:
+            product = torch.matmul(_local(left), collectives.copy_in(right, context.group))
+            result = wrap(product, Layout(_sizes(left, right), product.dim() - 2, known_left.outer), context)
+    else:
+        main = known_right if known_left is None else known_left
+        if main is not None:
+            sizes = _sizes(left, right)
+            layout = Layout(sizes, len(sizes) + main.from_end, main.outer)
+            product = torch.matmul(operand(context, left, layout), operand(context, right, layout))
+            result = wrap(product, layout, context)
+    return result
 
 
-def _times_whole(left: SplitTensor, right: Tensor, context: SplitContext) -> Any:
-    """Rows or batches of the left factor are shared out; the right one is used by every rank."""
-    if left.shared_dim == len(left.placement) - 1 or (right.dim() > 2 and left.shared_dim < len(left.placement) - 2):
+def _sizes(left: Tensor, right: Tensor) -> tuple[int, ...]:
+    """The shape of a product."""
+    return (*broadcast(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
+
+
+@rule("addmm", "baddbmm")
+def addmm(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``beta * input + alpha * (left @ right)``."""
+    given = bind(("input", "left", "right"), args, kwargs, beta=1, alpha=1)
+    left = next(given[name] for name in ("left", "mat1", "batch1") if name in given)
+    right = next(given[name] for name in ("right", "mat2", "batch2") if name in given)
+    added, known = given["input"], layout_of(right)
+    if kwargs.get("out") is not None:
         return NotImplemented
-    local = torch.matmul(left.local, context.copy_in(right))
-    if right.dim() == 1:
-        return like(local, left.placement[:-1], context)
-    layout = (*left.placement[:-1], ((right.shape[-1], False),))
-    if local.dim() != len(layout):
+    if known is not None and known.is_last and right.dim() == 2 and added.dim() == 1:
+        layout = Layout((left.shape[0], known.sizes[1]), 1, known.outer)
+        scale = {"beta": given["beta"], "alpha": given["alpha"]}
+        bias = part_along(context, added, 0, known.outer)
+        return wrap(torch.addmm(bias, input_of(context, left), _local(right), **scale), layout, context)
+    product = torch.matmul(left, right)
+    product = product if given["alpha"] == 1 else product * given["alpha"]
+    if given["beta"] == 0:
+        return product
+    return product + (added if given["beta"] == 1 else added * given["beta"])
+
+
+@rule("einsum")
+def einsum(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sums over products named by letters: on parts if one letter is shared."""
+    equation, tensors = args[0], args[1:]
+    if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
+        tensors = tuple(tensors[0])
+    if not isinstance(equation, str) or "." in equation:
         return NotImplemented
-    return like(local, layout, context)
-
-
-def _whole_times(left: Tensor, right: SplitTensor, context: SplitContext) -> Any:
-    """Columns of the right factor are shared out."""
-    if right.shared_dim != len(right.placement) - 1 or left.dim() > len(right.placement) or left.dim() < 2:
+    left, arrow, output = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow or any(len(set(term)) != len(term) for term in terms):
         return NotImplemented
-    local = torch.matmul(context.copy_in(left), right.local)
-    return like(local, (*layouts.plain(local.shape[:-1]), right.placement[-1]), context)
-
-
-@rule("embedding")
-def _embedding(func: Callable[..., Any], args: Arguments, kwargs: Keywords, context: SplitContext) -> Any:
-    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-    given = bind(names, args, kwargs, padding_idx=None, max_norm=None, scale_grad_by_freq=False, sparse=False)
-    tokens, weight = given["input"], given["weight"]
-    if not isinstance(weight, SplitTensor) or isinstance(tokens, SplitTensor):
+    layouts = [layout_of(tensor) for tensor in tensors]
+    shared = {(term[found.dim], found.outer) for term, found in zip(terms, layouts, strict=True) if found is not None}
+    if len(shared) != 1:
         return NotImplemented
-    if given["max_norm"] is not None or given["scale_grad_by_freq"] or given["sparse"]:
-        return NotImplemented
-    padding = given["padding_idx"]
-    if weight.shared_dim == 1:
-        local = F.embedding(tokens, weight.local, padding)
-        return like(local, (*layouts.plain(tokens.shape), weight.placement[1]), context)
-    if pattern_of(weight).outer != 1:
-        return NotImplemented
-    return _vocabulary(tokens, weight, padding, context)
-
-
-def _vocabulary(tokens: Tensor, weight: SplitTensor, padding: int | None, context: SplitContext) -> Any:
-    """Every rank looks up the tokens whose rows it has; the sum over ranks has them all."""
-    count = weight.local.shape[0]
-    rows = tokens - context.group.rank * count
-    is_elsewhere = (rows < 0) | (rows >= count)
-    found = F.embedding(rows.masked_fill(is_elsewhere, 0), weight.local)
-    is_without_gradient = is_elsewhere.unsqueeze(-1)
-    found = found.masked_fill(is_without_gradient, 0.0)
-    if padding is not None:
-        # A padding row has a value and no gradient.
-        is_padding = (tokens == padding % layouts.shape_of(weight.placement)[0]).unsqueeze(-1)
-        found = torch.where(is_padding, found.detach(), found)
-    return context.reduce_out(found)
+    letter, outer = next(iter(shared))
+    parts = [
+        part_along(context, tensor, term.index(letter), outer)
+        if letter in term
+        else collectives.copy_in(tensor, context.group)
+        for term, tensor in zip(terms, tensors, strict=True)
+    ]
+    result = torch.einsum(equation, *parts)
+    if letter not in output:
+        return summed(context, result)
+    sizes = list(result.shape)
+    sizes[output.index(letter)] *= context.degree
+    return wrap(result, Layout(tuple(sizes), output.index(letter), outer), context)

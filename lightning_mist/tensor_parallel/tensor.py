@@ -1,98 +1,55 @@
-"""A tensor that holds one rank's part and shows the shape of the whole.
+"""A tensor of which every rank holds a part and that looks like the whole.
 
-User code that divides a width by a number of heads, views and transposes runs unchanged: every torch function that it
-calls on a :class:`SplitTensor` comes here, and a rule of its own (:mod:`~lightning_mist.tensor_parallel.rules`) says
-what the parts make of it. A function without a rule gets the gathered whole, which is right and slower; the context
-counts them.
+:class:`SplitTensor` acts where Python calls torch: a *rule* for the called function works on the parts, and gradients
+flow through the parts by torch's own autograd. A function without a rule, or called in a way that its rule does not
+know, gets the whole tensors: correct and slower, and counted in ``SplitContext.gathered``. What would be wrong with
+whole tensors, because it writes into them, is refused.
 """
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from lightning_mist.errors import TraceError
-from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
-from lightning_mist.tensor_parallel import layout as layouts
-from lightning_mist.tensor_parallel.collectives import (
-    CopyIn,
-    Gather,
-    ReduceOut,
-    ReduceScatter,
-    Scatter,
-    divided,
-    joined,
-)
-from lightning_mist.tensor_parallel.group import TensorGroup
+from lightning_mist.tensor_parallel import collectives
+from lightning_mist.tensor_parallel.context import SplitContext
 from lightning_mist.tensor_parallel.layout import Layout
 
-Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], "SplitContext"], Any]
-"""What a torch function means for parts; gives ``NotImplemented`` where it needs the whole."""
+Rule = Callable[[SplitContext, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Computes a torch function on parts: context, function, args, kwargs; NotImplemented where it cannot."""
 
-RULES: dict[str, Rule] = {}
-"""Rules by the name of the torch function; filled by the modules of rules."""
+RULES: dict[Callable[..., Any], Rule] = {}
+"""The rule of every torch function that has one; filled by the modules ``rules_*``."""
+
+_NAMESPACES = (torch, Tensor, F, torch._C._nn, torch.special)
 
 
-class SplitContext:
-    """What all split tensors of one stage have in common.
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Make a function the rule of all torch functions and methods of some names."""
 
-    Args:
-        group: The ranks that share the tensors.
-        sequence_parallel: Whether hidden states between split layers are shared out along the sequence.
+    def register(function: Rule) -> Rule:
+        for name in names:
+            for space in _NAMESPACES:
+                if hasattr(space, name):
+                    RULES[getattr(space, name)] = function
+        return function
 
-    Attributes:
-        gathered: How often a function without a rule needed the whole, by its name.
-        sequence: Dimension and length of the sequence of the hidden states, once they are shared out.
-    """
-
-    def __init__(self, group: TensorGroup, sequence_parallel: bool = False) -> None:
-        self.group, self.sequence_parallel = group, sequence_parallel
-        self.degree = group.size
-        self.gathered: Counter[str] = Counter()
-        self.sequence: tuple[int, int] | None = None
-        self._recent: tuple[Tensor, int, Tensor] | None = None
-
-    def copy_in(self, value: Any) -> Any:
-        """A value that every rank has, about to be used for a part of the work; anything else as it is."""
-        if not isinstance(value, Tensor) or not value.requires_grad or not torch.is_grad_enabled():
-            return value
-        if self._recent is not None and self._recent[0] is value and self._recent[1] == value._version:
-            # Query, key and value projections of one input: one sum of gradients is enough.
-            return self._recent[2]
-        copied = CopyIn.apply(value, self.group)  # type: ignore[no-untyped-call]
-        if not value.is_leaf:
-            self._recent = (value, value._version, copied)
-        return copied
-
-    def forget(self) -> None:
-        """Let go of the last tensor that was copied in."""
-        self._recent = None
-
-    def reduce_out(self, value: Tensor) -> "Tensor | SplitTensor":
-        """The sum over ranks of what each computed: whole, or shared along the sequence where that runs."""
-        if self.sequence_parallel and self.sequence is not None:
-            dim, length = self.sequence
-            if value.dim() > dim + 1 and value.shape[dim] == length:
-                part: Tensor = ReduceScatter.apply(value, dim, self.group)  # type: ignore[no-untyped-call]
-                return SplitTensor(part, _along(value.shape, dim), self)
-        return ReduceOut.apply(value, self.group)  # type: ignore[no-untyped-call,no-any-return]
-
-    def part(self, value: Tensor, dim: int, outer: int) -> Tensor:
-        """This rank's part of a value that every rank has."""
-        return Scatter.apply(value, dim, outer, self.group)  # type: ignore[no-untyped-call,no-any-return]
+    return register
 
 
 class SplitTensor(Tensor):
-    """A tensor of which this rank holds a part.
+    """A tensor whose parts lie on several ranks.
 
-    Args:
-        local: The part.
-        layout: The factors of every dimension of the whole.
-        context: The ranks that share it.
+    Made by ``present``, ``split_sequence`` or :func:`wrap`.
+
+    Attributes:
+        local: This rank's part.
+        placement: Which part it is.
+        context: The ranks.
     """
 
     local: Tensor
@@ -101,212 +58,222 @@ class SplitTensor(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout, context: SplitContext) -> "SplitTensor":
-        """Wrap a part."""
-        shape = layouts.shape_of(layout)
-        made: SplitTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        made.local, made.placement, made.context = local, layout, context
-        return made
+        """A part as the whole tensor; see :func:`wrap`."""
+        tensor: SplitTensor = Tensor._make_wrapper_subclass(cls, layout.sizes, dtype=local.dtype, device=local.device)
+        tensor.local, tensor.placement, tensor.context = local, layout, context
+        return tensor
 
-    def __init__(self, local: Tensor, layout: Layout, context: SplitContext) -> None:
-        if tuple(local.shape) != layouts.local_shape(layout, context.degree):
-            raise TraceError(
-                f"a part of shape {tuple(local.shape)} for the layout {layout} over {context.degree} ranks: "
-                f"it must have the shape {layouts.local_shape(layout, context.degree)}"
-            )
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        check_no_function()
+        found = RULES.get(func)
+        if found is not None:
+            result = found(first_of(args, kwargs).context, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return gather_and_call(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise TraceError(
+            f"{func}: a split tensor reached code below torch's Python functions (a C++ extension or an autograd "
+            "function that was bound before): use tensor_parallel_degree 1 for this layer"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SplitTensor({self.placement}, part={self.local!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TraceError(
+            "a split tensor was pickled or copied deeply: each rank has only a part of it. Copy the module "
+            "before it is split"
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__reduce_ex__(4)
 
     @property
     def shared_dim(self) -> int:
         """The dimension that is shared out."""
-        return layouts.shared_dim(self.placement)
+        return self.placement.dim
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a torch function on parts, or on the gathered whole."""
-        return _run(func, args, kwargs or {})
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Shape of the whole."""
+        return torch.Size(self.placement.sizes)
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuse what passed torch functions by."""
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Number of dimensions."""
+        return len(self.placement.sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Element type."""
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Device of the part."""
+        return self.local.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the part requires a gradient."""
+        return self.local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.local.requires_grad = value
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """The part's node of the graph."""
+        return self.local.grad_fn
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Whether the part is a leaf."""
+        return self.local.is_leaf
+
+    @property
+    def data(self) -> Tensor:
+        """The same values outside of the graph."""
+        return wrap(self.local.data, self.placement, self.context)
+
+    @data.setter
+    def data(self, value: Tensor) -> NoReturn:
         raise TraceError(
-            f"a tensor shared out over tensor-parallel ranks reached {func} below torch's functions (through an "
-            "extension or a custom autograd.Function): this layer cannot be split; use tensor_parallel_degree=1"
+            f"the data of a split tensor of shape {tuple(self.shape)} was replaced: each rank has only a part of it. "
+            "Use tensor_parallel_degree 1"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """The layout; values are on several ranks."""
-        return f"SplitTensor(shape={tuple(layouts.shape_of(self.placement))}, layout={self.placement})"
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, split in the same way."""
+        gradient = self.local.grad
+        return None if gradient is None else wrap(gradient, self.placement, self.context)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is None or (isinstance(value, SplitTensor) and value.placement == self.placement):
+            self.local.grad = None if value is None else value.local
+            return
+        raise TraceError("the gradient of a split tensor was set to one that is not split alike: set it to None")
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return len(self.placement.sizes)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Shape of the whole, or one size of it."""
+        return self.shape if dim is None else self.placement.sizes[dim]
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        """Refused: the hook would see a part of the gradient."""
+        raise TraceError(
+            "a hook was registered on a split tensor: it would see a part of the gradient. Register it on "
+            "the module's parameter or use tensor_parallel_degree 1"
+        )
+
+    def retain_grad(self) -> None:
+        """Keep the part's gradient."""
+        self.local.retain_grad()
+
+    def requires_grad_(self, requires_grad: bool = True) -> "SplitTensor":
+        """Make the part require a gradient."""
+        self.local.requires_grad_(requires_grad)
+        return self
 
 
-def _along(shape: Sequence[int], dim: int) -> Layout:
-    """Whole dimensions, of which one is shared out."""
-    return layouts.replaced(layouts.plain(shape), dim, ((shape[dim], True),))
+def wrap(local: Tensor, layout: Layout, context: SplitContext) -> SplitTensor:
+    """A part as the whole tensor."""
+    return SplitTensor(local, layout, context)
 
 
-def split_leaves(value: Any) -> list[SplitTensor]:
-    """The split tensors among the leaves of nested containers."""
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, SplitTensor)]
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part; a plain tensor is its own part."""
+    return tensor.local if isinstance(tensor, SplitTensor) else tensor
 
 
-_OF_LOCAL = frozenset(
-    {"device", "dtype", "requires_grad", "grad_fn", "is_leaf", "layout", "is_cuda", "is_sparse", "is_quantized",
-     "is_nested", "is_meta", "is_cpu", "is_mkldnn", "itemsize", "grad", "names", "retains_grad", "is_mps", "is_xpu"}
-)  # fmt: skip
-"""Properties that the part answers for the whole."""
-
-_OF_SHAPE = frozenset(
-    {"size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "is_contiguous", "storage_offset"}
-)
-"""Methods that the empty tensor of the whole shape answers."""
-
-_OF_PART = frozenset({"is_floating_point", "is_complex", "is_signed", "get_device", "element_size", "is_inference"})
+def layout_of(tensor: Tensor) -> Layout | None:
+    """How a tensor is shared out, None if all ranks hold it whole."""
+    return tensor.placement if isinstance(tensor, SplitTensor) else None
 
 
-def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = str(getattr(func, "__name__", func))
-    with torch._C.DisableTorchFunctionSubclass():
-        if name == "__get__":
-            return _property(func, args[0])
-        if name in _OF_SHAPE:
-            return getattr(torch.empty(layouts.shape_of(args[0].placement), device="meta"), name)(*args[1:], **kwargs)
-        if name in _OF_PART:
-            return func(args[0].local)
-        if name in ("__set__", "backward", "register_hook", "retain_grad", "requires_grad_", "detach_"):
-            raise TraceError(
-                f"{name} on a tensor shared out over tensor-parallel ranks: it can be computed with, and not changed "
-                "or watched; use tensor_parallel_degree=1"
-            )
-        context = split_leaves((args, kwargs))[0].context
-        rule = RULES.get(name)
-        result = NotImplemented if rule is None else rule(func, args, kwargs, context)
-        if result is not NotImplemented:
-            return result
-        if name.endswith("_") and not name.endswith("__") and isinstance(args[0], SplitTensor):
-            raise TraceError(
-                f"{name} changes a tensor shared out over tensor-parallel ranks in a way that has no rule for parts; "
-                "use tensor_parallel_degree=1"
-            )
-        context.gathered[name] += 1
-        args, kwargs = whole((args, kwargs))
-    return func(*args, **kwargs)
-
-
-def _property(func: Any, tensor: SplitTensor) -> Any:
-    name = func.__self__.__name__
-    if name == "shape":
-        return torch.Size(layouts.shape_of(tensor.placement))
-    if name == "ndim":
-        return len(tensor.placement)
-    if name in _OF_LOCAL:
-        return getattr(tensor.local, name)
-    if name in ("T", "mT", "H", "mH"):
-        first, second = (0, 1) if name in ("T", "H") else (-2, -1)
-        return RULES["transpose"](torch.transpose, (tensor, first, second), {}, tensor.context)
-    if name == "data":
-        return SplitTensor(tensor.local.data, tensor.placement, tensor.context)
-    tensor.context.gathered[name] += 1
-    return getattr(gathered(tensor), name)
-
-
-def gathered(tensor: SplitTensor, *, is_shared_work: bool = False) -> Tensor:
-    """The whole tensor on every rank.
+def gathered(tensor: Tensor, *, is_shared_work: bool = False) -> Tensor:
+    """The whole of a tensor on every rank; differentiable.
 
     Args:
-        tensor: The split tensor.
-        is_shared_work: Whether each rank does a part of the work on it, so that gradients are sums over ranks.
+        tensor: A tensor; one that is not split is returned as it is.
+        is_shared_work: Whether every rank uses it for a computation of its own, so that gradients are added up in
+            backward. Otherwise all ranks do alike with it.
     """
-    dim = tensor.shared_dim
-    outer = layouts.pattern(tensor.placement[dim]).outer
-    result: Tensor = Gather.apply(  # type: ignore[no-untyped-call]
-        tensor.local, dim, outer, tensor.context.group, is_shared_work
-    )
-    return result
+    if not isinstance(tensor, SplitTensor):
+        return tensor
+    return collectives.gather(tensor.local, tensor.placement, tensor.context.group, is_partial=is_shared_work)
 
 
 def whole(value: Any) -> Any:
-    """Nested containers in which every split tensor is gathered, for work that every rank does alike."""
+    """A nested value with every split tensor gathered; what follows must be computed alike by all ranks."""
     return tree_map(lambda leaf: gathered(leaf) if isinstance(leaf, SplitTensor) else leaf, value)
 
 
-def shard(full: Tensor, split: ParameterSplit, rank: int, degree: int) -> Tensor:
-    """One rank's part of a parameter, in memory of its own.
+def check_no_function() -> None:
+    """Raise inside the forward of a custom autograd function, where gradients of parts would be lost without a word.
+
+    Only such a forward switches forward-mode gradients off (torch/csrc/autograd/python_function.cpp).
+    """
+    if not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled():
+        raise TraceError(
+            "a split tensor was given to a custom autograd.Function, which knows nothing of parts: enter "
+            "functions_of_wholes() around the computation, so that it gets whole ones"
+        )
+
+
+def leaves_of(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Arguments one by one, also those inside lists and tuples."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            yield from leaves_of(value, {})
+        else:
+            yield value
+
+
+def first_of(args: Iterable[Any], kwargs: dict[str, Any]) -> SplitTensor:
+    """The first split tensor among arguments."""
+    return next(leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, SplitTensor))
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The name of a torch function; of a property its own."""
+    name = getattr(func, "__name__", str(func))
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+
+
+_WRITING_DUNDERS = frozenset(("__setitem__", "__set__", "__delete__"))
+
+
+def gather_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function with whole tensors.
 
     Raises:
-        TraceError: If the degree does not divide what is shared out.
+        TraceError: If it would write into them.
     """
-    size = next(size for size, is_shared in split.factors if is_shared)
-    if size % degree or full.shape[split.dim] != split.size:
+    name = name_of(func)
+    is_dunder = name.startswith("__") and name.endswith("__")
+    writes = name in _WRITING_DUNDERS or (is_dunder and name.startswith("__i") and name[3:-2] in _IN_PLACE_OPERATORS)
+    writes = writes or (not is_dunder and name.endswith("_")) or kwargs.get("out") is not None
+    if writes or kwargs.get("inplace"):
         raise TraceError(
-            f"{split.name} of shape {tuple(full.shape)} shared out as {split.factors} along dimension {split.dim} over "
-            f"{degree} ranks: the factor of {size} must be a multiple of {degree}"
+            f"{name} writes into a tensor of shape {tuple(first_of(args, kwargs).shape)} of which every rank has a "
+            "part: there is no rule for it. Use tensor_parallel_degree 1 for this layer, or write it out of place"
         )
-    outer = layouts.pattern(split.factors).outer
-    return divided(full, split.dim, outer, degree)[rank].clone(memory_format=torch.contiguous_format)
+    first_of(args, kwargs).context.gathered[name] += 1
+    return func(*whole(args), **whole(kwargs))
 
 
-def unshard(parts: Sequence[Tensor], split: ParameterSplit) -> Tensor:
-    """The whole of a parameter (or of anything shared out like it) from the parts of all ranks."""
-    return joined(torch.stack(tuple(parts)), split.dim, layouts.pattern(split.factors).outer)
-
-
-def present(local: Tensor, split: ParameterSplit, context: SplitContext) -> SplitTensor:
-    """A parameter as the module sees it: of its whole shape."""
-    sizes = list(local.shape)
-    sizes[split.dim] = split.size
-    layout = layouts.replaced(layouts.plain(sizes), split.dim, split.factors)
-    shown = SplitTensor(local, layout, context)
-    shown._is_param = True  # isinstance(_, nn.Parameter) holds, as modules expect
-    return shown
-
-
-def split_sequence(tensor: Tensor, dim: int, context: SplitContext) -> "Tensor | SplitTensor":
-    """A tensor that every rank has, shared out along its sequence; as it is if its length cannot be divided."""
-    if isinstance(tensor, SplitTensor) or tensor.shape[dim] % context.degree:
-        return tensor
-    context.sequence = (dim, tensor.shape[dim])
-    return SplitTensor(context.part(tensor, dim, 1), _along(tensor.shape, dim), context)
-
-
-def from_local_sequence(local: Tensor, dim: int, context: SplitContext) -> SplitTensor:
-    """A tensor of which every rank has its part of the sequence already."""
-    sizes = list(local.shape)
-    sizes[dim] *= context.degree
-    context.sequence = (dim, sizes[dim])
-    return SplitTensor(local, _along(sizes, dim), context)
-
-
-def enter_sequence(
-    args: tuple[Any, ...], kwargs: dict[str, Any], split: SequenceSplit, context: SplitContext
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A block's arguments with its hidden states shared out along the sequence."""
-    leaves, structure = tree_flatten((args, kwargs))
-    leaf = leaves[split.leaf]
-    if isinstance(leaf, Tensor):
-        if not isinstance(leaf, SplitTensor) and leaf.shape[split.dim] % context.degree:
-            context.sequence = None
-        leaves[split.leaf] = split_sequence(leaf, split.dim, context)
-    args, kwargs = tree_unflatten(leaves, structure)
-    return args, kwargs
-
-
-@contextmanager
-def functions_of_wholes() -> Any:
-    """Inside, custom autograd functions get whole tensors in place of split ones, which would pass them unseen.
-
-    ``torch.autograd.Function.apply`` is no torch function; there is no other place that sees its arguments.
-    """
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        found = split_leaves((args, kwargs))
-        if found:
-            found[0].context.gathered[cls.__name__] += 1
-            args, kwargs = whole((args, kwargs))
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+_IN_PLACE_OPERATORS = frozenset(
+    ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
+)

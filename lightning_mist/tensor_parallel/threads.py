@@ -1,142 +1,153 @@
-"""Tensor-parallel ranks as threads of one process, for checks at planning time and for tests.
-
-Exactly one thread runs at a time; the turn goes on where a rank waits for the others' part of a collective. Every rank
-draws from a random stream of its own that starts alike. Modes that torch keeps per thread (gradients, autocast) start
-as they are where :func:`run_ranks` is called.
-"""
+"""Ranks as threads of one process, for checks and tests: one runs at a time, and all have a generator of their own."""
 
 import threading
-from collections.abc import Callable, Sequence
-from contextvars import copy_context
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_mist.errors import ScheduleError
-from lightning_mist.tensor_parallel.group import Reduction, TensorGroup
+from lightning_mist.errors import PlanError
+from lightning_mist.tensor_parallel.group import Reduction
 
-T = TypeVar("T")
-
-
-class _Ended(BaseException):
-    """Leaves a rank because another one failed."""
+Result = TypeVar("Result")
 
 
-class _Table:
-    """Where ranks put their parts of the collective at hand, and whose turn it is."""
+class _AbandonedError(BaseException):
+    """Ends a rank because another one failed."""
+
+
+class _Ranks:
+    """Whose turn it is, and the collective that ranks have arrived at."""
 
     def __init__(self, size: int) -> None:
         self.size, self.turn = size, 0
         self.condition = threading.Condition()
-        self.error: BaseException | None = None
-        self.done = [False] * size
-        self.rounds: list[dict[int, tuple[Any, Tensor]]] = []
         self.states = [torch.get_rng_state() for _ in range(size)]
+        self.arrived: dict[int, tuple[tuple[object, ...], Tensor]] = {}
+        self.results: dict[int, Tensor] = {}
+        self.finished: set[int] = set()
+        self.error: BaseException | None = None
 
     def await_turn(self, rank: int) -> None:
-        """Block until it is this rank's turn."""
-        with self.condition:
-            while self.turn != rank and self.error is None:
-                self.condition.wait()
-            if self.error is not None:
-                raise _Ended
+        """Block until this rank may run. The condition must be held."""
+        while self.turn != rank and self.error is None:
+            self.condition.wait()
+        if self.error is not None:
+            raise _AbandonedError
         torch.set_rng_state(self.states[rank])
 
-    def pass_turn(self, rank: int) -> None:
-        """Give the turn to the next rank that is not done."""
+    def pass_on(self, rank: int) -> None:
+        """Let the next rank run that can. The condition must be held."""
         self.states[rank] = torch.get_rng_state()
+        waiting = set(self.arrived) - set(self.results)
+        able = [(rank + step) % self.size for step in range(1, self.size + 1)]
+        able = [other for other in able if other not in self.finished and other not in waiting]
+        if able:
+            self.turn = able[0]
+        elif waiting:
+            named = ", ".join(f"rank {other} waits in {self.arrived[other][0]}" for other in sorted(waiting))
+            self.error = PlanError(
+                f"ranks {sorted(self.finished)} returned and {named}: all ranks must make the same collectives"
+            )
+        self.condition.notify_all()
+
+    def exchange(self, rank: int, kind: tuple[object, ...], tensor: Tensor, combine: Callable[..., Tensor]) -> Tensor:
+        """Wait for the tensors of all ranks; this rank's result of them."""
         with self.condition:
-            for step in range(1, self.size + 1):
-                self.turn = (rank + step) % self.size
-                if not self.done[self.turn]:
-                    break
-            self.condition.notify_all()
+            self.arrived[rank] = (kind, tensor)
+            kinds = {other: value[0] for other, value in self.arrived.items()}
+            if len(set(kinds.values())) > 1:
+                self.error = PlanError(f"ranks are in different collectives: {kinds}")
+                self.condition.notify_all()
+                raise self.error
+            if len(self.arrived) == self.size:
+                tensors = [self.arrived[other][1] for other in range(self.size)]
+                self.results = {other: combine(tensors, other) for other in range(self.size)}
+                self.arrived = {}
+            self.pass_on(rank)
+            self.await_turn(rank)
+            return self.results.pop(rank)
 
-    def fail(self, error: BaseException) -> None:
-        """End all ranks."""
-        with self.condition:
-            self.error = self.error or error
-            self.condition.notify_all()
 
+class ThreadGroup:
+    """One rank's view of ranks that are threads. See :class:`lightning_mist.tensor_parallel.group.TensorGroup`."""
 
-class _ThreadGroup:
-    """A group among threads."""
-
-    def __init__(self, table: _Table, rank: int) -> None:
-        self.rank, self.size, self._table, self._round = rank, table.size, table, 0
+    def __init__(self, ranks: _Ranks, rank: int) -> None:
+        self._ranks, self.rank, self.size = ranks, rank, ranks.size
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
-        stacked = self._exchange(("all_reduce", reduction), tensor)
-        return stacked.sum(0) if reduction == "sum" else stacked.amax(0)
+        """The sum or maximum over the ranks, a new tensor."""
+
+        def combine(tensors: list[Tensor], rank: int) -> Tensor:
+            stacked = torch.stack([part.detach() for part in tensors])
+            return stacked.sum(0, dtype=stacked.dtype) if reduction == "sum" else stacked.amax(0)
+
+        return self._exchange(f"all_reduce ({reduction})", tensor, combine)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        return self._exchange(("all_gather",), tensor)
+        """The tensors of all ranks, stacked along a new first dimension."""
+        return self._exchange("all_gather", tensor, lambda tensors, rank: torch.stack([t.detach() for t in tensors]))
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        return self._exchange(("reduce_scatter",), tensor)[:, self.rank].sum(0)
+        """The sum over ranks of this rank's entry."""
 
-    def _exchange(self, kind: tuple[str, ...], tensor: Tensor) -> Tensor:
-        """The tensors of all ranks in the next collective."""
-        table, number = self._table, self._round
-        self._round += 1
-        if number == len(table.rounds):
-            table.rounds.append({})
-        parts = table.rounds[number]
-        label = (*kind, tuple(tensor.shape), tensor.dtype)
-        for other, (theirs, _) in parts.items():
-            if theirs != label:
-                raise ScheduleError(f"rank {self.rank} calls {label}, rank {other} {theirs}: all must call the same")
-        parts[self.rank] = (label, tensor.detach().clone())
-        while len(parts) < self.size:
-            if all(done for rank, done in enumerate(table.done) if rank not in parts):
-                missing = sorted(set(range(self.size)) - parts.keys())
-                raise ScheduleError(f"rank {self.rank} waits in {label} for ranks {missing}, which have ended")
-            table.pass_turn(self.rank)
-            table.await_turn(self.rank)
-        return torch.stack([parts[rank][1] for rank in range(self.size)])
+        def combine(tensors: list[Tensor], rank: int) -> Tensor:
+            return torch.stack([part.detach()[rank] for part in tensors]).sum(0)
+
+        return self._exchange("reduce_scatter", tensor, combine)
+
+    def _exchange(self, name: str, tensor: Tensor, combine: Callable[..., Tensor]) -> Tensor:
+        if tensor.device.type != "cpu":
+            raise PlanError(
+                f"{name} of a tensor on {tensor.device}: ranks that are threads compute on the CPU only, since torch "
+                "runs all backwards of another device in one thread. Move module and batch to the CPU"
+            )
+        kind = (name, tuple(tensor.shape), tensor.dtype)
+        return self._ranks.exchange(self.rank, kind, tensor, combine)
 
 
-def run_ranks(size: int, function: Callable[[TensorGroup], T]) -> list[T]:
-    """Run a function as every rank of a group, in turn.
+def run_ranks(size: int, function: Callable[[ThreadGroup], Result]) -> list[Result]:
+    """Call a function for every rank, each in its own thread, and return the results in order.
+
+    Exactly one rank runs at any time; it changes at collectives. Every rank begins with the state that torch's default
+    generator has now and goes on from there for itself; the caller's generator is left as it was. Whether gradients
+    are enabled is the caller's.
 
     Args:
         size: Number of ranks.
-        function: Called once per rank with the group as that rank sees it.
-
-    Returns:
-        What each rank returned.
+        function: Called with the rank's group.
 
     Raises:
-        ScheduleError: If ranks call different collectives, or one waits for a rank that has ended.
-        BaseException: The first error of any rank; the others end.
+        PlanError: If the ranks make different collectives.
     """
-    table, results = _Table(size), [None] * size
-    modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    ranks, results = _Ranks(size), dict[int, Result]()
+    state, has_grad = torch.get_rng_state(), torch.is_grad_enabled()
 
-    def live(rank: int) -> None:
+    def run(rank: int) -> None:
         try:
-            table.await_turn(rank)
-            with torch.set_grad_enabled(modes[0]), torch.autocast("cpu", enabled=modes[1], dtype=modes[2]):
-                results[rank] = function(_ThreadGroup(table, rank))  # type: ignore[call-overload]
-            table.done[rank] = True
-            table.pass_turn(rank)
-        except _Ended:
-            pass
-        except BaseException as error:
-            table.fail(error)
+            with ranks.condition:
+                ranks.await_turn(rank)
+            with torch.set_grad_enabled(has_grad):
+                results[rank] = function(ThreadGroup(ranks, rank))
+            with ranks.condition:
+                ranks.finished.add(rank)
+                ranks.pass_on(rank)
+        except _AbandonedError:
+            return
+        except BaseException as error:  # raised again in the calling thread
+            with ranks.condition:
+                ranks.error = ranks.error or error
+                ranks.condition.notify_all()
 
-    threads = [threading.Thread(target=copy_context().run, args=(live, rank), daemon=True) for rank in range(size)]
-    started_from = torch.get_rng_state()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.set_rng_state(table.states[0] if table.error is None else started_from)
-    if table.error is not None:
-        raise table.error
-    return _as_results(results)
-
-
-def _as_results(results: Sequence[Any]) -> list[Any]:
-    return list(results)
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch.set_rng_state(state)
+    if ranks.error is not None:
+        raise ranks.error
+    return [results[rank] for rank in range(size)]
