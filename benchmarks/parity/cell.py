@@ -24,6 +24,9 @@ from tests.integration.parity import TOLERANCE, cast, loss_of, make_optimizer, m
 
 T = TypeVar("T")
 
+Gradients = tuple[list[Tensor], dict[str, Tensor | None]]
+"""A rank's losses by step, and gradients by canonical name."""
+
 ACCUMULATED = 2
 """Batches of each rank whose gradients are added up before they are compared."""
 
@@ -130,18 +133,22 @@ def attempt(compare: Callable[[Subject, Plan], Outcome], subject: Subject, layou
 
 def compare_gradients(subject: Subject, plan: Plan) -> Outcome:
     """Losses and gradients of :data:`ACCUMULATED` batches per rank."""
+    return judge_gradients(subject, plan, on_all_ranks(subject, plan, lambda engine: gradients_of(subject, engine)))
 
-    def work(engine: Engine) -> tuple[list[Tensor], dict[str, Tensor | None]]:
-        engine.take_optimizer(make_optimizer(engine.module))
-        engine.hollow()
-        losses = [train_batch(engine, step[engine.rank]) for step in subject.batches]
-        owned = [item.name for item in engine.executor.mesh.owned]
-        return losses, {name: engine.stages.parameters[name].grad for name in owned}
 
-    ranks = on_all_ranks(subject, plan, work)
+def gradients_of(subject: Subject, engine: Engine) -> Gradients:
+    """One rank's losses, and the gradients of what it updates (parts of them where it has parts)."""
+    engine.take_optimizer(make_optimizer(engine.module))
+    engine.hollow()
+    losses = [train_batch(engine, step[engine.rank]) for step in subject.batches]
+    owned = [item.name for item in engine.executor.mesh.owned]
+    return losses, {name: engine.stages.parameters[name].grad for name in owned}
+
+
+def judge_gradients(subject: Subject, plan: Plan, ranks: Sequence[Gradients]) -> Outcome:
+    """What all ranks of a plan found, against a single process."""
     losses, gradients = _reference(subject, plan.world_size)
-    found = [rank_losses for rank_losses, _ in ranks]
-    loss, differing = _loss_difference(subject, found, losses)
+    loss, differing = _loss_difference(subject, [found for found, _ in ranks], losses)
     worst, which = _gradient_difference(subject, plan, [mine for _, mine in ranks], gradients)
     return Outcome(loss=loss, gradient=worst, differing=differing or which)
 

@@ -1,0 +1,40 @@
+"""A cut of the parity table over gloo: the engine that runs under Lightning, in processes of its own."""
+
+import copy
+
+import pytest
+import torch
+
+from benchmarks.parity.cell import CPU, gradients_of, judge_gradients, subject
+from benchmarks.parity.plans import LAYOUTS, make_plan
+from lightning_mist.runtime.mesh import process_groups
+from lightning_mist.runtime.transport import DistributedTransport
+from lightning_mist.strategy.engine import make_engine
+from tests.integration.parity import precision_of
+
+CELLS = [
+    ("llama", "dp 2, ZeRO 2"),
+    ("lora_llama", "pp 2 x dp 2, ZeRO 3, some recomputed"),
+    ("t5", "pp 2 x dp 2"),
+]
+
+
+def _rank(name, label):
+    model = subject(name, torch.float64)
+    plan = make_plan(LAYOUTS[label], len(model.module_map.blocks))
+    transport = DistributedTransport(process_groups(plan, model.module_map), CPU)
+    with precision_of(model.module):
+        engine = make_engine(copy.deepcopy(model.module), plan, model.module_map, transport, device=CPU)
+        found = gradients_of(model, engine)
+    transport.close()
+    return found
+
+
+@pytest.mark.parametrize(("name", "label"), CELLS)
+def test_cells_over_gloo(gloo_workers, name, label):
+    model = subject(name, torch.float64)
+    plan = make_plan(LAYOUTS[label], len(model.module_map.blocks))
+    ranks = gloo_workers.run(plan.world_size, _rank, name, label)
+    outcome = judge_gradients(model, plan, ranks)
+    assert outcome.differing == ""
+    assert 0 < outcome.gradient < 1e-12
