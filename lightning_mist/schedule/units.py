@@ -8,7 +8,8 @@ expanded into that of its units, forward in their order, backward in reverse, wi
 ``UNSHARD`` starts to fetch a unit's parameters (ZeRO-3), ``RESHARD`` frees them, ``REDUCE`` starts to sum the gradients
 of a microbatch to their owners (ZeRO-2, ZeRO-3). During the computation of a unit only its own parameters and those of
 the next one in the rank's whole list are there, so that they arrive while the unit before computes, and a unit stays
-where the next computation begins with it (the last layer's forward and backward).
+where the next computation begins with it (the last layer's forward and backward). Where backward is split, gradients
+of all units are reduced behind the weights' half, which needs no parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,11 @@ from lightning_mist.errors import ScheduleError
 from lightning_mist.plan import ModuleMap, ParameterUse, Plan, ZeroStage
 from lightning_mist.schedule.action import HEAD, TAIL, Action, ActionKind
 
-_USES = (ActionKind.FORWARD, ActionKind.BACKWARD)
+_USES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 """Kinds that compute with parameters."""
+
+_Key = tuple[int, int]
+"""Stage and unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,39 +137,57 @@ def check_units(lines: Sequence[Sequence[Action]], units: Mapping[int, StageUnit
         ScheduleError: At the first broken rule, with the lines up to the offending one.
     """
     flat = list(chain.from_iterable(lines))
-    there: set[tuple[int, int]] = set()
-    owed: list[tuple[int, int]] = []
+    _check_parameters(flat, units)
+    _check_gradients(flat, units)
 
-    def fail(position: int, message: str) -> NoReturn:
-        text = " ".join(str(action) for action in flat[max(0, position - 8) : position + 1])
-        raise ScheduleError(f"{message}: ... {text}")
 
+def _check_parameters(flat: Sequence[Action], units: Mapping[int, StageUnits]) -> None:
+    there: set[_Key] = set()
     for position, action in enumerate(flat):
-        if action.unit is None:
+        if action.unit is None or units[action.stage].zero_stage < ZeroStage.PARAMETERS:
             continue
-        key, shards = (action.stage, action.unit), units[action.stage].zero_stage >= ZeroStage.PARAMETERS
+        key = action.stage, action.unit
         if action.kind is ActionKind.UNSHARD:
             if key in there:
-                fail(position, f"{action}: this unit is unsharded already")
+                _fail(flat, position, f"{action}: this unit is unsharded already")
             there.add(key)
             if len(there) > 2:
-                fail(position, f"{action} makes {len(there)} unsharded units: at most the current and the next may be")
+                message = f"{action} makes {len(there)} unsharded units: at most the current and the next may be"
+                _fail(flat, position, message)
         elif action.kind is ActionKind.RESHARD:
             if key not in there:
-                fail(position, f"{action}: this unit is not unsharded")
+                _fail(flat, position, f"{action}: this unit is not unsharded")
             there.remove(key)
-        elif action.kind is ActionKind.REDUCE_GRADIENTS:
-            if key not in owed:
-                fail(position, f"{action}: no backward of this unit has run since its gradients were reduced")
-            owed.remove(key)
-        elif shards and action.kind in _USES and key not in there:
-            fail(position, f"{action} computes with parameters that are sharded: UNSHARD must come before")
-        if action.kind is ActionKind.BACKWARD and action.unit in units[action.stage].reduced:
-            owed.append(key)
-    if there or owed:
-        stage, unit = next(iter(there or owed))
-        missing = Action(stage, ActionKind.RESHARD if there else ActionKind.REDUCE_GRADIENTS, None, unit)
-        fail(len(flat) - 1, f"{missing} is missing at the end of the list")
+        elif action.kind in _USES and key not in there:
+            _fail(flat, position, f"{action} computes with parameters that are sharded: UNSHARD must come before")
+    for stage, unit in there:
+        missing = Action(stage, ActionKind.RESHARD, None, unit)
+        _fail(flat, len(flat) - 1, f"{missing} is missing at the end of the list")
+
+
+def _check_gradients(flat: Sequence[Action], units: Mapping[int, StageUnits]) -> None:
+    owed: list[_Key] = []
+    for position, action in enumerate(flat):
+        of_stage = units.get(action.stage)
+        if of_stage is None:
+            continue
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
+            owed += [(action.stage, unit) for unit in of_stage.reduced]
+        elif action.kind is ActionKind.BACKWARD and action.unit in of_stage.reduced and action.unit is not None:
+            owed.append((action.stage, action.unit))
+        elif action.kind is ActionKind.REDUCE_GRADIENTS and action.unit is not None:
+            if (action.stage, action.unit) not in owed:
+                message = f"{action}: no backward of this unit has run since its gradients were reduced"
+                _fail(flat, position, message)
+            owed.remove((action.stage, action.unit))
+    for stage, unit in owed:
+        missing = Action(stage, ActionKind.REDUCE_GRADIENTS, None, unit)
+        _fail(flat, len(flat) - 1, f"{missing} is missing at the end of the list")
+
+
+def _fail(flat: Sequence[Action], position: int, message: str) -> NoReturn:
+    text = " ".join(str(action) for action in flat[max(0, position - 8) : position + 1])
+    raise ScheduleError(f"{message}: ... {text}")
 
 
 def _order(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stage: int) -> tuple[int, ...]:
@@ -196,18 +218,15 @@ def _lies_in(module_name: str, block: str) -> bool:
 def _computations(action: Action, units: StageUnits) -> list[Action]:
     if action.kind is ActionKind.FORWARD:
         return [Action(action.stage, action.kind, action.microbatch, unit) for unit in units.order]
-    if action.kind is not ActionKind.BACKWARD:
-        return [action]
-    lines = []
+    computes = action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+    reduces = action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+    lines = [] if computes else [action]
     for unit in reversed(units.order):
-        lines.append(Action(action.stage, action.kind, action.microbatch, unit))
-        if unit in units.reduced:
+        if computes:
+            lines.append(Action(action.stage, action.kind, action.microbatch, unit))
+        if reduces and unit in units.reduced:
             lines.append(Action(action.stage, ActionKind.REDUCE_GRADIENTS, None, unit))
     return lines
-
-
-_Key = tuple[int, int]
-"""Stage and unit."""
 
 
 def _with_parameters(lines: list[list[Action]], units: Mapping[int, StageUnits]) -> list[list[Action]]:

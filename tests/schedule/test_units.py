@@ -8,7 +8,7 @@ from lightning_mist.errors import ScheduleError
 from lightning_mist.plan import ModuleMap, ParameterUse, ZeroStage
 from lightning_mist.plan.module_map import Exclusion
 from lightning_mist.schedule import Action, ActionKind
-from lightning_mist.schedule.action import HEAD, TAIL
+from lightning_mist.schedule.action import HEAD, INPUT_BACKWARDS, TAIL
 from lightning_mist.schedule.generate import generate
 from lightning_mist.schedule.units import ShardUnit, StageUnits, check_units, expand, shard_units
 
@@ -56,6 +56,21 @@ def test_gradients_alone():
     check_units(lines, {0: units(0, 1, zero=2, reduced=[1])})
 
 
+def test_where_backward_is_split_gradients_are_reduced_behind_the_weights():
+    (actions,) = parse("0F0 0I0 0F1 0W0 0I1 0W1 0REDUCE")
+    lines = expand(actions, {0: units(0, 1)})
+    assert show(lines) == [
+        "0UNSHARD:0 0UNSHARD:1 0F0:0 0F0:1",
+        "0I0:1 0I0:0",
+        "0F1:0 0F1:1",
+        "0W0 0REDUCE:1 0REDUCE:0",
+        "0I1:1 0RESHARD:1 0I1:0 0RESHARD:0",
+        "0W1 0REDUCE:1 0REDUCE:0",
+        "0REDUCE",
+    ]
+    check_units(lines, {0: units(0, 1)})
+
+
 def test_other_stages_stay_as_they_are():
     (actions,) = parse("0F0 2F0 2B0 0B0")
     lines = expand(actions, {2: units(4)})
@@ -71,7 +86,7 @@ def test_evaluation_only():
 @given(
     stages=st.integers(1, 4),
     microbatches=st.integers(1, 6),
-    name=st.sampled_from(["1f1b", "gpipe"]),
+    name=st.sampled_from(["1f1b", "gpipe", "zb-h1"]),
     layers=st.integers(1, 4),
     zero=st.sampled_from([2, 3]),
 )
@@ -81,8 +96,8 @@ def test_expansions_keep_the_rules(stages, microbatches, name, layers, zero):
         lines = expand(actions, known)
         check_units(lines, known)
         flat = [action for line in lines for action in line]
-        for kind, count in ((ActionKind.FORWARD, 1), (ActionKind.BACKWARD, 1), (ActionKind.REDUCE_GRADIENTS, 1)):
-            assert sum(action.kind is kind for action in flat) == count * microbatches * layers
+        for kinds in (ActionKind.FORWARD,), INPUT_BACKWARDS, (ActionKind.REDUCE_GRADIENTS,):
+            assert sum(action.kind in kinds for action in flat) == microbatches * layers
         computed = [(action.kind, action.microbatch) for action in flat if action.microbatch is not None]
         assert list(dict.fromkeys(computed)) == [(action.kind, action.microbatch) for action in actions]
 
