@@ -12,6 +12,7 @@ from lightning_mist.model.spec import (
     ParameterSpec,
     TensorSpec,
 )
+from lightning_mist.model.splits import derive_splits
 from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
 from lightning_mist.model.timing import attach_seconds, time_layers
 from lightning_mist.model.trace import trace_model
@@ -27,6 +28,7 @@ __all__ = [
     "TensorSpec",
     "attach_seconds",
     "coupling_reason",
+    "derive_splits",
     "describe_optimizer",
     "find_blocks",
     "map_module",

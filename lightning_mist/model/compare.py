@@ -1,0 +1,141 @@
+"""Two runs of one computation, whole and over ranks, held against each other number by number."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_mist.plan.tensor_split import ParameterSplit
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
+"""Largest difference relative to a tensor's largest entry, by the least exact type that took part. Shared-out sums are
+summed in another order: a few hundred roundings of 1e-16 or 6e-8."""
+
+COARSE_TOLERANCE = 5e-2
+"""The same for 16-bit numbers: 2^-8 per rounding, some ten of them."""
+
+_FLOOR = 1e-3
+"""Tensors whose entries are all below this part of the largest of any are compared as if they were that large: some
+gradients are zero but for rounding (of the keys' biases under softmax, for example)."""
+
+_PIECE = 2**20
+"""Numbers that are compared at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One run: what came out, and the gradients of inputs and parameters."""
+
+    outputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor | None, ...]
+    parameters: dict[str, Tensor | None]
+
+
+def sizes_of(result: Result) -> dict[str, float]:
+    """The largest entry of every tensor of a run, by its name in messages."""
+    return {name: 0.0 if tensor is None else _largest(tensor) for name, tensor in _named(result).items()}
+
+
+def difference(
+    expected: Result,
+    sizes: Mapping[str, float],
+    ranks: Sequence[Result],
+    splits: Sequence[ParameterSplit],
+    tolerance: float,
+) -> str | None:
+    """What differs most from the whole run on any rank, in words; None if nothing does by more than the tolerance.
+
+    Args:
+        expected: The whole run.
+        sizes: Largest entries of its tensors.
+        ranks: The run of every rank.
+        splits: The parameters of which a rank has a part.
+        tolerance: The largest relative difference.
+    """
+    wanted, of_name = _named(expected), {_gradient_of(split.name): split for split in splits}
+    floors = {
+        kind: _FLOOR * max((v for name, v in sizes.items() if name.startswith(kind)), default=0.0) for kind in _KINDS
+    }
+    worst, text = tolerance, None
+    for rank, result in enumerate(ranks):
+        found = _named(result)
+        if found.keys() != wanted.keys():
+            return f"rank {rank} gives {len(found)} results and gradients instead of {len(wanted)}"
+        for name, tensor in wanted.items():
+            part, given = tensor, found[name]
+            if tensor is not None and given is not None and name in of_name:
+                split = of_name[name]
+                if tuple(given.shape) != split.local_shape(tuple(tensor.shape), len(ranks)):
+                    return f"the {name} has shape {tuple(given.shape)} on rank {rank}"
+                part = _part(tensor, split, rank, len(ranks))
+                given = _in_factors(given, split, len(ranks))
+            floor = next(value for kind, value in floors.items() if name.startswith(kind))
+            relative = _relative(part, given, max(sizes[name], floor))
+            if not relative <= worst:
+                worst = relative
+                text = f"the {name} differs by {relative:.1e} of its size, the tolerance is {tolerance:.0e}"
+    return text
+
+
+_KINDS = ("result", "gradient of input", "gradient of parameter")
+"""What is compared; sizes of one kind are compared with each other."""
+
+
+def _gradient_of(name: str) -> str:
+    return f"{_KINDS[2]} {name}"
+
+
+def _named(result: Result) -> dict[str, Tensor | None]:
+    """All tensors of a run by their names in messages."""
+    return {
+        **{f"{_KINDS[0]} {index}": tensor for index, tensor in enumerate(result.outputs)},
+        **{f"{_KINDS[1]} {index}": tensor for index, tensor in enumerate(result.inputs)},
+        **{_gradient_of(name): tensor for name, tensor in result.parameters.items()},
+    }
+
+
+def _in_factors(tensor: Tensor, split: ParameterSplit, degree: int) -> Tensor:
+    """A tensor, or a rank's part of it, with the dimension that is shared out as its factors."""
+    sizes = [size // degree if is_shared else size for size, is_shared in split.factors]
+    return tensor.reshape(*tensor.shape[: split.dim], *sizes, *tensor.shape[split.dim + 1 :])
+
+
+def _part(tensor: Tensor, split: ParameterSplit, rank: int, degree: int) -> Tensor:
+    """A rank's part of a tensor without copying it, the dimension that is shared out as its factors."""
+    index = [is_shared for _, is_shared in split.factors].index(True)
+    count = split.factors[index][0] // degree
+    return _in_factors(tensor, split, 1).narrow(split.dim + index, rank * count, count)
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest absolute entry; not a number if any is none."""
+    if not tensor.numel():
+        return 0.0
+    low, high = torch.aminmax(tensor)
+    return max(-low.item(), high.item()) if low.isfinite() and high.isfinite() else float("nan")
+
+
+def _relative(expected: Tensor | None, found: Tensor | None, size: float) -> float:
+    """Largest difference relative to a size; not a number if there are entries that are none."""
+    if expected is None or found is None:
+        alone = found if expected is None else expected
+        return 0.0 if alone is None or not _largest(alone) else float("inf")
+    if expected.shape != found.shape:
+        return float("inf")
+    gap = _gap(expected, found)
+    return 0.0 if gap == 0 else gap / size if size else float("inf")
+
+
+def _gap(one: Tensor, other: Tensor) -> float:
+    """The largest absolute difference. Piece by piece, since tensors may be as large as fits in memory."""
+    if not one.dim() or one.numel() <= _PIECE:
+        return _largest(one - other)
+    rows = max(1, _PIECE * len(one) // one.numel())
+    gap = 0.0
+    for start in range(0, len(one), rows):
+        pair = one[start : start + rows], other[start : start + rows]
+        each = _gap(pair[0][0], pair[1][0]) if rows == 1 else _largest(pair[0] - pair[1])
+        if not each <= gap:
+            gap = each
+    return gap

@@ -1,0 +1,160 @@
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mist.model.block_calls import BlockCall
+from lightning_mist.model.split_check import check, prepare
+from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
+
+SEQUENCE = SequenceSplit(position=0, leaf=0, dim=1)
+SPLITS = (
+    ParameterSplit(name="up.weight", dim=0, factors=((24, True),)),
+    ParameterSplit(name="up.bias", dim=0, factors=((24, True),)),
+    ParameterSplit(name="down.weight", dim=1, factors=((24, True),)),
+)
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def between(self, y: Tensor) -> Tensor:
+        return F.dropout(F.gelu(y), 0.5, self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.between(self.up(self.norm(x))))
+
+
+def call(block, dtype=torch.float32):
+    x = torch.randn(2, 8, 16, dtype=dtype)
+    return BlockCall(block=block, args=(x,), kwargs={}, depends=(True,), answer=None, hidden=0)
+
+
+def checked(block, splits=SPLITS, degree=2, sequence=None, dtype=torch.float64):
+    return check(prepare(call(block), dtype), splits, degree, sequence)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_block_that_computes_the_same_passes(degree):
+    block = FeedForward()
+    before = {name: (parameter, parameter.clone()) for name, parameter in block.named_parameters()}
+    outcome = checked(block, degree=degree)
+    assert (outcome.reason, outcome.gathered, outcome.sequence_leaves) == (None, (), ())
+    for name, parameter in block.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1])
+        assert parameter.grad is None
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_parts_of_sequences_go_in_and_come_out(degree):
+    outcome = checked(FeedForward(), degree=degree, sequence=SEQUENCE)
+    assert (outcome.reason, outcome.gathered, outcome.sequence_leaves) == (None, (), ((0, 1),))
+
+
+def test_a_function_without_a_rule_is_counted():
+    class Sorted(FeedForward):
+        def between(self, y: Tensor) -> Tensor:
+            return y.sort(-1).values
+
+    outcome = checked(Sorted())
+    assert outcome.reason is None
+    assert outcome.gathered == (("sort", 1),)
+
+
+class CubeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * gradient
+
+
+def test_a_custom_function_gets_the_whole_and_loses_no_gradient():
+    class Cubed(FeedForward):
+        def between(self, y: Tensor) -> Tensor:
+            return CubeFunction.apply(y)
+
+    outcome = checked(Cubed())
+    assert outcome.reason is None
+    assert outcome.gathered == (("CubeFunction", 1),)
+
+
+def test_a_gradient_that_gets_lost_is_found():
+    class Lossy(FeedForward):
+        def between(self, y: Tensor) -> Tensor:
+            # Looks behind the tensor that stands in for a part.
+            return super().between(y) if type(y) is Tensor else super().between(y).detach() + 0 * y
+
+    outcome = checked(Lossy())
+    assert "gradient of" in outcome.reason
+    assert "the tolerance is 1e-10" in outcome.reason
+
+
+def test_other_random_numbers_on_every_rank_are_found():
+    class Noisy(FeedForward):
+        def between(self, y: Tensor) -> Tensor:
+            return y * random.random()
+
+    assert "differs by" in checked(Noisy()).reason
+
+
+def test_the_same_random_numbers_on_every_rank_are_allowed():
+    class Noisy(FeedForward):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + torch.rand_like(x))
+
+    assert checked(Noisy()).reason is None
+
+
+def test_an_error_of_parts_is_the_reason():
+    class Picky(FeedForward):
+        def between(self, y: Tensor) -> Tensor:
+            if type(y) is not Tensor:
+                raise RuntimeError("only tensors")
+            return y
+
+    assert checked(Picky()).reason == "RuntimeError: only tensors"
+
+
+def test_an_error_of_the_block_itself_is_raised():
+    class Failing(FeedForward):
+        def between(self, y: Tensor) -> Tensor:
+            raise RuntimeError("only on Mondays")
+
+    with pytest.raises(RuntimeError, match="only on Mondays"):
+        prepare(call(Failing()), torch.float64)
+
+
+def test_computing_in_coarser_numbers_loosens_the_tolerance():
+    class Mixed(FeedForward):
+        def between(self, y: Tensor) -> Tensor:
+            return y.float().tanh().to(y.dtype)
+
+    trial = prepare(call(Mixed()), torch.float64)
+    assert trial.tolerance == 1e-4
+    assert check(trial, SPLITS, 2, None).reason is None
+    assert prepare(call(FeedForward()), torch.float64).tolerance == 1e-10
+
+
+def test_a_parameter_held_by_two_slots_is_one():
+    class Shared(FeedForward):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(16, 24)
+            self.other.weight = self.up.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            return x + self.down(F.silu(self.up(y)) * self.other(y))
+
+    more = (*SPLITS, ParameterSplit(name="other.bias", dim=0, factors=((24, True),)))
+    assert checked(Shared(), more).reason is None

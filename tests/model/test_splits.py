@@ -1,0 +1,258 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mist.model import map_module
+from lightning_mist.model.reference import LanguageModel, LanguageModelShape, hollow
+from lightning_mist.model.splits import derive_splits
+from lightning_mist.plan import Exclusion
+from lightning_mist.runtime.batches import slice_rows
+from tests import zoo
+
+EVEN = 96
+"""A vocabulary that can be shared out; the zoo's cannot."""
+
+
+def derived(module, batch, degrees=(2, 4), blocks=None):
+    call = zoo.step(module)
+    found = map_module(module, call, batch, second_batch=slice_rows(batch, 0, 3), blocks=blocks)
+    return derive_splits(module, call, batch, found, degrees)
+
+
+def of_zoo(name, degrees=(2, 4)):
+    module, make_batch = zoo.make(name)
+    return derived(module, make_batch(4), degrees)
+
+
+def factors(found, degree):
+    return {split.name: (split.dim, split.factors) for split in found.split(degree).parameters}
+
+
+def whole_parameters(found, degree):
+    return {use.name for use in found.parameters if found.split(degree).of(use.name) is None}
+
+
+TRANSFORMERS = ("gpt2", "gpt2_eager", "llama", "bert", "t5", "lora_llama")
+
+
+@pytest.mark.parametrize("name", ["nano", "encoder", "demo", *TRANSFORMERS])
+def test_models_that_can_be_shared_out_in_every_way(name, monkeypatch):
+    if name in TRANSFORMERS:
+        pytest.importorskip("transformers")
+    monkeypatch.setattr(zoo, "VOCABULARY", EVEN)
+    found = of_zoo(name, (2,))
+    assert found.excludes("tensor") == found.excludes("sequence") == ()
+    # Norms, biases behind layers that are shared out along inputs, tables of positions, adapters' first halves.
+    small = ("bias", "norm", "LayerNorm", "ln_", "wpe", "position", "token_type", "lora_A")
+    left = [name for name in whole_parameters(found, 2) if not any(word in name for word in small)]
+    assert left == (["model.cls.predictions.transform.dense.weight"] if name == "bert" else [])
+    assert len(found.split(2).sequence) == len(found.blocks)
+    assert {split.dim for split in found.split(2).sequence} == {1}
+
+
+def test_gpt2_in_full(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(zoo, "VOCABULARY", EVEN)
+    found = of_zoo("gpt2", (2, 4))
+    table, first = {}, "model.transformer.h.0."
+    for name, split in factors(found, 4).items():
+        if name.startswith(first) or ".h." not in name:
+            table[name.removeprefix(first)] = split
+    assert table == {
+        "model.transformer.wte.weight": (0, ((EVEN, True),)),
+        "attn.c_attn.weight": (1, ((3, False), (32, True))),
+        "attn.c_attn.bias": (0, ((3, False), (32, True))),
+        "attn.c_proj.weight": (0, ((32, True),)),
+        "mlp.c_fc.weight": (1, ((128, True),)),
+        "mlp.c_fc.bias": (0, ((128, True),)),
+        "mlp.c_proj.weight": (0, ((128, True),)),
+    }
+    names = [use.name for use in found.parameters]
+    order = [names.index(split.name) for split in found.split(2).parameters]
+    assert order == sorted(order)
+    assert [[live.sequence_dim for live in cut] for cut in found.cuts] == [[1], [1], [1]]
+
+
+def test_heads_that_a_degree_does_not_divide_leave_attention_whole_and_are_named():
+    pytest.importorskip("transformers")
+    found = of_zoo("llama", (2, 4))
+    assert "model.model.layers.0.self_attn.q_proj.weight" in factors(found, 2)
+    assert "model.model.layers.0.self_attn.q_proj.weight" not in factors(found, 4)
+    assert factors(found, 4)["model.model.layers.3.mlp.up_proj.weight"] == (0, ((64, True),))
+    notes = found.split(4).notes
+    assert any("self_attn.o_proj.weight and what feeds it stay whole" in n and "2 groups" in n for n in notes)
+    assert any("lm_head.weight stays whole: it has 97 rows, which 4 does not divide" in note for note in notes)
+    assert any(note.startswith("agrees with the model's own plan") for note in notes)
+
+
+def test_a_length_that_a_degree_does_not_divide_excludes_parts_of_sequences():
+    pytest.importorskip("transformers")
+    found = of_zoo("vit", (2,))
+    assert found.excludes("tensor") == ()
+    assert found.split(2).sequence == ()
+    assert found.excludes("sequence") == ("ViTLayer: the sequence has 17 positions, which 2 does not divide",)
+    assert any(note.startswith("without sequence parallelism: ") for note in found.split(2).notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("plain", "no two linear layers with only elementwise work or attention heads between them were found"),
+        ("closure", "OuterGate stays whole: it cannot be run by itself on the CPU: KeyError"),
+        ("no_blocks", "no repeated blocks were found"),
+        ("stray", "through a reference outside its module"),
+        ("batch_norm", "running statistics"),
+    ],
+)
+def test_modules_that_cannot_be_shared_out_say_why(name, reason):
+    found = of_zoo(name)
+    assert found.splits == ()
+    assert any(reason in text for text in found.excludes("tensor"))
+
+
+def test_a_degree_that_divides_nothing_is_refused_with_the_numbers():
+    found = of_zoo("nano", (2, 3, 5))
+    assert [split.degree for split in found.splits] == [2]
+    reasons = dict(found.unsplit)
+    assert set(reasons) == {3, 5}
+    assert "4 groups (heads, for example), which 3 does not divide" in reasons[3]
+
+
+class Wide(nn.Module):
+    """A block of two layers, with a way for subclasses to spoil it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(zoo.WIDTH, 64), nn.Linear(64, zoo.WIDTH)
+        self.more, self.back = nn.Linear(zoo.WIDTH, 32), nn.Linear(32, zoo.WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h + self.down(self.between(F.gelu(self.up(F.layer_norm(h, h.shape[-1:])))))
+        return h + self.back(torch.tanh(self.more(F.layer_norm(h, h.shape[-1:]))))
+
+    def between(self, y: Tensor) -> Tensor:
+        return y
+
+
+class Blocks(zoo.Plain):
+    def __init__(self, block: type[nn.Module] = Wide) -> None:
+        self.kind = [block]
+        super().__init__(3)
+
+    def block(self) -> nn.Module:
+        return self.kind[0]()
+
+
+def test_what_does_not_compute_the_same_stays_whole_and_the_rest_is_shared_out():
+    class Spoilt(Wide):
+        def between(self, y: Tensor) -> Tensor:
+            return y if type(y) is Tensor else y * 1.001
+
+    found = derived(Blocks(Spoilt), zoo.xy_batch(4), (2,))
+    assert set(factors(found, 2)) == {
+        f"blocks.{i}.{name}" for i in range(3) for name in ("more.weight", "more.bias", "back.weight")
+    }
+    assert any(
+        "Spoilt: down.weight and what feeds it stay whole: shared out over 2 ranks it is not the same: " in note
+        for note in found.split(2).notes
+    )
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * gradient
+
+
+def test_a_custom_function_is_right_and_said_to_be_slow():
+    class Custom(Wide):
+        def between(self, y: Tensor) -> Tensor:
+            return Cubed.apply(y)
+
+    found = derived(Blocks(Custom), zoo.xy_batch(4), (2,))
+    assert "blocks.0.up.weight" in factors(found, 2)
+    assert "Custom puts parts together for Cubed (1 times per run): right, but slower" in found.split(2).notes
+
+
+def test_a_parameter_that_others_use_too_stays_whole():
+    class Borrowing(Blocks):
+        def loss(self, h, batch):
+            return super().loss(h, batch) + self.borrowed.sum()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.borrowed = self.blocks[1].up.weight
+
+    found = derived(Borrowing(), zoo.xy_batch(4), (2,))
+    assert {name.rpartition(".")[0] for name in factors(found, 2)} == {
+        f"blocks.{i}.{name}" for i in range(3) for name in ("more", "back")
+    }
+    assert any("others use its parameters too" in note for note in found.split(2).notes)
+
+
+def test_a_table_that_does_not_compute_the_same_stays_whole(monkeypatch):
+    monkeypatch.setattr(zoo, "VOCABULARY", EVEN)
+
+    class Spoilt(zoo.Nano):
+        def forward(self, index, targets):
+            loss = super().forward(index, targets)
+            return loss if type(self.lm_head.weight) in (Tensor, nn.Parameter) else loss * 1.001
+
+    found = derived(Spoilt(), zoo.pair_batch(4), (2,))
+    assert "transformer.wte.weight" not in factors(found, 2)
+    assert any("transformer.wte.weight stay whole: shared out over 2 ranks" in note for note in found.split(2).notes)
+
+
+def test_a_model_without_values_is_checked_with_random_ones():
+    shape = LanguageModelShape(
+        hidden=64, ffn=128, layers=3, heads=4, vocabulary=EVEN, feed_forward="swiglu", rotary_fraction=0.5
+    )
+    module = hollow(lambda: LanguageModel(shape, 48))
+    batch = (torch.zeros(4, 48, dtype=torch.long), torch.zeros(4, 48, dtype=torch.long))
+    found = derived(module, batch, (2, 4))
+    assert whole_parameters(found, 4) == {use.name for use in found.parameters if "norm" in use.name}
+    assert factors(found, 4)["blocks.0.attention.query_key_value.weight"] == (0, ((3, False), (64, True)))
+    assert len(found.split(4).sequence) == 3
+    assert all(parameter.untyped_storage().nbytes() == 4 for parameter in module.parameters())
+
+
+def test_what_does_not_fit_into_memory_is_not_guessed(monkeypatch):
+    monkeypatch.setattr("lightning_mist.model.split_kinds.memory_limit", lambda: 1000)
+    found = of_zoo("nano", (2,))
+    (reason,) = found.excludes("tensor")
+    assert "it could not be checked: that takes" in reason
+    assert "plan on a host with" in reason
+
+
+def test_the_module_and_its_random_numbers_are_left_as_they_were():
+    module, make_batch = zoo.make("nano_dropout")
+    batch, state = make_batch(4), torch.get_rng_state()
+    before = {name: (parameter, parameter.clone()) for name, parameter in module.named_parameters()}
+    derived(module, batch, (2,))
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, parameter in module.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1])
+        assert parameter.grad is None
+
+
+def test_nothing_is_done_where_nothing_is_asked_or_possible():
+    module, make_batch = zoo.make("nano")
+    batch, call = make_batch(4), zoo.step(module)
+    found = map_module(module, call, batch)
+    assert derive_splits(module, call, batch, found, (1,)) is found
+    ruled_out = replace(found, exclusions=(Exclusion(feature="tensor", reason="so"),))
+    assert derive_splits(module, call, batch, ruled_out, (2,)) is ruled_out
+
+
+def test_the_same_is_found_every_time():
+    assert of_zoo("nano") == of_zoo("nano")
