@@ -85,7 +85,7 @@ def test_a_custom_function_gets_the_whole_and_loses_no_gradient():
 
     outcome = checked(Cubed())
     assert outcome.reason is None
-    assert outcome.gathered == (("CubeFunction", 1),)
+    assert [count for _, count in outcome.gathered] == [1]
 
 
 def test_a_gradient_that_gets_lost_is_found():
