@@ -1,25 +1,40 @@
 """Activation checkpointing of blocks, in the place of what the user's own code would checkpoint."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch.utils.checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_mist.runtime.patches import SharedPatch
+from lightning_mist.runtime.stage_split import StageSplit
+from lightning_mist.tensor_parallel import SplitTensor
 
 
 class _Block:
-    """A block as a function of flat arguments. Its class tells our checkpoints from the user's."""
+    """A block as a function of flat arguments. Its class tells our checkpoints from the user's.
 
-    def __init__(self, function: Callable[..., Any], structure: TreeSpec) -> None:
-        self._function, self._structure = function, structure
+    Split tensors travel as their parts: what is kept for backward must be an ordinary tensor.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], leaves: list[Any], form: TreeSpec, split: StageSplit | None
+    ) -> None:
+        self._function, self._form, self._split = function, form, split
+        self._placements = {index: leaf.placement for index, leaf in enumerate(leaves) if isinstance(leaf, SplitTensor)}
+        self._sequence = {} if split is None else split.context.sequence
 
     def __call__(self, *leaves: Any) -> Any:
-        args, kwargs = tree_unflatten(leaves, self._structure)
-        # Recomputation runs in backward, where the step's own context is no longer entered.
-        with neutral_checkpointing():
+        whole = list(leaves)
+        with ExitStack() as stack:
+            # Recomputation runs in backward, where the step's own context is no longer entered.
+            stack.enter_context(neutral_checkpointing())
+            if self._split is not None:
+                stack.enter_context(self._split.recomputing(self._sequence))
+                for index, placement in self._placements.items():
+                    whole[index] = SplitTensor(leaves[index], placement, self._split.context)
+            args, kwargs = tree_unflatten(whole, self._form)
             return self._function(*args, **kwargs)
 
 
@@ -64,13 +79,21 @@ def _neutralise() -> Iterator[None]:
 _NEUTRAL = SharedPatch(_neutralise)
 
 
-def checkpoint_block(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def checkpoint_block(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], split: StageSplit | None = None
+) -> Any:
     """Run a block so that only its arguments are kept for backward, which runs it again with the same random numbers.
 
     All arguments are passed by position: the states of device generators are kept only for devices of positional
     tensors.
+
+    Args:
+        function: The block.
+        args: Its positional arguments.
+        kwargs: Its other arguments.
+        split: The split of the block's stage; recomputation repeats its collectives in the same order on all ranks.
     """
-    leaves, structure = tree_flatten((args, kwargs))
-    return torch.utils.checkpoint.checkpoint(
-        _Block(function, structure), *leaves, use_reentrant=False, preserve_rng_state=True
-    )
+    leaves, form = tree_flatten((args, kwargs))
+    block = _Block(function, leaves, form, split)
+    parts = [leaf.local if isinstance(leaf, SplitTensor) else leaf for leaf in leaves]
+    return torch.utils.checkpoint.checkpoint(block, *parts, use_reentrant=False, preserve_rng_state=True)

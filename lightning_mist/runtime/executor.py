@@ -61,7 +61,7 @@ class Executor:
         transport: Transport,
         actions: Sequence[Action],
     ) -> None:
-        check_supported(plan)
+        check_supported(plan, module_map)
         self.plan, self.transport = plan, transport
         self.stages = RankStages(stages)
         self.actions = tuple(actions)

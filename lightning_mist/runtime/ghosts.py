@@ -28,6 +28,7 @@ from lightning_mist.runtime.checkpointing import checkpoint_block, neutral_check
 from lightning_mist.runtime.random import get_random_state, set_random_state
 from lightning_mist.runtime.skipped import SkippedBlocks
 from lightning_mist.runtime.slots import GhostSlots
+from lightning_mist.runtime.stage_split import StageSplit
 from lightning_mist.runtime.watch import StepExit, StepRun, Watcher, become, enter_graph, quiet_ghosts
 
 
@@ -84,10 +85,13 @@ class GhostStage:
         bounds: The layer range of every stage.
         index: This stage.
         checkpointed_layers: How many of the stage's first blocks are recomputed in backward.
+        split: How the stage is split over tensor-parallel ranks; its parameters must be this rank's parts while it is
+            attached. None if it is not.
 
     Attributes:
         parameters: The parameters that this stage computes with, or keeps for others, by canonical name.
         foreign: All others.
+        split: How the stage is split over tensor-parallel ranks, if it is.
         observer: Is told of the stage's blocks, if anybody is; set it before the stage is attached.
 
     Raises:
@@ -106,8 +110,10 @@ class GhostStage:
         index: int,
         *,
         checkpointed_layers: int = 0,
+        split: StageSplit | None = None,
     ) -> None:
         self._module, self._map, self._bounds, self.index = module, module_map, bounds, index
+        self.split = split
         self._first, self._end = bounds[index]
         self._num_stages = len(bounds)
         self._checkpointed = range(self._first, self._first + checkpointed_layers)
@@ -158,10 +164,13 @@ class GhostStage:
         """Inside, the module is this stage; afterwards it is exactly as before."""
         if self._originals:
             raise RuntimeError(f"stage {self.index} is attached already: leave the context first")
-        is_whole = self._num_stages == 1 and self.observer is None
+        is_whole = self._num_stages == 1 and self.observer is None and self.split is None
         positions = self._checkpointed if is_whole else range(len(self._blocks))
         wrapped = []
-        with self._slots.filled():
+        with ExitStack() as stack:
+            stack.enter_context(self._slots.filled())
+            if self.split is not None:
+                stack.enter_context(self.split.presented(self._module, self._map, self.parameters))
             try:
                 for position in positions:
                     space = self._blocks[position].__dict__
@@ -207,7 +216,7 @@ class GhostStage:
 
     def _spec(self, live: LiveTensor, tensor: Tensor) -> InputSpec:
         return InputSpec(
-            shape=tuple(tensor.shape),
+            shape=self._held_shape(live, tensor),
             dtype=tensor.dtype,
             device=tensor.device,
             requires_grad=live.requires_grad and torch.is_grad_enabled(),
@@ -232,6 +241,8 @@ class GhostStage:
         state = get_random_state(self._device) if self.index > 0 else None
         run = StepRun(self._wanted, received, state)
         value, is_complete = self._enter(run, call)
+        if self.split is not None:
+            value = self.split.whole(value)
         if self._num_stages == 1:
             return StageOutput(tensors=(), value=value)
         if self.index == self._num_stages - 1:
@@ -245,6 +256,9 @@ class GhostStage:
             )
         tensors = tuple(self._sent(run, live) for live in self._sends)
         lengths = tuple(_length(live, tensor) for live, tensor in zip(self._sends, tensors, strict=True))
+        if self.split is not None:
+            pairs = zip(self._sends, tensors, strict=True)
+            tensors = tuple(self.split.leaving(live, tensor) for live, tensor in pairs)
         return StageOutput(tensors=tensors, lengths=lengths, value=None)
 
     def _enter(self, run: StepRun, call: Callable[[], Any]) -> tuple[Any, bool]:
@@ -255,6 +269,8 @@ class GhostStage:
         try:
             with ExitStack() as stack:
                 stack.enter_context(neutral_checkpointing())
+                if self.split is not None:
+                    stack.enter_context(self.split.stepping())
                 if self.index > 0:
                     stack.enter_context(quiet_ghosts())
                 if self._is_watched:
@@ -307,6 +323,8 @@ class GhostStage:
         if torch.is_grad_enabled() or self._num_stages > 1:
             args, kwargs = without_caches(args, kwargs)
         is_local = position >= self._first or self._num_stages == 1
+        if is_local and self.split is not None:
+            args, kwargs = self.split.enter_block(position, args, kwargs)
         observer = self.observer if is_local else None
         if observer is not None:
             observer.before_block(position)
@@ -316,7 +334,7 @@ class GhostStage:
                 context = (self._blocks[position].training, *self._context())
                 output = self._skipped.answer(position, original, args, kwargs, context)
             elif position in self._checkpointed and torch.is_grad_enabled():
-                output = checkpoint_block(original, args, kwargs)
+                output = checkpoint_block(original, args, kwargs, self.split)
             else:
                 output = original(*args, **kwargs)
         finally:
@@ -348,14 +366,22 @@ class GhostStage:
             raise run.fail(f"stage {self.index} was given {len(received)} tensors: {len(self._receives)} cross its cut")
         for live, tensor in zip(self._receives, received, strict=True):
             ghost = self._found(run, live)
-            if ghost.shape != tensor.shape or ghost.dtype != tensor.dtype:
+            if self._held_shape(live, ghost) != tuple(tensor.shape) or ghost.dtype != tensor.dtype:
                 raise run.fail(
                     f"stage {self.index} received the {describe_value(live.key)} as {tensor.dtype} of shape "
                     f"{tuple(tensor.shape)}, but its own batch gives {ghost.dtype} of shape {tuple(ghost.shape)}: the "
                     "stages must run the same batch"
                 )
-            become(ghost, enter_graph(tensor) if live.requires_grad and run.has_grad else tensor.detach())
+            entered = enter_graph(tensor) if live.requires_grad and run.has_grad else tensor.detach()
+            if self.split is not None:
+                entered = self.split.arrived(live, entered, tuple(ghost.shape))
+            become(ghost, entered)
         self._continue_random(run)
+
+    def _held_shape(self, live: LiveTensor, tensor: Tensor) -> tuple[int, ...]:
+        """The shape in which this rank holds a tensor that crosses a boundary."""
+        shape = tuple(tensor.shape)
+        return shape if self.split is None else self.split.held_shape(live, shape)
 
     def _continue_random(self, run: StepRun) -> None:
         """Forget what the step drew before this stage: blocks of other stages drew nothing here."""

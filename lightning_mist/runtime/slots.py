@@ -43,7 +43,7 @@ class GhostSlots:
                 stages = {module_map.stage_of(region, bounds) for region in regions}
                 if index in stages or (not stages and use.name in held):
                     continue
-                ghost = ghost if ghost is not None else _ghost_of(named[use.name], mode)
+                ghost = ghost if ghost is not None else _ghost_of(named[use.name], use.shape, mode)
                 self._slots.append((modules[module_name]._parameters, attribute, ghost, named[use.name]))
         changed = {id(space) for space, *_ in self._slots}
         self._recurrent = [
@@ -68,12 +68,12 @@ class GhostSlots:
                 space[name] = parameter
 
 
-def _ghost_of(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
+def _ghost_of(parameter: nn.Parameter, shape: tuple[int, ...], mode: FakeTensorMode) -> nn.Parameter:
+    """A ghost of the whole parameter, of which this rank may have a part only, or nothing."""
     is_hollow = parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
     with mode:
-        if is_hollow:
-            data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if is_hollow or parameter.shape != shape:
+            data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         else:
-            stride = parameter.stride()
-            data = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=parameter.device)
+            data = torch.empty_strided(shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
     return nn.Parameter(data, requires_grad=False)

@@ -7,6 +7,10 @@ from torch import nn
 
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.ghosts import GhostStage, hollow
+from lightning_mist.runtime.mesh import make_mesh
+from lightning_mist.runtime.stage_split import StageSplit
+from lightning_mist.runtime.tensor_group import TransportGroup
+from lightning_mist.runtime.transport import Transport
 
 
 class RankStages:
@@ -72,7 +76,9 @@ class RankStages:
         hollow(self.foreign.values())
 
 
-def make_stages(module: nn.Module, module_map: ModuleMap, plan: Plan, rank: int) -> tuple[GhostStage, ...]:
+def make_stages(
+    module: nn.Module, module_map: ModuleMap, plan: Plan, rank: int, transport: Transport
+) -> tuple[GhostStage, ...]:
     """The stages that ``rank`` runs under ``plan``, ascending.
 
     Args:
@@ -80,8 +86,25 @@ def make_stages(module: nn.Module, module_map: ModuleMap, plan: Plan, rank: int)
         module_map: Its map.
         plan: The plan.
         rank: The global rank.
+        transport: Connects the ranks.
     """
+    group = plan.stage_of(rank)
+    mesh, split = plan.stages[group].mesh, None
+    if mesh.tensor_parallel_degree > 1:
+        peers = make_mesh(plan, rank, module_map).tensor_peers
+        split = StageSplit(
+            module_map.split(mesh.tensor_parallel_degree),
+            TransportGroup(transport, peers),
+            sequence_parallel=mesh.sequence_parallel,
+        )
     return tuple(
-        GhostStage(module, module_map, plan.bounds, index, checkpointed_layers=plan.stages[index].checkpointing.layers)
-        for index in plan.chunks(plan.stage_of(rank))
+        GhostStage(
+            module,
+            module_map,
+            plan.bounds,
+            index,
+            checkpointed_layers=plan.stages[index].checkpointing.layers,
+            split=split,
+        )
+        for index in plan.chunks(group)
     )

@@ -1,11 +1,15 @@
 """What this version can run; everything else a plan may say is refused."""
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Plan, StagePlan
+from lightning_mist.plan import ModuleMap, Plan, StagePlan
 
 
-def check_supported(plan: Plan) -> None:
+def check_supported(plan: Plan, module_map: ModuleMap) -> None:
     """Refuse a plan that asks for something the runtime cannot do.
+
+    Args:
+        plan: The plan.
+        module_map: Says how the module may be split.
 
     Raises:
         PlanError: Naming the stage, the setting and the nearest setting that runs.
@@ -19,19 +23,27 @@ def check_supported(plan: Plan) -> None:
         )
     for index, stage in enumerate(plan.stages):
         _check_stage(index, stage)
+        _check_split(index, stage, module_map)
+
+
+def _check_split(index: int, stage: StagePlan, module_map: ModuleMap) -> None:
+    mesh = stage.mesh
+    try:
+        split = module_map.split(mesh.tensor_parallel_degree)
+    except PlanError as error:
+        raise PlanError(f"stages[{index}].{error}") from None
+    if mesh.sequence_parallel and not split.sequence:
+        why = "; ".join(module_map.excludes("sequence")) or "no layer's hidden states have a sequence to share out"
+        raise PlanError(f"stages[{index}].sequence_parallel = True: {why}; use sequence_parallel=False")
 
 
 def _check_stage(index: int, stage: StagePlan) -> None:
     mesh = stage.mesh
-    for name, degree in (
-        ("tensor_parallel_degree", mesh.tensor_parallel_degree),
-        ("context_parallel_degree", mesh.context_parallel_degree),
-    ):
-        if degree > 1:
-            raise PlanError(
-                f"stages[{index}].{name} = {degree}: the runtime needs 1; use data_parallel_degree="
-                f"{len(mesh.devices)} or more stages for these {len(mesh.devices)} devices"
-            )
+    if mesh.context_parallel_degree > 1:
+        raise PlanError(
+            f"stages[{index}].context_parallel_degree = {mesh.context_parallel_degree}: the runtime needs 1; use "
+            f"data_parallel_degree={len(mesh.devices)} or more stages for these {len(mesh.devices)} devices"
+        )
     for name in ("parameters", "gradients", "optimizer", "activations"):
         ratio = getattr(stage.offload, name)
         if ratio > 0.0:

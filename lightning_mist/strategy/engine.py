@@ -81,7 +81,7 @@ class Engine:
         self.module, self.plan, self.rank, self.device = module, plan, rank, device
         self.module_map, self.transport = module_map, transport
         group = plan.stage_of(rank)
-        stages = make_stages(module, module_map, plan, rank)
+        stages = make_stages(module, module_map, plan, rank, transport)
         self.executor = Executor(plan, rank, stages, module_map, transport, schedule[group])
         self.stages = self.executor.stages
         self.exchange = BatchExchange(plan, rank, transport, device)

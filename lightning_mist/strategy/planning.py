@@ -267,7 +267,7 @@ def decide(
         check_plan(
             plan, world_size=strategy.world_size, batch_rows=rows, num_layers=len(found.blocks), module_map=found
         )
-        check_supported(plan)
+        check_supported(plan, found)
         if request.memory_limit is not None and (request.plan != "auto" or plan.predicted is None):
             remark = check_limit(plan, request.memory_limit)
             if remark is not None:

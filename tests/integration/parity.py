@@ -24,6 +24,7 @@ from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gather import ParameterGatherer
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.optimizer import clip_by_norm, gather_optimizer_state, global_grad_norm, restrict_optimizer
+from lightning_mist.runtime.parts import Part, parts_of
 from lightning_mist.runtime.stages import make_stages
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.schedule import Action
@@ -35,11 +36,12 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 @dataclass
 class Outcome:
-    """Loss of every rank's batch, gradients by parameter, and the random state that every batch left."""
+    """Loss of every rank's batch, gradients by parameter, the random state that every batch left, and ranks' parts."""
 
     losses: list[Tensor]
     gradients: list[dict[str, Tensor | None]]
     states: dict[int, Tensor] = field(default_factory=dict)
+    parts: list[dict[str, Part]] = field(default_factory=list)
 
 
 @contextmanager
@@ -190,12 +192,16 @@ class Rank:
     module: nn.Module
     executor: Executor
     plan: Plan
+    parts: dict[str, Part]
 
     @classmethod
     def make(cls, module: nn.Module, module_map: ModuleMap, plan: Plan, rank: int, transport: Transport) -> "Rank":
-        stages = make_stages(module, module_map, plan, rank)
+        stages = make_stages(module, module_map, plan, rank, transport)
         actions = actions_of(plan, module_map, rank)
-        return cls(module, Executor(plan, rank, stages, module_map, transport, actions), plan)
+        parts, executor = parts_of(plan, rank, module_map), Executor(plan, rank, stages, module_map, transport, actions)
+        for name, part in parts.items():
+            executor.parameters[name].data = part.take(executor.parameters[name].detach())
+        return cls(module, executor, plan, parts)
 
     def run(self, parts: Sequence[Microbatch], *, loss_scale: float = 1.0) -> Iterator[Work]:
         return self.executor.run(parts, self.step, loss_scale=loss_scale)
@@ -204,7 +210,9 @@ class Rank:
         return self.module.training_step(microbatch.value, microbatch.index)
 
     def losses(self, parts: Sequence[Microbatch]) -> dict[int, float]:
-        """Share of each owner's loss that was computed here."""
+        """Share of each owner's loss that was computed here; tensor-parallel peers compute the same."""
+        if self.executor.mesh.tensor_index > 0:
+            return {}
         found: dict[int, Any] = {}
         for part, output in zip(parts, self.executor.outputs, strict=True):
             if output is not None and loss_of(output) is not None:
@@ -212,8 +220,12 @@ class Rank:
         return found
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Gradients that this rank's optimizer would use."""
+        """Gradients that this rank's optimizer would use, or its parts of them."""
         return {item.name: self.executor.parameters[item.name].grad for item in self.executor.mesh.owned}
+
+    def gathered(self) -> dict[str, int]:
+        """How often a function needed the whole of a split tensor."""
+        return {name: count for stage in self.executor.stages if stage.split for name, count in stage.split.gathered}
 
     def states(self, parts: Sequence[Microbatch]) -> dict[int, Tensor]:
         return {
@@ -237,8 +249,9 @@ def run_plan(
     states: Sequence[Tensor] | None = None,
     seed: int | None = None,
     loss_scale: float = 1.0,
+    seen: Callable[[Sequence[Rank]], None] = lambda ranks: None,
 ) -> Outcome:
-    """All ranks of a plan in this process."""
+    """All ranks of a plan in this process; ``seen`` is shown them at the end."""
     world = InMemoryWorld(plan.world_size)
     ranks = [
         Rank.make(copy.deepcopy(module), module_map, plan, rank, transport)
@@ -248,19 +261,25 @@ def run_plan(
     with precision_of(module):
         drive([rank.run(mine, loss_scale=loss_scale) for rank, mine in zip(ranks, parts, strict=True)])
     assert world.pending == ()
+    seen(ranks)
     return collect(
         [rank.losses(mine) for rank, mine in zip(ranks, parts, strict=True)],
         [rank.gradients() for rank in ranks],
         [rank.states(mine) for rank, mine in zip(ranks, parts, strict=True)],
+        [rank.parts for rank in ranks],
     )
 
 
 def collect(
-    losses: Sequence[dict[int, Any]], gradients: Sequence[dict[str, Any]], states: Sequence[dict[int, Tensor]]
+    losses: Sequence[dict[int, Any]],
+    gradients: Sequence[dict[str, Any]],
+    states: Sequence[dict[int, Tensor]],
+    parts: Sequence[dict[str, Part]] | None = None,
 ) -> Outcome:
     owners = sorted({owner for part in losses for owner in part})
     total = [sum(part[owner] for part in losses if owner in part) for owner in owners]
-    return Outcome(total, list(gradients), {owner: state for part in states for owner, state in part.items()})
+    merged = {owner: state for part in states for owner, state in part.items()}
+    return Outcome(total, list(gradients), merged, list(parts or [{}] * len(gradients)))
 
 
 def assert_equal(outcome: Outcome, expected: Outcome, *, scale: float = 1.0, tolerance: float | None = None) -> None:
@@ -278,6 +297,9 @@ def assert_equal(outcome: Outcome, expected: Outcome, *, scale: float = 1.0, tol
                 assert gradient is None, f"{name} on rank {rank} has a gradient"
                 continue
             assert gradient is not None, f"{name} on rank {rank} has no gradient"
+            part = outcome.parts[rank].get(name) if outcome.parts else None
+            if part is not None:
+                wanted = part.take(wanted)
             difference = (gradient / scale - wanted).abs().max().item()
             assert difference <= tolerance * max(1.0, largest), f"{name} on rank {rank}: off by {difference}"
     missing = set(reference_gradients) - {name for gradients in outcome.gradients for name in gradients}

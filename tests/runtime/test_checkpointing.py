@@ -3,7 +3,10 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import checkpoint
 
+from lightning_mist.plan import ParameterSplit, SequenceSplit, TensorSplit
 from lightning_mist.runtime.checkpointing import checkpoint_block, neutral_checkpointing
+from lightning_mist.runtime.stage_split import StageSplit
+from lightning_mist.tensor_parallel import present, run_ranks, shard
 
 
 class Counted:
@@ -64,3 +67,37 @@ def test_checkpoints_inside_a_block_are_neutral_in_recomputation_too():
         y = checkpoint_block(block, (x,), {})
     y.sum().backward()
     assert inner.calls == 2
+
+
+def test_split_arguments_are_kept_as_parts_and_recomputed_with_their_own_sequence():
+    whole = torch.linspace(0.1, 1.0, 16, dtype=torch.float64).reshape(2, 4, 2)
+    weight = torch.linspace(-1.0, 1.0, 4, dtype=torch.float64).reshape(2, 2)
+    split = ParameterSplit(name="w", dim=1, factors=((2, True),))
+
+    def gradient(group, *, checkpointed):
+        stage = StageSplit(
+            TensorSplit(degree=2, parameters=(), sequence=(SequenceSplit(position=0, leaf=0, dim=1),)),
+            group,
+            sequence_parallel=True,
+        )
+        x, local = whole.clone().requires_grad_(), shard(weight, split, group.rank, 2).requires_grad_()
+        shown = present(local, split, stage.context)
+
+        def block(states):
+            return torch.nn.functional.linear(torch.nn.functional.gelu(states), shown)
+
+        with stage.stepping():
+            args, kwargs = stage.enter_block(0, (x,), {})
+            output = checkpoint_block(block, args, kwargs, stage) if checkpointed else block(*args)
+        # Another microbatch has come since.
+        stage.enter_block(0, (torch.ones(2, 6, 2),), {})
+        stage.whole(output).square().sum().backward()
+        return x.grad, local.grad
+
+    for found, expected in zip(
+        run_ranks(2, lambda group: gradient(group, checkpointed=True)),
+        run_ranks(2, lambda group: gradient(group, checkpointed=False)),
+        strict=True,
+    ):
+        for mine, wanted in zip(found, expected, strict=True):
+            assert torch.equal(mine, wanted)

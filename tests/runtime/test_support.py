@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan import Exclusion, OffloadRatios, Plan, SequenceSplit, StageMesh, StagePlan, ZeroStage
 from lightning_mist.runtime.support import check_supported
+from tests.runtime.test_mesh import make_map
 
 STAGE = StagePlan(layers=(0, 2), mesh=StageMesh(devices=(0, 1), data_parallel_degree=2), microbatch_size=1)
 
@@ -16,15 +17,15 @@ def _plan(stage):
 
 @pytest.mark.parametrize("zero_stage", ZeroStage)
 def test_every_zero_stage_runs(zero_stage):
-    check_supported(_plan(replace(STAGE, zero_stage=zero_stage)))
+    check_supported(_plan(replace(STAGE, zero_stage=zero_stage)), make_map(2))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
-            {"mesh": StageMesh(devices=(0, 1), tensor_parallel_degree=2, sequence_parallel=True)},
-            r"stages\[0\]\.tensor_parallel_degree = 2.*data_parallel_degree=2",
+            {"mesh": StageMesh(devices=(0, 1), tensor_parallel_degree=2)},
+            r"stages\[0\]\.tensor_parallel_degree = 2: .*; use tensor_parallel_degree = 1",
         ),
         ({"mesh": StageMesh(devices=(0, 1), context_parallel_degree=2)}, r"stages\[0\]\.context_parallel_degree = 2"),
         ({"offload": OffloadRatios(optimizer=0.5)}, r"stages\[0\]\.offload\.optimizer = 0\.5"),
@@ -33,4 +34,17 @@ def test_every_zero_stage_runs(zero_stage):
 )
 def test_what_cannot_run_is_refused_by_name(change, message):
     with pytest.raises(PlanError, match=message):
-        check_supported(_plan(replace(STAGE, **change)))
+        check_supported(_plan(replace(STAGE, **change)), make_map(2))
+
+
+def test_tensor_and_sequence_parallelism_run_where_the_module_can_be_split():
+    module_map = make_map(2, degrees=(2,))
+    plan = _plan(replace(STAGE, mesh=StageMesh(devices=(0, 1), tensor_parallel_degree=2)))
+    check_supported(plan, module_map)
+    sequence = _plan(replace(STAGE, mesh=replace(plan.stages[0].mesh, sequence_parallel=True)))
+    excluded = replace(module_map, exclusions=(Exclusion(feature="sequence", reason="no sequence"),))
+    with pytest.raises(PlanError, match=r"stages\[0\]\.sequence_parallel = True: no sequence; use sequence_parallel=F"):
+        check_supported(sequence, excluded)
+    entries = tuple(SequenceSplit(position=index, leaf=0, dim=1) for index in range(2))
+    split = replace(module_map.splits[0], sequence=entries)
+    check_supported(sequence, replace(module_map, splits=(split,)))

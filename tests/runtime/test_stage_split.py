@@ -1,0 +1,124 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_mist.plan import LiveTensor, ModuleMap, ParameterSplit, ParameterUse, SequenceSplit, TensorSplit
+from lightning_mist.runtime.stage_split import StageSplit
+from lightning_mist.tensor_parallel import Layout, SplitTensor, run_ranks
+
+HIDDEN = LiveTensor(key="h", shape=(2, 6, 4), dtype="float32", requires_grad=True, batch_dim=0, sequence_dim=1)
+
+
+def split_of(group, *, sequence_parallel=False):
+    return StageSplit(
+        TensorSplit(
+            degree=group.size,
+            parameters=(ParameterSplit(name="a.weight", dim=0, factors=((4, True),)),),
+            sequence=(SequenceSplit(position=3, leaf=0, dim=1),),
+        ),
+        group,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def use(name, *slots):
+    return ParameterUse(
+        name=name, slots=tuple((*slot, (0,)) for slot in slots), shape=(4, 4), dtype="float32", requires_grad=True
+    )
+
+
+def test_slots_show_the_whole_shape_inside_and_hold_the_part_again_afterwards():
+    def run(group):
+        module = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+        module["tied"] = nn.Module()
+        module["tied"].weight = module["a"].weight
+        part = module["a"].weight
+        part.data = part.data[:2].clone()
+        module_map = ModuleMap(
+            step="training_step", blocks=(), outputs=(), cuts=(),
+            parameters=(use("a.weight", ("a", "weight"), ("tied", "weight")), use("b.weight", ("b", "weight"))),
+        )  # fmt: skip
+        ghost = module["tied"]._parameters["weight"] = nn.Parameter(torch.zeros(4, 4))
+        parameters = {"a.weight": part, "b.weight": module["b"].weight}
+        with split_of(group).presented(module, module_map, parameters):
+            shown = module["a"].weight
+            assert isinstance(shown, SplitTensor)
+            assert shown.shape == (4, 4)
+            assert module["tied"].weight is ghost
+            assert type(module["b"].weight) is nn.Parameter
+        assert module["a"].weight is part
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize(("sequence_parallel", "length", "held"), [(False, 6, 6), (True, 6, 3), (True, 5, 5)])
+def test_what_crosses_a_boundary_is_held_in_parts_where_its_length_allows(sequence_parallel, length, held):
+    whole = torch.arange(2.0 * length * 4).reshape(2, length, 4)
+
+    def run(group):
+        split = split_of(group, sequence_parallel=sequence_parallel)
+        assert split.held_shape(HIDDEN, (2, length, 4)) == (2, held, 4)
+        made = whole.clone().requires_grad_()
+        part = split.leaving(HIDDEN, made)
+        assert part.shape == (2, held, 4)
+        arrived = split.arrived(HIDDEN, part, (2, length, 4))
+        assert arrived.shape == whole.shape
+        assert torch.equal(split.whole({"x": arrived})["x"], whole)
+        # Consumers are replicated: everybody's gradient is the whole gradient, once.
+        (split.whole(arrived) * whole).sum().backward()
+        assert torch.equal(made.grad, whole)
+        return part.detach()
+
+    parts = run_ranks(2, run)
+    assert torch.equal(torch.cat(parts, 1) if held < length else parts[0], whole)
+
+
+def test_what_is_shared_out_otherwise_leaves_whole_or_along_the_sequence():
+    whole = torch.arange(2.0 * 6 * 4).reshape(2, 6, 4)
+
+    def run(group):
+        split = split_of(group, sequence_parallel=True)
+        first = slice(2 * group.rank, 2 * group.rank + 2)
+        heads = SplitTensor(whole[..., first].clone(), Layout((2, 6, 4), 2), split.context)
+        part = split.leaving(HIDDEN, heads)
+        assert torch.equal(part, whole[:, 3 * group.rank : 3 * group.rank + 3])
+        other = LiveTensor(key="o", shape=(2, 6, 4), dtype="float32", requires_grad=True, batch_dim=0)
+        assert torch.equal(split.leaving(other, heads), whole)
+        assert split.held_shape(other, (2, 6, 4)) == (2, 6, 4)
+
+    run_ranks(2, run)
+
+
+def test_blocks_with_an_entry_see_their_hidden_states_in_parts():
+    def run(group):
+        split = split_of(group, sequence_parallel=True)
+        states = torch.ones(2, 6, 4)
+        (entered,), kwargs = split.enter_block(3, (states,), {"mask": None})
+        assert isinstance(entered, SplitTensor)
+        assert kwargs == {"mask": None}
+        (same,), _ = split.enter_block(2, (states,), {})
+        assert same is states
+        (same,), _ = split_of(group).enter_block(3, (states,), {})
+        assert same is states
+
+    run_ranks(2, run)
+
+
+def test_custom_functions_get_wholes_while_computing():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    def run(group):
+        split = split_of(group, sequence_parallel=True)
+        (entered,), _ = split.enter_block(3, (torch.ones(2, 6, 4),), {})
+        with split.stepping():
+            assert torch.equal(Twice.apply(entered), torch.full((2, 6, 4), 2.0))
+        assert dict(split.gathered) == {"autograd.Function": 1}
+
+    run_ranks(2, run)
