@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from lightning_mist.runtime.random import get_random_state, set_random_state
 from lightning_mist.runtime.skipped import SkippedBlocks
 from lightning_mist.runtime.slots import GhostSlots
 from lightning_mist.runtime.stage_split import StageSplit
-from lightning_mist.runtime.watch import StepExit, StepRun, Watcher, become, enter_graph, quiet_ghosts
+from lightning_mist.runtime.watch import BlockObserver, StepExit, StepRun, Watcher, become, enter_graph, quiet_ghosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +64,6 @@ class StageOutput:
     tensors: tuple[Tensor, ...]
     value: Any
     lengths: tuple[int, ...] = ()
-
-
-class BlockObserver(Protocol):
-    """Is told when a stage's forward enters and leaves its blocks; recomputation in backward is not told."""
-
-    def before_block(self, position: int) -> None:
-        """The step is about to run a block of the stage."""
-
-    def after_block(self, position: int) -> None:
-        """The step has run a block of the stage."""
 
 
 class GhostStage:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -222,11 +223,13 @@ class BatchRun:
             set_random_state(state, device)
         elif microbatch.seed is not None:
             seed_random(device, microbatch.seed, stage, index)
-        with self._stages.at(stage) as part_of_module:
+        walk = self._place.walk
+        around = nullcontext() if walk is None else walk.around_step()
+        with self._stages.at(stage) as part_of_module, around:
             self._start_walk()
             output = part_of_module.forward(lambda: self._step(microbatch), tuple(tensor for *_, tensor in received))
-        if self._place.walk is not None:
-            self._markers[key] = self._place.walk.take_marker()
+        if walk is not None:
+            self._markers[key] = walk.take_marker()
         after = None if state is None else get_random_state(device)
         if stage == self._last:
             self.outputs[index], self.random_states[index] = output.value, after

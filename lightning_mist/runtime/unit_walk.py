@@ -8,8 +8,10 @@ has run, the gradients there are complete, and nothing before it has begun; what
 and whether or not it needs a gradient.
 """
 
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import ModuleMap, ZeroStage
 from lightning_mist.runtime.mesh import Mesh
+from lightning_mist.runtime.patches import SharedPatch
 from lightning_mist.runtime.shards import UnitShards
 from lightning_mist.runtime.transport import Transport
 from lightning_mist.runtime.unit_gradients import UnitGradients
@@ -80,6 +83,10 @@ class UnitWalk:
         """The action's computation begins: with the head, or a backward's first unit. Layers announce themselves."""
         if self._left and (self._left[0].kind is not ActionKind.FORWARD or self._left[0].unit == HEAD):
             self._reach(self._left[0].unit)
+
+    def around_step(self) -> AbstractContextManager[None]:
+        """Around the user's step: a backward inside it, which would need parameters that are freed, is refused."""
+        return _refused_backward() if self.shards is not None and len(self._units) > 1 else nullcontext()
 
     def before_block(self, position: int) -> None:
         """The step is about to run a layer of the stage."""
@@ -184,6 +191,43 @@ def make_walk(
         device=device,
         last_layer=len(module_map.blocks) - 1,
     )
+
+
+_HERE = threading.local()
+
+
+@contextmanager
+def _refused_backward() -> Iterator[None]:
+    _HERE.is_in_step = True
+    try:
+        with _GUARDED:
+            yield
+    finally:
+        _HERE.is_in_step = False
+
+
+@contextmanager
+def _guarded_backward() -> Iterator[None]:
+    """Inside, a thread that runs a user's step may not run a backward; ``torch.autograd`` has no hook for it."""
+    module: Any = torch.autograd
+    original = module._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if getattr(_HERE, "is_in_step", False):
+            raise TraceError(
+                "the step runs a backward of its own (torch.autograd.grad or Tensor.backward): under zero_stage 3 the "
+                "parameters of the layers behind it are freed by then; use zero_stage=2"
+            )
+        return original(*args, **kwargs)
+
+    module._engine_run_backward = run
+    try:
+        yield
+    finally:
+        module._engine_run_backward = original
+
+
+_GUARDED = SharedPatch(_guarded_backward)
 
 
 def _computes(action: Action) -> bool:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +54,16 @@ class StepRun:
         """An exception that user code does not swallow; the error is raised once the step is left."""
         self.error = TraceError(message)
         return StepExit()
+
+
+class BlockObserver(Protocol):
+    """Is told when a stage's forward enters and leaves its blocks; recomputation in backward is not told."""
+
+    def before_block(self, position: int) -> None:
+        """The step is about to run a block of the stage."""
+
+    def after_block(self, position: int) -> None:
+        """The step has run a block of the stage."""
 
 
 class Watcher(TorchFunctionMode):

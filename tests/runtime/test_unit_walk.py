@@ -12,7 +12,7 @@ from lightning_mist.schedule import Action
 from lightning_mist.schedule.action import HEAD
 from tests import zoo
 from tests.integration.metered import Elsewhere
-from tests.integration.parity import Rank, cast, make_plan, map_of, microbatches
+from tests.integration.parity import Rank, assert_equal, cast, make_plan, map_of, microbatches, reference, run_plan
 
 
 class Recorder:
@@ -181,6 +181,34 @@ def test_the_peak_is_what_is_owned_and_two_layers():
         assert peak_whole - peak == pytest.approx(8 - (4 + 1), abs=0.1)
     for rank in ranks:
         assert all(torch.isnan(parameter).all() for parameter in rank.executor.shards.away.values())
+
+
+class _Penalised(nn.Module):
+    """A step with a gradient penalty."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def training_step(self, batch, batch_idx):
+        x = batch["x"].clone().requires_grad_()
+        y = x
+        for layer in self.layers:
+            y = layer(y)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.pow(2).mean() + gradient.pow(2).mean()
+
+
+def test_a_backward_inside_the_step():
+    module = _Penalised().double()
+    batches = [{"x": torch.randn(4, 4, dtype=torch.float64)} for _ in range(2)]
+    module_map = map_of(module, batches[0])
+    original = torch.autograd._engine_run_backward
+    plan = make_plan([3], degrees=[2], zero=2)
+    assert_equal(run_plan(module, module_map, plan, batches), reference(module, batches))
+    with pytest.raises(TraceError, match=r"the step runs a backward of its own .* use zero_stage=2"):
+        run_plan(module, module_map, make_plan([3], degrees=[2], zero=3), batches)
+    assert torch.autograd._engine_run_backward is original
 
 
 def test_a_batch_that_failed_leaves_nothing_behind():
