@@ -1,64 +1,73 @@
 """Custom autograd functions, which take tensors past Python's torch functions."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
 import torch._functorch.utils
+from torch.autograd import Function
+
+from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, leaves_of, whole
 
 
-class _Guard:
-    """Counts who computes with split tensors; while anybody does, autograd functions get whole tensors.
+class _Patch:
+    """Counts who computes with split tensors; while anybody does, autograd functions get whole ones.
 
-    ``torch.autograd.Function.apply`` hands its arguments to C++, which knows nothing of parts: a gradient would be lost
-    without a word. Methods ``apply`` are bound by user code and libraries long before; what all of them look up at
-    each call is ``torch._functorch.utils.unwrap_dead_wrappers``, so this is replaced. Stages in several threads enter
-    and leave in any order: the last to leave restores it.
+    ``Function.apply`` hands its arguments to C++, which knows nothing of parts: a gradient would be lost. It is
+    replaced, and so is ``torch._functorch.utils.unwrap_dead_wrappers``, which methods ``apply`` that user code bound
+    long before look up at each call. Stages in several threads enter and leave in
+    any order: the last to leave restores both.
     """
 
     def __init__(self) -> None:
         self._lock, self._count = Lock(), 0
-        self._original: Callable[..., Any] | None = None
+        self._apply, self._unwrap = Function.__dict__["apply"], torch._functorch.utils.unwrap_dead_wrappers
 
-    def enter(self, replacement: Callable[..., Any]) -> None:
-        """Replace torch's function unless it is replaced."""
+    def enter(self) -> None:
+        """Replace torch's functions unless they are."""
         with self._lock:
             if self._count == 0:
-                self._original = torch._functorch.utils.unwrap_dead_wrappers
-                torch._functorch.utils.unwrap_dead_wrappers = replacement
+                self._replace()
             self._count += 1
 
     def leave(self) -> None:
-        """Restore torch's function if nobody else needs it replaced."""
+        """Restore torch's functions if nobody else needs them replaced."""
         with self._lock:
             self._count -= 1
-            if self._count == 0 and self._original is not None:
-                torch._functorch.utils.unwrap_dead_wrappers = self._original
-                self._original = None
+            if self._count == 0:
+                Function.apply = self._apply  # type: ignore[method-assign]
+                torch._functorch.utils.unwrap_dead_wrappers = self._unwrap
 
-    def unwrap(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What torch's own function does."""
-        original = self._original
-        return original(args) if original is not None else args
+    def _replace(self) -> None:
+        apply_, unwrap_ = Function.__dict__["apply"], torch._functorch.utils.unwrap_dead_wrappers
+        self._apply, self._unwrap = apply_, unwrap_
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            split = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, SplitTensor)]
+            if split:
+                split[0].context.gathered[cls.__name__] += 1
+                args, kwargs = whole(args), whole(kwargs)
+            return apply_.__get__(None, cls)(*args, **kwargs)
+
+        def unwrap(args: tuple[Any, ...]) -> tuple[Any, ...]:
+            for arg in args:
+                if isinstance(arg, SplitTensor):
+                    arg.context.gathered["autograd.Function"] += 1
+            return unwrap_(tuple(gathered(arg) if isinstance(arg, SplitTensor) else arg for arg in args))
+
+        Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+        torch._functorch.utils.unwrap_dead_wrappers = unwrap
 
 
-_GUARD = _Guard()
+_PATCH = _Patch()
 
 
 @contextmanager
 def functions_of_wholes() -> Iterator[None]:
     """Inside, custom autograd functions get whole tensors in place of split ones; outside these are refused."""
-    from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered
-
-    def unwrap(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        for arg in args:
-            if isinstance(arg, SplitTensor):
-                arg.context.gathered["autograd.Function"] += 1
-        return _GUARD.unwrap(tuple(gathered(arg) if isinstance(arg, SplitTensor) else arg for arg in args))
-
-    _GUARD.enter(unwrap)
+    _PATCH.enter()
     try:
         yield
     finally:
-        _GUARD.leave()
+        _PATCH.leave()

@@ -41,6 +41,15 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
+def rule_of_wrapped(func: Any) -> Rule | None:
+    """The rule of what a function stands in for: a library or a test may have replaced one by ``functools.wraps``."""
+    while hasattr(func, "__wrapped__"):
+        func = func.__wrapped__
+        if func in RULES:
+            return RULES[func]
+    return None
+
+
 class SplitTensor(Tensor):
     """A tensor whose parts lie on several ranks.
 
@@ -67,7 +76,7 @@ class SplitTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         check_no_function()
-        found = RULES.get(func)
+        found = RULES.get(func) or rule_of_wrapped(func)
         if found is not None:
             result = found(first_of(args, kwargs).context, func, args, kwargs)
             if result is not NotImplemented:

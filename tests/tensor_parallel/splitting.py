@@ -20,6 +20,7 @@ from lightning_mist.tensor_parallel import (
     unshard,
     whole,
 )
+from tests.integration.parity import precision_of
 
 Call = Callable[[nn.Module, SplitContext | None], Any]
 
@@ -76,7 +77,8 @@ def compare(
     ``gathers`` names all functions that may have gathered.
     """
     reference = copy.deepcopy(module)
-    expected = run(reference, call, None)
+    with precision_of(module):
+        expected = run(reference, call, None)
     expected_inputs = [value.grad for value in inputs]
     for value in inputs:
         value.grad = None
@@ -92,7 +94,8 @@ def compare(
         gradients = {name: local_of(value).grad for name, value in locals_.items()}
         return outputs, gradients, [value.grad for value in own_inputs], context
 
-    ranks = run_ranks(degree, rank)
+    with precision_of(module):  # once for all ranks: patches of several threads do not nest
+        ranks = run_ranks(degree, rank)
     for outputs, _, input_gradients, context in ranks:
         for output, value in zip(outputs, expected, strict=True):
             torch.testing.assert_close(output, value, rtol=tolerance, atol=tolerance)

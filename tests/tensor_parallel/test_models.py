@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from lightning_mist.plan import ParameterSplit
+from lightning_mist.plan import ParameterSplit, SequenceSplit
+from lightning_mist.tensor_parallel import SplitContext, enter_sequence
 from tests import zoo
 from tests.tensor_parallel.splitting import compare
 
@@ -70,3 +72,51 @@ def test_models_are_split_without_gathering(name: str):
     degrees = (2,) if name.startswith("llama") else (2, 4)
     for degree in degrees:
         compare(module, step(module, batch), splits, degree)
+
+
+BLOCKS = {
+    "nano": "transformer.h", "gpt2": "model.transformer.h", "llama": "model.model.layers",
+    "bert": "model.bert.encoder.layer",
+    "vit": "model.vit.layers", "t5": "model.decoder.block", "encoder": "encoder.layers",
+}  # fmt: skip
+
+
+def step_along_sequence(name: str, batch: Any, checkpointed: bool = False) -> Any:
+    """The step with hidden states entering every block in parts."""
+
+    def call(module: nn.Module, context: SplitContext | None) -> Any:
+        blocks = module.get_submodule(BLOCKS[name.partition("-")[0]])
+        for position, block in enumerate(blocks):
+            forward = block.forward
+
+            def enter(*args: Any, position: int = position, forward: Any = forward, **kwargs: Any) -> Any:
+                if context is not None:
+                    args, kwargs = enter_sequence(
+                        args, kwargs, SequenceSplit(position=position, leaf=0, dim=1), context
+                    )
+                if checkpointed:
+                    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+                return forward(*args, **kwargs)
+
+            block.forward = enter
+        try:
+            return module.training_step(batch, 0)
+        finally:
+            for block in blocks:
+                del block.forward
+
+    return call
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_run_along_the_sequence(name: str, checkpointed: bool):
+    torch.manual_seed(0)
+    build, make_batch = MODELS[name]
+    module = build().double()
+    batch = make_batch(4)
+    splits = splits_of(module, is_conv=name.startswith("gpt2"))
+    for child in module.modules():
+        if hasattr(getattr(child, "config", None), "use_cache"):
+            child.config.use_cache = False  # running a block again would append to its cache again
+    compare(module, step_along_sequence(name, batch, checkpointed), splits, 2, sequence_parallel=True)
