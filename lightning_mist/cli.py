@@ -87,6 +87,7 @@ def plan(
     optimizer: str = "AdamW",
     max_stages: int | None = None,
     zero_stages: tuple[int, ...] = (0, 1),
+    tensor_parallel_degrees: tuple[int, ...] | None = (1,),
     checkpointing: bool = True,
     schedule: ScheduleName = "1f1b",
 ) -> None:
@@ -105,10 +106,12 @@ def plan(
         optimizer: Class in torch.optim.
         max_stages: The most pipeline stages.
         zero_stages: Which ZeRO stages may be used.
+        tensor_parallel_degrees: How many devices of a node may share every layer, 1 among them; null for all that the
+            module allows.
         checkpointing: Whether layers may be recomputed in backward.
         schedule: The pipeline schedule.
     """
-    from lightning_mist.tuner import SearchSpace, tune
+    from lightning_mist.tuner import SearchSpace, degrees_to_try, tune
 
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     if global_batch_size < 1:
@@ -116,11 +119,16 @@ def plan(
             f"global_batch_size = {global_batch_size}: at least one row is needed; give the rows of a batch"
         )
     search = SearchSpace(
-        max_stages=max_stages, zero_stages=tuple(zero_stages), checkpointing=checkpointing, schedule=schedule
+        max_stages=max_stages,
+        zero_stages=tuple(zero_stages),
+        tensor_parallel_degrees=None if tensor_parallel_degrees is None else tuple(tensor_parallel_degrees),
+        checkpointing=checkpointing,
+        schedule=schedule,
     )
     machine = _cluster(cluster)
     rows = max(1, global_batch_size // machine.world_size)
-    spec = _trace(model, rows=rows, seq_len=seq_len, precision=precision, optimizer=optimizer)
+    degrees = degrees_to_try(search, machine.devices_per_node)
+    spec = _trace(model, rows=rows, seq_len=seq_len, precision=precision, optimizer=optimizer, degrees=degrees)
     profile = _measured(machine, precision) if _is_local(cluster) else None
     _say(f"searching plans for {spec.num_layers} layers on {machine.world_size} devices")
     result = tune(
@@ -175,11 +183,13 @@ def _say(text: str) -> None:
     print(f"mist: {text}", file=sys.stderr)
 
 
-def _trace(model: str, *, rows: int, seq_len: int | None, precision: str, optimizer: str) -> "ModelSpec":
-    """What the network costs."""
+def _trace(
+    model: str, *, rows: int, seq_len: int | None, precision: str, optimizer: str, degrees: tuple[int, ...]
+) -> "ModelSpec":
+    """What the network costs, split over these tensor-parallel degrees too where that can be."""
     import torch
 
-    from lightning_mist.model import map_module, trace_model
+    from lightning_mist.model import derive_splits, map_module, trace_model
     from lightning_mist.model.sources import open_model
     from lightning_mist.runtime.batches import batch_rows, slice_rows
 
@@ -193,6 +203,9 @@ def _trace(model: str, *, rows: int, seq_len: int | None, precision: str, optimi
     known = batch_rows(source.batch)
     smaller = slice_rows(source.batch, 0, known - 1) if known is not None and known > 1 else None
     found = map_module(source.module, source.call, source.batch, second_batch=smaller)
+    if degrees:
+        _say(f"finding out how {', '.join(map(str, degrees))} devices could share layers")
+        found = derive_splits(source.module, source.call, source.batch, found, degrees)
     spec = trace_model(
         source.module,
         source.batch,

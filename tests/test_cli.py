@@ -195,3 +195,31 @@ def test_more_processes_than_devices_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="cluster 'local:3': this machine has 2 CUDA devices; write local:2"):
         cli._cluster("local:3")
+
+
+class Wide(nn.Module):
+    """Layers that devices can share."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4)
+        )
+
+    training_step = Net.training_step
+
+
+def make_wide():
+    return Wide(), torch.ones(4, 8)
+
+
+def test_plan_looks_at_devices_that_share_layers(tmp_path, capsys):
+    arguments = ("plan", "--cluster", "1x2xL4", "--global-batch-size", 8, "--out", tmp_path / "plan.json")
+    asked = ("--max-stages", 1, "--tensor-parallel-degrees", "[2]")
+    run(*arguments, "--model", "tests.test_cli:make_wide", *asked)
+    assert "finding out how 2 devices could share layers" in capsys.readouterr().err
+    assert [stage.mesh.tensor_parallel_degree for stage in load(tmp_path / "plan.json").stages] == [2]
+    run(*arguments, "--model", "tests.test_cli:make_net", "--tensor-parallel-degrees", "null")
+    shown = capsys.readouterr()
+    assert "without tensor parallelism: Sequential stays whole: no two linear layers" in shown.out
+    assert [stage.mesh.tensor_parallel_degree for stage in load(tmp_path / "plan.json").stages] == [1]

@@ -1,6 +1,6 @@
 """From a user's fit to a plan that every rank has: trace, measure, tune on rank 0, broadcast, check."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -41,8 +41,9 @@ from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.peek import peek_batch, silent, step_function
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.restrictions import check_limit
+from lightning_mist.strategy.splitting import degrees_of, with_splits
 from lightning_mist.strategy.together import on_rank_zero, same_everywhere
-from lightning_mist.tuner import SearchSpace, TuneResult, tune
+from lightning_mist.tuner import SearchSpace, TuneResult, degrees_to_try, tune
 
 _FEATURES: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing", "tensor", "sequence")
 
@@ -129,6 +130,10 @@ class _Planner:
             if reason is not None:
                 found = replace(found, exclusions=(*found.exclusions, Exclusion(feature="tensor", reason=reason)))
         return found
+
+    def split(self, found: ModuleMap, degrees: Sequence[int]) -> ModuleMap:
+        """The map with the ways to share layers among so many devices."""
+        return with_splits(self.module, self.call, self.batch, found, degrees, self.progress)
 
     def with_invariance(self, found: ModuleMap) -> ModuleMap:
         """The map, with microbatches ruled out if the loss of a batch is not the mean of the losses of its parts."""
@@ -261,7 +266,7 @@ def decide(
         )
         found = planner.map()
         same_everywhere(found)
-        plan, made = _plan(planner, found)
+        plan, made, found = _plan(planner, found)
         # Ranks may load batches of different sizes; a plan is for those of rank 0.
         rows = on_rank_zero(lambda: batch_rows(batch))
         check_plan(
@@ -294,8 +299,8 @@ def _refuse_sharding(plan: Plan, plain: str | None) -> None:
         raise PlanError(f"the plan has zero_stage of {stages}, but {plain}; use zero_stage = 0 on every stage")
 
 
-def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None]:
-    """The given plan, or the best one; equal on every rank."""
+def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, ModuleMap]:
+    """The given plan, or the best one, and the map with the splits that were looked at; equal on every rank."""
     given = planner.request.plan
     if given != "auto":
         read = on_rank_zero(lambda: to_json(given if isinstance(given, Plan) else load(Path(given))))
@@ -304,10 +309,11 @@ def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None]
             planner.progress.say(line)
         if plan.num_microbatches > 1 or any(stage.microbatch_size > 1 for stage in plan.stages):
             _refuse_unsafe_cuts(planner, found, plan)
-        return plan, None
+        return plan, None, planner.split(found, degrees_of(plan))
     if not planner.module.automatic_optimization:
-        return _data_parallel(planner), None
+        return _data_parallel(planner), None, found
     request = planner.request
+    found = planner.split(found, degrees_to_try(request.search, planner.cluster().devices_per_node))
     profile = machine.machine_profile(
         planner.cluster(),
         planner.strategy.root_device,
@@ -323,7 +329,7 @@ def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None]
         return to_json(replace(made[0].plan, fingerprint=planner.fingerprint(found).pairs()))
 
     text = on_rank_zero(make)
-    return from_json(text), made[0] if made else None
+    return from_json(text), made[0] if made else None, found
 
 
 def _refuse_unsafe_cuts(planner: _Planner, found: ModuleMap, plan: Plan) -> None:

@@ -24,6 +24,10 @@ _FEATURE_WORDS: dict[Feature, str] = {
     "checkpointing": "activation checkpointing",
 }
 
+_MOST_SHARING = 8
+"""The most devices that are tried to share layers. Narayanan et al., 2021, section 3, advise as many as a node has, and
+theirs have 8."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
@@ -239,6 +243,18 @@ def apply(
     )
 
 
+def degrees_to_try(search: SearchSpace, devices_per_node: int) -> tuple[int, ...]:
+    """The tensor-parallel degrees above 1 for which it is worth finding out how a module can be split.
+
+    Args:
+        search: What may be searched.
+        devices_per_node: Devices that are near enough to share layers.
+    """
+    asked = search.tensor_parallel_degrees
+    near = [count for count in divisors(devices_per_node) if 1 < count <= _MOST_SHARING]
+    return tuple(count for count in near if asked is None or count in asked)
+
+
 def _tensor_kinds(
     search: SearchSpace, spec: ModelSpec, devices_per_node: int
 ) -> tuple[tuple[tuple[int, bool], ...], list[str]]:
@@ -247,7 +263,7 @@ def _tensor_kinds(
     Degrees divide each other and the devices of a node, so that ranks that share layers always fit into nodes.
     """
     asked, module_map = search.tensor_parallel_degrees, spec.module_map
-    wanted = [count for count in divisors(devices_per_node) if count > 1 and (asked is None or count in asked)]
+    wanted = degrees_to_try(search, devices_per_node)
     known = {(item.degree, item.sequence_parallel) for item in spec.splits}
     possible = sorted({degree for degree, _ in known if degree in wanted})
     chain = longest_chain(possible)

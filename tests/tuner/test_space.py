@@ -5,7 +5,7 @@ import pytest
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan, StageMesh, StagePlan, row_slice
-from lightning_mist.tuner import SearchSpace
+from lightning_mist.tuner import SearchSpace, degrees_to_try
 from lightning_mist.tuner.layout import rank_layout
 from lightning_mist.tuner.space import Shape, apply, divisors
 from tests.specs import spec, with_splits
@@ -153,3 +153,12 @@ def test_the_least_number_of_replicas_is_no_more_than_that_of_a_plan(degrees):
     for num_stages, count in found.pipelines():
         if num_stages == len(degrees) and all(Shape(degree) in found.shapes(count) for degree in degrees):
             assert found.least_replicas(count) <= gcd(*degrees)
+
+
+def test_degrees_to_try_divide_a_node_and_were_asked_for():
+    everything = SearchSpace(tensor_parallel_degrees=None)
+    assert degrees_to_try(everything, 1) == ()
+    assert degrees_to_try(everything, 12) == (2, 3, 4, 6)
+    assert degrees_to_try(everything, 16) == (2, 4, 8)
+    assert degrees_to_try(SearchSpace(tensor_parallel_degrees=(1, 4)), 8) == (4,)
+    assert degrees_to_try(SearchSpace(tensor_parallel_degrees=(1,)), 8) == ()

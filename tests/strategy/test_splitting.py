@@ -1,0 +1,52 @@
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from lightning_mist.model import derive_splits, map_module
+from lightning_mist.plan import Exclusion, Plan, StageMesh, StagePlan
+from lightning_mist.runtime.batches import slice_rows
+from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.splitting import degrees_of, with_splits
+from tests import zoo
+
+
+def stage(devices, degree, layers):
+    mesh = StageMesh(devices=devices, data_parallel_degree=len(devices) // degree, tensor_parallel_degree=degree)
+    return StagePlan(layers=layers, mesh=mesh, microbatch_size=4 // mesh.data_parallel_degree)
+
+
+def test_the_degrees_of_a_plan():
+    stages = (stage((0, 1), 2, (0, 1)), stage((2, 3), 1, (1, 2)), stage((4, 5), 2, (2, 3)))
+    assert degrees_of(Plan(global_batch_size=8, num_microbatches=2, stages=stages)) == (2,)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def found_and_call():
+    module, make_batch = zoo.make("nano")
+    batch, call = make_batch(4), zoo.step(module)
+    return module, call, batch, map_module(module, call, batch, second_batch=slice_rows(batch, 0, 3))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_every_rank_gets_what_rank_zero_found(capsys):
+    module, call, batch, found = found_and_call()
+    made = with_splits(module, call, batch, found, (2, 3), Progress(enabled=True))
+    assert made == derive_splits(module, call, batch, found, (2, 3))
+    assert made.cuts[0][0].sequence_dim == 1
+    assert [degree for degree, _ in made.unsplit] == [3]
+    assert "finding out how 2, 3 devices could share layers" in capsys.readouterr().err
+
+
+def test_nothing_is_asked_of_others_where_nothing_is_to_be_found():
+    module, call, batch, found = found_and_call()
+    progress = Progress(enabled=False)
+    assert with_splits(module, call, batch, found, (), progress) is found
+    ruled_out = replace(found, exclusions=(Exclusion(feature="tensor", reason="so"),))
+    assert with_splits(module, call, batch, ruled_out, (2,), progress) is ruled_out
