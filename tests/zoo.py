@@ -15,6 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 97
+"""Odd, so that it cannot be shared out over ranks."""
+
+EVEN = 100
+"""A vocabulary that 2 and 4 ranks can share out; batches use the first 97 entries."""
+
 WIDTH = 16
 
 Batch = Any
@@ -56,26 +61,26 @@ def pair_batch(rows: int) -> Batch:
     return torch.randint(0, VOCABULARY, (rows, 12)), torch.randint(0, VOCABULARY, (rows, 12))
 
 
-def gpt2(layers: int = 4, dropout: float = 0.0, **config: Any) -> nn.Module:
+def gpt2(layers: int = 4, dropout: float = 0.0, vocabulary: int = VOCABULARY, **config: Any) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return Wrapped(
         GPT2LMHeadModel(
             GPT2Config(
-                vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=layers, n_head=4, resid_pdrop=dropout,
+                vocab_size=vocabulary, n_positions=32, n_embd=32, n_layer=layers, n_head=4, resid_pdrop=dropout,
                 embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0, **config,
             )
         )
     )  # fmt: skip
 
 
-def llama(layers: int = 4, tied: bool = False, **config: Any) -> nn.Module:
+def llama(layers: int = 4, tied: bool = False, vocabulary: int = VOCABULARY, **config: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return Wrapped(
         LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
+                vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied,
                 pad_token_id=0, bos_token_id=0, eos_token_id=1, **config,
             )
@@ -220,19 +225,19 @@ class Block(nn.Module):
 class Nano(nn.Module):
     """A small GPT as in nanoGPT, embedding and head tied."""
 
-    def __init__(self, layers: int = 4, dropout: float = 0.0, tied: bool = True) -> None:
+    def __init__(self, layers: int = 4, dropout: float = 0.0, tied: bool = True, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
         width = 32
         self.transformer = nn.ModuleDict(
             {
-                "wte": nn.Embedding(VOCABULARY, width),
+                "wte": nn.Embedding(vocabulary, width),
                 "wpe": nn.Embedding(32, width),
                 "drop": nn.Dropout(dropout),
                 "h": nn.ModuleList([Block(width, 4, dropout) for _ in range(layers)]),
                 "ln_f": nn.LayerNorm(width),
             }
         )
-        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.transformer.wte.weight = self.lm_head.weight
 
@@ -791,8 +796,10 @@ _MODELS: dict[str, tuple[Callable[[], nn.Module], MakeBatch]] = {
     "gpt2": (gpt2, token_batch),
     "gpt2_eager": (lambda: gpt2(attn_implementation="eager"), token_batch),
     "gpt2_untied": (lambda: gpt2(tie_word_embeddings=False), token_batch),
+    "gpt2_even": (lambda: gpt2(vocabulary=EVEN), token_batch),
     "gpt2_dropout": (lambda: gpt2(dropout=0.1), token_batch),
     "llama": (llama, token_batch),
+    "llama_even": (lambda: llama(vocabulary=EVEN), token_batch),
     "llama_tied": (lambda: llama(tied=True), token_batch),
     "llama_hidden_states": (lambda: llama(output_hidden_states=True), token_batch),
     "lora_llama": (lora_llama, token_batch),
@@ -803,6 +810,7 @@ _MODELS: dict[str, tuple[Callable[[], nn.Module], MakeBatch]] = {
     "swin": (swin, image_batch),
     "demo": (LightningDemo, pair_batch),
     "nano": (Nano, pair_batch),
+    "nano_even": (lambda: Nano(vocabulary=EVEN), pair_batch),
     "nano_dropout": (lambda: Nano(dropout=0.1), pair_batch),
     "encoder": (Encoder, token_batch),
     "plain": (Plain, xy_batch),

@@ -25,7 +25,10 @@ from benchmarks.parity.plans import Group, Layout
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.plan import ModuleMap
 
-MODELS = ("gpt2", "llama", "bert", "vit", "t5", "nano", "lora_llama", "encoder", "plain", "skips", "sometimes")
+MODELS = (
+    "gpt2", "gpt2_even", "llama_even", "bert", "vit", "t5", "nano_even", "lora_llama", "encoder", "plain", "skips",
+    "sometimes",
+)  # fmt: skip
 
 MOST_RANKS = 8
 

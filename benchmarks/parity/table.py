@@ -20,8 +20,8 @@ from benchmarks.parity.plans import LAYOUTS
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.plan import Plan
 
-MODELS = ("gpt2", "llama", "bert", "vit", "t5", "nano", "lora_llama", "encoder")
-CURVE_MODELS = ("gpt2", "llama")
+MODELS = ("gpt2_even", "llama_even", "bert", "vit", "t5", "nano_even", "lora_llama", "encoder")
+CURVE_MODELS = ("gpt2_even", "llama_even")
 PRECISIONS = {"float64": torch.float64, "float32": torch.float32}
 
 Compare = Callable[[Subject, Plan], Outcome]
