@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.parity.plans import ROWS, Layout, make_plan
 from lightning_mist.errors import PlanError
+from lightning_mist.model import derive_splits
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.parts import parts_of
@@ -34,6 +35,9 @@ CURVE_STEPS = 20
 
 CLIP_NORM = 0.05
 """Curves clip gradients to this norm: below that of every model here, so that clipping always binds."""
+
+DEGREES = (2, 4)
+"""Tensor-parallel degrees that models are asked for."""
 
 CPU = torch.device("cpu")
 
@@ -87,7 +91,12 @@ def subject(name: str, dtype: torch.dtype) -> Subject:
     module, _ = zoo.make(name)
     module.to(dtype)
     batches = make_batches(name, dtype)
-    return Subject(name=name, module=module, module_map=map_of(module, batches[0][0]), batches=batches, dtype=dtype)
+    module_map = map_of(module, batches[0][0])
+    with precision_of(module):
+        module_map = derive_splits(
+            module, lambda batch: module.training_step(batch, 0), batches[0][0], module_map, DEGREES
+        )
+    return Subject(name=name, module=module, module_map=module_map, batches=batches, dtype=dtype)
 
 
 def make_batches(name: str, dtype: torch.dtype, *, seed: int = 7, rows: int = ROWS) -> tuple[tuple[Any, ...], ...]:
