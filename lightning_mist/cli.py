@@ -86,7 +86,7 @@ def plan(
     out: str | None = None,
     optimizer: str = "AdamW",
     max_stages: int | None = None,
-    zero_stages: tuple[int, ...] = (0, 1),
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3),
     tensor_parallel_degrees: tuple[int, ...] | None = (1,),
     checkpointing: bool = True,
     schedule: ScheduleName = "1f1b",

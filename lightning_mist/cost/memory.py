@@ -31,7 +31,7 @@ from lightning_mist.cost.candidates import StageCandidates, StageSlot, slots_of
 from lightning_mist.cost.compile import BoolArray, FloatArray
 from lightning_mist.cost.held import HeldBytes, Holdings
 from lightning_mist.cost.phases import Phase, stage_phases
-from lightning_mist.cost.regions import RegionCosts, compile_regions
+from lightning_mist.cost.regions import RegionCosts, compile_regions, covered
 from lightning_mist.cost.working import Sharding, StageRuns, WorkingSets
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, ZeroStage
@@ -84,6 +84,7 @@ class StageNeeds:
         always: What is there all the time, by term.
         gradients_K: All gradients.
         reused_K: Gradients of parameters that several parts of the stage use.
+        pending_K: Gradients of the last backward that are still being reduced in a forward.
         saved_K: What one microbatch leaves behind between its forward and its backward.
         entering_K: What is received per microbatch.
         leaving_K: The gradient of what is sent per microbatch.
@@ -97,6 +98,7 @@ class StageNeeds:
     always: Mapping[str, Bytes]
     gradients_K: FloatArray
     reused_K: FloatArray
+    pending_K: FloatArray
     saved_K: FloatArray
     entering_K: FloatArray
     leaving_K: FloatArray
@@ -125,7 +127,9 @@ class StageNeeds:
         """Peak bytes over all situations."""
         # One matrix product instead of as many sums as there are situations: what :meth:`_around` says, by factors.
         peak_K = np.zeros(len(self.gradients_K))
-        parts_FK = np.stack([self.gradients_K, self.saved_K, self.entering_K, self.leaving_K, self.returned_K])
+        parts_FK = np.stack(
+            [self.gradients_K, self.pending_K, self.saved_K, self.entering_K, self.leaving_K, self.returned_K]
+        )
         working = {
             "forward": self.forward_K,
             "first backward": self.first_backward_K,
@@ -143,13 +147,13 @@ class StageNeeds:
         """What changes over a batch, by term."""
         gradients_K: Bytes = self.gradients_K * phase.gradients
         if phase.kind == "forward":
-            working_K = self.forward_K
+            gradients_K, working_K = gradients_K + self.pending_K * phase.gradients, self.forward_K
         elif phase.kind == "first backward":
             gradients_K, working_K = 0.0, self.first_backward_K
         else:
             # A parameter that two parts use gets its two contributions summed before they are accumulated.
             gradients_K, working_K = self.gradients_K + self.reused_K, self.backward_K
-        _, others, received, ahead, sent = _factors(phase)
+        _, _, others, received, ahead, sent = _factors(phase)
         return {
             "gradient_bytes": gradients_K,
             "activation_bytes": others * self.saved_K,
@@ -159,11 +163,19 @@ class StageNeeds:
 
 
 def _factors(phase: Phase) -> tuple[float, ...]:
-    """How often a situation counts all gradients, saved bytes, inputs, gradients of outputs, and of inputs."""
+    """How often a situation counts gradients, pending ones, saved bytes, inputs, gradients of outputs, of inputs."""
     # In a backward the gradient at hand stands where the output was, which the saved bytes still count.
     ahead = phase.received_gradients - (phase.kind != "forward" and phase.received_gradients > 0)
-    gradients = phase.gradients if phase.kind == "forward" else phase.kind == "backward"
-    return (float(gradients), phase.others, phase.received, ahead, phase.sent_gradients)
+    is_forward = phase.kind == "forward"
+    gradients = phase.gradients if is_forward else phase.kind == "backward"
+    return (
+        float(gradients),
+        float(is_forward and phase.gradients),
+        phase.others,
+        phase.received,
+        ahead,
+        phase.sent_gradients,
+    )
 
 
 def _phases(slot: StageSlot) -> tuple[Phase, ...]:
@@ -223,6 +235,7 @@ class MemoryModel:
         )
 
     def _runs(self, candidates: StageCandidates, held: HeldBytes, rows: float) -> StageRuns:
+        low_K, _ = covered(self.spec, candidates.start_K, candidates.end_K)
         return StageRuns(
             start_K=candidates.start_K,
             middle_K=candidates.start_K + candidates.checkpointed_K,
@@ -232,6 +245,7 @@ class MemoryModel:
             gradient_bytes_K=held.trained_K,
             head_gradient_bytes_K=held.head_only_K,
             tail_gradient_bytes_K=held.tail_K,
+            last_gradient_bytes_K=self.holdings.table.trained_R[low_K],
             held_gradient_K=self.costs(rows).gradient_boundary_C[candidates.end_K],
         )
 
@@ -255,6 +269,7 @@ class MemoryModel:
             },
             gradients_K=kept_K,
             reused_K=held.reused_K,
+            pending_K=working_ZK[3],
             saved_K=self.working(slot.rows, 0, 1).saved(runs),
             entering_K=costs.boundary_C[candidates.start_K],
             leaving_K=costs.gradient_boundary_C[candidates.end_K],
@@ -281,11 +296,12 @@ class MemoryModel:
         return owned_K, np.where(zero_K >= ZeroStage.GRADIENTS, share_K, held.trained_K), parameters_K
 
     def _working_sets(self, slot: StageSlot, candidates: StageCandidates, runs: StageRuns) -> FloatArray:
-        """Of a forward, a first and a later backward, by the ZeRO stage of each candidate."""
-        found = np.empty((3, len(candidates)))
+        """Of a forward, a first and a later backward, by the ZeRO stage of each candidate; and what is pending."""
+        found = np.empty((4, len(candidates)))
         for zero_stage in np.unique(candidates.zero_stage_K):
             working = self.working(slot.rows, int(zero_stage), slot.data_parallel_degree)
-            values = np.stack([working.forward(runs), working.first_backward(runs), working.backward(runs)])
+            backwards = (working.first_backward(runs), working.backward(runs))
+            values = np.stack([working.forward(runs), *backwards, working.pending(runs)])
             found = np.where(candidates.zero_stage_K == zero_stage, values, found)
         return found
 

@@ -49,6 +49,8 @@ class StageRuns:
         gradient_bytes_K: Bytes of all its gradients.
         head_gradient_bytes_K: Of these, what only its head uses.
         tail_gradient_bytes_K: Of these, what its tail uses.
+        last_gradient_bytes_K: Gradient bytes of its first region: the last one whose gradients a backward makes. From
+            ZeRO-2 on they are still under way when the next backward begins.
         held_gradient_K: Bytes of the gradient that came from the next stage. In the last layer it stands where the
             layer's output was; below that layer it is kept beside everything else.
     """
@@ -61,6 +63,7 @@ class StageRuns:
     gradient_bytes_K: FloatArray
     head_gradient_bytes_K: FloatArray
     tail_gradient_bytes_K: FloatArray
+    last_gradient_bytes_K: FloatArray
     held_gradient_K: FloatArray
 
 
@@ -100,7 +103,7 @@ class WorkingSets:
         reduced_R, self._kept = np.zeros(len(single_R)), 1.0
         if sharding is not None:
             costs, reduced_R, self._kept = _sharded(costs, sharding), sharding.reduced_R, sharding.kept
-        self._costs, self._head_reduced = costs, reduced_R[0]
+        self._costs, self._head_reduced, self._is_sharded = costs, reduced_R[0], sharding is not None
         layers = slice(1, -1)
         saved_L, kept_L = costs.saved_R[layers], costs.checkpointed_saved_R[layers]
         self._saved_S, self._kept_S = _prefix(saved_L), _prefix(kept_L)
@@ -151,12 +154,26 @@ class WorkingSets:
         plain_K = kept_bytes_K + plain_SS[middle_K, end_K] - self._saved_S[middle_K]
         return self._head(runs) + np.maximum(kept_K, plain_K)
 
-    def _layers_backward(self, runs: StageRuns, top: Tables, others: Tables) -> FloatArray:
-        whole_K = self._over_runs(runs, runs.end_K, *top)
-        if top is not others:  # Below a tail no layer is the first to run backward.
-            whole_K = np.where(runs.is_last_K, self._over_runs(runs, runs.end_K, *others), whole_K)
+    def pending(self, runs: StageRuns) -> FloatArray:
+        """Gradients of an earlier backward that are under way until the first unit of the next one has run."""
+        result_K: FloatArray = runs.last_gradient_bytes_K * self._is_sharded
+        return result_K
+
+    def _layers_backward(self, runs: StageRuns, top: Tables, others: Tables, pending_K: FloatArray) -> FloatArray:
         below_K = np.maximum(runs.end_K - 1, runs.start_K)
-        return np.maximum(whole_K, self._over_runs(runs, below_K, *others) + runs.held_gradient_K)
+        under_K = self._over_runs(runs, below_K, *others) + runs.held_gradient_K
+        if top is others:
+            return np.maximum(self._over_runs(runs, runs.end_K, *top), under_K)
+        # Below a tail no layer is the first to run backward.
+        whole_K = self._over_runs(runs, runs.end_K, *others)
+        return np.maximum(np.where(runs.is_last_K, whole_K, self._last_layer(runs, *top) + pending_K), under_K)
+
+    def _last_layer(self, runs: StageRuns, kept_SS: FloatArray, plain_SS: FloatArray) -> FloatArray:
+        """The value of the stage's last layer."""
+        last_K = np.maximum(runs.end_K - 1, 0)
+        kept_K = kept_SS[last_K, runs.end_K] - self._kept_S[runs.start_K]
+        plain_K = self._recomputed(runs) + plain_SS[last_K, runs.end_K] - self._saved_S[runs.middle_K]
+        return self._head(runs) + np.where(runs.middle_K == runs.end_K, kept_K, plain_K)
 
     def forward(self, runs: StageRuns) -> FloatArray:
         """Largest bytes alive in a forward, beyond what exists when it begins."""
@@ -167,18 +184,19 @@ class WorkingSets:
 
     def backward(self, runs: StageRuns) -> FloatArray:
         """Largest bytes alive in a backward with all gradients there, beyond these; its saved bytes included."""
-        layers_K = self._layers_backward(runs, *self._backward)
+        pending_K = self.pending(runs)
+        layers_K = self._layers_backward(runs, *self._backward, pending_K)
         head = self._costs.saved_R[0] + self._costs.backward_peak_R[0] + self._head_reduced
         head_K = np.where(runs.is_first_K, head + runs.held_gradient_K, -np.inf)
-        tail_K = np.where(runs.is_last_K, self.saved(runs) + self._costs.backward_peak_R[-1], -np.inf)
-        return np.maximum(layers_K, np.maximum(head_K, tail_K))
+        tail_K = self.saved(runs) + self._costs.backward_peak_R[-1] + pending_K
+        return np.maximum(layers_K, np.maximum(head_K, np.where(runs.is_last_K, tail_K, -np.inf)))
 
     def first_backward(self, runs: StageRuns) -> FloatArray:
         """Largest bytes alive in the backward that makes the gradients, these and its saved bytes included."""
         above_head_K = self._kept * (runs.gradient_bytes_K - runs.head_gradient_bytes_K)
         # Layer k finds all gradients but the head's and those of the layers from the first up to itself. Parameters
         # that several parts use are made by the last of them; if that is no tail, assume the earliest time.
-        inner_K = self._layers_backward(runs, *self._first)
+        inner_K = self._layers_backward(runs, *self._first, np.zeros_like(runs.gradient_bytes_K))
         layers_K = inner_K + above_head_K + self._made_S[runs.start_K]
         head = self._costs.saved_R[0] + self._costs.first_backward_peak_R[0] + self._head_reduced
         head_K = np.where(runs.is_first_K, head + above_head_K + runs.held_gradient_K, -np.inf)

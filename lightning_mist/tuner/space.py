@@ -55,7 +55,7 @@ class SearchSpace:
     num_stages: tuple[int, ...] | None = None
     num_microbatches: tuple[int, ...] | None = None
     devices_per_stage: tuple[int, ...] | None = None
-    zero_stages: tuple[int, ...] = (0, 1)
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     tensor_parallel_degrees: tuple[int, ...] | None = (1,)
     sequence_parallel: bool | None = None
     checkpointing: bool = True

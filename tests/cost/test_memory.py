@@ -123,8 +123,9 @@ def test_zero_two_keeps_what_it_owns_of_gradients():
     assert needs.always["parameter_bytes"][0] == gradients
     assert needs.always["optimizer_bytes"][0] == 2 * owned
     assert needs.gradients_K[0] == owned
-    # At the last layer: everything saved, its own gradient, and the tail's being reduced.
-    assert needs.backward_K[0] == 4 * (1000 + 4 * 10_000) + (2 * 4 * 1000 + 404_000) + 800_000
+    # At the tail: everything saved, its own gradient, and the head's, of the microbatch before, being reduced.
+    assert needs.backward_K[0] == 4 * (1000 + 4 * 10_000 + 4000) + (2 * 4 * 400 + 800_000) + 800_000
+    assert needs.pending_K[0] == 800_000
     # The first time, at the head, half of the gradients above it has found its owner.
     head = 4 * 10 * 100 + (2 * 4 * 100 + 800_000) + 404_000
     assert needs.first_backward_K[0] == head + (gradients - 800_000) / 2
