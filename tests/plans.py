@@ -84,7 +84,7 @@ def plans(
 @st.composite
 def _schedules(draw, num_groups, num_microbatches, max_stages):
     """A schedule, and how many stages it gives each group of devices."""
-    choices = [("1f1b", 1), ("gpipe", 1)]
+    choices = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1)]
     if num_groups > 1 and num_microbatches % num_groups == 0:
         choices += [("interleaved-1f1b", chunks) for chunks in range(2, max_stages // num_groups + 1)]
     return draw(st.sampled_from(choices))

@@ -1,7 +1,7 @@
 """Activation checkpointing of blocks, in the place of what the user's own code would checkpoint."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch.utils.checkpoint
@@ -19,9 +19,14 @@ class _Block:
     """
 
     def __init__(
-        self, function: Callable[..., Any], leaves: list[Any], form: TreeSpec, split: StageSplit | None
+        self,
+        function: Callable[..., Any],
+        leaves: list[Any],
+        form: TreeSpec,
+        split: StageSplit | None,
+        within: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._function, self._form, self._split = function, form, split
+        self._function, self._form, self._split, self._within = function, form, split, within
         self._placements = {index: leaf.placement for index, leaf in enumerate(leaves) if isinstance(leaf, SplitTensor)}
         self._sequence = {} if split is None else split.context.sequence
 
@@ -34,6 +39,7 @@ class _Block:
                 stack.enter_context(self._split.recomputing(self._sequence))
                 for index, placement in self._placements.items():
                     whole[index] = SplitTensor(leaves[index], placement, self._split.context)
+            stack.enter_context(self._within())
             args, kwargs = tree_unflatten(whole, self._form)
             return self._function(*args, **kwargs)
 
@@ -80,7 +86,12 @@ _NEUTRAL = SharedPatch(_neutralise)
 
 
 def checkpoint_block(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], split: StageSplit | None = None
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    split: StageSplit | None = None,
+    *,
+    within: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Any:
     """Run a block so that only its arguments are kept for backward, which runs it again with the same random numbers.
 
@@ -92,8 +103,9 @@ def checkpoint_block(
         args: Its positional arguments.
         kwargs: Its other arguments.
         split: The split of the block's stage; recomputation repeats its collectives in the same order on all ranks.
+        within: A context in which it runs, also when it runs again.
     """
     leaves, form = tree_flatten((args, kwargs))
-    block = _Block(function, leaves, form, split)
+    block = _Block(function, leaves, form, split, within)
     parts = [leaf.local if isinstance(leaf, SplitTensor) else leaf for leaf in leaves]
     return torch.utils.checkpoint.checkpoint(block, *parts, use_reentrant=False, preserve_rng_state=True)

@@ -22,7 +22,9 @@ from lightning_mist.runtime.stages import RankStages
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.runtime.unit_walk import make_walk
+from lightning_mist.runtime.weight_gradients import WeightGradients
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, lower
+from lightning_mist.schedule.action import INPUT_BACKWARDS
 
 __all__ = ["Executor", "Microbatch"]
 
@@ -72,6 +74,8 @@ class Executor:
         self.shards = None if self._walk is None else self._walk.shards
         for stage in stages:
             stage.observer = self._walk
+            if Action(stage.index, ActionKind.BACKWARD_INPUT, 0) in self.actions:
+                stage.deferral = WeightGradients(stage.parameters)
         gradients = None if self._walk is None else self._walk.gradients
         self.reducer = GradientReducer(
             self.mesh, self.parameters, transport, gradients, parts_of(plan, rank, module_map)
@@ -125,15 +129,24 @@ class Executor:
                 for position, action in enumerate(self.actions):
                     names = final.get(position, frozenset())
                     self.reducer.expect(names)
+                    if action.kind is ActionKind.BACKWARD_WEIGHT:
+                        self.reducer.complete(names - self._deferred(action))
                     yield from batch.perform(action)
                     self.reducer.complete(names)
                 yield from batch.finish()
         except BaseException:
-            if self._walk is not None:
-                self._walk.abandon()
+            self._abandon()
             raise
         finally:
             self.reducer.disarm()
+
+    def _abandon(self) -> None:
+        """Leave everything where a batch ended in an error."""
+        if self._walk is not None:
+            self._walk.abandon()
+        for stage in self.stages:
+            if stage.deferral is not None:
+                stage.deferral.forget()
 
     def engage(self) -> None:
         """Free the values of parameters that this rank computes with and does not own, under ZeRO-3."""
@@ -147,16 +160,21 @@ class Executor:
     def _final_gradients(self) -> dict[int, frozenset[str]]:
         """For each position in the list, the parameters whose gradients are complete when its action has run.
 
-        That is after the last backward of the last of the rank's stages that uses them.
+        That is after the last backward, or part of one, of the last of the rank's stages that uses them.
         """
         last: dict[str, int] = {}
         for position, action in enumerate(self.actions):
-            if action.kind is ActionKind.BACKWARD:
+            if action.kind in INPUT_BACKWARDS or action.kind is ActionKind.BACKWARD_WEIGHT:
                 last.update(dict.fromkeys(self.stages[action.stage].parameters, position))
         result: dict[int, set[str]] = {}
         for name, position in last.items():
             result.setdefault(position, set()).add(name)
         return {position: frozenset(names) for position, names in result.items()}
+
+    def _deferred(self, action: Action) -> frozenset[str]:
+        """The parameters whose gradients wait for this ``W``."""
+        deferral = self.stages[action.stage].deferral
+        return frozenset() if deferral is None else deferral.names(action.microbatch)
 
     def _check_start(self, microbatches: Sequence[Microbatch]) -> None:
         indices = [microbatch.index for microbatch in microbatches]

@@ -10,10 +10,8 @@ does not depend on parameters (masks, positions, targets) is computed by every s
 A value that was not carried stays a ghost, and a ghost among the results is an error: a wrong cut is not silent.
 """
 
-import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,45 +23,13 @@ from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import block_value, describe_value, is_block_value, without_caches
 from lightning_mist.plan.module_map import LiveTensor, ModuleMap
 from lightning_mist.runtime.checkpointing import checkpoint_block, neutral_checkpointing
+from lightning_mist.runtime.passing import InputSpec, StageOutput
 from lightning_mist.runtime.random import get_random_state, set_random_state
 from lightning_mist.runtime.skipped import SkippedBlocks
-from lightning_mist.runtime.slots import GhostSlots
+from lightning_mist.runtime.slots import GhostSlots, hollow
 from lightning_mist.runtime.stage_split import StageSplit
 from lightning_mist.runtime.watch import BlockObserver, StepExit, StepRun, Watcher, become, enter_graph, quiet_ghosts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputSpec:
-    """A tensor that a stage will receive.
-
-    Attributes:
-        shape: Its shape for this call.
-        dtype: Its element type.
-        device: Where it must be.
-        requires_grad: Whether a gradient must be sent back.
-        length: Size of the whole tensor along the dimension of the sequence; 1 if it has none.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    length: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageOutput:
-    """What a stage's forward gave.
-
-    Attributes:
-        tensors: The tensors to send, in the order of the map's cut, attached to the graph; empty on the last stage.
-        lengths: For each of them the size of the whole tensor along the dimension of the sequence; 1 if it has none.
-        value: What the user's step returned, on the last stage.
-    """
-
-    tensors: tuple[Tensor, ...]
-    value: Any
-    lengths: tuple[int, ...] = ()
+from lightning_mist.runtime.weight_gradients import WeightGradients
 
 
 class GhostStage:
@@ -83,6 +49,7 @@ class GhostStage:
         foreign: All others.
         split: How the stage is split over tensor-parallel ranks, if it is.
         observer: Is told of the stage's blocks, if anybody is; set it before the stage is attached.
+        deferral: Takes the gradients of weights out of backward, if anybody does; set it before the stage is attached.
 
     Raises:
         TraceError: If the map is of another module, or rules out what is asked for.
@@ -91,6 +58,7 @@ class GhostStage:
     parameters: dict[str, nn.Parameter]
     foreign: dict[str, nn.Parameter]
     observer: BlockObserver | None = None
+    deferral: WeightGradients | None = None
 
     def __init__(
         self,
@@ -154,7 +122,7 @@ class GhostStage:
         """Inside, the module is this stage; afterwards it is exactly as before."""
         if self._originals:
             raise RuntimeError(f"stage {self.index} is attached already: leave the context first")
-        is_whole = self._num_stages == 1 and self.observer is None and self.split is None
+        is_whole = self._num_stages == 1 and self.observer is None and self.split is None and self.deferral is None
         positions = self._checkpointed if is_whole else range(len(self._blocks))
         wrapped = []
         with ExitStack() as stack:
@@ -263,6 +231,8 @@ class GhostStage:
                     stack.enter_context(self.split.stepping())
                 if self.index > 0:
                     stack.enter_context(quiet_ghosts())
+                # The watcher must see what comes out of the deferral.
+                stack.enter_context(self._deferring())
                 if self._is_watched:
                     stack.enter_context(Watcher(run))
                 value, is_complete = call(), True
@@ -278,6 +248,9 @@ class GhostStage:
                 f"({self._map.blocks[self._first]}), where stage {self.index} begins: every step must call every block"
             )
         return value, is_complete
+
+    def _deferring(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.deferral is None else self.deferral.watching()
 
     def _wrap(self, position: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -324,7 +297,7 @@ class GhostStage:
                 context = (self._blocks[position].training, *self._context())
                 output = self._skipped.answer(position, original, args, kwargs, context)
             elif position in self._checkpointed and torch.is_grad_enabled():
-                output = checkpoint_block(original, args, kwargs, self.split)
+                output = checkpoint_block(original, args, kwargs, self.split, within=self._deferring)
             else:
                 output = original(*args, **kwargs)
         finally:
@@ -404,15 +377,3 @@ class GhostStage:
 
 def _length(live: LiveTensor, tensor: Tensor) -> int:
     return 1 if live.sequence_dim is None else tensor.shape[live.sequence_dim]
-
-
-def hollow(parameters: Iterable[nn.Parameter]) -> None:
-    """Free the storage of parameters; they keep their shape.
-
-    Where there is such a value they are not a number, so that whoever computes with them all the same sees it.
-    """
-    for parameter in parameters:
-        fill = math.nan if parameter.is_floating_point() or parameter.is_complex() else 0
-        nothing = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
-        parameter.data = nothing.expand(parameter.shape)
-        parameter.grad = None

@@ -13,16 +13,18 @@ from torch.utils._pytree import tree_map_only
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import LiveTensor
 from lightning_mist.runtime.boundary import Crossing, GraphEnd, Portion
-from lightning_mist.runtime.ghosts import InputSpec, StageOutput
 from lightning_mist.runtime.mesh import Mesh
 from lightning_mist.runtime.neighbours import Microbatch, Neighbours
+from lightning_mist.runtime.passing import InputSpec, StageOutput
 from lightning_mist.runtime.random import get_random_state, seed_random, set_random_state
 from lightning_mist.runtime.reducer import GradientReducer
 from lightning_mist.runtime.signature import batch_signature
 from lightning_mist.runtime.stages import RankStages
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.runtime.unit_walk import UnitWalk
+from lightning_mist.runtime.weight_gradients import WeightGradients
 from lightning_mist.schedule import Action, ActionKind
+from lightning_mist.schedule.action import INPUT_BACKWARDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +154,10 @@ class BatchRun:
             return
         if action.kind is ActionKind.FORWARD:
             yield from self._forward(action.stage, microbatch)
-        elif action.kind is ActionKind.BACKWARD:
-            yield from self._backward(action.stage, microbatch)
+        elif action.kind in INPUT_BACKWARDS:
+            yield from self._backward(action, microbatch)
+        elif action.kind is ActionKind.BACKWARD_WEIGHT:
+            self._deferral(action.stage).run(action.microbatch)
         else:
             self._posts[action.kind](action.stage, microbatch)
 
@@ -289,15 +293,22 @@ class BatchRun:
             like, tag = torch.empty((), dtype=dtype, device=device), self._tag(stage, microbatch, number)
             outgoing.gradients.append(self._receive(crossing, sources, shape, like, tag, outgoing.works))
 
-    def _backward(self, stage: int, microbatch: Microbatch) -> Iterator[Work]:
-        key = (stage, microbatch.index)
+    def _deferral(self, stage: int) -> WeightGradients:
+        deferral = self._stages[stage].deferral
+        assert deferral is not None
+        return deferral
+
+    def _backward(self, action: Action, microbatch: Microbatch) -> Iterator[Work]:
+        stage, key = action.stage, (action.stage, microbatch.index)
+        is_split = action.kind is ActionKind.BACKWARD_INPUT
+        collecting = self._deferral(stage).collecting(microbatch.index) if is_split else nullcontext()
         if stage == self._last:
-            with self._stages.at(stage):
+            with self._stages.at(stage), collecting:
                 self._backward_loss(microbatch)
             return
         outgoing = self._outgoing.pop(key)
         yield from outgoing.works
-        yield from self._release(Action(stage, ActionKind.BACKWARD, microbatch.index))
+        yield from self._release(action)
         gradients = [
             crossing.join(parts) if parts else None
             for crossing, parts, is_connected in zip(
@@ -306,7 +317,7 @@ class BatchRun:
             if is_connected
         ]
         if outgoing.end is not None:
-            with self._stages.at(stage):
+            with self._stages.at(stage), collecting:
                 self._start_walk()
                 outgoing.end.backward(gradients, self._markers.pop(key, None))
 

@@ -16,7 +16,8 @@ from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import describe_value
 from lightning_mist.plan.module_map import LiveTensor, ModuleMap
 from lightning_mist.runtime.batches import batch_rows, copy_batch, slice_rows
-from lightning_mist.runtime.ghosts import GhostStage, StageOutput
+from lightning_mist.runtime.ghosts import GhostStage
+from lightning_mist.runtime.passing import StageOutput
 from lightning_mist.runtime.random import get_random_state, set_random_state
 
 Call = Callable[[Any], Any]

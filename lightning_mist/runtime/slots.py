@@ -1,6 +1,7 @@
 """Parameters of other stages replaced by ghosts: fake tensors with their shape and no values."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,3 +78,15 @@ def _ghost_of(parameter: nn.Parameter, shape: tuple[int, ...], mode: FakeTensorM
         else:
             data = torch.empty_strided(shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
     return nn.Parameter(data, requires_grad=False)
+
+
+def hollow(parameters: Iterable[nn.Parameter]) -> None:
+    """Free the storage of parameters; they keep their shape.
+
+    Where there is such a value they are not a number, so that whoever computes with them all the same sees it.
+    """
+    for parameter in parameters:
+        fill = math.nan if parameter.is_floating_point() or parameter.is_complex() else 0
+        nothing = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
+        parameter.data = nothing.expand(parameter.shape)
+        parameter.grad = None

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from torch import nn
 
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.runtime.ghosts import GhostStage, hollow
+from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.mesh import make_mesh
+from lightning_mist.runtime.slots import hollow
 from lightning_mist.runtime.stage_split import StageSplit
 from lightning_mist.runtime.tensor_group import TransportGroup
 from lightning_mist.runtime.transport import Transport
@@ -72,7 +73,7 @@ class RankStages:
             yield stage
 
     def hollow(self) -> None:
-        """Free the storage of the parameters that other ranks' stages hold; see :func:`~.ghosts.hollow`."""
+        """Free the storage of the parameters that other ranks' stages hold."""
         hollow(self.foreign.values())
 
 

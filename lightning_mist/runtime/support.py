@@ -14,8 +14,6 @@ def check_supported(plan: Plan, module_map: ModuleMap) -> None:
     Raises:
         PlanError: Naming the stage, the setting and the nearest setting that runs.
     """
-    if plan.schedule == "zb-h1":
-        raise PlanError("schedule = 'zb-h1': the runtime does not split backwards; use schedule = '1f1b'")
     if plan.num_stages > 1 and plan.num_groups == 1:
         raise PlanError(
             f"schedule = {plan.schedule!r} with {plan.num_stages} stages on one group of devices: chunks are passed "

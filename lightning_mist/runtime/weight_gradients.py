@@ -114,7 +114,12 @@ class WeightGradients:
         # Where nothing else needs a gradient backward must still come by.
         anchor = None if product.requires_grad else torch.zeros((), device=product.device, requires_grad=True)
         kept = value.detach().to(product.dtype)
-        tapped: Tensor = _Tap.apply(product, kept, anchor, self, weight, has_outputs_first)  # type: ignore[no-untyped-call]
+
+        def put_aside(value: Tensor, gradient: Tensor) -> None:
+            self._put_aside(_Product(weight, value, gradient, has_outputs_first))
+
+        # The weight itself must not enter the graph: its hooks would run in backward without a gradient.
+        tapped: Tensor = _Tap.apply(product, kept, anchor, put_aside)  # type: ignore[no-untyped-call]
         return tapped
 
     def is_deferred(self, weight: Any) -> bool:
@@ -126,12 +131,7 @@ class WeightGradients:
             and id(weight) in self._names
         )
 
-    def put_aside(self, product: _Product) -> None:
-        """Keep a product for :meth:`run`.
-
-        Raises:
-            TraceError: If no backward of the schedule is running.
-        """
+    def _put_aside(self, product: _Product) -> None:
         if self._current is None:
             raise TraceError(
                 f"{self._names[id(product.weight)]} got a gradient outside of the schedule's backward: the step runs "
@@ -157,14 +157,15 @@ class _Products(TorchFunctionMode):
                 return SplitTensor.__torch_function__(func, types, args, kwargs)
         if func in _LINEAR:
             return self._linear(*args, **kwargs)
-        plain = not kwargs and len(args) == (3 if func in _ADDMM else 2)
-        if not plain or not self._gradients.is_deferred(args[-1]):
+        scales = {name: value for name, value in kwargs.items() if name in ("beta", "alpha")}
+        is_plain = scales == kwargs and len(args) == (3 if func in _ADDMM else 2) and scales.get("alpha", 1) == 1
+        if not is_plain or not self._gradients.is_deferred(args[-1]):
             return func(*args, **kwargs)
         *rest, weight = args
-        product = func(*rest, weight.detach())
+        product = func(*rest, weight.detach(), **kwargs)
         return self._gradients.tap(product, rest[-1], weight, has_outputs_first=False)
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not self._gradients.is_deferred(weight):
             return F.linear(input, weight, bias)
         assert isinstance(weight, nn.Parameter)
@@ -181,13 +182,11 @@ class _Tap(torch.autograd.Function):
         product: Tensor,
         value: Tensor,
         anchor: Tensor | None,
-        gradients: WeightGradients,
-        weight: nn.Parameter,
-        has_outputs_first: bool,
+        put_aside: Callable[[Tensor, Tensor], None],
     ) -> Tensor:
         ctx.save_for_backward(value)
         ctx.set_materialize_grads(False)
-        ctx.gradients, ctx.weight, ctx.has_outputs_first = gradients, weight, has_outputs_first
+        ctx.put_aside = put_aside
         # Not a view, so that the step may write into it in place, as it may into any product.
         return product.data
 
@@ -196,8 +195,8 @@ class _Tap(torch.autograd.Function):
         (gradient,) = gradients
         if gradient is not None:
             (value,) = ctx.saved_tensors
-            ctx.gradients.put_aside(_Product(ctx.weight, value, gradient, ctx.has_outputs_first))
-        return gradient, None, None, None, None, None
+            ctx.put_aside(value, gradient)
+        return gradient, None, None, None
 
 
 class _Give(torch.autograd.Function):

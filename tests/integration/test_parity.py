@@ -54,6 +54,18 @@ PLANS = {
     "two by two, all sharded": {"stages": 2, "degrees": [2, 2], "zero": 3, "parts": 2, "checkpointed": 1},
     "two by two, all sharded, gpipe": {"stages": 2, "degrees": [2, 2], "zero": [3, 2], "schedule": "gpipe"},
     "from one to three, sharded differently": {"stages": 3, "degrees": [1, 3, 2], "zero": [3, 2, 3], "checkpointed": 9},
+    "zero bubble of two stages": {"stages": 2, "schedule": "zb-h1", "parts": 2, "checkpointed": [1, 0]},
+    "zero bubble of three stages": {"stages": 3, "schedule": "zb-h1", "parts": 2, "checkpointed": [0, 1, 0]},
+    "zero bubble of four stages": {"stages": 4, "schedule": "zb-h1"},
+    "zero bubble, two by two": {"stages": 2, "degrees": [2, 2], "zero": 1, "schedule": "zb-h1", "parts": 2},
+    "zero bubble, all sharded": {
+        "stages": 2,
+        "degrees": [2, 2],
+        "zero": [3, 2],
+        "schedule": "zb-h1",
+        "checkpointed": 1,
+    },
+    "zero bubble of one stage": {"stages": 1, "degrees": [2], "schedule": "zb-h1"},
     "two groups of two chunks": {"stages": 4, "chunks": 2, "checkpointed": [0, 1, 1, 0]},
     "two groups of two chunks, sharded": {"stages": 4, "chunks": 2, "degrees": [2, 2], "zero": 1, "parts": 2},
     "two groups of two chunks, all sharded": {
@@ -101,6 +113,7 @@ CORE = (
     "two by two, all sharded",
     "from one to three, sharded differently",
     "two groups of two chunks",
+    "zero bubble of three stages",
 )
 """Plans that every model runs; two decoders with tied weights run all."""
 

@@ -26,6 +26,23 @@ def show(lines):
     return [" ".join(str(action) for action in line) for line in lines]
 
 
+def test_gradients_leave_behind_the_weights_where_backwards_are_split():
+    (actions,) = parse("0F0 0I0 0F1 0I1 0W0 0W1 0REDUCE 0STEP")
+    gradients = {0: units(0, 1, zero=ZeroStage.GRADIENTS)}
+    lines = expand(actions, gradients)
+    assert show(lines[:2]) == ["0F0:0 0F0:1", "0I0:1 0I0:0"]
+    assert show(lines[4:6]) == ["0W0 0REDUCE:1 0REDUCE:0", "0W1 0REDUCE:1 0REDUCE:0"]
+    check_units(lines, gradients)
+    values = {0: units(0, 1, 2)}
+    lines = expand(actions, values)
+    assert show(lines[3:6]) == [
+        "0I1:2 0RESHARD:2 0UNSHARD:0 0I1:1 0RESHARD:1 0I1:0 0RESHARD:0",
+        "0W0 0REDUCE:2 0REDUCE:1 0REDUCE:0",
+        "0W1 0REDUCE:2 0REDUCE:1 0REDUCE:0",
+    ]
+    check_units(lines, values)
+
+
 def test_a_unit_comes_while_the_one_before_computes():
     (actions,) = parse("0F0 0B0 0REDUCE 0STEP")
     lines = expand(actions, {0: units(HEAD, 0, 1, TAIL)})
