@@ -21,6 +21,9 @@ _PIPELINE: tuple[Feature, ...] = ("pipeline",)
 _SHARED: tuple[Feature, ...] = ("pipeline", "tensor")
 """What lets several ranks run one rank's batch: each would do again, or on its own, what must happen once."""
 
+_SEEN: tuple[Feature, ...] = (*_SHARED, "shards")
+"""What needs to know where every parameter is used."""
+
 _ALL: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing", "tensor")
 
 
@@ -166,9 +169,12 @@ def _randomness(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
 def _parameters(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
     for record in runs.records:
         for name, line in record.written_parameters.items():
-            yield f"the step writes into parameter {name} (at {line})", _ALL
+            yield f"the step writes into parameter {name} (at {line})", (*_ALL, "shards")
         for name, line in record.stray_parameters.items():
-            yield f"the step uses parameter {name} through a reference outside its module (at {line})", _SHARED
+            yield (
+                f"the step uses parameter {name} through a reference outside its module (at {line})",
+                _SEEN,
+            )
         for problem in record.problems:
             yield problem, _SHARED
         for name, line in list(record.closures.items())[:1]:

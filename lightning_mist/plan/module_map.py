@@ -13,9 +13,9 @@ from typing import Literal
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.tensor_split import TensorSplit
 
-Feature = Literal["pipeline", "microbatches", "checkpointing", "tensor", "sequence"]
+Feature = Literal["pipeline", "microbatches", "checkpointing", "tensor", "sequence", "shards"]
 """What an exclusion rules out: cutting into stages, cutting a batch, recomputing blocks, tensor parallelism, sequence
-parallelism."""
+parallelism, having parameters only while their layer computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

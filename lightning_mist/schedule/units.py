@@ -63,7 +63,7 @@ def shard_units(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stag
     """The units of a stage that have parameters, in the order of forward.
 
     A parameter that no part of the traced step used belongs to the layer it lies in, or else to all units of its stage:
-    another step may use it anywhere. A module whose layers cannot be told apart (it cannot be pipelined either) is one
+    another step may use it anywhere. A module without layers, or that uses parameters in ways that are not seen, is one
     unit, its head.
 
     Args:
@@ -191,7 +191,7 @@ def _fail(flat: Sequence[Action], position: int, message: str) -> NoReturn:
 
 
 def _order(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stage: int) -> tuple[int, ...]:
-    if not module_map.blocks or module_map.excludes("pipeline"):
+    if not module_map.blocks or module_map.excludes("shards"):
         return (HEAD,)
     first, end = bounds[stage] if len(bounds) > 1 else (0, len(module_map.blocks))
     return (*[HEAD] * (stage == 0), *range(first, end), *[TAIL] * (stage == len(bounds) - 1))

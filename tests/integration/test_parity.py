@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightning_mist.plan import Plan
 from lightning_mist.runtime.batches import slice_rows
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
+from lightning_mist.schedule.units import shard_units
 from tests import zoo
 from tests.integration.parity import (
     assert_equal,
@@ -233,10 +234,13 @@ def test_parameters_without_gradient_in_some_batches(label, traced_with_extra):
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("name", ["batch_norm", "self_loss", "shared_block", "no_blocks"])
-def test_modules_that_cannot_be_cut_are_sharded_as_one_unit(name, zero):
+@pytest.mark.parametrize("name", ["batch_norm", "self_loss", "peeking", "shared_block", "no_blocks", "stray"])
+def test_modules_that_cannot_be_cut_are_sharded(name, zero):
+    """Layer by layer where there are layers whose parameters only they use, else as one unit."""
     module, module_map, batches = prepared(name, torch.float64)
     assert module_map.excludes("pipeline")
+    units = shard_units(module_map, ((0, len(module_map.blocks)),), 0)
+    assert (len(units) == 1) is (name in ("shared_block", "no_blocks", "stray"))
     plan = plan_for(len(module_map.blocks), stages=1, degrees=[2], zero=zero)
     assert_equal(run_plan(module, module_map, plan, batches[:2]), reference(module, batches[:2]))
 

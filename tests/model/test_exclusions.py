@@ -65,10 +65,14 @@ def test_a_plain_module_excludes_nothing():
         ("batch_norm", "changes buffer .* of a BatchNorm2d", {"pipeline", "microbatches", "checkpointing", "tensor"}),
         ("closure", "reads a tensor that is not one of its arguments", {"checkpointing"}),
         ("batch_write", "writes into the tensors of its batch", {"pipeline"}),
-        ("parameter_write", "writes into parameter", {"pipeline", "microbatches", "checkpointing", "tensor"}),
+        (
+            "parameter_write",
+            "writes into parameter",
+            {"pipeline", "microbatches", "checkpointing", "tensor", "shards"},
+        ),
         ("metric", "updates the metric", {"pipeline", "tensor"}),
         ("random_drop", "draws from Python's random", {"pipeline", "tensor"}),
-        ("stray", "through a reference outside its module", {"pipeline", "tensor"}),
+        ("stray", "through a reference outside its module", {"pipeline", "tensor", "shards"}),
     ],
 )
 def test_a_hazard_excludes_the_features_that_it_would_break(name, reason, features):

@@ -180,7 +180,7 @@ def test_units_of_a_pipeline():
     assert second[1].reduced == ("wte.weight", "norm", "h.10.w")
 
 
-def test_layers_that_cannot_be_told_apart_are_one_unit():
-    mixed = replace(MAP, exclusions=(Exclusion(feature="pipeline", reason="a block is called twice"),))
+def test_parameters_that_are_used_anywhere_are_one_unit():
+    mixed = replace(MAP, exclusions=(Exclusion(feature="shards", reason="a parameter is used somewhere else"),))
     (unit,) = shard_units(mixed, ((0, 3),), 0)
     assert (unit.unit, len(unit.names), len(unit.reduced)) == (HEAD, 10, 9)
