@@ -114,7 +114,7 @@ def addmm(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...]
         return wrap(torch.addmm(bias, input_of(context, left), _local(right), **scale), layout, context)
     product = torch.matmul(left, right)
     product = product if given["alpha"] == 1 else product * given["alpha"]
-    if given["beta"] == 0:
+    if given["beta"] == 0 and not added.requires_grad:  # torch does not look at what it holds then
         return product
     return product + (added if given["beta"] == 1 else added * given["beta"])
 

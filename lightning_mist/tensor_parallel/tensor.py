@@ -171,6 +171,9 @@ class SplitTensor(Tensor):
             return
         raise TraceError("the gradient of a split tensor was set to one that is not split alike: set it to None")
 
+    def __len__(self) -> int:
+        return self.placement.sizes[0]
+
     def dim(self) -> int:
         """Number of dimensions."""
         return len(self.placement.sizes)
