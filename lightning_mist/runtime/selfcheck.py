@@ -19,6 +19,7 @@ from lightning_mist.runtime.batches import batch_rows, copy_batch, slice_rows
 from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.passing import StageOutput
 from lightning_mist.runtime.random import get_random_state, set_random_state
+from lightning_mist.runtime.weight_gradients import WeightGradients
 
 Call = Callable[[Any], Any]
 Gradients = dict[str, Tensor]
@@ -57,9 +58,17 @@ class _Steady(TorchFunctionMode):
 
 
 def check_stages(
-    module: nn.Module, module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], call: Call, batch: Any
+    module: nn.Module,
+    module_map: ModuleMap,
+    bounds: tuple[tuple[int, int], ...],
+    call: Call,
+    batch: Any,
+    *,
+    splits_backwards: bool = False,
 ) -> None:
     """Compare the whole module with the same module run stage by stage, in loss and in every gradient.
+
+    Stages run alone, so it makes no difference which of them will share devices as chunks.
 
     Args:
         module: The user's module with all its parameters.
@@ -67,6 +76,7 @@ def check_stages(
         bounds: The layer range of every stage.
         call: Runs the user's step on a batch.
         batch: A small batch.
+        splits_backwards: Whether gradients of weights are made after those of all inputs, as zero-bubble schedules do.
 
     Raises:
         TraceError: If they differ; names the parameter that differs most.
@@ -77,23 +87,29 @@ def check_stages(
         loss = loss_of(call(copy_batch(batch)))
         expected_loss, expected = loss.detach(), _gradients(module, loss)
         set_random_state(state, device)
-        outputs = _run_stages(module, module_map, bounds, call, batch)
+        deferral = WeightGradients(dict(module.named_parameters())) if splits_backwards else None
+        outputs = _run_stages(module, module_map, bounds, call, batch, deferral)
         loss = loss_of(outputs[-1][1].value)
         found_loss = loss.detach()
-        _run_backward(loss, outputs)
+        if deferral is None:
+            _run_backward(loss, outputs)
+        else:
+            with deferral.collecting(None):
+                _run_backward(loss, outputs)
+            deferral.run(None)
         found = _take_gradients(module)
         with torch.no_grad(), _Steady(device, without_dropout=True):
             _check_row_order(module, module_map, bounds, call, batch)
     what = f"the module cut into {len(bounds)} stages differs from the whole"
+    way_out = "Use schedule = '1f1b' or a plan with one stage" if splits_backwards else "Use a plan with one stage"
     tolerance = _tolerance(module, is_coarse=steady.is_coarse)
     if not _is_close(found_loss, expected_loss, tolerance):
         raise TraceError(
-            f"{what}: its loss is {found_loss.item():.8g} instead of {expected_loss.item():.8g}. "
-            "Use a plan with one stage"
+            f"{what}: its loss is {found_loss.item():.8g} instead of {expected_loss.item():.8g}. {way_out}"
         )
     difference = _largest_difference(expected, found, tolerance)
     if difference is not None:
-        raise TraceError(f"{what}: {difference}. Use a plan with one stage")
+        raise TraceError(f"{what}: {difference}. {way_out}")
 
 
 def check_microbatch_invariance(module: nn.Module, call: Call, batch: Any, parts: int) -> str | None:
@@ -155,13 +171,19 @@ def loss_of(output: Any) -> Tensor:
 
 
 def _run_stages(
-    module: nn.Module, module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], call: Call, batch: Any
+    module: nn.Module,
+    module_map: ModuleMap,
+    bounds: tuple[tuple[int, int], ...],
+    call: Call,
+    batch: Any,
+    deferral: WeightGradients | None = None,
 ) -> list[tuple[list[Tensor], StageOutput]]:
     """Forward through all stages in turn; what each stage received and gave."""
     outputs: list[tuple[list[Tensor], StageOutput]] = []
     sent: tuple[Tensor, ...] = ()
     for index in range(len(bounds)):
         stage = GhostStage(module, module_map, bounds, index)
+        stage.deferral = deferral
 
         def step() -> Any:
             return call(copy_batch(batch))

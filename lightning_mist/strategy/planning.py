@@ -367,7 +367,8 @@ def _self_check(planner: _Planner, found: ModuleMap, plan: Plan) -> None:
     rows = batch_rows(planner.batch)
     small = planner.batch if rows is None else slice_rows(planner.batch, 0, min(rows, 2))
     planner.progress.say("checking the cut module against the whole")
-    on_rank_zero(lambda: check_stages(planner.module, found, plan.bounds, planner.call, small))
+    splits = plan.schedule == "zb-h1"
+    on_rank_zero(lambda: check_stages(planner.module, found, plan.bounds, planner.call, small, splits_backwards=splits))
 
 
 def _publish(planner: _Planner, plan: Plan, made: TuneResult | None) -> Path | None:

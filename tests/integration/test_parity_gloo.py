@@ -20,6 +20,11 @@ CASES = {
     "four stages": ("vit", {"layers": [1, 1, 1, 1], "parts": 2}),
     "data parallel": ("nano", {"layers": [4], "degrees": [4], "zero": 1}),
     "all sharded": ("lora_llama", {"layers": [2, 2], "degrees": [2, 2], "zero": 3, "parts": 2, "checkpointed": 1}),
+    "two groups of two chunks": (
+        "gpt2",
+        {"layers": [1, 1, 1, 1], "chunks": 2, "schedule": "interleaved-1f1b", "parts": 2, "checkpointed": 1},
+    ),
+    "zero bubble": ("llama", {"layers": [2, 2], "degrees": [2, 1], "schedule": "zb-h1", "checkpointed": [1, 0]}),
     "gradients sharded": ("sometimes", {"layers": [4], "degrees": [3], "zero": 2, "parts": 2}),
 }
 

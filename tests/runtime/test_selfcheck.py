@@ -8,6 +8,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts import map_module
 from lightning_mist.runtime.batches import slice_rows
 from lightning_mist.runtime.selfcheck import check_microbatch_invariance, check_stages, loss_of
+from lightning_mist.runtime.weight_gradients import WeightGradients
 from tests import zoo
 
 
@@ -23,14 +24,16 @@ def halves(found):
     return (0, layers // 2), (layers // 2, layers)
 
 
+@pytest.mark.parametrize("splits_backwards", [False, True])
 @pytest.mark.parametrize("name", ["nano_dropout", "mixtral", "noise", "sequence_first", "try_except"])
-def test_correct_cuts_pass_and_leave_no_trace(name):
+def test_correct_cuts_pass_and_leave_no_trace(name, splits_backwards):
     module, batch, found = mapped(name)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     state, attributes = torch.get_rng_state(), {n: dict(vars(m)) for n, m in module.named_modules()}
     buffers = {n: b.clone() for n, b in module.named_buffers()}
-    check_stages(module, found, halves(found), zoo.step(module), batch)
+    step = zoo.step(module)
+    check_stages(module, found, halves(found), step, batch, splits_backwards=splits_backwards)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in module.parameters())
     assert all(torch.equal(b, buffers[n]) for n, b in module.named_buffers())
@@ -71,6 +74,13 @@ def test_a_gradient_that_differs_is_named():
 
     with pytest.raises(TraceError, match=r"the gradient of head\.weight differs by .* the tolerance is 1e-04"):
         check_stages(module, found, halves(found), step, batch)
+
+
+def test_gradients_of_weights_that_are_made_later_are_compared(monkeypatch):
+    module, batch, found = mapped("plain")
+    monkeypatch.setattr(WeightGradients, "run", lambda self, key: self.forget())
+    with pytest.raises(TraceError, match=r"the gradient of .*weight differs .* Use schedule = '1f1b' or a plan with"):
+        check_stages(module, found, halves(found), zoo.step(module), batch, splits_backwards=True)
 
 
 def test_rows_whose_entries_do_not_lie_together_are_refused():

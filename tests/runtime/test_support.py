@@ -48,3 +48,12 @@ def test_tensor_and_sequence_parallelism_run_where_the_module_can_be_split():
     entries = tuple(SequenceSplit(position=index, leaf=0, dim=1) for index in range(2))
     split = replace(module_map.splits[0], sequence=entries)
     check_supported(sequence, replace(module_map, splits=(split,)))
+
+
+def test_chunks_need_two_groups_of_devices():
+    stages = tuple(
+        StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(0,)), microbatch_size=1) for index in range(2)
+    )
+    plan = Plan(global_batch_size=2, num_microbatches=2, stages=stages, schedule="interleaved-1f1b")
+    with pytest.raises(PlanError, match=r"'interleaved-1f1b' with 2 stages on one group of devices: .* at least 2"):
+        check_supported(plan, make_map(2))
