@@ -39,37 +39,41 @@ class _Shard:
         self.users = 0
         self.work: Work | None = None
         first = bucket.parameters[0]
-        self._dtype, self._device = first.dtype, first.device
-        self._storage = torch.empty(0, dtype=torch.uint8, device=first.device).untyped_storage()
+        self._storage = torch.empty(0, dtype=first.dtype, device=first.device).untyped_storage()
+        # Made once: they stay right whether the storage has its memory or not.
+        self.flat = torch.empty(0, dtype=first.dtype, device=first.device)
+        self._views: list[Tensor] = []
+        self._nothing: list[Tensor] = []
 
-    def flat(self) -> Tensor:
-        """The storage as one tensor, with memory."""
-        nothing = torch.empty(0, dtype=self._dtype, device=self._device)
-        return nothing.set_(self._storage, 0, (self.bucket.numel,), (1,))
+    def lay_out(self) -> None:
+        """Take the shapes and strides that the parameters have now."""
+        self.bucket = self.bucket.with_layouts()
+        self.allocate()
+        self.flat = torch.empty_like(self.flat).set_(self._storage, 0, (self.bucket.numel,), (1,))
+        self._views = self.bucket.views(self.flat)
+        fill = math.nan if self.flat.is_floating_point() or self.flat.is_complex() else 0
+        nothing = torch.full((), fill, dtype=self.flat.dtype, device=self.flat.device)
+        self._nothing = [nothing.expand(layout.shape) for layout in self.bucket.layouts]
 
-    def attach(self) -> None:
-        """Let the parameters be views of the storage."""
-        for parameter, view in zip(self.bucket.parameters, self.bucket.views(self.flat()), strict=True):
-            parameter.data = view
+    def allocate(self) -> None:
+        """Give the storage its memory."""
+        self._storage.resize_(self.bucket.numel * self.flat.element_size())
 
     def take(self) -> None:
         """Move the parameters' values into the storage."""
-        values = [parameter.data for parameter in self.bucket.parameters]
-        torch._foreach_copy_(self.bucket.views(self.allocate()), values)
+        torch._foreach_copy_(self._views, [parameter.data for parameter in self.bucket.parameters])
         self.attach()
+
+    def attach(self) -> None:
+        """Let the parameters be views of the storage."""
+        for parameter, view in zip(self.bucket.parameters, self._views, strict=True):
+            parameter.data = view
 
     def free(self) -> None:
         """Take the memory away."""
-        for parameter in self.bucket.parameters:
-            fill = math.nan if parameter.is_floating_point() or parameter.is_complex() else 0
-            nothing = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
-            parameter.data = nothing.expand(parameter.shape)
+        for parameter, nothing in zip(self.bucket.parameters, self._nothing, strict=True):
+            parameter.data = nothing
         self._storage.resize_(0)
-
-    def allocate(self) -> Tensor:
-        """Give the storage its memory."""
-        self._storage.resize_(self.bucket.numel * self._dtype.itemsize)
-        return self.flat()
 
     def detach(self) -> None:
         """Give every parameter a memory of its own again."""
@@ -128,7 +132,7 @@ class UnitShards:
         self.is_engaged = True
         with torch.no_grad():
             for shard in self._shards:
-                shard.bucket = shard.bucket.with_layouts()
+                shard.lay_out()
                 if shard.is_owned:
                     shard.take()
                 else:
@@ -149,9 +153,10 @@ class UnitShards:
         for shard in self._of[key]:
             shard.users += 1
             if shard.users == 1:
-                flat = shard.flat() if shard.is_owned else shard.allocate()
+                if not shard.is_owned:
+                    shard.allocate()
                 assert shard.bucket.owner is not None
-                shard.work = self._transport.broadcast(flat, self._mesh.peers[shard.bucket.owner], self._group)
+                shard.work = self._transport.broadcast(shard.flat, self._mesh.peers[shard.bucket.owner], self._group)
 
     def ready(self, key: UnitKey) -> None:
         """Wait until the parameters of an unsharded unit have their values."""

@@ -146,7 +146,7 @@ def test_parity_in_single_precision(name):
 
 
 @pytest.mark.parametrize("rows", [[5, 12, 7], [1, 2, 12]])
-@pytest.mark.parametrize("label", ["fan out", "fan in, checkpointed"])
+@pytest.mark.parametrize("label", ["fan out", "fan in, checkpointed", "all sharded"])
 @pytest.mark.parametrize("name", ["nano", "vit", "t5"])
 def test_batches_of_any_size(name, label, rows):
     """The last batch of an epoch: fewer rows, not divisible, or fewer than the parts it is cut into."""
