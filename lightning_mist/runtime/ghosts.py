@@ -83,6 +83,7 @@ class GhostStage:
         self._device = next((p.device for p in named.values()), torch.device("cpu"))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._slots = GhostSlots(module, module_map, bounds, index, frozenset(self.parameters), mode)
+        self._split_slots = () if split is None else split.slots_of(module, module_map)
         modules = dict(module.named_modules())
         self._blocks = [modules[name] for name in module_map.blocks]
         self._skipped = SkippedBlocks(self._blocks, mode, module_map.leaking_blocks)
@@ -128,7 +129,7 @@ class GhostStage:
         with ExitStack() as stack:
             stack.enter_context(self._slots.filled())
             if self.split is not None:
-                stack.enter_context(self.split.presented(self._module, self._map, self.parameters))
+                stack.enter_context(self.split.presented(self._split_slots, self.parameters))
             try:
                 for position in positions:
                     space = self._blocks[position].__dict__

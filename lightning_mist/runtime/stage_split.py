@@ -5,10 +5,11 @@ their whole shape to the module while it computes; what leaves the stage is whol
 stage is sequence parallel, in equal parts along the sequence.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_mist.plan import LiveTensor, ModuleMap, TensorSplit
@@ -24,6 +25,9 @@ from lightning_mist.tensor_parallel import (
     split_sequence,
     whole,
 )
+
+Slot = tuple[dict[str, Any], str, str]
+"""A module's parameters, one of its names there, and the parameter's canonical name."""
 
 
 class StageSplit:
@@ -49,30 +53,35 @@ class StageSplit:
         """How often a function needed the whole of a split tensor, by its name."""
         return tuple(self.context.gathered.items())
 
+    def slots_of(self, module: nn.Module, module_map: ModuleMap) -> tuple[Slot, ...]:
+        """The places of a module that hold a parameter which is shared out."""
+        modules = dict(module.named_modules())
+        return tuple(
+            (modules[module_name]._parameters, attribute, use.name)
+            for use in module_map.parameters
+            if use.name in self._parameters
+            for module_name, attribute, _ in use.slots
+        )
+
     @contextmanager
-    def presented(
-        self, module: nn.Module, module_map: ModuleMap, parameters: Mapping[str, nn.Parameter]
-    ) -> Iterator[None]:
-        """Inside, the module's slots show the whole shape of the parts that they hold.
+    def presented(self, slots: Sequence[Slot], parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Inside, slots show the whole shape of the parts that they hold; those with a ghost stay as they are.
 
         Args:
-            module: The module, with ghosts in the slots of other stages.
-            module_map: Says through which slots a parameter is used.
+            slots: From :meth:`slots_of`.
             parameters: The stage's parameters by canonical name, those that are shared out as this rank's parts.
         """
-        modules = dict(module.named_modules())
+        shown: dict[str, Tensor] = {}
         changed: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         try:
-            for use in module_map.parameters:
-                split, parameter = self._parameters.get(use.name), parameters.get(use.name)
-                if split is None or parameter is None:
+            for space, attribute, name in slots:
+                parameter = parameters.get(name)
+                if parameter is None or space[attribute] is not parameter:
                     continue
-                shown = present(parameter, split, self.context)
-                for module_name, attribute, _ in use.slots:
-                    space = modules[module_name]._parameters
-                    if space[attribute] is parameter:
-                        changed.append((space, attribute, parameter))
-                        space[attribute] = shown
+                if name not in shown:
+                    shown[name] = present(parameter, self._parameters[name], self.context)
+                changed.append((space, attribute, parameter))
+                space[attribute] = shown[name]
             yield
         finally:
             for space, attribute, parameter in changed:
@@ -106,7 +115,11 @@ class StageSplit:
         """A block's arguments as the block is to see them: with hidden states in parts, where it takes such."""
         self.context.forget()
         entry = self._entries.get(position)
-        return (args, kwargs) if entry is None else enter_sequence(args, kwargs, entry, self.context)
+        if entry is None:
+            return args, kwargs
+        # Modes that watch the user's step for values must not see what is done here.
+        with torch._C.DisableTorchFunction():
+            return enter_sequence(args, kwargs, entry, self.context)
 
     def held_shape(self, live: LiveTensor, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape in which this rank holds a tensor of ``shape`` that crosses a boundary."""
@@ -126,7 +139,8 @@ class StageSplit:
         """
         if live.sequence_dim is None or not self._side.is_parted(shape[live.sequence_dim]):
             return held
-        return from_local_sequence(held, live.sequence_dim, self.context)
+        with torch._C.DisableTorchFunction():
+            return from_local_sequence(held, live.sequence_dim, self.context)
 
     def leaving(self, live: LiveTensor, tensor: Tensor) -> Tensor:
         """What this rank holds of a tensor that the step made and that leaves the stage; differentiable."""

@@ -168,6 +168,11 @@ class _ObjectResult:
         return self._values
 
 
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""The names of torch 2.13, where the older ones warn."""
+
+
 class DistributedTransport:
     """A transport over ``torch.distributed``, on process groups of its own.
 
@@ -236,7 +241,7 @@ class DistributedTransport:
             return _PendingResult(None, tensor.detach().clone().unsqueeze(0))
         output = torch.empty((len(group), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         # The flat form is the one that every backend takes.
-        work = dist.all_gather_into_tensor(output.view(-1), tensor.view(-1), group=self._group(group), async_op=True)
+        work = _ALL_GATHER(output.view(-1), tensor.view(-1), group=self._group(group), async_op=True)
         return _PendingResult(work, output, tensor)
 
     def reduce_scatter(self, tensor: Tensor, group: Sequence[int]) -> TensorWork:
@@ -246,7 +251,7 @@ class DistributedTransport:
         if len(group) == 1:
             return _PendingResult(None, tensor.detach()[0].clone())
         output = torch.empty(tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
-        work = dist.reduce_scatter_tensor(output.view(-1), tensor.view(-1), group=self._group(group), async_op=True)
+        work = _REDUCE_SCATTER(output.view(-1), tensor.view(-1), group=self._group(group), async_op=True)
         return _PendingResult(work, output, tensor)
 
     def reduce(self, tensor: Tensor, destination: int, group: Sequence[int]) -> Work:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
+import torch
 import torch._functorch.utils
 from torch.autograd import Function
 
@@ -47,14 +48,18 @@ class _Patch:
             split = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, SplitTensor)]
             if split:
                 split[0].context.gathered[cls.__name__] += 1
-                args, kwargs = whole(args), whole(kwargs)
+                # Modes that watch the computation must see what its author wrote and nothing else.
+                with torch._C.DisableTorchFunction():
+                    args, kwargs = whole(args), whole(kwargs)
             return apply_.__get__(None, cls)(*args, **kwargs)
 
         def unwrap(args: tuple[Any, ...]) -> tuple[Any, ...]:
             for arg in args:
                 if isinstance(arg, SplitTensor):
                     arg.context.gathered["autograd.Function"] += 1
-            return unwrap_(tuple(gathered(arg) if isinstance(arg, SplitTensor) else arg for arg in args))
+            with torch._C.DisableTorchFunction():
+                args = tuple(gathered(arg) if isinstance(arg, SplitTensor) else arg for arg in args)
+            return unwrap_(args)
 
         Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
         torch._functorch.utils.unwrap_dead_wrappers = unwrap

@@ -367,7 +367,8 @@ def train(
     every = stages.every
     name_of = {parameter: name for name, parameter in every.items()}
     order = [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    cut = restrict_optimizer(optimizer, [stages.parameters[item.name] for item in mesh.owned])
+    shared = {stages.parameters[name]: part for name, part in rank.parts.items()}
+    cut = restrict_optimizer(optimizer, [stages.parameters[item.name] for item in mesh.owned], shared)
     stages.hollow()
     gatherer = ParameterGatherer(plan, transport.rank, every, module_map, transport)
     losses = []

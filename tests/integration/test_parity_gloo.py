@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_mist.model.splits import derive_splits
 from lightning_mist.runtime.mesh import process_groups
 from lightning_mist.runtime.transport import DistributedTransport, complete
 from tests import zoo
@@ -25,6 +26,11 @@ CASES = {
         {"layers": [1, 1, 1, 1], "chunks": 2, "schedule": "interleaved-1f1b", "parts": 2, "checkpointed": 1},
     ),
     "zero bubble": ("llama", {"layers": [2, 2], "degrees": [2, 1], "schedule": "zb-h1", "checkpointed": [1, 0]}),
+    "two by two layers shared": ("llama", {"layers": [2, 2], "tensor": 2, "sequence": True, "checkpointed": 1}),
+    "slices to ranks that share layers": (
+        "nano",
+        {"layers": [2, 2], "degrees": [2, 1], "tensor": [1, 2], "sequence": [False, True], "zero": [1, 0]},
+    ),
     "gradients sharded": ("sometimes", {"layers": [4], "degrees": [3], "zero": 2, "parts": 2}),
 }
 
@@ -40,6 +46,10 @@ def _rank(name: str, options: dict[str, Any]) -> Any:
     plan = make_plan(rows=ROWS, **options)
     module, steps = _inputs(name, plan.world_size)
     module_map = map_of(module, steps[0][0])
+    degrees = {stage.mesh.tensor_parallel_degree for stage in plan.stages}
+    with precision_of(module):
+        call = lambda batch: module.training_step(batch, 0)  # noqa: E731
+        module_map = derive_splits(module, call, steps[0][0], module_map, sorted(degrees))
     transport = DistributedTransport(process_groups(plan, module_map), torch.device("cpu"))
     with precision_of(module):
         result = complete(train(module, module_map, plan, steps, transport))

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_mist.plan import LiveTensor, ModuleMap, ParameterSplit, ParameterUse, SequenceSplit, TensorSplit
 from lightning_mist.runtime.stage_split import StageSplit
@@ -40,7 +41,10 @@ def test_slots_show_the_whole_shape_inside_and_hold_the_part_again_afterwards():
         )  # fmt: skip
         ghost = module["tied"]._parameters["weight"] = nn.Parameter(torch.zeros(4, 4))
         parameters = {"a.weight": part, "b.weight": module["b"].weight}
-        with split_of(group).presented(module, module_map, parameters):
+        split = split_of(group)
+        slots = split.slots_of(module, module_map)
+        assert [(attribute, name) for _, attribute, name in slots] == [("weight", "a.weight")] * 2
+        with split.presented(slots, parameters):
             shown = module["a"].weight
             assert isinstance(shown, SplitTensor)
             assert shown.shape == (4, 4)
@@ -119,6 +123,42 @@ def test_custom_functions_get_wholes_while_computing():
         (entered,), _ = split.enter_block(3, (torch.ones(2, 6, 4),), {})
         with split.stepping():
             assert torch.equal(Twice.apply(entered), torch.full((2, 6, 4), 2.0))
-        assert dict(split.gathered) == {"autograd.Function": 1}
+        assert dict(split.gathered) == {"Twice": 1}
+
+    run_ranks(2, run)
+
+
+def test_modes_that_watch_the_step_see_its_own_functions_only():
+    class Seen(TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    def run(group):
+        split, seen = split_of(group, sequence_parallel=True), Seen()
+        states, part = torch.ones(2, 6, 4, requires_grad=True), torch.ones(2, 3, 4)
+        with split.stepping(), seen:
+            (entered,), _ = split.enter_block(3, (states,), {})
+            split.arrived(HIDDEN, part, (2, 6, 4))
+            assert seen.names == []
+            torch.relu(entered)
+            Once.apply(states)
+            whole, seen.names = seen.names, []
+            torch.relu(entered)
+            Once.apply(entered)
+        assert seen.names == whole
 
     run_ranks(2, run)
