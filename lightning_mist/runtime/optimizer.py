@@ -178,7 +178,7 @@ def gather_optimizer_state(
     """
     mine = local_optimizer_state(cut)
     numbers = cut.numbers
-    parts = {numbers[parameter]: part for parameter, part in cut.parts.items()}
+    parts = {numbers[parameter]: part for parameter, part in cut.parts.items() if parameter in numbers}
     header = {
         number: (parts.get(number), {key: _describe(value) for key, value in entry.items()})
         for number, entry in mine.items()

@@ -19,6 +19,9 @@ PLANS = {
     "data parallel": Layout(groups=(Group(dp=4),)),
     "two by two": Layout(groups=(Group(dp=2, zero=1),) * 2),
     "ZeRO 3": Layout(groups=(Group(dp=4, zero=3),)),
+    "tensor parallel": Layout(groups=(Group(tp=2, sequence=True),) * 2),
+    "tensor parallel, ZeRO 3": Layout(groups=(Group(dp=2, tp=2, zero=3),)),
+    "chunks": Layout(groups=(Group(dp=2, zero=2),) * 2, schedule="interleaved-1f1b", chunks=2),
     "pipeline, ZeRO 3 and ZeRO 2": Layout(groups=(Group(dp=2, zero=3), Group(dp=2, zero=2))),
 }
 
@@ -26,7 +29,10 @@ PAIRS = [
     ("data parallel", "ZeRO 3"),
     ("ZeRO 3", "two by two"),
     ("two by two", "pipeline, ZeRO 3 and ZeRO 2"),
-    ("pipeline, ZeRO 3 and ZeRO 2", "data parallel"),
+    ("pipeline, ZeRO 3 and ZeRO 2", "tensor parallel"),
+    ("tensor parallel", "tensor parallel, ZeRO 3"),
+    ("tensor parallel, ZeRO 3", "chunks"),
+    ("chunks", "tensor parallel"),
 ]
 
 
@@ -50,7 +56,7 @@ def steps(engine, model, numbers, *, state=None, values=None):
     return engine.module_values(), engine.optimizer_state()
 
 
-@pytest.mark.parametrize("name", ["nano", "lora_llama"])
+@pytest.mark.parametrize("name", ["nano_even", "lora_llama"])
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_another_plan_goes_on(name, first, second):
     model = subject(name, torch.float64)

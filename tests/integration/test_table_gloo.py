@@ -16,6 +16,10 @@ CELLS = [
     ("llama", "dp 2, ZeRO 2"),
     ("lora_llama", "pp 2 x dp 2, ZeRO 3, some recomputed"),
     ("t5", "pp 2 x dp 2"),
+    ("gpt2_even", "tp 2, sequence"),
+    ("llama_even", "stages (dp 2, tp 1, ZeRO 3), (dp 1, tp 2, sequence)"),
+    ("bert", "pp 2 x tp 2, sequence, some recomputed"),
+    ("nano_even", "interleaved, dp 2, ZeRO 2"),
 ]
 
 

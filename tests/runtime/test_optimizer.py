@@ -222,6 +222,21 @@ def test_state_of_parts_is_the_state_of_the_whole(name):
     assert set(cuts[0].optimizer.state) == set(modules[0].parameters()) - set(parts[0])
 
 
+def test_parts_that_the_optimizer_does_not_know_have_no_state():
+    """Frozen parameters are shared out too."""
+    _, modules, parts = _split_modules()
+    cuts = []
+    for index, (module, mine) in enumerate(zip(modules, parts, strict=True)):
+        optimizer = OPTIMIZERS["adamw"]([module[0].weight, module[2].weight])
+        cuts.append(restrict_optimizer(optimizer, [module[0].weight, module[2].weight], mine))
+        _give_gradients(module, 0, mine)
+        optimizer.step()
+        assert len(optimizer.state) == 2, index
+    world = InMemoryWorld(2)
+    state, _ = drive([gather_optimizer_state(cut, t) for cut, t in zip(cuts, world.transports, strict=True)])
+    assert [tuple(state["state"][number]["exp_avg"].shape) for number in range(2)] == [(30, 20), (30,)]
+
+
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_norm_counts_each_part_once(norm_type, zero):
