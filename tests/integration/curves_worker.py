@@ -8,26 +8,32 @@ import logging
 import os
 import sys
 import warnings
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.parity.plans import Group, Layout, make_plan
 from lightning_mist import MistStrategy
 from lightning_mist.model import find_blocks
-from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
 from tests import zoo
 
 STEPS, ROWS = 20, 4
 
 LAYOUTS = {
-    "two": {"devices": [[1], [0]], "microbatches": 2},
-    "split": {"devices": [[1], [0]], "microbatches": 4, "checkpointed": 1},
-    "sharded": {"devices": [[0, 1]], "microbatches": 1, "zero": 1},
-    "zero2": {"devices": [[0, 1]], "microbatches": 2, "zero": 2},
-    "zero3": {"devices": [[0, 1]], "microbatches": 2, "zero": 3, "checkpointed": 1},
+    "two": Layout(groups=(Group(), Group())),
+    "split": Layout(groups=(Group(checkpointed=1), Group(checkpointed=1)), parts=2),
+    "sharded": Layout(groups=(Group(dp=2, zero=1),)),
+    "zero2": Layout(groups=(Group(dp=2, zero=2),), parts=2),
+    "zero3": Layout(groups=(Group(dp=2, zero=3, checkpointed=1),), parts=2),
+    "tensor": Layout(groups=(Group(tp=2),)),
+    "sequence": Layout(groups=(Group(tp=2, sequence=True, checkpointed=1),)),
+    "chunks": Layout(groups=(Group(), Group()), schedule="interleaved-1f1b", chunks=2),
+    "grid": Layout(groups=(Group(tp=2), Group(tp=2, sequence=True))),
+    "mixed": Layout(groups=(Group(dp=2, zero=3), Group(tp=2))),
+    "tensor and shards": Layout(groups=(Group(dp=2, tp=2, zero=3),)),
 }
 
 
@@ -48,22 +54,19 @@ class Curve(pl.LightningModule):
         self.losses.append(float(outputs["loss"]))
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-3, eps=1e-4)
 
 
-def plan(layout, layers, world):
-    stages, bounds = [], [layers * index // len(layout["devices"]) for index in range(len(layout["devices"]) + 1)]
-    for devices, layer_range in zip(layout["devices"], pairwise(bounds), strict=True):
-        stages.append(
-            StagePlan(
-                layers=layer_range,
-                mesh=StageMesh(devices=tuple(devices), data_parallel_degree=len(devices)),
-                microbatch_size=ROWS * world // (layout["microbatches"] * len(devices)),
-                zero_stage=ZeroStage(layout.get("zero", 0)),
-                checkpointing=Checkpointing(layers=layout.get("checkpointed", 0)),
-            )
-        )
-    return Plan(global_batch_size=ROWS * world, num_microbatches=layout["microbatches"], stages=tuple(stages))
+def plan(layout, layers):
+    """The layout's plan with rank 0 in the last stage, where the planner puts it too."""
+    made = make_plan(layout, layers, rows=ROWS)
+    last, world = len(made.stages[-1].devices), made.world_size
+
+    def turned(mesh):
+        return replace(mesh, devices=tuple((device + last) % world for device in mesh.devices))
+
+    return replace(made, stages=tuple(replace(stage, mesh=turned(stage.mesh)) for stage in made.stages))
 
 
 def fit(name, strategy, world, folder):
@@ -76,6 +79,7 @@ def fit(name, strategy, world, folder):
         accelerator="cpu",
         devices=world,
         max_steps=STEPS,
+        gradient_clip_val=0.3,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -96,7 +100,7 @@ def main():
     for pair in pairs:
         name, layout = pair.split(":")
         layers = len(find_blocks(zoo.make(name)[0]))
-        mist = MistStrategy(plan=plan(LAYOUTS[layout], layers, world))
+        mist = MistStrategy(plan=plan(LAYOUTS[layout], layers))
         results[pair] = {"ddp": fit(name, "ddp", world, folder), "mist": fit(name, mist, world, folder)}
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
 

@@ -96,17 +96,22 @@ class Losses(Callback):
         self.extras.append(float(outputs["accuracy"]))
 
 
-def plan(layout, *, rows, microbatches, zero=0, checkpointed=0):
-    """A plan from ``[(layers, devices), ...]``; batches of ``rows`` rows per rank."""
+def plan(layout, *, rows, microbatches, zero=0, checkpointed=0, tensor=1):
+    """A plan from ``[(layers, devices), ...]``; batches of ``rows`` rows per rank.
+
+    Stages of fewer devices than ``tensor`` are not split.
+    """
     world = sum(len(devices) for _, devices in layout)
     stages, first = [], 0
     for layers, devices in layout:
+        width = tensor if len(devices) % tensor == 0 else 1
+        degree = len(devices) // width
         stages.append(
             StagePlan(
                 layers=(first, first + layers),
-                mesh=StageMesh(devices=tuple(devices), data_parallel_degree=len(devices)),
-                microbatch_size=rows * world // (microbatches * len(devices)),
-                zero_stage=ZeroStage(zero if len(devices) > 1 else 0),
+                mesh=StageMesh(devices=tuple(devices), data_parallel_degree=degree, tensor_parallel_degree=width),
+                microbatch_size=rows * world // (microbatches * degree),
+                zero_stage=ZeroStage(zero if degree > 1 else 0),
                 checkpointing=Checkpointing(layers=min(checkpointed, layers)),
             )
         )
@@ -127,6 +132,10 @@ TWO = {
         "plan": plan([(4, [0, 1])], rows=4, microbatches=2, zero=3, checkpointed=1),
         "trainer": {"gradient_clip_val": 0.3},
         "model": {"tied": True},
+    },
+    "tensor": {
+        "plan": plan([(4, [0, 1])], rows=4, microbatches=2, tensor=2, checkpointed=1),
+        "trainer": {"gradient_clip_val": 0.3},
     },
     "pipeline": {"plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2)},
     "dropout": {"plan": plan([(1, [1]), (3, [0])], rows=4, microbatches=2, checkpointed=1), "model": {"dropout": 0.2}},
@@ -158,6 +167,11 @@ FOUR = {
     "grid3": {
         "plan": plan([(2, [1, 3]), (2, [0, 2])], rows=4, microbatches=2, zero=3, checkpointed=1),
         "trainer": {"gradient_clip_val": 0.3},
+    },
+    "tensor_grid": {
+        "plan": plan([(2, [2, 3]), (2, [0, 1])], rows=4, microbatches=4, tensor=2),
+        "trainer": {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2},
+        "model": {"dropout": 0.2},
     },
     "uneven": {
         "plan": plan([(1, [2, 3]), (1, [1]), (2, [0])], rows=4, microbatches=4, zero=1),

@@ -11,16 +11,29 @@ import pytest
 WORKER = Path(__file__).with_name("curves_worker.py")
 ROOT = Path(__file__).parents[2]
 
-PAIRS = ["gpt2:two", "gpt2:split", "llama:two", "llama:sharded", "bert:two", "vit:split"]
-PAIRS += ["nano:two", "nano:sharded", "demo:two", "gpt2:zero2", "llama:zero3", "lora_llama:zero3", "lora_llama:two"]
+TWO = ["gpt2:split", "llama:sharded", "bert:two", "vit:split", "demo:two", "nano:two"]
+TWO += [
+    "llama:zero3",
+    "lora_llama:zero3",
+    "gpt2_even:tensor",
+    "llama_even:sequence",
+    "lora_llama:tensor",
+    "gpt2:chunks",
+]
+FOUR = ["gpt2_even:grid", "llama_even:mixed", "nano_even:tensor and shards"]
 
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory):
+    return {name: pair for size, pairs in ((2, TWO), (4, FOUR)) for name, pair in run(tmp_path_factory, size, pairs)}
+
+
+def run(tmp_path_factory, size, pairs):
+    """For every pair what each rank saw."""
     folder = tmp_path_factory.mktemp("curves")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(WORKER)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     done = subprocess.run(
-        [*command, str(folder), *PAIRS],
+        [*command, str(WORKER), str(folder), *pairs],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -28,16 +41,17 @@ def curves(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
+    return [(pair, [rank[pair] for rank in ranks]) for pair in pairs]
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", [*TWO, *FOUR])
 def test_curves_are_ddps(curves, pair):
-    for rank in curves:
-        assert len(rank[pair]["ddp"]) == 20
-        assert rank[pair]["ddp"][-1] < rank[pair]["ddp"][0] * 1.2
-        assert rank[pair]["mist"] == pytest.approx(rank[pair]["ddp"], rel=1e-5)
+    for rank in curves[pair]:
+        assert len(rank["ddp"]) == 20
+        assert rank["ddp"][-1] < rank["ddp"][0] * 1.2
+        assert rank["mist"] == pytest.approx(rank["ddp"], rel=1e-5)
 
 
 def test_ranks_see_different_batches(curves):
-    assert curves[0]["gpt2:two"]["ddp"] != curves[1]["gpt2:two"]["ddp"]
+    assert curves["gpt2:split"][0]["ddp"] != curves["gpt2:split"][1]["ddp"]
