@@ -205,6 +205,12 @@ class GhostStage:
         if self._num_stages == 1:
             return StageOutput(tensors=(), value=value)
         if self.index == self._num_stages - 1:
+            if run.region != self._end - 1:
+                # Whoever computes another rank's batch cannot know that this rank would have taken another way.
+                raise TraceError(
+                    f"the step returned after layer {run.region} without calling layer {run.region + 1} "
+                    f"({self._map.blocks[run.region + 1]}): every step must call every block, on every rank"
+                )
             self._check_value(value)
             return StageOutput(tensors=(), value=value)
         if is_complete:

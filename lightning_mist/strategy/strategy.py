@@ -1,5 +1,6 @@
 """``MistStrategy``: what Lightning talks to."""
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,8 +13,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from lightning_mist.hardware import Cluster
 from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import Plan
+from lightning_mist.runtime.failure import FailureWatcher, start_watcher
 from lightning_mist.runtime.transport import complete
 from lightning_mist.strategy import checkpoint_io, deferred, planning
+from lightning_mist.strategy.accumulation import gradients_are_about_to_go
 from lightning_mist.strategy.engine import Engine, start_engine
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.namespace import Namespace, namespace
@@ -29,6 +32,9 @@ else:
     _Base = object
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+_REPORT_CHARACTERS = 8000
+"""The end of a traceback that other ranks are told: what failed stands at its end."""
 
 
 class MistBase(_Base):
@@ -79,6 +85,7 @@ class MistBase(_Base):
     _engine: Engine | None = None
     _monitor: Monitor | None = None
     _initial: InitialValues | None = None
+    _watcher: FailureWatcher | None = None
 
     def __init__(
         self,
@@ -154,6 +161,17 @@ class MistBase(_Base):
         return None if self._monitor is None else self._monitor.report
 
     # Life cycle --------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Make the process group, and watch for failures of other ranks from now on."""
+        super().setup_environment()
+        self._watcher = start_watcher()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks, which may be waiting for this one where nothing would ever wake them."""
+        super().on_exception(exception)
+        if self._watcher is not None:
+            self._watcher.report("".join(traceback.format_exception(exception))[-_REPORT_CHARACTERS:])
 
     def setup(self, trainer: Any) -> None:
         """Make or read the plan, and put this rank's part of it in place."""
@@ -240,6 +258,9 @@ class MistBase(_Base):
         if self.lightning_module is not None:
             deferred.hollow_on_host(self.lightning_module)
         super().teardown()
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.stop()
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -269,26 +290,13 @@ class MistBase(_Base):
 
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
-        keeps = not self._gradients_are_about_to_go()
+        keeps = not gradients_are_about_to_go(module)
         result, loss = self._engine.train_batch(batch, step, loss_scale=scale, keeps_gradients=keeps)
         self._engine.replay(result)
         if not result.extras:
             return loss
         # Lightning itself refuses a dictionary without a loss.
         return result.extras if loss is None else {**result.extras, "loss": loss}
-
-    def _gradients_are_about_to_go(self) -> bool:
-        """Whether Lightning clears the gradients right after this step, and nobody looks at them before that."""
-        module = self.lightning_module
-        assert module is not None
-        trainer = module.trainer
-        loop = trainer.fit_loop.epoch_loop
-        if loop.batch_idx % trainer.accumulate_grad_batches != 0:
-            return False
-        watching = [module, *trainer.callbacks]  # type: ignore[attr-defined]
-        hooks = [getattr(type(item), "on_before_zero_grad", None) for item in watching]
-        own = getattr(type(module), "optimizer_zero_grad", None)
-        return all(_is_lightnings(hook) for hook in [*hooks, own])
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
@@ -378,11 +386,6 @@ def _refuse_what_is_not_there(save_distributed_checkpoint: bool, host_memory_lim
         raise ValueError("save_distributed_checkpoint=True: checkpoints are single files; leave it False")
     if host_memory_limit is not None:
         raise ValueError(f"host_memory_limit={host_memory_limit!r}: nothing is offloaded yet; leave it out")
-
-
-def _is_lightnings(function: Any) -> bool:
-    """Whether a hook is Lightning's own, which does nothing but the default."""
-    return getattr(function, "__module__", "").partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 def build(root: str, module: str) -> type[MistBase]:

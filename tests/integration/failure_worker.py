@@ -8,6 +8,8 @@ import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from lightning_mist import MistStrategy
@@ -33,6 +35,30 @@ class Failing(Project):
             if mode == "interrupt":
                 os.kill(os.getpid(), signal.SIGINT)
         return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        mode, _, rank = self.mode.partition(":")
+        if mode == "stuck" and self.trainer.global_step == 5:
+            if str(self.trainer.strategy.local_rank) == rank:
+                raise RuntimeError(f"broken on rank {rank}")
+            torch.futures.Future().wait()  # as a collective whose backend does not notice that a peer has gone
+
+    def loss(self, batch):
+        mode, _, rank = self.mode.partition(":")
+        is_time = self.trainer.global_step == 3
+        skipped, order = set(), list(range(len(self.blocks)))
+        if mode == "skip_on" and is_time and str(self.trainer.strategy.local_rank) == rank:
+            skipped = {3}
+        if mode == "swap" and is_time:
+            order = [0, 2, 1, 3]
+        if mode == "branch" and str(self.trainer.strategy.local_rank) == rank:
+            order = [1, 0, 2, 3]
+        hidden = self.embed(batch["x"])
+        for index in order:
+            if index not in skipped:
+                hidden = self.blocks[index](hidden)
+        logits = self.head(hidden)
+        return F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten()), logits
 
 
 def main():

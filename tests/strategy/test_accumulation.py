@@ -1,0 +1,44 @@
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from lightning_mist.strategy.accumulation import gradients_are_about_to_go
+
+
+def module_of(cls=pl.LightningModule, *, batch_idx=0, every=1, callbacks=()):
+    module = cls()
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_idx=batch_idx))
+    trainer = SimpleNamespace(fit_loop=loop, accumulate_grad_batches=every, callbacks=list(callbacks))
+    return SimpleNamespace(trainer=trainer) if cls is None else _with(module, trainer)
+
+
+def _with(module, trainer):
+    cls = type(module)
+    return type(cls.__name__, (cls,), {"trainer": trainer, "__module__": cls.__module__})()
+
+
+class Looks(Callback):
+    def on_before_zero_grad(self, trainer, module, optimizer):
+        pass
+
+
+class Clears(pl.LightningModule):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "gone"),
+    [
+        ({}, True),
+        ({"batch_idx": 3, "every": 2}, False),
+        ({"batch_idx": 4, "every": 2}, True),
+        ({"callbacks": [Callback()]}, True),
+        ({"callbacks": [Looks()]}, False),
+        ({"cls": Clears}, False),
+    ],
+)
+def test_gradients_go_unless_someone_wants_them(options, gone):
+    assert gradients_are_about_to_go(module_of(**options)) is gone
