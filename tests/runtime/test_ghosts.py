@@ -331,6 +331,20 @@ def test_a_step_that_returns_early_is_an_error():
         stage.forward(step, [])
 
 
+def test_a_last_stage_that_leaves_out_a_block_is_an_error():
+    pipeline, stage, received = stage_and_input("plain")
+    module = pipeline.modules[1]
+
+    def step():
+        h = module.first(pipeline.batch["x"])
+        for block in list(module.blocks)[:-1]:
+            h = block(h)
+        return module.loss(h, pipeline.batch)
+
+    with stage.attached(), pytest.raises(TraceError, match=r"returned after layer 2 without calling layer 3"):
+        stage.forward(step, received)
+
+
 def test_a_result_that_needs_another_stage_is_an_error():
     pipeline, stage, received = stage_and_input("plain")
     module = pipeline.modules[1]
