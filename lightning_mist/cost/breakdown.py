@@ -1,6 +1,8 @@
 """A plan's predicted seconds and bytes, in total and by term."""
 
 from lightning_mist.cost.candidates import slots_of
+from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost.clock import clocked_seconds
 from lightning_mist.cost.pipeline import step_seconds
 from lightning_mist.cost.stage import StageCostModel, StageSeconds
 from lightning_mist.errors import PlanError
@@ -12,6 +14,7 @@ _SECONDS = (
     "forward",
     "backward",
     "recompute",
+    "weight",
     "transfer",
     "unshard",
     "scatter",
@@ -20,6 +23,7 @@ _SECONDS = (
     "update",
     "gather",
 )
+"""Terms of a prediction; ``weight_seconds`` are part of ``backward_seconds``."""
 
 
 def predict(spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, plan: Plan) -> Predicted:
@@ -41,26 +45,26 @@ def predict(spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, plan: P
 def predict_with(model: StageCostModel, plan: Plan) -> Predicted:
     """As :func:`predict`, with a cost model that exists already."""
     _check(model, plan)
-    stages = []
-    for slot, candidates in slots_of(plan):
-        seconds = model.seconds(slot, candidates)
-        memory = model.memory(slot).breakdown(slot, candidates)[0]
-        terms = tuple((f"{name}_seconds", _term(seconds, name)) for name in _SECONDS)
-        stages.append(
-            PredictedStage(
-                steady_seconds=float(seconds.steady_K[0]),
-                boundary_seconds=float(seconds.boundary_K[0]),
-                forward_seconds=float(seconds.forward_K[0]),
-                backward_seconds=float(seconds.backward_K[0] + seconds.recompute_K[0]),
-                peak_bytes=memory.peak_bytes,
-                breakdown=(*((name, float(value)) for name, value in memory.terms), *terms),
-            )
+    seconds = [model.seconds(slot, candidates) for slot, candidates in slots_of(plan)]
+    stages = [
+        PredictedStage(
+            steady_seconds=float(item.steady_K[0]),
+            boundary_seconds=float(item.boundary_K[0]),
+            forward_seconds=float(item.forward_K[0]),
+            backward_seconds=float(item.backward_K[0] + item.recompute_K[0]),
+            peak_bytes=memory.peak_bytes,
+            breakdown=(
+                *((name, float(value)) for name, value in memory.terms),
+                *((f"{name}_seconds", _term(item, name)) for name in _SECONDS),
+            ),
         )
-    total = step_seconds(
-        [stage.steady_seconds for stage in stages],
-        [stage.boundary_seconds for stage in stages],
-        plan.num_microbatches,
-    )
+        for item, memory in zip(seconds, plan_memory(model.memory, plan), strict=True)
+    ]
+    if plan.schedule in ("1f1b", "gpipe"):
+        steady, boundary = ([getattr(stage, f"{name}_seconds") for stage in stages] for name in ("steady", "boundary"))
+        total = step_seconds(steady, boundary, plan.num_microbatches)
+    else:
+        total = clocked_seconds(plan, seconds)
     return Predicted(step_seconds=total, stages=tuple(stages))
 
 

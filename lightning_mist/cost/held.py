@@ -7,6 +7,7 @@ Array axes
     R  regions
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,6 +97,20 @@ class Holdings:
             held_P = uses[:, high] > uses[:, low]
             share_U[index] = self._share(self._sizes(bytes_P[held_P]), ranks)
         return share_U[inverse_K]
+
+    def doubled(self, stages: Sequence[StageCandidates]) -> tuple[float, float]:
+        """Bytes by which the sum over some stages exceeds what they hold together: of all and of trained parameters.
+
+        Args:
+            stages: One candidate each.
+        """
+        uses = self.table.uses_PR
+        count_P = np.zeros(len(uses), dtype=np.int64)
+        for candidates in stages:
+            low_U, high_U, _ = self._ranges(candidates)
+            count_P += uses[:, high_U[0]] > uses[:, low_U[0]]
+        extra_P = np.maximum(count_P - 1, 0)
+        return float(self.table.bytes_P @ extra_P), float(self.table.trainable_P @ extra_P)
 
     def away(self, ranks: int) -> FloatArray:
         """Bytes of neighbouring regions' parameters that the rank that owns least of them does not own.

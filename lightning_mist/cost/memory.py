@@ -27,14 +27,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost.candidates import StageCandidates, StageSlot, slots_of
+from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray
 from lightning_mist.cost.held import HeldBytes, Holdings
-from lightning_mist.cost.phases import Phase, stage_phases
+from lightning_mist.cost.phases import Phase, PhaseKind, stage_phases
 from lightning_mist.cost.regions import RegionCosts, compile_regions, covered
 from lightning_mist.cost.working import Sharding, StageRuns, WorkingSets
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Plan, ZeroStage
+from lightning_mist.plan import ZeroStage
 
 TERMS = (
     "parameter_bytes",
@@ -92,6 +92,9 @@ class StageNeeds:
         forward_K: Working set of a forward.
         first_backward_K: Working set of the backward that makes the gradients, these included.
         backward_K: Working set of another backward.
+        input_backward_K: Working set of a backward that makes input gradients only.
+        waiting_K: What one microbatch leaves behind from its input gradients until its weight gradients.
+        weight_backward_K: Working set of weight gradients: what they need, and the largest of them.
         update: The situations after the last backward: name and bytes by term, without ``always``.
     """
 
@@ -106,6 +109,9 @@ class StageNeeds:
     forward_K: FloatArray
     first_backward_K: FloatArray
     backward_K: FloatArray
+    input_backward_K: FloatArray
+    waiting_K: FloatArray
+    weight_backward_K: FloatArray
     update: tuple[tuple[str, Mapping[str, Bytes]], ...]
 
     def first(self, count: int) -> "StageNeeds":
@@ -128,54 +134,56 @@ class StageNeeds:
         # One matrix product instead of as many sums as there are situations: what :meth:`_around` says, by factors.
         peak_K = np.zeros(len(self.gradients_K))
         parts_FK = np.stack(
-            [self.gradients_K, self.pending_K, self.saved_K, self.entering_K, self.leaving_K, self.returned_K]
+            [
+                self.gradients_K,
+                self.pending_K,
+                self.saved_K,
+                self.waiting_K,
+                self.entering_K,
+                self.leaving_K,
+                self.returned_K,
+            ]
         )
-        working = {
-            "forward": self.forward_K,
-            "first backward": self.first_backward_K,
-            "backward": self.backward_K + self.reused_K,
-        }
-        for kind, working_K in working.items():
+        for kind in dict.fromkeys(phase.kind for phase in phases):
             factors = np.array([_factors(phase) for phase in phases if phase.kind == kind])
-            if len(factors):
-                peak_K = np.maximum(peak_K, working_K + (factors @ parts_FK).max(axis=0))
+            peak_K = np.maximum(peak_K, self._working(kind) + (factors @ parts_FK).max(axis=0))
         for _, terms in self.update:
             peak_K = np.maximum(peak_K, sum(terms.values()))
         return peak_K + sum(self.always.values())
 
+    def _working(self, kind: PhaseKind) -> FloatArray:
+        """The working set of what is computed."""
+        if kind == "backward":
+            return self.backward_K + self.reused_K
+        found: FloatArray = getattr(self, f"{kind.replace(' ', '_')}_K")
+        return found
+
     def _around(self, phase: Phase) -> dict[str, Bytes]:
         """What changes over a batch, by term."""
-        gradients_K: Bytes = self.gradients_K * phase.gradients
-        if phase.kind == "forward":
-            gradients_K, working_K = gradients_K + self.pending_K * phase.gradients, self.forward_K
-        elif phase.kind == "first backward":
-            gradients_K, working_K = 0.0, self.first_backward_K
-        else:
+        gradients, pending, others, waiting, received, ahead, sent = _factors(phase)
+        gradients_K: Bytes = self.gradients_K * gradients + self.pending_K * pending
+        working_K = self._working(phase.kind)
+        if phase.kind == "backward":
             # A parameter that two parts use gets its two contributions summed before they are accumulated.
-            gradients_K, working_K = self.gradients_K + self.reused_K, self.backward_K
-        _, _, others, received, ahead, sent = _factors(phase)
+            gradients_K, working_K = gradients_K + self.reused_K, self.backward_K
         return {
             "gradient_bytes": gradients_K,
-            "activation_bytes": others * self.saved_K,
+            "activation_bytes": others * self.saved_K + waiting * self.waiting_K,
             "transfer_bytes": received * self.entering_K + ahead * self.leaving_K + sent * self.returned_K,
             "working_bytes": working_K,
         }
 
 
 def _factors(phase: Phase) -> tuple[float, ...]:
-    """How often a situation counts gradients, pending ones, saved bytes, inputs, gradients of outputs, of inputs."""
-    # In a backward the gradient at hand stands where the output was, which the saved bytes still count.
-    ahead = phase.received_gradients - (phase.kind != "forward" and phase.received_gradients > 0)
-    is_forward = phase.kind == "forward"
-    gradients = phase.gradients if is_forward else phase.kind == "backward"
-    return (
-        float(gradients),
-        float(is_forward and phase.gradients),
-        phase.others,
-        phase.received,
-        ahead,
-        phase.sent_gradients,
-    )
+    """How often a situation counts gradients, pending ones, saved bytes, those kept for weights, and transfers."""
+    # In an input gradient's computation the gradient at hand stands where the output was, which the saved bytes count.
+    is_forward, is_weights = phase.kind == "forward", phase.kind == "weight backward"
+    ahead = phase.received_gradients - (not is_forward and not is_weights and phase.received_gradients > 0)
+    # Weight gradients are there when the first of them have been made.
+    gradients = is_weights or phase.kind == "backward" or (phase.gradients and phase.kind != "first backward")
+    pending = is_forward and phase.gradients
+    counts = (phase.others, phase.waiting, phase.received, ahead, phase.sent_gradients)
+    return (float(gradients), float(pending), *counts)
 
 
 def _phases(slot: StageSlot) -> tuple[Phase, ...]:
@@ -277,6 +285,9 @@ class MemoryModel:
             forward_K=working_ZK[0] + held.trained_K * plain_K,
             first_backward_K=np.where(plain_K, plain_first_K, working_ZK[1]),
             backward_K=working_ZK[2],
+            input_backward_K=working_ZK[4],
+            waiting_K=working_ZK[5],
+            weight_backward_K=working_ZK[5] + held.largest_K,
             update=tuple(self._update(slot, runs, held, owned_K, kept_K, candidates)),
         )
 
@@ -296,12 +307,13 @@ class MemoryModel:
         return owned_K, np.where(zero_K >= ZeroStage.GRADIENTS, share_K, held.trained_K), parameters_K
 
     def _working_sets(self, slot: StageSlot, candidates: StageCandidates, runs: StageRuns) -> FloatArray:
-        """Of a forward, a first and a later backward, by the ZeRO stage of each candidate; and what is pending."""
-        found = np.empty((4, len(candidates)))
+        """By ZeRO stage: of a forward, a first and a later backward; what is pending; of inputs only, and its rest."""
+        found = np.empty((6, len(candidates)))
         for zero_stage in np.unique(candidates.zero_stage_K):
             working = self.working(slot.rows, int(zero_stage), slot.data_parallel_degree)
             backwards = (working.first_backward(runs), working.backward(runs))
-            values = np.stack([working.forward(runs), *backwards, working.pending(runs)])
+            apart = (working.input_backward(runs), working.waiting(runs))
+            values = np.stack([working.forward(runs), *backwards, working.pending(runs), *apart])
             found = np.where(candidates.zero_stage_K == zero_stage, values, found)
         return found
 
@@ -356,20 +368,3 @@ class MemoryModel:
             gathered_K = np.minimum(np.where(gathers_K, BUCKETS_IN_FLIGHT * bucket_K, 0.0), held.trained_K)
             result.append(("parameter gathering", {"gradient_bytes": owned_K, "working_bytes": gathered_K}))
         return result
-
-
-def stage_memory(spec: ModelSpec, plan: Plan) -> tuple[StageMemory, ...]:
-    """The peak memory of every stage of a plan, by term.
-
-    Args:
-        spec: The network.
-        plan: The plan.
-    """
-    models: dict[tuple[int, bool], MemoryModel] = {}
-    result = []
-    for slot, candidates in slots_of(plan):
-        key = (slot.tensor_parallel_degree, slot.sequence_parallel)
-        if key not in models:
-            models[key] = MemoryModel(spec.split(*key))
-        result.append(models[key].breakdown(slot, candidates)[0])
-    return tuple(result)

@@ -11,9 +11,10 @@ from typing import Literal
 
 from lightning_mist.plan import ScheduleName
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, generate
+from lightning_mist.schedule.action import COMPUTATIONS, INPUT_BACKWARDS
 from lightning_mist.schedule.lower import add_transfers
 
-PhaseKind = Literal["forward", "first backward", "backward"]
+PhaseKind = Literal["forward", "first backward", "backward", "input backward", "weight backward"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +22,11 @@ class Phase:
     """The situation around one forward or backward.
 
     Attributes:
-        kind: What is computed; the first backward of a batch is the one that makes the gradients.
+        kind: What is computed; the first backward of a batch is the one that makes the gradients. Where input and
+            weight gradients are apart, the latter do.
         gradients: Whether all parameter gradients exist when it begins.
-        others: Other microbatches whose forward has run and whose backward has not.
+        others: Other microbatches whose forward has run and whose backward (or input gradients) have not.
+        waiting: Other microbatches whose input gradients are there and whose weight gradients are not.
         received: Receive buffers of activations: of every microbatch in flight and those posted ahead.
         received_gradients: Receive buffers of output gradients.
         sent_gradients: Input gradients whose send is not yet known to have ended.
@@ -32,6 +35,7 @@ class Phase:
     kind: PhaseKind
     gradients: bool
     others: int
+    waiting: int
     received: int
     received_gradients: int
     sent_gradients: int
@@ -42,6 +46,7 @@ class Phase:
             self.kind == other.kind
             and self.gradients >= other.gradients
             and self.others >= other.others
+            and self.waiting >= other.waiting
             and self.received >= other.received
             and self.received_gradients >= other.received_gradients
             and self.sent_gradients >= other.sent_gradients
@@ -59,7 +64,7 @@ def stage_phases(
         num_microbatches: Number of microbatches per batch.
         schedule: Name of the schedule.
     """
-    # 1F1B repeats itself once every stage is in its steady state; GPipe never does.
+    # 1F1B and ZB-H1 repeat themselves once every stage is in its steady state; GPipe never does.
     shown = num_microbatches if schedule == "gpipe" else min(num_microbatches, 2 * num_stages + 1)
     return _phases_of_stages(num_stages, shown, schedule)[stage_index]
 
@@ -79,29 +84,41 @@ def _situations(
     actions: Sequence[Action], sends_gradients: bool, arrivals: Mapping[Action, Sequence[Action]]
 ) -> Iterator[Phase]:
     """The situation at each computation of a list."""
-    open_microbatches, received, received_gradients, backwards = 0, 0, 0, 0
+    open_microbatches, waiting, received, received_gradients, backwards = 0, 0, 0, 0, 0
     sent: set[int | None] = set()
     for action in actions:
         if action.kind is ActionKind.RECV_ACTIVATION:
             received += 1
         elif action.kind is ActionKind.RECV_GRADIENT:
             received_gradients += 1
-        elif action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
-            forward = action.kind is ActionKind.FORWARD
+        elif action.kind in COMPUTATIONS:
+            forward, weights = action.kind is ActionKind.FORWARD, action.kind is ActionKind.BACKWARD_WEIGHT
             sent -= {send.microbatch for send in arrivals.get(action, ()) if send.kind is ActionKind.SEND_GRADIENT}
-            kind: PhaseKind = "forward" if forward else ("backward" if backwards else "first backward")
             yield Phase(
-                kind=kind,
+                kind=_kind(action.kind, backwards > 0),
                 gradients=backwards > 0,
-                others=open_microbatches - (not forward),
+                others=open_microbatches - (action.kind in INPUT_BACKWARDS),
+                waiting=waiting - weights,
                 received=received,
                 received_gradients=received_gradients,
                 sent_gradients=len(sent),
             )
-            open_microbatches += 1 if forward else -1
-            if not forward:
-                backwards += 1
+            # The whole backward, or its second half, leaves gradients behind.
+            backwards += action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+            waiting += (action.kind is ActionKind.BACKWARD_INPUT) - weights
+            open_microbatches += forward - (action.kind in INPUT_BACKWARDS)
+            if action.kind in INPUT_BACKWARDS:
                 received -= min(received, 1)
                 received_gradients -= min(received_gradients, 1)
                 if sends_gradients:
                     sent.add(action.microbatch)
+
+
+def _kind(kind: ActionKind, gradients: bool) -> PhaseKind:
+    if kind is ActionKind.FORWARD:
+        return "forward"
+    if kind is ActionKind.BACKWARD_INPUT:
+        return "input backward"
+    if kind is ActionKind.BACKWARD_WEIGHT:
+        return "weight backward"
+    return "backward" if gradients else "first backward"

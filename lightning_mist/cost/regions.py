@@ -33,6 +33,8 @@ _LAYER_FIELDS = (
     "backward_flops",
     "forward_moved_bytes",
     "backward_moved_bytes",
+    "weight_flops",
+    "weight_bytes",
 )
 
 
@@ -55,6 +57,8 @@ class RegionCosts:
     backward_flops_R: FloatArray
     forward_moved_R: FloatArray
     backward_moved_R: FloatArray
+    weight_flops_R: FloatArray
+    weight_R: FloatArray
     boundary_C: FloatArray
     gradient_boundary_C: FloatArray
     forward_collectives: Collectives
@@ -110,6 +114,8 @@ def compile_regions(spec: ModelSpec) -> Callable[[float], RegionCosts]:
             backward_flops_R=layers[8],
             forward_moved_R=layers[9],
             backward_moved_R=layers[10],
+            weight_flops_R=layers[11],
+            weight_R=layers[12],
             boundary_C=rest[: len(cuts)],
             gradient_boundary_C=rest[len(cuts) : 2 * len(cuts)],
             forward_collectives=exchanges[0],

@@ -46,7 +46,9 @@ class StageSeconds:
         forward_K: Forward of one microbatch.
         backward_K: Backward of one microbatch without recomputation.
         recompute_K: Forwards that backward repeats.
+        weight_K: The part of ``backward_K`` that makes gradients of matrices, which ZB-H1 puts off.
         transfer_K: Receiving the input and the gradient of the output.
+        arrival_K: The part of ``transfer_K`` that is about the input.
         unshard_K: Unsharding parameters for one microbatch (ZeRO-3), as far as it does not hide in computation.
         scatter_K: Reducing the gradients of one microbatch to their owners (from ZeRO-2 on), as far as not hidden.
         reduce_K: Averaging gradients over the data-parallel ranks, as far as it does not hide in the last backward.
@@ -58,7 +60,9 @@ class StageSeconds:
     forward_K: FloatArray
     backward_K: FloatArray
     recompute_K: FloatArray
+    weight_K: FloatArray
     transfer_K: FloatArray
+    arrival_K: FloatArray
     unshard_K: FloatArray
     scatter_K: FloatArray
     reduce_K: FloatArray
@@ -160,12 +164,16 @@ class StageCostModel:
         first_K = candidates.start_K + 1
         backward_K = backward_sum[high_K] - backward_sum[low_K]
         unshard_K, scatter_K = self._shards(slot, candidates, seconds)
+        arrival_K, return_K = self._transfers(slot, candidates)
+        weight_sum = _prefix(self._weights(slot) * seconds.backward_R)
         reduce_K, tied_K, update_K, gather_K = self._boundary(slot, candidates, backward_K)
         return StageSeconds(
             forward_K=forward_sum[high_K] - forward_sum[low_K],
             backward_K=backward_K,
             recompute_K=forward_sum[first_K + candidates.checkpointed_K] - forward_sum[first_K],
-            transfer_K=self._transfers(slot, candidates),
+            weight_K=weight_sum[high_K] - weight_sum[low_K],
+            transfer_K=arrival_K + return_K,
+            arrival_K=arrival_K,
             unshard_K=unshard_K,
             scatter_K=scatter_K,
             reduce_K=reduce_K,
@@ -199,22 +207,25 @@ class StageCostModel:
         """Nodes that data-parallel ranks span: a replica of the pipeline is contiguous, so they spread over all."""
         return min(self.cluster.num_nodes, degree)
 
-    def _transfers(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
+    def _weights(self, slot: StageSlot) -> FloatArray:
+        """Share of every region's backward that makes gradients of matrices, by FLOPs."""
+        costs = self.memory(slot).costs(slot.rows)
+        share_R: FloatArray = np.minimum(1.0, costs.weight_flops_R / np.maximum(costs.backward_flops_R, 1.0))
+        return share_R
+
+    def _transfers(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
         """Receiving the input, and the gradient of the output."""
-        total_K = np.zeros(len(candidates))
         if slot.num_stages == 1:
-            return total_K
+            return np.zeros(len(candidates)), np.zeros(len(candidates))
         rank = self._of(slot)
         costs = rank.memory.costs(slot.rows)
         nodes = 1 if slot.num_stages <= self.cluster.devices_per_node else 2
-        for payload_C, cut_K in (
-            (costs.boundary_C, candidates.start_K),
-            (costs.gradient_boundary_C, candidates.end_K),
-        ):
-            # Every live tensor is a message of its own.
-            seconds_C = collective_seconds(self.profile, "send_recv", 2, nodes, payload_C, rank.tensors_C)
-            total_K += seconds_C[cut_K]
-        return total_K
+        # Every live tensor is a message of its own.
+        arrival_C, return_C = (
+            collective_seconds(self.profile, "send_recv", 2, nodes, payload_C, rank.tensors_C)
+            for payload_C in (costs.boundary_C, costs.gradient_boundary_C)
+        )
+        return arrival_C[candidates.start_K], return_C[candidates.end_K]
 
     def _boundary(
         self, slot: StageSlot, candidates: StageCandidates, backward_K: FloatArray

@@ -114,6 +114,14 @@ class WorkingSets:
         self._forward_SS = range_maxima(before_saved_L + costs.forward_peak_R[layers])
         self._forward_kept_SS = range_maxima(before_kept_L + costs.forward_peak_R[layers])
 
+        # Where input and weight gradients are apart, what the latter need stays of every layer above.
+        self._weight_S, self._head_weight, self._tail_weight = (
+            _prefix(costs.weight_R[layers]),
+            costs.weight_R[0],
+            costs.weight_R[-1],
+        )
+        after_weight_L = self._weight_S[1:]
+
         def tables(plain_R: FloatArray, recomputed_R: FloatArray, besides_L: FloatArray) -> tuple[Tables, Tables]:
             """Of a stage's last layer, above which nothing is being reduced, and of the others."""
             lines = (after_kept_L + recomputed_R[layers] + besides_L, after_saved_L + plain_R[layers] + besides_L)
@@ -123,6 +131,7 @@ class WorkingSets:
             return top, (range_maxima(lines[0] + reduced_R[layers]), range_maxima(lines[1] + reduced_R[layers]))
 
         self._backward = tables(costs.backward_peak_R, costs.recompute_backward_peak_R, np.zeros_like(made_L))
+        self._split = tables(costs.backward_peak_R, costs.recompute_backward_peak_R, -after_weight_L)[0]
         self._first = tables(costs.first_backward_peak_R, costs.first_recompute_backward_peak_R, -made_L)
         # After the backward of layer k its saved bytes are gone; gradients of layers below it do not count.
         before_made_L = self._made_S[:-1]
@@ -190,6 +199,25 @@ class WorkingSets:
         head_K = np.where(runs.is_first_K, head + runs.held_gradient_K, -np.inf)
         tail_K = self.saved(runs) + self._costs.backward_peak_R[-1] + pending_K
         return np.maximum(layers_K, np.maximum(head_K, np.where(runs.is_last_K, tail_K, -np.inf)))
+
+    def waiting(self, runs: StageRuns) -> FloatArray:
+        """Bytes that one microbatch keeps from its input gradients until its weight gradients."""
+        layers_K = self._weight_S[runs.end_K] - self._weight_S[runs.start_K]
+        edges_K = runs.is_first_K * self._head_weight + runs.is_last_K * self._tail_weight
+        result_K: FloatArray = layers_K + edges_K
+        return result_K
+
+    def input_backward(self, runs: StageRuns) -> FloatArray:
+        """Largest bytes alive in a backward that makes input gradients only, its saved bytes included."""
+        # Layer k finds what the weight gradients of the layers above it need.
+        above_K = self._weight_S[runs.end_K] + runs.is_last_K * self._tail_weight
+        layers_K = self._layers_backward(runs, self._split, self._split, np.zeros_like(runs.gradient_bytes_K)) + above_K
+        head = self._costs.saved_R[0] + self._costs.first_backward_peak_R[0]
+        whole_K = self.waiting(runs)
+        head_K = np.where(runs.is_first_K, head + whole_K + runs.held_gradient_K, -np.inf)
+        tail_K = np.where(runs.is_last_K, self.saved(runs) + self._costs.backward_peak_R[-1], -np.inf)
+        result_K: FloatArray = np.maximum(np.maximum(layers_K, whole_K), np.maximum(head_K, tail_K))
+        return result_K
 
     def first_backward(self, runs: StageRuns) -> FloatArray:
         """Largest bytes alive in the backward that makes the gradients, these and its saved bytes included."""

@@ -1,0 +1,184 @@
+"""Peak bytes of devices that run several stages, the chunks of interleaved 1F1B.
+
+What a device always holds is the union over its chunks; the rest is that of the chunk at hand, and of every chunk the
+activations of the microbatches in flight and the buffers of what is on its way. All of it is read off the very list of
+actions that the devices run.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from lightning_mist.cost.candidates import StageSlot, slots_of
+from lightning_mist.cost.memory import TERMS, MemoryModel, StageMemory, StageNeeds
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import Plan, ZeroStage
+from lightning_mist.schedule import Action, ActionKind, arrived_sends, generate
+from lightning_mist.schedule.lower import add_transfers
+
+ROUNDS = 3
+"""Microbatches that are looked at, in rounds of as many as there are stages: by then everything has come to pass."""
+
+Situation = tuple[int, bool, frozenset[int], tuple[tuple[str, int, int], ...]]
+"""Stage that computes, whether forward, stages whose gradients exist, and what there is of every stage: kind, stage and
+number."""
+
+
+def stage_memory(spec: ModelSpec, plan: Plan) -> tuple[StageMemory, ...]:
+    """The peak memory of every stage of a plan, by term; of chunks that share devices, that of these devices.
+
+    Args:
+        spec: The network.
+        plan: The plan.
+    """
+    models: dict[tuple[int, bool], MemoryModel] = {}
+
+    def model(slot: StageSlot) -> MemoryModel:
+        key = (slot.tensor_parallel_degree, slot.sequence_parallel)
+        if key not in models:
+            models[key] = MemoryModel(spec.split(*key))
+        return models[key]
+
+    return plan_memory(model, plan)
+
+
+def plan_memory(model: Callable[[StageSlot], MemoryModel], plan: Plan) -> tuple[StageMemory, ...]:
+    """As :func:`stage_memory`, with models that exist already, by slot."""
+    slots = slots_of(plan)
+    if plan.schedule != "interleaved-1f1b":
+        return tuple(model(slot).breakdown(slot, candidates)[0] for slot, candidates in slots)
+    groups = [group_memory(model(slots[group][0]), plan, group) for group in range(plan.num_groups)]
+    return tuple(groups[plan.group_of(stage)] for stage in range(plan.num_stages))
+
+
+def group_memory(model: MemoryModel, plan: Plan, group: int) -> StageMemory:
+    """The peak of the most loaded device of a group.
+
+    Args:
+        model: Memory of stages of the plan's network, or of one tensor-parallel rank's part of it.
+        plan: An interleaved plan.
+        group: The group of devices.
+    """
+    slots = slots_of(plan)
+    needs = {stage: model.needs(*slots[stage]) for stage in plan.chunks(group)}
+    always = _always(model, plan, group, needs)
+    count = min(plan.num_microbatches, ROUNDS * plan.num_stages // plan.num_groups * plan.num_groups)
+    best: StageMemory | None = None
+    for situation in _situations(plan.num_stages, plan.num_groups, count)[group]:
+        terms = {name: always.get(name, 0.0) + value for name, value in _around(needs, situation).items()}
+        found = StageMemory(
+            phase="forward" if situation[1] else "backward",
+            terms=tuple((name, round(terms.get(name, always.get(name, 0.0)))) for name in TERMS),
+        )
+        best = found if best is None or found.peak_bytes > best.peak_bytes else best
+    for name, update in _updates(needs):
+        terms = {term: always.get(term, 0.0) + update.get(term, 0.0) for term in TERMS}
+        found = StageMemory(phase=name, terms=tuple((term, round(terms[term])) for term in TERMS))
+        best = found if best is None or found.peak_bytes > best.peak_bytes else best
+    assert best is not None
+    return best
+
+
+def _always(model: MemoryModel, plan: Plan, group: int, needs: Mapping[int, StageNeeds]) -> dict[str, float]:
+    """What is there all the time: of parameters that two chunks use one copy."""
+    slots = slots_of(plan)
+    chunks = [slots[stage] for stage in plan.chunks(group)]
+    first = next(iter(needs.values()))
+    doubled = model.holdings.doubled([candidates for _, candidates in chunks])
+    degree, zero = chunks[0][0].data_parallel_degree, int(chunks[0][1].zero_stage_K[0])
+    state = model.spec.optimizer.state_bytes_per_parameter_byte
+    shares = degree if zero >= ZeroStage.OPTIMIZER else 1
+    parameters = sum(_number(item.always["parameter_bytes"]) for item in needs.values())
+    optimizer = sum(_number(item.always["optimizer_bytes"]) for item in needs.values())
+    return {
+        "parameter_bytes": parameters - doubled[0] / (degree if zero >= ZeroStage.PARAMETERS else 1),
+        "buffer_bytes": _number(first.always["buffer_bytes"]),
+        "optimizer_bytes": optimizer - state * doubled[1] / shares,
+        "batch_bytes": _number(first.always["batch_bytes"]),
+    }
+
+
+def _around(needs: Mapping[int, StageNeeds], situation: Situation) -> dict[str, float]:
+    """What changes over a batch, by term."""
+    stage, is_forward, made, counts = situation
+    of = {"others": "saved_K", "received": "entering_K", "gradients": "leaving_K", "sent": "returned_K"}
+    sizes = {kind: sum(_number(getattr(needs[at], of[kind])) * n for k, at, n in counts if k == kind) for kind in of}
+    gradients = sum(_number(needs[at].gradients_K) for at in made if is_forward or at != stage)
+    current = needs[stage]
+    if is_forward:
+        working = _number(current.forward_K)
+    elif stage in made:
+        working = _number(current.backward_K) + _number(current.gradients_K) + _number(current.reused_K)
+    else:
+        working = _number(current.first_backward_K)
+    pending = max((_number(needs[at].pending_K) for at in made), default=0.0) if is_forward else 0.0
+    return {
+        "gradient_bytes": gradients + pending,
+        "activation_bytes": sizes["others"],
+        "transfer_bytes": sizes["received"] + sizes["gradients"] + sizes["sent"],
+        "working_bytes": working,
+    }
+
+
+def _updates(needs: Mapping[int, StageNeeds]) -> list[tuple[str, dict[str, float]]]:
+    """What comes after the last backward: all chunks' gradients, and the most that one chunk needs beside them."""
+    names = dict.fromkeys(name for item in needs.values() for name, _ in item.update)
+    result = []
+    for name in names:
+        found = [dict(item.update).get(name, {}) for item in needs.values()]
+        gradients = sum(_number(terms.get("gradient_bytes", 0.0)) for terms in found)
+        working = [_number(terms.get("working_bytes", 0.0)) for terms in found]
+        if name == "gradient reduction":
+            # Filling a bucket counts the gradients of its own chunk; those of the others are there too.
+            rest = sum(_number(item.gradients_K) for item in needs.values())
+            over = max(fill - _number(item.gradients_K) for fill, item in zip(working, needs.values(), strict=True))
+            result.append((name, {"working_bytes": rest + max(over, 0.0)}))
+            continue
+        result.append((name, {"gradient_bytes": gradients, "working_bytes": max(working)}))
+    return result
+
+
+def _number(value: object) -> float:
+    return float(np.asarray(value).reshape(-1)[0])
+
+
+@lru_cache(maxsize=256)
+def _situations(num_stages: int, num_groups: int, num_microbatches: int) -> tuple[tuple[Situation, ...], ...]:
+    """The situations around the computations of every group of devices."""
+    lists = add_transfers(generate(num_stages, num_microbatches, "interleaved-1f1b", num_groups=num_groups))
+    arrivals = arrived_sends(lists)
+    return tuple(tuple(dict.fromkeys(_of_list(actions, arrivals[group]))) for group, actions in enumerate(lists))
+
+
+def _of_list(actions: Sequence[Action], arrivals: Mapping[Action, Sequence[Action]]) -> list[Situation]:
+    found: list[Situation] = []
+    there: Counter[tuple[str, int]] = Counter()
+    made: set[int] = set()
+    receives = {ActionKind.RECV_ACTIVATION: "received", ActionKind.RECV_GRADIENT: "gradients"}
+    sent: dict[Action, tuple[str, int]] = {}
+    for action in actions:
+        stage = action.stage
+        if action.kind in receives:
+            there[receives[action.kind], stage] += 1
+        elif action.kind is ActionKind.SEND_GRADIENT:
+            sent[action] = ("sent", stage)
+            there["sent", stage] += 1
+        elif action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+            is_forward = action.kind is ActionKind.FORWARD
+            for send in arrivals.get(action, ()):
+                if send in sent:
+                    there[sent.pop(send)] -= 1
+            if not is_forward:
+                # The saved bytes of the microbatch at hand, and the gradient where its output was, are in its working.
+                there["others", stage] -= 1
+                there["gradients", stage] -= there["gradients", stage] > 0
+            counts = tuple((kind, at, n) for (kind, at), n in sorted(there.items()) if n)
+            found.append((stage, is_forward, frozenset(made), counts))
+            if is_forward:
+                there["others", stage] += 1
+            else:
+                made.add(stage)
+                there["received", stage] -= there["received", stage] > 0
+    return found
