@@ -27,6 +27,8 @@ PLANS = {
     "a stage per layer": {"layers": [1, 1, 1, 1], "parts": 1},
     "two replicas": {"layers": [3, 1], "degrees": [2, 2], "parts": 4, "zero": [1, 0], "checkpointed": 1},
     "uneven degrees": {"layers": [2, 2], "degrees": [1, 2], "parts": 2},
+    "interleaved": {"layers": [1, 1, 1, 1], "chunks": 2, "parts": 4, "schedule": "interleaved-1f1b"},
+    "zero bubble": {"layers": [2, 2], "parts": 4, "schedule": "zb-h1"},
     "gpipe": {"layers": [2, 2], "parts": 4, "schedule": "gpipe"},
 }
 

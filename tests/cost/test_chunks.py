@@ -1,0 +1,96 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from lightning_mist.cost import StageCandidates, predict, stage_memory
+from lightning_mist.cost.held import Holdings
+from lightning_mist.plan import Plan, StageMesh, StagePlan, ZeroStage
+from tests.specs import cluster, profile, spec
+
+
+def interleaved(layers, *, groups=2, degree=1, rows=4, microbatches=4, zero=0):
+    stages, first = [], 0
+    for index, count in enumerate(layers):
+        devices = tuple(range(index % groups * degree, (index % groups + 1) * degree))
+        stages.append(
+            StagePlan(
+                layers=(first, first + count),
+                mesh=StageMesh(devices=devices, data_parallel_degree=degree),
+                microbatch_size=rows,
+                zero_stage=ZeroStage(zero),
+            )
+        )
+        first += count
+    return Plan(
+        global_batch_size=rows * degree * microbatches,
+        num_microbatches=microbatches,
+        stages=tuple(stages),
+        schedule="interleaved-1f1b",
+    )
+
+
+def test_chunks_of_one_group_have_one_peak():
+    first, second, third, last = stage_memory(spec(8), interleaved([2, 2, 2, 2]))
+    assert first == third
+    assert second == last
+    # One has the embedding, the other the projection.
+    for memory in (first, second):
+        terms = dict(memory.terms)
+        assert terms["parameter_bytes"] == 80_000 + 4 * 40_400
+        assert terms["optimizer_bytes"] == 2 * terms["parameter_bytes"]
+        assert terms["buffer_bytes"] == 64
+
+
+def test_what_two_chunks_hold_is_one_copy():
+    network = spec(4, tied=True)
+    holdings = Holdings(network)
+    head, middle, tail = (
+        StageCandidates(
+            start_K=np.array([start]), end_K=np.array([end]), checkpointed_K=np.array([0]), zero_stage_K=np.array([0])
+        )
+        for start, end in ((0, 1), (1, 3), (3, 4))
+    )
+    assert holdings.doubled([head, middle]) == (0.0, 0.0)
+    assert holdings.doubled([head, middle, tail]) == (80_000.0, 80_000.0)
+
+
+def test_chunks_keep_more_microbatches_than_one_stage():
+    network = spec(8, parameter_bytes=4000, edge_bytes=4000)
+    plan = interleaved([2, 2, 2, 2], microbatches=8)
+    plain = dataclasses.replace(plan, stages=_merged(plan), schedule="1f1b")
+    activations = [dict(stage_memory(network, item)[0].terms)["activation_bytes"] for item in (plain, plan)]
+    # Two microbatches of four layers, one of them at hand; five of two layers, one of them at hand, with the head once.
+    assert activations[0] == 4 * (1000 + 4 * 10_000)
+    assert activations[1] > activations[0]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_sharding_helps_chunks_too(zero):
+    network = spec(8, parameter_bytes=400_000, edge_bytes=400_000)
+    plain, sharded = (
+        stage_memory(network, interleaved([2, 2, 2, 2], degree=2, zero=stage))[0].peak_bytes for stage in (0, zero)
+    )
+    assert sharded < plain
+
+
+def test_predictions_of_chunks_add_up():
+    plan = interleaved([2, 2, 2, 2])
+    network = spec(8, measured=True)
+    found = predict(network, profile(), cluster(2), plan)
+    assert [stage.peak_bytes for stage in found.stages] == [memory.peak_bytes for memory in stage_memory(network, plan)]
+    busy = [sum(found.stages[chunk].steady_seconds for chunk in plan.chunks(group)) for group in range(2)]
+    assert found.step_seconds > plan.num_microbatches * max(busy)
+    plain = dataclasses.replace(plan, stages=_merged(plan), schedule="1f1b")
+    fast = profile(latency=0.0, link=1e12)
+    seconds = [predict(network, fast, cluster(2), item).step_seconds for item in (plan, plain)]
+    assert seconds[0] < seconds[1]
+
+
+def _merged(plan):
+    """The same layers on as many stages as groups."""
+    half = plan.num_layers // 2
+    return tuple(
+        dataclasses.replace(stage, layers=(index * half, (index + 1) * half))
+        for index, stage in enumerate(plan.stages[:2])
+    )
