@@ -5,7 +5,7 @@ For every kind of block: :mod:`~lightning_mist.model.probe` finds which layers c
 :mod:`~lightning_mist.model.vocabulary`. What does not pass stays whole, and the reason is kept for the user.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,15 +14,19 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
+from lightning_mist.model.batches import batch_tensors
 from lightning_mist.model.block_calls import BlockCalls, Call, call_blocks
 from lightning_mist.model.isolate import isolated
 from lightning_mist.model.own_plan import compare_with_own_plan
-from lightning_mist.model.split_check import Outcome
-from lightning_mist.model.split_kinds import EXACT_ENTRIES, Checks, Found, check_type, split_kind, too_large
+from lightning_mist.model.split_check import CPU, Outcome
+from lightning_mist.model.split_kinds import COPIES, EXACT_ENTRIES, Checks, Found, check_type, split_kind, too_large
 from lightning_mist.model.vocabulary import Glue, Table, check_glue, find_tables, prepare_glue
 from lightning_mist.plan.calls import block_value
 from lightning_mist.plan.module_map import Exclusion, Feature, LiveTensor, ModuleMap
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit, TensorSplit
+
+_CONFIRMED_ENTRIES = 2**22
+"""Modules with at most so many parameters are checked as a whole besides: it takes some tenths of a second."""
 
 NOTHING_TO_SPLIT = "no repeated blocks were found whose layers could be shared out"
 
@@ -35,11 +39,14 @@ class _Around:
         check: Checks how they are shared out; None if they could not be run by themselves.
         tables: Tables of tokens.
         trouble: Why they could not be run.
+        confirm: Checks the whole step with everything shared out; None where blocks, head and tail by themselves must
+            do, because it is large.
     """
 
-    check: Checks | None
-    tables: tuple[Table, ...]
-    trouble: str | None
+    check: Checks | None = None
+    tables: tuple[Table, ...] = ()
+    trouble: str | None = None
+    confirm: Checks | None = None
 
 
 def derive_splits(
@@ -71,29 +78,51 @@ def derive_splits(
         except TraceError as error:
             return _without(module_map, str(error))
         kinds = [split_kind(module_map, calls, kind, wanted) for kind in range(len(calls.examples))]
-        working = [degree for degree in wanted if any(kind[degree].splits for kind in kinds)]
-        if not working:
+        if not any(found.splits for kind in kinds for found in kind.values()):
             return _without(module_map, _reasons(kinds))
         around = _look_around(module, call, calls, module_map, kinds)
-        splits: list[TensorSplit] = []
-        refusals: dict[str, None] = {}
-        # Most ranks first: what is large is then not checked again for fewer.
-        for degree in reversed(working):
-            found = [kind[degree] for kind in kinds]
-            chosen, notes = _split_tables(around, degree)
-            sequence, refusal = _sequence(calls, found, around, chosen, _entries(calls, kinds), degree)
-            if refusal is not None:
-                refusals[refusal] = None
-                notes += (f"without sequence parallelism: {refusal}",)
-            splits.insert(0, _assembled(module, module_map, calls, found, chosen, sequence, notes, degree))
-    unsplit = tuple(
-        (degree, _reasons([{degree: kind[degree]} for kind in kinds])) for degree in wanted if degree not in working
-    )
-    result = replace(module_map, splits=tuple(splits), unsplit=unsplit)
-    if not any(split.sequence for split in splits):
+        if module_map.leaking_blocks and around.confirm is None:
+            reason = f"values inside of blocks are read from outside, and the step as a whole: {around.trouble}"
+            return _without(module_map, reason)
+        return _every_degree(module, module_map, calls, kinds, around)
+
+
+def _every_degree(
+    module: nn.Module,
+    module_map: ModuleMap,
+    calls: BlockCalls,
+    kinds: Sequence[dict[int, Found]],
+    around: _Around,
+) -> ModuleMap:
+    """Blocks, head and tail put together for every degree, and confirmed."""
+    splits: list[TensorSplit] = []
+    unsplit: dict[int, str] = {}
+    refusals: dict[str, None] = {}
+    # Most ranks first: what is large is then not checked again for fewer.
+    for degree in sorted(kinds[0], reverse=True):
+        found = [kind[degree] for kind in kinds]
+        if not any(each.splits for each in found):
+            unsplit[degree] = _reasons([{degree: each} for each in found])
+            continue
+        chosen, notes = _split_tables(around, degree)
+        sequence, refusal = _sequence(calls, found, around, chosen, _entries(calls, kinds), degree)
+        if refusal is not None:
+            refusals[refusal] = None
+            notes += (f"without sequence parallelism: {refusal}",)
+        made = _assembled(module, module_map, calls, found, chosen, sequence, notes, degree)
+        confirmed = _confirmed(made, around)
+        if isinstance(confirmed, str):
+            unsplit[degree] = confirmed
+        else:
+            splits.insert(0, confirmed)
+            refusals |= {confirmed.notes[-1]: None} if made.sequence and not confirmed.sequence else {}
+    if not splits:
+        return _without(module_map, "; ".join(dict.fromkeys(unsplit.values())))
+    result = replace(module_map, splits=tuple(splits), unsplit=tuple(sorted(unsplit.items())))
+    entered = [split.degree for split in splits if split.sequence]
+    if not entered:
         return _excluding(result, "sequence", "; ".join(refusals))
-    entered = next(split for split in splits if split.sequence)
-    return replace(result, cuts=_cuts(module_map, calls, [kind[entered.degree] for kind in kinds]))
+    return replace(result, cuts=_cuts(module_map, calls, [[kind[degree] for kind in kinds] for degree in entered]))
 
 
 def _reasons(kinds: Sequence[dict[int, Found]]) -> str:
@@ -132,27 +161,46 @@ def _look_around(
     module: nn.Module, call: Call, calls: BlockCalls, module_map: ModuleMap, kinds: Sequence[dict[int, Found]]
 ) -> _Around:
     """Run head and tail by themselves; with the blocks where something inside of these is read from outside."""
-    inside = {id(p) for name in module_map.blocks for p in module.get_submodule(name).parameters()}
-    sizes = {True: 0, False: 0}
-    for parameter in module.parameters():
-        sizes[False] += parameter.numel()
-        sizes[True] += parameter.numel() if id(parameter) not in inside else 0
+    names, entries = module_map.blocks, _entries(calls, kinds)
+    inside = {id(p) for name in names for p in module.get_submodule(name).parameters()}
+    whole = sum(parameter.numel() for parameter in module.parameters())
+    outside = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in inside)
     trouble: str | None = None
-    for answer in (True, False):
-        first = check_type(sizes[answer])
-        large = too_large(sizes[answer], first)
+
+    def checks(count: int, *, answer: bool) -> Checks | None:
+        nonlocal trouble
+        first = check_type(count)
+        large = too_large(count, first)
         if large is not None:
-            return _Around(check=None, tables=(), trouble=trouble or large)
-        for dtype in dict.fromkeys((first, torch.float32)):
+            trouble = trouble or large
+            return None
+        for dtype, device in _ways(calls.batch, count, first):
             try:
-                tables = find_tables(module, call, calls, module_map.blocks, answer=answer)
-                glue = prepare_glue(module, call, calls, module_map.blocks, dtype, answer=answer)
+                glue = prepare_glue(module, call, calls, names, dtype, answer=answer, device=device)
             except Exception as error:
                 trouble = trouble or f"they cannot be run by themselves: {type(error).__name__}: {error}"
-                continue
-            checks = Checks(partial(_check, glue, _entries(calls, kinds)), is_large=sizes[answer] > EXACT_ENTRIES)
-            return _Around(check=checks, tables=tables, trouble=None)
-    return _Around(check=None, tables=(), trouble=trouble)
+            else:
+                return Checks(partial(_check, glue, entries), is_large=count > EXACT_ENTRIES)
+        return None
+
+    alone = None if module_map.leaking_blocks else checks(outside, answer=True)
+    everything = checks(whole, answer=False) if alone is None or whole <= _CONFIRMED_ENTRIES else None
+    if alone is None and everything is None:
+        return _Around(trouble=trouble)
+    try:
+        tables = find_tables(module, call, calls, names, answer=alone is not None)
+    except Exception as error:
+        return _Around(trouble=f"they cannot be watched: {type(error).__name__}: {error}", confirm=everything)
+    return _Around(check=alone or everything, tables=tables, confirm=everything)
+
+
+def _ways(batch: Any, entries: int, first: torch.dtype) -> Iterator[tuple[torch.dtype, torch.device]]:
+    """Element types and devices to run a part in: where the user's batch is, if there is room, else the host."""
+    device = next((tensor.device for tensor in batch_tensors(batch)), CPU)
+    for dtype in dict.fromkeys((first, torch.float32)):
+        if device.type == "cuda" and entries * dtype.itemsize * COPIES <= torch.cuda.mem_get_info(device)[0]:
+            yield dtype, device
+        yield dtype, CPU
 
 
 def _split_tables(around: _Around, degree: int) -> tuple[tuple[ParameterSplit, ...], tuple[str, ...]]:
@@ -222,11 +270,30 @@ def _assembled(
     return TensorSplit(degree=degree, parameters=ordered, sequence=sequence, notes=tuple(dict.fromkeys(told)))
 
 
-def _cuts(module_map: ModuleMap, calls: BlockCalls, found: Sequence[Found]) -> tuple[tuple[LiveTensor, ...], ...]:
-    """The cuts with the dimension of each block's results that come in parts along the sequence."""
+def _confirmed(made: TensorSplit, around: _Around) -> TensorSplit | str:
+    """The split if the whole step computes the same with it, without parts of sequences if only these fail."""
+    if around.confirm is None:
+        return made
+    outcome = around.confirm(made.parameters, made.degree, in_parts=False)
+    if outcome.reason is not None:
+        return f"the whole step shared out over {made.degree} ranks is not the same: {outcome.reason}"
+    if not made.sequence:
+        return made
+    outcome = around.confirm(made.parameters, made.degree, in_parts=True)
+    if outcome.reason is None:
+        return made
+    note = f"without sequence parallelism: the whole step is not the same with it: {outcome.reason}"
+    return replace(made, sequence=(), notes=(*made.notes, note))
+
+
+def _cuts(
+    module_map: ModuleMap, calls: BlockCalls, found: Sequence[Sequence[Found]]
+) -> tuple[tuple[LiveTensor, ...], ...]:
+    """The cuts with the dimension of each block's results that come in parts along the sequence for every degree."""
     dims = {
         block_value(position, leaf): dim
         for position, kind in enumerate(calls.kinds.of)
-        for leaf, dim in found[kind].leaves
+        for leaf, dim in found[0][kind].leaves
+        if all((leaf, dim) in of_degree[kind].leaves for of_degree in found)
     }
     return tuple(tuple(replace(live, sequence_dim=dims.get(live.key)) for live in cut) for cut in module_map.cuts)

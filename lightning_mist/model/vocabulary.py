@@ -12,14 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_mist.model.batches import batch_tensors, convert_batch
+from lightning_mist.model.batches import convert_batch
 from lightning_mist.model.block_calls import BlockCalls, Call, valued
 from lightning_mist.model.compare import COARSE_TOLERANCE, TOLERANCES, Result, difference, sizes_of
 from lightning_mist.model.imitate import echo, intercepted
 from lightning_mist.model.isolate import isolated
 from lightning_mist.model.linears import LinearCall, LinearMode
-from lightning_mist.model.split_check import Outcome, Values, install, share_out
-from lightning_mist.model.stand_ins import WithoutDropout, convert_plain_tensors, filled, kept_slots, put, slots_of
+from lightning_mist.model.split_check import CPU, Outcome, Values, install, share_out
+from lightning_mist.model.stand_ins import (
+    WithoutDropout,
+    convert,
+    convert_plain_tensors,
+    filled,
+    kept_slots,
+    put,
+    slots_of,
+)
 from lightning_mist.model.walk import loss_of
 from lightning_mist.plan.calls import without_caches
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
@@ -131,6 +139,7 @@ class Glue:
         calls: How its blocks are called.
         blocks: Its blocks.
         batch: A small batch.
+        device: Where it runs.
         answer: Whether blocks are answered for; else they run, whole.
         values: The parameters that take part.
         tolerance: The largest relative difference.
@@ -143,6 +152,7 @@ class Glue:
     calls: BlockCalls
     blocks: tuple[nn.Module, ...]
     batch: Any
+    device: torch.device
     answer: bool
     values: Values
     tolerance: float
@@ -151,25 +161,42 @@ class Glue:
 
 
 def prepare_glue(
-    module: nn.Module, call: Call, calls: BlockCalls, names: tuple[str, ...], dtype: torch.dtype, *, answer: bool
+    module: nn.Module,
+    call: Call,
+    calls: BlockCalls,
+    names: tuple[str, ...],
+    dtype: torch.dtype,
+    *,
+    answer: bool,
+    device: torch.device = CPU,
 ) -> Glue:
-    """Give head and tail numbers and run them whole. Any error of the step itself is raised."""
+    """Give head and tail numbers and run them whole. Any error of the step itself is raised.
+
+    Args:
+        module: The user's module, inside of ``isolated``.
+        call: Runs its step on a batch.
+        calls: How its blocks are called.
+        names: Its blocks.
+        dtype: The floating-point type to run in.
+        answer: Whether blocks are answered for; else they run too.
+        device: Where to run.
+    """
     generator = torch.Generator().manual_seed(3)
     blocks = tuple(module.get_submodule(name) for name in names)
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    device = next((tensor.device for tensor in batch_tensors(calls.batch)), torch.device("cpu"))
     values = {
         name: (filled(parameter, dtype, generator).to(device), slots)
         for name, (parameter, slots) in slots_of(module).items()
         if not (answer and id(parameter) in inside)
     }
-    batch = convert_batch(calls.batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    batch = convert_batch(calls.batch, lambda tensor: convert(tensor, dtype, device))
     glue = Glue(
         module=module,
         call=call,
         calls=calls,
         blocks=blocks,
         batch=batch,
+        device=device,
         answer=answer,
         values=values,
         tolerance=0.0,
@@ -198,7 +225,6 @@ def check_glue(glue: Glue, splits: Sequence[ParameterSplit], degree: int, sequen
         degree: Number of ranks.
         sequence: How each block is entered in parts along the sequence; empty for whole inputs.
     """
-    device = next((tensor.device for tensor in batch_tensors(glue.batch)), torch.device("cpu"))
     dtype = next((value.dtype for value, _ in glue.values.values() if value.is_floating_point()), torch.float64)
     current: list[tuple[SplitContext, Sequence[SequenceSplit]] | None] = [None]
 
@@ -217,7 +243,7 @@ def check_glue(glue: Glue, splits: Sequence[ParameterSplit], degree: int, sequen
         return _run(glue, tensors)[0], tuple(sorted(context.gathered.items()))
 
     with isolated(glue.module), kept_slots(glue.module), valued(glue.module, glue.batch):
-        convert_plain_tensors(glue.module, dtype, device)
+        convert_plain_tensors(glue.module, dtype, glue.device)
         with intercepted(glue.blocks, _handler(glue.calls, lambda: current[0], answer=glue.answer)):
             try:
                 with functions_of_wholes():

@@ -256,3 +256,49 @@ def test_nothing_is_done_where_nothing_is_asked_or_possible():
 
 def test_the_same_is_found_every_time():
     assert of_zoo("nano") == of_zoo("nano")
+
+
+def test_the_whole_step_is_checked_where_blocks_by_themselves_are_not_enough(monkeypatch):
+    class Leaky(Blocks):
+        """Reads what a block computed inside, in a way that takes parts for wholes."""
+
+        def training_step(self, batch, batch_idx):
+            seen = []
+            handles = [block.up.register_forward_hook(lambda *call: seen.append(call[-1])) for block in self.blocks]
+            loss = super().training_step(batch, batch_idx)
+            for handle in handles:
+                handle.remove()
+            return loss + self.penalty(seen[0])
+
+        def penalty(self, y):
+            return y.square().mean()
+
+    found = derived(Leaky(), zoo.xy_batch(4), (2,))
+    assert found.leaking_blocks == (0,)
+    assert "blocks.0.up.weight" in factors(found, 2)
+
+    class Wrong(Leaky):
+        def penalty(self, y):
+            return super().penalty(y) * (1 if type(y) is Tensor else 2)
+
+    (reason,) = derived(Wrong(), zoo.xy_batch(4), (2,)).excludes("tensor")
+    assert reason.startswith("the whole step shared out over 2 ranks is not the same: the ")
+
+    monkeypatch.setattr("lightning_mist.model.split_kinds.memory_limit", lambda: 4 * 8 * 4000)
+    (reason,) = derived(Leaky(), zoo.xy_batch(4), (2,)).excludes("tensor")
+    assert reason.startswith("values inside of blocks are read from outside, and the step as a whole: it could not be ")
+
+
+def test_parts_of_sequences_go_where_only_they_fail(monkeypatch):
+    class Reading(zoo.Nano):
+        def forward(self, index, targets):
+            seen = []
+            handle = self.transformer.h[1].ln_1.register_forward_hook(lambda *call: seen.append(call[-1]))
+            loss = super().forward(index, targets)
+            handle.remove()
+            return loss + seen[0].mean() * (1 if type(seen[0]) is Tensor else 2)
+
+    found = derived(Reading(), zoo.pair_batch(4), (2,))
+    assert found.split(2).sequence == ()
+    (reason,) = found.excludes("sequence")
+    assert "is not the same" in reason or "are not the same" in reason
