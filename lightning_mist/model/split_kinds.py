@@ -21,7 +21,7 @@ EXACT_ENTRIES = 2**26
 """Parts of a module with more parameters are checked in 32-bit numbers: 64-bit ones of a block of GPT-3 22B would take
 14 GiB together with their gradients and parts."""
 
-COPIES = 4
+_COPIES = 4
 """A check holds the whole parameters and their gradients, and the parts and theirs."""
 
 _SMALL = 2**20
@@ -129,7 +129,7 @@ def check_type(entries: int) -> torch.dtype:
 
 def too_large(entries: int, dtype: torch.dtype) -> str | None:
     """Why a part with so many parameters cannot be checked on this host, if so."""
-    needed, limit = entries * dtype.itemsize * COPIES, memory_limit()
+    needed, limit = entries * dtype.itemsize * _COPIES, memory_limit()
     if needed <= limit:
         return None
     return (

@@ -5,7 +5,7 @@ For every kind of block: :mod:`~lightning_mist.model.probe` finds which layers c
 :mod:`~lightning_mist.model.vocabulary`. What does not pass stays whole, and the reason is kept for the user.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.batches import batch_tensors
 from lightning_mist.model.block_calls import BlockCalls, Call, call_blocks
 from lightning_mist.model.isolate import isolated
 from lightning_mist.model.own_plan import compare_with_own_plan
-from lightning_mist.model.split_check import CPU, Outcome
-from lightning_mist.model.split_kinds import COPIES, EXACT_ENTRIES, Checks, Found, check_type, split_kind, too_large
+from lightning_mist.model.split_check import Outcome
+from lightning_mist.model.split_kinds import EXACT_ENTRIES, Checks, Found, check_type, split_kind, too_large
 from lightning_mist.model.vocabulary import Glue, Table, check_glue, find_tables, prepare_glue
 from lightning_mist.plan.calls import block_value
 from lightning_mist.plan.module_map import Exclusion, Feature, LiveTensor, ModuleMap
@@ -55,7 +54,7 @@ def derive_splits(
     """Find out how a module can be shared out over tensor-parallel ranks, and prove it with numbers.
 
     Nothing is left behind in the module. Its parameters may be without values: blocks get random ones, one kind at a
-    time. Everything is done on the host but for head and tail, which stay on the batch's device.
+    time. The step runs once where the module is, up to its last block; everything else is done in host memory.
 
     Args:
         module: The user's module with all its parameters, with values or without.
@@ -174,9 +173,9 @@ def _look_around(
         if large is not None:
             trouble = trouble or large
             return None
-        for dtype, device in _ways(calls.batch, count, first):
+        for dtype in dict.fromkeys((first, torch.float32)):
             try:
-                glue = prepare_glue(module, call, calls, names, dtype, answer=answer, device=device)
+                glue = prepare_glue(module, call, calls, names, dtype, answer=answer)
             except Exception as error:
                 trouble = trouble or f"they cannot be run by themselves: {type(error).__name__}: {error}"
             else:
@@ -192,15 +191,6 @@ def _look_around(
     except Exception as error:
         return _Around(trouble=f"they cannot be watched: {type(error).__name__}: {error}", confirm=everything)
     return _Around(check=alone or everything, tables=tables, confirm=everything)
-
-
-def _ways(batch: Any, entries: int, first: torch.dtype) -> Iterator[tuple[torch.dtype, torch.device]]:
-    """Element types and devices to run a part in: where the user's batch is, if there is room, else the host."""
-    device = next((tensor.device for tensor in batch_tensors(batch)), CPU)
-    for dtype in dict.fromkeys((first, torch.float32)):
-        if device.type == "cuda" and entries * dtype.itemsize * COPIES <= torch.cuda.mem_get_info(device)[0]:
-            yield dtype, device
-        yield dtype, CPU
 
 
 def _split_tables(around: _Around, degree: int) -> tuple[tuple[ParameterSplit, ...], tuple[str, ...]]:

@@ -76,12 +76,17 @@ def convert(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def convert_plain_tensors(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Replace buffers and tensors kept as attributes by copies on a device, in a floating-point type."""
+    """Replace buffers and tensors kept as attributes by copies on a device, in a floating-point type.
+
+    Attributes that name a device name this one too: steps make tensors there (``self.device`` of a LightningModule).
+    """
     for child in module.modules():
         for space in (child._buffers, vars(child)):
             for name, value in list(space.items()):
                 if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                     space[name] = convert(value, dtype, device)
+                elif isinstance(value, torch.device):
+                    space[name] = device  # type: ignore[assignment]
 
 
 @contextmanager

@@ -139,7 +139,6 @@ class Glue:
         calls: How its blocks are called.
         blocks: Its blocks.
         batch: A small batch.
-        device: Where it runs.
         answer: Whether blocks are answered for; else they run, whole.
         values: The parameters that take part.
         tolerance: The largest relative difference.
@@ -152,7 +151,6 @@ class Glue:
     calls: BlockCalls
     blocks: tuple[nn.Module, ...]
     batch: Any
-    device: torch.device
     answer: bool
     values: Values
     tolerance: float
@@ -168,7 +166,6 @@ def prepare_glue(
     dtype: torch.dtype,
     *,
     answer: bool,
-    device: torch.device = CPU,
 ) -> Glue:
     """Give head and tail numbers and run them whole. Any error of the step itself is raised.
 
@@ -179,24 +176,22 @@ def prepare_glue(
         names: Its blocks.
         dtype: The floating-point type to run in.
         answer: Whether blocks are answered for; else they run too.
-        device: Where to run.
     """
     generator = torch.Generator().manual_seed(3)
     blocks = tuple(module.get_submodule(name) for name in names)
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     values = {
-        name: (filled(parameter, dtype, generator).to(device), slots)
+        name: (filled(parameter, dtype, generator), slots)
         for name, (parameter, slots) in slots_of(module).items()
         if not (answer and id(parameter) in inside)
     }
-    batch = convert_batch(calls.batch, lambda tensor: convert(tensor, dtype, device))
+    batch = convert_batch(calls.batch, lambda tensor: convert(tensor, dtype, CPU))
     glue = Glue(
         module=module,
         call=call,
         calls=calls,
         blocks=blocks,
         batch=batch,
-        device=device,
         answer=answer,
         values=values,
         tolerance=0.0,
@@ -204,7 +199,7 @@ def prepare_glue(
         sizes={},
     )
     with isolated(module), kept_slots(module), valued(module, batch):
-        convert_plain_tensors(module, dtype, device)
+        convert_plain_tensors(module, dtype, CPU)
         tensors = {
             name: value.detach().requires_grad_(value.is_floating_point()) for name, (value, _) in values.items()
         }
@@ -243,7 +238,7 @@ def check_glue(glue: Glue, splits: Sequence[ParameterSplit], degree: int, sequen
         return _run(glue, tensors)[0], tuple(sorted(context.gathered.items()))
 
     with isolated(glue.module), kept_slots(glue.module), valued(glue.module, glue.batch):
-        convert_plain_tensors(glue.module, dtype, glue.device)
+        convert_plain_tensors(glue.module, dtype, CPU)
         with intercepted(glue.blocks, _handler(glue.calls, lambda: current[0], answer=glue.answer)):
             try:
                 with functions_of_wholes():

@@ -55,6 +55,11 @@ class _Ranks:
     def exchange(self, rank: int, kind: tuple[object, ...], tensor: Tensor, combine: Callable[..., Tensor]) -> Tensor:
         """Wait for the tensors of all ranks; this rank's result of them."""
         with self.condition:
+            if rank != self.turn:
+                # Ranks share what a module keeps between calls; they must not compute with each other's tensors.
+                self.error = PlanError(f"rank {self.turn} computes with a tensor that belongs to rank {rank}")
+                self.condition.notify_all()
+                raise self.error
             self.arrived[rank] = (kind, tensor)
             kinds = {other: value[0] for other, value in self.arrived.items()}
             if len(set(kinds.values())) > 1:

@@ -69,12 +69,14 @@ def test_integer_parameters_keep_their_values():
 def test_slots_buffers_and_attributes_come_back():
     block = nn.BatchNorm1d(4)
     block.table = torch.ones(3)
+    block.where = torch.device("meta")
     before = {**vars(block), **block._parameters, **block._buffers}
     with kept_slots(block):
         convert_plain_tensors(block, torch.float64, CPU)
         put(((block, "weight"),), torch.zeros(4))
         assert block.running_mean.dtype == block.table.dtype == torch.float64
         assert block.num_batches_tracked.dtype == torch.int64
+        assert block.where == CPU
         del block.table
     after = {**vars(block), **block._parameters, **block._buffers}
     assert all(after[name] is value for name, value in before.items())

@@ -81,3 +81,15 @@ def test_gradients_are_on_or_off_as_for_the_caller():
     with torch.no_grad():
         assert run_ranks(2, lambda group: torch.is_grad_enabled()) == [False, False]
     assert run_ranks(2, lambda group: torch.is_grad_enabled()) == [True, True]
+
+
+def test_a_tensor_of_another_rank_is_refused():
+    shared = {}
+
+    def function(group):
+        first = shared.setdefault("group", group)
+        group.all_reduce(torch.ones(2))
+        return first.all_reduce(torch.ones(2))
+
+    with pytest.raises(PlanError, match="rank 1 computes with a tensor that belongs to rank 0"):
+        run_ranks(2, function)
