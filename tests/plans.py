@@ -38,7 +38,7 @@ def plans(
         max_devices: Most devices over all stages.
         max_microbatches: Most microbatches, unless the degrees need more.
         num_layers: Layers over all stages; drawn if None.
-        runnable: Only what the present runtime executes: no tensor or context parallelism, ZeRO 0 or 1, no offload.
+        runnable: Only what the present runtime executes: no tensor or context parallelism, no offload.
         predicted: Whether plans carry predictions and a fingerprint.
     """
     degrees = draw(_degrees(max_stages if num_layers is None else min(max_stages, num_layers), max_devices))
@@ -63,7 +63,7 @@ def plans(
             sequence_parallel=width > 1 and draw(st.booleans()),
         )
         offload = OffloadRatios() if runnable else draw(st.builds(OffloadRatios, *[], **_OFFLOAD))
-        zero = ZeroStage(draw(st.integers(0, 1 if runnable else 3)))
+        zero = ZeroStage(draw(st.integers(0, 3)))
         groups.append({"mesh": mesh, "microbatch_size": batch_rows // part, "zero_stage": zero, "offload": offload})
         first_device += degree * width
     stages, first_layer = [], 0
