@@ -64,8 +64,8 @@ def show(plan: str, /, against: str | None = None, trace: str | None = None) -> 
 
         result = simulate_plan(first)
         names = {
-            index: f"stage {index} (ranks {', '.join(map(str, stage.devices))})"
-            for index, stage in enumerate(first.stages)
+            group: f"stage {' and '.join(map(str, first.chunks(group)))} (ranks {', '.join(map(str, stage.devices))})"
+            for group, stage in enumerate(first.stages[: first.num_groups])
         }
         text = to_chrome_trace((span for spans in result.spans for span in spans), names=names)
         Path(trace).write_text(text, encoding="utf-8")

@@ -66,6 +66,10 @@ def render(plan: Plan, *, width: int = 120, color: bool = False) -> str:
     """
     table = Table(title=_title(plan), title_justify="left", title_style="bold")
     table.add_column("stage", justify="right")
+    has_chunks = plan.num_groups < plan.num_stages
+    if has_chunks:
+        table.add_column("group", justify="right")
+        table.add_column("chunk", justify="right")
     columns = [
         column
         for column in _COLUMNS
@@ -78,7 +82,8 @@ def render(plan: Plan, *, width: int = 120, color: bool = False) -> str:
         for heading in ("forward", "backward", "peak memory"):
             table.add_column(heading, justify="right")
     for index, stage in enumerate(plan.stages):
-        cells = [str(index), *(column.text(stage) for column in columns)]
+        place = [str(plan.group_of(index)), str(index // plan.num_groups)] if has_chunks else []
+        cells = [str(index), *place, *(column.text(stage) for column in columns)]
         table.add_row(*cells, *(_predicted_cells(predicted.stages[index]) if predicted is not None else ()))
     text = StringIO()
     console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)

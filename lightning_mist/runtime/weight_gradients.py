@@ -57,9 +57,13 @@ class WeightGradients:
 
     Args:
         parameters: The stage's parameters by name.
+
+    Attributes:
+        parameters: The same.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = parameters
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._waiting: dict[Hashable, list[_Product]] = {}
         self._current: list[_Product] | None = None

@@ -145,11 +145,16 @@ def simulate_plan(plan: Plan) -> Simulation:
             "`lightning-mist plan` or a fit wrote"
         )
     terms = [dict(stage.breakdown) for stage in plan.predicted.stages]
-    stages = []
+    once = []
     for predicted, term in zip(plan.predicted.stages, terms, strict=True):
         known = [term.get(f"{name}_seconds", 0.0) for name in ("reduce", "tied", "update", "gather")]
-        if not any(known):
-            known[2] = predicted.boundary_seconds
+        once.append(known if any(known) else [0.0, 0.0, predicted.boundary_seconds, 0.0])
+    stages = []
+    for index, (predicted, term) in enumerate(zip(plan.predicted.stages, terms, strict=True)):
+        # What a group of devices does once per batch it does for all its chunks.
+        known = [
+            sum(values) for values in zip(*(once[chunk] for chunk in plan.chunks(plan.group_of(index))), strict=True)
+        ]
         stages.append(
             StageSeconds(
                 forward=predicted.forward_seconds,

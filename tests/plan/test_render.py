@@ -75,6 +75,17 @@ def test_columns_appear_where_they_say_something():
     assert "optimizer 0.25, activations 0.5" in text
 
 
+def test_chunks_show_their_group():
+    stages = tuple(
+        StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(index % 2,)), microbatch_size=1)
+        for index in range(4)
+    )
+    text = render(Plan(global_batch_size=2, num_microbatches=2, stages=stages, schedule="interleaved-1f1b"))
+    rows = [line.replace("│", " ").split() for line in text.splitlines() if "│" in line]
+    assert [row[:3] for row in rows] == [["0", "0", "0"], ["1", "1", "0"], ["2", "0", "1"], ["3", "1", "1"]]
+    assert "chunk" not in render(PLAN)
+
+
 def test_scattered_devices():
     plan = Plan(
         global_batch_size=5,

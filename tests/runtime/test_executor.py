@@ -9,6 +9,7 @@ from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
+from lightning_mist.runtime.weight_gradients import WeightGradients
 from lightning_mist.schedule import ActionKind
 from tests import zoo
 from tests.integration.parity import Rank, actions_of, loss_of, make_plan, map_of, microbatches
@@ -145,3 +146,29 @@ def test_a_plan_that_cannot_run_is_refused():
     stage = GhostStage(module, module_map, plan.bounds, 0)
     with pytest.raises(PlanError, match=r"stages\[0\]\.offload\.optimizer = 0\.5"):
         Executor(plan, 0, [stage], module_map, InMemoryWorld(2).transports[0], actions_of(plan, module_map, 0))
+
+
+def test_the_weights_of_a_stage_wait_for_their_w(monkeypatch):
+    """Between I and W the linear weights have no gradient of the microbatch; norms, biases and embeddings have."""
+    world = World(make_plan([2, 2], schedule="zb-h1"), "gpt2")
+    waited, present = [], []
+    run = WeightGradients.run
+
+    def recording(self, key):
+        waited.append((key, self.names(key)))
+        present.append({name for name, p in self.parameters.items() if p.grad is not None})
+        run(self, key)
+
+    monkeypatch.setattr(WeightGradients, "run", recording)
+    world.run()
+    names = {key: set() for key, _ in waited}
+    for key, found in waited:
+        names[key] |= found
+    linear = {f"model.transformer.h.{k}.{part}.weight" for k in range(4) for part in _GPT2_LINEAR}
+    # The head's weight is the embedding's.
+    assert names[0] == names[1] == linear | {"model.transformer.wte.weight"}
+    assert not present[0] & linear
+    assert any(name.endswith("ln_1.weight") for name in present[0])
+
+
+_GPT2_LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")

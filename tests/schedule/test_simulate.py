@@ -226,6 +226,20 @@ def test_a_plan_runs_with_the_terms_of_its_prediction():
     assert [seconds[name] for name in names] == [0.25, 0.5, 0.25, 0.25]
 
 
+def test_a_group_does_once_per_batch_what_its_chunks_are_predicted():
+    stages = tuple(
+        StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(index % 2,)), microbatch_size=1)
+        for index in range(4)
+    )
+    found = predicted_plan([{"update_seconds": 1}, {}, {"update_seconds": 2}]).predicted.stages
+    predicted = Predicted(step_seconds=1, stages=(*found, found[1]))
+    plan = Plan(
+        global_batch_size=2, num_microbatches=2, stages=stages, schedule="interleaved-1f1b", predicted=predicted
+    )
+    seconds = seconds_of(simulate_plan(plan))
+    assert {name: value for name, value in seconds.items() if name.endswith("STEP")} == {"0STEP": 3, "1STEP": 10}
+
+
 def test_a_plan_without_predictions_is_refused():
     with pytest.raises(PlanError, match="the plan has no predicted seconds: a simulation needs those of every stage"):
         simulate_plan(replace(predicted_plan([{}, {}, {}]), predicted=None))
