@@ -30,9 +30,6 @@ PLANS = {
     "two stages": {"stages": 2, "tensor": 2, "parts": 2},
     "two stages, gpipe": {"stages": 2, "tensor": 2, "parts": 2, "schedule": "gpipe"},
     "two stages, sequence": {"stages": 2, "tensor": 2, "sequence": True, "checkpointed": 1},
-    "zero bubble": {
-        "stages": 2, "tensor": 2, "sequence": True, "checkpointed": [1, 0], "parts": 2, "schedule": "zb-h1",
-    },
     "two chunks each": {"stages": 4, "chunks": 2, "tensor": 2, "sequence": True, "checkpointed": 1},
     "zero bubble": {"stages": 2, "tensor": 2, "sequence": True, "checkpointed": 1, "schedule": "zb-h1"},
     "from two ranks to two slices": {"stages": 2, "degrees": [1, 2], "tensor": [2, 1], "zero": [0, 1]},
