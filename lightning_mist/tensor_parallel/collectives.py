@@ -28,7 +28,7 @@ class _CopyIn(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        return group.all_reduce(tensor.contiguous())
+        return _own(group.all_reduce(tensor.contiguous()))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -39,7 +39,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, layout: Layout, group: TensorGroup, is_partial: bool) -> Tensor:
         ctx.layout, ctx.group, ctx.is_partial = layout, group, is_partial
-        return _all_gather(part, layout, group)
+        whole = _all_gather(part, layout, group)
+        return whole if is_partial else _own(whole)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -65,7 +66,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
         ctx.layout, ctx.group = layout, group
-        return _reduce_scatter(tensor, layout, group)
+        return _own(_reduce_scatter(tensor, layout, group))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -77,8 +78,12 @@ def _all_gather(part: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
 
 
 def _reduce_scatter(tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
-    part = group.reduce_scatter(stack_parts(tensor, layout, group.size))
-    return part.reshape(layout.local_sizes(group.size))
+    return group.reduce_scatter(stack_parts(tensor, layout, group.size))
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A result that user code may write into: autograd forbids that for views made inside a function."""
+    return tensor.clone() if tensor._is_view() else tensor
 
 
 def copy_in(tensor: Tensor, group: TensorGroup) -> Tensor:

@@ -6,9 +6,15 @@ from lightning_mist.tensor_parallel.layout import Layout, slice_shared
 
 
 def complete(items: Any, num_dims: int) -> tuple[Any, ...] | None:
-    """An index with one item per dimension and one ``None`` per new one; None if it is not a basic one."""
+    """An index with one item per dimension and one ``None`` per new one.
+
+    None if it is not a basic one; next to slices one list of positions is allowed, which stays in its place.
+    """
     items = items if isinstance(items, tuple) else (items,)
-    if not all(_is_basic(item) for item in items):
+    lists = sum(_is_list(item) for item in items)
+    if not all(_is_basic(item) or _is_list(item) for item in items):
+        return None
+    if lists > 1 or (lists and any(type(item) is int for item in items)):
         return None
     used = sum(item is not None and item is not Ellipsis for item in items)
     rest = (slice(None),) * (num_dims - used)
@@ -20,6 +26,10 @@ def complete(items: Any, num_dims: int) -> tuple[Any, ...] | None:
 
 def _is_basic(item: Any) -> bool:
     return item is None or item is Ellipsis or isinstance(item, slice) or (type(item) is int)
+
+
+def _is_list(item: Any) -> bool:
+    return isinstance(item, list) and bool(item) and all(type(position) is int for position in item)
 
 
 def index(layout: Layout, items: tuple[Any, ...], degree: int) -> tuple[tuple[Any, ...], Layout] | None:
@@ -37,9 +47,10 @@ def index(layout: Layout, items: tuple[Any, ...], degree: int) -> tuple[tuple[An
             continue
         size, is_shared = layout.sizes[source], source == layout.dim
         source += 1
-        if isinstance(item, int):
+        if isinstance(item, (int, list)):
             if is_shared:
                 return None
+            sizes += [len(item)] if isinstance(item, list) else []
             continue
         start, end, step = item.indices(size)
         if is_shared:

@@ -167,9 +167,10 @@ def norms(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...]
 
 @rule("pad")
 def pad(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Padding of last dimensions, none of them shared."""
+    """Padding of last dimensions, not of the shared one."""
     widths = bind(("input", "pad"), args, kwargs)["pad"]
     layout = args[0].placement
-    if layout.dim >= len(layout.sizes) - len(widths) // 2:
+    start = 2 * (len(layout.sizes) - 1 - layout.dim)
+    if any(widths[start : start + 2]):
         return NotImplemented
     return _as_whole(context, F.pad(args[0].local, *args[1:], **kwargs), layout)

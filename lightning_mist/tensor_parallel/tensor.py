@@ -276,10 +276,11 @@ def gather_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     name = name_of(func)
     is_dunder = name.startswith("__") and name.endswith("__")
     writes = name in _WRITING_DUNDERS or (is_dunder and name.startswith("__i") and name[3:-2] in _IN_PLACE_OPERATORS)
-    writes = writes or (not is_dunder and name.endswith("_")) or kwargs.get("out") is not None
-    if writes or kwargs.get("inplace"):
+    writes = writes or (not is_dunder and name.endswith("_")) or bool(kwargs.get("inplace"))
+    written = (args[:1] if writes else ()) + (kwargs.get("out"),)
+    if any(isinstance(leaf, SplitTensor) for leaf in leaves_of(written, {})):
         raise TraceError(
-            f"{name} writes into a tensor of shape {tuple(first_of(args, kwargs).shape)} of which every rank has a "
+            f"{name} writes into a tensor of shape {tuple(first_of(written, {}).shape)} of which every rank has a "
             "part: there is no rule for it. Use tensor_parallel_degree 1 for this layer, or write it out of place"
         )
     first_of(args, kwargs).context.gathered[name] += 1

@@ -12,6 +12,7 @@ LAYOUT = Layout((2, 12, 4), 1, 3)
     [
         (), 0, slice(1, 2), (slice(None), slice(4, 12)), (..., 0), (0, ..., slice(None, None, 2)), (None, ..., None),
         (slice(None), slice(0, 12)), (slice(None), slice(8, None), -1), (slice(None), None, slice(0, 4)),
+        (slice(None), slice(4, 12), [3, -1]), ([1], ..., None), [0, 1],
     ],
 )  # fmt: skip
 def test_an_index_into_parts(items):
@@ -25,12 +26,15 @@ def test_an_index_into_parts(items):
 
 
 @pytest.mark.parametrize(
-    "items", [(0, 0), (0, slice(2, 6)), (0, slice(None, None, 2)), (0, slice(0, 0)), (0, slice(4, 13, 3))]
+    "items",
+    [(0, 0), (0, slice(2, 6)), (0, slice(None, None, 2)), (0, slice(0, 0)), (0, slice(4, 13, 3)), (slice(None), [0])],
 )
 def test_what_cuts_through_parts_has_no_layout(items):
     assert index(LAYOUT, complete(items, 3), 2) is None
 
 
-@pytest.mark.parametrize("items", [torch.tensor([0]), [0, 1], (0, torch.tensor(1)), True, (slice(None), [0])])
+@pytest.mark.parametrize(
+    "items", [torch.tensor([0]), ([0], [0]), (0, torch.tensor(1)), True, (0, slice(None), [0]), []]
+)
 def test_only_basic_indices_are_completed(items):
     assert complete(items, 3) is None

@@ -146,3 +146,20 @@ def test_dropout_draws_other_numbers_on_every_rank_and_leaves_the_common_stream_
         # independent halves agree in half of the places
         assert 350 < (first == second).sum() < 650
     assert 350 < (one[0] == 0).sum() < 650
+
+
+def test_parts_may_be_written_into_a_whole():
+    index = torch.arange(8).reshape(1, 8, 1).expand(3, 8, 4) // 4
+    check(lambda x, y: (y * 1).scatter_add_(1, index, x), (X, 1), (Y, None), gathers=("scatter_add_",), results=(None,))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_sums_over_ranks_may_be_written_into(sequence_parallel):
+    def function(x, w):
+        if isinstance(x, SplitTensor):
+            x.context.sequence_layout((3, 8, 4), 1)
+        y = F.linear(x, w)
+        y += 1
+        return y
+
+    check(function, (X, 2), (tensor(4, 4), 1), sequence_parallel=sequence_parallel)

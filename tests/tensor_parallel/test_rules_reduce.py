@@ -42,6 +42,7 @@ X = tensor(2, 8, 6, 4)
         (lambda x: F.softmax(x, 1), (1,)),
         (lambda x: F.log_softmax(x, dim=1), (1,)),
         (lambda x: F.pad(x, (1, 0, 0, 2)), (1,)),
+        (lambda x: F.pad(x, (1, 0, 0, 2, 0, 0, 1, 1)), (1,)),
         (lambda x: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6), (1,)),
     ],
 )
