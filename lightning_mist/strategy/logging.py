@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.tensor_parallel import whole
+
 _ARGUMENTS = (
     "prog_bar",
     "logger",
@@ -56,10 +58,14 @@ class LogRecorder:
     def log(self, name: str, value: Any, *positional: Any, **arguments: Any) -> None:
         """Record one value; has the arguments of ``LightningModule.log``."""
         arguments = {**dict(zip(_ARGUMENTS[: len(positional)], positional, strict=True)), **arguments}
-        if isinstance(value, Tensor):
-            value = value.detach().clone()
-        given = getattr(value, "_forward_cache", None)  # what torchmetrics keeps of its last call, for Lightning
-        batch_value = given.detach().clone() if isinstance(given, Tensor) and given.numel() == 1 else None
+        # Modes that watch the step must not see what is done here.
+        with torch._C.DisableTorchFunction():
+            # All tensor-parallel ranks are here at the same time, and only one of them tells later.
+            value = whole(value)
+            if isinstance(value, Tensor):
+                value = value.detach().clone()
+            given = whole(getattr(value, "_forward_cache", None))  # what torchmetrics keeps of its last call
+            batch_value = given.detach().clone() if isinstance(given, Tensor) and given.numel() == 1 else None
         self.records.append(
             LogRecord(name=name, value=value, arguments=tuple(arguments.items()), batch_value=batch_value)
         )

@@ -75,6 +75,20 @@ def test_a_part_without_rows_is_not_computed():
     assert (len(full.value["x"]), full.weight) == (1, 1.0)
 
 
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_tensor_parallel_peers_get_the_same_rows_states_and_seeds(microbatches):
+    mesh = StageMesh(devices=(1, 0), tensor_parallel_degree=2)
+    stage = StagePlan(layers=(0, 1), mesh=mesh, microbatch_size=8 // microbatches)
+    plan = Plan(global_batch_size=8, num_microbatches=microbatches, stages=(stage,))
+    first, second = exchange(plan, [batch(0, 4), batch(1, 4)])
+    for mine, theirs in zip(first.microbatches, second.microbatches, strict=True):
+        assert torch.equal(mine.value["x"], theirs.value["x"])
+        assert (mine.owner, mine.weight, mine.random_state) == (theirs.owner, theirs.weight, theirs.random_state)
+        assert mine.seed == theirs.seed
+    assert [item.owner for item in first.microbatches] == sorted([0, 1] * (microbatches // 2))
+    assert first.whole == (microbatches == 2)
+
+
 def test_plain_data_parallel_ranks_keep_their_own_batches():
     plan = make_plan([[0, 1]], rows=4, microbatches=2)
     for rank, one in enumerate(exchange(plan, [batch(0, 4), batch(1, 4)])):

@@ -4,9 +4,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 
 from lightning_mist.strategy.logging import LogRecord, LogRecorder, combine_records, recorded_logs, replay
+from lightning_mist.tensor_parallel import SplitContext, run_ranks, split_sequence
 
 
 class Logged(nn.Module):
@@ -37,6 +39,25 @@ def test_recorder_keeps_calls_and_restores_the_module():
     assert not records[0].value.requires_grad
     module.log("x", 1)
     assert module.calls == [("x", 1, {})]
+
+
+def test_what_tensor_parallel_ranks_share_is_recorded_whole_and_unseen():
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    def run(group):
+        values = torch.arange(4.0)
+        context = SplitContext(group, sequence_parallel=True)
+        shared = split_sequence(values.reshape(4, 1), 0, context)
+        recorder = LogRecorder()
+        with Seen():
+            recorder.log("x", shared)
+        (found,) = recorder.take()
+        return found.value
+
+    for value in run_ranks(2, run):
+        assert value.tolist() == [[0.0], [1.0], [2.0], [3.0]]
 
 
 @pytest.mark.parametrize(
