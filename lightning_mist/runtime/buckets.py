@@ -98,12 +98,23 @@ class Bucket:
         return flat, present
 
 
-def views_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Consecutive views into a flat buffer, of the tensors' shapes and, where these are dense, their strides."""
+def padded_numel(tensors: Sequence[Tensor], alignment: int) -> int:
+    """Elements of a flat buffer in which each of the tensors begins at a multiple of ``alignment`` elements."""
+    return sum(-(-tensor.numel() // alignment) * alignment for tensor in tensors)
+
+
+def views_like(flat: Tensor, tensors: Sequence[Tensor], *, alignment: int = 1) -> list[Tensor]:
+    """Consecutive views into a flat buffer, of the tensors' shapes and, where these are dense, their strides.
+
+    Args:
+        flat: The buffer.
+        tensors: What the views are like.
+        alignment: Elements at whose multiples the views begin; see :func:`padded_numel`.
+    """
     views, start = [], 0
     for tensor in tensors:
         part = flat[start : start + tensor.numel()]
-        start += tensor.numel()
+        start += padded_numel([tensor], alignment)
         if not tensor.is_contiguous() and _is_dense(tensor):
             # Optimizers with fused kernels want gradients laid out like their parameters (channels last, for example).
             views.append(part.as_strided(tensor.shape, tensor.stride()))

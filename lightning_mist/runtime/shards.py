@@ -22,13 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mist.runtime.buckets import Bucket
+from lightning_mist.runtime.buckets import Bucket, padded_numel, views_like
 from lightning_mist.runtime.mesh import Mesh
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.schedule.units import ShardUnit
 
 UnitKey = tuple[int, int]
 """Stage and unit."""
+
+_ALIGNMENT_BYTES = 16
+"""Where a parameter may begin in a flat storage: what kernels with vector loads ask for, and what torch's own flat
+parameters keep to (``_get_aligned_numel`` in ``torch/distributed/fsdp/_flat_param.py``)."""
 
 
 class _Shard:
@@ -42,22 +46,27 @@ class _Shard:
         self._storage = torch.empty(0, dtype=first.dtype, device=first.device).untyped_storage()
         # Made once: they stay right whether the storage has its memory or not.
         self.flat = torch.empty(0, dtype=first.dtype, device=first.device)
+        self._nbytes = 0
         self._views: list[Tensor] = []
         self._nothing: list[Tensor] = []
 
     def lay_out(self) -> None:
         """Take the shapes and strides that the parameters have now."""
         self.bucket = self.bucket.with_layouts()
+        alignment = max(1, _ALIGNMENT_BYTES // self.flat.element_size())
+        size = padded_numel(self.bucket.layouts, alignment)
+        self._nbytes = size * self.flat.element_size()
         self.allocate()
-        self.flat = torch.empty_like(self.flat).set_(self._storage, 0, (self.bucket.numel,), (1,))
-        self._views = self.bucket.views(self.flat)
+        nothing = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
+        self.flat = nothing.set_(self._storage, 0, (size,), (1,))
+        self._views = views_like(self.flat, self.bucket.layouts, alignment=alignment)
         fill = math.nan if self.flat.is_floating_point() or self.flat.is_complex() else 0
-        nothing = torch.full((), fill, dtype=self.flat.dtype, device=self.flat.device)
-        self._nothing = [nothing.expand(layout.shape) for layout in self.bucket.layouts]
+        one = torch.full((), fill, dtype=self.flat.dtype, device=self.flat.device)
+        self._nothing = [one.expand(layout.shape) for layout in self.bucket.layouts]
 
     def allocate(self) -> None:
         """Give the storage its memory."""
-        self._storage.resize_(self.bucket.numel * self.flat.element_size())
+        self._storage.resize_(self._nbytes)
 
     def take(self) -> None:
         """Move the parameters' values into the storage."""

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from lightning_mist.runtime.buckets import make_buckets, views_like
+from lightning_mist.runtime.buckets import make_buckets, padded_numel, views_like
 
 
 def _parameters(*sizes, dtype=torch.float32):
@@ -20,6 +20,14 @@ def test_owners_and_dtypes_do_not_mix():
     assert [(bucket.names, bucket.owner) for bucket in buckets] == [(("a", "d"), 0), (("b",), 1), (("c",), 0)]
     assert buckets[0].empty(extra=2).numel() == 7
     assert buckets[2].empty().dtype is torch.float64
+
+
+def test_views_begin_at_multiples_of_the_alignment():
+    tensors = [torch.zeros(3), torch.zeros(4), torch.zeros(2, 3)]
+    assert padded_numel(tensors, 4) == 4 + 4 + 8
+    views = views_like(torch.arange(16.0), tensors, alignment=4)
+    assert [view.flatten()[0].item() for view in views] == [0.0, 4.0, 8.0]
+    assert [view.shape for view in views] == [tensor.shape for tensor in tensors]
 
 
 def test_views_share_memory_and_have_the_strides_of_dense_tensors():

@@ -154,6 +154,27 @@ def test_parameters_keep_their_memory_format():
             assert torch.equal(parameter, dict(module.named_parameters())[name])
 
 
+class _Odd(nn.Module):
+    """Layers of three by three, and biases of three."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3)) for _ in range(3))
+
+    def training_step(self, batch, batch_idx):
+        x = batch["x"]
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+def test_parameters_begin_where_kernels_want_them():
+    world = World(_Odd(), {"x": torch.randn(2, 3)}, {HEAD: [""]})
+    world.each(("engage",), ("unshard", (0, HEAD)), ("ready", (0, HEAD)))
+    for copied in world.modules:
+        assert all(parameter.data_ptr() % 16 == 0 for parameter in copied.parameters())
+
+
 def test_an_abandoned_batch_leaves_everything_sharded(world):
     world.each(("engage",), ("unshard", (0, 1)), ("unshard", (0, 2)), ("ready", (0, 1)), ("abandon",))
     for shards in world.shards:
