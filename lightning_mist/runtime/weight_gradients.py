@@ -126,13 +126,16 @@ class WeightGradients:
         tapped: Tensor = _Tap.apply(product, kept, anchor, put_aside)  # type: ignore[no-untyped-call]
         return tapped
 
-    def is_deferred(self, weight: Any) -> bool:
-        """Whether a factor is a weight of the stage whose gradient can wait."""
+    def is_deferred(self, value: Any, weight: Any) -> bool:
+        """Whether a product has a weight of the stage whose gradient can wait, and an ordinary tensor beside it."""
         return (
             isinstance(weight, nn.Parameter)
+            and id(weight) in self._names
             and weight.requires_grad
             and weight.dim() == 2
-            and id(weight) in self._names
+            and weight.is_floating_point()
+            and type(value) in (Tensor, nn.Parameter)
+            and value.layout is torch.strided
         )
 
     def _put_aside(self, product: _Product) -> None:
@@ -163,14 +166,14 @@ class _Products(TorchFunctionMode):
             return self._linear(*args, **kwargs)
         scales = {name: value for name, value in kwargs.items() if name in ("beta", "alpha")}
         is_plain = scales == kwargs and len(args) == (3 if func in _ADDMM else 2) and scales.get("alpha", 1) == 1
-        if not is_plain or not self._gradients.is_deferred(args[-1]):
+        if not is_plain or not self._gradients.is_deferred(*args[-2:]):
             return func(*args, **kwargs)
         *rest, weight = args
         product = func(*rest, weight.detach(), **kwargs)
         return self._gradients.tap(product, rest[-1], weight, has_outputs_first=False)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not self._gradients.is_deferred(weight):
+        if not self._gradients.is_deferred(input, weight):
             return F.linear(input, weight, bias)
         assert isinstance(weight, nn.Parameter)
         product = F.linear(input, weight.detach(), bias)

@@ -108,6 +108,8 @@ def _gradients(options: dict[str, Any], seed: int | None) -> list[dict[str, Tens
         {"stages": 1, "degrees": [2], "zero": 3, "parts": 2, "checkpointed": 1},
         {"stages": 2, "degrees": [2, 2], "zero": [3, 2], "parts": 2},
         {"stages": 2, "degrees": [1, 2], "zero": 1},
+        {"stages": 4, "chunks": 2, "degrees": [1, 2], "parts": 2, "checkpointed": 1},
+        {"stages": 2, "degrees": [1, 2], "schedule": "zb-h1", "parts": 2, "zero": [0, 1]},
     ],
 )
 def test_any_time_of_arrival_gives_the_same_bits(options):

@@ -24,14 +24,14 @@ FORWARD_ONLY = {
 class World:
     """All ranks of a plan for a small model, with batches."""
 
-    def __init__(self, plan, name="plain", rows=4):
+    def __init__(self, plan, name="plain", rows=4, wrap=lambda transport: transport):
         self.plan = plan
         self.module, make_batch = zoo.make(name)
         self.batches = [make_batch(rows) for _ in range(plan.world_size)]
         self.module_map = map_of(self.module, self.batches[0])
         self.transports = InMemoryWorld(plan.world_size)
         self.ranks = [
-            Rank.make(copy.deepcopy(self.module), self.module_map, plan, rank, transport)
+            Rank.make(copy.deepcopy(self.module), self.module_map, plan, rank, wrap(transport))
             for rank, transport in enumerate(self.transports.transports)
         ]
         self.parts = [microbatches(plan, rank, self.batches) for rank in range(plan.world_size)]

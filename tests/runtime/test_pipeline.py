@@ -1,6 +1,7 @@
 import copy
 import gc
 import weakref
+from collections import defaultdict
 
 import pytest
 import torch
@@ -66,3 +67,41 @@ def test_a_part_without_rows_is_skipped():
     outcome = collect(losses, [rank.gradients() for rank in world.ranks], [])
     assert_equal(outcome, reference(world.module, world.batches))
     assert all(torch.isfinite(loss) for loss in outcome.losses)
+
+
+class Posted:
+    """Notes which messages a rank posts to and from each other, in order."""
+
+    def __init__(self, transport, sent, received):
+        self._transport, self._sent, self._received = transport, sent, received
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def isend(self, tensor, destination, tag):
+        self._sent[self._transport.rank, destination].append((tag, tensor.numel(), tensor.dtype))
+        return self._transport.isend(tensor, destination, tag)
+
+    def irecv(self, tensor, source, tag):
+        self._received[source, self._transport.rank].append((tag, tensor.numel(), tensor.dtype))
+        return self._transport.irecv(tensor, source, tag)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers": [2, 2], "degrees": [1, 2], "parts": 2},
+        {"layers": [1, 1, 1, 1], "chunks": 2, "schedule": "interleaved-1f1b", "parts": 2},
+        {"layers": [1, 1, 1, 1], "chunks": 2, "schedule": "interleaved-1f1b", "degrees": [2, 1], "parts": 2},
+        {"layers": [2, 1, 1], "degrees": [1, 2, 1], "schedule": "zb-h1", "parts": 2},
+        {"layers": [2, 2], "schedule": "gpipe", "parts": 3},
+    ],
+)
+@pytest.mark.parametrize("name", ["plain", "skips"])
+def test_between_two_ranks_messages_are_received_in_the_order_of_sending(name, options):
+    """NCCL ignores tags and delivers in order."""
+    sent, received = defaultdict(list), defaultdict(list)
+    world = World(make_plan(rows=12, **options), name, 12, lambda transport: Posted(transport, sent, received))
+    world.run()
+    assert sent == received
+    assert all(len({tag for tag, *_ in messages}) == len(messages) for messages in sent.values())

@@ -116,6 +116,26 @@ def test_weights_of_others_are_not_deferred():
     assert other.weight.grad is not None
 
 
+@pytest.mark.parametrize(
+    ("value", "weight"),
+    [
+        (torch.randn(2, 3).to_sparse(), torch.randn(3, 2)),
+        (torch.randn(2, 3, dtype=torch.complex64), torch.randn(3, 2, dtype=torch.complex64)),
+        (torch.randn(4, 2, 3), torch.randn(4, 3, 2)),
+    ],
+    ids=["sparse", "complex", "batched"],
+)
+def test_other_products_stay_as_they_are(value, weight):
+    expected, split = nn.Parameter(weight), nn.Parameter(weight.clone())
+    deferral = WeightGradients({"w": split})
+    torch.matmul(value, expected).abs().sum().backward()
+    with deferral.watching():
+        loss = torch.matmul(value, split).abs().sum()
+    loss.backward()
+    assert deferral.names(0) == frozenset()
+    torch.testing.assert_close(split.grad, expected.grad)
+
+
 def test_a_weight_used_twice_is_accumulated_once_with_its_hooks():
     torch.manual_seed(0)
     module = nn.Linear(4, 4).double()

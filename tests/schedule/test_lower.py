@@ -73,7 +73,6 @@ def test_stages_gather_each_for_itself():
 
 
 def test_between_two_groups_activations_and_gradients_are_received_as_they_are_sent():
-    """Group 0 posts the gradient of its first chunk before an activation that it needs earlier but that left later."""
     lowered = add_transfers(generate(4, 4, "interleaved-1f1b", num_groups=2))
     sent = [str(action) for action in lowered[1] if action.kind in SENDS]
     received = [str(action) for action in lowered[0] if action.kind in RECEIVES]
@@ -84,6 +83,14 @@ def test_between_two_groups_activations_and_gradients_are_received_as_they_are_s
         .splitlines()[0]
         .startswith("0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 2RECV_F1 2F0 2SEND_F0 2F1 2SEND_F1 2RECV_B0 0F2")
     )
+
+
+def test_what_is_needed_later_is_received_earlier_where_it_was_sent_earlier():
+    """Group 1 sends 1B0's gradient before 1F1's activation; group 0 computes on the activation first."""
+    lowered = add_transfers(parse("0F0 0F1 2F0 2B0 2F1 0B0 2B1 0B1\n1F0 3F0 3B0 1B0 1F1 3F1 3B1 1B1"))
+    check(lowered, 2)
+    received = [str(action) for action in lowered[0] if action.kind in RECEIVES]
+    assert received == ["2RECV_F0", "2RECV_B0", "0RECV_B0", "2RECV_F1", "2RECV_B1", "0RECV_B1"]
 
 
 def test_a_gradient_is_received_ahead_of_the_weights_of_another_microbatch():
