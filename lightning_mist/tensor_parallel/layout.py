@@ -5,7 +5,7 @@ equal chunks, and rank ``r`` holds chunk ``r`` of each time: a fused query-key-v
 plain one 1. All that views, cuts and joins do to such a tensor follows from this pair (dimension, outer).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -52,11 +52,12 @@ class Layout:
 
     def local_sizes(self, degree: int) -> tuple[int, ...]:
         """The shape of one rank's part."""
-        return self.resized(self.dim, self.sizes[self.dim] // degree).sizes
+        sizes, dim = self.sizes, self.dim
+        return (*sizes[:dim], sizes[dim] // degree, *sizes[dim + 1 :])
 
     def resized(self, dim: int, size: int) -> "Layout":
         """The same with another size of a dimension."""
-        return replace(self, sizes=(*self.sizes[:dim], size, *self.sizes[dim + 1 :]))
+        return Layout((*self.sizes[:dim], size, *self.sizes[dim + 1 :]), self.dim, self.outer)
 
     def is_like(self, other: "Layout") -> bool:
         """Whether the parts of two tensors that broadcast meet their counterparts."""
@@ -163,5 +164,18 @@ def join_parts(parts: Tensor, layout: Layout, degree: int) -> Tensor:
 
 
 def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of what broadcasts from several shapes."""
-    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    """The shape of what broadcasts from several shapes.
+
+    Written here because ``torch.broadcast_shapes`` goes through symbolic shapes and takes longer than the operations.
+
+    Raises:
+        ValueError: If they do not broadcast.
+    """
+    sizes = [1] * max(len(shape) for shape in shapes)
+    for shape in shapes:
+        for dim in range(-len(shape), 0):
+            if shape[dim] != 1 and shape[dim] != sizes[dim]:
+                if sizes[dim] != 1:
+                    raise ValueError(f"shapes {shapes} do not broadcast: {sizes[dim]} and {shape[dim]} meet")
+                sizes[dim] = shape[dim]
+    return tuple(sizes)

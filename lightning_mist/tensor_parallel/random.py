@@ -34,20 +34,17 @@ def own_stream(part: Tensor, rank: int) -> Iterator[None]:
         return
     if part.device.type == "cpu":
         generator = torch.default_generator
-        common = int(torch.randint(1 << 62, (), device="cpu").item())
-        state = generator.get_state()
-        generator.manual_seed(mix(common, rank))
-        try:
-            yield
-        finally:
-            generator.set_state(state)
-        return
-    # Seed and offset are on the host: nothing here waits for the device.
-    generator = torch.cuda.default_generators[part.device.index or 0]
-    seed, offset = generator.initial_seed(), generator.get_offset()
-    generator.manual_seed(mix(mix(seed & _MASK, 0) ^ offset, rank))
+        seed = int(torch.randint(1 << 62, (), device="cpu").item())
+        after = generator.get_state()
+    else:
+        # Seed and place in the stream are on the host: nothing here waits for the device.
+        generator = torch.cuda.default_generators[part.device.index or 0]
+        offset = generator.get_offset()
+        seed = mix(generator.initial_seed() & _MASK, 0) ^ offset
+        generator.set_offset(offset + _CUDA_STEP)
+        after = generator.get_state()
+    generator.manual_seed(mix(seed, rank))
     try:
         yield
     finally:
-        generator.manual_seed(seed)
-        generator.set_offset(offset + _CUDA_STEP)
+        generator.set_state(after)

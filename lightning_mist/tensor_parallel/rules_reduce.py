@@ -50,8 +50,11 @@ def sums(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...],
 @rule("amax", "amin", "logsumexp", "var", "std", "norm", "argmax", "argmin", "any", "all", "prod", "count_nonzero")
 def reductions(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One value of many, along dimensions that are not shared."""
-    name = func.__name__
-    names = ("input", "p", "dim", "keepdim") if name == "norm" else ("input", "dim", "keepdim")
+    names: tuple[str, ...] = ("input", "dim", "keepdim")
+    if func.__name__ == "norm":
+        names = ("input", "p", "dim", "keepdim")
+    elif func.__name__ in ("var", "std"):  # what comes third is not what is kept
+        names = ("input", "dim")
     given = bind(names, args, kwargs, dim=None, keepdim=False)
     if not _is_dim(given["dim"]) or given.get("out") is not None or "axis" in given or len(args) > len(names):
         return NotImplemented
@@ -87,6 +90,8 @@ def along(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...]
     names = ("input", "p", "dim") if func.__name__ == "normalize" else ("input", "dim")
     given = bind(names, args, kwargs, dim={"normalize": 1}.get(func.__name__, -1))
     dim = given.get("dims", given["dim"])
+    if func.__name__ == "flip" and len(args) > 2:
+        dim = args[1:]
     layout = args[0].placement
     if not _is_dim(dim) or layout.dim in _dims(layout, dim) or kwargs.get("out") is not None:
         return NotImplemented

@@ -68,6 +68,11 @@ class SplitTensor(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout, context: SplitContext) -> "SplitTensor":
         """A part as the whole tensor; see :func:`wrap`."""
+        if tuple(local.shape) != layout.local_sizes(context.degree):
+            raise TraceError(
+                f"a part of shape {tuple(local.shape)} of a tensor with {layout} over {context.degree} ranks: it must "
+                f"be of {layout.local_sizes(context.degree)}"
+            )
         tensor: SplitTensor = Tensor._make_wrapper_subclass(cls, layout.sizes, dtype=local.dtype, device=local.device)
         tensor.local, tensor.placement, tensor.context = local, layout, context
         return tensor

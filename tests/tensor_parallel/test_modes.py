@@ -223,3 +223,32 @@ def test_parts_put_together_are_the_whole_gradient():
         return local.grad
 
     torch.testing.assert_close(unshard(run_ranks(4, rank), split), full)
+
+
+def test_evaluation_of_encoders_takes_no_fast_path_past_parts():
+    torch.manual_seed(0)
+    module = zoo.Encoder(2).double().eval()
+    batch = zoo.token_batch(4)
+    packed = ("in_proj_weight", "in_proj_bias")
+    splits = [
+        ParameterSplit(name=name, dim=0, factors=((3, False), (WIDTH, True)))
+        for name, _ in module.named_parameters()
+        if name.endswith(packed)
+    ] + [
+        ParameterSplit(name=name, dim=1, factors=((WIDTH, True),))
+        for name, _ in module.named_parameters()
+        if name.endswith("out_proj.weight")
+    ]
+    with torch.no_grad():
+        expected = module.training_step(batch, 0)
+
+    def rank(group: Any) -> Any:
+        context = SplitContext(group)
+        mine = copy.deepcopy(module)
+        install(mine, splits, context)
+        with torch.no_grad(), functions_of_wholes():
+            return mine.training_step(batch, 0), context.gathered
+
+    for value, gathered in run_ranks(2, rank):
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+        assert not gathered

@@ -3,7 +3,16 @@ import torch
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import ParameterSplit
-from lightning_mist.tensor_parallel import CountingGroup, SplitContext, layout_of, local_of, present, shard, unshard
+from lightning_mist.tensor_parallel import (
+    CountingGroup,
+    SplitContext,
+    SplitTensor,
+    layout_of,
+    local_of,
+    present,
+    shard,
+    unshard,
+)
 from lightning_mist.tensor_parallel.layout import Layout
 
 FUSED = ParameterSplit(name="qkv.weight", dim=0, factors=((3, False), (8, True), (2, False)))
@@ -32,6 +41,11 @@ def test_what_does_not_divide_is_refused():
         shard(torch.zeros(48, 5), FUSED, 0, 3)
     with pytest.raises(TraceError, match=r"qkv.weight of shape"):
         shard(torch.zeros(24, 5), FUSED, 0, 2)
+
+
+def test_parts_of_another_shape_are_refused():
+    with pytest.raises(TraceError, match=r"a part of shape \(11, 5\)"):
+        SplitTensor(torch.zeros(11, 5), Layout((48, 5), 0, 3), SplitContext(CountingGroup(4)))
 
 
 def test_presents_the_whole_shape():

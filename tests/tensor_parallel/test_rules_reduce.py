@@ -32,6 +32,7 @@ X = tensor(2, 8, 6, 4)
         (lambda x: F.normalize(x, dim=-1), (1,)),
         (lambda x: x.cumsum(-1), (1,)),
         (lambda x: x.flip(-1), (1,)),
+        (lambda x: x.flip(2, 3), (1,)),
         (lambda x: x.sort(-1).values, (1,)),
         (lambda x: x.topk(2, dim=-1).values, (1,)),
         (lambda x: F.glu(x, -1), (1,)),
@@ -54,8 +55,8 @@ def test_along_dimensions(function, results):
     "function",
     [
         lambda x: x.amax(1), lambda x: x.max(), lambda x: x.max(1).values, lambda x: x.std(), lambda x: x.cumsum(1),
-        lambda x: x.topk(2, dim=1).values, lambda x: x.norm(), lambda x: F.pad(x, (0, 0, 0, 0, 1, 1)),
-        lambda x: x.flip(1),
+        lambda x: x.std(-1, False), lambda x: x.flip(2, 1), lambda x: x.topk(2, dim=1).values, lambda x: x.norm(),
+        lambda x: F.pad(x, (0, 0, 0, 0, 1, 1)), lambda x: x.flip(1),
     ],
 )  # fmt: skip
 def test_along_the_shared_dimension_others_gather(function):
