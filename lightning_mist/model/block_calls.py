@@ -19,9 +19,8 @@ from lightning_mist.model.linears import LinearCall, LinearMode
 from lightning_mist.model.stand_ins import convert, is_hollow, put, slots_of, thin
 from lightning_mist.plan.calls import call_signature, without_caches
 
-_ROWS, _LENGTH = 2, 24
-"""Size of the batch that a step is tried on: two rows, so that rows can be told apart from a broadcast, and a length
-that every degree up to 8 divides."""
+_ROWS = 2
+"""Rows of the batch that a step is tried on: two, so that they can be told apart from a broadcast."""
 
 Call = Callable[[Any], Any]
 
@@ -76,16 +75,16 @@ class _HollowLinears(LinearMode):
         return made.requires_grad_(torch.is_grad_enabled()).clone()
 
 
-def small_batches(batch: Any) -> Iterator[Any]:
-    """Smaller and smaller batches with the given one last: some steps need all their rows, or the whole length."""
+def small_batches(batch: Any, length: int) -> Iterator[Any]:
+    """A small batch of that length, then larger ones up to the given one: steps may need all rows, or full length."""
     if batch_rows(batch) is not None:
         if sequence_length(batch) is not None:
-            yield resize_batch(batch, _ROWS, _LENGTH)
+            yield resize_batch(batch, _ROWS, length)
         yield resize_batch(batch, _ROWS, None)
     yield batch
 
 
-def call_blocks(module: nn.Module, call: Call, batch: Any, names: tuple[str, ...]) -> BlockCalls:
+def call_blocks(module: nn.Module, call: Call, batch: Any, names: tuple[str, ...], length: int = 8) -> BlockCalls:
     """Run the user's step until all blocks were called, the first block of every kind with its own computation.
 
     Args:
@@ -93,12 +92,13 @@ def call_blocks(module: nn.Module, call: Call, batch: Any, names: tuple[str, ...
         call: Runs its step on a batch.
         batch: A batch; smaller ones are tried first.
         names: The blocks in execution order.
+        length: Length of the sequences of the small batch, if the batch has sequences longer than that.
 
     Raises:
         TraceError: If the step fails on every batch.
     """
     failure: Exception | None = None
-    for small in small_batches(batch):
+    for small in small_batches(batch, length):
         try:
             return _call_blocks(module, call, small, names)
         except Exception as error:

@@ -68,7 +68,7 @@ def difference(
                 split = of_name[name]
                 if tuple(given.shape) != split.local_shape(tuple(tensor.shape), len(ranks)):
                     return f"the {name} has shape {tuple(given.shape)} on rank {rank}"
-                part = _part(tensor, split, rank, len(ranks))
+                part = part_of(tensor, split, rank, len(ranks))
                 given = _in_factors(given, split, len(ranks))
             floor = next(value for kind, value in floors.items() if name.startswith(kind))
             relative = _relative(part, given, max(sizes[name], floor))
@@ -101,7 +101,7 @@ def _in_factors(tensor: Tensor, split: ParameterSplit, degree: int) -> Tensor:
     return tensor.reshape(*tensor.shape[: split.dim], *sizes, *tensor.shape[split.dim + 1 :])
 
 
-def _part(tensor: Tensor, split: ParameterSplit, rank: int, degree: int) -> Tensor:
+def part_of(tensor: Tensor, split: ParameterSplit, rank: int, degree: int) -> Tensor:
     """A rank's part of a tensor without copying it, the dimension that is shared out as its factors."""
     index = [is_shared for _, is_shared in split.factors].index(True)
     count = split.factors[index][0] // degree

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_mist.model.block_calls import BlockCall
-from lightning_mist.model.compare import COARSE_TOLERANCE, TOLERANCES, Result, difference, sizes_of
+from lightning_mist.model.compare import COARSE_TOLERANCE, TOLERANCES, Result, difference, part_of, sizes_of
 from lightning_mist.model.stand_ins import (
     Slot,
     WithoutDropout,
@@ -34,7 +34,6 @@ from lightning_mist.tensor_parallel import (
     functions_of_wholes,
     present,
     run_ranks,
-    shard,
     whole,
 )
 
@@ -195,7 +194,10 @@ def share_out(
     context = SplitContext(keeper, sequence_parallel=sequence_parallel)
     for split in splits:
         full = values[split.name][0]
-        part = shard(full, split, group.rank, group.size).requires_grad_(full.is_floating_point())
+        # Looks into the whole where it can: a copy of large layers would take as long as computing with them.
+        local = split.local_shape(tuple(full.shape), group.size)
+        part = part_of(full, split, group.rank, group.size).reshape(local).detach()
+        part.requires_grad_(full.is_floating_point())
         tensors[split.name] = part
         shown[split.name] = present(part, split, context)
     return tensors, shown, context

@@ -17,7 +17,7 @@ from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.units import format_bytes
 
-EXACT_ENTRIES = 2**26
+EXACT_ENTRIES = 2**24
 """Parts of a module with more parameters are checked in 32-bit numbers: 64-bit ones of a block of GPT-3 22B would take
 14 GiB together with their gradients and parts."""
 

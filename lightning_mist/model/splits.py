@@ -8,6 +8,7 @@ For every kind of block: :mod:`~lightning_mist.model.probe` finds which layers c
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import lcm
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def derive_splits(
         return _without(module_map, NOTHING_TO_SPLIT)
     with isolated(module):
         try:
-            calls = call_blocks(module, call, batch, module_map.blocks)
+            calls = call_blocks(module, call, batch, module_map.blocks, _length(wanted))
         except TraceError as error:
             return _without(module_map, str(error))
         kinds = [split_kind(module_map, calls, kind, wanted) for kind in range(len(calls.examples))]
@@ -84,6 +85,12 @@ def derive_splits(
             reason = f"values inside of blocks are read from outside, and the step as a whole: {around.trouble}"
             return _without(module_map, reason)
         return _every_degree(module, module_map, calls, kinds, around)
+
+
+def _length(degrees: Sequence[int]) -> int:
+    """A length of sequences that all degrees divide, of 8 at least, so that causal masks and windows show."""
+    common = lcm(*degrees)
+    return common * -(-8 // common)
 
 
 def _every_degree(

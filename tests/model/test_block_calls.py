@@ -20,7 +20,7 @@ def test_blocks_that_are_alike_are_called_once():
     (example,) = calls.examples
     assert example.hidden == 0
     assert example.depends == (True,)
-    assert example.args[0].shape == (2, 12, 32)
+    assert example.args[0].shape == (2, 8, 32)
     assert not example.args[0].requires_grad
 
 
@@ -71,7 +71,7 @@ def test_a_module_without_values_runs_without_multiplying():
     batch = (torch.zeros(4, 64, dtype=torch.long), torch.zeros(4, 64, dtype=torch.long))
     calls = call_blocks(module, lambda batch: module.training_step(batch, 0), batch, find_blocks(module))
     assert calls.kinds.of == (0, 0, 0)
-    assert calls.examples[0].args[0].shape == (2, 24, 64)
+    assert calls.examples[0].args[0].shape == (2, 8, 64)
     assert module.tokens.weight.untyped_storage().nbytes() == 4
 
 
@@ -102,5 +102,5 @@ def test_blocks_that_do_not_run_are_an_error():
 
 def test_small_batches_end_with_the_batch_itself():
     tokens = torch.zeros(4, 64, dtype=torch.long)
-    assert [tuple(batch.shape) for batch in small_batches(tokens)] == [(2, 24), (2, 64), (4, 64)]
-    assert list(small_batches("text")) == ["text"]
+    assert [tuple(batch.shape) for batch in small_batches(tokens, 24)] == [(2, 24), (2, 64), (4, 64)]
+    assert list(small_batches("text", 24)) == ["text"]
