@@ -11,7 +11,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
 from lightning_mist.tensor_parallel.layout import Layout
-from lightning_mist.tensor_parallel.operands import bind, summed
+from lightning_mist.tensor_parallel.operands import bind
 from lightning_mist.tensor_parallel.rules_reduce import loss_type, maximum, wide
 from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, layout_of, rule, wrap
 
@@ -48,7 +48,9 @@ def embedding(context: SplitContext, func: Callable[..., Any], args: tuple[Any, 
     if padding is not None and not 0 <= padding < known.sizes[0] // context.degree:
         padding = None
     rows = F.embedding(at, table.local, padding)
-    return summed(context, rows.masked_fill(~is_here.unsqueeze(-1), 0))
+    # Whole also with sequence parallelism: what comes between here and the first block is the same in every step,
+    # whether or not a sequence is known already.
+    return collectives.reduce(rows.masked_fill(~is_here.unsqueeze(-1), 0), context.group)
 
 
 def _here(context: SplitContext, indices: Tensor, count: int) -> tuple[Tensor, Tensor]:

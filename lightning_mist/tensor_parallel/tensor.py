@@ -260,6 +260,9 @@ def leaves_of(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
 
 def first_of(args: Iterable[Any], kwargs: dict[str, Any]) -> SplitTensor:
     """The first split tensor among arguments."""
+    for value in args:
+        if isinstance(value, SplitTensor):
+            return value
     return next(leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, SplitTensor))
 
 
