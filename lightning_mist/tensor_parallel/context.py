@@ -57,11 +57,12 @@ class SplitContext:
             part: This rank's part.
             layout: Which part.
         """
-        whole = self._recall(key, part._version)
+        version = 0 if part.is_inference() else part._version  # such tensors count no versions
+        whole = self._recall(key, version)
         if whole is not None:
             return whole
         self._learn(layout)
-        return self._remember(key, collectives.gather(part, layout, self.group, is_partial=True), part._version)
+        return self._remember(key, collectives.gather(part, layout, self.group, is_partial=True), version)
 
     def reduce(self, summand: Tensor) -> tuple[Tensor, Layout | None]:
         """The sum over ranks; in the parts of a sequence (with their layout) where such a sequence is known."""

@@ -1,6 +1,7 @@
 """Split tensors under what else torch does: autocast, no gradients, hooks on saved tensors, fakes, dropout."""
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -109,10 +110,10 @@ def test_without_gradients():
     module, words = Words().double(), torch.randint(0, WORDS, (3, 8))
     with torch.no_grad():
         expected = module(words, None)
-    for mode in (torch.no_grad, torch.inference_mode):
+    for mode, along_sequence in product((torch.no_grad, torch.inference_mode), (False, True)):
 
-        def rank(group: Any, mode: Any = mode) -> Tensor:
-            context = SplitContext(group)
+        def rank(group: Any, mode: Any = mode, along_sequence: bool = along_sequence) -> Tensor:
+            context = SplitContext(group, along_sequence)
             mine = copy.deepcopy(module)
             install(mine, [*block_splits("block."), *WORD_SPLITS], context)
             with mode():
