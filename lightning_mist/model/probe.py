@@ -133,7 +133,17 @@ class Probe:
                     f"{name} and what feeds it stay whole: their {sites[0].call.width} values fall into {groups} "
                     f"groups (heads, for example), which {degree} does not divide"
                 )
+            elif groups == 1 and (mixed := self._of_mixed_sizes(name, degree)):
+                notes.append(
+                    f"{name} and what feeds it stay whole: a rank would need parts of different sizes side by side in "
+                    f"{mixed} (query heads beside fewer key heads, for example), which a plan cannot say"
+                )
         return tuple(notes)
+
+    def _of_mixed_sizes(self, inner: str, degree: int) -> str | None:
+        """The first layer of which ranks need different outputs, but not in equal parts that alternate."""
+        owners = self._owners(inner, degree, 1) if self.sites[inner][0].call.width % degree == 0 else None
+        return next((name for name, owner in (owners or {}).items() if _factors(owner, degree) is None), None)
 
     def _num_groups(self, inner: str) -> int:
         """Into how many independent groups a layer's inputs fall; 1 if each depends on all."""

@@ -84,7 +84,13 @@ def test_heads_that_a_degree_does_not_divide_stay_together():
 
 
 def test_parts_of_different_size_in_one_matrix_cannot_be_named_and_stay_whole():
-    assert shares(probed(Attention("side by side", heads=4, key_heads=2)), 2) == {}
+    found = probed(Attention("side by side", heads=4, key_heads=2))
+    assert shares(found, 2) == {}
+    (note,) = found.why_whole(2)
+    assert note.startswith(
+        "out.weight and what feeds it stay whole: a rank would need parts of different sizes side by"
+    )
+    assert "qkv.weight" in note
 
 
 def test_a_norm_between_two_layers_needs_everything():
