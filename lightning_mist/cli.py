@@ -15,7 +15,7 @@ import docstring_parser
 from jsonargparse import ArgumentParser
 
 from lightning_mist.errors import MistError
-from lightning_mist.plan import Plan, ScheduleName, describe_changes, fingerprint_of, load, render, save
+from lightning_mist.plan import Plan, ScheduleName, describe_changes, fingerprint_of, load, render, save, split_notes
 from lightning_mist.units import format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def plan(
     )
     found = replace(result.plan, fingerprint=made_for.pairs())
     _print(found)
-    print("\n" + "\n".join(result.explain()))
+    print("\n" + "\n".join((*split_notes(found, spec.module_map), *result.explain())))
     if out is not None:
         save(found, out)
         print(f"plan written to {out}")

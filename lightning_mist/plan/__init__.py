@@ -6,7 +6,7 @@ from lightning_mist.plan.memory import Checkpointing, OffloadRatios
 from lightning_mist.plan.module_map import BlockOutput, Exclusion, Feature, LiveTensor, ModuleMap, ParameterUse
 from lightning_mist.plan.parallelism import StageMesh, ZeroStage
 from lightning_mist.plan.plan import Plan, Predicted, PredictedStage, ScheduleName, StagePlan
-from lightning_mist.plan.render import describe_changes, render
+from lightning_mist.plan.render import describe_changes, render, split_notes
 from lightning_mist.plan.rows import RowSlice, replica_of, replica_ranks, row_slice
 from lightning_mist.plan.tensor_split import Factors, ParameterSplit, SequenceSplit, TensorSplit
 
@@ -43,5 +43,6 @@ __all__ = [
     "replica_ranks",
     "row_slice",
     "save",
+    "split_notes",
     "to_json",
 ]

@@ -7,6 +7,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
+from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.plan.plan import Plan, PredictedStage, StagePlan
 from lightning_mist.units import format_bytes, format_seconds
 
@@ -157,3 +158,16 @@ def _stage_changes(index: int, plan: Plan, other: Plan) -> list[str]:
         if peaks[0] != peaks[1]:
             lines.append(f"stage {index}: peak memory {format_bytes(peaks[0])} -> {format_bytes(peaks[1])}")
     return lines
+
+
+def split_notes(plan: Plan, module_map: ModuleMap) -> tuple[str, ...]:
+    """What to know of how the plan's tensor-parallel stages split the module: what stays whole, what is slow.
+
+    Args:
+        plan: The plan.
+        module_map: Says how the module is split over each of the plan's degrees.
+    """
+    degrees = sorted({stage.mesh.tensor_parallel_degree for stage in plan.stages} - {1})
+    return tuple(
+        f"tensor_parallel_degree {degree}: {note}" for degree in degrees for note in module_map.split(degree).notes
+    )

@@ -30,6 +30,7 @@ from lightning_mist.plan import (
     load,
     render,
     save,
+    split_notes,
     to_json,
 )
 from lightning_mist.runtime.batches import batch_rows, slice_rows
@@ -282,7 +283,7 @@ def decide(
             limit = request.memory_limit or planner.cluster().device.memory_bytes
             check_evaluation(plan, module, limit)
         _self_check(planner, found, plan)
-        path = _publish(planner, plan, made)
+        path = _publish(planner, found, plan, made)
     used = [use.requires_grad and not use.regions for use in found.parameters]
     return Decision(
         plan=plan,
@@ -371,11 +372,13 @@ def _self_check(planner: _Planner, found: ModuleMap, plan: Plan) -> None:
     on_rank_zero(lambda: check_stages(planner.module, found, plan.bounds, planner.call, small, splits_backwards=splits))
 
 
-def _publish(planner: _Planner, plan: Plan, made: TuneResult | None) -> Path | None:
+def _publish(planner: _Planner, found: ModuleMap, plan: Plan, made: TuneResult | None) -> Path | None:
     """Show the plan on rank 0, and write it if it was made here."""
     if not planner.strategy.is_global_zero:
         return None
     planner.progress.show(render(plan))
+    for note in split_notes(plan, found):
+        planner.progress.say(note)
     if made is None:
         return None
     for note in made.explain():

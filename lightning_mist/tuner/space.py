@@ -14,7 +14,7 @@ from math import gcd
 
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Feature, ScheduleName, StageMesh
+from lightning_mist.plan import Feature, ModuleMap, ScheduleName, StageMesh
 from lightning_mist.plan.plan import SCHEDULES
 from lightning_mist.tuner.layout import longest_chain
 
@@ -272,7 +272,10 @@ def _tensor_kinds(
         why = "; ".join(module_map.excludes("tensor")) or "how its layers could be split is not known"
         notes.append(f"without tensor parallelism: {why}")
     elif left := [degree for degree in wanted if degree not in chain]:
-        notes.append(f"without tensor_parallel_degree {', '.join(map(str, left))}: {_why_left(left, possible)}")
+        reasons: dict[str, list[int]] = {}
+        for degree in left:
+            reasons.setdefault(_why_left(degree, possible, module_map), []).append(degree)
+        notes += [f"without tensor_parallel_degree {', '.join(map(str, of))}: {why}" for why, of in reasons.items()]
     kinds = [(1, False)] if asked is None or 1 in asked else []
     for sequence in (False, True):
         if search.sequence_parallel in (None, sequence):
@@ -283,10 +286,10 @@ def _tensor_kinds(
     return tuple(sorted(kinds)), notes
 
 
-def _why_left(left: list[int], possible: list[int]) -> str:
-    if any(degree in possible for degree in left):
+def _why_left(degree: int, possible: list[int], module_map: ModuleMap) -> str:
+    if degree in possible:
         return "degrees of one plan must divide each other"
-    return "they do not divide what would be split"
+    return dict(module_map.unsplit).get(degree, "they do not divide what would be split")
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -4,15 +4,18 @@ from hypothesis import given
 
 from lightning_mist.plan import (
     Checkpointing,
+    ModuleMap,
     OffloadRatios,
     Plan,
     Predicted,
     PredictedStage,
     StageMesh,
     StagePlan,
+    TensorSplit,
     ZeroStage,
     describe_changes,
     render,
+    split_notes,
 )
 from tests.plans import plans
 
@@ -148,3 +151,12 @@ def test_equal_plans_have_no_changes_and_others_have(plan, other):
     assert render(plan).startswith(str(plan.num_stages))
     if (plan.bounds, plan.num_microbatches) != (other.bounds, other.num_microbatches):
         assert describe_changes(plan, other) != "the plans are equal"
+
+
+def test_what_stays_whole_is_said_for_the_degrees_of_the_plan():
+    shared = StageMesh(devices=(1, 2), tensor_parallel_degree=2)
+    stages = (StagePlan(layers=(0, 1), mesh=shared, microbatch_size=1), stage((1, 2), [0], microbatch_size=1))
+    plan = Plan(global_batch_size=3, num_microbatches=3, stages=stages)
+    splits = tuple(TensorSplit(degree=degree, parameters=(), notes=(f"of {degree}",)) for degree in (2, 4))
+    found = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=(), splits=splits)
+    assert split_notes(plan, found) == ("tensor_parallel_degree 2: of 2",)

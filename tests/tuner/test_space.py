@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 from math import gcd
 
 import pytest
@@ -86,6 +87,20 @@ def test_why_layers_are_not_split_is_said():
     assert kinds_and_notes(*every, tensor_parallel_degrees=(1, 2), sequence_parallel=False) == (
         ((1, False), (2, False)),
         (),
+    )
+
+
+def test_the_reason_of_each_degree_is_said():
+    network = with_splits(spec(4), (2, False))
+    network = replace(
+        network, module_map=replace(network.module_map, unsplit=((4, "2 heads, which 4 does not divide"),))
+    )
+    found = apply(
+        SearchSpace(tensor_parallel_degrees=None, sequence_parallel=False), network, 24, 24, devices_per_node=8
+    )
+    assert found.notes == (
+        "without tensor_parallel_degree 4: 2 heads, which 4 does not divide",
+        "without tensor_parallel_degree 8: they do not divide what would be split",
     )
 
 
