@@ -9,6 +9,7 @@ themselves (a broken connection gives them a traceback of their own), then their
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,9 @@ POLL_SECONDS = 1.0
 GRACE_SECONDS = 15.0
 """Time for a rank to end by itself once another one has failed: gloo's broken connections took 7 to 11 seconds to end
 all of two and four processes."""
+
+_REPORT_CHARACTERS = 8000
+"""The end of a traceback that other ranks are told: what failed stands at its end."""
 
 _STORE_TIMEOUT = timedelta(seconds=30)
 """How long a request to the store may take before the store counts as gone."""
@@ -68,8 +72,9 @@ class FailureWatcher:
         self._thread = threading.Thread(target=self._watch, name="lightning-mist-failures", daemon=True)
         self._thread.start()
 
-    def report(self, text: str) -> None:
+    def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one fails; the first report of all counts."""
+        text = "".join(traceback.format_exception(error))[-_REPORT_CHARACTERS:]
         try:
             with self._lock:
                 self._store.compare_set(self._key, "", f"rank {self._rank}: {text}")

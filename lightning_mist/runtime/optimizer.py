@@ -170,13 +170,25 @@ def _join_parts(entries: Mapping[int, dict[str, Any]], part: Part | None) -> dic
 
 
 def gather_optimizer_state(
-    cut: OptimizerCut, transport: Transport, *, destination: int = 0
+    cut: OptimizerCut,
+    transport: Transport,
+    *,
+    destination: int = 0,
+    mine: Mapping[int, dict[str, Any]] | None = None,
+    device: torch.device | None = None,
 ) -> Generator[Work, None, dict[str, Any] | None]:
     """The ``state_dict`` of the whole model on one rank, its tensors in host memory; None on the others.
 
     Every rank calls it. Tensors travel one by one, so no rank but the destination holds more than its own.
+
+    Args:
+        cut: The cut optimizer.
+        transport: Connects the ranks.
+        destination: Who gets the state.
+        mine: This rank's state as :func:`local_optimizer_state` gave it earlier; by default what it is now.
+        device: Where tensors travel; by default where the parameters are.
     """
-    mine = local_optimizer_state(cut)
+    mine = local_optimizer_state(cut) if mine is None else mine
     numbers = cut.numbers
     parts = {numbers[parameter]: part for parameter, part in cut.parts.items() if parameter in numbers}
     header = {
@@ -188,7 +200,8 @@ def gather_optimizer_state(
     merged: dict[int, dict[int, dict[str, Any]]] = {}
     shared: dict[int, Part | None] = {}
     tag = _STATE_TAG
-    device = next((p.device for group in cut.groups for p in group), torch.device("cpu"))
+    if device is None:
+        device = next((p.device for group in cut.groups for p in group), torch.device("cpu"))
     for rank, announced in enumerate(gathered.result()):
         for number, (part, entry) in announced.items():
             # A copy in a group of devices of another tensor-parallel degree has other parts: the first rank's count.

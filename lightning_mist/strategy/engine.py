@@ -26,6 +26,7 @@ from lightning_mist.runtime.optimizer import (
     gather_optimizer_state,
     global_grad_norm,
     load_full_optimizer_state,
+    local_optimizer_state,
     restrict_optimizer,
 )
 from lightning_mist.runtime.parts import parts_of
@@ -169,10 +170,22 @@ class Engine:
         parts = {self.stages.parameters[name]: part for name, part in self._parts.items()}
         self._cut = restrict_optimizer(optimizer, owned, parts)
 
-    def release_optimizer(self) -> None:
-        """Give the optimizer all its parameters back."""
-        if self._cut is not None:
-            self._cut.restore()
+    def release_optimizer(self) -> Callable[[], dict[str, Any]] | None:
+        """Give the optimizer all its parameters back.
+
+        Returns:
+            What :meth:`optimizer_state` would have given, on rank 0, whenever all ranks call it. Until then each keeps
+            in host memory the state of what it updated. ``None`` if there was no optimizer.
+        """
+        if self._cut is None:
+            return None
+        cut, transport, device = self.cut, self.transport, self.device
+        kept = {
+            number: {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in entry.items()}
+            for number, entry in local_optimizer_state(cut).items()
+        }
+        cut.restore()
+        return lambda: complete(gather_optimizer_state(cut, transport, mine=kept, device=device)) or {}
 
     def begin(self, initial: InitialValues | None) -> None:
         """Give parameters without values those that this rank keeps, one after the other; then as :meth:`hollow`."""

@@ -1,6 +1,5 @@
 """``MistStrategy``: what Lightning talks to."""
 
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,9 +31,6 @@ else:
     _Base = object
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
-
-_REPORT_CHARACTERS = 8000
-"""The end of a traceback that other ranks are told: what failed stands at its end."""
 
 
 class MistBase(_Base):
@@ -86,6 +82,7 @@ class MistBase(_Base):
     _monitor: Monitor | None = None
     _initial: InitialValues | None = None
     _watcher: FailureWatcher | None = None
+    _state_afterwards: Callable[[], dict[str, Any]] | None = None
 
     def __init__(
         self,
@@ -171,7 +168,7 @@ class MistBase(_Base):
         """Tell the other ranks, which may be waiting for this one where nothing would ever wake them."""
         super().on_exception(exception)
         if self._watcher is not None:
-            self._watcher.report("".join(traceback.format_exception(exception))[-_REPORT_CHARACTERS:])
+            self._watcher.report(exception)
 
     def setup(self, trainer: Any) -> None:
         """Make or read the plan, and put this rank's part of it in place."""
@@ -185,6 +182,7 @@ class MistBase(_Base):
                 whole.forget()
             super().setup(trainer)
             return
+        self._state_afterwards = None
         self.accelerator.setup(trainer)
         self.model = module if self._layer_sync is None else self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
@@ -253,7 +251,7 @@ class MistBase(_Base):
                     engine.fill()
                 else:
                     engine.leave_on_rank_zero()
-            engine.release_optimizer()
+            self._state_afterwards = engine.release_optimizer()
         attach_engine(self.precision_plugin, None)
         if self.lightning_module is not None:
             deferred.hollow_on_host(self.lightning_module)
@@ -365,9 +363,9 @@ class MistBase(_Base):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """All optimizer state in DDP's layout; complete on global rank 0."""
-        if self._engine is None:
-            return super().optimizer_state(optimizer)
-        return self._engine.optimizer_state()
+        if self._engine is not None:
+            return self._engine.optimizer_state()
+        return super().optimizer_state(optimizer) if self._state_afterwards is None else self._state_afterwards()
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Take this rank's part of optimizer state in DDP's layout."""

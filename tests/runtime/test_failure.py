@@ -18,7 +18,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=ti
 watcher = start_watcher(poll_seconds=0.05, grace_seconds=0.2)
 dist.barrier()
 if rank == 0:
-    watcher.report("RuntimeError: broken")
+    watcher.report(RuntimeError("broken"))
     watcher.stop()
     print("reported", flush=True)
     sys.stdin.read()
@@ -57,11 +57,11 @@ def store():
 def test_a_failure_ends_the_others(store):
     ends = [Ended() for _ in range(3)]
     first, second, third = watchers(store, 3, ends)
-    second.report("ValueError: seven")
+    second.report(ValueError("seven"))
     second.stop()
     for end in (ends[0], ends[2]):
         assert "rank 1: ValueError: seven" in end.wait()
-    third.report("something that follows from it")
+    third.report(RuntimeError("something that follows from it"))
     first.stop()
     third.stop()
     assert ends[1].said == []
@@ -70,7 +70,7 @@ def test_a_failure_ends_the_others(store):
 def test_who_ends_by_itself_is_not_ended(store):
     ends = [Ended(), Ended()]
     first, second = watchers(store, 2, ends, grace_seconds=60)
-    first.report("ValueError")
+    first.report(ValueError())
     second.stop()
     first.stop()
     assert not second._thread.is_alive()
@@ -80,11 +80,11 @@ def test_who_ends_by_itself_is_not_ended(store):
 def test_failures_of_an_earlier_run_are_over(store):
     ends = [Ended(), Ended()]
     for watcher in watchers(store, 2, ends, grace_seconds=60):
-        watcher.report("ValueError: the first time")
+        watcher.report(ValueError("the first time"))
         watcher.stop()
     first, second = watchers(store, 2, ends)
     assert second._look() is None
-    first.report("ValueError: the second time")
+    first.report(ValueError("the second time"))
     assert "the second time" in ends[1].wait()
     first.stop()
     second.stop()
@@ -97,7 +97,7 @@ def test_a_store_that_has_ended_is_a_failure():
     watcher = FailureWatcher(client, 1, end=end, poll_seconds=0.01, grace_seconds=0.01)
     del server
     assert "the process that holds the store of all ranks has ended" in end.wait()
-    watcher.report("too late to be heard")
+    watcher.report(ValueError("too late to be heard"))
     watcher.stop()
 
 
