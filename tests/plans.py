@@ -29,6 +29,7 @@ def plans(
     max_microbatches=24,
     num_layers=None,
     runnable=True,
+    tensor_degrees=(1,),
     predicted=False,
 ):
     """Plans whose parts never mix the batches of two ranks.
@@ -38,11 +39,12 @@ def plans(
         max_devices: Most devices over all stages.
         max_microbatches: Most microbatches, unless the degrees need more.
         num_layers: Layers over all stages; drawn if None.
-        runnable: Only what the present runtime executes: no tensor or context parallelism, no offload.
+        runnable: Only what the present runtime executes: no context parallelism, no offload.
+        tensor_degrees: Tensor-parallel degrees of runnable plans; others have 1 or 2.
         predicted: Whether plans carry predictions and a fingerprint.
     """
     degrees = draw(_degrees(max_stages if num_layers is None else min(max_stages, num_layers), max_devices))
-    widths = [1 if runnable else draw(st.sampled_from([1, 2, 4])) for _ in degrees]
+    widths = [draw(st.sampled_from(tensor_degrees if runnable else [1, 2, 4])) for _ in degrees]
     world_size = sum(degree * width for degree, width in zip(degrees, widths, strict=True))
     smallest = lcm(*(world_size // gcd(world_size, degree) for degree in degrees))
     num_microbatches = smallest * draw(st.integers(1, max(1, max_microbatches // smallest)))
@@ -58,8 +60,8 @@ def plans(
         mesh = StageMesh(
             devices=tuple(devices[first_device : first_device + degree * width]),
             data_parallel_degree=degree,
-            tensor_parallel_degree=width if width != 4 else 2,
-            context_parallel_degree=1 if width != 4 else 2,
+            tensor_parallel_degree=width if runnable or width != 4 else 2,
+            context_parallel_degree=1 if runnable or width != 4 else 2,
             sequence_parallel=width > 1 and draw(st.booleans()),
         )
         offload = OffloadRatios() if runnable else draw(st.builds(OffloadRatios, *[], **_OFFLOAD))

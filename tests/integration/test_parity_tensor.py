@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 from lightning_mist.errors import PlanError
@@ -15,6 +16,7 @@ from lightning_mist.runtime.memory_transport import InMemoryWorld
 from tests import zoo
 from tests.integration.parity import Rank, assert_equal, map_of, precision_of, reference, run_plan
 from tests.integration.test_parity import plan_for, prepared
+from tests.plans import plans
 
 # Torch hides this one itself when a ghost meets a tensor of the stage, but cannot where warnings are errors.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -109,6 +111,17 @@ def test_sequences_of_any_length(label):
     batches = [
         tuple(part[:, :length].contiguous() for part in batch) for batch, length in zip(batches, lengths, strict=False)
     ]
+    assert_equal(run_plan(module, module_map, plan, batches), reference(module, batches))
+
+
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=plans(num_layers=4, max_stages=3, max_devices=3, max_microbatches=8, tensor_degrees=(1, 2)))
+def test_random_plans(plan):
+    module, module_map, _ = split("nano")
+    torch.manual_seed(plan.world_size)
+    _, make_batch = zoo.make("nano")
+    rows = plan.global_batch_size // plan.world_size
+    batches = [make_batch(rows) for _ in range(plan.world_size)]
     assert_equal(run_plan(module, module_map, plan, batches), reference(module, batches))
 
 

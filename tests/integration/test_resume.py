@@ -56,9 +56,9 @@ def steps(engine, model, numbers, *, state=None, values=None):
     return engine.module_values(), engine.optimizer_state()
 
 
-@pytest.mark.parametrize("name", ["nano_even", "lora_llama"])
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_another_plan_goes_on(name, first, second):
+def test_another_plan_goes_on(first, second):
+    name = ("nano_even", "lora_llama")[PAIRS.index((first, second)) % 2]
     model = subject(name, torch.float64)
     layers = len(model.module_map.blocks)
     plans = [make_plan(PLANS[label], layers) for label in (first, second)]

@@ -35,11 +35,11 @@ def test_every_draw_is_a_plan_that_can_be_cut_and_all_features_occur():
     assert min(seen.values()) >= 5
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6))
 def test_random_plans_are_equal(seed):
     """More of them: ``python -m benchmarks.parity.random --seeds 200``."""
-    name, layout, outcome = parity_random.run(seed, ("nano", "plain", "sometimes"))
+    name, layout, outcome = parity_random.run(seed, ("nano_even", "plain", "sometimes"))
     assert outcome.differing == "", (name, layout)
 
 
