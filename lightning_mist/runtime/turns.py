@@ -39,7 +39,11 @@ class _Modes:
         """Set them in this thread."""
         stack.enter_context(torch.inference_mode(self._inference))
         stack.enter_context(torch.set_grad_enabled(self._grad))
-        stack.enter_context(torch.autocast("cpu", enabled=self._autocast[0], dtype=self._autocast[1]))
+        if self._autocast[0]:
+            # Only then: an outer context, even a disabled one, keeps the casts of parameters from step to step.
+            stack.enter_context(torch.autocast("cpu", dtype=self._autocast[1]))
+        # Of a device too, backward runs here and not in a thread that all ranks share.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
 
 
 class _Seat:

@@ -206,3 +206,26 @@ def test_what_was_not_checked_is_refused():
     whole = replace(module_map, splits=(replace(module_map.splits[0], sequence=()),))
     with pytest.raises(PlanError, match=r"stages\[0\]\.sequence_parallel = True: .*use sequence_parallel=False"):
         run_plan(module, whole, plan_for(4, stages=1, tensor=2, sequence=True), batches[:2])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": 2, "degrees": [2, 1], "tensor": [1, 2], "sequence": [False, True], "zero": [3, 0]},
+        {"stages": 2, "tensor": 2, "sequence": True, "checkpointed": [2, 0], "schedule": "zb-h1"},
+    ],
+)
+def test_autocast(monkeypatch, options):
+    """Parameters are cast part by part; gradients differ by the roundings of 16-bit numbers."""
+    module, module_map, batches = split("nano", torch.float32)
+    step = type(module).training_step
+
+    def in_autocast(self, batch, batch_idx):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(type(module), "training_step", in_autocast)
+    plan = plan_for(4, **options)
+    batches = batches[: plan.world_size]
+    # bfloat16 has 8 bits: some roundings of 2^-8, of the largest gradient.
+    assert_equal(run_plan(module, module_map, plan, batches), reference(module, batches), tolerance=2e-2)

@@ -152,6 +152,23 @@ def test_modes_of_the_caller_hold_in_every_rank():
         assert drive([rank(), rank()]) == [(False, True)] * 2
 
 
+def test_casts_of_parameters_end_with_the_autocast_context_of_a_rank():
+    weight = torch.ones(2, 2, requires_grad=True)
+
+    def rank():
+        yield from ()
+        casts = []
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                product = torch.mm(torch.ones(1, 2), weight)
+                (cast,) = [node for node, _ in product.grad_fn.next_functions if node is not None]
+                casts.append(cast)
+        return casts
+
+    ((first, second),) = drive([rank()])
+    assert first is not second
+
+
 def test_outside_of_drive_nobody_else_takes_a_turn():
     work = InMemoryWorld(2).transports[0].irecv(torch.empty(1), 1, 0)
     wait_in_turn(work)
