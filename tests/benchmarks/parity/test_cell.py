@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -67,6 +68,19 @@ def test_what_cannot_run_is_refused_with_its_reason():
     assert "tensor_parallel_degree = 3" in outcome.refused
     assert outcome.text == "refused"
     assert Outcome().text == "0.0e+00"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "reason"),
+    [
+        ("plain", "tp 2", r"tensor_parallel_degree = 2: .*Sequential stays whole: no two linear layers"),
+        ("vit", "tp 2, sequence", r"stages\[0\]\.sequence_parallel = True: ViTLayer: the sequence has 17 positions"),
+        ("skips", "all of it together", r"tensor_parallel_degree = 2: .*stays whole"),
+    ],
+)
+def test_a_model_that_does_not_allow_a_plan_is_refused_with_the_reason_of_its_map(name, layout, reason):
+    outcome = attempt(compare_gradients, subject(name, torch.float64), LAYOUTS[layout])
+    assert re.search(reason, outcome.refused)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
