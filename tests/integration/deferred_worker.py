@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -15,14 +16,25 @@ from lightning_mist import MistStrategy
 from lightning_mist.errors import MistError
 from lightning_mist.model.construction import deferred_construction
 from lightning_mist.model.initial import InitialValues, find_sources
+from lightning_mist.plan import StageMesh
 from tests.integration.equality_worker import Project, Tokens, plan
 
 SEED = 3
+
+
+def tensor_parallel():
+    """Both ranks share every layer."""
+    whole = plan([(4, [0, 1])], rows=4, microbatches=2)
+    mesh = StageMesh(devices=(0, 1), data_parallel_degree=1, tensor_parallel_degree=2)
+    return replace(whole, stages=(replace(whole.stages[0], mesh=mesh, microbatch_size=4),))
+
+
 PIPELINE = plan([(2, [1]), (2, [0])], rows=4, microbatches=2)
 PLANS = {
     "pipeline": PIPELINE,
     "zero": plan([(4, [0, 1])], rows=4, microbatches=1, zero=1),
     "zero3": plan([(4, [0, 1])], rows=4, microbatches=1, zero=3),
+    "tensor": tensor_parallel(),
     "plain": plan([(4, [0, 1])], rows=4, microbatches=1),
     "auto": "auto",
 }
