@@ -89,7 +89,7 @@ def plan(
     zero_stages: tuple[int, ...] = (0, 1, 2, 3),
     tensor_parallel_degrees: tuple[int, ...] | None = (1,),
     checkpointing: bool = True,
-    schedule: ScheduleName = "1f1b",
+    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1"),
 ) -> None:
     """Find the fastest plan that fits, by the cost model.
 
@@ -109,7 +109,7 @@ def plan(
         tensor_parallel_degrees: How many devices of a node may share every layer, 1 among them; null for all that the
             module allows.
         checkpointing: Whether layers may be recomputed in backward.
-        schedule: The pipeline schedule.
+        schedules: Pipeline schedules to choose from, of 1f1b, gpipe, interleaved-1f1b and zb-h1.
     """
     from lightning_mist.tuner import SearchSpace, degrees_to_try, tune
 
@@ -123,7 +123,7 @@ def plan(
         zero_stages=tuple(zero_stages),
         tensor_parallel_degrees=None if tensor_parallel_degrees is None else tuple(tensor_parallel_degrees),
         checkpointing=checkpointing,
-        schedule=schedule,
+        schedules=tuple(schedules),
     )
     machine = _cluster(cluster)
     rows = max(1, global_batch_size // machine.world_size)

@@ -18,8 +18,9 @@ from lightning_mist.plan import Plan, ZeroStage
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, generate
 from lightning_mist.schedule.lower import add_transfers
 
-ROUNDS = 3
-"""Microbatches that are looked at, in rounds of as many as there are stages: by then everything has come to pass."""
+ROUNDS = 4
+"""Microbatches that are looked at, in rounds of as many as there are groups: warm-up takes at most two, and by the end
+of the fourth every chunk has made its gradients and is in its steady state."""
 
 Situation = tuple[int, bool, frozenset[int], tuple[tuple[str, int, int], ...]]
 """Stage that computes, whether forward, stages whose gradients exist, and what there is of every stage: kind, stage and
@@ -64,7 +65,7 @@ def group_memory(model: MemoryModel, plan: Plan, group: int) -> StageMemory:
     slots = slots_of(plan)
     needs = {stage: model.needs(*slots[stage]) for stage in plan.chunks(group)}
     always = _always(model, plan, group, needs)
-    count = min(plan.num_microbatches, ROUNDS * plan.num_stages // plan.num_groups * plan.num_groups)
+    count = min(plan.num_microbatches, ROUNDS * plan.num_groups)
     best: StageMemory | None = None
     for situation in _situations(plan.num_stages, plan.num_groups, count)[group]:
         terms = {name: always.get(name, 0.0) + value for name, value in _around(needs, situation).items()}

@@ -15,8 +15,8 @@ from lightning_mist.schedule import StageSeconds as ActionSeconds
 from lightning_mist.schedule import generate, simulate
 from lightning_mist.schedule.lower import add_transfers, add_update
 
-ROUNDS = 4
-"""Lists are cut to as many microbatches as there are stages, so many times."""
+ROUNDS, LEAST = 4, 32
+"""Lists are cut to so many times as many microbatches as there are groups of devices, but not to fewer than these."""
 
 
 def clocked_seconds(plan: Plan, stages: Sequence[StageSeconds]) -> float:
@@ -27,7 +27,7 @@ def clocked_seconds(plan: Plan, stages: Sequence[StageSeconds]) -> float:
         stages: Seconds of each of its stages, as one candidate each.
     """
     groups = plan.num_groups
-    longest = ROUNDS * plan.num_stages * groups
+    longest = max(ROUNDS * groups, LEAST)
     if plan.num_microbatches <= longest + groups:
         return _run(plan, stages, plan.num_microbatches)
     # What the shorter lists lack is a multiple of the groups.

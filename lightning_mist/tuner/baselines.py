@@ -224,5 +224,5 @@ def _plan(
             )
             for index, ranks in enumerate(layout)
         ),
-        schedule=space.search.schedule,
+        schedule=space.schedule,
     )

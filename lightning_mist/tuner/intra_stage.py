@@ -229,7 +229,7 @@ class IntraStage:
             rows=self.space.rows(num_microbatches, shape.data),
             batch_rows=self.space.batch_rows,
             replicas=replicas,
-            schedule=self.space.search.schedule,
+            schedule=self.space.schedule,
             tensor_parallel_degree=shape.tensor,
             sequence_parallel=shape.sequence,
         )

@@ -46,7 +46,8 @@ class SearchSpace:
         sequence_parallel: Whether devices that share layers also share what lies between them along the sequence:
             always, never, or ``None`` for what is faster.
         checkpointing: Whether layers may be recomputed in backward to save memory.
-        schedule: The pipeline schedule, ``"1f1b"`` or ``"gpipe"``.
+        schedules: Pipeline schedules to choose from. The search is exact for ``"1f1b"`` and ``"gpipe"`` (which is never
+            faster and keeps more); ``"interleaved-1f1b"`` and ``"zb-h1"`` are tried on the pipelines that it finds.
         solver_seconds: The most seconds that the search may spend on solving. When they are over the best plan found
             so far is used, and the result says how far from the best possible it may be.
     """
@@ -59,7 +60,7 @@ class SearchSpace:
     tensor_parallel_degrees: tuple[int, ...] | None = (1,)
     sequence_parallel: bool | None = None
     checkpointing: bool = True
-    schedule: ScheduleName = "1f1b"
+    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1")
     solver_seconds: float = 60.0
 
     def __post_init__(self) -> None:
@@ -72,8 +73,8 @@ class SearchSpace:
                 raise ValueError(f"{name}={values}: give at least one number, each at least 1, or None for all")
         if not self.zero_stages or not set(self.zero_stages) <= {0, 1, 2, 3}:
             raise ValueError(f"zero_stages={self.zero_stages}: ZeRO has stages 0 to 3; give for example (0, 1, 2, 3)")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule={self.schedule!r}: known schedules are {', '.join(SCHEDULES)}")
+        if not self.schedules or not set(self.schedules) <= set(SCHEDULES):
+            raise ValueError(f"schedules={self.schedules}: give at least one; known are {', '.join(SCHEDULES)}")
         if not self.solver_seconds > 0:
             raise ValueError(f"solver_seconds={self.solver_seconds}: some time is needed, for example 60")
 
@@ -134,6 +135,11 @@ class Space:
     tensor: tuple[tuple[int, bool], ...]
     devices_per_node: int
     notes: tuple[str, ...]
+
+    @property
+    def schedule(self) -> ScheduleName:
+        """The schedule of the exact search: 1F1B, unless GPipe is asked for and 1F1B is not."""
+        return "gpipe" if "gpipe" in self.search.schedules and "1f1b" not in self.search.schedules else "1f1b"
 
     @property
     def device_counts(self) -> tuple[int, ...]:

@@ -2,10 +2,11 @@
 
 Pipelines ``(S, G)`` are taken in the order of a cheap lower bound of their step seconds, until it is no better than the
 best plan found. Each is solved exactly by the dynamic program (:mod:`lightning_mist.tuner.bound`), and the winner once
-more by HiGHS, which starts from that answer.
+more by HiGHS, which starts from that answer. Other schedules are then tried on the pipelines that were found
+(:mod:`lightning_mist.tuner.variants`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Literal
@@ -24,6 +25,7 @@ from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.layout import rank_layout
 from lightning_mist.tuner.problem import Answer, InterStageProblem
 from lightning_mist.tuner.space import SearchSpace, Space
+from lightning_mist.tuner.variants import best_variant, refuse_without_variant
 from lightning_mist.units import format_bytes, format_seconds
 
 USABLE_MEMORY = 0.8
@@ -33,7 +35,12 @@ fragmentation) stayed below a quarter of it in all 454 runs of Fujii, Watanabe a
 CHECK_SECONDS = 5.0
 """The most seconds for which HiGHS checks a proven optimum."""
 
-Status = Literal["optimal", "time limit"]
+LEAST_GAIN = 0.01
+"""Share of the step that another schedule than that of the exact search must gain by the cost model to be chosen: less
+than this lies between runs of one and the same plan (the steps of DDP in the record
+``throughput-against-ddp_amd-epyc-2-cores_202611.json``, but for one outlier)."""
+
+Status = Literal["optimal", "explored", "time limit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +85,11 @@ class TuneResult:
 
     Attributes:
         plan: The plan, with its prediction.
-        status: ``"optimal"`` if no plan of the search space is faster by the cost model, ``"time limit"`` if that could
-            not be proven in time.
-        bound: No plan of the search space takes fewer seconds per step by the cost model.
-        gap: ``(predicted - bound) / predicted``.
+        status: ``"optimal"`` if no plan of the search space under the schedule of the exact search is faster by the
+            cost model, and no other schedule gains on the pipelines tried; ``"explored"`` if another schedule gained:
+            it is the fastest that was tried; ``"time limit"`` if time was up before a proof.
+        bound: No plan under the schedule of the exact search (1F1B or GPipe) takes fewer seconds by the cost model.
+        gap: ``(predicted - bound) / predicted``, 0 if the plan's other schedule takes less than the bound.
         predicted: Predicted seconds and bytes of the plan.
         alternatives: Plans of other numbers of stages, fastest first: one, half as many, one less, one more, twice as
             many; each the best of its number if there was time.
@@ -100,11 +108,11 @@ class TuneResult:
 
     def explain(self) -> tuple[str, ...]:
         """Why this plan: lines for people."""
-        proof = (
-            "no plan of the search space is faster by the cost model"
-            if self.status == "optimal"
-            else f"time was up; a plan could be faster by at most {self.gap:.1%}"
-        )
+        proof = {
+            "optimal": "no plan of the search space is faster by the cost model",
+            "explored": f"{self.plan.schedule} gains on the pipelines that it was tried on; others may gain more",
+            "time limit": f"time was up; a plan could be faster by at most {self.gap:.1%}",
+        }[self.status]
         lines = [
             f"chosen among {self.stats.candidates} stage candidates in {self.stats.pipelines} pipelines: {proof}",
             *(_compare(item, self.predicted.step_seconds) for item in self.alternatives),
@@ -160,15 +168,18 @@ def tune(
         num_stages: _predicted(model, make_plan(space, found.problem, found.answer.chosen))
         for num_stages, found in outcome.best.items()
     }
-    plan = plans.pop(outcome.winner)
-    assert plan.predicted is not None
-    seconds = plan.predicted.step_seconds
-    bound = min(outcome.bound, seconds)
+    chosen = _with_schedule(intra, plans, plans.pop(outcome.winner))
+    plan, seconds = chosen.plan, _seconds(chosen.plan)
+    bound = min(outcome.bound, _seconds(chosen.base))
     gap = max(0.0, (seconds - bound) / seconds)
     alternatives = [Alternative(name=_stages(count), plan=other) for count, other in plans.items()]
+    if plan is not chosen.base and space.schedule in search.schedules:
+        alternatives.append(Alternative(name=space.schedule, plan=chosen.base))
+    status: Status = "optimal" if gap <= 10 * PRECISION else "time limit"
+    assert plan.predicted is not None
     return TuneResult(
         plan=plan,
-        status="optimal" if gap <= 10 * PRECISION else "time limit",
+        status=status if plan is chosen.base else "explored",
         bound=bound,
         gap=gap,
         predicted=plan.predicted,
@@ -179,8 +190,39 @@ def tune(
             pipelines=outcome.pipelines,
             solved=outcome.solved,
         ),
-        notes=(*space.notes, *_numbers(model, plan, limit, memory_limit)),
+        notes=(*space.notes, *chosen.notes, *_numbers(model, plan, limit, memory_limit)),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chosen:
+    """The plan, the one of the exact search that it competed with, and what to say of other schedules."""
+
+    plan: Plan
+    base: Plan
+    notes: tuple[str, ...] = ()
+
+
+def _with_schedule(intra: IntraStage, others: Mapping[int, Plan], base: Plan) -> _Chosen:
+    """The best plan of the exact search, or one under another schedule that gains by it."""
+    space = intra.space
+    tried = tuple(name for name in space.search.schedules if name not in ("1f1b", "gpipe"))
+    if not tried:
+        return _Chosen(plan=base, base=base)
+    is_asked = space.schedule in space.search.schedules
+    below = _seconds(base) * (1 - LEAST_GAIN) if is_asked else np.inf
+    found = best_variant(intra.model, space, intra.memory_limit, [base, *others.values()], below=below)
+    if not is_asked:
+        return _Chosen(plan=found if found is not None else refuse_without_variant(tried), base=base)
+    if found is not None and _seconds(found) <= below:
+        return _Chosen(plan=found, base=base)
+    note = f"no pipeline that was tried gains {LEAST_GAIN:.0%} under {' or '.join(tried)}"
+    return _Chosen(plan=base, base=base, notes=(note,) if base.num_stages > 1 else ())
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.step_seconds
 
 
 def stages_of(
@@ -346,7 +388,7 @@ def make_plan(space: Space, problem: InterStageProblem, chosen: tuple[int, ...])
         global_batch_size=space.batch_rows * space.world_size,
         num_microbatches=problem.num_microbatches,
         stages=tuple(stages),
-        schedule=space.search.schedule,
+        schedule=space.schedule,
     )
 
 

@@ -140,6 +140,13 @@ def test_limits_are_kept():
     assert found.shapes(4) == (Shape(2), Shape(8))
 
 
+def test_the_exact_search_is_about_the_schedule_that_has_a_closed_form():
+    assert space().schedule == "1f1b"
+    assert space(schedules=("gpipe",)).schedule == "gpipe"
+    assert space(schedules=("gpipe", "1f1b")).schedule == "1f1b"
+    assert space(schedules=("zb-h1",)).schedule == "1f1b"
+
+
 def test_the_batch_must_be_a_multiple_of_the_devices():
     with pytest.raises(PlanError, match=r"global_batch_size = 10 on 4 devices.*use 8"):
         apply(SearchSpace(), spec(4), 4, 10)
@@ -153,7 +160,8 @@ def test_the_batch_must_be_a_multiple_of_the_devices():
         ({"num_microbatches": (0,)}, "num_microbatches"),
         ({"zero_stages": (4,)}, "zero_stages"),
         ({"tensor_parallel_degrees": (0,)}, "tensor_parallel_degrees"),
-        ({"schedule": "zigzag"}, "known schedules are 1f1b, gpipe, interleaved-1f1b, zb-h1"),
+        ({"schedules": ("zigzag",)}, "known are 1f1b, gpipe, interleaved-1f1b, zb-h1"),
+        ({"schedules": ()}, "give at least one"),
         ({"solver_seconds": 0.0}, "solver_seconds"),
     ],
 )

@@ -21,7 +21,7 @@ def search(network, *, devices=2, rows=2, memory=10**12, machine=None, **limits)
         profile=profile() if machine is None else machine,
         global_batch_size=rows * devices,
         memory_limit=memory,
-        search=SearchSpace(**limits),
+        search=SearchSpace(**{"schedules": ("1f1b",), **limits}),
     )
 
 

@@ -1,0 +1,137 @@
+"""Plans under other schedules, made from the pipelines that the search has found.
+
+The search itself is exact for 1F1B (and GPipe), whose step has a closed form. Interleaved 1F1B and ZB-H1 have none that
+a dynamic program could build up, so they are tried on the best pipeline of every number of stages that was found:
+
+* interleaved 1F1B deals the layers of every stage out to ``V`` chunks; the devices of a stage keep as many layers as
+  they had, of other positions;
+* ZB-H1 keeps the stages as they are.
+
+Each is predicted exactly, by its own lists of actions. If it does not fit, every stage recomputes one more layer, until
+it does. What comes out is never slower than what went in, and nothing is proven about other pipelines.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+import numpy as np
+
+from lightning_mist.cost import StageCostModel, predict_with
+from lightning_mist.cost.candidates import slots_of
+from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.errors import InfeasibleError
+from lightning_mist.plan import Checkpointing, Plan, ScheduleName, ZeroStage
+from lightning_mist.tuner.space import Space
+
+MOST_CHUNKS = 4
+"""The most stages of one group of devices that are tried: 4 chunks leave a quarter of 1F1B's bubble (Narayanan et al.,
+2021, section 2.2.2), and every further one adds as many transfers for less."""
+
+
+def best_variant(
+    model: StageCostModel, space: Space, memory_limit: float, plans: Iterable[Plan], *, below: float = np.inf
+) -> Plan | None:
+    """The fastest plan that fits under a schedule other than that of the search, with its prediction.
+
+    Args:
+        model: The cost model.
+        space: The search space, whose schedules count.
+        memory_limit: Bytes that a plan may use of each device.
+        plans: Pipelines under the schedule of the search.
+        below: Plans that do not take fewer seconds are of no interest.
+    """
+    best: Plan | None = None
+    for plan in plans:
+        for candidate in _variants(plan, space):
+            least = _busiest(model, candidate)
+            if least >= below or (best is not None and least >= _seconds(best)):
+                continue
+            found = _fitted(model, space, memory_limit, candidate)
+            if found is None:
+                continue
+            found = replace(found, predicted=predict_with(model, found))
+            if best is None or _seconds(found) < _seconds(best):
+                best = found
+    return best
+
+
+def refuse_without_variant(schedules: Sequence[ScheduleName]) -> NoReturn:
+    """Say that nothing fits under the schedules asked for.
+
+    Raises:
+        InfeasibleError: Always.
+    """
+    raise InfeasibleError(
+        f"no plan fits under schedules={list(schedules)}: these are tried on the pipelines that the search finds for "
+        "1f1b, and none of those can be run so (interleaved-1f1b needs at least 2 stages of 2 layers and a number of "
+        "microbatches that is a multiple of the stages; both keep more in memory). Add '1f1b' to schedules"
+    )
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.step_seconds
+
+
+def _busiest(model: StageCostModel, plan: Plan) -> float:
+    """Seconds that the busiest devices of a plan compute, which its step takes at least."""
+    steady = [float(model.seconds(slot, candidates).steady_K[0]) for slot, candidates in slots_of(plan)]
+    return plan.num_microbatches * max(
+        sum(steady[chunk] for chunk in plan.chunks(group)) for group in range(plan.num_groups)
+    )
+
+
+def _variants(plan: Plan, space: Space) -> Iterator[Plan]:
+    if "zb-h1" in space.search.schedules and all(stage.zero_stage < ZeroStage.GRADIENTS for stage in plan.stages):
+        yield replace(plan, schedule="zb-h1", predicted=None)
+    if "interleaved-1f1b" in space.search.schedules:
+        yield from _interleaved(plan)
+
+
+def _interleaved(plan: Plan) -> Iterator[Plan]:
+    """The same devices with several chunks each."""
+    groups = plan.num_stages
+    if groups < 2 or plan.num_microbatches % groups:
+        return
+    for chunks in range(2, min(MOST_CHUNKS, *(stage.num_layers for stage in plan.stages)) + 1):
+        layers = [_parts(stage.num_layers, chunks) for stage in plan.stages]
+        recomputed = [_parts(stage.checkpointing.layers, chunks) for stage in plan.stages]
+        stages, first = [], 0
+        for chunk in range(chunks):
+            for group, stage in enumerate(plan.stages):
+                end = first + layers[group][chunk]
+                kept = Checkpointing(layers=min(recomputed[group][chunk], layers[group][chunk]))
+                stages.append(replace(stage, layers=(first, end), checkpointing=kept))
+                first = end
+        yield replace(plan, schedule="interleaved-1f1b", stages=tuple(stages), predicted=None)
+
+
+def _parts(count: int, chunks: int) -> list[int]:
+    """A number of layers in parts that differ by at most one."""
+    return [count * (chunk + 1) // chunks - count * chunk // chunks for chunk in range(chunks)]
+
+
+def _fitted(model: StageCostModel, space: Space, memory_limit: float, plan: Plan) -> Plan | None:
+    """The plan with as few more recomputed layers per stage as make it fit."""
+    most = max(stage.num_layers - stage.checkpointing.layers for stage in plan.stages) if space.checkpointing else 0
+
+    def fits(item: Plan) -> bool:
+        return all(memory.peak_bytes <= memory_limit for memory in plan_memory(model.memory, item))
+
+    if not fits(_recomputing(plan, most)) and not fits(plan):
+        return None
+    return next((item for more in range(most + 1) if fits(item := _recomputing(plan, more))), None)
+
+
+def _recomputing(plan: Plan, more: int) -> Plan:
+    return replace(
+        plan,
+        stages=tuple(
+            replace(
+                stage,
+                checkpointing=Checkpointing(layers=min(stage.num_layers, stage.checkpointing.layers + more)),
+            )
+            for stage in plan.stages
+        ),
+    )

@@ -1,0 +1,87 @@
+import dataclasses
+
+import pytest
+
+from lightning_mist.cost import StageCostModel, predict
+from lightning_mist.errors import InfeasibleError
+from lightning_mist.schedule import check, lower
+from lightning_mist.tuner.space import SearchSpace, apply
+from lightning_mist.tuner.variants import best_variant
+from tests.specs import cluster, profile, spec
+from tests.tuner.test_tune import search
+
+FAST = profile(link=1e12, latency=0.0)
+NETWORK = spec(8, parameter_bytes=4000, edge_bytes=4000, measured=True)
+ALL = ("1f1b", "interleaved-1f1b", "zb-h1")
+
+
+def found(schedules, *, memory=10**12, machine=FAST, network=NETWORK, **limits):
+    """Two devices; one stage each, and few microbatches, so that bubbles are large."""
+    limits = {"num_stages": (2,), "num_microbatches": (2,), "zero_stages": (0,), **limits}
+    return search(network, rows=2, memory=memory, machine=machine, schedules=schedules, **limits)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-h1"])
+def test_another_schedule_wins_where_bubbles_are_large(schedule):
+    plain, other = found(("1f1b",)), found(("1f1b", schedule))
+    if schedule == "zb-h1":
+        # Nothing is put off where nothing is said to be linear.
+        assert other.plan.schedule == "1f1b"
+        linear = [dataclasses.replace(kind, weight_flops=kind.forward_flops) for kind in NETWORK.layers]
+        other = found(("1f1b", schedule), network=dataclasses.replace(NETWORK, layers=tuple(linear)))
+    assert other.plan.schedule == schedule
+    assert other.status == "explored"
+    assert other.gap == 0.0
+    assert other.predicted.step_seconds < 0.99 * plain.predicted.step_seconds
+    assert other.bound == pytest.approx(plain.bound)
+    check(lower(other.plan, tied=False), other.plan.num_microbatches)
+    assert f"{schedule} gains on the pipelines that it was tried on" in other.explain()[0]
+    assert any(item.name == "1f1b" and item.plan.schedule == "1f1b" for item in other.alternatives)
+
+
+def test_the_prediction_is_that_of_the_plan():
+    plan = found(ALL).plan
+    assert plan.predicted == predict(NETWORK, FAST, cluster(2), plan)
+
+
+def test_chunks_keep_the_devices_and_layers_of_their_stage():
+    plain, plan = found(("1f1b",)).plan, found(("1f1b", "interleaved-1f1b")).plan
+    assert plan.num_groups == plain.num_stages
+    for group, stage in enumerate(plain.stages):
+        chunks = [plan.stages[index] for index in plan.chunks(group)]
+        assert {chunk.devices for chunk in chunks} == {stage.devices}
+        assert sum(chunk.num_layers for chunk in chunks) == stage.num_layers
+
+
+def test_what_does_not_fit_recomputes_more():
+    wide = spec(8, widths=(10_000,), parameter_bytes=4000, edge_bytes=4000, measured=True)
+    roomy = found(("1f1b", "interleaved-1f1b"), network=wide)
+    assert roomy.plan.schedule == "interleaved-1f1b"
+    peak = max(stage.peak_bytes for stage in roomy.predicted.stages)
+    tight = found(("interleaved-1f1b",), network=wide, memory=peak * 3 // 5).plan
+    assert tight.schedule == "interleaved-1f1b"
+    assert sum(stage.checkpointing.layers for stage in tight.stages) > 0
+    assert max(stage.peak_bytes for stage in tight.predicted.stages) < peak
+
+
+def test_no_gain_is_told():
+    # On slow links every further chunk costs more than the bubble that it saves.
+    slow = profile(link=1e6, latency=1e-3)
+    result = found(("1f1b", "interleaved-1f1b"), machine=slow)
+    assert result.plan.schedule == "1f1b"
+    assert "no pipeline that was tried gains 1% under interleaved-1f1b" in result.notes
+
+
+def test_without_1f1b_only_what_was_asked_for_is_chosen():
+    assert found(("interleaved-1f1b",)).plan.schedule == "interleaved-1f1b"
+    with pytest.raises(InfeasibleError, match=r"schedules=\['interleaved-1f1b'\].*Add '1f1b' to schedules"):
+        found(("interleaved-1f1b",), num_stages=(1,))
+
+
+def test_sharded_gradients_stay_with_1f1b():
+    space = apply(SearchSpace(schedules=("1f1b", "zb-h1")), NETWORK, 2, 4)
+    model = StageCostModel(NETWORK, FAST, cluster(2))
+    plan = found(("1f1b",)).plan
+    stages = tuple(dataclasses.replace(stage, zero_stage=2) for stage in plan.stages)
+    assert best_variant(model, space, 1e12, [plan]).schedule == "zb-h1"
+    assert best_variant(model, space, 1e12, [dataclasses.replace(plan, stages=stages, predicted=None)]) is None
