@@ -93,6 +93,7 @@ def coupling_reason(optimizer: torch.optim.Optimizer) -> str | None:
 
 def _toys(optimizer: torch.optim.Optimizer) -> Iterator[_Toy]:
     known = inspect.signature(type(optimizer).__init__).parameters
+    seen: set[str] = set()
     for group in optimizer.param_groups:
         parameters = [parameter for parameter in group["params"] if parameter.ndim > 0]
         if not parameters:
@@ -101,9 +102,15 @@ def _toys(optimizer: torch.optim.Optimizer) -> Iterator[_Toy]:
         options = {key: _plain(value) for key, value in given.items() if key in known and key != "params"}
         if options.get("lr") == 0:
             options["lr"] = 1e-2  # a warm-up starts at zero, where every optimizer does the same
-        extra = {key: _plain(value) for key, value in group.items() if key not in known and key != "initial_lr"}
+        # What the constructor does not take as an argument belongs to the group (a mark that chooses a rule, say).
+        own = {"params", "param_names", "initial_lr", *known}
+        extra = {key: _plain(value) for key, value in group.items() if key not in own}
         ranks = tuple(sorted({min(parameter.ndim, len(_SIZES)) for parameter in parameters}))
         device = parameters[0].device
+        kind = repr((_kind(options), _kind(extra), ranks, device))
+        if kind in seen:
+            continue
+        seen.add(kind)
         yield _Toy(
             make=_maker(type(optimizer), options, extra),
             ranks=ranks,
@@ -115,11 +122,17 @@ def _maker(
     cls: type[torch.optim.Optimizer], options: dict[str, Any], extra: dict[str, Any]
 ) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        # What the constructor does not take as an argument belongs to the group (a mark that chooses a rule, say).
-        group = {key: value for key, value in extra.items() if key not in ("params", "param_names")}
-        return cls([{"params": parameters, **group}], **options)
+        return cls([{"params": parameters, **extra}], **options)
 
     return make
+
+
+def _kind(options: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Options that choose the same rule are equal: of numbers it only counts whether they are zero.
+
+    Groups often differ in their learning rates alone, one for every layer.
+    """
+    return [(key, value != 0 if isinstance(value, float) else value) for key, value in sorted(options.items())]
 
 
 def _plain(value: Any) -> Any:

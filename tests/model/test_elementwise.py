@@ -122,3 +122,19 @@ def test_nothing_is_touched():
     assert not optimizer.state
     assert all(torch.equal(p, torch.ones_like(p)) for p in made)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_groups_that_differ_in_numbers_alone_are_tried_once():
+    made = []
+
+    class Counted(torch.optim.SGD):
+        def __init__(self, *args, **options):
+            made.append(self)
+            super().__init__(*args, **options)
+
+    groups = [{"params": [nn.Parameter(torch.ones(4))], "lr": 0.1 * 0.9**index} for index in range(40)]
+    optimizer = Counted([*groups, {"params": [nn.Parameter(torch.ones(4))], "lr": 0.1, "momentum": 0.9}])
+    made.clear()
+    assert whole_tensor_reason(optimizer) is None
+    assert {one.param_groups[0]["momentum"] for one in made} == {0, 0.9}
+    assert len(made) == 2 * 3  # the whole and two halves, for each kind of group
