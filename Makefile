@@ -45,6 +45,8 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.accuracy.memory_limits
 	$(BIN)/python -m benchmarks.planner.tuning
 	$(BIN)/python -m benchmarks.throughput.against_ddp
+	$(BIN)/python -m benchmarks.parity.table
+	$(BIN)/python -m benchmarks.parity.random
 	$(BIN)/python -m benchmarks.report README.md docs/*.md
 
 clean:
