@@ -27,7 +27,7 @@ from lightning_mist.model.kinds import Kinds, cost_keys, group, is_faithful
 from lightning_mist.model.layer_costs import Variants, layer_spec, not_recomputed, run_variants
 from lightning_mist.model.operators import storage_key
 from lightning_mist.model.optimizer import describe_optimizer
-from lightning_mist.model.spec import LayerSpec, ModelSpec, OptimizerSpec, ParameterSpec, TensorSpec
+from lightning_mist.model.spec import LayerSpec, ModelSpec, OptimizerSpec, ParameterSpec, SplitSpec, TensorSpec
 from lightning_mist.model.split_costs import WholeStep, trace_splits
 from lightning_mist.model.step import StepCount, Subject, count_step
 from lightning_mist.model.sweep import Resize, bases, sized
@@ -261,20 +261,7 @@ def trace_model(
         notes += (f"the step reads {traced.guesses} values into Python; branches on them were taken as for False or 1",)
     rows, length = batch_rows(batch), sequence_length(batch)
     parameters = _parameters(module)
-    whole = WholeStep(
-        module=module,
-        batch=batch,
-        module_map=module_map,
-        call=step,
-        context=context,
-        resize=resize,
-        basis=traced.basis,
-        kinds=traced.blocks.kinds,
-        twins=traced.blocks.twins,
-        recomputes=traced.blocks.recompute_failure is None,
-        boundaries=traced.boundaries,
-    )
-    splits, unknown = trace_splits(whole, parameters) if traced.is_fake else ((), _REAL if module_map.splits else ())
+    splits, unknown = _splits(module, batch, module_map, step, context, resize, traced, parameters)
     module_map = replace(module_map, exclusions=(*module_map.exclusions, *unknown))
     return ModelSpec(
         name=type(module).__name__,
@@ -295,6 +282,35 @@ def trace_model(
         splits=splits,
         notes=(*failures, *notes),
     )
+
+
+def _splits(
+    module: nn.Module,
+    batch: Any,
+    module_map: ModuleMap,
+    step: Callable[[Any], Any],
+    context: Callable[[], AbstractContextManager[Any]],
+    resize: Resize | None,
+    traced: _Traced,
+    parameters: tuple[ParameterSpec, ...],
+) -> tuple[tuple[SplitSpec, ...], tuple[Exclusion, ...]]:
+    """What each way to share layers costs, and what is ruled out because it cannot be counted."""
+    if not traced.is_fake:
+        return (), _REAL if module_map.splits else ()
+    whole = WholeStep(
+        module=module,
+        batch=batch,
+        module_map=module_map,
+        call=step,
+        context=context,
+        resize=resize,
+        basis=traced.basis,
+        kinds=traced.blocks.kinds,
+        twins=traced.blocks.twins,
+        recomputes=traced.blocks.recompute_failure is None,
+        boundaries=traced.boundaries,
+    )
+    return trace_splits(whole, parameters)
 
 
 def _optimizer(

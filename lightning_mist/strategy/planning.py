@@ -268,20 +268,7 @@ def decide(
         found = planner.map()
         same_everywhere(found)
         plan, made, found = _plan(planner, found)
-        # Ranks may load batches of different sizes; a plan is for those of rank 0.
-        rows = on_rank_zero(lambda: batch_rows(batch))
-        check_plan(
-            plan, world_size=strategy.world_size, batch_rows=rows, num_layers=len(found.blocks), module_map=found
-        )
-        check_supported(plan, found)
-        if request.memory_limit is not None and (request.plan != "auto" or plan.predicted is None):
-            remark = check_limit(plan, request.memory_limit)
-            if remark is not None:
-                progress.say(remark)
-        _refuse_sharding(plan, plain)
-        if trainer.enable_validation:
-            limit = request.memory_limit or planner.cluster().device.memory_bytes
-            check_evaluation(plan, module, limit)
+        _check(planner, found, plan)
         _self_check(planner, found, plan)
         path = _publish(planner, found, plan, made)
     used = [use.requires_grad and not use.regions for use in found.parameters]
@@ -292,6 +279,23 @@ def decide(
         planning_seconds=perf_counter() - started,
         plan_path=path,
     )
+
+
+def _check(planner: _Planner, found: ModuleMap, plan: Plan) -> None:
+    """Refuse a plan that cannot run here, or not within what may be used."""
+    request, strategy = planner.request, planner.strategy
+    # Ranks may load batches of different sizes; a plan is for those of rank 0.
+    rows = on_rank_zero(lambda: batch_rows(planner.batch))
+    check_plan(plan, world_size=strategy.world_size, batch_rows=rows, num_layers=len(found.blocks), module_map=found)
+    check_supported(plan, found)
+    if request.memory_limit is not None and (request.plan != "auto" or plan.predicted is None):
+        remark = check_limit(plan, request.memory_limit)
+        if remark is not None:
+            planner.progress.say(remark)
+    _refuse_sharding(plan, planner.plain)
+    if planner.trainer.enable_validation:
+        limit = request.memory_limit or planner.cluster().device.memory_bytes
+        check_evaluation(plan, planner.module, limit)
 
 
 def _refuse_sharding(plan: Plan, plain: str | None) -> None:
