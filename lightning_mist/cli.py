@@ -87,7 +87,7 @@ def plan(
     optimizer: str = "AdamW",
     max_stages: int | None = None,
     zero_stages: tuple[int, ...] = (0, 1, 2, 3),
-    tensor_parallel_degrees: tuple[int, ...] | None = (1,),
+    tensor_parallel_degrees: tuple[int, ...] | None = None,
     checkpointing: bool = True,
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1"),
 ) -> None:

@@ -57,7 +57,7 @@ class SearchSpace:
     num_microbatches: tuple[int, ...] | None = None
     devices_per_stage: tuple[int, ...] | None = None
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
-    tensor_parallel_degrees: tuple[int, ...] | None = (1,)
+    tensor_parallel_degrees: tuple[int, ...] | None = None
     sequence_parallel: bool | None = None
     checkpointing: bool = True
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1")
