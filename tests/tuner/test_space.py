@@ -13,7 +13,8 @@ from tests.specs import spec, with_splits
 
 
 def space(layers=4, devices=4, rows=4, *, exclusions=(), **search):
-    return apply(SearchSpace(**search), spec(layers, exclusions=exclusions), devices, rows * devices)
+    limits = {"tensor_parallel_degrees": (1,), **search}
+    return apply(SearchSpace(**limits), spec(layers, exclusions=exclusions), devices, rows * devices)
 
 
 def brute_force(layers, devices, rows, tensor=(1,)):
