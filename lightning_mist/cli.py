@@ -114,6 +114,7 @@ def plan(
     from lightning_mist.tuner import SearchSpace, degrees_to_try, tune
 
     limit = None if memory_limit is None else parse_bytes(memory_limit)
+    sharing = None if tensor_parallel_degrees is None else tuple(tensor_parallel_degrees)
     if global_batch_size < 1:
         raise ValueError(
             f"global_batch_size = {global_batch_size}: at least one row is needed; give the rows of a batch"
@@ -121,7 +122,7 @@ def plan(
     search = SearchSpace(
         max_stages=max_stages,
         zero_stages=tuple(zero_stages),
-        tensor_parallel_degrees=None if tensor_parallel_degrees is None else tuple(tensor_parallel_degrees),
+        tensor_parallel_degrees=sharing,
         checkpointing=checkpointing,
         schedules=tuple(schedules),
     )
@@ -134,16 +135,21 @@ def plan(
     result = tune(
         spec, machine, profile=profile, global_batch_size=global_batch_size, memory_limit=limit, search=search
     )
-    versions = [(name, importlib.metadata.version(name)) for name in ("lightning-mist", "torch")]
-    made_for = fingerprint_of(
-        spec.module_map, world_size=machine.world_size, batch_rows=rows, precision=precision, versions=versions
-    )
-    found = replace(result.plan, fingerprint=made_for.pairs())
+    found = replace(result.plan, fingerprint=_made_for(spec, machine, rows, precision))
     _print(found)
     print("\n" + "\n".join((*split_notes(found, spec.module_map), *result.explain())))
     if out is not None:
         save(found, out)
         print(f"plan written to {out}")
+
+
+def _made_for(spec: "ModelSpec", machine: "Cluster", rows: int, precision: str) -> tuple[tuple[str, str], ...]:
+    """The fingerprint of a plan for a network on a machine."""
+    versions = [(name, importlib.metadata.version(name)) for name in ("lightning-mist", "torch")]
+    made_for = fingerprint_of(
+        spec.module_map, world_size=machine.world_size, batch_rows=rows, precision=precision, versions=versions
+    )
+    return made_for.pairs()
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {"plan": plan, "show": show}

@@ -1,4 +1,4 @@
-"""Seconds from a model's name to a plan for a cluster that is not at hand: tracing, then searching.
+"""Seconds from a model's name to a plan for a cluster that is not at hand: how layers split, tracing, searching.
 
 python -m benchmarks.planner.tuning
 """
@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.hardware import parse_cluster
-from lightning_mist.model import map_module, trace_model
+from lightning_mist.model import derive_splits, map_module, trace_model
 from lightning_mist.model.sources import open_model
 from lightning_mist.runtime.batches import slice_rows
-from lightning_mist.tuner import tune
+from lightning_mist.tuner import SearchSpace, degrees_to_try, tune
 
 CASES = [
     ("gpt3-1.3b", "1x2xL4", 16),
@@ -34,6 +34,10 @@ def measure(name: str, cluster_text: str, global_batch_size: int) -> Sample:
     started = perf_counter()
     source = open_model(name, batch_rows=rows, sequence_length=SEQUENCE_LENGTH, precision=PRECISION)
     found = map_module(source.module, source.call, source.batch, second_batch=slice_rows(source.batch, 0, rows - 1))
+    mapped = perf_counter()
+    degrees = degrees_to_try(SearchSpace(), cluster.devices_per_node)
+    found = derive_splits(source.module, source.call, source.batch, found, degrees)
+    derived = perf_counter()
     spec = trace_model(
         source.module,
         source.batch,
@@ -48,10 +52,12 @@ def measure(name: str, cluster_text: str, global_batch_size: int) -> Sample:
         "model": name,
         "cluster": cluster_text,
         "global_batch_size": global_batch_size,
-        "trace_seconds": traced - started,
+        "split_seconds": derived - mapped,
+        "trace_seconds": traced - derived + mapped - started,
         "search_seconds": perf_counter() - traced,
         "candidates": result.stats.candidates,
         "status": result.status,
+        "gap": result.gap,
         "stages": result.plan.num_stages,
     }
 
@@ -65,7 +71,7 @@ def main() -> None:
     for case in CASES:
         runs = [measure(*case) for _ in range(options.repeats)]
         sample = dict(runs[0])
-        for name in ("trace_seconds", "search_seconds"):
+        for name in ("split_seconds", "trace_seconds", "search_seconds"):
             sample[name] = statistics.median(float(run[name] or 0.0) for run in runs)
         samples.append(sample)
         print(sample, flush=True)

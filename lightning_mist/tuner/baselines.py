@@ -98,7 +98,12 @@ def baselines(
     )
     intra = stages_of(space, spec, cluster, profile, memory_limit)
     even = tuple(count for count in search_space.divisors(cluster.world_size) if 1 < count <= space.max_stages)
-    families = (
+    return tuple(_best(intra, family) for family in _families(even))
+
+
+def _families(even: tuple[int, ...]) -> tuple[_Family, ...]:
+    """What people would choose from, where pipelines may have these numbers of equal stages."""
+    return (
         _Family(name="data parallel", stages=(1,), checkpointed=(0, 0), zero_stages=(0,), cuts_batches=False),
         _Family(
             name="data parallel, all layers recomputed",
@@ -131,7 +136,6 @@ def baselines(
             splits_layers=True,
         ),
     )
-    return tuple(_best(intra, family) for family in families)
 
 
 def _best(intra: IntraStage, family: _Family) -> Baseline:

@@ -9,14 +9,13 @@ more by HiGHS, which starts from that answer. Other schedules are then tried on 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Literal
 
 import numpy as np
 
 from lightning_mist.cost import StageCostModel, predict_with
 from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Checkpointing, Plan, Predicted, StagePlan, ZeroStage
+from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.bound import PRECISION, solve
 from lightning_mist.tuner.infeasible import explain_infeasible
@@ -24,9 +23,10 @@ from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.layout import rank_layout
 from lightning_mist.tuner.problem import Answer, InterStageProblem
+from lightning_mist.tuner.result import Alternative, Status, TuneResult, TuneStats
 from lightning_mist.tuner.space import SearchSpace, Space
 from lightning_mist.tuner.variants import best_variant, refuse_without_variant
-from lightning_mist.units import format_bytes, format_seconds
+from lightning_mist.units import format_bytes
 
 USABLE_MEMORY = 0.8
 """Share of a device's memory that plans use by default. What a prediction leaves out (context, communicators,
@@ -39,95 +39,6 @@ LEAST_GAIN = 0.01
 """Share of the step that another schedule than that of the exact search must gain by the cost model to be chosen: less
 than this lies between runs of one and the same plan (the steps of DDP in the record
 ``throughput-against-ddp_amd-epyc-2-cores_202611.json``, but for one outlier)."""
-
-Status = Literal["optimal", "explored", "time limit"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """A plan of another kind than the chosen one.
-
-    Attributes:
-        name: What distinguishes it, for example ``"2 stages"``.
-        plan: The plan, with its prediction.
-    """
-
-    name: str
-    plan: Plan
-
-    @property
-    def predicted(self) -> Predicted:
-        """Its predicted seconds and bytes."""
-        assert self.plan.predicted is not None
-        return self.plan.predicted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneStats:
-    """How the search went.
-
-    Attributes:
-        seconds: Seconds of the whole search.
-        candidates: Stage candidates whose seconds and bytes were computed.
-        pipelines: Pairs of stage and microbatch counts in the search space.
-        solved: Pairs that had to be solved.
-    """
-
-    seconds: float
-    candidates: int
-    pipelines: int
-    solved: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneResult:
-    """The best plan and why.
-
-    Attributes:
-        plan: The plan, with its prediction.
-        status: ``"optimal"`` if no plan of the search space under the schedule of the exact search is faster by the
-            cost model, and no other schedule gains on the pipelines tried; ``"explored"`` if another schedule gained:
-            it is the fastest that was tried; ``"time limit"`` if time was up before a proof.
-        bound: No plan under the schedule of the exact search (1F1B or GPipe) takes fewer seconds by the cost model.
-        gap: ``(predicted - bound) / predicted``, 0 if the plan's other schedule takes less than the bound.
-        predicted: Predicted seconds and bytes of the plan.
-        alternatives: Plans of other numbers of stages, fastest first: one, half as many, one less, one more, twice as
-            many; each the best of its number if there was time.
-        stats: How the search went.
-        notes: What was ruled out and why, and where numbers come from, for people.
-    """
-
-    plan: Plan
-    status: Status
-    bound: float
-    gap: float
-    predicted: Predicted
-    alternatives: tuple[Alternative, ...]
-    stats: TuneStats
-    notes: tuple[str, ...]
-
-    def explain(self) -> tuple[str, ...]:
-        """Why this plan: lines for people."""
-        proof = {
-            "optimal": "no plan of the search space is faster by the cost model",
-            "explored": f"{self.plan.schedule} gains on the pipelines that it was tried on; others may gain more",
-            "time limit": f"time was up; a plan could be faster by at most {self.gap:.1%}",
-        }[self.status]
-        lines = [
-            f"chosen among {self.stats.candidates} stage candidates in {self.stats.pipelines} pipelines: {proof}",
-            *(_compare(item, self.predicted.step_seconds) for item in self.alternatives),
-            *self.notes,
-        ]
-        return tuple(lines)
-
-
-def _compare(item: Alternative, seconds: float) -> str:
-    slower = item.predicted.step_seconds / seconds - 1
-    peak = max(stage.peak_bytes for stage in item.predicted.stages)
-    return (
-        f"{item.name} instead: {format_seconds(item.predicted.step_seconds)} per step ({slower:+.1%}), "
-        f"peak {format_bytes(peak)}"
-    )
 
 
 def tune(
@@ -156,9 +67,8 @@ def tune(
     """
     began = perf_counter()
     search = search or SearchSpace()
-    space = search_space.apply(
-        search, spec, cluster.world_size, global_batch_size, devices_per_node=cluster.devices_per_node
-    )
+    near = cluster.devices_per_node
+    space = search_space.apply(search, spec, cluster.world_size, global_batch_size, devices_per_node=near)
     intra = stages_of(space, spec, cluster, profile, memory_limit)
     model, limit = intra.model, intra.memory_limit
     outcome = _search(intra, space, began + search.solver_seconds)

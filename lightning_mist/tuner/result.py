@@ -1,0 +1,96 @@
+"""What a search found, and how to say why."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_mist.plan import Plan, Predicted
+from lightning_mist.units import format_bytes, format_seconds
+
+Status = Literal["optimal", "explored", "time limit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A plan of another kind than the chosen one.
+
+    Attributes:
+        name: What distinguishes it, for example ``"2 stages"``.
+        plan: The plan, with its prediction.
+    """
+
+    name: str
+    plan: Plan
+
+    @property
+    def predicted(self) -> Predicted:
+        """Its predicted seconds and bytes."""
+        assert self.plan.predicted is not None
+        return self.plan.predicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneStats:
+    """How the search went.
+
+    Attributes:
+        seconds: Seconds of the whole search.
+        candidates: Stage candidates whose seconds and bytes were computed.
+        pipelines: Pairs of stage and microbatch counts in the search space.
+        solved: Pairs that had to be solved.
+    """
+
+    seconds: float
+    candidates: int
+    pipelines: int
+    solved: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneResult:
+    """The best plan and why.
+
+    Attributes:
+        plan: The plan, with its prediction.
+        status: ``"optimal"`` if no plan of the search space under the schedule of the exact search is faster by the
+            cost model, and no other schedule gains on the pipelines tried; ``"explored"`` if another schedule gained:
+            it is the fastest that was tried; ``"time limit"`` if time was up before a proof.
+        bound: No plan under the schedule of the exact search (1F1B or GPipe) takes fewer seconds by the cost model.
+        gap: ``(predicted - bound) / predicted``, 0 if the plan's other schedule takes less than the bound.
+        predicted: Predicted seconds and bytes of the plan.
+        alternatives: Plans of other numbers of stages, fastest first: one, half as many, one less, one more, twice as
+            many; each the best of its number if there was time.
+        stats: How the search went.
+        notes: What was ruled out and why, and where numbers come from, for people.
+    """
+
+    plan: Plan
+    status: Status
+    bound: float
+    gap: float
+    predicted: Predicted
+    alternatives: tuple[Alternative, ...]
+    stats: TuneStats
+    notes: tuple[str, ...]
+
+    def explain(self) -> tuple[str, ...]:
+        """Why this plan: lines for people."""
+        proof = {
+            "optimal": "no plan of the search space is faster by the cost model",
+            "explored": f"{self.plan.schedule} gains on the pipelines that it was tried on; others may gain more",
+            "time limit": f"time was up; a plan could be faster by at most {self.gap:.1%}",
+        }[self.status]
+        lines = [
+            f"chosen among {self.stats.candidates} stage candidates in {self.stats.pipelines} pipelines: {proof}",
+            *(_compare(item, self.predicted.step_seconds) for item in self.alternatives),
+            *self.notes,
+        ]
+        return tuple(lines)
+
+
+def _compare(item: Alternative, seconds: float) -> str:
+    slower = item.predicted.step_seconds / seconds - 1
+    peak = max(stage.peak_bytes for stage in item.predicted.stages)
+    return (
+        f"{item.name} instead: {format_seconds(item.predicted.step_seconds)} per step ({slower:+.1%}), "
+        f"peak {format_bytes(peak)}"
+    )
