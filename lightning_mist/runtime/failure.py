@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import traceback
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -35,6 +36,23 @@ def _end_process(report: str) -> None:
     print(report, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
+
+
+def second_connection(store: Any) -> Any:
+    """The same keys through a connection of its own, where a store cannot do that itself (``Store.clone``, torch 2.8).
+
+    Ranks that share the keys of ``store`` share those of the result. Stores without a server are no connections: they
+    are returned as they are.
+    """
+    stores: Any = dist  # whose stubs do not name what it exports
+    inner = store
+    while isinstance(inner, stores.PrefixStore):
+        inner = inner.underlying_store
+    if not isinstance(inner, stores.TCPStore):
+        return store
+    # What the prefixes are torch does not tell: a name of these keys, from whoever comes first, stands for them.
+    name = store.compare_set("lightning_mist/name", "", uuid.uuid4().hex).decode()
+    return stores.PrefixStore(name, stores.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False))
 
 
 class FailureWatcher:
@@ -63,7 +81,7 @@ class FailureWatcher:
         self._rank, self._end = rank, end
         self._poll_seconds, self._grace_seconds = poll_seconds, grace_seconds
         # Requests of one connection wait for each other, and the main thread's may be waiting for a peer.
-        self._store = store.clone()
+        self._store = store.clone() if hasattr(store, "clone") else second_connection(store)
         self._store.set_timeout(_STORE_TIMEOUT)
         number = self._store.add(f"lightning_mist/watchers/{rank}", 1)
         self._key = f"lightning_mist/failure/{number}"

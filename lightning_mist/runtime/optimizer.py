@@ -66,7 +66,7 @@ def restrict_optimizer(
     """Let an optimizer update only the parameters in ``owned``.
 
     Groups are edited in place, so that learning-rate schedulers keep their hold on them; a group may become empty.
-    State of other parameters is dropped.
+    State of other parameters is dropped, and so is what state of whole parameters says of other ranks' parts.
 
     Args:
         optimizer: The user's optimizer.
@@ -84,6 +84,10 @@ def restrict_optimizer(
             ]
     for parameter in [parameter for parameter in optimizer.state if parameter not in keep]:
         del optimizer.state[parameter]
+    for parameter, part in (parts or {}).items():
+        if parameter in optimizer.state:
+            # Some optimizers (Adagrad) have state from the start, of the parameter as a whole.
+            optimizer.state[parameter] = dict(_take_part(optimizer.state[parameter], part))
     return OptimizerCut(optimizer=optimizer, groups=groups, names=names, parts=parts or {})
 
 

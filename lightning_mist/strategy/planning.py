@@ -29,6 +29,7 @@ from lightning_mist.plan import (
     from_json,
     load,
     render,
+    row_slice,
     save,
     split_notes,
     to_json,
@@ -312,8 +313,7 @@ def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None,
         plan = from_json(read)
         for line in differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found)):
             planner.progress.say(line)
-        if plan.num_microbatches > 1 or any(stage.microbatch_size > 1 for stage in plan.stages):
-            _refuse_unsafe_cuts(planner, found, plan)
+        _refuse_unsafe_cuts(planner, found, plan)
         return plan, None, planner.split(found, degrees_of(plan))
     if not planner.module.automatic_optimization:
         return _data_parallel(planner), None, found
@@ -338,16 +338,19 @@ def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None,
 
 
 def _refuse_unsafe_cuts(planner: _Planner, found: ModuleMap, plan: Plan) -> None:
-    rows = batch_rows(planner.batch)
-    if rows is not None and max(stage.microbatch_size for stage in plan.stages) >= rows:
+    # Decided by the plan alone: every rank must come to `on_rank_zero`, whatever the size of its own batch.
+    parts = max(row_slice(plan, rank, 0).parts for rank in range(plan.world_size))
+    if parts == 1:
         return  # nobody's batch is cut
 
     def check() -> None:
         reasons = planner.with_invariance(found).excludes("microbatches")
         if reasons:
+            rows = batch_rows(planner.batch)
             raise PlanError(
-                f"the plan cuts a batch of {rows} rows into parts of {plan.stages[0].microbatch_size}, but "
-                f"{'; '.join(reasons)}. Use microbatch_size = {rows} on every stage"
+                f"the plan cuts the batch of a process{'' if rows is None else f' of {rows} rows'} into up to {parts} "
+                f"parts, but {'; '.join(reasons)}. Use a plan whose stages all take whole batches: microbatch_size = "
+                f"{rows or 1}"
             )
 
     on_rank_zero(check)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_mist.runtime.failure import FailureWatcher, start_watcher
+from lightning_mist.runtime.failure import FailureWatcher, second_connection, start_watcher
 
 WAITS_FOREVER = """
 import sys, torch, torch.distributed as dist
@@ -99,6 +99,26 @@ def test_a_store_that_has_ended_is_a_failure():
     assert "the process that holds the store of all ranks has ended" in end.wait()
     watcher.report(ValueError("too late to be heard"))
     watcher.stop()
+
+
+def test_a_second_connection_has_the_same_keys():
+    """What a store without ``clone`` is given."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    first, second, other = (
+        second_connection(dist.PrefixStore("outer", dist.PrefixStore(prefix, store)))
+        for prefix, store in (("run 1", server), ("run 1", client), ("run 2", client))
+    )
+    first.set("key", "value")
+    assert second.check(["key"])
+    assert not other.check(["key"])
+    inner = second.underlying_store
+    assert isinstance(inner, dist.TCPStore)
+    assert inner is not client
+
+
+def test_a_store_without_a_server_is_its_own_connection(store):
+    assert second_connection(store) is store
 
 
 @pytest.mark.usefixtures("single_rank")

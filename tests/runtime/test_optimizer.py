@@ -222,6 +222,22 @@ def test_state_of_parts_is_the_state_of_the_whole(name):
     assert set(cuts[0].optimizer.state) == set(modules[0].parameters()) - set(parts[0])
 
 
+def test_state_from_the_start_becomes_that_of_a_part():
+    """Adagrad makes its state at once, when parameters are still whole."""
+    _, modules, parts = _split_modules()
+    module, mine = modules[1], parts[1]
+    for parameter, part in mine.items():
+        parameter.data = torch.zeros(part.shape)
+    optimizer = OPTIMIZERS["adagrad"](_groups(module))
+    cut = restrict_optimizer(optimizer, list(module.parameters()), mine)
+    for parameter, part in mine.items():
+        parameter.data = part.take(parameter.detach())
+        assert optimizer.state[parameter]["sum"].shape == parameter.shape
+    assert optimizer.state[module[2].weight]["sum"].shape == (30,)
+    _give_gradients(module, 0, mine)
+    cut.optimizer.step()
+
+
 def test_parts_that_the_optimizer_does_not_know_have_no_state():
     """Frozen parameters are shared out too."""
     _, modules, parts = _split_modules()
