@@ -22,8 +22,8 @@ class HeldParameter:
     Attributes:
         name: Canonical qualified name.
         stages: Sorted stages that hold a copy; of chunks that share their devices the first names them all.
-        owners: For each of these stages, the data-parallel index that updates it under ZeRO-1 (and that speaks for the
-            stage when copies are summed over stages or gathered); 0 where the stage does not shard.
+        owners: For each of these stages, the data-parallel index that updates it from ZeRO-1 on (and that speaks for
+            the stage when copies are summed over stages or gathered); 0 where the stage does not shard.
         requires_grad: Whether it is trained.
     """
 
@@ -70,7 +70,7 @@ class Mesh:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the stage's data-parallel ranks update different parameters (ZeRO-1)."""
+        """Whether the stage's data-parallel ranks update different parameters (from ZeRO-1 on)."""
         return self.plan.stages[self.stage].zero_stage >= ZeroStage.OPTIMIZER and len(self.peers) > 1
 
     @property

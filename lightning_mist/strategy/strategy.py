@@ -36,9 +36,9 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 class MistBase(_Base):
     """Trains as DDP would, on a plan that fits and is fast.
 
-    At the first ``fit`` the model and the machine are profiled, a plan is chosen (pipeline stages, data parallelism,
-    sharding and activation checkpointing together) and the module is trained by it, unmodified. Samples per optimizer
-    step, logged values and checkpoints are those of DDP.
+    At the first ``fit`` the model and the machine are profiled, a plan is chosen (pipeline stages, data and tensor
+    parallelism, sharding and activation checkpointing together) and the module is trained by it, unmodified. Samples
+    per optimizer step, logged values and checkpoints are those of DDP.
 
     Args:
         accelerator: Lightning's accelerator; set by the Trainer.
@@ -299,7 +299,7 @@ class MistBase(_Base):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
-        """Step the owned parameters and, under ZeRO-1, distribute what was updated."""
+        """Step the owned parameters and, under ZeRO-1 and ZeRO-2, distribute what was updated."""
         assert self._monitor is not None
         with self._monitor.step(optimizer):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
