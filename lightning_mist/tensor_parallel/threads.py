@@ -1,4 +1,8 @@
-"""Ranks as threads of one process, for checks and tests: one runs at a time, and all have a generator of their own."""
+"""Ranks as threads of one process, for checks and tests: one runs at a time, and all have a generator of their own.
+
+So with torch's default floating-point type, which belongs to the process: a step that sets it for its duration (as
+Lightning's true half and double precision do) is interrupted by other ranks' steps.
+"""
 
 import threading
 from collections.abc import Callable
@@ -24,6 +28,7 @@ class _Ranks:
         self.size, self.turn = size, 0
         self.condition = threading.Condition()
         self.states = [torch.get_rng_state() for _ in range(size)]
+        self.dtypes = [torch.get_default_dtype()] * size
         self.arrived: dict[int, tuple[tuple[object, ...], Tensor]] = {}
         self.results: dict[int, Tensor] = {}
         self.finished: set[int] = set()
@@ -36,10 +41,11 @@ class _Ranks:
         if self.error is not None:
             raise _AbandonedError
         torch.set_rng_state(self.states[rank])
+        torch.set_default_dtype(self.dtypes[rank])
 
     def pass_on(self, rank: int) -> None:
         """Let the next rank run that can. The condition must be held."""
-        self.states[rank] = torch.get_rng_state()
+        self.states[rank], self.dtypes[rank] = torch.get_rng_state(), torch.get_default_dtype()
         waiting = set(self.arrived) - set(self.results)
         able = [(rank + step) % self.size for step in range(1, self.size + 1)]
         able = [other for other in able if other not in self.finished and other not in waiting]
@@ -116,8 +122,8 @@ def run_ranks(size: int, function: Callable[[ThreadGroup], Result]) -> list[Resu
     """Call a function for every rank, each in its own thread, and return the results in order.
 
     Exactly one rank runs at any time; it changes at collectives. Every rank begins with the state that torch's default
-    generator has now and goes on from there for itself; the caller's generator is left as it was. Whether gradients
-    are enabled is the caller's.
+    generator has now and goes on from there for itself; the caller's generator is left as it was. The same goes for the
+    default floating-point type. Whether gradients are enabled is the caller's.
 
     Args:
         size: Number of ranks.
@@ -127,7 +133,7 @@ def run_ranks(size: int, function: Callable[[ThreadGroup], Result]) -> list[Resu
         PlanError: If the ranks make different collectives.
     """
     ranks, results = _Ranks(size), dict[int, Result]()
-    state, has_grad = torch.get_rng_state(), torch.is_grad_enabled()
+    state, dtype, has_grad = torch.get_rng_state(), torch.get_default_dtype(), torch.is_grad_enabled()
 
     def run(rank: int) -> None:
         try:
@@ -153,6 +159,7 @@ def run_ranks(size: int, function: Callable[[ThreadGroup], Result]) -> list[Resu
             thread.join()
     finally:
         torch.set_rng_state(state)
+        torch.set_default_dtype(dtype)
     if ranks.error is not None:
         raise ranks.error
     return [results[rank] for rank in range(size)]

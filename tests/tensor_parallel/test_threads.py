@@ -93,3 +93,33 @@ def test_a_tensor_of_another_rank_is_refused():
 
     with pytest.raises(PlanError, match="rank 1 computes with a tensor that belongs to rank 0"):
         run_ranks(2, function)
+
+
+def test_every_rank_has_a_default_type_of_its_own():
+    """Steps in true double precision set it while they run, and give way to each other at collectives."""
+
+    def step(group):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if group.rank else torch.float16)
+        seen = [torch.zeros(()).dtype]
+        group.all_reduce(torch.zeros(1, dtype=torch.float32))
+        seen.append(torch.zeros(()).dtype)
+        torch.set_default_dtype(before)
+        return before, seen
+
+    own = torch.get_default_dtype()
+    first, *others = run_ranks(3, step)
+    assert torch.get_default_dtype() is own
+    assert first == (own, [torch.float16] * 2)
+    assert others == [(own, [torch.float64] * 2)] * 2
+
+
+def test_the_default_type_survives_a_step_that_fails():
+    def step(group):
+        torch.set_default_dtype(torch.float64)
+        group.all_reduce(torch.zeros(1 + group.rank))
+
+    own = torch.get_default_dtype()
+    with pytest.raises(PlanError, match="different collectives"):
+        run_ranks(2, step)
+    assert torch.get_default_dtype() is own
