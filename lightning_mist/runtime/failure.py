@@ -85,7 +85,7 @@ class FailureWatcher:
         self._store.set_timeout(_STORE_TIMEOUT)
         number = self._store.add(f"lightning_mist/watchers/{rank}", 1)
         self._key = f"lightning_mist/failure/{number}"
-        self._stopped = threading.Event()
+        self._stopped, self._is_work_done = threading.Event(), False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="lightning-mist-failures", daemon=True)
         self._thread.start()
@@ -98,6 +98,10 @@ class FailureWatcher:
                 self._store.compare_set(self._key, "", f"rank {self._rank}: {text}")
         except dist.DistError:
             return  # the store has ended with its process, and the others' watchers see that too
+
+    def work_is_done(self) -> None:
+        """From now on the store may go with its process, whose rank may have ended well before this one does."""
+        self._is_work_done = True
 
     def stop(self) -> None:
         """Watch no longer; this rank has ended what the others could wait for, or has failed itself."""
@@ -124,6 +128,8 @@ class FailureWatcher:
                     return None
                 return str(self._store.get(self._key).decode())
         except dist.DistError as error:
+            if self._is_work_done:
+                return None
             return f"the process that holds the store of all ranks has ended ({error})"
 
 

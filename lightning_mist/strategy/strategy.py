@@ -313,6 +313,8 @@ class MistBase(_Base):
         super().on_train_end()
         if self._monitor is not None:
             self._monitor.finish()
+        if self._watcher is not None:
+            self._watcher.work_is_done()
 
     def on_validation_start(self) -> None:
         """Evaluation inside ``fit`` runs on the whole module, as under DDP."""

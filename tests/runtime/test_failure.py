@@ -151,3 +151,15 @@ def test_a_rank_in_a_collective_that_never_ends_is_ended():
         second.kill()
         first.communicate()
         second.communicate()
+
+
+def test_a_store_may_end_once_the_work_is_done():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    end = Ended()
+    watcher = FailureWatcher(client, 1, end=end, poll_seconds=60, grace_seconds=0.01)
+    watcher.work_is_done()
+    del server
+    assert watcher._look() is None
+    watcher.stop()
+    assert end.said == []
