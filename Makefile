@@ -43,6 +43,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.hardware.profile
 	$(BIN)/python -m benchmarks.accuracy.predicted_vs_measured
 	$(BIN)/python -m benchmarks.accuracy.memory_limits
+	$(BIN)/python -m benchmarks.accuracy.larger_than_memory
 	$(BIN)/python -m benchmarks.planner.tuning
 	$(BIN)/python -m benchmarks.throughput.against_ddp
 	$(BIN)/python -m benchmarks.parity.table

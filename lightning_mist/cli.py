@@ -115,10 +115,6 @@ def plan(
 
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     sharing = None if tensor_parallel_degrees is None else tuple(tensor_parallel_degrees)
-    if global_batch_size < 1:
-        raise ValueError(
-            f"global_batch_size = {global_batch_size}: at least one row is needed; give the rows of a batch"
-        )
     search = SearchSpace(
         max_stages=max_stages,
         zero_stages=tuple(zero_stages),
@@ -127,20 +123,26 @@ def plan(
         schedules=tuple(schedules),
     )
     machine = _cluster(cluster)
-    rows = max(1, global_batch_size // machine.world_size)
+    rows = _rows_of_each(global_batch_size, machine)
     degrees = degrees_to_try(search, machine.devices_per_node)
     spec = _trace(model, rows=rows, seq_len=seq_len, precision=precision, optimizer=optimizer, degrees=degrees)
     profile = _measured(machine, precision) if _is_local(cluster) else None
     _say(f"searching plans for {spec.num_layers} layers on {machine.world_size} devices")
-    result = tune(
-        spec, machine, profile=profile, global_batch_size=global_batch_size, memory_limit=limit, search=search
-    )
+    size = global_batch_size
+    result = tune(spec, machine, profile=profile, global_batch_size=size, memory_limit=limit, search=search)
     found = replace(result.plan, fingerprint=_made_for(spec, machine, rows, precision))
     _print(found)
     print("\n" + "\n".join((*split_notes(found, spec.module_map), *result.explain())))
     if out is not None:
         save(found, out)
         print(f"plan written to {out}")
+
+
+def _rows_of_each(global_batch_size: int, machine: "Cluster") -> int:
+    """Rows that each device loads."""
+    if global_batch_size < 1:
+        raise ValueError(f"global_batch_size = {global_batch_size}: at least one row is needed; give a batch's rows")
+    return max(1, global_batch_size // machine.world_size)
 
 
 def _made_for(spec: "ModelSpec", machine: "Cluster", rows: int, precision: str) -> tuple[tuple[str, str], ...]:

@@ -1,7 +1,7 @@
 """What to run: a plan is frozen data. No torch, no Lightning."""
 
 from lightning_mist.plan.codec import from_json, load, save, to_json
-from lightning_mist.plan.fingerprint import Fingerprint, check_plan, differences, fingerprint_of
+from lightning_mist.plan.fingerprint import Fingerprint, check_plan, check_split, differences, fingerprint_of
 from lightning_mist.plan.memory import Checkpointing, OffloadRatios
 from lightning_mist.plan.module_map import BlockOutput, Exclusion, Feature, LiveTensor, ModuleMap, ParameterUse
 from lightning_mist.plan.parallelism import StageMesh, ZeroStage
@@ -33,6 +33,7 @@ __all__ = [
     "TensorSplit",
     "ZeroStage",
     "check_plan",
+    "check_split",
     "describe_changes",
     "differences",
     "fingerprint_of",

@@ -197,7 +197,7 @@ def check_plan(plan: Plan, *, world_size: int, batch_rows: int | None, num_layer
         )
     _check_exclusions(plan, parts, module_map)
     for index, stage in enumerate(plan.stages):
-        _check_split(index, stage, module_map)
+        check_split(index, stage, module_map)
 
 
 def _parts(plan: Plan) -> tuple[int, ...]:
@@ -228,17 +228,24 @@ def _check_exclusions(plan: Plan, parts: tuple[int, ...], module_map: ModuleMap)
             raise PlanError(f"the plan has {text}, which this module rules out: {'; '.join(reasons)}; {way_out}")
 
 
-def _check_split(index: int, stage: StagePlan, module_map: ModuleMap) -> None:
-    """Refuse a tensor-parallel degree, or sequence parallelism, that was not shown to compute the same."""
+def check_split(index: int, stage: StagePlan, module_map: ModuleMap) -> None:
+    """Refuse a tensor-parallel degree, or sequence parallelism, that was not shown to compute the same.
+
+    Args:
+        index: Index of the stage.
+        stage: The stage.
+        module_map: Says how the module may be split.
+
+    Raises:
+        PlanError: With the reason why the module cannot be split so, and what it allows.
+    """
     mesh = stage.mesh
     try:
         split = module_map.split(mesh.tensor_parallel_degree)
     except PlanError as error:
-        raise PlanError(f"stages[{index}]: {error}") from error
+        raise PlanError(f"stages[{index}].{error}") from None
     if mesh.sequence_parallel and not split.sequence:
         why = "; ".join(module_map.excludes("sequence"))
         why = why or "; ".join(note for note in split.notes if "sequence" in note)
-        raise PlanError(
-            f"stages[{index}]: sequence_parallel with tensor_parallel_degree = {mesh.tensor_parallel_degree}: "
-            f"{why or 'this module was not shown to compute the same with it'}; use sequence_parallel = false"
-        )
+        why = why or "this module was not shown to compute the same with it"
+        raise PlanError(f"stages[{index}].sequence_parallel = True: {why}; use sequence_parallel=False")

@@ -1,7 +1,7 @@
 """What this version can run; everything else a plan may say is refused."""
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import ModuleMap, Plan, StagePlan
+from lightning_mist.plan import ModuleMap, Plan, StagePlan, check_split
 
 
 def check_supported(plan: Plan, module_map: ModuleMap) -> None:
@@ -21,18 +21,7 @@ def check_supported(plan: Plan, module_map: ModuleMap) -> None:
         )
     for index, stage in enumerate(plan.stages):
         _check_stage(index, stage)
-        _check_split(index, stage, module_map)
-
-
-def _check_split(index: int, stage: StagePlan, module_map: ModuleMap) -> None:
-    mesh = stage.mesh
-    try:
-        split = module_map.split(mesh.tensor_parallel_degree)
-    except PlanError as error:
-        raise PlanError(f"stages[{index}].{error}") from None
-    if mesh.sequence_parallel and not split.sequence:
-        why = "; ".join(module_map.excludes("sequence")) or "no layer's hidden states have a sequence to share out"
-        raise PlanError(f"stages[{index}].sequence_parallel = True: {why}; use sequence_parallel=False")
+        check_split(index, stage, module_map)
 
 
 def _check_stage(index: int, stage: StagePlan) -> None:

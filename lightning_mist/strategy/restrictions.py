@@ -75,3 +75,15 @@ def check_limit(plan: Plan, limit: int) -> str | None:
             f"memory_limit is {format_bytes(limit)} per device. Raise memory_limit, or let plan='auto' make one for it"
         )
     return None
+
+
+def refuse_what_is_not_there(save_distributed_checkpoint: bool, host_memory_limit: str | int | None) -> None:
+    """Refuse arguments of the strategy that ask for what it cannot do yet.
+
+    Raises:
+        ValueError: Naming the argument.
+    """
+    if save_distributed_checkpoint:
+        raise ValueError("save_distributed_checkpoint=True: checkpoints are single files; leave it False")
+    if host_memory_limit is not None:
+        raise ValueError(f"host_memory_limit={host_memory_limit!r}: nothing is offloaded yet; leave it out")

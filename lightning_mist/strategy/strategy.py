@@ -21,7 +21,7 @@ from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.namespace import Namespace, namespace
 from lightning_mist.strategy.precision import attach_engine
 from lightning_mist.strategy.report import RunReport
-from lightning_mist.strategy.restrictions import whole_module_reason
+from lightning_mist.strategy.restrictions import refuse_what_is_not_there, whole_module_reason
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.units import parse_bytes
 
@@ -113,7 +113,7 @@ class MistBase(_Base):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
-        _refuse_what_is_not_there(save_distributed_checkpoint, host_memory_limit)
+        refuse_what_is_not_there(save_distributed_checkpoint, host_memory_limit)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -379,13 +379,6 @@ class MistBase(_Base):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Do nothing: the names are registered when Lightning is imported."""
-
-
-def _refuse_what_is_not_there(save_distributed_checkpoint: bool, host_memory_limit: str | int | None) -> None:
-    if save_distributed_checkpoint:
-        raise ValueError("save_distributed_checkpoint=True: checkpoints are single files; leave it False")
-    if host_memory_limit is not None:
-        raise ValueError(f"host_memory_limit={host_memory_limit!r}: nothing is offloaded yet; leave it out")
 
 
 def build(root: str, module: str) -> type[MistBase]:

@@ -65,8 +65,7 @@ def tune(
         PlanError: If the batch does not come in equal parts from the devices.
         ProfileError: If the profile lacks what the cost model needs.
     """
-    began = perf_counter()
-    search = search or SearchSpace()
+    began, search = perf_counter(), search or SearchSpace()
     near = cluster.devices_per_node
     space = search_space.apply(search, spec, cluster.world_size, global_batch_size, devices_per_node=near)
     intra = stages_of(space, spec, cluster, profile, memory_limit)

@@ -200,7 +200,7 @@ def test_a_degree_that_was_checked_may_share_layers():
         (
             3,
             {"splits": (SPLIT,), "unsplit": ((3, "4 heads, which 3 does not divide"),)},
-            r"stages\[0\]: tensor_parallel_degree = 3: 4 heads, which 3 does not divide; "
+            r"stages\[0\]\.tensor_parallel_degree = 3: 4 heads, which 3 does not divide; "
             r"use tensor_parallel_degree = 1 or 2$",
         ),
         (2, {}, r"it was not shown that 2 devices that share layers compute the same; use tensor_parallel_degree = 1$"),
@@ -223,5 +223,7 @@ def test_a_degree_that_was_not_shown_to_compute_the_same_is_refused(degree, chan
 def test_parts_of_sequences_that_were_not_shown_to_compute_the_same_are_refused(changes, why):
     found = replace(module_map(), **{"splits": (replace(SPLIT, sequence=()),), **changes})
     fit(shared_plan(), module_map=found)
-    with pytest.raises(PlanError, match=rf"sequence_parallel with .* = 2: .*{why}; use sequence_parallel = false"):
+    with pytest.raises(
+        PlanError, match=rf"stages\[0\]\.sequence_parallel = True: .*{why}; use sequence_parallel=False"
+    ):
         fit(shared_plan(sequence=True), module_map=found)
