@@ -19,9 +19,9 @@ from lightning_mist.cost.compile import IntArray
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
+from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.layout import rank_layout
 from lightning_mist.tuner.space import SearchSpace, Shape
 from lightning_mist.tuner.tune import stages_of
 from lightning_mist.units import format_bytes

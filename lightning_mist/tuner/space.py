@@ -15,8 +15,8 @@ from math import gcd
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Feature, ModuleMap, ScheduleName, StageMesh
+from lightning_mist.plan.layout import longest_chain
 from lightning_mist.plan.plan import SCHEDULES
-from lightning_mist.tuner.layout import longest_chain
 
 _FEATURE_WORDS: dict[Feature, str] = {
     "pipeline": "several pipeline stages",

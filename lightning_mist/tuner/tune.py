@@ -16,12 +16,12 @@ from lightning_mist.cost import StageCostModel, predict_with
 from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
+from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.bound import PRECISION, solve
 from lightning_mist.tuner.infeasible import explain_infeasible
 from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.layout import rank_layout
 from lightning_mist.tuner.problem import Answer, InterStageProblem
 from lightning_mist.tuner.result import Alternative, Status, TuneResult, TuneStats
 from lightning_mist.tuner.space import SearchSpace, Space

@@ -7,9 +7,9 @@ from lightning_mist.cost import StageCostModel, predict, predict_with
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, row_slice, to_json
+from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner import SearchSpace, tune
 from lightning_mist.tuner.bound import PRECISION
-from lightning_mist.tuner.layout import rank_layout
 from lightning_mist.tuner.space import apply
 from tests.specs import cluster, profile, spec, with_splits
 

@@ -1,0 +1,93 @@
+"""``lightning-mist plan``: a plan made without the machine it is for."""
+
+import importlib.metadata
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lightning_mist.cli.machine import is_local, measured_profile, open_cluster
+from lightning_mist.cli.network import trace_network
+from lightning_mist.cli.output import say, show_plan
+from lightning_mist.plan import ScheduleName, fingerprint_of, save, split_notes
+from lightning_mist.units import parse_bytes
+
+if TYPE_CHECKING:
+    from lightning_mist.hardware import Cluster
+    from lightning_mist.model import ModelSpec
+
+
+def plan(
+    model: str,
+    cluster: str,
+    global_batch_size: int,
+    seq_len: int | None = None,
+    precision: str = "32-true",
+    memory_limit: str | None = None,
+    out: str | None = None,
+    optimizer: str = "AdamW",
+    max_stages: int | None = None,
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3),
+    tensor_parallel_degrees: tuple[int, ...] | None = None,
+    checkpointing: bool = True,
+    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1"),
+) -> None:
+    """Find the fastest plan that fits, by the cost model.
+
+    Args:
+        model: A preset such as gpt3-22b, the path of a Hugging Face config.json, or package.module:function, whose
+            function returns a module with a training_step and a batch for it.
+        cluster: Such as 4x8xL4 (nodes x devices x device), a cluster.yaml, or "local" for this machine, measured;
+            "local:4" for four processes on it.
+        global_batch_size: Rows that one batch brings over all devices.
+        seq_len: Tokens per row, for presets and configurations.
+        precision: Lightning's name of the precision, such as bf16-mixed.
+        memory_limit: The most memory of each device that the plan may use, such as 22GiB.
+        out: Where to write the plan file.
+        optimizer: Class in torch.optim.
+        max_stages: The most pipeline stages.
+        zero_stages: Which ZeRO stages may be used.
+        tensor_parallel_degrees: How many devices of a node may share every layer, 1 among them; null for all that the
+            module allows.
+        checkpointing: Whether layers may be recomputed in backward.
+        schedules: Pipeline schedules to choose from, of 1f1b, gpipe, interleaved-1f1b and zb-h1.
+    """
+    from lightning_mist.tuner import SearchSpace, degrees_to_try, tune
+
+    limit = None if memory_limit is None else parse_bytes(memory_limit)
+    sharing = None if tensor_parallel_degrees is None else tuple(tensor_parallel_degrees)
+    search = SearchSpace(
+        max_stages=max_stages,
+        zero_stages=tuple(zero_stages),
+        tensor_parallel_degrees=sharing,
+        checkpointing=checkpointing,
+        schedules=tuple(schedules),
+    )
+    machine = open_cluster(cluster)
+    rows = rows_of_each(global_batch_size, machine)
+    degrees = degrees_to_try(search, machine.devices_per_node)
+    spec = trace_network(model, rows=rows, seq_len=seq_len, precision=precision, optimizer=optimizer, degrees=degrees)
+    profile = measured_profile(machine, precision) if is_local(cluster) else None
+    say(f"searching plans for {spec.num_layers} layers on {machine.world_size} devices")
+    size = global_batch_size
+    result = tune(spec, machine, profile=profile, global_batch_size=size, memory_limit=limit, search=search)
+    found = replace(result.plan, fingerprint=_made_for(spec, machine, rows, precision))
+    show_plan(found)
+    print("\n" + "\n".join((*split_notes(found, spec.module_map), *result.explain())))
+    if out is not None:
+        save(found, out)
+        print(f"plan written to {out}")
+
+
+def rows_of_each(global_batch_size: int, machine: "Cluster") -> int:
+    """Rows that each device loads."""
+    if global_batch_size < 1:
+        raise ValueError(f"global_batch_size = {global_batch_size}: at least one row is needed; give a batch's rows")
+    return max(1, global_batch_size // machine.world_size)
+
+
+def _made_for(spec: "ModelSpec", machine: "Cluster", rows: int, precision: str) -> tuple[tuple[str, str], ...]:
+    """The fingerprint of a plan for a network on a machine."""
+    versions = [(name, importlib.metadata.version(name)) for name in ("lightning-mist", "torch")]
+    made_for = fingerprint_of(
+        spec.module_map, world_size=machine.world_size, batch_rows=rows, precision=precision, versions=versions
+    )
+    return made_for.pairs()

@@ -1,0 +1,82 @@
+import json
+
+import pytest
+
+from lightning_mist.plan import load
+from tests.cli.networks import refused, run
+
+
+def plan_arguments(**changes):
+    values = {
+        "model": "tests.cli.networks:make_net",
+        "cluster": "2xL4",
+        "global_batch_size": 8,
+        **changes,
+    }
+    pairs = [(f"--{name.replace('_', '-')}", value) for name, value in values.items() if value is not None]
+    return ["plan", *(item for pair in pairs for item in pair)]
+
+
+def test_plan_of_a_function(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    run(*plan_arguments(out=out, zero_stages="[0]", checkpointing="false", precision="bf16-mixed"))
+    text = capsys.readouterr()
+    plan = load(out)
+    assert (plan.world_size, plan.global_batch_size, plan.num_layers) == (2, 8, 4)
+    assert all(stage.zero_stage == 0 and stage.checkpointing.layers == 0 for stage in plan.stages)
+    assert plan.predicted.step_seconds > 0
+    made_for = dict(plan.fingerprint)
+    assert (made_for["world_size"], made_for["batch_rows"], made_for["layer_kinds"]) == ("2", "4", "4A")
+    assert made_for["precision"] == "bf16-mixed"
+    assert "predicted step: " in text.out
+    assert text.out.endswith(f"plan written to {out}\n")
+    assert "tracing Net" in text.err
+
+
+def test_plan_limits_the_search(tmp_path):
+    out = tmp_path / "plan.json"
+    run(*plan_arguments(out=out, max_stages=1, memory_limit="1GiB"))
+    assert load(out).num_stages == 1
+
+
+def test_plan_of_a_configuration(tmp_path, capsys):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    configuration = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(configuration))
+    run(*plan_arguments(model=tmp_path / "config.json", seq_len=16, out=tmp_path / "plan.json"))
+    assert load(tmp_path / "plan.json").num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "gpt5"}, "model 'gpt5': not a preset"),
+        ({"cluster": "2xL5"}, "L5"),
+        ({"cluster": "local:"}, "cluster 'local:': write local"),
+        ({"cluster": "local:none"}, "cluster 'local:none': write local, or local: and a number of processes"),
+        ({"global_batch_size": 0}, "global_batch_size = 0: at least one row is needed"),
+        ({"global_batch_size": 7}, "global_batch_size = 7 on 2 devices"),
+        ({"memory_limit": "lots"}, "'lots' is not a size"),
+        ({"memory_limit": "1B"}, "memory_limit"),
+        ({"optimizer": "lr_scheduler"}, "optimizer 'lr_scheduler' is not a class in torch.optim"),
+        ({"precision": "8bit"}, "precision '8bit': known precisions are"),
+        ({"zero_stages": "[7]"}, "zero_stages"),
+    ],
+)
+def test_plan_refuses_without_a_traceback(capsys, changes, message):
+    changes = {"seq_len": 8, **changes}
+    text = refused(capsys, *plan_arguments(**changes))
+    assert message in text
+    assert "Traceback" not in text
+
+
+def test_plan_looks_at_devices_that_share_layers(tmp_path, capsys):
+    arguments = ("plan", "--cluster", "1x2xL4", "--global-batch-size", 8, "--out", tmp_path / "plan.json")
+    asked = ("--max-stages", 1, "--tensor-parallel-degrees", "[2]")
+    run(*arguments, "--model", "tests.cli.networks:make_wide", *asked)
+    assert "finding out how 2 devices could share layers" in capsys.readouterr().err
+    assert [stage.mesh.tensor_parallel_degree for stage in load(tmp_path / "plan.json").stages] == [2]
+    run(*arguments, "--model", "tests.cli.networks:make_net", "--tensor-parallel-degrees", "null")
+    shown = capsys.readouterr()
+    assert "without tensor parallelism: Sequential stays whole: no two linear layers" in shown.out
+    assert {stage.mesh.tensor_parallel_degree for stage in load(tmp_path / "plan.json").stages} == {1}

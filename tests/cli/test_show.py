@@ -1,0 +1,78 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan, save
+from tests.cli.networks import refused, run
+
+PLAN = Plan(
+    global_batch_size=8,
+    num_microbatches=4,
+    stages=tuple(
+        StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(1 - index,)), microbatch_size=2)
+        for index in range(2)
+    ),
+)
+
+STAGE = PredictedStage(
+    steady_seconds=0.3, boundary_seconds=0.1, forward_seconds=0.1, backward_seconds=0.2, peak_bytes=2**30
+)
+
+PREDICTED = replace(PLAN, predicted=Predicted(step_seconds=1.6, stages=(STAGE, STAGE)))
+
+
+@pytest.fixture
+def files(tmp_path):
+    paths = tmp_path / "bare.json", tmp_path / "predicted.json"
+    save(PLAN, paths[0])
+    save(PREDICTED, paths[1])
+    return paths
+
+
+def test_show(files, capsys):
+    run("show", files[1])
+    assert capsys.readouterr().out.startswith("2 stages on 2 devices, 1f1b: 8 rows in 4 microbatches\n")
+
+
+def test_show_against_another(files, tmp_path, capsys):
+    save(replace(PLAN, schedule="gpipe"), tmp_path / "other.json")
+    run("show", files[0], "--against", tmp_path / "other.json")
+    assert capsys.readouterr().out.endswith("other.json:\nschedule: 1f1b -> gpipe\n")
+    run("show", files[0], "--against", files[0])
+    assert "the plans are equal" in capsys.readouterr().out
+
+
+def test_show_writes_a_trace(files, tmp_path, capsys):
+    run("show", files[1], "--trace", tmp_path / "trace.json")
+    assert "simulated step: 1.6 s, the idlest stage idles for" in capsys.readouterr().out
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"0F3", "1B0", "0STEP"} <= {event["name"] for event in events}
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
+        "stage 0 (ranks 1)",
+        "stage 1 (ranks 0)",
+    }
+
+
+def test_show_refuses_in_one_line(files, tmp_path, capsys):
+    assert refused(capsys, "show", tmp_path / "none.json").startswith("lightning-mist show: error: plan file '")
+    (tmp_path / "bad.json").write_text('{"schema": 1, "stages": [], "stage": 1}')
+    assert "this key is not known; did you mean 'stages'?" in refused(capsys, "show", tmp_path / "bad.json")
+    text = refused(capsys, "show", files[0], "--trace", tmp_path / "trace.json")
+    assert "the plan has no predicted seconds" in text
+    assert text.count("\n") == 1
+    assert "No such file or directory" in refused(capsys, "show", files[1], "--trace", tmp_path / "none" / "trace.json")
+
+
+def test_installed_command_needs_neither_torch_nor_lightning_to_show(files):
+    program = (
+        "import sys, lightning_mist.cli as cli; cli.main(sys.argv[1:]); "
+        "assert not {'torch', 'lightning', 'sympy'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "show", str(files[0])], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("2 stages on 2 devices")
