@@ -3,7 +3,9 @@
 from lightning_mist.model.blocks import find_blocks
 from lightning_mist.model.cuts import map_module
 from lightning_mist.model.elementwise import coupling_reason, whole_tensor_reason
+from lightning_mist.model.events import Allocation, LayerEvents, Moment, PartEvents, Release
 from lightning_mist.model.optimizer import describe_optimizer
+from lightning_mist.model.polynomial import Polynomial
 from lightning_mist.model.spec import (
     LayerSeconds,
     LayerSpec,
@@ -20,11 +22,17 @@ from lightning_mist.model.trace import trace_model
 __all__ = [
     "MICROBATCH",
     "SEQUENCE",
+    "Allocation",
+    "LayerEvents",
     "LayerSeconds",
     "LayerSpec",
     "ModelSpec",
+    "Moment",
     "OptimizerSpec",
     "ParameterSpec",
+    "PartEvents",
+    "Polynomial",
+    "Release",
     "TensorSpec",
     "attach_seconds",
     "coupling_reason",

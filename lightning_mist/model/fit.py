@@ -13,13 +13,11 @@ from operator import ge, mul
 
 import sympy
 
+from lightning_mist.model.polynomial import Powers
 from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
 
 Point = tuple[int, int]
 """Rows and sequence length of one run (length 1 where there is no sequence)."""
-
-Powers = tuple[int, int]
-"""Exponents of rows and length in a monomial."""
 
 Coefficients = tuple[int, ...]
 """Coefficients of the monomials of a :class:`Basis`, over its common denominator."""

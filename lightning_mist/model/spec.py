@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import sympy
 
 from lightning_mist.errors import PlanError
+from lightning_mist.model.events import LayerEvents
 from lightning_mist.plan import ModuleMap
 
 
@@ -101,6 +102,8 @@ class LayerSpec:
             zero-bubble schedule puts off.
         weight_bytes: Bytes that are kept for them meanwhile: inputs of its linear operations and gradients of outputs.
         forward_collectives, backward_collectives: What tensor-parallel ranks exchange in either direction.
+        events: Every allocation, of which the bytes above are sums and peaks; ``None`` where allocations at different
+            sizes cannot be matched one by one.
 
     Head and tail are never recomputed: their recompute expressions equal the others. The head's
     ``checkpointed_saved_bytes`` exceeds its ``saved_bytes`` by what only the recomputed layers keep alive (masks that
@@ -126,6 +129,7 @@ class LayerSpec:
     weight_bytes: sympy.Expr = sympy.S.Zero
     forward_collectives: tuple[CollectiveSpec, ...] = ()
     backward_collectives: tuple[CollectiveSpec, ...] = ()
+    events: LayerEvents | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
