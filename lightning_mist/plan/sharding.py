@@ -1,6 +1,6 @@
-"""Who owns which parameter under ZeRO: one rule for the runtime and for the cost model."""
+"""Who owns which parameter under ZeRO, and which travel together: one rule for the runtime and for the cost model."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from heapq import heapreplace
 
 
@@ -32,3 +32,38 @@ def assign_owners(sizes: Sequence[int], ranks: int, loads: Sequence[int] = ()) -
         owners[index] = owner
         heapreplace(heap, (load + sizes[index], owner))
     return tuple(owners)
+
+
+BUCKET_BYTES = 25 * 2**20
+"""Capacity of a bucket: the default ``bucket_cap_mb`` of ``torch.nn.parallel.DistributedDataParallel``."""
+
+FIRST_BUCKET_BYTES = 2**20
+"""Capacity of the first bucket, small so that communication starts early: torch's ``_DEFAULT_FIRST_BUCKET_BYTES``."""
+
+
+def deal_buckets(
+    sizes: Sequence[int],
+    keys: Sequence[Hashable],
+    *,
+    capacity: int = BUCKET_BYTES,
+    first_capacity: int = FIRST_BUCKET_BYTES,
+) -> tuple[tuple[int, ...], ...]:
+    """Deal parameters into buckets, in their order.
+
+    Args:
+        sizes: Bytes of each parameter.
+        keys: Parameters with different keys (owner, element type, device) never share a bucket.
+        capacity: Bytes at which a bucket is closed; a larger parameter has a bucket of its own.
+        first_capacity: The same for the first bucket that is closed.
+
+    Returns:
+        Indices of the parameters of each bucket, in the order in which the buckets' last parameters come.
+    """
+    closed: list[tuple[int, ...]] = []
+    waiting: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        mine = waiting.setdefault(key, [])
+        mine.append(index)
+        if sum(sizes[item] for item in mine) >= (capacity if closed else first_capacity):
+            closed.append(tuple(waiting.pop(key)))
+    return (*closed, *map(tuple, waiting.values()))

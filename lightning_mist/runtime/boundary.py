@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.mesh import Overlap
+from lightning_mist.plan.mesh import Overlap, Side
 
 
 def span(size: int, rows: int, overlap: Overlap) -> tuple[int, int]:
@@ -33,46 +33,6 @@ def span(size: int, rows: int, overlap: Overlap) -> tuple[int, int]:
         )
     factor = size // rows
     return overlap.first * factor, (overlap.end - overlap.first) * factor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """How the tensor-parallel ranks on one side of a boundary hold a tensor.
-
-    Attributes:
-        degree: Number of these ranks.
-        is_shared: Whether each holds a part along the sequence; otherwise, and where the length of the sequence is not
-            a multiple of the degree, each holds the whole.
-    """
-
-    degree: int
-    is_shared: bool = False
-
-    def is_parted(self, length: int) -> bool:
-        """Whether a tensor with a sequence of this length is held in parts."""
-        return self.is_shared and length % self.degree == 0
-
-    def held(self, index: int, length: int) -> tuple[int, int]:
-        """Half-open range of the sequence that the rank with this tensor-parallel index holds."""
-        if not self.is_parted(length):
-            return 0, length
-        return index * length // self.degree, (index + 1) * length // self.degree
-
-    def sources(self, index: int, others: "Side", length: int) -> tuple[tuple[int, int, int], ...]:
-        """From which ranks of the other side the rank ``index`` of this side gets what: index, start and end.
-
-        The ranks of a side that holds whole tensors have equal ones, so each serves some of those that ask.
-        """
-        start, end = self.held(index, length)
-        if not others.is_parted(length):
-            return ((index % others.degree, start, end),)
-        found = []
-        for other in range(others.degree):
-            low, high = others.held(other, length)
-            low, high = max(low, start), min(high, end)
-            if low < high:
-                found.append((other, low, high))
-        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

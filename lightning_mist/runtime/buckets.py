@@ -7,12 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.errors import PlanError
+from lightning_mist.plan.sharding import BUCKET_BYTES, FIRST_BUCKET_BYTES, deal_buckets
 
-BUCKET_BYTES = 25 * 2**20
-"""Capacity of a bucket: the default ``bucket_cap_mb`` of ``torch.nn.parallel.DistributedDataParallel``."""
-
-FIRST_BUCKET_BYTES = 2**20
-"""Capacity of the first bucket, small so that communication starts early: torch's ``_DEFAULT_FIRST_BUCKET_BYTES``."""
+__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "make_buckets", "padded_numel", "views_like"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,21 +136,10 @@ def make_buckets(
     Returns:
         Buckets in the order in which their last parameter comes.
     """
-    closed: list[Bucket] = []
-    open_buckets: dict[tuple[int | None, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
-
-    def close(key: tuple[int | None, torch.dtype, torch.device]) -> None:
-        closed.append(Bucket.of(open_buckets.pop(key), key[0]))
-
-    for name, parameter, owner in parameters:
-        key = (owner, parameter.dtype, parameter.device)
-        open_buckets.setdefault(key, []).append((name, parameter))
-        size = sum(p.numel() * p.element_size() for _, p in open_buckets[key])
-        if size >= (capacity if closed else first_capacity):
-            close(key)
-    for key in list(open_buckets):
-        close(key)
-    return tuple(closed)
+    sizes = [parameter.numel() * parameter.element_size() for _, parameter, _ in parameters]
+    keys = [(owner, parameter.dtype, parameter.device) for _, parameter, owner in parameters]
+    dealt = deal_buckets(sizes, keys, capacity=capacity, first_capacity=first_capacity)
+    return tuple(Bucket.of([parameters[i][:2] for i in indices], parameters[indices[0]][2]) for indices in dealt)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.ghosts import GhostStage
-from lightning_mist.runtime.mesh import make_mesh
 from lightning_mist.runtime.neighbours import Microbatch, Neighbours
 from lightning_mist.runtime.parts import parts_of
 from lightning_mist.runtime.pipeline import BatchRun, Place
@@ -39,7 +39,7 @@ class Executor:
             :func:`~lightning_mist.runtime.stages.make_stages`.
         module_map: Where the module can be cut.
         transport: Connects the ranks; its groups must include
-            :func:`~lightning_mist.runtime.mesh.process_groups` of the plan.
+            :func:`~lightning_mist.plan.mesh.process_groups` of the plan.
         actions: This rank's lowered list. Without backwards it only evaluates.
 
     Attributes:

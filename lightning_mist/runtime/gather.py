@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.buckets import BUCKET_BYTES
-from lightning_mist.runtime.mesh import make_mesh
 from lightning_mist.runtime.parts import Speakers, speakers_of
 from lightning_mist.runtime.transport import Transport, Work
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_mist.plan import LiveTensor, Plan, row_slice
-from lightning_mist.runtime.boundary import Crossing, Side
-from lightning_mist.runtime.mesh import Mesh, Overlap, overlaps
+from lightning_mist.plan import LiveTensor, row_slice
+from lightning_mist.plan.mesh import Mesh, Overlap, overlaps, side_of
+from lightning_mist.runtime.boundary import Crossing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +99,3 @@ class Neighbours:
                 self._mesh.plan, rank, neighbour, microbatch.index, microbatch.batch_rows
             )
         return found
-
-
-def side_of(plan: Plan, stage: int, live: LiveTensor) -> Side:
-    """How the tensor-parallel ranks of a stage hold a tensor that crosses one of its boundaries."""
-    mesh = plan.stages[stage].mesh
-    is_shared = mesh.sequence_parallel and live.sequence_dim is not None
-    return Side(degree=mesh.tensor_parallel_degree, is_shared=is_shared)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mist.runtime.mesh import Mesh
+from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.parts import Part, Speakers
 from lightning_mist.runtime.transport import Transport, Work
 

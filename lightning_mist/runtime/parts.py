@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_mist.plan import ModuleMap, ParameterSplit, Plan
-from lightning_mist.runtime.mesh import HeldParameter
+from lightning_mist.plan.mesh import HeldParameter
 from lightning_mist.tensor_parallel import shard, unshard
 
 

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import LiveTensor
+from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.boundary import Crossing, GraphEnd, Portion
-from lightning_mist.runtime.mesh import Mesh
 from lightning_mist.runtime.neighbours import Microbatch, Neighbours
 from lightning_mist.runtime.passing import InputSpec, StageOutput
 from lightning_mist.runtime.random import get_random_state, seed_random, set_random_state

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.buckets import Bucket, padded_numel, views_like
-from lightning_mist.runtime.mesh import Mesh
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.schedule.units import ShardUnit
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.ghosts import GhostStage
-from lightning_mist.runtime.mesh import make_mesh
 from lightning_mist.runtime.slots import hollow
 from lightning_mist.runtime.stage_split import StageSplit
 from lightning_mist.runtime.tensor_group import TransportGroup

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.errors import ScheduleError
+from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.buckets import Bucket
-from lightning_mist.runtime.mesh import Mesh
 from lightning_mist.runtime.shards import UnitKey
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.schedule.units import ShardUnit

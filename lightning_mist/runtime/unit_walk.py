@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import ModuleMap, ZeroStage
-from lightning_mist.runtime.mesh import Mesh
+from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.patches import SharedPatch
 from lightning_mist.runtime.shards import UnitShards
 from lightning_mist.runtime.transport import Transport

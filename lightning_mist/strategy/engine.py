@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.plan.mesh import names_with_values, process_groups
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gather import ParameterGatherer
-from lightning_mist.runtime.mesh import names_with_values, process_groups
 from lightning_mist.runtime.optimizer import (
     OptimizerCut,
     clip_by_norm,

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_mist.plan import Plan
+from lightning_mist.plan.mesh import process_groups
 from lightning_mist.runtime.batches import slice_rows
 from lightning_mist.runtime.gather import ParameterGatherer
-from lightning_mist.runtime.mesh import process_groups
 from lightning_mist.runtime.optimizer import restrict_optimizer
 from lightning_mist.runtime.transport import DistributedTransport, complete
 from tests import zoo

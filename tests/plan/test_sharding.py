@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mist.plan.sharding import assign_owners
+from lightning_mist.plan.sharding import assign_owners, deal_buckets
 
 
 def test_largest_first_to_the_least_loaded_rank():
@@ -23,3 +23,9 @@ def test_shares_are_balanced_within_one_parameter(sizes, ranks):
 def test_no_ranks_is_refused():
     with pytest.raises(ValueError, match="ranks = 0"):
         assign_owners([1], 0)
+
+
+def test_buckets_close_when_full_and_never_mix_owners():
+    assert deal_buckets([4, 4, 4, 4], "aaaa", capacity=8, first_capacity=4) == ((0,), (1, 2), (3,))
+    assert deal_buckets([4, 9, 4, 4], "abab", capacity=8, first_capacity=8) == ((1,), (0, 2), (3,))
+    assert deal_buckets([], []) == ()

@@ -2,12 +2,12 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime import gather
 from lightning_mist.runtime.gather import ParameterGatherer
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
-from lightning_mist.runtime.mesh import make_mesh
 from lightning_mist.runtime.parts import parts_of
-from tests.runtime.test_mesh import make_map, make_plan
+from tests.plan.test_mesh import make_map, make_plan
 from tests.runtime.test_parts import split_map, split_plan
 
 SHAPES = {"w0": (10, 1), "w1": (10, 2), "w2": (10, 3), "tied": (7,), "frozen": (99,), "unused": (3,)}

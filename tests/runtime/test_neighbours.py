@@ -1,11 +1,10 @@
 import dataclasses
 
 from lightning_mist.plan import LiveTensor
-from lightning_mist.runtime.boundary import Side
-from lightning_mist.runtime.mesh import make_mesh
+from lightning_mist.plan.mesh import Side, make_mesh
 from lightning_mist.runtime.neighbours import Microbatch, Neighbours
 from tests.integration.parity import make_plan
-from tests.runtime.test_mesh import make_map
+from tests.plan.test_mesh import make_map
 
 
 def _microbatch(index, rows):

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from lightning_mist.plan import ParameterSplit
+from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
-from lightning_mist.runtime.mesh import make_mesh
 from lightning_mist.runtime.optimizer import (
     clip_by_norm,
     clip_by_value,
@@ -18,7 +18,7 @@ from lightning_mist.runtime.optimizer import (
     restrict_optimizer,
 )
 from lightning_mist.runtime.parts import Part, parts_of, speakers_of
-from tests.runtime.test_mesh import make_map, make_plan
+from tests.plan.test_mesh import make_map, make_plan
 from tests.runtime.test_parts import split_map, split_plan
 
 OPTIMIZERS = {

@@ -5,9 +5,9 @@ import torch
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import ParameterSplit, Plan, StageMesh, StagePlan, TensorSplit
-from lightning_mist.runtime.mesh import held_parameters
+from lightning_mist.plan.mesh import held_parameters
 from lightning_mist.runtime.parts import Part, Speakers, parts_of, speakers_of
-from tests.runtime.test_mesh import make_map
+from tests.plan.test_mesh import make_map
 
 
 def split_map(num_layers=2, **options):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.plan.parallelism import ZeroStage
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
-from lightning_mist.runtime.mesh import make_mesh
 from lightning_mist.runtime.shards import UnitShards
 from lightning_mist.schedule.action import HEAD, TAIL
 from lightning_mist.schedule.units import ShardUnit

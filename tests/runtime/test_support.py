@@ -5,7 +5,7 @@ import pytest
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Exclusion, OffloadRatios, Plan, SequenceSplit, StageMesh, StagePlan, ZeroStage
 from lightning_mist.runtime.support import check_supported
-from tests.runtime.test_mesh import make_map
+from tests.plan.test_mesh import make_map
 
 STAGE = StagePlan(layers=(0, 2), mesh=StageMesh(devices=(0, 1), data_parallel_degree=2), microbatch_size=1)
 

@@ -5,13 +5,15 @@ same (parts of) parameters and compute on different rows; tensor-parallel peers 
 parts of parameters.
 """
 
+import re
 from dataclasses import dataclass
 from math import prod
 
-import torch
-
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import ModuleMap, ParameterUse, Plan, RowSlice, ZeroStage, replica_of, replica_ranks, row_slice
+from lightning_mist.plan.module_map import LiveTensor, ModuleMap, ParameterUse
+from lightning_mist.plan.parallelism import ZeroStage
+from lightning_mist.plan.plan import Plan
+from lightning_mist.plan.rows import RowSlice, replica_of, replica_ranks, row_slice
 from lightning_mist.plan.sharding import assign_owners
 
 
@@ -106,6 +108,46 @@ class Overlap:
     ranks: tuple[int, ...]
     first: int
     end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """How the tensor-parallel ranks on one side of a boundary hold a tensor.
+
+    Attributes:
+        degree: Number of these ranks.
+        is_shared: Whether each holds a part along the sequence; otherwise, and where the length of the sequence is not
+            a multiple of the degree, each holds the whole.
+    """
+
+    degree: int
+    is_shared: bool = False
+
+    def is_parted(self, length: int) -> bool:
+        """Whether a tensor with a sequence of this length is held in parts."""
+        return self.is_shared and length % self.degree == 0
+
+    def held(self, index: int, length: int) -> tuple[int, int]:
+        """Half-open range of the sequence that the rank with this tensor-parallel index holds."""
+        if not self.is_parted(length):
+            return 0, length
+        return index * length // self.degree, (index + 1) * length // self.degree
+
+    def sources(self, index: int, others: "Side", length: int) -> tuple[tuple[int, int, int], ...]:
+        """From which ranks of the other side the rank ``index`` of this side gets what: index, start and end.
+
+        The ranks of a side that holds whole tensors have equal ones, so each serves some of those that ask.
+        """
+        start, end = self.held(index, length)
+        if not others.is_parted(length):
+            return ((index % others.degree, start, end),)
+        found = []
+        for other in range(others.degree):
+            low, high = others.held(other, length)
+            low, high = max(low, start), min(high, end)
+            if low < high:
+                found.append((other, low, high))
+        return tuple(found)
 
 
 def stage_ranks(plan: Plan, stage: int, tensor_index: int = 0) -> tuple[int, ...]:
@@ -273,6 +315,13 @@ def overlaps(plan: Plan, rank: int, neighbour: int, microbatch: int, batch_rows:
     return tuple(sorted(found, key=lambda overlap: overlap.first))
 
 
+def side_of(plan: Plan, stage: int, live: LiveTensor) -> Side:
+    """How the tensor-parallel ranks of a stage hold a tensor that crosses one of its boundaries."""
+    mesh = plan.stages[stage].mesh
+    is_shared = mesh.sequence_parallel and live.sequence_dim is not None
+    return Side(degree=mesh.tensor_parallel_degree, is_shared=is_shared)
+
+
 def _rows(piece: RowSlice, microbatch: int, batch_rows: int | None) -> tuple[int, int]:
     if batch_rows is not None:
         return piece.rows(batch_rows)
@@ -299,5 +348,18 @@ def _is_aligned(plan: Plan, parameter: HeldParameter) -> bool:
 
 
 def _nbytes(use: ParameterUse) -> int:
-    dtype: torch.dtype = getattr(torch, use.dtype)
-    return prod(use.shape) * dtype.itemsize
+    return prod(use.shape) * itemsize(use.dtype)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of a type, by torch's name of it: the first number in the name counts its bits.
+
+    Raises:
+        PlanError: If the name has none.
+    """
+    if dtype == "bool":
+        return 1
+    bits = re.search(r"\d+", dtype)
+    if bits is None:
+        raise PlanError(f"dtype {dtype!r}: a type of elements that says how many bits it has, such as float32")
+    return int(bits[0]) // 8

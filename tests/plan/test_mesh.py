@@ -1,4 +1,5 @@
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +15,9 @@ from lightning_mist.plan import (
     ZeroStage,
     row_slice,
 )
-from lightning_mist.runtime.mesh import (
+from lightning_mist.plan.mesh import (
     held_parameters,
+    itemsize,
     make_mesh,
     names_with_values,
     needs_spreading,
@@ -219,3 +221,10 @@ def test_overlaps_tile_every_slice_and_agree_on_both_sides(plan, batch_rows, dat
 
     back = {(peer, rank): rows for (rank, peer), rows in shared(stage + 1, stage).items()}
     assert shared(stage, stage + 1) == back
+
+
+def test_the_size_of_an_element_is_that_of_torch():
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn):
+        assert itemsize(str(dtype).removeprefix("torch.")) == dtype.itemsize
+    with pytest.raises(PlanError, match="dtype 'quantised'"):
+        itemsize("quantised")
