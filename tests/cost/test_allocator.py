@@ -1,8 +1,13 @@
 """The caching allocator: traces worked by hand from the algorithm, and properties of any trace."""
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_mist.cost.allocator import (
+    AllocatorBytes,
     AllocatorSettings,
     LeastCapacity,
     MemoryEvent,
@@ -14,6 +19,7 @@ from lightning_mist.cost.allocator import (
     simulate_allocator,
     use,
 )
+from lightning_mist.cost.allocator_device import CachingAllocator
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -107,11 +113,11 @@ def test_a_segment_with_a_living_block_is_not_given_back() -> None:
 
 
 def test_what_is_too_large_to_be_split_serves_only_what_is_nearly_as_large() -> None:
-    settings = {"max_split_bytes": 32 * MIB}
+    limited = {"max_split_bytes": 32 * MIB}
     large = [malloc(0, 60 * MIB), free(0)]
-    assert reserved(*large, malloc(1, 30 * MIB), **settings) == 90 * MIB  # not from the 60
-    assert reserved(*large, malloc(1, 42 * MIB), **settings) == 60 * MIB  # unsplit: 18 MiB more than asked for
-    assert reserved(*large, malloc(1, 40 * MIB), **settings) == 100 * MIB  # 20 MiB more is too much
+    assert reserved(*large, malloc(1, 30 * MIB), **limited) == 90 * MIB  # not from the 60
+    assert reserved(*large, malloc(1, 42 * MIB), **limited) == 60 * MIB  # unsplit: 18 MiB more than asked for
+    assert reserved(*large, malloc(1, 40 * MIB), **limited) == 100 * MIB  # 20 MiB more is too much
     result = simulate_allocator([*large, malloc(1, 42 * MIB)], AllocatorSettings(max_split_bytes=32 * MIB))
     assert result.final.allocated == 60 * MIB
 
@@ -123,8 +129,8 @@ def test_blocks_too_large_to_be_split_are_given_back_before_all_others() -> None
     assert (result.final.reserved, result.flushes) == (120 * MIB, 0)
     # Several of them where one does not suffice, the largest first.
     events = [malloc(0, 40 * MIB), malloc(1, 50 * MIB), malloc(2, 40 * MIB), free(0), free(1), free(2)]
-    settings = AllocatorSettings(capacity_bytes=150 * MIB, max_split_bytes=32 * MIB)
-    result = simulate_allocator([*events, malloc(3, 80 * MIB)], settings)
+    setup = AllocatorSettings(capacity_bytes=150 * MIB, max_split_bytes=32 * MIB)
+    result = simulate_allocator([*events, malloc(3, 80 * MIB)], setup)
     assert (result.final.reserved, result.flushes) == (120 * MIB, 0)
 
 
@@ -154,8 +160,8 @@ def test_an_expandable_segment_grows_where_its_free_end_is() -> None:
 def test_an_expandable_segment_gives_back_whole_pages_and_maps_them_again_elsewhere() -> None:
     # Pages of 20 MiB at 0, 20, 40; 10 MiB live in the first, 5 MiB in the last: only the middle page is given back.
     events = [malloc(0, 10 * MIB), malloc(1, 40 * MIB), malloc(2, 5 * MIB), free(1), malloc(3, 45 * MIB)]
-    settings = AllocatorSettings(capacity_bytes=80 * MIB, expandable_segments=True)
-    result = simulate_allocator(events, settings)
+    setup = AllocatorSettings(capacity_bytes=80 * MIB, expandable_segments=True)
+    result = simulate_allocator(events, setup)
     assert result.out_of_memory is None
     assert (result.flushes, result.final.reserved) == (1, 80 * MIB)
     result = simulate_allocator(events, AllocatorSettings(capacity_bytes=79 * MIB, expandable_segments=True))
@@ -163,10 +169,10 @@ def test_an_expandable_segment_gives_back_whole_pages_and_maps_them_again_elsewh
 
 
 def test_sizes_can_be_rounded_to_parts_of_powers_of_two() -> None:
-    settings = AllocatorSettings(roundup_power2_divisions=4)
+    setup = AllocatorSettings(roundup_power2_divisions=4)
     sizes = [(1200, 1536), (5 * KIB, 5 * KIB), (1200 * KIB, 1280 * KIB), (4 * MIB, 4 * MIB), (4 * MIB + 1, 5 * MIB)]
-    for asked, given in sizes:
-        assert simulate_allocator([malloc(0, asked)], settings).peak.allocated == given
+    for asked, rounded in sizes:
+        assert simulate_allocator([malloc(0, asked)], setup).peak.allocated == rounded
 
 
 def test_empty_tensors_take_no_memory() -> None:
@@ -205,3 +211,175 @@ def test_the_least_capacity_is_what_remains_after_giving_back_all_that_is_free()
     events = [malloc(0, 30 * MIB), free(0), malloc(1, 40 * MIB), free(1), malloc(2, 50 * MIB)]
     assert least_capacity(events) == LeastCapacity(least=50 * MIB, comfortable=120 * MIB, flushes=2)
     assert least_capacity([]) == LeastCapacity(least=0, comfortable=0, flushes=0)
+
+
+class PlainAllocator:
+    """The same rules over plain lists that are searched from end to end; no order is kept, no neighbour remembered."""
+
+    def __init__(self, capacity: float, limit: float) -> None:
+        self.capacity, self.limit = capacity, limit
+        # Each segment: stream, whether small, and its blocks as [address, size, name or None].
+        self.segments: list[tuple[str, bool, list[list[int | None]]]] = []
+        self.top = 0
+        self.flushes = 0
+
+    def reserved(self) -> int:
+        return sum(size or 0 for _, _, blocks in self.segments for _, size, _ in blocks)
+
+    def allocated(self) -> int:
+        return sum(size or 0 for _, _, blocks in self.segments for _, size, name in blocks if name is not None)
+
+    def _free(self, stream: str, small: bool) -> list[tuple[int, int, list[list[int | None]], int]]:
+        return sorted(
+            (size, address, blocks, place)  # type: ignore[misc]
+            for owner, kind, blocks in self.segments
+            if (owner, kind) == (stream, small)
+            for place, (address, size, name) in enumerate(blocks)
+            if name is None
+        )
+
+    def malloc(self, name: int, nbytes: int, stream: str) -> bool:
+        size = -(-nbytes // 512) * 512
+        small = size <= MIB
+        for found, address, blocks, place in self._free(stream, small):
+            if found < size:
+                continue
+            if found >= (self.limit if size < self.limit else size + 20 * MIB):
+                break
+            rest = found - size
+            if rest >= 512 if small else rest > MIB and size < self.limit:
+                blocks[place : place + 1] = [[address, size, name], [address + size, rest, None]]
+            else:
+                blocks[place][2] = name
+            return True
+        segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+        if self.reserved() + segment > self.capacity and self.limit < float("inf"):
+            self._drop_oversize(stream, small, size)
+        if self.reserved() + segment > self.capacity:
+            self.segments = [entry for entry in self.segments if len(entry[2]) > 1 or entry[2][0][2] is not None]
+            self.flushes += 1
+        if self.reserved() + segment > self.capacity:
+            return False
+        self.segments.append((stream, small, [[self.top, segment, None]]))
+        self.top += segment
+        blocks = self.segments[-1][2]
+        rest = segment - size
+        if rest >= 512 if small else rest > MIB and size < self.limit:
+            blocks[:] = [[self.top - segment, size, name], [self.top - rest, rest, None]]
+        else:
+            blocks[0][2] = name
+        return True
+
+    def _drop_oversize(self, stream: str, small: bool, size: int) -> None:
+        wanted = max(size, self.limit)
+        oversize = [entry for entry in self._free(stream, small) if entry[0] >= self.limit]
+        enough = [entry for entry in oversize if entry[0] >= wanted]
+        chosen, total = enough[:1], 0
+        if not enough:
+            for entry in reversed(oversize):
+                if total < wanted:
+                    chosen, total = [*chosen, entry], total + entry[0]
+        gone = [id(entry[2]) for entry in chosen]
+        self.segments = [entry for entry in self.segments if id(entry[2]) not in gone]
+
+    def free(self, name: int) -> None:
+        for _, _, blocks in self.segments:
+            for block in blocks:
+                if block[2] == name:
+                    block[2] = None
+            merged: list[list[int | None]] = []
+            for block in blocks:
+                if merged and merged[-1][2] is None and block[2] is None:
+                    merged[-1][1] += block[1]  # type: ignore[operator]
+                else:
+                    merged.append(block)
+            blocks[:] = merged
+
+
+SIZES = st.one_of(
+    st.integers(1, 4 * KIB), st.sampled_from([MIB, MIB + 1, 9 * MIB, 10 * MIB]), st.integers(MIB, 70 * MIB)
+)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[MemoryEvent]:
+    """Requests on two streams, and frees of what lives, in any order."""
+    events: list[MemoryEvent] = []
+    living: list[int] = []
+    for name in range(draw(st.integers(1, 40))):
+        while living and draw(st.integers(0, 2)) == 0:
+            events.append(free(living.pop(draw(st.integers(0, len(living) - 1)))))
+        events.append(malloc(name, draw(SIZES), draw(st.sampled_from(["compute", "gather"]))))
+        living.append(name)
+    return events
+
+
+@settings(max_examples=150, deadline=None)
+@given(traces(), st.sampled_from([None, 80 * MIB, 200 * MIB]), st.sampled_from([None, 24 * MIB]))
+def test_every_step_agrees_with_plain_lists(trace: list[MemoryEvent], capacity: int | None, limit: int | None) -> None:
+    device = CachingAllocator(AllocatorSettings(capacity_bytes=capacity, max_split_bytes=limit))
+    plain = PlainAllocator(capacity or float("inf"), limit or float("inf"))
+    for event in trace:
+        if event.kind == "malloc":
+            served = device.malloc(event.identity, event.nbytes, event.stream)
+            assert served == plain.malloc(event.identity, event.nbytes, event.stream)
+            if not served:
+                break
+        else:
+            device.free(event.identity)
+            plain.free(event.identity)
+        assert (device.reserved, device.allocated, device.flushes) == (
+            plain.reserved(),
+            plain.allocated(),
+            plain.flushes,
+        )
+
+
+SETUPS = st.builds(
+    AllocatorSettings,
+    capacity_bytes=st.sampled_from([None, 100 * MIB, 300 * MIB]),
+    expandable_segments=st.booleans(),
+    max_split_bytes=st.sampled_from([None, 24 * MIB]),
+    roundup_power2_divisions=st.sampled_from([None, 8]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(traces(), SETUPS)
+def test_what_is_reserved_covers_what_is_allocated_and_stays_within_the_capacity(
+    trace: list[MemoryEvent], setup: AllocatorSettings
+) -> None:
+    device = CachingAllocator(setup)
+    living: set[int] = set()
+    for event in trace:
+        if event.kind == "malloc":
+            if not device.malloc(event.identity, event.nbytes, event.stream):
+                break
+            living.add(event.identity)
+        else:
+            device.free(event.identity)
+            living.discard(event.identity)
+        held = device.held()
+        assert held.requested <= held.allocated == held.active <= held.reserved
+        assert setup.capacity_bytes is None or held.reserved <= setup.capacity_bytes
+    for identity in living:
+        device.free(identity)
+    device.flush()
+    assert device.held() == AllocatorBytes(requested=0, allocated=0, active=0, reserved=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(traces(), st.booleans())
+def test_the_least_capacity_runs_and_a_step_less_does_not(trace: list[MemoryEvent], expandable: bool) -> None:
+    setup = AllocatorSettings(expandable_segments=expandable)
+    found = least_capacity(trace, setup)
+    result = simulate_allocator(trace, replace(setup, capacity_bytes=found.least))
+    assert (result.out_of_memory, result.flushes) == (None, found.flushes)
+    if found.least > 2 * MIB:
+        assert simulate_allocator(trace, replace(setup, capacity_bytes=found.least - 2 * MIB)).out_of_memory
+    comfortable = simulate_allocator(trace, replace(setup, capacity_bytes=found.comfortable))
+    assert (comfortable.flushes, comfortable.peak) == (0, simulate_allocator(trace, setup).peak)
+    assert found.least <= found.comfortable
+    if found.comfortable > 2 * MIB:
+        tight = simulate_allocator(trace, replace(setup, capacity_bytes=found.comfortable - 1))
+        assert tight.flushes > 0
