@@ -2,6 +2,7 @@
 
 from lightning_mist.plan.codec import from_json, load, save, to_json
 from lightning_mist.plan.fingerprint import Fingerprint, check_plan, check_split, differences, fingerprint_of
+from lightning_mist.plan.grid import plan_of
 from lightning_mist.plan.memory import Checkpointing, OffloadRatios
 from lightning_mist.plan.module_map import BlockOutput, Exclusion, Feature, LiveTensor, ModuleMap, ParameterUse
 from lightning_mist.plan.parallelism import StageMesh, ZeroStage
@@ -39,6 +40,7 @@ __all__ = [
     "fingerprint_of",
     "from_json",
     "load",
+    "plan_of",
     "render",
     "replica_of",
     "replica_ranks",

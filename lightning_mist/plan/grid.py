@@ -1,0 +1,164 @@
+"""A plan from degrees alone: equal stages, the same for every device."""
+
+from typing import Literal
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan.layout import rank_layout
+from lightning_mist.plan.memory import Checkpointing, OffloadRatios
+from lightning_mist.plan.parallelism import StageMesh, ZeroStage
+from lightning_mist.plan.plan import Plan, ScheduleName, StagePlan
+
+
+def plan_of(
+    num_layers: int,
+    *,
+    world_size: int,
+    global_batch_size: int,
+    data_parallel_degree: int | None = None,
+    tensor_parallel_degree: int = 1,
+    context_parallel_degree: int = 1,
+    sequence_parallel: bool = False,
+    pipeline_stages: int = 1,
+    chunks: int = 1,
+    num_microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    zero_stage: int = 0,
+    checkpointed_layers: int | Literal["all"] = 0,
+    schedule: ScheduleName = "1f1b",
+    offload: OffloadRatios | None = None,
+    devices_per_node: int | None = None,
+) -> Plan:
+    """A plan whose stages are all alike.
+
+    Args:
+        num_layers: Number of repeated blocks.
+        world_size: Number of devices; all are used.
+        global_batch_size: Rows that one batch brings over all devices.
+        data_parallel_degree: Replicas of every stage; by default what the other degrees leave of the devices.
+        tensor_parallel_degree: Devices that share every layer.
+        context_parallel_degree: Devices that share the sequence.
+        sequence_parallel: Whether tensor-parallel devices share activations along the sequence too.
+        pipeline_stages: Groups of devices that layers are dealt to.
+        chunks: Stages of each group, more than one under ``"interleaved-1f1b"`` only.
+        num_microbatches: Parts of a batch; by default as many as ``microbatch_size`` makes, or one for each device that
+            works on the same rows, since each of them brings a batch.
+        microbatch_size: Rows of each part on one data-parallel rank; by default what ``num_microbatches`` leaves.
+        zero_stage: 0 to 3.
+        checkpointed_layers: How many of the first layers of every stage are recomputed in backward, or ``"all"``.
+        schedule: Name of the schedule.
+        offload: What lives in host memory.
+        devices_per_node: Devices of each node, which tensor-parallel devices do not leave.
+
+    Raises:
+        PlanError: If degrees, devices, layers and rows do not divide; the message names the nearest numbers that do.
+    """
+    shared = tensor_parallel_degree * context_parallel_degree * pipeline_stages
+    degrees = (tensor_parallel_degree, context_parallel_degree, pipeline_stages, chunks)
+    if min(degrees) < 1:
+        raise PlanError(
+            f"degrees {degrees} (tensor_parallel_degree, context_parallel_degree, pipeline_stages, chunks): each must "
+            "be at least 1"
+        )
+    data = _data_degree(data_parallel_degree, shared, world_size)
+    if not 0 <= zero_stage <= ZeroStage.PARAMETERS:
+        raise PlanError(f"zero_stage = {zero_stage}: ZeRO has stages 0 to 3")
+    rows, count = _rows(global_batch_size, data, num_microbatches, microbatch_size, shared)
+    stages = pipeline_stages * chunks
+    per_stage = _layers_of_each(num_layers, stages)
+    checkpointed = per_stage if checkpointed_layers == "all" else checkpointed_layers
+    # Context-parallel devices lie between the data-parallel and the tensor-parallel ones.
+    units = tensor_parallel_degree * context_parallel_degree
+    layout = rank_layout([(data, units)] * pipeline_stages, devices_per_node)
+    return Plan(
+        global_batch_size=global_batch_size,
+        num_microbatches=count,
+        schedule=schedule,
+        stages=tuple(
+            StagePlan(
+                layers=(index * per_stage, (index + 1) * per_stage),
+                mesh=StageMesh(
+                    devices=layout[index % pipeline_stages],
+                    data_parallel_degree=data,
+                    tensor_parallel_degree=tensor_parallel_degree,
+                    context_parallel_degree=context_parallel_degree,
+                    sequence_parallel=sequence_parallel,
+                ),
+                microbatch_size=rows,
+                zero_stage=ZeroStage(zero_stage),
+                checkpointing=Checkpointing(layers=checkpointed),
+                offload=offload or OffloadRatios(),
+            )
+            for index in range(stages)
+        ),
+    )
+
+
+def _data_degree(wanted: int | None, shared: int, world_size: int) -> int:
+    """The data-parallel degree with which all devices are used."""
+    if wanted is None:
+        if world_size % shared or world_size < shared:
+            raise PlanError(
+                f"{world_size} devices with tensor x context x pipeline degrees of {shared}: their product must divide "
+                f"the number of devices; use {_nearest_divisor(world_size, shared)}, or "
+                f"{max(1, round(world_size / shared)) * shared} devices"
+            )
+        return world_size // shared
+    if wanted < 1 or wanted * shared != world_size:
+        raise PlanError(
+            f"data_parallel_degree = {wanted} with tensor x context x pipeline degrees of {shared}: their product "
+            f"must be the number of devices, {world_size}; "
+            + (
+                f"use data_parallel_degree={world_size // shared}"
+                if world_size % shared == 0
+                else f"use {max(1, wanted) * shared} devices"
+            )
+        )
+    return wanted
+
+
+def _rows(global_batch_size: int, data: int, count: int | None, rows: int | None, shared: int) -> tuple[int, int]:
+    """Rows of a microbatch, and how many of them."""
+    if global_batch_size < 1:
+        raise PlanError(f"global_batch_size = {global_batch_size}: at least one row is needed; give a batch's rows")
+    for name, value in (("num_microbatches", count), ("microbatch_size", rows)):
+        if value is not None and value < 1:
+            raise PlanError(f"{name} = {value}: at least 1 is needed")
+    if global_batch_size % data:
+        raise PlanError(
+            f"global_batch_size = {global_batch_size} over data_parallel_degree = {data}: every replica takes as many "
+            f"rows; use {_multiples(global_batch_size, data)} rows"
+        )
+    each = global_batch_size // data
+    if count is None:
+        count = each // rows if rows is not None and each % rows == 0 else _nearest_divisor(each, shared)
+    if rows is None:
+        rows = max(1, each // count)
+    if rows * count != each:
+        raise PlanError(
+            f"global_batch_size = {global_batch_size} over data_parallel_degree = {data} with microbatch_size = {rows} "
+            f"and num_microbatches = {count}: {data} x {rows} x {count} = {data * rows * count} rows are not "
+            f"{global_batch_size}; use global_batch_size={data * rows * count}, or num_microbatches="
+            f"{_nearest_divisor(each, count)} with microbatch_size={each // _nearest_divisor(each, count)}"
+        )
+    return rows, count
+
+
+def _layers_of_each(num_layers: int, stages: int) -> int:
+    if num_layers % stages:
+        raise PlanError(
+            f"{num_layers} layers in {stages} stages: with degrees every stage has as many; use "
+            f"{_nearest_divisor(num_layers, stages)} stages, or a plan file, whose stages may differ"
+        )
+    return num_layers // stages
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    """Of the divisors of a number the one nearest to another, the smaller of two."""
+    divisors = [value for value in range(1, number + 1) if number % value == 0]
+    return min(divisors or [1], key=lambda value: (abs(value - wanted), value))
+
+
+def _multiples(number: int, factor: int) -> str:
+    """The multiples of a factor around a number."""
+    below = number // factor * factor
+    return f"{below} or {below + factor}" if below else str(factor)
