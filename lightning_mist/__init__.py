@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_mist import _autoload
 
 if TYPE_CHECKING:
+    from lightning_mist.cost import MemoryEstimate, estimate_memory
     from lightning_mist.errors import (
         InfeasibleError,
         MistError,
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     )
     from lightning_mist.hardware import Cluster, HardwareProfile
     from lightning_mist.model import trace_model
-    from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
+    from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage, plan_of
     from lightning_mist.strategy.lightning import MistStrategy
     from lightning_mist.tuner import SearchSpace, tune
 
@@ -30,6 +31,7 @@ __all__ = [
     "Cluster",
     "HardwareProfile",
     "InfeasibleError",
+    "MemoryEstimate",
     "MistError",
     "MistStrategy",
     "OffloadRatios",
@@ -41,15 +43,18 @@ __all__ = [
     "StagePlan",
     "TraceError",
     "ZeroStage",
+    "estimate_memory",
+    "plan_of",
     "trace_model",
     "tune",
 ]
 
 _HOMES = {
+    "cost": ("MemoryEstimate", "estimate_memory"),
     "errors": ("InfeasibleError", "MistError", "PlanError", "ProfileError", "ScheduleError", "TraceError"),
     "hardware": ("Cluster", "HardwareProfile"),
     "model": ("trace_model",),
-    "plan": ("Checkpointing", "OffloadRatios", "Plan", "StagePlan", "ZeroStage"),
+    "plan": ("Checkpointing", "OffloadRatios", "Plan", "StagePlan", "ZeroStage", "plan_of"),
     "tuner": ("SearchSpace", "tune"),
 }
 

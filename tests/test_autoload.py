@@ -172,6 +172,7 @@ def test_public_names() -> None:
         "Cluster",
         "HardwareProfile",
         "InfeasibleError",
+        "MemoryEstimate",
         "MistError",
         "MistStrategy",
         "OffloadRatios",
@@ -183,6 +184,8 @@ def test_public_names() -> None:
         "StagePlan",
         "TraceError",
         "ZeroStage",
+        "estimate_memory",
+        "plan_of",
         "trace_model",
         "tune",
     ]

@@ -4,21 +4,38 @@ from lightning_mist.cost.breakdown import predict, predict_with
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.chunks import stage_memory
 from lightning_mist.cost.compile import compile_expressions
+from lightning_mist.cost.estimate import estimate_memory, estimate_plan
+from lightning_mist.cost.estimate_codec import estimate_from_json, estimate_to_json
+from lightning_mist.cost.estimate_data import Change, MemoryEstimate, PeakTensor, StageEstimate
+from lightning_mist.cost.estimate_stages import Estimator
+from lightning_mist.cost.estimate_table import render_estimate
+from lightning_mist.cost.interval import Interval
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.pipeline import step_seconds, step_seconds_of
 from lightning_mist.cost.stage import StageCostModel, StageCosts, StageSeconds
 
 __all__ = [
+    "Change",
+    "Estimator",
+    "Interval",
+    "MemoryEstimate",
     "MemoryModel",
+    "PeakTensor",
     "StageCandidates",
     "StageCostModel",
     "StageCosts",
+    "StageEstimate",
     "StageMemory",
     "StageSeconds",
     "StageSlot",
     "compile_expressions",
+    "estimate_from_json",
+    "estimate_memory",
+    "estimate_plan",
+    "estimate_to_json",
     "predict",
     "predict_with",
+    "render_estimate",
     "stage_memory",
     "step_seconds",
     "step_seconds_of",

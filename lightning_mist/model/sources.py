@@ -51,13 +51,7 @@ def open_model(text: str, *, batch_rows: int, sequence_length: int | None, preci
     Raises:
         ValueError: If the text names nothing, or something needed is missing.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision {precision!r}: known precisions are {', '.join(PRECISIONS)}")
-    dtype, _, mixed = precision.partition("-")
-    # As under Lightning, which keeps no cast weights from one operator to the next.
-    autocast = partial(torch.autocast, "cpu", _DTYPES[dtype], cache_enabled=False)
-    context = autocast if mixed == "mixed" else nullcontext
-    kept = None if mixed == "mixed" or dtype == "32" else _DTYPES[dtype]
+    context, kept = precision_context(precision), parameter_dtype(precision)
     if ":" in text:
         return _from_function(text, context, kept)
     if sequence_length is None or sequence_length < 1:
@@ -75,6 +69,27 @@ def open_model(text: str, *, batch_rows: int, sequence_length: int | None, preci
         )
     module = hollow(lambda: LanguageModel(PRESETS[text], sequence_length), dtype=kept)
     return ModelSource(name=text, module=module, batch=(tokens, tokens.clone()), call=_step(module, context))
+
+
+def precision_context(precision: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the context in which a step runs in a precision, by Lightning's name of it.
+
+    Raises:
+        ValueError: If the precision is not known.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision {precision!r}: known precisions are {', '.join(PRECISIONS)}")
+    dtype, _, mixed = precision.partition("-")
+    if mixed != "mixed":
+        return nullcontext
+    # As under Lightning, which keeps no cast weights from one operator to the next.
+    return partial(torch.autocast, "cpu", _DTYPES[dtype], cache_enabled=False)
+
+
+def parameter_dtype(precision: str) -> torch.dtype | None:
+    """What a precision makes of floating-point parameters; None where they stay as they are."""
+    dtype, _, mixed = precision.partition("-")
+    return None if mixed == "mixed" or dtype == "32" else _DTYPES[dtype]
 
 
 def _step(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any], Any]:

@@ -1,0 +1,179 @@
+"""What will it need: the memory of every device under a plan, before anything runs."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_mist.cost.estimate_changes import changes_that_fit
+from lightning_mist.cost.estimate_data import MemoryEstimate, verdict_of
+from lightning_mist.cost.estimate_stages import Estimator
+from lightning_mist.errors import PlanError
+from lightning_mist.hardware import Cluster, parse_cluster
+from lightning_mist.model import derive_splits, map_module, trace_model
+from lightning_mist.model.batches import batch_rows, resize_batch
+from lightning_mist.model.sources import parameter_dtype, precision_context
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import Plan, StageMesh, StagePlan, load, row_slice
+from lightning_mist.units import format_bytes, parse_bytes
+
+
+def estimate_memory(
+    module_or_spec: nn.Module | ModelSpec,
+    batch: Any = None,
+    plan: Plan | str | Path | None = None,
+    cluster: Cluster | str = "1xL4",
+    *,
+    call: Callable[[Any], Any] | None = None,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
+    precision: str = "32-true",
+    memory_limit: str | int | None = None,
+    advise: bool = True,
+) -> MemoryEstimate:
+    """What a plan needs of the memory of every device; nothing is run but on tensors without values.
+
+    Args:
+        module_or_spec: The module, or what :func:`~lightning_mist.trace_model` said of it.
+        batch: A batch for its step; not needed for a specification.
+        plan: A plan, or the path of a plan file; by default every device holds the whole module and takes such a batch.
+        cluster: The machine, or text such as ``"4x8xL4"``.
+        call: Runs the module's step on a batch; by default its ``training_step``.
+        optimizer: An optimizer of the module, or a class in ``torch.optim``; by default AdamW is assumed.
+        precision: Lightning's name of the precision. The step runs under autocast for a mixed one; for a true one the
+            module must be in it already.
+        memory_limit: Bytes of each device that may be used, or text such as ``"22GiB"``; by default its memory.
+        advise: Whether to look for what would make it fit, if it does not.
+
+    Raises:
+        PlanError: If the plan does not fit the module or the machine.
+        TraceError: If the module cannot be traced.
+        ValueError: If the limit is not a size, or more than the device has.
+    """
+    machine = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    given = load(plan) if isinstance(plan, (str, Path)) else plan
+    if isinstance(module_or_spec, ModelSpec):
+        spec = module_or_spec
+    else:
+        degrees = [] if given is None else [stage.mesh.tensor_parallel_degree for stage in given.stages]
+        spec = _trace(module_or_spec, batch, degrees, call=call, optimizer=optimizer, precision=precision)
+    if given is None:
+        given = replicated(spec, machine)
+    return estimate_plan(Estimator(spec, machine), given, memory_limit=memory_limit, advise=advise)
+
+
+def estimate_plan(
+    estimator: Estimator, plan: Plan, *, memory_limit: str | int | None = None, advise: bool = True
+) -> MemoryEstimate:
+    """The estimate of a plan by an estimator that exists already; see :func:`estimate_memory`."""
+    spec, cluster = estimator.spec, estimator.cluster
+    limit = limit_of(cluster, memory_limit)
+    stages = estimator.stages(plan)
+    fits = verdict_of(max(stage.device_total for stage in stages), limit) == "fits"
+    return MemoryEstimate(
+        model=spec.name,
+        cluster=describe_cluster(cluster),
+        memory_limit=limit,
+        plan=plan,
+        precision=spec.precision,
+        optimizer=spec.optimizer.name,
+        stages=stages,
+        changes=changes_that_fit(estimator, plan, limit) if advise and not fits else (),
+        notes=(*spec.notes, *_plan_notes(plan)),
+    )
+
+
+def limit_of(cluster: Cluster, memory_limit: str | int | None) -> int:
+    """Bytes of each device that may be used.
+
+    Raises:
+        ValueError: If the limit is not a size, is nothing, or is more than the device has.
+    """
+    has = cluster.device.memory_bytes
+    if memory_limit is None:
+        return has
+    try:
+        limit = parse_bytes(memory_limit)
+    except ValueError as error:
+        raise ValueError(f"memory_limit: {error}") from None
+    if not 0 < limit <= has:
+        raise ValueError(
+            f"memory_limit = {memory_limit}: it must be more than nothing and at most the {format_bytes(has)} of one "
+            f"{cluster.device.name}; leave it out to allow all of it"
+        )
+    return limit
+
+
+def describe_cluster(cluster: Cluster) -> str:
+    """A cluster in a few words."""
+    count = f"{cluster.num_nodes} x {cluster.devices_per_node}" if cluster.num_nodes > 1 else cluster.devices_per_node
+    return f"{count} x {cluster.device.name} with {format_bytes(cluster.device.memory_bytes)} each"
+
+
+def replicated(spec: ModelSpec, cluster: Cluster) -> Plan:
+    """The plan that every device holds everything and takes whole batches."""
+    count = cluster.world_size
+    mesh = StageMesh(devices=tuple(range(count)), data_parallel_degree=count)
+    stage = StagePlan(layers=(0, spec.num_layers), mesh=mesh, microbatch_size=spec.batch_rows)
+    return Plan(global_batch_size=spec.batch_rows * count, num_microbatches=1, stages=(stage,))
+
+
+def _plan_notes(plan: Plan) -> tuple[str, ...]:
+    """Why the runtime would not execute a plan."""
+    try:
+        for rank in range(plan.world_size):
+            row_slice(plan, rank, 0)
+    except PlanError as error:
+        return (f"such a plan is not executed: {error}",)
+    if plan.global_batch_size % plan.world_size:
+        return (
+            f"such a plan is not executed: {plan.world_size} devices load equal batches, and {plan.global_batch_size} "
+            "rows are no multiple",
+        )
+    return ()
+
+
+def _trace(
+    module: nn.Module,
+    batch: Any,
+    degrees: Sequence[int],
+    *,
+    call: Callable[[Any], Any] | None,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None,
+    precision: str,
+) -> ModelSpec:
+    """What the module costs, split over these degrees too."""
+    context = precision_context(precision)
+    _refuse_other_type(module, parameter_dtype(precision), precision)
+    plain = call or _training_step(module)
+
+    def step(item: Any) -> Any:
+        with context():
+            return plain(item)
+
+    rows = batch_rows(batch)
+    smaller = resize_batch(batch, rows - 1, None) if rows is not None and rows > 1 else None
+    found = map_module(module, step, batch, second_batch=smaller)
+    if max(degrees, default=1) > 1:
+        found = derive_splits(module, step, batch, found, sorted(set(degrees)))
+    return trace_model(module, batch, call=step, module_map=found, optimizer=optimizer, precision=precision)
+
+
+def _refuse_other_type(module: nn.Module, wanted: torch.dtype | None, precision: str) -> None:
+    found = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    if wanted is not None and found - {wanted}:
+        raise ValueError(
+            f"precision {precision!r} with parameters of {', '.join(sorted(map(str, found)))}: Lightning converts the "
+            f"module before it trains; do the same, module.to({wanted})"
+        )
+
+
+def _training_step(module: nn.Module) -> Callable[[Any], Any]:
+    step = getattr(module, "training_step", None)
+    if not callable(step):
+        raise ValueError(
+            f"{type(module).__name__} has no training_step: give call=, a function that runs one step on a batch and "
+            "returns its loss"
+        )
+    return lambda batch: step(batch, 0)

@@ -1,0 +1,93 @@
+"""An estimate for people: verdict first, then bytes by term and stage, the largest tensors, and what would help."""
+
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_mist.cost.estimate_data import WORDS, MemoryEstimate, StageEstimate, all_terms, describe_change
+from lightning_mist.units import format_bytes
+
+_COLORS = {"fits": "bold green", "tight": "bold yellow", "does not fit": "bold red"}
+_FIRST_COLUMN = 40
+_COLUMN = 13
+
+
+def render_estimate(estimate: MemoryEstimate, *, width: int = 120, color: bool = False) -> str:
+    """An estimate as text.
+
+    Args:
+        estimate: The estimate.
+        width: Columns of text at most.
+        color: Whether to add ANSI escapes.
+    """
+    text = StringIO()
+    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
+    console.print(estimate.headline(), style=_COLORS[estimate.verdict], markup=False)
+    console.print(f"\n{_subject(estimate)}", markup=False)
+    per_table = max(1, (width - _FIRST_COLUMN) // _COLUMN)
+    groups = _groups(estimate)
+    for first in range(0, len(groups), per_table):
+        console.print(_stage_table(estimate, groups[first : first + per_table]))
+    if estimate.worst.tensors:
+        console.print(_tensor_table(estimate.worst))
+    if estimate.changes:
+        console.print("what would make it fit", style="bold")
+        for change in estimate.changes:
+            console.print(f"  {describe_change(change)}", markup=False)
+    elif estimate.verdict != "fits":
+        console.print("nothing that was tried makes it fit", style="bold")
+    for note in (f"source: {estimate.source}", *estimate.notes):
+        console.print(f"note: {note}", style="dim", markup=False)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _subject(estimate: MemoryEstimate) -> str:
+    plan = estimate.plan
+    return (
+        f"{estimate.model}, {estimate.precision}, {estimate.optimizer}, on {estimate.cluster}: "
+        f"{plan.global_batch_size} rows in {plan.num_microbatches} microbatches, {plan.schedule}"
+    )
+
+
+def _groups(estimate: MemoryEstimate) -> list[StageEstimate]:
+    """One stage for each group of devices."""
+    return list(estimate.stages[: estimate.plan.num_groups])
+
+
+def _stage_table(estimate: MemoryEstimate, stages: list[StageEstimate]) -> Table:
+    plan = estimate.plan
+    table = Table(title="bytes of the most loaded device", title_justify="left", title_style="bold")
+    table.add_column("", min_width=22)
+    for stage in stages:
+        indices = ", ".join(map(str, plan.chunks(stage.stage)))
+        table.add_column(f"stage {indices}", justify="right")
+    for name in all_terms():
+        values = [stage.term(name) for stage in stages]
+        if any(values):
+            table.add_row(WORDS[name], *map(format_bytes, values))
+    table.add_section()
+    for label, attribute in (("allocated", "allocated"), ("reserved", "reserved"), ("device total", "device_total")):
+        table.add_row(label, *(format_bytes(getattr(stage, attribute).p50) for stage in stages))
+    table.add_row("device total, 95 of 100", *(format_bytes(stage.device_total.p95) for stage in stages))
+    table.add_row(
+        f"of {format_bytes(estimate.memory_limit)}",
+        *(f"{stage.device_total.p95 / estimate.memory_limit:.0%}" for stage in stages),
+    )
+    if any(stage.host_bytes for stage in stages):
+        table.add_row("host memory", *(format_bytes(stage.host_bytes) for stage in stages))
+    table.add_row("at its peak in", *(stage.phase for stage in stages))
+    return table
+
+
+def _tensor_table(stage: StageEstimate) -> Table:
+    table = Table(title=f"largest tensors at the peak of stage {stage.stage}", title_justify="left", title_style="bold")
+    table.add_column("bytes", justify="right")
+    for heading in ("part of", "microbatch", "module", "operator", "line"):
+        table.add_column(heading, overflow="fold")
+    for tensor in stage.tensors:
+        microbatch = "" if tensor.microbatch is None else str(tensor.microbatch)
+        cells = (WORDS[tensor.term], microbatch, tensor.module, tensor.operator, tensor.line)
+        table.add_row(format_bytes(tensor.bytes), *map(Text, cells))
+    return table

@@ -1,0 +1,99 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_mist import estimate_memory
+from lightning_mist.cost import stage_memory
+from lightning_mist.errors import PlanError
+from lightning_mist.hardware import parse_cluster
+from lightning_mist.model import trace_model
+from lightning_mist.plan import plan_of, save
+from tests.cli.networks import make_net, make_wide
+from tests.specs import spec
+
+SPEC = spec(8, parameter_bytes=200_000_000, edge_bytes=400_000_000, widths=(4_000_000,))
+FOUR = parse_cluster("1x4xL4")
+
+
+def test_every_stage_and_its_terms():
+    plan = plan_of(8, world_size=4, global_batch_size=16, pipeline_stages=4)
+    estimate = estimate_memory(SPEC, None, plan, FOUR)
+    assert [stage.stage for stage in estimate.stages] == [0, 1, 2, 3]
+    for stage, memory in zip(estimate.stages, stage_memory(SPEC, plan), strict=True):
+        assert sum(stage.term(name) for name, _ in memory.terms) == stage.allocated.p50
+        assert sum(value for _, value in stage.terms) == stage.device_total.p50
+        assert stage.allocated.p50 <= stage.reserved.p50 <= stage.device_total.p50
+    assert estimate.cluster == "4 x L4 with 22.5 GiB each"
+    assert estimate.memory_limit == FOUR.device.memory_bytes
+
+
+def test_on_cpus_there_is_nothing_but_tensors():
+    estimate = estimate_memory(SPEC, cluster="2xcpu:64GiB")
+    stage = estimate.worst
+    assert stage.allocated == stage.reserved == stage.device_total
+    assert estimate.plan.stages[0].data_parallel_degree == 2
+
+
+def test_a_module_is_traced():
+    module, batch = make_net()
+    plan = plan_of(4, world_size=2, global_batch_size=8, pipeline_stages=2)
+    estimate = estimate_memory(module, batch, plan, "1x2xL4", optimizer=torch.optim.SGD)
+    traced = trace_model(module, batch, optimizer=torch.optim.SGD)
+    assert estimate == estimate_memory(traced, None, plan, "1x2xL4")
+    assert (estimate.optimizer, estimate.source, estimate.verdict) == ("SGD", "traced", "fits")
+    halved = estimate_memory(module, batch, plan, "1x2xL4", optimizer=torch.optim.SGD, precision="bf16-mixed")
+    assert halved.stages[1].allocated != estimate.stages[1].allocated
+
+
+def test_layers_are_split_for_the_degrees_of_the_plan():
+    module, batch = make_wide()
+    plan = plan_of(4, world_size=2, global_batch_size=8, tensor_parallel_degree=2)
+    estimate = estimate_memory(module, batch, plan, "1x2xL4")
+    whole = estimate_memory(module, batch, plan_of(4, world_size=1, global_batch_size=4), "1xL4")
+    assert estimate.worst.term("parameter_bytes") < 0.6 * whole.worst.term("parameter_bytes")
+
+
+def test_plans_come_from_files_too(tmp_path):
+    plan = plan_of(8, world_size=4, global_batch_size=16)
+    save(plan, tmp_path / "plan.json")
+    assert estimate_memory(SPEC, None, tmp_path / "plan.json", FOUR).plan == plan
+
+
+def test_plans_that_are_not_executed_are_noted():
+    plan = plan_of(8, world_size=4, global_batch_size=2, pipeline_stages=4, num_microbatches=2)
+    assert any("such a plan is not executed" in note for note in estimate_memory(SPEC, None, plan, FOUR).notes)
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ("22 bananas", "memory_limit: '22 bananas' is not a size"),
+        (0, "memory_limit = 0: it must be more than nothing and at most the 22.5 GiB of one L4"),
+        (-5, "memory_limit: a size of -5 bytes"),
+        ("40GiB", "memory_limit = 40GiB: it must be .* at most the 22.5 GiB of one L4"),
+    ],
+)
+def test_nonsense_budgets_are_refused(limit, message):
+    with pytest.raises(ValueError, match=message):
+        estimate_memory(SPEC, None, None, "1xL4", memory_limit=limit)
+
+
+def test_plans_for_something_else_are_refused():
+    plan = plan_of(6, world_size=4, global_batch_size=16)
+    with pytest.raises(PlanError, match="the plan has 6 layers, synthetic has 8"):
+        estimate_memory(SPEC, None, plan, FOUR)
+    with pytest.raises(PlanError, match="the plan has 2 devices, the cluster 4"):
+        estimate_memory(SPEC, None, plan_of(8, world_size=2, global_batch_size=16), FOUR)
+    plan = plan_of(8, world_size=4, global_batch_size=16, tensor_parallel_degree=4)
+    with pytest.raises(PlanError, match="tensor_parallel_degree = 4: what that costs is not known"):
+        estimate_memory(replace(SPEC, splits=()), None, plan, FOUR)
+
+
+def test_modules_without_a_step_or_of_another_type_are_refused():
+    with pytest.raises(ValueError, match="Linear has no training_step: give call="):
+        estimate_memory(torch.nn.Linear(2, 2), torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"precision 'bf16-true' with parameters of torch.float32: .*module.to\("):
+        estimate_memory(make_net()[0], torch.ones(2, 2), precision="bf16-true")
+    with pytest.raises(ValueError, match="precision 'half': known precisions are"):
+        estimate_memory(make_net()[0], torch.ones(2, 2), precision="half")
