@@ -1,0 +1,166 @@
+"""Device memory that no tensor asks for: the context, communicators, workspaces of libraries.
+
+None of it is in torch's statistics but the workspaces, which are allocated like tensors. It is measured, not derived,
+and depends on driver and library versions: figures are pairs of what is to be expected and what is seldom exceeded.
+Every one has its source beside it, by a name of :data:`SOURCES`.
+"""
+
+from dataclasses import dataclass
+
+from lightning_mist.errors import ProfileError
+from lightning_mist.hardware.catalog import PCIE5, find_device
+from lightning_mist.hardware.cluster import Cluster
+
+MIB = 2**20
+
+SOURCES = {
+    "lazy": "github.com/pytorch/pytorch pull request 86509: 287 MB used with lazily loaded kernels, 667 MB with all",
+    "context": "github.com/pytorch/pytorch issue 109888: around 400 MB where kernels are loaded lazily",
+    "ada": "github.com/unslothai/unsloth-zoo pull request 1053: 426 MiB on an RTX 6000 Ada, torch 2.10, CUDA 13.0",
+    "a100": "A100, torch 2.1: 0.47 GiB with lazily loaded kernels, 0.92 GiB with all",
+    "groups": "github.com/NVIDIA/nccl issue 964: 544 MB for 2 A100s, 688 MB for 3 or 4, in groups made one by one",
+    "buffers": "github.com/NVIDIA/nccl issue 1685: 10 MiB to receive and 2 MiB to send for each peer and channel",
+    "channels": "github.com/NVIDIA/nccl issue 1953: 2 channels between devices without NVLink",
+    "scale": "S. Jeaugey in github.com/NVIDIA/nccl issue 986: beyond 2 nodes the size of a group does not matter",
+    "cublas": "torch, aten/src/ATen/cuda/CublasHandlePool.cpp: :4096:2:16:8, from compute capability 9.0 on 32 MiB",
+}
+"""Where figures come from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """Bytes that are measured rather than derived.
+
+    Attributes:
+        expected: The middle of what was measured.
+        high: What is seldom exceeded.
+        source: Where they come from.
+    """
+
+    expected: int
+    high: int
+    source: str
+
+    def __post_init__(self) -> None:
+        """Check the order."""
+        if not 0 <= self.expected <= self.high:
+            raise ValueError(f"expected = {self.expected}, high = {self.high}: 0 <= expected <= high")
+
+
+NOTHING = Overhead(expected=0, high=0, source="a CPU process has no device context and its groups use host memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What devices of one generation hold besides tensors.
+
+    Attributes:
+        name: NVIDIA's name of the generation.
+        devices: Catalog names.
+        context: CUDA's context and the kernels loaded into it; None where nobody has published a figure.
+        workspace_bytes: What cuBLAS keeps for each stream that multiplies matrices, out of the caching allocator.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    context: Overhead | None
+    workspace_bytes: int
+
+
+# 2 x 4096 KiB + 8 x 16 KiB (cublas).
+_WORKSPACE, _HOPPER_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024, 32 * MIB
+
+_AMPERE = Overhead(expected=int(0.47 * 2**30), high=int(0.92 * 2**30), source="a100")
+
+ARCHITECTURES = (
+    Architecture(
+        name="volta",
+        devices=("V100-16", "V100-32"),
+        context=Overhead(expected=287_047_680, high=666_632_192, source="lazy"),
+        workspace_bytes=_WORKSPACE,
+    ),
+    Architecture(name="turing", devices=("T4",), context=None, workspace_bytes=_WORKSPACE),
+    Architecture(
+        name="ampere",
+        devices=("A10G", "A100-40", "A100-80", "RTX3090"),
+        context=_AMPERE,
+        workspace_bytes=_WORKSPACE,
+    ),
+    Architecture(
+        name="ada",
+        devices=("L4", "RTX4090"),
+        # Nobody has measured all kernels loaded: as many more as on an A100.
+        context=Overhead(expected=426 * MIB, high=426 * MIB + _AMPERE.high - _AMPERE.expected, source="ada, a100"),
+        workspace_bytes=_WORKSPACE,
+    ),
+    Architecture(name="hopper", devices=("H100", "H200"), context=None, workspace_bytes=_HOPPER_WORKSPACE),
+    Architecture(name="blackwell", devices=("B200",), context=None, workspace_bytes=_HOPPER_WORKSPACE),
+)
+"""The known generations."""
+
+# A pair over NVLink; larger groups; what is seldom exceeded lies as far above as the larger of them above the smaller.
+_PAIR, _LARGER = 544 * MIB, 688 * MIB
+
+# Without NVLink: 2 channels, each with 12 MiB for a neighbour on either side; twice the channels at most.
+_PER_PEER_AND_CHANNEL, _CHANNELS = 12 * MIB, 2
+
+
+def architecture_of(device: str) -> Architecture | None:
+    """The generation of a catalog device; None for devices that are not in the table."""
+    try:
+        name = find_device(device).name
+    except ProfileError:
+        return None
+    return next((entry for entry in ARCHITECTURES if name in entry.devices), None)
+
+
+def context_overhead(device: str) -> Overhead:
+    """What CUDA's context takes on a device; where it is not known, what it takes on a device where it is largest."""
+    found = architecture_of(device)
+    if found is not None and found.context is not None:
+        return found.context
+    known = [entry.context for entry in ARCHITECTURES if entry.context is not None]
+    return Overhead(
+        expected=max(context.expected for context in known),
+        high=max(context.high for context in known),
+        source=f"not known for {device}; the largest of the devices where it is",
+    )
+
+
+def workspace_bytes(device: str) -> int:
+    """What cuBLAS keeps for each stream that multiplies matrices; the larger figure for devices that are not known."""
+    found = architecture_of(device)
+    return _HOPPER_WORKSPACE if found is None else found.workspace_bytes
+
+
+def has_nvlink(cluster: Cluster) -> bool:
+    """Whether devices of a node are connected faster than by PCIe 5."""
+    link = cluster.intra_node
+    if link is None:
+        try:
+            link = find_device(cluster.device.name).intra_node
+        except ProfileError:
+            return True  # the larger figures
+    return link.bytes_per_second > PCIE5
+
+
+def communicator_overhead(cluster: Cluster, num_ranks: int) -> Overhead:
+    """What one NCCL communicator takes on each of its devices, once it has been used.
+
+    Args:
+        cluster: The machine.
+        num_ranks: Ranks of the group.
+
+    Raises:
+        ValueError: If there are fewer than 2 ranks.
+    """
+    if num_ranks < 2:
+        raise ValueError(f"a communicator of {num_ranks} ranks: it connects at least 2")
+    if cluster.device.kind != "cuda":
+        return NOTHING
+    is_pair = num_ranks == 2
+    if has_nvlink(cluster):
+        expected = _PAIR if is_pair else _LARGER
+        return Overhead(expected=expected, high=expected * _LARGER // _PAIR, source="groups, scale")
+    expected = _CHANNELS * _PER_PEER_AND_CHANNEL * (1 if is_pair else 2)
+    return Overhead(expected=expected, high=2 * expected, source="buffers, channels, scale")

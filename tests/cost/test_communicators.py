@@ -1,0 +1,117 @@
+"""Which communicators a rank holds: against what a run of the plan does, and by name."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mist.cost.communicators import Communicator, communicators_of
+from lightning_mist.model import derive_splits
+from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.runtime.gather import ParameterGatherer
+from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
+from lightning_mist.runtime.optimizer import global_grad_norm
+from lightning_mist.strategy.data import BatchExchange
+from tests import zoo
+from tests.integration.parity import Rank, make_plan, map_of, microbatches
+from tests.plan.test_mesh import make_map
+
+ROWS = 4
+
+PLANS = {
+    "data parallel": {"layers": [4], "degrees": [3], "zero": 1},
+    "stages": {"layers": [1, 2, 1], "parts": 2},
+    "tied over sharded stages": {"layers": [2, 2], "degrees": [2, 2], "zero": [2, 0], "parts": 2},
+    "uneven degrees": {"layers": [2, 2], "degrees": [1, 2], "parts": 2},
+    "tensor parallel": {"layers": [2, 2], "tensor": [2, 1], "parts": 2},
+    "sequence parallel": {"layers": [2, 2], "tensor": 2, "sequence": [True, False], "parts": 2},
+    "interleaved": {"layers": [1, 1, 1, 1], "chunks": 2, "parts": 4, "schedule": "interleaved-1f1b"},
+}
+
+
+class Listener:
+    """A transport that remembers with whom it exchanged tensors."""
+
+    def __init__(self, transport: Any) -> None:
+        self.transport = transport
+        self.groups: set[tuple[int, ...]] = set()
+        self.messages: set[tuple[int, int]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.transport, name)
+        if not callable(value) or name == "all_gather_object":
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            rank = self.transport.rank
+            if name == "isend":
+                self.messages.add((rank, args[1]))
+            elif name == "irecv":
+                self.messages.add((args[1], rank))
+            else:
+                group = kwargs.get("group") or next(arg for arg in reversed(args) if isinstance(arg, (tuple, list)))
+                self.groups |= {tuple(group)} if len(group) > 1 else set()
+            return value(*args, **kwargs)
+
+        return call
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[torch.nn.Module, Callable[[int], Any], ModuleMap]:
+    module, make_batch = zoo.make("llama_tied")
+    batch, call = make_batch(ROWS), zoo.step(module)
+    return module, make_batch, derive_splits(module, call, batch, map_of(module, batch), (2,))
+
+
+def listened(
+    module: torch.nn.Module, module_map: ModuleMap, plan: Plan, batches: Sequence[Any]
+) -> tuple[Listener, ...]:
+    """All ranks of a plan exchange batches, compute one step, and clip their gradients."""
+    world = InMemoryWorld(plan.world_size)
+    listeners = tuple(Listener(transport) for transport in world.transports)
+
+    def run(rank: int, listener: Any) -> Any:
+        yield from BatchExchange(plan, rank, listener, torch.device("cpu")).run(batches[rank], None)
+        one = Rank.make(copy.deepcopy(module), module_map, plan, rank, listener)
+        yield from one.run(microbatches(plan, rank, batches))
+        every = one.executor.stages.every
+        speakers = ParameterGatherer(plan, rank, every, module_map, listener).speakers
+        yield from global_grad_norm(one.executor.mesh, every, speakers, listener)
+
+    drive([run(rank, listener) for rank, listener in enumerate(listeners)])
+    return listeners
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_step_talks_over_just_these(llama: Any, name: str) -> None:
+    module, make_batch, module_map = llama
+    plan = make_plan(rows=ROWS, **PLANS[name])
+    batches = [make_batch(ROWS) for _ in range(plan.world_size)]
+    for rank, heard in enumerate(listened(module, module_map, plan, batches)):
+        found = communicators_of(plan, module_map, rank)
+        pairs = [item.ranks for item in found if item.purpose == "messages"]
+        groups = {item.ranks for item in found if item.purpose not in ("messages", "Lightning")}
+        # One of ours for each direction in which messages go.
+        assert sorted(pairs) == sorted(tuple(sorted(pair)) for pair in heard.messages)
+        assert groups == heard.groups
+
+
+def test_each_has_a_purpose() -> None:
+    plan = make_plan([1, 1], degrees=[2, 2], tensor=2)
+    found = communicators_of(plan, make_map(2, tied=(0, 1), degrees=(2,)), 0)
+    world = tuple(range(8))
+    assert found[:5] == (
+        Communicator(purpose="Lightning", ranks=world),
+        Communicator(purpose="world", ranks=world),
+        Communicator(purpose="data parallel", ranks=(0, 2)),
+        Communicator(purpose="tensor parallel", ranks=(0, 1)),
+        Communicator(purpose="tied parameters", ranks=(0, 4)),
+    )
+    # A replica of 2 stages x 2 tensor-parallel ranks: everybody's batch goes to all others.
+    assert [item.ranks for item in found[5:]] == [(0, 1), (0, 4), (0, 5), (0, 1), (0, 4), (0, 5)]
+
+
+def test_one_process_has_none() -> None:
+    assert communicators_of(make_plan([1]), make_map(1), 0) == ()

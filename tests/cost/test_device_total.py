@@ -1,0 +1,41 @@
+"""From what is reserved to what a device shows as used."""
+
+from lightning_mist.cost.allocator import malloc, simulate_allocator
+from lightning_mist.cost.communicators import Communicator
+from lightning_mist.cost.device_total import allocator_capacity, device_overheads, workspaces
+from lightning_mist.hardware import Cluster, Device
+from lightning_mist.hardware.overheads import NOTHING, communicator_overhead, context_overhead
+
+MIB = 2**20
+
+
+def cluster(name: str, kind: str = "cuda") -> Cluster:
+    return Cluster(num_nodes=1, devices_per_node=4, device=Device(name=name, memory_bytes=22 * 2**30, kind=kind))
+
+
+GROUPS = (Communicator(purpose="world", ranks=(0, 1, 2, 3)), Communicator(purpose="messages", ranks=(0, 1)))
+
+
+def test_context_and_communicators_add_up() -> None:
+    machine = cluster("L4")
+    found = device_overheads(machine, GROUPS)
+    parts = [context_overhead("L4"), communicator_overhead(machine, 4), communicator_overhead(machine, 2)]
+    assert found.outside.expected == sum(part.expected for part in parts)
+    assert found.outside.high == sum(part.high for part in parts)
+    assert found.workspace_bytes == 8.125 * MIB
+    assert allocator_capacity(machine, found) == 22 * 2**30 - found.outside.expected
+
+
+def test_on_cpu_nothing_comes_on_top() -> None:
+    machine = cluster("cpu", "cpu")
+    found = device_overheads(machine, GROUPS)
+    assert (found.context, found.communicators, found.workspace_bytes) == (NOTHING, NOTHING, 0)
+    assert not found.has_allocator
+    assert allocator_capacity(machine, found) == machine.device.memory_bytes
+    assert workspaces(found.workspace_bytes) == ()
+
+
+def test_workspaces_are_allocated_once_per_stream_and_stay() -> None:
+    events = [*workspaces(32 * MIB, ("compute", "side")), malloc(0, 512), malloc(1, 512)]
+    result = simulate_allocator(events)
+    assert result.peak.reserved == 2 * 32 * MIB + 2 * MIB
