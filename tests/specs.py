@@ -5,6 +5,7 @@ import dataclasses
 import sympy
 
 from lightning_mist.hardware import Cluster, CollectiveCost, ComputeRate, Device, HardwareProfile
+from lightning_mist.model.layer_costs import not_recomputed
 from lightning_mist.model.spec import (
     CollectiveSpec,
     LayerSeconds,
@@ -130,10 +131,10 @@ def spec(
             exclusions=tuple(Exclusion(feature=feature, reason=reason) for feature, reason in exclusions),
             batch_rows=4,
         ),
-        head=layer("head", width=100, flops=1e6, operators=3, gradients=edge_bytes, example=""),
+        head=not_recomputed(layer("head", width=100, flops=1e6, operators=3, gradients=edge_bytes, example="")),
         layers=specs if layers else (),
         kinds=kinds,
-        tail=layer("tail", width=400, flops=5e7, operators=5, gradients=edge_bytes, example=""),
+        tail=not_recomputed(layer("tail", width=400, flops=5e7, operators=5, gradients=edge_bytes, example="")),
         boundaries=crossing,
         parameters=tuple(parameters),
         buffer_bytes=64,

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.compile import IntArray
-from lightning_mist.plan import Plan, ScheduleName
+from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.plan import OffloadRatios, Plan, ScheduleName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,7 @@ class StageSlot:
         schedule: Name of the schedule.
         tensor_parallel_degree: Devices that share every layer for each data-parallel rank.
         sequence_parallel: Whether these share activations along the sequence too.
+        context_parallel_degree: Devices that share the sequence of every row for each data-parallel rank.
     """
 
     stage_index: int
@@ -36,6 +37,12 @@ class StageSlot:
     schedule: ScheduleName = "1f1b"
     tensor_parallel_degree: int = 1
     sequence_parallel: bool = False
+    context_parallel_degree: int = 1
+
+    @property
+    def shard_degree(self) -> int:
+        """Ranks that hold the same parameters and share out what ZeRO shards: data times context parallelism."""
+        return self.data_parallel_degree * self.context_parallel_degree
 
     @property
     def batches_held(self) -> int:
@@ -48,6 +55,44 @@ class StageSlot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadCandidates:
+    """Fractions in [0, 1] of each kind of state that live in host memory; every array has the axis ``K``.
+
+    What they mean is said in :mod:`lightning_mist.cost.offload`.
+
+    Attributes:
+        parameters_K: Of parameters.
+        gradients_K: Of their gradients.
+        optimizer_K: Of optimizer state.
+        activations_K: Of what layers keep for backward.
+    """
+
+    parameters_K: FloatArray
+    gradients_K: FloatArray
+    optimizer_K: FloatArray
+    activations_K: FloatArray
+
+    @classmethod
+    def of(cls, ratios: OffloadRatios, count: int = 1) -> "OffloadCandidates":
+        """The same ratios for a number of candidates."""
+        return cls(
+            parameters_K=np.full(count, ratios.parameters),
+            gradients_K=np.full(count, ratios.gradients),
+            optimizer_K=np.full(count, ratios.optimizer),
+            activations_K=np.full(count, ratios.activations),
+        )
+
+    def take(self, index_J: IntArray) -> "OffloadCandidates":
+        """The ratios at some indices."""
+        return OffloadCandidates(
+            parameters_K=self.parameters_K[index_J],
+            gradients_K=self.gradients_K[index_J],
+            optimizer_K=self.optimizer_K[index_J],
+            activations_K=self.activations_K[index_J],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageCandidates:
     """Choices for one slot; every array has the axis ``K``.
 
@@ -56,12 +101,14 @@ class StageCandidates:
         end_K: One past the last layer.
         checkpointed_K: How many of the first layers are recomputed in backward.
         zero_stage_K: 0 to 3.
+        offload: What lives in host memory; nothing if ``None``.
     """
 
     start_K: IntArray
     end_K: IntArray
     checkpointed_K: IntArray
     zero_stage_K: IntArray
+    offload: OffloadCandidates | None = None
 
     def __len__(self) -> int:
         """Number of candidates."""
@@ -74,6 +121,7 @@ class StageCandidates:
             end_K=self.end_K[index_J],
             checkpointed_K=self.checkpointed_K[index_J],
             zero_stage_K=self.zero_stage_K[index_J],
+            offload=None if self.offload is None else self.offload.take(index_J),
         )
 
 
@@ -92,12 +140,14 @@ def slots_of(plan: Plan) -> tuple[tuple[StageSlot, StageCandidates], ...]:
                 schedule=plan.schedule,
                 tensor_parallel_degree=stage.mesh.tensor_parallel_degree,
                 sequence_parallel=stage.mesh.sequence_parallel,
+                context_parallel_degree=stage.mesh.context_parallel_degree,
             ),
             StageCandidates(
                 start_K=np.array([stage.layers[0]]),
                 end_K=np.array([stage.layers[1]]),
                 checkpointed_K=np.array([stage.checkpointing.layers]),
                 zero_stage_K=np.array([int(stage.zero_stage)]),
+                offload=OffloadCandidates.of(stage.offload) if stage.offload.any else None,
             ),
         )
         for index, stage in enumerate(plan.stages)

@@ -7,12 +7,15 @@ actions that the devices run.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from lightning_mist.cost.candidates import StageSlot, slots_of
-from lightning_mist.cost.memory import TERMS, MemoryModel, StageMemory, StageNeeds
+from lightning_mist.cost.memory import TERMS, MemoryModel, StageMemory
+from lightning_mist.cost.needs import StageNeeds
+from lightning_mist.cost.offload import host_microbatch_bytes, host_state_bytes
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, ZeroStage
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, generate
@@ -79,7 +82,24 @@ def group_memory(model: MemoryModel, plan: Plan, group: int) -> StageMemory:
         found = StageMemory(phase=name, terms=tuple((term, round(terms[term])) for term in TERMS))
         best = found if best is None or found.peak_bytes > best.peak_bytes else best
     assert best is not None
-    return best
+    return replace(best, host_bytes=_host_bytes(model, plan, group, needs, count))
+
+
+def _host_bytes(model: MemoryModel, plan: Plan, group: int, needs: Mapping[int, StageNeeds], count: int) -> int:
+    """Host memory of one device: what its chunks move, and of each the activations of the most microbatches at once."""
+    slots, total = slots_of(plan), 0.0
+    if slots[group][1].offload is None:
+        return 0
+    in_flight: Counter[int] = Counter()
+    for stage, _, _, counts in _situations(plan.num_stages, plan.num_groups, count)[group]:
+        others = {at: n for kind, at, n in counts if kind == "others"}
+        for at in needs:
+            in_flight[at] = max(in_flight[at], others.get(at, 0) + (at == stage))
+    for stage, item in needs.items():
+        slot, candidates = slots[stage]
+        moved_K = host_microbatch_bytes(model, slot, candidates, item)
+        total += _number(host_state_bytes(model, slot, candidates) + in_flight[stage] * moved_K)
+    return round(total)
 
 
 def _always(model: MemoryModel, plan: Plan, group: int, needs: Mapping[int, StageNeeds]) -> dict[str, float]:
@@ -88,7 +108,7 @@ def _always(model: MemoryModel, plan: Plan, group: int, needs: Mapping[int, Stag
     chunks = [slots[stage] for stage in plan.chunks(group)]
     first = next(iter(needs.values()))
     doubled = model.holdings.doubled([candidates for _, candidates in chunks])
-    degree, zero = chunks[0][0].data_parallel_degree, int(chunks[0][1].zero_stage_K[0])
+    degree, zero = chunks[0][0].shard_degree, int(chunks[0][1].zero_stage_K[0])
     state = model.spec.optimizer.state_bytes_per_parameter_byte
     shares = degree if zero >= ZeroStage.OPTIMIZER else 1
     parameters = sum(_number(item.always["parameter_bytes"]) for item in needs.values())
@@ -98,6 +118,8 @@ def _always(model: MemoryModel, plan: Plan, group: int, needs: Mapping[int, Stag
         "buffer_bytes": _number(first.always["buffer_bytes"]),
         "optimizer_bytes": optimizer - state * doubled[1] / shares,
         "batch_bytes": _number(first.always["batch_bytes"]),
+        # The chunks of a device run one after the other and use the same buffers.
+        "offload_bytes": max(_number(item.always.get("offload_bytes", 0.0)) for item in needs.values()),
     }
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import sympy
 
 from lightning_mist.cost.compile import FloatArray, IntArray, compile_expressions
+from lightning_mist.cost.context_parallel import part_of_sequence, with_ring
 from lightning_mist.model.spec import CollectiveSpec, LayerSpec, ModelSpec, TensorSpec
 from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
 
@@ -44,11 +45,16 @@ Collectives = tuple[tuple[str, FloatArray, FloatArray], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionCosts:
-    """Every expression of a network at one number of rows. Bytes, FLOPs; see :class:`LayerSpec` for the meanings."""
+    """Every expression of a network at one number of rows. Bytes, FLOPs; see :class:`LayerSpec` for the meanings.
+
+    ``recompute_forward_peak_R`` are forward peaks of layers that will be recomputed, for which the plain ones are an
+    upper bound.
+    """
 
     saved_R: FloatArray
     checkpointed_saved_R: FloatArray
     forward_peak_R: FloatArray
+    recompute_forward_peak_R: FloatArray
     backward_peak_R: FloatArray
     first_backward_peak_R: FloatArray
     recompute_backward_peak_R: FloatArray
@@ -72,8 +78,8 @@ def regions_of(spec: ModelSpec) -> tuple[LayerSpec, ...]:
     return (spec.head, *(spec.layers[kind] for kind in spec.kinds), spec.tail)
 
 
-def compile_regions(spec: ModelSpec) -> Callable[[float], RegionCosts]:
-    """A function from microbatch rows to what every region costs at that many rows.
+def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
+    """A function from microbatch rows, and devices that share each row, to what every region costs on one of them.
 
     Args:
         spec: The network. Its expressions are compiled once, each kind of layer once.
@@ -91,21 +97,21 @@ def compile_regions(spec: ModelSpec) -> Callable[[float], RegionCosts]:
         [sympy.sympify(e) for e in (*layer_expressions, *crossing, *returning, *exchanged, *edges)],
         [MICROBATCH, SEQUENCE],
     )
-    # Without a sequence dimension no expression contains its symbol, so any number does.
-    length = float(spec.sequence_length or 1)
 
-    def at(rows: float) -> RegionCosts:
-        values = evaluate(rows, length)
+    def at(rows: float, context: int = 1) -> RegionCosts:
+        # Without a sequence dimension no expression contains its symbol, so any number does.
+        values = evaluate(rows, float(part_of_sequence(spec, context) or 1))
         layers = values[: len(layer_expressions)].reshape(len(_LAYER_FIELDS), len(kinds))[:, kind_R]
         rest = values[len(layer_expressions) :]
         bytes_of = iter(rest[2 * len(cuts) : -2].reshape(-1, len(kinds)))
         exchanges = [
             tuple((name, next(bytes_of)[kind_R], calls[kind_R]) for name, _, calls in found) for found in collectives
         ]
-        return RegionCosts(
+        found = RegionCosts(
             saved_R=layers[0],
             checkpointed_saved_R=layers[1],
             forward_peak_R=layers[2],
+            recompute_forward_peak_R=layers[2],
             backward_peak_R=layers[3],
             first_backward_peak_R=layers[4],
             recompute_backward_peak_R=layers[5],
@@ -123,6 +129,7 @@ def compile_regions(spec: ModelSpec) -> Callable[[float], RegionCosts]:
             batch_bytes=float(rest[-2]),
             shared_saved_bytes=float(rest[-1]),
         )
+        return found if context == 1 else with_ring(found)
 
     return at
 

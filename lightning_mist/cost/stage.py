@@ -22,7 +22,8 @@ import numpy as np
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.held import HeldBytes
-from lightning_mist.cost.memory import BUCKET_BYTES, MemoryModel, StageNeeds
+from lightning_mist.cost.memory import BUCKET_BYTES, MemoryModel
+from lightning_mist.cost.needs import StageNeeds
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.shards import UnitSeconds, exposed_seconds, unit_seconds
 from lightning_mist.cost.time import RegionSeconds, collective_seconds, region_seconds, split_seconds

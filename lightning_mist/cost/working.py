@@ -112,7 +112,7 @@ class WorkingSets:
         after_saved_L, after_kept_L, made_L = self._saved_S[1:], self._kept_S[1:], self._made_S[1:]
         # A recomputed layer keeps less in its forward than a plain one; its plain peak is an upper bound.
         self._forward_SS = range_maxima(before_saved_L + costs.forward_peak_R[layers])
-        self._forward_kept_SS = range_maxima(before_kept_L + costs.forward_peak_R[layers])
+        self._forward_kept_SS = range_maxima(before_kept_L + costs.recompute_forward_peak_R[layers])
 
         # Where input and weight gradients are apart, what the latter need stays of every layer above.
         self._weight_S, self._head_weight, self._tail_weight = (
@@ -155,6 +155,20 @@ class WorkingSets:
         plain_K = self._saved_S[runs.end_K] - self._saved_S[runs.middle_K]
         return self._head(runs) + self._recomputed(runs) + plain_K
 
+    def _tail(self, runs: StageRuns, plain_R: FloatArray, recomputed_R: FloatArray) -> FloatArray:
+        """A peak of the tail behind a layer that is recomputed or not: what of that layer is under way may differ."""
+        result_K: FloatArray = np.where(runs.middle_K == runs.end_K, recomputed_R[-1], plain_R[-1])
+        return result_K
+
+    def _tail_forward(self, runs: StageRuns) -> FloatArray:
+        return self._tail(runs, self._costs.forward_peak_R, self._costs.recompute_forward_peak_R)
+
+    def _tail_backward(self, runs: StageRuns) -> FloatArray:
+        return self._tail(runs, self._costs.backward_peak_R, self._costs.recompute_backward_peak_R)
+
+    def _tail_first_backward(self, runs: StageRuns) -> FloatArray:
+        return self._tail(runs, self._costs.first_backward_peak_R, self._costs.first_recompute_backward_peak_R)
+
     def _over_runs(self, runs: StageRuns, end_K: IntArray, kept_SS: FloatArray, plain_SS: FloatArray) -> FloatArray:
         """The maximum over the layers of both runs that lie before ``end``."""
         middle_K = np.minimum(runs.middle_K, end_K)
@@ -188,7 +202,7 @@ class WorkingSets:
         """Largest bytes alive in a forward, beyond what exists when it begins."""
         layers_K = self._over_runs(runs, runs.end_K, self._forward_kept_SS, self._forward_SS)
         head_K = np.where(runs.is_first_K, self._costs.forward_peak_R[0], -np.inf)
-        tail_K = np.where(runs.is_last_K, self._before_tail(runs) + self._costs.forward_peak_R[-1], -np.inf)
+        tail_K = np.where(runs.is_last_K, self._before_tail(runs) + self._tail_forward(runs), -np.inf)
         return np.maximum(layers_K, np.maximum(head_K, tail_K))
 
     def backward(self, runs: StageRuns) -> FloatArray:
@@ -197,7 +211,7 @@ class WorkingSets:
         layers_K = self._layers_backward(runs, *self._backward, pending_K)
         head = self._costs.saved_R[0] + self._costs.backward_peak_R[0] + self._head_reduced
         head_K = np.where(runs.is_first_K, head + runs.held_gradient_K, -np.inf)
-        tail_K = self.saved(runs) + self._costs.backward_peak_R[-1] + pending_K
+        tail_K = self.saved(runs) + self._tail_backward(runs) + pending_K
         return np.maximum(layers_K, np.maximum(head_K, np.where(runs.is_last_K, tail_K, -np.inf)))
 
     def waiting(self, runs: StageRuns) -> FloatArray:
@@ -215,7 +229,7 @@ class WorkingSets:
         head = self._costs.saved_R[0] + self._costs.first_backward_peak_R[0]
         whole_K = self.waiting(runs)
         head_K = np.where(runs.is_first_K, head + whole_K + runs.held_gradient_K, -np.inf)
-        tail_K = np.where(runs.is_last_K, self.saved(runs) + self._costs.backward_peak_R[-1], -np.inf)
+        tail_K = np.where(runs.is_last_K, self.saved(runs) + self._tail_backward(runs), -np.inf)
         result_K: FloatArray = np.maximum(np.maximum(layers_K, whole_K), np.maximum(head_K, tail_K))
         return result_K
 
@@ -228,7 +242,7 @@ class WorkingSets:
         layers_K = inner_K + above_head_K + self._made_S[runs.start_K]
         head = self._costs.saved_R[0] + self._costs.first_backward_peak_R[0] + self._head_reduced
         head_K = np.where(runs.is_first_K, head + above_head_K + runs.held_gradient_K, -np.inf)
-        tail_K = self.saved(runs) + self._before_tail_gradients(runs) + self._costs.first_backward_peak_R[-1]
+        tail_K = self.saved(runs) + self._before_tail_gradients(runs) + self._tail_first_backward(runs)
         return np.maximum(layers_K, np.maximum(head_K, np.where(runs.is_last_K, tail_K, -np.inf)))
 
     def _before_tail_gradients(self, runs: StageRuns) -> FloatArray:
@@ -273,6 +287,7 @@ def _sharded(costs: RegionCosts, sharding: Sharding) -> RegionCosts:
     return replace(
         costs,
         forward_peak_R=costs.forward_peak_R + sharding.forward_R,
+        recompute_forward_peak_R=costs.recompute_forward_peak_R + sharding.forward_R,
         backward_peak_R=first_R,
         first_backward_peak_R=first_R,
         recompute_backward_peak_R=recomputed_R,

@@ -20,7 +20,7 @@ import numpy as np
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.memory import StageNeeds
+from lightning_mist.cost.needs import StageNeeds
 from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.cost.regions import parameter_regions
 from lightning_mist.model.spec import ModelSpec

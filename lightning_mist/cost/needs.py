@@ -1,0 +1,128 @@
+"""What the memory of stages is made of, before anybody asks how many microbatches are in flight.
+
+Array axes
+    K  candidates
+    F  factors: how often a situation counts what there is of each kind
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.phases import Phase, PhaseKind
+
+Bytes: TypeAlias = FloatArray | float
+"""Bytes of each candidate, or of all alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageNeeds:
+    """What the memory of candidates is made of. Bytes; every array has the axis ``K``.
+
+    Attributes:
+        always: What is there all the time, by term.
+        gradients_K: All gradients.
+        reused_K: Gradients of parameters that several parts of the stage use.
+        pending_K: Gradients of the last backward that are still being reduced in a forward.
+        saved_K: What one microbatch leaves behind between its forward and its backward.
+        entering_K: What is received per microbatch.
+        leaving_K: The gradient of what is sent per microbatch.
+        returned_K: The gradient of what is received per microbatch.
+        forward_K: Working set of a forward.
+        first_backward_K: Working set of the backward that makes the gradients, these included.
+        backward_K: Working set of another backward.
+        input_backward_K: Working set of a backward that makes input gradients only.
+        waiting_K: What one microbatch leaves behind from its input gradients until its weight gradients.
+        weight_backward_K: Working set of weight gradients: what they need, and the largest of them.
+        update: The situations after the last backward: name and bytes by term, without ``always``.
+    """
+
+    always: Mapping[str, Bytes]
+    gradients_K: FloatArray
+    reused_K: FloatArray
+    pending_K: FloatArray
+    saved_K: FloatArray
+    entering_K: FloatArray
+    leaving_K: FloatArray
+    returned_K: FloatArray
+    forward_K: FloatArray
+    first_backward_K: FloatArray
+    backward_K: FloatArray
+    input_backward_K: FloatArray
+    waiting_K: FloatArray
+    weight_backward_K: FloatArray
+    update: tuple[tuple[str, Mapping[str, Bytes]], ...]
+
+    def first(self, count: int) -> "StageNeeds":
+        """Those of the first candidates."""
+
+        def cut(terms: Mapping[str, Bytes]) -> dict[str, Bytes]:
+            return {name: value if isinstance(value, float) else value[:count] for name, value in terms.items()}
+
+        arrays = {name: getattr(self, name)[:count] for name in self.__slots__ if name.endswith("_K")}
+        update = tuple((name, cut(terms)) for name, terms in self.update)
+        return replace(self, always=cut(self.always), update=update, **arrays)
+
+    def situations(self, phases: Iterable[Phase]) -> list[tuple[str, Mapping[str, Bytes]]]:
+        """Every situation with its bytes by term, ``always`` included."""
+        found: list[tuple[str, Mapping[str, Bytes]]] = [(phase.kind, self._around(phase)) for phase in phases]
+        return [(name, {**self.always, **terms}) for name, terms in (*found, *self.update)]
+
+    def peaks(self, phases: Sequence[Phase]) -> FloatArray:
+        """Peak bytes over all situations."""
+        # One matrix product instead of as many sums as there are situations: what :meth:`_around` says, by factors.
+        peak_K = np.zeros(len(self.gradients_K))
+        parts_FK = np.stack(
+            [
+                self.gradients_K,
+                self.pending_K,
+                self.saved_K,
+                self.waiting_K,
+                self.entering_K,
+                self.leaving_K,
+                self.returned_K,
+            ]
+        )
+        for kind in dict.fromkeys(phase.kind for phase in phases):
+            factors = np.array([_factors(phase) for phase in phases if phase.kind == kind])
+            peak_K = np.maximum(peak_K, self._working(kind) + (factors @ parts_FK).max(axis=0))
+        for _, terms in self.update:
+            peak_K = np.maximum(peak_K, sum(terms.values()))
+        return peak_K + sum(self.always.values())
+
+    def _working(self, kind: PhaseKind) -> FloatArray:
+        """The working set of what is computed."""
+        if kind == "backward":
+            return self.backward_K + self.reused_K
+        found: FloatArray = getattr(self, f"{kind.replace(' ', '_')}_K")
+        return found
+
+    def _around(self, phase: Phase) -> dict[str, Bytes]:
+        """What changes over a batch, by term."""
+        gradients, pending, others, waiting, received, ahead, sent = _factors(phase)
+        gradients_K: Bytes = self.gradients_K * gradients + self.pending_K * pending
+        working_K = self._working(phase.kind)
+        if phase.kind == "backward":
+            # A parameter that two parts use gets its two contributions summed before they are accumulated.
+            gradients_K, working_K = gradients_K + self.reused_K, self.backward_K
+        return {
+            "gradient_bytes": gradients_K,
+            "activation_bytes": others * self.saved_K + waiting * self.waiting_K,
+            "transfer_bytes": received * self.entering_K + ahead * self.leaving_K + sent * self.returned_K,
+            "working_bytes": working_K,
+        }
+
+
+def _factors(phase: Phase) -> tuple[float, ...]:
+    """How often a situation counts gradients, pending ones, saved bytes, those kept for weights, and transfers."""
+    # In an input gradient's computation the gradient at hand stands where the output was, which the saved bytes count.
+    is_forward, is_weights = phase.kind == "forward", phase.kind == "weight backward"
+    ahead = phase.received_gradients - (not is_forward and not is_weights and phase.received_gradients > 0)
+    # Weight gradients are there when the first of them have been made.
+    gradients = is_weights or phase.kind == "backward" or (phase.gradients and phase.kind != "first backward")
+    pending = is_forward and phase.gradients
+    counts = (phase.others, phase.waiting, phase.received, ahead, phase.sent_gradients)
+    return (float(gradients), float(pending), *counts)
