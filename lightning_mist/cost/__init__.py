@@ -12,15 +12,18 @@ from lightning_mist.cost.estimate_table import render_estimate
 from lightning_mist.cost.interval import Interval
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.pipeline import step_seconds, step_seconds_of
+from lightning_mist.cost.replay import Alive, Replay, replay_group, replay_plan, replay_rank
 from lightning_mist.cost.stage import StageCostModel, StageCosts, StageSeconds
 
 __all__ = [
+    "Alive",
     "Change",
     "Estimator",
     "Interval",
     "MemoryEstimate",
     "MemoryModel",
     "PeakTensor",
+    "Replay",
     "StageCandidates",
     "StageCostModel",
     "StageCosts",
@@ -36,6 +39,9 @@ __all__ = [
     "predict",
     "predict_with",
     "render_estimate",
+    "replay_group",
+    "replay_plan",
+    "replay_rank",
     "stage_memory",
     "step_seconds",
     "step_seconds_of",

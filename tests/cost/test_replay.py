@@ -1,0 +1,162 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_mist.cost.allocator import simulate_allocator
+from lightning_mist.cost.allocator_data import AllocatorSettings
+from lightning_mist.cost.memory import TERMS
+from lightning_mist.cost.replay import is_plain_plan, replay_group, replay_plan, replay_rank
+from lightning_mist.errors import PlanError
+from tests.cost.events import WIDTH, with_events
+from tests.integration.parity import make_plan
+from tests.plans import plans
+from tests.specs import spec
+
+TRAINED = 2 * 80_000 + 4 * 40_400
+"""Bytes of the parameters of four layers, an embedding and a projection."""
+
+ALWAYS = TRAINED + 2 * TRAINED + 64 + 4 * 16
+"""With AdamW's state, buffers and a batch of four rows."""
+
+
+@pytest.fixture(scope="module")
+def network():
+    return with_events(spec(4))
+
+
+def check(replay):
+    """Everything is allocated before it is freed, once."""
+    alive_A = np.zeros(len(replay.bytes_A), dtype=int)
+    for event in replay.events_E.tolist():
+        alive_A[abs(event) - 1] += 1 if event > 0 else -1
+        assert alive_A[abs(event) - 1] in (0, 1)
+
+
+def test_two_microbatches_on_one_device_by_hand(network):
+    (replay,) = replay_plan(network, make_plan([4], parts=2))
+    # At the tail of the second backward: all that two rows keep, both losses, and the tail's gradients beside all.
+    kept = 2 * (100 + WIDTH + 4 * 10 * WIDTH + 20 * WIDTH) + 2 * 4
+    assert replay.phase == "0B1"
+    assert replay.peak_bytes == ALWAYS + TRAINED + kept + 80_000 + 2 * WIDTH
+    assert {name: size for name, size in replay.terms_at_peak() if size} == {
+        "parameter_bytes": TRAINED,
+        "buffer_bytes": 64,
+        "optimizer_bytes": 2 * TRAINED,
+        "batch_bytes": 64,
+        "gradient_bytes": TRAINED + 80_000,
+        "activation_bytes": kept,
+        "working_bytes": 2 * WIDTH,
+    }
+
+
+def test_recomputed_layers_keep_what_they_are_given(network):
+    (replay,) = replay_plan(network, make_plan([4], parts=2, checkpointed=4))
+    kept = 2 * (100 + WIDTH + 4 * WIDTH + 20 * WIDTH) + 2 * 4
+    at_tail = ALWAYS + TRAINED + kept + 80_000 + 2 * WIDTH
+    # In the last layer: its input's gradient, its nine widths again, three of a temporary, its own gradients.
+    at_layer = ALWAYS + TRAINED + kept - 2 * 20 * WIDTH + 2 * WIDTH + 2 * 12 * WIDTH + 40_400
+    assert replay.peak_bytes == max(at_tail, at_layer)
+
+
+def test_the_largest_at_the_peak_say_where_they_come_from(network):
+    (replay,) = replay_plan(network, make_plan([4], parts=2))
+    alive = replay.alive_at_peak()
+    assert sum(item.nbytes for item in alive) == replay.peak_bytes
+    assert [item.nbytes for item in alive] == sorted((item.nbytes for item in alive), reverse=True)
+    scores = next(item for item in alive if item.label.part == 4 and item.label.name == "activation")
+    assert (scores.stage, scores.microbatch, scores.label.part, scores.label.term) == (0, 1, 4, "activation_bytes")
+    assert scores.label.operator == "aten.mm.default"
+    made = {item.label.name for item in alive if item.label.term == "gradient_bytes"}
+    assert {"gradient of wte.weight", "gradient of head.weight", "gradient of blocks.2.bias"} <= made
+
+
+def test_a_pipeline_holds_what_its_schedule_says(network):
+    first, last = replay_plan(network, make_plan([2, 2], parts=4))
+    assert (first.rank, last.rank) == (0, 1)
+    # Where the first stage makes the embedding's gradient again, its own activations are gone: one other microbatch's.
+    assert dict(first.terms_at_peak())["activation_bytes"] == 100 + WIDTH + 2 * 10 * WIDTH
+    assert dict(first.terms_at_peak())["gradient_bytes"] == 80_000 + 2 * 40_400 + 80_000
+    assert dict(last.terms_at_peak())["activation_bytes"] == 100 + 2 * 10 * WIDTH + 20 * WIDTH + 4 * 4
+
+
+def test_what_is_received_lives_until_its_gradient_has_left(network):
+    _, last = replay_plan(network, make_plan([2, 2], parts=4))
+    received = [item for item in last.alive_at_peak() if item.label.name == "received activation"]
+    assert {item.nbytes for item in received} == {WIDTH}
+    assert all(item.stage == 1 and item.microbatch is not None for item in received)
+
+
+def test_distributed_data_parallel_has_its_buckets_all_the_time(network):
+    plan = make_plan([4], degrees=[2])
+    assert is_plain_plan(plan)
+    (plain,), (ours,) = replay_plan(network, plan), replay_plan(network, plan, plain=False)
+    buckets = [item for item in plain.alive_at(plain.begin) if item.label.term == "gradient_bytes"]
+    assert sum(item.nbytes for item in buckets) == TRAINED
+    forward = [mark.event for mark in ours.marks if mark.action == "0F0"][-1]
+    assert not [item for item in ours.alive_at(forward - 1) if item.label.term == "gradient_bytes"]
+    check(plain)
+    check(ours)
+
+
+def test_sharding_takes_away_what_it_says(network):
+    peaks = [replay_plan(network, make_plan([4], degrees=[2], parts=2, zero=zero))[0] for zero in range(4)]
+    states = [dict(item.terms_at_peak())["optimizer_bytes"] for item in peaks]
+    assert states[0] == 2 * TRAINED
+    assert set(states[1:]) == {TRAINED}
+    assert [item.peak_bytes for item in peaks] == sorted((item.peak_bytes for item in peaks), reverse=True)
+    assert dict(peaks[3].terms_at_peak())["parameter_bytes"] < TRAINED
+
+
+def test_accumulated_batches_keep_their_gradients(network):
+    plan = make_plan([4], degrees=[2], parts=2, zero=1)
+    once, twice = (replay_plan(network, plan, batches_per_step=count)[0] for count in (1, 2))
+    check(twice)
+    # What this rank owns of the first batch's gradients waits beside those of the second.
+    assert TRAINED / 2 <= twice.peak_bytes - once.peak_bytes <= TRAINED / 2 + 16 * 10
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans(num_layers=4, max_devices=5, max_microbatches=12), data=st.data())
+def test_every_step_ends_as_it_began(plan, data):
+    if plan.global_batch_size % plan.world_size:
+        return
+    network = with_events(spec(4))
+    replay = replay_rank(network, plan, data.draw(st.integers(0, plan.world_size - 1)))
+    check(replay)
+    alive = replay.alive_at(len(replay.events_E) - 1)
+    held = {item.label.term for item in alive} - {"gradient_bytes"}
+    assert held <= {"parameter_bytes", "buffer_bytes", "optimizer_bytes", "batch_bytes", "activation_bytes"}
+    # Of what microbatches allocated only losses stay.
+    assert all(item.nbytes == 4 for item in alive if item.label.term == "activation_bytes")
+    assert dict(replay.terms_at_peak()).keys() == set(TERMS)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1"])
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_long_schedules_are_cut_short_without_a_difference(network, schedule, zero):
+    chunks = 2 if schedule == "interleaved-1f1b" else 1
+    plan = make_plan([1, 1, 1, 1] if chunks > 1 else [2, 2], chunks=chunks, degrees=[2, 2], parts=8, zero=zero,
+                     schedule=schedule, rows=16)  # fmt: skip
+    for rank in range(plan.world_size):
+        short, long = (replay_rank(network, plan, rank, shorten=shorten) for shorten in (True, False))
+        assert len(short.events_E) < len(long.events_E)
+        assert abs(short.peak_bytes - long.peak_bytes) <= 4 * plan.num_microbatches
+
+
+def test_the_allocator_takes_the_events(network):
+    replay = replay_group(network, make_plan([2, 2], parts=4), 0)
+    result = simulate_allocator(replay.memory_events(), AllocatorSettings())
+    assert result.peak.requested >= replay.peak_bytes
+
+
+def test_terms_over_time_add_up(network):
+    (replay,) = replay_plan(network, make_plan([4], parts=2))
+    by_term = replay.live_by_term()
+    assert [name for name, _ in by_term] == list(TERMS)
+    assert (sum(bytes_E for _, bytes_E in by_term) == replay.live_E[replay.begin :]).all()
+
+
+def test_a_network_without_events_cannot_be_replayed():
+    with pytest.raises(PlanError, match=r"synthetic: the head has no list of allocations.*trace the module"):
+        replay_plan(spec(4), make_plan([4]))
