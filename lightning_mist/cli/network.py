@@ -12,7 +12,14 @@ if TYPE_CHECKING:
 
 
 def trace_network(
-    model: str, *, rows: int, seq_len: int | None, precision: str, optimizer: str, degrees: tuple[int, ...]
+    model: str,
+    *,
+    rows: int,
+    seq_len: int | None,
+    precision: str,
+    optimizer: str,
+    degrees: tuple[int, ...],
+    device_kind: str,
 ) -> "ModelSpec":
     """What the network costs, split over these tensor-parallel degrees too where that can be."""
     import torch
@@ -41,5 +48,6 @@ def trace_network(
         module_map=found,
         optimizer=optimizer_class,
         precision=precision,
+        device_kind=device_kind,
     )
     return replace(spec, name=source.name)

@@ -49,14 +49,15 @@ def attention_backend(
         is_causal: Whether the causal flag is set.
         enable_gqa: Whether keys and values may have fewer heads.
     """
+    enabled: Any = torch.backends.cuda
     shapes = query.dim() == key.dim() == value.dim() == 4 and min(query.shape[2], key.shape[2]) > 0
     if not shapes or query.shape[0] != key.shape[0] or any(x.stride(-1) != 1 for x in (query, key, value)):
         return "math"
     same_heads = query.shape[1] == key.shape[1] == value.shape[1]
-    if torch.backends.cuda.flash_sdp_enabled() and (same_heads or enable_gqa):
-        if _flash_runs(target, query, key, value, mask=mask, dropout=dropout, is_causal=is_causal):
-            return "flash"
-    if torch.backends.cuda.mem_efficient_sdp_enabled() and same_heads and _efficient_runs(target, query, key, value):
+    takes_flash = enabled.flash_sdp_enabled() and (same_heads or enable_gqa)
+    if takes_flash and _flash_runs(target, query, key, value, mask=mask, dropout=dropout, is_causal=is_causal):
+        return "flash"
+    if enabled.mem_efficient_sdp_enabled() and same_heads and _efficient_runs(target, query, key, value):
         return "efficient"
     return "math"
 

@@ -137,11 +137,12 @@ def _appended(operator: Any, longer: Any, target: Target | None, *args: Any, **k
         return NotImplemented
     if not _eligible(args[0]):
         return _outside_autocast(operator, args, kwargs)
-    return _outside_autocast(longer, args, {**kwargs, "dtype": torch.float32})
+    defaults = [item.default_value for item in operator._schema.arguments]
+    return _outside_autocast(longer, (*args, *defaults[len(args) :]), {**kwargs, "dtype": torch.float32})
 
 
 def _cpu_fp32(operator: Any, policy: Callable[..., Any], target: Target | None, *args: Any, **kwargs: Any) -> Any:
-    """An operator that the CPU casts to 32 bits: so for threads that do not trace, by CUDA's policy for one that does."""
+    """An operator that the CPU casts to 32 bits: so for threads that do not trace, as on CUDA for one that does."""
     return _in(operator, torch.float32, args, kwargs) if target is None else policy(target, *args, **kwargs)
 
 

@@ -62,7 +62,7 @@ class KernelRegistry:
     def __init__(self, kernels: Sequence[Kernel]) -> None:
         self._kernels = kernels
         self._lock, self._users = threading.Lock(), 0
-        self._library: torch.library.Library | None = None
+        self._library: Any = None
         self._own = threading.local()
 
     @contextmanager
@@ -83,18 +83,19 @@ class KernelRegistry:
     def _enter(self) -> None:
         with self._lock:
             if self._users == 0:
-                self._library = torch.library.Library("aten", "IMPL")
+                library: Any = torch.library.Library
+                self._library = library("aten", "IMPL")
                 self._register(self._library)
             self._users += 1
 
     def _leave(self) -> None:
         with self._lock:
             self._users -= 1
-            if self._users == 0 and self._library is not None:
+            if self._users == 0:
                 self._library._destroy()
                 self._library = None
 
-    def _register(self, library: torch.library.Library) -> None:
+    def _register(self, library: Any) -> None:
         with warnings.catch_warnings():
             # torch says once that a kernel of its own is overridden, which is what is wanted here.
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
@@ -113,7 +114,9 @@ class KernelRegistry:
                 result = compute(target, *args, **kwargs)
                 if result is not NotImplemented:
                     return result
-            return operator.decompose(*args, **kwargs) if has_parts else operator.redispatch(keys & after, *args, **kwargs)
+            return (
+                operator.decompose(*args, **kwargs) if has_parts else operator.redispatch(keys & after, *args, **kwargs)
+            )
 
         return call
 

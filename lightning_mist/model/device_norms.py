@@ -19,12 +19,14 @@ been cut and before 2.9 (October 2025)."""
 
 
 @cache
-def _operators() -> tuple[torch.library.Library, Any]:
+def _operators() -> tuple[Any, Any]:
     """Operators of our own with the results of CUDA's kernels, which are not there or compose otherwise on the CPU."""
-    library = torch.library.Library("lightning_mist", "DEF")
+    make: Any = torch.library.Library
+    library = make("lightning_mist", "DEF")
     library.define("fused_rms_norm(Tensor x, Tensor? weight, int dims) -> (Tensor, Tensor)")
     library.define(
-        "fused_rms_norm_backward(Tensor grad, Tensor x, Tensor rstd, Tensor? weight, bool[2] mask) -> (Tensor?, Tensor?)"
+        "fused_rms_norm_backward(Tensor grad, Tensor x, Tensor rstd, Tensor? weight, bool[2] mask) -> "
+        "(Tensor?, Tensor?)"
     )
     library.define("fused_layer_norm(Tensor x, Tensor? weight, Tensor? bias, int dims) -> (Tensor, Tensor, Tensor)")
     library.define(
@@ -50,9 +52,17 @@ def _operators() -> tuple[torch.library.Library, Any]:
         return like(x), statistics(x, dims), statistics(x, dims)
 
     def layer_backward(
-        grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, mask: list[bool]
+        grad: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mask: list[bool],
     ) -> Any:
-        return tuple(like(t) if wanted and t is not None else None for wanted, t in zip(mask, (x, weight, bias), strict=True))
+        return tuple(
+            like(t) if wanted and t is not None else None for wanted, t in zip(mask, (x, weight, bias), strict=True)
+        )
 
     library.impl("fused_rms_norm", rms, "Meta")
     library.impl("fused_rms_norm_backward", rms_backward, "Meta")
@@ -126,7 +136,9 @@ def _layer_norm(
 
 def _check(x: Tensor, shape: list[int], what: str) -> None:
     if tuple(x.shape[x.dim() - len(shape) :]) != tuple(shape):
-        raise RuntimeError(f"{what} over {list(shape)} of an input of shape {list(x.shape)}: its last sizes must be these")
+        raise RuntimeError(
+            f"{what} over {list(shape)} of an input of shape {list(x.shape)}: its last sizes must be these"
+        )
 
 
 def _dropout(target: Target, x: Tensor, p: float, train: bool) -> Any:
