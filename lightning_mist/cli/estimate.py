@@ -129,7 +129,8 @@ class _Estimators:
 
         if seq_len not in self._known:
             each = max(1, rows // self._machine.world_size)
-            spec = trace_network(**self._named, rows=each, seq_len=seq_len, degrees=self._degrees)
+            kind = self._machine.device.kind
+            spec = trace_network(**self._named, rows=each, seq_len=seq_len, degrees=self._degrees, device_kind=kind)
             self._known[seq_len] = Estimator(spec, self._machine)
         return self._known[seq_len]
 
