@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from lightning_mist.plan import ModuleMap, Plan, replica_of, replica_ranks
+from lightning_mist.plan import ModuleMap, Plan, replica_ranks, row_slice
 from lightning_mist.plan.mesh import (
     Side,
+    held_parameters,
     make_mesh,
     tensor_ranks,
     tied_groups,
@@ -51,7 +52,7 @@ def communicators_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Comm
     groups: dict[tuple[int, ...], Purpose] = {world: "world"}
     groups.setdefault(tuple(sorted(mesh.peers)), "data parallel")
     groups.setdefault(tuple(sorted(mesh.tensor_peers)), "tensor parallel")
-    for parameter in mesh.parameters:
+    for parameter in held_parameters(plan, module_map):
         if parameter.requires_grad and len(parameter.stages) > 1:
             for group in tied_groups(plan, parameter):
                 if rank in group:
@@ -64,28 +65,24 @@ def communicators_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Comm
 
 def _messages(plan: Plan, rank: int) -> set[tuple[int, int]]:
     """From whom to whom messages go that ``rank`` sends or receives."""
-    return {*_batches(plan, rank), *_boundaries(plan, rank)}
+    found = set()
+    for sender, receiver in {*_batches(plan, rank), *_boundaries(plan, rank)}:
+        found.add((sender, receiver))
+    return found
 
 
 def _batches(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
     """Batches go from the rank that loaded them to those that compute on them."""
-    replica = replica_ranks(plan, replica_of(plan, rank))
+    replica = next(ranks for ranks in _replicas(plan) if rank in ranks)
     for reader in replica:
-        for owner in _owners(plan, reader, replica):
-            if owner != reader and rank in (owner, reader):
+        owners = {row_slice(plan, reader, index).owner for index in range(plan.num_microbatches)}
+        for owner in owners - {reader}:
+            if rank in (owner, reader):
                 yield owner, reader
 
 
-def _owners(plan: Plan, reader: int, replica: tuple[int, ...]) -> set[int]:
-    """Whose batches a rank computes on: those of ``row_slice``, also where a part would mix several."""
-    stage = plan.stages[plan.stage_of(reader)]
-    per_replica = stage.data_parallel_degree // plan.num_replicas
-    place = stage.devices.index(reader) // (len(stage.devices) // stage.data_parallel_degree) % per_replica
-    chunks, count = plan.num_microbatches * per_replica, len(replica)
-    owners: set[int] = set()
-    for chunk in range(place, chunks, per_replica):
-        owners.update(replica[chunk * count // chunks : -(-(chunk + 1) * count // chunks)])
-    return owners
+def _replicas(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    return tuple(replica_ranks(plan, replica) for replica in range(plan.num_replicas))
 
 
 def _boundaries(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:

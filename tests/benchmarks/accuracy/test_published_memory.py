@@ -1,0 +1,71 @@
+import json
+
+import pytest
+
+from benchmarks.accuracy.published_memory import main, predict, sample_of, summary
+from benchmarks.accuracy.published_rows import DATA, UnpredictableError, plan_of, read_plans, read_points
+
+POINTS = {row["id"]: row for row in read_points(DATA / "memory_points.json")}
+PLANS = read_plans([DATA / "mist_plans.json"])
+
+
+def changed(case, **model):
+    return {**case, "model": {**case["model"], **model}}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mist-llama/1.3b-s_2048-v_50304-b_32-n_1-m_2-f_True-stage1",  # the output layer, a step ahead of the forward
+        "mist-gpt/7b-s_2048-v_50304-b_128-n_1-m_8-f_True-stage1",  # recomputation, offloaded optimizer state
+    ],
+)
+def test_stages_that_mist_executed(name):
+    sample = sample_of(POINTS[name], lambda: predict(POINTS[name], PLANS))
+    assert abs(sample["allocated_error"]) < 0.001
+    assert abs(sample["reserved_error"]) < 0.005
+
+
+def test_a_row_without_its_plan_says_so():
+    row = {"id": "mist-x", "ref": "plans.json:nothing", "measured": {"peak_allocated_bytes": 1}}
+    sample = sample_of(row, lambda: predict(row, PLANS))
+    assert "no plan named 'nothing'" in sample["unpredicted"]
+    assert "1 rows, 1 not predicted" in summary([sample])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_dropout": 0.1}, "hidden_dropout = 0.1; understood are 0.0"),
+        ({"mlp_fc1_bias": True}, "mlp_fc1_bias = True; understood are False"),
+        ({"normalization": "batchnorm"}, "normalization = 'batchnorm'"),
+        ({"num_heads_kv": 4, "use_flash_attn": False}, "num_heads_kv = 4 without flash attention"),
+    ],
+)
+def test_models_that_are_not_understood_are_refused(change, message):
+    row = POINTS["mist-gpt/1.3b-s_2048-v_50304-b_32-n_1-m_2-f_True-stage0"]
+    plans = {key: changed(case, **change) for key, case in PLANS.items()}
+    with pytest.raises(UnpredictableError, match=message):
+        predict(row, plans)
+
+
+def test_plans_are_found_by_the_end_of_their_name():
+    row = {"id": "x", "ref": "file.json:gpt/1.3b-s_2048-v_50304-b_32-n_1-m_2-f_True"}
+    assert plan_of(row, PLANS)["model"]["num_hidden_layers"] == 24
+
+
+def test_the_record_has_every_row(tmp_path, monkeypatch, capsys):
+    points = [
+        POINTS["mist-llama/7b-s_2048-v_50304-b_128-n_1-m_8-f_True-stage3"],
+        {"id": "strange", "measured": {"peak_allocated_bytes": 5}},
+    ]
+    (tmp_path / "points.json").write_text(json.dumps(points))
+    arguments = ["x", "--points", str(tmp_path / "points.json"), "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", arguments)
+    main()
+    (record,) = tmp_path.glob("published-memory_*.json")
+    samples = json.loads(record.read_text())["samples"]
+    assert [sample["id"] for sample in samples] == [points[0]["id"], "strange"]
+    assert abs(samples[0]["allocated_error"]) < 0.001
+    assert "unpredicted" in samples[1]
+    assert "mist: 1 rows, 0 not predicted; allocated: mean error" in capsys.readouterr().out
