@@ -1,0 +1,142 @@
+import pytest
+
+from lightning_mist.cost.replay_gradients import BUCKETS_IN_FLIGHT, Gradients
+from lightning_mist.cost.replay_rank import RankView
+from lightning_mist.cost.replay_tape import Label, Tape
+from lightning_mist.runtime import reducer
+from lightning_mist.schedule import Action, ActionKind
+from tests.cost.events import with_events
+from tests.integration.parity import make_plan
+from tests.specs import spec
+
+LABEL = Label("gradient_bytes", "gradient")
+
+
+def make(plan, rank=0, *, in_buckets=False, **network):
+    found = with_events(spec(4, **network), tied=network.get("tied", False))
+    tape = Tape()
+    return tape, Gradients(tape, RankView(found, found, plan, rank), in_buckets=in_buckets)
+
+
+def alive(tape):
+    """Bytes of what is alive, ascending."""
+    sizes = tape.bytes()
+    events = tape.events().tolist()
+    freed = {-event - 1 for event in events if event < 0}
+    return sorted(int(sizes[event - 1]) for event in events if event > 0 and event - 1 not in freed)
+
+
+def test_a_bucket_takes_its_gradients():
+    tape, gradients = make(make_plan([4], degrees=[2], parts=2))
+    names = gradients.names[0]
+    assert gradients.begins(0)
+    gradients.expect(names)
+    (bucket,) = gradients._view.buckets
+    for name in bucket.names:
+        assert len(alive(tape)) == list(bucket.names).index(name)
+        size = gradients._view.by_name[name].bytes
+        gradients.accumulate(name, tape.malloc(size, LABEL), 0, gradients._view.regions_of[name][0][0], way=True)
+    # The last one filled the bucket: one number per parameter travels with it.
+    assert alive(tape) == [bucket.bytes + 4 * len(bucket.names)]
+    gradients.reduce()
+    assert alive(tape) == [bucket.bytes + 4 * len(bucket.names)]
+    gradients.forget()
+    assert alive(tape) == []
+
+
+def test_a_gradient_that_is_there_is_added_to():
+    tape, gradients = make(make_plan([4], parts=2))
+    gradients.found["blocks.0.bias"] = tape.malloc(400, LABEL)
+    assert not gradients.begins(0)
+    # Where this backward makes gradients, what is added to another is freed here; else its own events do that.
+    gradients.accumulate("blocks.0.bias", tape.malloc(400, LABEL), 0, 1, way=True)
+    assert alive(tape) == [400]
+
+
+def test_two_uses_of_a_parameter_are_summed_first():
+    tape, gradients = make(make_plan([4], parts=2), tied=True)
+    assert gradients.is_watched("wte.weight", 0)
+    gradients.accumulate("wte.weight", tape.malloc(80_000, LABEL), 0, 5, way=True)
+    assert alive(tape) == [80_000]
+    assert "wte.weight" not in gradients.found
+    gradients.accumulate("wte.weight", tape.malloc(80_000, LABEL), 0, 0, way=True)
+    assert alive(tape) == [80_000]
+    assert "wte.weight" in gradients.found
+
+
+def test_units_keep_what_they_own():
+    plan = make_plan([4], degrees=[2], parts=2, zero=2)
+    tape, gradients = make(plan)
+    view = gradients._view
+    line = Action(0, ActionKind.REDUCE_GRADIENTS, None, 1)
+    mine = sum(flat.with_counts for flat in view.unit_gradients[0, 1] if flat.owner == view.mesh.data_index)
+    every = sum(flat.with_counts for flat in view.unit_gradients[0, 1])
+    for _ in range(2):
+        for flat in view.unit_gradients[0, 1]:
+            for name in flat.names:
+                gradients.found[name] = tape.malloc(view.by_name[name].bytes, LABEL)
+        before = sum(alive(tape))
+        gradients.line(line)
+        assert sum(alive(tape)) <= before + every
+    gradients.reduce()
+    assert sum(alive(tape)) == mine
+    gradients.forget()
+    assert alive(tape) == []
+
+
+def test_units_are_unsharded_for_as_long_as_somebody_uses_them():
+    tape, gradients = make(make_plan([4], degrees=[2], parts=2, zero=3))
+    view, largest = gradients._view, 0
+    for unit in range(4):
+        mine = view.mesh.data_index
+        others = sum(flat.bytes for flat, keys in view.shards if (0, unit) in keys and flat.owner != mine)
+        gradients.line(Action(0, ActionKind.UNSHARD, None, unit))
+        assert sum(alive(tape)) == others
+        gradients.line(Action(0, ActionKind.RESHARD, None, unit))
+        assert alive(tape) == []
+        largest = max(largest, others)
+    assert largest >= 40_000
+
+
+def test_distributed_data_parallel_keeps_gradients_in_its_buckets():
+    tape, gradients = make(make_plan([4], degrees=[2]), in_buckets=True)
+    assert not gradients.begins(0)
+    gradients.expect(gradients.names[0])
+    assert not gradients.is_watched("blocks.0.weight", 0)
+    gradients.complete(gradients.names[0])
+    gradients.reduce()
+    assert alive(tape) == []
+
+
+def test_tied_parameters_of_two_groups_are_summed_in_flat_buffers():
+    tape, gradients = make(make_plan([2, 2]), tied=True)
+    gradients.found["wte.weight"] = tape.malloc(80_000, LABEL)
+    gradients.reduce_tied()
+    assert alive(tape) == [80_004]
+
+
+def test_updated_parameters_are_given_out_in_turn():
+    tape, gradients = make(make_plan([4], degrees=[2], parts=2, zero=1), edge_bytes=40 * 2**20)
+    gradients.gather()
+    sizes = [bucket.bytes for bucket in gradients._view.buckets]
+    assert len(sizes) > BUCKETS_IN_FLIGHT
+    assert alive(tape) == []
+    events = tape.events().tolist()
+    assert max(sum(1 if event > 0 else -1 for event in events[:end]) for end in range(len(events) + 1)) == 2
+
+
+def test_as_many_buckets_are_under_way_as_in_the_runtime():
+    assert reducer._BUCKETS_IN_FLIGHT == BUCKETS_IN_FLIGHT
+
+
+@pytest.mark.parametrize("in_buckets", [False, True])
+def test_gradients_put_aside_come_back(in_buckets):
+    tape, gradients = make(make_plan([4], parts=2), in_buckets=in_buckets)
+    gradients.found["blocks.0.bias"] = tape.malloc(400, LABEL)
+    aside = gradients.put_aside()
+    gradients.found["blocks.0.bias"] = tape.malloc(400, LABEL)
+    assert alive(tape) == [400, 400]
+    gradients.add(aside)
+    assert alive(tape) == [400]
+    gradients.forget()
+    assert alive(tape) == []

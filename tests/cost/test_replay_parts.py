@@ -1,0 +1,92 @@
+import numpy as np
+import pytest
+
+from lightning_mist.cost.replay_parts import StageShape, stack
+from tests.cost.events import WIDTH, with_events
+from tests.specs import spec
+
+
+@pytest.fixture(scope="module")
+def network():
+    return with_events(spec(4))
+
+
+def shape(first, end, *, checkpointed=0, rows=2):
+    return StageShape(first=first, end=end, checkpointed=checkpointed, rows=rows)
+
+
+def timeline(template, chunks):
+    """Bytes alive after every event of some chunks."""
+    events_E = np.concatenate([run.chunk.events_E for run in chunks])
+    return np.cumsum(np.sign(events_E) * template.slots.bytes_A[np.abs(events_E) - 1])
+
+
+def bytes_of(template, slots):
+    return [int(template.slots.bytes_A[slot]) for slot in slots]
+
+
+def test_a_whole_network_frees_what_it_allocates(network):
+    template = stack(network, shape(0, 4))
+    assert template.parts == (0, 1, 2, 3, 4, 5)
+    assert template.outputs == template.left == template.returned[True] == ()
+    assert bytes_of(template, template.kept) == [4]
+    forward = timeline(template, [template.forward[part] for part in template.parts])
+    assert forward[-1] == 2 * (100 + WIDTH + 4 * 10 * WIDTH + 20 * WIDTH) + 4
+    for way, left in ((False, 4), (True, 4 + 2 * 80_000 + 4 * 40_400)):
+        backward = [template.backward[way][part] for part in reversed(template.parts)]
+        whole = timeline(template, [*(template.forward[part] for part in template.parts), *backward])
+        assert whole[-1] == left
+        assert template.ended[way] == ()
+
+
+def test_what_leaves_a_stage_is_left_to_the_walk(network):
+    template = stack(network, shape(1, 3))
+    assert template.parts == (2, 3)
+    assert bytes_of(template, template.outputs) == [2 * WIDTH]
+    assert bytes_of(template, template.returned[True]) == bytes_of(template, template.returned[False]) == [2 * WIDTH]
+    # The mask, which the batch alone determines, is made here too and goes with the first layer's backward.
+    assert timeline(template, [template.forward[0]])[-1] == 2 * 100
+    forwards = [template.forward[part] for part in (0, 2, 3)]
+    assert timeline(template, forwards)[-1] == 2 * (100 + 2 * 10 * WIDTH)
+    backward = [template.backward[False][part] for part in (3, 2)]
+    assert timeline(template, [*forwards, *backward])[-1] == 2 * 2 * WIDTH
+
+
+def test_recomputed_layers_come_first(network):
+    template = stack(network, shape(0, 4, checkpointed=2))
+    forward = timeline(template, [template.forward[part] for part in template.parts])
+    assert forward[-1] == 2 * (100 + WIDTH + 2 * WIDTH + 2 * 10 * WIDTH + 20 * WIDTH) + 4
+
+
+def test_gradients_are_accumulated_where_they_are_made(network):
+    template = stack(network, shape(0, 4))
+    first, later = template.backward[True][2], template.backward[False][2]
+    assert [made.name for made in first.made] == ["blocks.1.weight", "blocks.1.bias"]
+    assert {made.name for made in later.made} == {"blocks.1.weight", "blocks.1.bias"}
+    for run, sign in ((first, 1), (later, -1)):
+        for made in run.made:
+            assert sign * (made.slot + 1) in run.chunk.events_E[: made.event].tolist()
+
+
+def test_weights_can_be_put_off(network):
+    template = stack(network, shape(1, 3))
+    weights = template.weights[False]
+    assert [item.name for item in weights] == ["blocks.2.weight", "blocks.1.weight"]
+    assert all(sorted(bytes_of(template, item.operands)) == [2 * 3 * WIDTH, 2 * 9 * WIDTH] for item in weights)
+    assert not any(item.received or item.arriving for item in weights)
+    forwards = [template.forward[part] for part in (0, 2, 3)]
+    inputs = [template.inputs[False][part] for part in (3, 2)]
+    assert timeline(template, [*forwards, *inputs])[-1] == 2 * (2 * WIDTH + 2 * 12 * WIDTH)
+    last = stack(network, shape(2, 4)).weights[True]
+    assert last[0].name == "head.weight"
+    alone = stack(network, shape(3, 4)).weights[True]
+    assert [item.name for item in alone] == ["head.weight", "blocks.3.weight"]
+
+
+def test_tied_gradients_wait_for_each_other():
+    network = with_events(spec(4, tied=True), tied=True)
+    template = stack(network, shape(0, 4), tied=frozenset({"wte.weight"}))
+    for part in (0, 5):
+        (made,) = template.backward[False][part].made
+        assert made.name == "wte.weight"
+        assert -(made.slot + 1) not in template.backward[False][part].chunk.events_E.tolist()
