@@ -8,6 +8,7 @@ from typing import get_type_hints
 import docstring_parser
 from jsonargparse import ArgumentParser
 
+from lightning_mist.cli.estimate import estimate
 from lightning_mist.cli.plan import plan
 from lightning_mist.cli.show import show
 from lightning_mist.errors import MistError
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from error
 
 
-_COMMANDS: dict[str, Callable[..., None]] = {"plan": plan, "show": show}
+_COMMANDS: dict[str, Callable[..., None]] = {"plan": plan, "show": show, "estimate": estimate}
 
 
 def _parser() -> ArgumentParser:
@@ -55,6 +56,8 @@ def _command(function: Callable[..., None]) -> ArgumentParser:
         required = parameter.default is inspect.Parameter.empty
         if required and parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             command.add_argument(name, type=hints[name], help=help_of[name])
+        elif parameter.default is False:
+            command.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=help_of[name])
         else:
             options = {"required": True} if required else {"default": parameter.default}
             command.add_argument(f"--{name.replace('_', '-')}", type=hints[name], help=help_of[name], **options)

@@ -64,7 +64,15 @@ def plan(
     machine = open_cluster(cluster)
     rows = rows_of_each(global_batch_size, machine)
     degrees = degrees_to_try(search, machine.devices_per_node)
-    spec = trace_network(model, rows=rows, seq_len=seq_len, precision=precision, optimizer=optimizer, degrees=degrees)
+    spec = trace_network(
+        model,
+        rows=rows,
+        seq_len=seq_len,
+        precision=precision,
+        optimizer=optimizer,
+        degrees=degrees,
+        device_kind=machine.device.kind,
+    )
     profile = measured_profile(machine, precision) if is_local(cluster) else None
     say(f"searching plans for {spec.num_layers} layers on {machine.world_size} devices")
     size = global_batch_size

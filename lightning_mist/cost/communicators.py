@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from lightning_mist.plan import ModuleMap, Plan, replica_ranks, row_slice
+from lightning_mist.plan import ModuleMap, Plan, replica_of, replica_ranks
 from lightning_mist.plan.mesh import (
     Side,
-    held_parameters,
     make_mesh,
     tensor_ranks,
     tied_groups,
@@ -52,7 +51,7 @@ def communicators_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Comm
     groups: dict[tuple[int, ...], Purpose] = {world: "world"}
     groups.setdefault(tuple(sorted(mesh.peers)), "data parallel")
     groups.setdefault(tuple(sorted(mesh.tensor_peers)), "tensor parallel")
-    for parameter in held_parameters(plan, module_map):
+    for parameter in mesh.parameters:
         if parameter.requires_grad and len(parameter.stages) > 1:
             for group in tied_groups(plan, parameter):
                 if rank in group:
@@ -65,24 +64,28 @@ def communicators_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Comm
 
 def _messages(plan: Plan, rank: int) -> set[tuple[int, int]]:
     """From whom to whom messages go that ``rank`` sends or receives."""
-    found = set()
-    for sender, receiver in {*_batches(plan, rank), *_boundaries(plan, rank)}:
-        found.add((sender, receiver))
-    return found
+    return {*_batches(plan, rank), *_boundaries(plan, rank)}
 
 
 def _batches(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
     """Batches go from the rank that loaded them to those that compute on them."""
-    replica = next(ranks for ranks in _replicas(plan) if rank in ranks)
+    replica = replica_ranks(plan, replica_of(plan, rank))
     for reader in replica:
-        owners = {row_slice(plan, reader, index).owner for index in range(plan.num_microbatches)}
-        for owner in owners - {reader}:
-            if rank in (owner, reader):
+        for owner in _owners(plan, reader, replica):
+            if owner != reader and rank in (owner, reader):
                 yield owner, reader
 
 
-def _replicas(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    return tuple(replica_ranks(plan, replica) for replica in range(plan.num_replicas))
+def _owners(plan: Plan, reader: int, replica: tuple[int, ...]) -> set[int]:
+    """Whose batches a rank computes on: those of ``row_slice``, also where a part would mix several."""
+    stage = plan.stages[plan.stage_of(reader)]
+    per_replica = stage.data_parallel_degree // plan.num_replicas
+    place = stage.devices.index(reader) // (len(stage.devices) // stage.data_parallel_degree) % per_replica
+    chunks, count = plan.num_microbatches * per_replica, len(replica)
+    owners: set[int] = set()
+    for chunk in range(place, chunks, per_replica):
+        owners.update(replica[chunk * count // chunks : -(-(chunk + 1) * count // chunks)])
+    return owners
 
 
 def _boundaries(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:

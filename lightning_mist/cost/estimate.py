@@ -57,7 +57,8 @@ def estimate_memory(
         spec = module_or_spec
     else:
         degrees = [] if given is None else [stage.mesh.tensor_parallel_degree for stage in given.stages]
-        spec = _trace(module_or_spec, batch, degrees, call=call, optimizer=optimizer, precision=precision)
+        kind = machine.device.kind
+        spec = _trace(module_or_spec, batch, degrees, kind, call=call, optimizer=optimizer, precision=precision)
     if given is None:
         given = replicated(spec, machine)
     return estimate_plan(Estimator(spec, machine), given, memory_limit=memory_limit, advise=advise)
@@ -138,6 +139,7 @@ def _trace(
     module: nn.Module,
     batch: Any,
     degrees: Sequence[int],
+    device_kind: str,
     *,
     call: Callable[[Any], Any] | None,
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None,
@@ -157,7 +159,15 @@ def _trace(
     found = map_module(module, step, batch, second_batch=smaller)
     if max(degrees, default=1) > 1:
         found = derive_splits(module, step, batch, found, sorted(set(degrees)))
-    return trace_model(module, batch, call=step, module_map=found, optimizer=optimizer, precision=precision)
+    return trace_model(
+        module,
+        batch,
+        call=step,
+        module_map=found,
+        optimizer=optimizer,
+        precision=precision,
+        device_kind=device_kind,
+    )
 
 
 def _refuse_other_type(module: nn.Module, wanted: torch.dtype | None, precision: str) -> None:

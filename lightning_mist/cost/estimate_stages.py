@@ -1,10 +1,12 @@
 """What the most loaded device of every stage of a plan needs: allocated, reserved, device total."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_mist.cost.candidates import StageSlot
 from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost.communicators import communicators_of
+from lightning_mist.cost.device_need import summed_need
+from lightning_mist.cost.device_total import DeviceOverheads, device_overheads
 from lightning_mist.cost.estimate_data import OUTER_TERMS, StageEstimate
 from lightning_mist.cost.interval import Interval
 from lightning_mist.cost.memory import MemoryModel, StageMemory
@@ -12,17 +14,6 @@ from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan
-
-ALLOCATED_SPREAD = 1.04
-"""By how much more than predicted tensors took at most, over plans that this runtime executed on CPUs: the bound that
-``tests/integration/test_memory.py`` holds predictions to."""
-
-RESERVED_OVER_ALLOCATED = 1.12
-"""Mean of 26 stages of executed pipelines (Mist artifact, Dazz993/Mist at d69e530; 1.06 to 1.23)."""
-
-TOTAL_OVER_ALLOCATED = 1.25
-"""In all 454 runs of Fujii, Watanabe and Yokota, 2024 (arXiv 2411.06465) what predictions leave out stayed below a
-quarter of them."""
 
 
 @dataclass(slots=True)
@@ -63,20 +54,23 @@ class Estimator:
         return self._models[key]
 
     def _stage(self, plan: Plan, index: int, memory: StageMemory) -> StageEstimate:
-        peak = memory.peak_bytes
-        allocated = Interval(p50=peak, p95=round(ALLOCATED_SPREAD * peak))
-        on_cuda = self.cluster.device.kind == "cuda"
-        reserved = Interval(p50=round(RESERVED_OVER_ALLOCATED * peak), p95=round(TOTAL_OVER_ALLOCATED * peak))
-        outer: Mapping[str, int] = {"allocator_bytes": reserved.p50 - peak} if on_cuda else {}
+        need = summed_need(memory.peak_bytes, self.cluster, self._overheads(plan, index))
         return StageEstimate(
             stage=index,
             devices=plan.stages[index].devices,
             phase=memory.phase,
-            allocated=allocated,
-            reserved=reserved if on_cuda else allocated,
-            device_total=reserved if on_cuda else allocated,
-            terms=(*memory.terms, *((name, outer.get(name, 0)) for name in OUTER_TERMS)),
+            allocated=need.allocated,
+            reserved=need.reserved,
+            device_total=need.device_total,
+            terms=(*memory.terms, *((name, getattr(need, name)) for name in OUTER_TERMS)),
         )
+
+    def _overheads(self, plan: Plan, index: int) -> DeviceOverheads:
+        """What a device of a stage holds besides tensors."""
+        if self.cluster.device.kind != "cuda":
+            return device_overheads(self.cluster, ())
+        communicators = communicators_of(plan, self.spec.module_map, plan.stages[index].devices[0])
+        return device_overheads(self.cluster, communicators)
 
 
 def check_plan_for(spec: ModelSpec, cluster: Cluster, plan: Plan) -> None:

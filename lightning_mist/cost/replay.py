@@ -351,6 +351,8 @@ class _Run:
             self._mark(action)
             names = self._final.get(position, frozenset())
             self._gradients.expect(names)
+            if action.kind is ActionKind.BACKWARD_WEIGHT and action.microbatch is not None:
+                self._gradients.complete(names - walk.deferred((action.stage, action.microbatch)))
             if action.kind is ActionKind.REDUCE_GRADIENTS:
                 self._gradients.reduce()
             elif action.kind is ActionKind.REDUCE_TIED:

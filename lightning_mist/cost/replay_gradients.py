@@ -32,6 +32,7 @@ class Gradients:
         self._sums: dict[tuple[UnitKey, Flat], int] = {}
         self._users: dict[Flat, int] = {}
         self._there: dict[Flat, int] = {}
+        self._alone = -1
         bounds = view.plan.bounds
         owners = view.spec.module_map.owners(bounds)
         self.names = {
@@ -87,6 +88,21 @@ class Gradients:
             self.found[name] = identity
         elif way or len(regions) > 1:
             self._tape.free(identity)
+        if name in self._final:
+            self._ready.add(name)
+            self._launch_ready()
+
+    def make(self, name: str, nbytes: int, key: tuple[int, int]) -> None:
+        """The gradient of a weight is made by itself, for a stage and a microbatch."""
+        label = Label("gradient_bytes", f"gradient of {name}", operator="aten.mm.default")
+        self._alone = self._tape.malloc(nbytes, label, *key)
+
+    def made(self, name: str) -> None:
+        """It is added to the weight's gradient, or becomes it."""
+        if name in self.found:
+            self._tape.free(self._alone)
+        else:
+            self.found[name] = self._alone
         if name in self._final:
             self._ready.add(name)
             self._launch_ready()

@@ -20,7 +20,7 @@ import numpy as np
 from lightning_mist.cost.replay_rank import bytes_at
 from lightning_mist.cost.replay_tape import Chunk, Label, Slots
 from lightning_mist.errors import PlanError
-from lightning_mist.model.events import Allocation, LayerEvents, Moment, PartEvents
+from lightning_mist.model.events import Allocation, LayerEvents, Moment, PartEvents, Release
 from lightning_mist.model.polynomial import values_at
 from lightning_mist.model.spec import LayerSpec, ModelSpec
 
@@ -55,6 +55,24 @@ class PartRun:
     made: tuple[Made, ...] = ()
 
 
+class WeightGradient(NamedTuple):
+    """The gradient of a weight that is made apart from those of inputs.
+
+    Attributes:
+        name: The weight's canonical name.
+        nbytes: Bytes of the gradient.
+        operands: Slots of what it is made of: inputs of products with the weight, and gradients of these products.
+        received: Whether what the stage received is among them.
+        arriving: Whether the gradient that came from the next stage is.
+    """
+
+    name: str
+    nbytes: int
+    operands: tuple[int, ...]
+    received: bool
+    arriving: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTemplate:
     """What one microbatch does inside a stage.
@@ -67,6 +85,8 @@ class StageTemplate:
         outputs: For each tensor that leaves the stage the slot that is freed once it has been sent; ``None`` if it is
             no allocation of the stage, or is kept for its backward anyway.
         left: Slots that are freed when the forward has ended.
+        inputs: As ``backward`` where gradients of weights are made apart: what is kept for these is not freed.
+        weights: By whether gradients of the others are made: the weights, in the order in which they are reached.
         returned: By whether gradients are made: for each tensor that enters the stage and wants a gradient the slot of
             this gradient; ``None`` if it is none of the stage's.
         ended: The same: slots that are freed when the backward has ended.
@@ -77,6 +97,8 @@ class StageTemplate:
     parts: tuple[int, ...]
     forward: Mapping[int, PartRun]
     backward: Mapping[bool, Mapping[int, PartRun]]
+    inputs: Mapping[bool, Mapping[int, PartRun]]
+    weights: Mapping[bool, tuple[WeightGradient, ...]]
     outputs: tuple[int | None, ...]
     left: tuple[int, ...]
     returned: Mapping[bool, tuple[int | None, ...]]
@@ -237,11 +259,22 @@ class _Stack:
         """Where the region that is given a tensor lets go of it."""
         if target not in self.inside:
             return (target, backward, 0)
-        events = self.way(target, first=first)
-        for release in events.arriving if backward else events.entering:
-            if release.slot == slot:
-                return self._absolute(release.dies, target)
-        return None
+        found = self.given(target, backward=backward, first=first).get(slot)
+        return None if found is None else self._absolute(found.dies, target)
+
+    def given(self, part: int, *, backward: bool, first: bool) -> dict[int, Release]:
+        """What a region does to the tensors that it is given, by their index."""
+        events = self.way(part, first=first)
+        return {release.slot: release for release in (events.arriving if backward else events.entering)}
+
+    def wanted(self, item: _Born, *, first: bool) -> tuple[str, ...]:
+        """The parameters whose gradients are made of an allocation, by their canonical names."""
+        names = [self.canonical(item.part, name) for name in item.allocation.weights]
+        target = item.part + (-1 if item.backward else 1)
+        if item.allocation.slot is not None and target in self.inside:
+            release = self.given(target, backward=item.backward, first=first).get(item.allocation.slot)
+            names += [] if release is None else [self.canonical(target, name) for name in release.weights]
+        return tuple(names)
 
     def _absolute(self, moment: Moment, part: int) -> _Place:
         base = {"own": part, "head": 0, "tail": self.spec.num_layers + 1}[moment.anchor]
@@ -294,9 +327,12 @@ class _Laid:
         """The template."""
         found, parts = self._found, self._found.parts
         forward = self._forward()
-        backward, ended, leaving = {}, {}, {}
+        backward, ended, leaving, inputs, weights = {}, {}, {}, {}, {}
         for way in WAYS:
-            backward[way], ended[way], leaving[way] = self._backward(way)
+            backward[way], ended[way], leaving[way] = self._backward(way, MappingProxyType({}))
+            operands = self._operands(way)
+            inputs[way] = self._backward(way, operands)[0]
+            weights[way] = self._weights(way, operands)
         spec, shape = found.spec, found.shape
         outputs, left = _match(_crossing(spec, shape.end, shape.rows), self._left)
         returned = {}
@@ -309,6 +345,8 @@ class _Laid:
             parts=parts,
             forward=forward,
             backward=backward,
+            inputs=inputs,
+            weights=weights,
             outputs=outputs,
             left=left,
             returned=returned,
@@ -332,24 +370,65 @@ class _Laid:
                 self._left.append(item)
         return {part: PartRun(chunk=_chunk(entries)[0]) for part, entries in at.items()}
 
-    def _backward(self, way: bool) -> tuple[dict[int, PartRun], tuple[int, ...], list[_Born]]:
-        """Events of every region's backward, what is freed at the end, and what leaves the stage."""
+    def _operands(self, way: bool) -> dict[int, tuple[str, ...]]:
+        """By slot the weights whose gradients are made of it."""
+        born = (*self._forward_born, *self._backward_born[way])
+        found = {item.slot: self._found.wanted(item, first=way) for item in born}
+        return {slot: names for slot, names in found.items() if names}
+
+    def _weights(self, way: bool, operands: Mapping[int, tuple[str, ...]]) -> tuple[WeightGradient, ...]:
+        """The weights whose gradients can be made apart."""
+        parts = self._found.parts
+        given = {
+            backward: {
+                self._found.canonical(part, name)
+                for release in self._found.given(part, backward=backward, first=way).values()
+                for name in release.weights
+            }
+            for backward, part in ((False, parts[0]), (True, parts[-1]))
+        }
+        is_deferred = {name for names in operands.values() for name in names}
+        result = {}
+        for item in self._backward_born[way]:
+            name = self._found.canonical(item.part, item.allocation.parameter) if item.allocation.parameter else ""
+            if name in is_deferred and name not in result:
+                result[name] = WeightGradient(
+                    name=name,
+                    nbytes=item.nbytes,
+                    operands=tuple(slot for slot, names in operands.items() if name in names),
+                    received=name in given[False],
+                    arriving=name in given[True],
+                )
+        return tuple(result.values())
+
+    def _backward(
+        self, way: bool, operands: Mapping[int, tuple[str, ...]]
+    ) -> tuple[dict[int, PartRun], tuple[int, ...], list[_Born]]:
+        """Events of every region's backward, what is freed at the end, and what leaves the stage.
+
+        Args:
+            way: Whether gradients of parameters are made.
+            operands: By slot the weights whose gradients are made of it later, and not here.
+        """
+        later = {name for names in operands.values() for name in names}
         inside = self._found.inside
         at: dict[int, _Entries] = {part: {} for part in self._found.parts}
         ended: list[int] = []
         leaving: list[_Born] = []
         for item in self._forward_born:
             place = self._found.death(item, first=way)
-            if place is not None and place[1] and place[0] in inside:
+            if place is not None and place[1] and place[0] in inside and item.slot not in operands:
                 _entry(at[place[0]], place[2])[0].append(item.slot)
         owned: dict[int, str] = {}
         for item in self._backward_born[way]:
-            _entry(at[item.part], item.allocation.born.position)[1].append(item.slot)
             place = self._found.death(item, first=way)
             name = self._found.canonical(item.part, item.allocation.parameter) if item.allocation.parameter else ""
+            if name and name in later:
+                continue
+            _entry(at[item.part], item.allocation.born.position)[1].append(item.slot)
             if name:
                 owned[item.slot] = name
-            if name and (name in self._tied or way):
+            if item.slot in operands or (name and (name in self._tied or way)):
                 continue
             if place is None:
                 ended.append(item.slot)

@@ -5,10 +5,11 @@ have been sent and inputs until their gradients have, and lets go of a send when
 The list of actions is the one that the runtime executes.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from lightning_mist.cost.replay_gradients import Gradients
-from lightning_mist.cost.replay_parts import PartRun, StageTemplate
+from lightning_mist.cost.replay_parts import PartRun, StageTemplate, WeightGradient
 from lightning_mist.cost.replay_rank import CrossingTensor, RankView
 from lightning_mist.cost.replay_tape import Label, Tape
 from lightning_mist.schedule import Action, ActionKind
@@ -47,6 +48,7 @@ class BatchWalk:
         self._arriving: dict[_Key, list[list[int]]] = {}
         self._returned: dict[_Key, list[int | None]] = {}
         self._sends: dict[Action, list[int]] = {}
+        self._waiting: dict[_Key, list[tuple[WeightGradient, frozenset[int]]]] = {}
         self.kept: list[int] = []
 
     def perform(self, action: Action, lines: Sequence[Action]) -> None:
@@ -68,6 +70,8 @@ class BatchWalk:
             self._forward(action, key, inner)
         elif action.kind in INPUT_BACKWARDS:
             self._backward(action, key, inner)
+        elif action.kind is ActionKind.BACKWARD_WEIGHT:
+            self._weights(key)
         elif action.kind is ActionKind.RECV_ACTIVATION:
             entering = self._view.crossing(key[0], key[0] - 1, key[1])
             self._incoming[key] = [self._buffers(tensor, "received activation", key) for tensor in entering]
@@ -161,6 +165,7 @@ class BatchWalk:
 
     def _backward(self, action: Action, key: _Key, lines: Sequence[Action]) -> None:
         stage, template, base = key[0], self._templates[key[0]], self._bases.pop(key)
+        is_split = action.kind is ActionKind.BACKWARD_INPUT
         arriving = self._arriving.pop(key, [])
         joined: list[int] = []
         if stage < self._last:
@@ -168,7 +173,7 @@ class BatchWalk:
             tensors = [t for t in self._view.crossing(stage, stage + 1, key[1]) if t.requires_grad]
             joined = self._join(arriving, tensors, key)
         way = self._gradients.begins(stage)
-        runs = template.backward[way]
+        runs = template.inputs[way] if is_split else template.backward[way]
         for line in lines:
             if line.microbatch is None:
                 self._gradients.line(line)
@@ -176,9 +181,43 @@ class BatchWalk:
             for part in reversed(self._parts(template, line)):
                 self._play(runs[part], base, stage, part, way=way)
         self._free([base + slot for slot in template.ended[way]])
-        self._free(sorted({*joined, *(part for parts in arriving for part in parts)}))
+        arrived = sorted({*joined, *(part for parts in arriving for part in parts)})
+        if is_split:
+            arrived = self._put_off(key, base, template.weights[way], arrived)
+        self._free(arrived)
         if stage > 0:
             self._returned[key] = [None if slot is None else base + slot for slot in template.returned[way]]
+
+    def _put_off(self, key: _Key, base: int, weights: Sequence[WeightGradient], arrived: Sequence[int]) -> list[int]:
+        """What gradients of weights will be made of waits for them; what arrived and is not among it."""
+        received = self._received.get(key, []) if any(item.received for item in weights) else []
+        kept = list(arrived) if any(item.arriving for item in weights) else []
+        if received:
+            self._received[key] = []
+        products = []
+        for item in weights:
+            operands = {base + slot for slot in item.operands}
+            operands.update(received if item.received else ())
+            operands.update(kept if item.arriving else ())
+            products.append((item, frozenset(operands)))
+        self._waiting[key] = products
+        return [identity for identity in arrived if identity not in kept]
+
+    def _weights(self, key: _Key) -> None:
+        """The gradients of weights that waited."""
+        products = self._waiting.pop(key)
+        users = Counter(identity for _, operands in products for identity in operands)
+        for item, operands in products:
+            self._gradients.make(item.name, item.nbytes, key)
+            for identity in sorted(operands):
+                users[identity] -= 1
+                if not users[identity]:
+                    self._tape.free(identity)
+            self._gradients.made(item.name)
+
+    def deferred(self, key: _Key) -> frozenset[str]:
+        """The weights of a microbatch whose gradients wait."""
+        return frozenset(item.name for item, _ in self._waiting.get(key, ()))
 
     def _play(self, run: PartRun, base: int, stage: int, part: int, *, way: bool) -> None:
         """A part's backward, stopping wherever a gradient is accumulated that something hangs on."""

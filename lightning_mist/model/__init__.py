@@ -1,7 +1,9 @@
 """What the network is: where it can be cut and what it costs, as expressions."""
 
+from lightning_mist.model.apart import run_apart
 from lightning_mist.model.blocks import find_blocks
 from lightning_mist.model.cuts import map_module
+from lightning_mist.model.device_operators import DeviceOperators, device_operators
 from lightning_mist.model.elementwise import coupling_reason, whole_tensor_reason
 from lightning_mist.model.events import Allocation, LayerEvents, Moment, PartEvents, Release
 from lightning_mist.model.optimizer import describe_optimizer
@@ -23,6 +25,7 @@ __all__ = [
     "MICROBATCH",
     "SEQUENCE",
     "Allocation",
+    "DeviceOperators",
     "LayerEvents",
     "LayerSeconds",
     "LayerSpec",
@@ -38,8 +41,10 @@ __all__ = [
     "coupling_reason",
     "derive_splits",
     "describe_optimizer",
+    "device_operators",
     "find_blocks",
     "map_module",
+    "run_apart",
     "time_layers",
     "trace_model",
     "whole_tensor_reason",

@@ -107,3 +107,9 @@ def resize_batch(batch: Any, rows: int, length: int | None) -> Any:
         return [values[i % have] for i in range(rows)] if len(values) == have else values
 
     return _rebuild(batch, change, items)
+
+
+def device_of(batch: Any) -> torch.device:
+    """Where a batch is: the device of its first tensor that is not on the host, if any."""
+    devices = [tensor.device for tensor in batch_tensors(batch)]
+    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))

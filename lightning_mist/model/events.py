@@ -60,6 +60,8 @@ class Allocation:
             gradient and for what backward hands to the part before; ``"shared"`` for what the batch alone determines
             (masks, tables: every stage makes its own); else ``"activation"``.
         parameter: For the gradient of a parameter its name: within the layer, or in the whole module for head and tail.
+        weights: Names of the part's parameters whose gradients are made of it: by which linear operations on them it is
+            an input, or the gradient of an output. A zero-bubble schedule keeps it until it makes these.
         module: The module that made it, within the layer or within the whole module; in backward the module whose
             forward it belongs to.
         operator: For example ``"aten.mm.default"``.
@@ -73,6 +75,7 @@ class Allocation:
     slot: int | None = None
     role: Role
     parameter: str = ""
+    weights: tuple[str, ...] = ()
     module: str = ""
     operator: str
     line: str = ""
@@ -86,10 +89,12 @@ class Release:
     Attributes:
         slot: Which of the tensors that enter it.
         dies: When; relative to the part that is given the tensor. Another part's moment if it is handed on as it is.
+        weights: As :attr:`Allocation.weights`, for parameters of the part that is given the tensor.
     """
 
     slot: int
     dies: Moment
+    weights: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_mist.model.attributes import Generators, ModuleState
 from lightning_mist.model.fakes import form_of, renew_flat_weights
 
+_HOST = torch.device("cpu")
+
 
 class OwnFunction:
     """A function whose checkpoint is ours, not the user's."""
@@ -74,16 +76,17 @@ def isolated(module: nn.Module) -> Iterator[None]:
         generators.restore()
 
 
-def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake tensor of the same form, on the host if the original is on meta."""
+def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode, home: torch.device) -> torch.Tensor:
+    """A fake tensor of the same form, at home if the original is on meta."""
     with mode:
-        return form_of(tensor, torch.device("cpu") if tensor.is_meta else tensor.device)
+        return form_of(tensor, home if tensor.is_meta else tensor.device)
 
 
 def substitute_parameters(
     module: nn.Module,
     mode: FakeTensorMode | None,
     owners: Mapping[tuple[str, str], object],
+    home: torch.device = _HOST,
 ) -> dict[str, nn.Parameter]:
     """Put stand-ins into every parameter slot, inside :func:`isolated` only.
 
@@ -92,6 +95,7 @@ def substitute_parameters(
         mode: Makes fake stand-ins; ``None`` for stand-ins that share the real values.
         owners: For a slot ``(module name, attribute name)``, who uses it: slots of one parameter with different owners
             get different stand-ins. Slots that are not named count as one owner.
+        home: Where fake stand-ins of parameters on meta are.
 
     Returns:
         The stand-ins by ``"module name.attribute name"`` of the first slot that got them.
@@ -104,13 +108,13 @@ def substitute_parameters(
                 continue
             key = (id(parameter), owners.get((name, attribute)))
             if key not in made:
-                data = _fake_like(parameter, mode) if mode is not None else parameter.detach()
+                data = _fake_like(parameter, mode, home) if mode is not None else parameter.detach()
                 made[key] = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 named[f"{name}.{attribute}" if name else attribute] = made[key]
             item._parameters[attribute] = made[key]
         if mode is not None:
             for attribute, buffer in item._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    item._buffers[attribute] = _fake_like(buffer, mode)
+                    item._buffers[attribute] = _fake_like(buffer, mode, home)
     renew_flat_weights(module)
     return named

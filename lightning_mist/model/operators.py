@@ -10,13 +10,13 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 
-def _attention_cpu_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
     """Two products per score: ``q k^T`` and ``p v``; a causal mask is not counted as saving, as torch does."""
     batch, heads, length, width = map(int, query.shape)
     return 2 * batch * heads * length * int(key.shape[2]) * (width + int(value.shape[3]))
 
 
-def _attention_cpu_backward_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+def _attention_backward_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
     """Five products: scores again, and the gradients of value, probabilities, query and key."""
     batch, heads, length, width = map(int, query.shape)
     return 2 * batch * heads * length * int(key.shape[2]) * (3 * width + 2 * int(value.shape[3]))
@@ -25,6 +25,12 @@ def _attention_cpu_backward_flops(query: torch.Tensor, key: torch.Tensor, value:
 # torch's registry has the CUDA kernels of fused attention but not the CPU's; the counts are those of
 # torch.utils.flop_counter.sdpa_flop_count and sdpa_backward_flop_count.
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+# Operators that only make room, such as the buffers of a fused kernel.
+_ROOM = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
+
+# torch's own formulas refuse, in older releases, queries that share keys and values; the counts are the same otherwise.
+_CUDA_ATTENTION = frozenset(f"_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn"))
 
 # Operators that read only the rows they are asked for, so that the size of the table does not count.
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index"})
@@ -60,14 +66,18 @@ def computes(operator: Any, inputs: list[torch.Tensor], outputs: list[torch.Tens
 def flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:
     """Floating-point operations by torch's own formulas; a multiply-add is two, element-wise operators are none."""
     packet = operator._overloadpacket
+    if packet.__name__ in _CUDA_ATTENTION:
+        return _attention_flops(args[0], args[1], args[2])
+    if packet.__name__.removesuffix("_backward") in _CUDA_ATTENTION:
+        return _attention_backward_flops(args[1], args[2], args[3])
     formula: Callable[..., Any] | None = flop_registry.get(packet)
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=result))
     name = packet.__name__
     if name == _CPU_ATTENTION:
-        return _attention_cpu_flops(args[0], args[1], args[2])
+        return _attention_flops(args[0], args[1], args[2])
     if name == _CPU_ATTENTION + "_backward":
-        return _attention_cpu_backward_flops(args[1], args[2], args[3])
+        return _attention_backward_flops(args[1], args[2], args[3])
     return 0
 
 
@@ -92,8 +102,10 @@ def moved_bytes(
     """Bytes read plus bytes written by an operator that computes.
 
     Every distinct input is read once and every result or written argument is written once; table look-ups read as much
-    as they return.
+    as they return, and what only makes room moves nothing.
     """
+    if operator._overloadpacket.__name__ in _ROOM:
+        return 0
     reads = {id(tensor): tensor for tensor in inputs}
     if operator._overloadpacket.__name__ in _LOOKUPS:
         reads.pop(id(args[0]), None)

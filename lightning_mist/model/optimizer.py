@@ -36,6 +36,17 @@ def _options(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> 
     return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
 
 
+def _as_on(device_kind: str, cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
+    """Options with the choice that torch makes where nobody chose: on CUDA it steps all parameters together.
+
+    Source: ``_default_to_fused_or_foreach`` in torch/optim/optimizer.py.
+    """
+    chosen = options.get("foreach") is not None or options.get("fused") or options.get("differentiable")
+    if device_kind != "cuda" or chosen or "foreach" not in inspect.signature(cls.__init__).parameters:
+        return options
+    return {**options, "foreach": True}
+
+
 def _home(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> tuple[torch.device, torch.dtype]:
     if isinstance(optimizer, type):
         return torch.device("cpu"), torch.float32
@@ -68,7 +79,10 @@ def _try(
 
 
 def describe_optimizer(
-    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer], *, device: torch.device | None = None
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer],
+    *,
+    device: torch.device | None = None,
+    device_kind: str | None = None,
 ) -> OptimizerSpec:
     """Measure what an optimizer of this class with these options keeps and needs, per byte of parameters.
 
@@ -78,13 +92,14 @@ def describe_optimizer(
     Args:
         optimizer: The real optimizer (neither stepped nor changed), or a class for its default options.
         device: Where to measure; by default where the optimizer's parameters are, for implementations differ.
+        device_kind: Kind of the device that it will step on, if that is another one.
 
     Raises:
         TraceError: If such an optimizer cannot be stepped on gradients alone.
     """
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     home = _home(optimizer) if device is None else (device, torch.float32)
-    options = _options(optimizer)
+    options = _as_on(device_kind or home[0].type, cls, _options(optimizer))
     try:
         four = _try(cls, options, [(_SIDE, _SIDE)] * 4, home)
         eight = _try(cls, options, [(_SIDE, _SIDE)] * 8, home)

@@ -214,6 +214,7 @@ class ModelSpec:
         sequence_length: Length of the traced batch, if it has a sequence dimension.
         optimizer: What the optimizer keeps; AdamW's needs are assumed, and noted, where none was given.
         precision: Lightning's name of the precision, for example ``"bf16-mixed"``.
+        device_kind: Kind of the device that the costs are for, ``"cpu"`` or ``"cuda"``.
         seconds: Measured seconds of layers on the machine at hand; empty if nothing was measured.
         shared_saved_bytes: The part of the head's saved bytes that depends on the batch alone, not on parameters
             (masks, position tables): every stage after the first computes and keeps it too, per microbatch in flight.
@@ -235,6 +236,7 @@ class ModelSpec:
     sequence_length: int | None
     optimizer: OptimizerSpec
     precision: str = "32-true"
+    device_kind: str = "cpu"
     seconds: tuple[LayerSeconds, ...] = field(default=())
     shared_saved_bytes: sympy.Expr = field(default=sympy.S.Zero)
     splits: tuple[SplitSpec, ...] = ()

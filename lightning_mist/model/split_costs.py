@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_mist.model.batches import device_of
+from lightning_mist.model.device_operators import DeviceOperators
 from lightning_mist.model.fakes import quiet_fakes
 from lightning_mist.model.fit import Basis
 from lightning_mist.model.isolate import isolated, substitute_parameters
@@ -37,6 +39,7 @@ class WholeStep:
         twins: Which answer for others.
         recomputes: Whether blocks can be recomputed.
         boundaries: The tensors that cross each cut.
+        operators: How the device that it will run on computes.
     """
 
     module: nn.Module
@@ -50,6 +53,7 @@ class WholeStep:
     twins: Sequence[int | None]
     recomputes: bool
     boundaries: tuple[tuple[TensorSpec, ...], ...]
+    operators: DeviceOperators
 
 
 def trace_splits(
@@ -75,8 +79,8 @@ def _trace(
     basis = divisible(step.basis, split.degree) if sequence_parallel else step.basis
     owners = {(name, attr): regions for use in module_map.parameters for name, attr, regions in use.slots if regions}
     view, mode = RankView.of(split, sequence_parallel=sequence_parallel), FakeTensorMode(allow_non_fake_inputs=True)
-    with isolated(module), quiet_fakes(), functions_of_wholes():
-        stand_ins = substitute_parameters(module, mode, owners)
+    with isolated(module), quiet_fakes(), functions_of_wholes(), step.operators.installed():
+        stand_ins = substitute_parameters(module, mode, owners, device_of(step.batch))
         subject = Subject(
             module=module,
             blocks=tuple(module.get_submodule(name) for name in module_map.blocks),

@@ -17,9 +17,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.batches import batch_rows, resize_batch, sequence_length
+from lightning_mist.model.batches import batch_rows, device_of, resize_batch, sequence_length
 from lightning_mist.model.boundaries import boundary_specs
 from lightning_mist.model.cuts import map_module
+from lightning_mist.model.device_operators import KINDS, DeviceOperators, device_operators
 from lightning_mist.model.fakes import quiet_fakes
 from lightning_mist.model.fit import BILINEAR, CONSTANT, Basis, MisfitError
 from lightning_mist.model.isolate import isolated, substitute_parameters
@@ -176,6 +177,7 @@ def _traced(
     call: Callable[[Any], Any],
     context: Callable[[], AbstractContextManager[Any]],
     resize: Resize | None,
+    operators: DeviceOperators,
 ) -> tuple[_Traced, list[str]]:
     """Trace on fake tensors, or on real ones where the step does not run on fakes."""
     owners = {
@@ -184,8 +186,8 @@ def _traced(
     blocks = tuple(module.get_submodule(name) for name in module_map.blocks)
     failures: list[str] = []
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), None):
-        with isolated(module), quiet_fakes():
-            parameters = tuple(substitute_parameters(module, mode, owners).values())
+        with isolated(module), quiet_fakes(), operators.installed():
+            parameters = tuple(substitute_parameters(module, mode, owners, device_of(batch)).values())
             subject = Subject(
                 module=module, blocks=blocks, parameters=parameters, mode=mode, call=call, context=context
             )
@@ -232,6 +234,7 @@ def trace_model(
     precision: str = "32-true",
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     resize: Resize | None = None,
+    device_kind: str | DeviceOperators | None = None,
 ) -> ModelSpec:
     """Find out what a module's training step costs, as expressions in microbatch rows and sequence length.
 
@@ -246,6 +249,8 @@ def trace_model(
         precision: Lightning's name of the precision, kept in the result.
         context: Makes the context of the step's forward, for example autocast.
         resize: Makes batches of other sizes, where repeating rows and cutting sequences is not right.
+        device_kind: Kind of the device that the module will train on, ``"cpu"`` or ``"cuda"``, or a table of its
+            operators; by default where the module is. Tensors that are on a CUDA device are computed as torch does.
 
     Raises:
         TraceError: If the step fails, returns no loss, or cannot be counted.
@@ -255,13 +260,14 @@ def trace_model(
         rows = batch_rows(batch)
         other = None if rows is None else (resize or resize_batch)(batch, rows - 1 if rows > 1 else 2, None)
         module_map = map_module(module, step, batch, second_batch=other)
-    traced, failures = _traced(module, batch, module_map, step, context, resize)
-    optimizer_spec, notes = _optimizer(module, optimizer)
+    operators = _operators(module, batch, device_kind)
+    traced, failures = _traced(module, batch, module_map, step, context, resize, operators)
+    optimizer_spec, notes = _optimizer(optimizer, _home(module, batch), operators.name)
     if traced.guesses:
         notes += (f"the step reads {traced.guesses} values into Python; branches on them were taken as for False or 1",)
     rows, length = batch_rows(batch), sequence_length(batch)
     parameters = _parameters(module)
-    splits, unknown = _splits(module, batch, module_map, step, context, resize, traced, parameters)
+    splits, unknown = _splits(module, batch, module_map, step, context, resize, traced, parameters, operators)
     module_map = replace(module_map, exclusions=(*module_map.exclusions, *unknown))
     return ModelSpec(
         name=type(module).__name__,
@@ -278,6 +284,7 @@ def trace_model(
         sequence_length=length if traced.basis.powers == BILINEAR else None,
         optimizer=optimizer_spec,
         precision=precision,
+        device_kind=operators.name,
         shared_saved_bytes=traced.shared,
         splits=splits,
         notes=(*failures, *notes),
@@ -293,6 +300,7 @@ def _splits(
     resize: Resize | None,
     traced: _Traced,
     parameters: tuple[ParameterSpec, ...],
+    operators: DeviceOperators,
 ) -> tuple[tuple[SplitSpec, ...], tuple[Exclusion, ...]]:
     """What each way to share layers costs, and what is ruled out because it cannot be counted."""
     if not traced.is_fake:
@@ -309,14 +317,27 @@ def _splits(
         twins=traced.blocks.twins,
         recomputes=traced.blocks.recompute_failure is None,
         boundaries=traced.boundaries,
+        operators=operators,
     )
     return trace_splits(whole, parameters)
 
 
+def _operators(module: nn.Module, batch: Any, kind: str | DeviceOperators | None) -> DeviceOperators:
+    """The table to trace with; one that replaces nothing where torch computes as on the device by itself."""
+    home = _home(module, batch).type
+    found = kind if isinstance(kind, DeviceOperators) else device_operators(kind or (home if home in KINDS else "cpu"))
+    return found if home == "cpu" else replace(found, kernels=())
+
+
+def _home(module: nn.Module, batch: Any) -> torch.device:
+    """Where the module is; where its batch is, if it is nowhere yet."""
+    return next((p.device for p in module.parameters() if not p.is_meta), device_of(batch))
+
+
 def _optimizer(
-    module: nn.Module, optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None, home: torch.device, device_kind: str
 ) -> tuple[OptimizerSpec, tuple[str, ...]]:
     if optimizer is not None:
-        return describe_optimizer(optimizer), ()
-    device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
-    return describe_optimizer(torch.optim.AdamW, device=device), ("no optimizer was given: AdamW's needs are assumed",)
+        return describe_optimizer(optimizer, device_kind=device_kind), ()
+    note = "no optimizer was given: AdamW's needs are assumed"
+    return describe_optimizer(torch.optim.AdamW, device=home, device_kind=device_kind), (note,)

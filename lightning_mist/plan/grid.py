@@ -62,6 +62,11 @@ def plan_of(
     data = _data_degree(data_parallel_degree, shared, world_size)
     if not 0 <= zero_stage <= ZeroStage.PARAMETERS:
         raise PlanError(f"zero_stage = {zero_stage}: ZeRO has stages 0 to 3")
+    if chunks > 1 and schedule != "interleaved-1f1b":
+        raise PlanError(
+            f"chunks = {chunks} under schedule {schedule!r}: a group of devices runs several stages under "
+            "'interleaved-1f1b' only; use it, or chunks=1"
+        )
     rows, count = _rows(global_batch_size, data, num_microbatches, microbatch_size, shared)
     stages = pipeline_stages * chunks
     per_stage = _layers_of_each(num_layers, stages)
@@ -129,8 +134,13 @@ def _rows(global_batch_size: int, data: int, count: int | None, rows: int | None
             f"rows; use {_multiples(global_batch_size, data)} rows"
         )
     each = global_batch_size // data
+    if count is None and rows is not None and each % rows:
+        raise PlanError(
+            f"microbatch_size = {rows} with {each} rows for each of {data} data-parallel replicas: it must divide "
+            f"them; use microbatch_size={_nearest_divisor(each, rows)}"
+        )
     if count is None:
-        count = each // rows if rows is not None and each % rows == 0 else _nearest_divisor(each, shared)
+        count = _nearest_divisor(each, shared) if rows is None else each // rows
     if rows is None:
         rows = max(1, each // count)
     if rows * count != each:

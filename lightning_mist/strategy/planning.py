@@ -185,6 +185,7 @@ class _Planner:
             module_map=found,
             optimizer=optimizer,
             precision=str(self.trainer.precision),
+            device_kind=self.strategy.root_device.type,
         )
         spec = attach_seconds(spec, seconds)
         cluster = self.cluster()

@@ -27,13 +27,15 @@ def layer_way(parameters, *, recomputed=False, first=True):
 
     Forward, by position: 1 a temporary of 2 widths until 3; 2 saves 9 widths; 3 its output. Backward: (recomputed: 1
     the 9 widths again;) 2 a temporary of 3 widths until 4; 3 gradients of parameters, until 4 if they are added to
-    others; 4 the gradient of its input. What it saved dies at 4, what it was given at 5.
+    others; 4 the gradient of its input. What it saved dies at 4, what it was given at 5. What it saved and the
+    temporary of backward are what the gradient of "weight" is made of.
     """
     later = None if first else _moment("backward", 4)
     saved = _moment("backward", 4)
-    kept = [] if recomputed else [_made(_size(9 * WIDTH), _moment("forward", 2), saved, "activation")]
+    of = {"weights": ("weight",)}
+    kept = [] if recomputed else [_made(_size(9 * WIDTH), _moment("forward", 2), saved, "activation", **of)]
     passing = [_made(_size(9 * WIDTH), _moment("forward", 2), _moment("forward", 3), "temporary")] if recomputed else []
-    again = [_made(_size(9 * WIDTH), _moment("backward", 1), saved, "temporary")] if recomputed else []
+    again = [_made(_size(9 * WIDTH), _moment("backward", 1), saved, "temporary", **of)] if recomputed else []
     return PartEvents(
         forward=(
             _made(
@@ -45,7 +47,7 @@ def layer_way(parameters, *, recomputed=False, first=True):
         ),
         backward=(
             *again,
-            _made(_size(3 * WIDTH), _moment("backward", 2), _moment("backward", 4), "temporary"),
+            _made(_size(3 * WIDTH), _moment("backward", 2), _moment("backward", 4), "temporary", **of),
             *(
                 _made(_size(fixed=size), _moment("backward", 3), later, "gradient", parameter=name)
                 for name, size in parameters
@@ -94,7 +96,7 @@ def tail_way(parameters, *, first=True):
         ),
         forward_positions=2,
         backward_positions=1,
-        entering=(Release(slot=0, dies=_moment("backward", 2)),),
+        entering=(Release(slot=0, dies=_moment("backward", 2), weights=("head.weight",)),),
     )
 
 

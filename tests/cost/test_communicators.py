@@ -2,14 +2,16 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 
-from lightning_mist.cost.communicators import Communicator, communicators_of
+from lightning_mist.cost.communicators import Communicator, _owners, communicators_of
 from lightning_mist.model import derive_splits
-from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.plan import ModuleMap, Plan, replica_of, replica_ranks, row_slice
 from lightning_mist.runtime.gather import ParameterGatherer
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.optimizer import global_grad_norm
@@ -17,6 +19,7 @@ from lightning_mist.strategy.data import BatchExchange
 from tests import zoo
 from tests.integration.parity import Rank, make_plan, map_of, microbatches
 from tests.plan.test_mesh import make_map
+from tests.plans import plans
 
 ROWS = 4
 
@@ -115,3 +118,16 @@ def test_each_has_a_purpose() -> None:
 
 def test_one_process_has_none() -> None:
     assert communicators_of(make_plan([1]), make_map(1), 0) == ()
+
+
+@given(plans(tensor_degrees=(1, 2)))
+def test_batches_go_where_the_rows_say(plan: Plan) -> None:
+    for rank in range(plan.world_size):
+        replica = replica_ranks(plan, replica_of(plan, rank))
+        owners = {row_slice(plan, rank, index).owner for index in range(plan.num_microbatches)}
+        assert _owners(plan, rank, replica) == owners
+
+
+def test_a_plan_that_mixes_batches_is_not_refused() -> None:
+    plan = replace(make_plan([1, 1], rows=4), num_microbatches=1, global_batch_size=4)
+    assert [item.ranks for item in communicators_of(plan, make_map(2), 0)] == [(0, 1)] * 4

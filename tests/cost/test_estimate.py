@@ -39,7 +39,7 @@ def test_a_module_is_traced():
     module, batch = make_net()
     plan = plan_of(4, world_size=2, global_batch_size=8, pipeline_stages=2)
     estimate = estimate_memory(module, batch, plan, "1x2xL4", optimizer=torch.optim.SGD)
-    traced = trace_model(module, batch, optimizer=torch.optim.SGD)
+    traced = trace_model(module, batch, optimizer=torch.optim.SGD, device_kind="cuda")
     assert estimate == estimate_memory(traced, None, plan, "1x2xL4")
     assert (estimate.optimizer, estimate.source, estimate.verdict) == ("SGD", "traced", "fits")
     halved = estimate_memory(module, batch, plan, "1x2xL4", optimizer=torch.optim.SGD, precision="bf16-mixed")

@@ -108,6 +108,27 @@ def test_sharding_takes_away_what_it_says(network):
     assert dict(peaks[3].terms_at_peak())["parameter_bytes"] < TRAINED
 
 
+def test_weights_that_wait_keep_what_their_gradients_are_made_of(network):
+    plan = make_plan([2, 2], parts=4, schedule="zb-h1")
+    first, last = replay_plan(network, plan)
+    check(first)
+    check(last)
+    begins = {mark.action: mark.event for mark in first.marks if mark.event >= first.begin}
+    # The first stage makes weights' gradients at once, the last one a microbatch later.
+    before = first.alive_at(begins["0W0"] - 1)
+    waiting = [item for item in before if item.microbatch == 0 and item.label.part in (0, 1)]
+    assert sorted(item.nbytes for item in waiting) == [400, 400, *[3 * WIDTH] * 2, *[9 * WIDTH] * 2]
+    behind = first.alive_at(begins["0RECV_F3"] - 1 if "0RECV_F3" in begins else begins["0F3"] - 1)
+    weights = {item.label.name for item in behind if item.label.term == "gradient_bytes"}
+    assert "gradient of blocks.1.weight" in weights
+    begins = {mark.action: mark.event for mark in last.marks if mark.event >= last.begin}
+    received = [item for item in last.alive_at(begins["1W1"] - 1) if item.label.name == "received activation"]
+    # Nothing is made of what the layer was given: it goes with its gradient. The tail's input waits.
+    assert 0 not in {item.microbatch for item in received}
+    tail = [item for item in last.alive_at(begins["1W0"] - 1) if item.label.part == 3 and item.microbatch == 0]
+    assert WIDTH in {item.nbytes for item in tail}
+
+
 def test_accumulated_batches_keep_their_gradients(network):
     plan = make_plan([4], degrees=[2], parts=2, zero=1)
     once, twice = (replay_plan(network, plan, batches_per_step=count)[0] for count in (1, 2))

@@ -85,3 +85,15 @@ def test_half_precision_parameters_keep_half_precision_state() -> None:
 def test_an_optimizer_that_wants_a_closure_is_refused_by_name() -> None:
     with pytest.raises(TraceError, match=r"LBFGS cannot be planned for: .*closure"):
         describe_optimizer(torch.optim.LBFGS)
+
+
+def test_on_cuda_all_parameters_are_stepped_together() -> None:
+    loop = describe_optimizer(torch.optim.AdamW, device_kind="cpu")
+    assert loop.step_peak_bytes_per_parameter_byte == 0 < loop.step_peak_bytes_per_largest
+    together = describe_optimizer(torch.optim.AdamW, device_kind="cuda")
+    assert together.step_peak_bytes_per_parameter_byte == 1  # the square roots of all second moments
+    assert together == describe_optimizer(torch.optim.AdamW([nn.Parameter(torch.ones(2, 2))], foreach=True))
+    chosen = torch.optim.AdamW([nn.Parameter(torch.ones(2, 2))], foreach=False)
+    assert describe_optimizer(chosen, device_kind="cuda") == loop
+    fused = torch.optim.AdamW([nn.Parameter(torch.ones(2, 2))], fused=True)
+    assert describe_optimizer(fused, device_kind="cuda").step_peak_bytes_per_parameter_byte == 0

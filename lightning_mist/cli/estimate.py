@@ -1,0 +1,260 @@
+"""``lightning-mist estimate``: what a plan needs of every device's memory, before anything runs."""
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning_mist.cli.machine import open_cluster
+from lightning_mist.cli.network import trace_network
+from lightning_mist.cli.output import terminal_width
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import OffloadRatios, Plan, ScheduleName, load, plan_of
+
+if TYPE_CHECKING:
+    from lightning_mist.cost import Estimator
+    from lightning_mist.cost.estimate_sweep import SweepPoint
+    from lightning_mist.hardware import Cluster
+
+_DEGREES: dict[str, Any] = {
+    "data_parallel_degree": None,
+    "tensor_parallel_degree": 1,
+    "context_parallel_degree": 1,
+    "sequence_parallel": False,
+    "pipeline_stages": 1,
+    "chunks": 1,
+    "num_microbatches": None,
+    "microbatch_size": None,
+    "zero_stage": 0,
+    "checkpointed_layers": "0",
+    "schedule": "1f1b",
+    "offload": "",
+}
+"""Options that describe a plan by degrees, with their defaults."""
+
+_NUMBERS = tuple(name for name, value in _DEGREES.items() if value is None or type(value) is int)
+"""Those of them that are whole numbers."""
+
+
+def estimate(
+    model: str,
+    cluster: str,
+    global_batch_size: int | None = None,
+    seq_len: int | None = None,
+    precision: str = "32-true",
+    optimizer: str = "AdamW",
+    plan: str | None = None,
+    data_parallel_degree: int | None = None,
+    tensor_parallel_degree: int = 1,
+    context_parallel_degree: int = 1,
+    sequence_parallel: bool = False,
+    pipeline_stages: int = 1,
+    chunks: int = 1,
+    num_microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    zero_stage: int = 0,
+    checkpointed_layers: str = "0",
+    schedule: ScheduleName = "1f1b",
+    offload: str = "",
+    memory_limit: str | None = None,
+    sweep: str | None = None,
+    json: bool = False,
+) -> None:
+    """Say what a plan needs of every device's memory, and what would make it fit.
+
+    Args:
+        model: A preset such as llama-7b, the path of a Hugging Face config.json, or package.module:function, whose
+            function returns a module with a training_step and a batch for it.
+        cluster: Such as 4x8xL4 (nodes x devices x device), a cluster.yaml, or "local" for this machine.
+        global_batch_size: Rows that one batch brings over all devices; by default one for each device.
+        seq_len: Tokens per row, for presets and configurations.
+        precision: Lightning's name of the precision, such as bf16-mixed.
+        optimizer: Class in torch.optim.
+        plan: A plan file, in place of the degrees that follow.
+        data_parallel_degree: Replicas of every stage; by default what the other degrees leave of the devices.
+        tensor_parallel_degree: Devices that share every layer.
+        context_parallel_degree: Devices that share the sequence.
+        sequence_parallel: Whether tensor-parallel devices share activations along the sequence too.
+        pipeline_stages: Groups of devices that layers are dealt to.
+        chunks: Stages of each group, under interleaved-1f1b.
+        num_microbatches: Parts of a batch.
+        microbatch_size: Rows of each part on one data-parallel device.
+        zero_stage: What data-parallel devices share out, 0 to 3.
+        checkpointed_layers: How many of every stage's first layers are recomputed in backward, or all.
+        schedule: Of 1f1b, gpipe, interleaved-1f1b and zb-h1.
+        offload: What lives in host memory, such as "optimizer=1 activations=0.5".
+        memory_limit: The most memory of each device that may be used, such as 22GiB.
+        sweep: Values to go through, such as "microbatch_size=1,2,4 zero_stage=1,3".
+        json: Print JSON on stdout and nothing else there.
+    """
+    from lightning_mist.cost.estimate import limit_of
+    from lightning_mist.cost.estimate_sweep import combinations, parse_sweep
+
+    degrees = {name: value for name, value in locals().items() if name in _DEGREES}
+    given = _given(plan, degrees, sweep)
+    machine = open_cluster(cluster)
+    limit_of(machine, memory_limit)
+    axes = {} if sweep is None else parse_sweep(sweep, ("global_batch_size", "seq_len", *_DEGREES))
+    rows = global_batch_size if global_batch_size is not None else _rows(given, machine)
+    if given is not None and rows != given.global_batch_size:
+        raise ValueError(f"global_batch_size = {rows}: {plan} is for {given.global_batch_size} rows; leave it out")
+    named = {"model": model, "precision": precision, "optimizer": optimizer}
+    base = {**degrees, "global_batch_size": rows, "seq_len": seq_len}
+    points = [{**base, **dict(values)} for values in combinations(axes)] if axes else [base]
+    if given is None:
+        _check_degrees(points, machine, refuse=not axes)
+    open_one = _Estimators(named, machine, _degrees_of(given, points))
+    if axes:
+        _print_sweep([_point(open_one, base, values, memory_limit) for values in combinations(axes)], json)
+    else:
+        estimator = open_one(seq_len, rows)
+        _print_estimate(estimator, given or _plan(estimator.spec.num_layers, machine, base), memory_limit, json)
+
+
+class _Estimators:
+    """Traces the network once for each length.
+
+    Args:
+        named: Model, precision and optimizer as on the command line.
+        machine: The machine.
+        degrees: Tensor-parallel degrees that are needed.
+    """
+
+    def __init__(self, named: Mapping[str, str], machine: "Cluster", degrees: tuple[int, ...]) -> None:
+        self._named, self._machine, self._degrees = named, machine, degrees
+        self._known: dict[int | None, Estimator] = {}
+
+    def __call__(self, seq_len: int | None, rows: int) -> "Estimator":
+        """The estimator for sequences of a length."""
+        from lightning_mist.cost import Estimator
+
+        if seq_len not in self._known:
+            each = max(1, rows // self._machine.world_size)
+            kind = self._machine.device.kind
+            spec = trace_network(**self._named, rows=each, seq_len=seq_len, degrees=self._degrees, device_kind=kind)
+            self._known[seq_len] = Estimator(spec, self._machine)
+        return self._known[seq_len]
+
+
+def _given(path: str | None, degrees: Mapping[str, Any], sweep: str | None) -> Plan | None:
+    """The plan file, which leaves nothing to say by degrees."""
+    if path is None:
+        return None
+    said = [f"--{name.replace('_', '-')}" for name, value in degrees.items() if value != _DEGREES[name]]
+    said += ["--sweep"] if sweep is not None else []
+    if said:
+        raise ValueError(f"--plan {path} with {', '.join(said)}: a plan says it all; leave one or the other out")
+    return load(path)
+
+
+def _rows(given: Plan | None, machine: "Cluster") -> int:
+    return machine.world_size if given is None else given.global_batch_size
+
+
+def _degrees_of(given: Plan | None, points: list[dict[str, Any]]) -> tuple[int, ...]:
+    """The tensor-parallel degrees beyond 1 that are asked for."""
+    if given is not None:
+        found = {stage.mesh.tensor_parallel_degree for stage in given.stages}
+    else:
+        found = {_number("tensor_parallel_degree", point["tensor_parallel_degree"]) for point in points}
+    return tuple(sorted(found - {1}))
+
+
+def _number(name: str, value: Any) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name} = {value!r}: a whole number is needed") from None
+
+
+_LAYERS_TO_COME = 10_000
+"""Layers of each stage that are supposed before the network has been looked at: more than any has."""
+
+
+def _plan(num_layers: int, cluster: "Cluster", values: Mapping[str, Any]) -> Plan:
+    """The plan that degrees describe."""
+    numbers = {name: values[name] for name in (*_NUMBERS, "global_batch_size")}
+    layers = str(values["checkpointed_layers"])
+    return plan_of(
+        num_layers,
+        world_size=cluster.world_size,
+        devices_per_node=cluster.devices_per_node,
+        sequence_parallel=_truth(values["sequence_parallel"]),
+        checkpointed_layers="all" if layers == "all" else _number("checkpointed_layers", layers),
+        schedule=values["schedule"],
+        offload=_offload(values["offload"]),
+        **{name: None if value is None else _number(name, value) for name, value in numbers.items()},  # type: ignore[arg-type]
+    )
+
+
+def _check_degrees(points: list[dict[str, Any]], machine: "Cluster", *, refuse: bool) -> None:
+    """Say what is no number, and where asked what does not divide, before the network is looked at: that takes time."""
+    for point in points:
+        stages = _number("pipeline_stages", point["pipeline_stages"]) * _number("chunks", point["chunks"])
+        try:
+            _plan(_LAYERS_TO_COME * max(1, stages), machine, point)
+        except PlanError:
+            if refuse:
+                raise
+
+
+def _truth(value: Any) -> bool:
+    if str(value).lower() not in ("true", "false"):
+        raise ValueError(f"sequence_parallel = {value!r}: true or false is needed")
+    return str(value).lower() == "true"
+
+
+def _offload(text: str) -> OffloadRatios:
+    """Ratios of a text such as ``"optimizer=1 activations=0.5"``."""
+    ratios: dict[str, float] = {}
+    for part in text.split():
+        name, _, value = part.partition("=")
+        try:
+            ratios[name] = float(value)
+            OffloadRatios(**{name: 0.0})
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"offload {part!r}: write parameters, gradients, optimizer or activations and a ratio, for example "
+                "optimizer=1"
+            ) from None
+    return OffloadRatios(**ratios)
+
+
+def _point(
+    open_one: _Estimators, base: Mapping[str, Any], values: tuple[tuple[str, str], ...], memory_limit: str | None
+) -> "SweepPoint":
+    """One combination of a sweep, or why there is none."""
+    from lightning_mist.cost import estimate_plan
+    from lightning_mist.cost.estimate_sweep import SweepPoint
+
+    chosen = {**base, **dict(values)}
+    length = None if chosen["seq_len"] is None else _number("seq_len", chosen["seq_len"])
+    estimator = open_one(length, _number("global_batch_size", chosen["global_batch_size"]))
+    try:
+        found = estimate_plan(
+            estimator,
+            _plan(estimator.spec.num_layers, estimator.cluster, chosen),
+            memory_limit=memory_limit,
+            advise=False,
+        )
+    except PlanError as error:
+        return SweepPoint(values=values, error=str(error))
+    return SweepPoint(values=values, estimate=found)
+
+
+def _print_estimate(estimator: "Estimator", plan: Plan, memory_limit: str | None, as_json: bool) -> None:
+    from lightning_mist.cost import estimate_plan, estimate_to_json, render_estimate
+
+    found = estimate_plan(estimator, plan, memory_limit=memory_limit)
+    if as_json:
+        sys.stdout.write(estimate_to_json(found))
+    else:
+        print(render_estimate(found, width=terminal_width(), color=sys.stdout.isatty()))
+
+
+def _print_sweep(points: list["SweepPoint"], as_json: bool) -> None:
+    from lightning_mist.cost.estimate_sweep import render_sweep, sweep_to_json
+
+    if as_json:
+        sys.stdout.write(sweep_to_json(points))
+    else:
+        print(render_sweep(points, width=terminal_width(), color=sys.stdout.isatty()))

@@ -1,0 +1,86 @@
+import json
+
+import pytest
+
+from lightning_mist.cost import estimate_from_json
+from lightning_mist.plan import plan_of, save
+from tests.cli.networks import refused, run
+
+
+def arguments(**changes):
+    values = {"model": "tests.cli.networks:make_net", "cluster": "1x4xL4", "global_batch_size": 16, **changes}
+    pairs = [(f"--{name.replace('_', '-')}", value) for name, value in values.items() if value is not None]
+    flags = [name for name, value in pairs if value is True]
+    return ["estimate", *(item for pair in pairs if pair[1] is not True for item in pair), *flags]
+
+
+def test_degrees(capsys):
+    run(*arguments(pipeline_stages=2, zero_stage=1, checkpointed_layers="all", json=True))
+    shown = capsys.readouterr()
+    estimate = estimate_from_json(shown.out)
+    assert "tracing Net" in shown.err
+    assert (estimate.verdict, estimate.plan.num_stages, estimate.plan.num_microbatches) == ("fits", 2, 2)
+    stage = estimate.plan.stages[0]
+    assert (int(stage.zero_stage), stage.checkpointing.layers, stage.data_parallel_degree) == (1, 2, 2)
+
+
+def test_a_plan_file_as_a_table(tmp_path, capsys):
+    save(plan_of(4, world_size=4, global_batch_size=8), tmp_path / "plan.json")
+    run(*arguments(plan=tmp_path / "plan.json", global_batch_size=None))
+    assert capsys.readouterr().out.startswith("Fits in 22.5 GiB per device: stage 0 of 1 needs")
+    assert "leave it out" in refused(capsys, *arguments(plan=tmp_path / "plan.json"))
+
+
+def test_what_would_make_it_fit(capsys):
+    # On CPU, where no context drowns what so small a network needs.
+    run(*arguments(cluster="1x4xcpu:1GiB", memory_limit="5KiB", precision="bf16-mixed"))
+    out = capsys.readouterr().out
+    assert out.startswith(("Does not fit in 5.0 KiB per device", "Tight: it may not fit in 5.0 KiB per device"))
+    assert "what would make it fit\n  " in out
+
+
+def test_devices_share_layers(capsys):
+    run(*arguments(model="tests.cli.networks:make_wide", tensor_parallel_degree=2, json=True))
+    assert estimate_from_json(capsys.readouterr().out).plan.stages[0].mesh.tensor_parallel_degree == 2
+
+
+def test_a_sweep(capsys):
+    run(*arguments(sweep="microbatch_size=1,3 zero_stage=1,3"))
+    shown = capsys.readouterr()
+    assert shown.out.startswith("2 of 4 combinations fit within 22.5 GiB per device")
+    assert shown.err.count("tracing") == 1
+    run(*arguments(sweep="checkpointed_layers=0,all", json=True))
+    found = json.loads(capsys.readouterr().out)
+    kept = [item["estimate"]["plan"]["stages"][0]["checkpointed_layers"] for item in found]
+    assert kept == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory_limit": "22 bananas"}, "memory_limit: '22 bananas' is not a size"),
+        ({"memory_limit": "0"}, "memory_limit = 0: it must be more than nothing"),
+        ({"memory_limit": "80GiB"}, "at most the 22.5 GiB of one L4"),
+        ({"global_batch_size": 6}, "global_batch_size = 6 over data_parallel_degree = 4"),
+        ({"global_batch_size": 0}, "global_batch_size = 0: at least one row is needed"),
+        ({"tensor_parallel_degree": 3}, "4 devices with tensor x context x pipeline"),
+        ({"pipeline_stages": 4, "chunks": 2, "schedule": "interleaved-1f1b"}, "4 layers in 8 stages"),
+        ({"tensor_parallel_degree": 4}, "tensor_parallel_degree = 4"),
+        ({"zero_stage": 5}, "zero_stage = 5: ZeRO has stages 0 to 3"),
+        ({"checkpointed_layers": "some"}, "checkpointed_layers = 'some': a whole number is needed"),
+        ({"offload": "weights=1"}, "offload 'weights=1': write parameters, gradients, optimizer or activations"),
+        ({"offload": "optimizer=2"}, "offload.optimizer = 2.0: a ratio lies in [0, 1]"),
+        ({"plan": "plan.json", "zero_stage": 1}, "--plan plan.json with --zero-stage: a plan says it all"),
+        ({"sweep": "zeros=1"}, "'zeros' cannot be gone through"),
+        ({"sweep": "zero_stage=one"}, "zero_stage = 'one': a whole number is needed"),
+        ({"model": "gpt5"}, "model 'gpt5': not a preset"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(capsys, changes, message):
+    text = refused(capsys, *arguments(**{"seq_len": 8, **changes}))
+    assert message in text
+    assert "Traceback" not in text
+
+
+def test_negative_sizes_are_refused(capsys):
+    assert "'-1GiB' is not a size" in refused(capsys, *arguments(), "--memory-limit=-1GiB")

@@ -1,0 +1,83 @@
+"""What a device needs, from allocations or from their peak."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_mist.cost.allocator import MemoryEvent, free, malloc
+from lightning_mist.cost.device_need import replayed_need, summed_need
+from lightning_mist.cost.device_total import DeviceOverheads
+from lightning_mist.cost.uncertainty import SPREADS
+from lightning_mist.hardware import Cluster, Device
+from lightning_mist.hardware.overheads import NOTHING, Overhead
+
+MIB = 2**20
+
+OVERHEADS = DeviceOverheads(
+    context=Overhead(expected=30 * MIB, high=60 * MIB, source=""),
+    communicators=Overhead(expected=10 * MIB, high=50 * MIB, source=""),
+    workspace_bytes=0,
+    has_allocator=True,
+)
+CPU = DeviceOverheads(context=NOTHING, communicators=NOTHING, workspace_bytes=0, has_allocator=False)
+
+# 30 MiB that are free when 40 MiB are asked for: 70 MiB are reserved if there is room, 40 MiB are needed.
+EVENTS: list[MemoryEvent] = [malloc(0, 30 * MIB), free(0), malloc(1, 40 * MIB)]
+
+SPREAD = SPREADS["reserved"].high
+
+
+def cluster(memory: int, kind: str = "cuda") -> Cluster:
+    return Cluster(num_nodes=1, devices_per_node=1, device=Device(name="L4", memory_bytes=memory, kind=kind))
+
+
+def test_with_room_the_allocator_keeps_what_it_has() -> None:
+    found = replayed_need(EVENTS, cluster(10**9), OVERHEADS)
+    assert (found.comfortable_bytes, found.least_bytes, found.flushes) == (70 * MIB, 70 * MIB, 0)
+    assert found.reserved.p50 == 70 * MIB
+    assert found.reserved.p95 == round(SPREAD * 70 * MIB)
+    assert found.device_total.p50 == 110 * MIB
+    # The two errors are independent.
+    apart = ((SPREAD - 1) * 70) ** 2 + 70**2
+    assert found.device_total.p95 == pytest.approx((110 + apart**0.5) * MIB)
+    assert found.allocated.p50 == 40 * MIB
+    assert (found.allocator_bytes, found.context_bytes, found.communicator_bytes) == (30 * MIB, 30 * MIB, 10 * MIB)
+
+
+def test_a_device_that_would_overflow_is_full_and_runs_if_the_least_fits() -> None:
+    # Outside are 40 MiB, seldom more than 110: 150 MiB leave room for the 40 that are needed, not for 70.
+    found = replayed_need(EVENTS, cluster(155 * MIB), OVERHEADS, limit=100 * MIB)
+    assert (found.least_bytes, found.comfortable_bytes, found.flushes) == (40 * MIB, 70 * MIB, 1)
+    assert found.device_total.p50 == 80 * MIB
+    assert found.device_total.p95 > 100 * MIB
+    small = replace(OVERHEADS, context=NOTHING, communicators=Overhead(expected=40 * MIB, high=41 * MIB, source=""))
+    assert replayed_need(EVENTS, cluster(155 * MIB), small, limit=100 * MIB).device_total.p95 == 100 * MIB
+
+
+def test_where_even_the_least_does_not_fit_the_need_is_above_the_limit() -> None:
+    found = replayed_need(EVENTS, cluster(75 * MIB), OVERHEADS)
+    assert found.device_total.p50 == 80 * MIB
+    assert found.device_total.p95 > found.device_total.p50
+
+
+def test_workspaces_count_as_tensors() -> None:
+    found = replayed_need(EVENTS, cluster(10**9), replace(OVERHEADS, workspace_bytes=32 * MIB))
+    assert found.allocated.p50 == 72 * MIB
+
+
+def test_without_allocations_the_ratio_that_was_measured_is_taken() -> None:
+    found = summed_need(1000 * MIB, cluster(10**10), OVERHEADS)
+    assert found.allocated.p50 == 1000 * MIB
+    assert found.reserved.p50 == 1120 * MIB
+    assert found.reserved.p95 == pytest.approx(1230 * MIB, rel=1e-3)
+    formula = summed_need(1000 * MIB, cluster(10**10), OVERHEADS, is_traced=False)
+    assert formula.allocated.p95 == 1250 * MIB
+    assert formula.reserved.p95 > found.reserved.p95
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_on_cpu_what_is_allocated_is_all(replayed: bool) -> None:
+    machine = cluster(10**9, "cpu")
+    found = replayed_need(EVENTS, machine, CPU) if replayed else summed_need(40 * MIB, machine, CPU)
+    assert found.allocated == found.reserved == found.device_total
+    assert (found.allocated.p50, found.allocator_bytes, found.context_bytes) == (40 * MIB, 0, 0)

@@ -1,0 +1,39 @@
+import numpy as np
+
+from lightning_mist.cost.replay_tape import Chunk, Label, Slots, Tape
+
+LABEL = Label("working_bytes", "temporary")
+
+
+def test_chunks_and_single_events_keep_their_order():
+    tape = Tape()
+    first = tape.malloc(10, LABEL)
+    slots = Slots(bytes_A=np.array([1, 2]), labels=(LABEL, LABEL))
+    one, two = tape.reserve(slots, 0, 0), tape.reserve(slots, 0, 1)
+    tape.play(Chunk.of([1, 2, -1]), two)
+    tape.free(first)
+    tape.play(Chunk.of([2]), one)
+    tape.mark("0F1", 0)
+    assert (first, one, two) == (0, 1, 3)
+    assert tape.events().tolist() == [1, 4, 5, -4, -1, 3]
+    assert tape.bytes().tolist() == [10, 1, 2, 1, 2]
+    assert tape.length == 6
+    assert tape.marks[0].event == 6
+    assert [(block.first, block.stage, block.microbatch) for block in tape.blocks] == [
+        (0, -1, -1),
+        (1, 0, 0),
+        (3, 0, 1),
+    ]
+
+
+def test_a_chunk_can_be_played_in_pieces():
+    chunk, whole, pieces = Chunk.of([1, 2, -1, 3]), Tape(), Tape()
+    slots = Slots(bytes_A=np.array([1, 2, 3]), labels=(LABEL,) * 3)
+    for tape in (whole, pieces):
+        assert tape.reserve(slots, 0, 0) == 0
+    whole.play(chunk, 0)
+    pieces.play(chunk.cut(0, 2), 0)
+    pieces.play(chunk.cut(2), 0)
+    pieces.play(chunk.cut(4), 0)
+    assert whole.events().tolist() == pieces.events().tolist()
+    assert Tape().events().tolist() == Tape().bytes().tolist() == []

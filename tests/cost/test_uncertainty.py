@@ -1,0 +1,51 @@
+"""Spreads are those of the committed records, by the stated rule."""
+
+from math import ceil
+
+import pytest
+
+from benchmarks.record import RECORDS, read_record
+from lightning_mist.cost.interval import Interval
+from lightning_mist.cost.uncertainty import SPREADS, Spread, spread_of
+
+
+def errors_of(names: tuple[str, ...], column: str) -> list[float]:
+    found = []
+    for name in names:
+        rows = read_record(RECORDS / f"{name}.json").samples
+        found += [float(row[column]) for row in rows if row.get(column) is not None]  # type: ignore[arg-type]
+    return found
+
+
+def test_what_is_said_of_tensors_is_what_the_records_hold() -> None:
+    stated = SPREADS["allocated"]
+    found = spread_of(errors_of(stated.source, "memory_error"), stated.source)
+    assert (stated.middle, stated.high) == (round(found.middle, 4), ceil(found.high * 1e4) / 1e4)
+
+
+def test_half_and_nearly_all_of_the_needs_lie_below() -> None:
+    # Needs of 1.00 to 1.39 times the prediction, 40 of them.
+    found = spread_of([1 / (1 + index / 100) - 1 for index in range(40)], ("made up",))
+    assert (found.middle, found.high) == (pytest.approx(1.19), pytest.approx(1.37))
+
+
+def test_of_few_rows_the_largest_counts() -> None:
+    found = spread_of([0.0, -0.2, 0.1], ("made up",))
+    assert (found.middle, found.high) == (1.0, 1.25)
+
+
+def test_predictions_that_were_too_high_stay() -> None:
+    assert spread_of([0.5, 0.5], ("made up",)) == Spread(middle=1.0, high=1.0, source=("made up",))
+
+
+def test_an_interval_is_in_whole_bytes() -> None:
+    assert Spread(middle=1.1, high=1.2, source=()).of(101) == Interval(p50=111, p95=121)
+
+
+def test_spreads_without_rows_or_order_are_refused() -> None:
+    with pytest.raises(ValueError, match="a spread needs at least one"):
+        spread_of([], ())
+    with pytest.raises(ValueError, match="all above -1"):
+        spread_of([-1.0], ())
+    with pytest.raises(ValueError, match=r"middle = 1\.2, high = 1\.1"):
+        Spread(middle=1.2, high=1.1, source=())
