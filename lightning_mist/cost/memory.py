@@ -164,7 +164,6 @@ class MemoryModel:
             head_gradient_bytes_K=held.head_only_K,
             tail_gradient_bytes_K=held.tail_K,
             last_gradient_bytes_K=self.holdings.table.trained_R[low_K],
-            held_gradient_K=self.costs(rows, context).gradient_boundary_C[candidates.end_K],
         )
 
     def needs(self, slot: StageSlot, candidates: StageCandidates) -> "StageNeeds":

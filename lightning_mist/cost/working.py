@@ -51,8 +51,6 @@ class StageRuns:
         tail_gradient_bytes_K: Of these, what its tail uses.
         last_gradient_bytes_K: Gradient bytes of its first region: the last one whose gradients a backward makes. From
             ZeRO-2 on they are still under way when the next backward begins.
-        held_gradient_K: Bytes of the gradient that came from the next stage. In the last layer it stands where the
-            layer's output was; below that layer it is kept beside everything else.
     """
 
     start_K: IntArray
@@ -64,7 +62,6 @@ class StageRuns:
     head_gradient_bytes_K: FloatArray
     tail_gradient_bytes_K: FloatArray
     last_gradient_bytes_K: FloatArray
-    held_gradient_K: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +181,7 @@ class WorkingSets:
 
     def _layers_backward(self, runs: StageRuns, top: Tables, others: Tables, pending_K: FloatArray) -> FloatArray:
         below_K = np.maximum(runs.end_K - 1, runs.start_K)
-        under_K = self._over_runs(runs, below_K, *others) + runs.held_gradient_K
+        under_K = self._over_runs(runs, below_K, *others)
         if top is others:
             return np.maximum(self._over_runs(runs, runs.end_K, *top), under_K)
         # Below a tail no layer is the first to run backward.
@@ -210,7 +207,7 @@ class WorkingSets:
         pending_K = self.pending(runs)
         layers_K = self._layers_backward(runs, *self._backward, pending_K)
         head = self._costs.saved_R[0] + self._costs.backward_peak_R[0] + self._head_reduced
-        head_K = np.where(runs.is_first_K, head + runs.held_gradient_K, -np.inf)
+        head_K = np.where(runs.is_first_K, head, -np.inf)
         tail_K = self.saved(runs) + self._tail_backward(runs) + pending_K
         return np.maximum(layers_K, np.maximum(head_K, np.where(runs.is_last_K, tail_K, -np.inf)))
 
@@ -228,7 +225,7 @@ class WorkingSets:
         layers_K = self._layers_backward(runs, self._split, self._split, np.zeros_like(runs.gradient_bytes_K)) + above_K
         head = self._costs.saved_R[0] + self._costs.first_backward_peak_R[0]
         whole_K = self.waiting(runs)
-        head_K = np.where(runs.is_first_K, head + whole_K + runs.held_gradient_K, -np.inf)
+        head_K = np.where(runs.is_first_K, head + whole_K, -np.inf)
         tail_K = np.where(runs.is_last_K, self.saved(runs) + self._tail_backward(runs), -np.inf)
         result_K: FloatArray = np.maximum(np.maximum(layers_K, whole_K), np.maximum(head_K, tail_K))
         return result_K
@@ -241,7 +238,7 @@ class WorkingSets:
         inner_K = self._layers_backward(runs, *self._first, np.zeros_like(runs.gradient_bytes_K))
         layers_K = inner_K + above_head_K + self._made_S[runs.start_K]
         head = self._costs.saved_R[0] + self._costs.first_backward_peak_R[0] + self._head_reduced
-        head_K = np.where(runs.is_first_K, head + above_head_K + runs.held_gradient_K, -np.inf)
+        head_K = np.where(runs.is_first_K, head + above_head_K, -np.inf)
         tail_K = self.saved(runs) + self._before_tail_gradients(runs) + self._tail_first_backward(runs)
         return np.maximum(layers_K, np.maximum(head_K, np.where(runs.is_last_K, tail_K, -np.inf)))
 

@@ -149,14 +149,15 @@ class GraphEnd:
         self._gradients: list[Tensor | None] = []
         self._anchor: Tensor = _Anchor.apply(self._gradients, *tensors)  # type: ignore[no-untyped-call]
 
-    def backward(self, gradients: Sequence[Tensor | None], marker: Tensor | None = None) -> None:
+    def backward(self, gradients: list[Tensor | None], marker: Tensor | None = None) -> None:
         """Run the graph's backward with one gradient per tensor; None where none came.
 
         Args:
-            gradients: The gradients.
+            gradients: The gradients. The list is emptied, so that backward can free each of them when it has used it.
             marker: Another end of the same graph, whose gradient does not matter.
         """
         self._gradients[:] = gradients
+        gradients.clear()
         torch.autograd.backward([self._anchor] if marker is None else [self._anchor, marker])
 
 

@@ -123,15 +123,13 @@ class GhostStage:
         """Inside, the module is this stage; afterwards it is exactly as before."""
         if self._originals:
             raise RuntimeError(f"stage {self.index} is attached already: leave the context first")
-        is_whole = self._num_stages == 1 and self.observer is None and self.split is None and self.deferral is None
-        positions = self._checkpointed if is_whole else range(len(self._blocks))
         wrapped = []
         with ExitStack() as stack:
             stack.enter_context(self._slots.filled())
             if self.split is not None:
                 stack.enter_context(self.split.presented(self._split_slots, self.parameters))
             try:
-                for position in positions:
+                for position in range(len(self._blocks)):
                     space = self._blocks[position].__dict__
                     wrapped.append((space, space.get("forward")))
                     self._originals[position] = self._blocks[position].forward

@@ -74,6 +74,13 @@ class _Incoming:
     works: list[Work] = field(default_factory=list)
     state: Tensor | None = None
 
+    def take(self) -> tuple[tuple[InputSpec, Crossing, Tensor], ...]:
+        """The tensors that have arrived; what they were put together from is no longer kept."""
+        parts, self.parts = self.parts, []
+        self.works.clear()
+        joined = [crossing.join(parts.pop(0)) for crossing in self.crossings]
+        return tuple(zip(self.specs, self.crossings, joined, strict=True))
+
 
 @dataclass(slots=True)
 class _Outgoing:
@@ -86,6 +93,17 @@ class _Outgoing:
     end: GraphEnd | None
     gradients: list[list[list[Tensor]]] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
+
+    def take(self) -> list[Tensor | None]:
+        """The gradients that have arrived, for the tensors that a graph hangs on; they are no longer kept here."""
+        parts, self.gradients = self.gradients, []
+        self.works.clear()
+        found: list[Tensor | None] = []
+        for crossing, is_connected in zip(self.crossings, self.is_connected, strict=True):
+            part = parts.pop(0)
+            if is_connected:
+                found.append(crossing.join(part) if part else None)
+        return found
 
 
 class BatchRun:
@@ -213,11 +231,7 @@ class BatchRun:
         if stage > 0:
             incoming = self._incoming.pop(key)
             yield from incoming.works
-            received = tuple(
-                (spec, crossing, crossing.join(parts))
-                for spec, crossing, parts in zip(incoming.specs, incoming.crossings, incoming.parts, strict=True)
-            )
-            state = incoming.state
+            received, state = incoming.take(), incoming.state
             yield from self._release(Action(stage, ActionKind.FORWARD, index))
         if self._keeps_graph:
             for spec, _, tensor in received:
@@ -309,13 +323,7 @@ class BatchRun:
         outgoing = self._outgoing.pop(key)
         yield from outgoing.works
         yield from self._release(action)
-        gradients = [
-            crossing.join(parts) if parts else None
-            for crossing, parts, is_connected in zip(
-                outgoing.crossings, outgoing.gradients, outgoing.is_connected, strict=True
-            )
-            if is_connected
-        ]
+        gradients = outgoing.take()
         if outgoing.end is not None:
             with self._stages.at(stage), collecting:
                 self._start_walk()

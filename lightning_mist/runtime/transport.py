@@ -88,6 +88,8 @@ def complete(run: Iterator[Work]) -> Any:
         except StopIteration as stop:
             return stop.value
         work.wait()
+        # A work may hold the tensor it moved; the next one may be long in coming.
+        del work
 
 
 def check_contiguous(tensor: Tensor, what: str) -> Tensor:

@@ -117,6 +117,8 @@ class _Seat:
                         self.result = stop.value
                         return
                     self.wait(work)
+                    # A work may hold the tensor it moved; the next one may be long in coming.
+                    del work
         except _Ended:
             pass
         except BaseException as error:

@@ -195,6 +195,7 @@ def _metered(meter: StorageMeter, run: Iterator[Work]) -> Iterator[Work]:
             except StopIteration:
                 return
         yield work
+        del work
 
 
 def _held(

@@ -254,10 +254,23 @@ def test_one_stage_runs_the_step_itself():
     stage = GhostStage(module, found, ((0, 4),), 0)
     before = everything_of(module)
     with stage.attached():
-        assert everything_of(module) == before
         output = stage.forward(lambda: "anything", ())
+    assert everything_of(module) == before
     assert (output.tensors, output.value) == ((), "anything")
     assert not stage.foreign
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_blocks_get_no_cache_that_nothing_reads(stages):
+    pipeline = Pipeline("gpt2", stages)
+    seen = []
+    for block in pipeline.modules[0].model.transformer.h:
+        block.attn.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.extend(type(x).__name__ for x in [*args, *kwargs.values()]), with_kwargs=True
+        )
+    with pipeline.stages[0].attached():
+        pipeline.stages[0].forward(calls(pipeline.modules, pipeline.batch)[0], ())
+    assert "DynamicCache" not in seen
 
 
 def test_a_checkpointed_block_keeps_its_inputs_only():
