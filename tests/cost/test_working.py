@@ -69,10 +69,8 @@ def test_equals_walking_through_the_stage(rows):
             costs.first_recompute_backward_peak_R[r] if again else costs.first_backward_peak_R[r]
             for r, again in sequence
         ]
-        held = costs.gradient_boundary_C[stage[1]]
         assert forward[index] == max(sum(kept[:k]) + costs.forward_peak_R[r] for k, (r, _) in enumerate(sequence))
-        beside = [held if k < len(sequence) - 1 else 0.0 for k in range(len(sequence))]
-        alive = [sum(kept[: k + 1]) + beside[k] for k in range(len(sequence))]
+        alive = [sum(kept[: k + 1]) for k in range(len(sequence))]
         assert backward[index] == max(a + p for a, p in zip(alive, peaks, strict=True))
         made = [sum(gradient_of(r) for r, _ in sequence[k + 1 :]) for k in range(len(sequence))]
         np.testing.assert_allclose(
@@ -94,12 +92,12 @@ def test_sharding_equals_walking_through_the_stage():
         assert forward[index] == max(
             sum(kept[:k]) + costs.forward_peak_R[r] + forward_only[r] for k, (r, _) in enumerate(sequence)
         )
-        held, top = costs.gradient_boundary_C[stage[1]], len(sequence) - 1
+        top = len(sequence) - 1
         assert working.pending(runs)[index] == gradients_of(sequence[0][0])
         alive = []
         for k, (r, again) in enumerate(sequence):
             peak = costs.first_recompute_backward_peak_R[r] if again else costs.first_backward_peak_R[r]
-            beside = 0.0 if k == top else held + reduced[r]
+            beside = 0.0 if k == top else reduced[r]
             alive.append(sum(kept[: k + 1]) + beside + peak + backward_only[r])
         # Gradients of the first region that an earlier backward made are under way until the top one has run.
         later = [*alive[:top], alive[top] + gradients_of(sequence[0][0])]
