@@ -92,7 +92,7 @@ def estimate(
     degrees = {name: value for name, value in locals().items() if name in _DEGREES}
     given = _given(plan, degrees, sweep)
     machine = open_cluster(cluster)
-    limit_of(machine, memory_limit)
+    limit = limit_of(machine, memory_limit)
     axes = {} if sweep is None else parse_sweep(sweep, ("global_batch_size", "seq_len", *_DEGREES))
     rows = global_batch_size if global_batch_size is not None else _rows(given, machine)
     if given is not None and rows != given.global_batch_size:
@@ -102,12 +102,12 @@ def estimate(
     points = [{**base, **dict(values)} for values in combinations(axes)] if axes else [base]
     if given is None:
         _check_degrees(points, machine, refuse=not axes)
-    open_one = _Estimators(named, machine, _degrees_of(given, points))
+    open_one = _Estimators(named, machine, limit, _degrees_of(given, points))
     if axes:
-        _print_sweep([_point(open_one, base, values, memory_limit) for values in combinations(axes)], json)
+        _print_sweep([_point(open_one, base, values) for values in combinations(axes)], json)
     else:
         estimator = open_one(seq_len, rows)
-        _print_estimate(estimator, given or _plan(estimator.spec.num_layers, machine, base), memory_limit, json)
+        _print_estimate(estimator, given or _plan(estimator.spec.num_layers, machine, base), json)
 
 
 class _Estimators:
@@ -116,11 +116,12 @@ class _Estimators:
     Args:
         named: Model, precision and optimizer as on the command line.
         machine: The machine.
+        limit: Bytes of each device that may be used.
         degrees: Tensor-parallel degrees that are needed.
     """
 
-    def __init__(self, named: Mapping[str, str], machine: "Cluster", degrees: tuple[int, ...]) -> None:
-        self._named, self._machine, self._degrees = named, machine, degrees
+    def __init__(self, named: Mapping[str, str], machine: "Cluster", limit: int, degrees: tuple[int, ...]) -> None:
+        self._named, self._machine, self._limit, self._degrees = named, machine, limit, degrees
         self._known: dict[int | None, Estimator] = {}
 
     def __call__(self, seq_len: int | None, rows: int) -> "Estimator":
@@ -131,7 +132,7 @@ class _Estimators:
             each = max(1, rows // self._machine.world_size)
             kind = self._machine.device.kind
             spec = trace_network(**self._named, rows=each, seq_len=seq_len, degrees=self._degrees, device_kind=kind)
-            self._known[seq_len] = Estimator(spec, self._machine)
+            self._known[seq_len] = Estimator(spec, self._machine, self._limit)
         return self._known[seq_len]
 
 
@@ -219,9 +220,7 @@ def _offload(text: str) -> OffloadRatios:
     return OffloadRatios(**ratios)
 
 
-def _point(
-    open_one: _Estimators, base: Mapping[str, Any], values: tuple[tuple[str, str], ...], memory_limit: str | None
-) -> "SweepPoint":
+def _point(open_one: _Estimators, base: Mapping[str, Any], values: tuple[tuple[str, str], ...]) -> "SweepPoint":
     """One combination of a sweep, or why there is none."""
     from lightning_mist.cost import estimate_plan
     from lightning_mist.cost.estimate_sweep import SweepPoint
@@ -233,7 +232,6 @@ def _point(
         found = estimate_plan(
             estimator,
             _plan(estimator.spec.num_layers, estimator.cluster, chosen),
-            memory_limit=memory_limit,
             advise=False,
         )
     except PlanError as error:
@@ -241,10 +239,10 @@ def _point(
     return SweepPoint(values=values, estimate=found)
 
 
-def _print_estimate(estimator: "Estimator", plan: Plan, memory_limit: str | None, as_json: bool) -> None:
+def _print_estimate(estimator: "Estimator", plan: Plan, as_json: bool) -> None:
     from lightning_mist.cost import estimate_plan, estimate_to_json, render_estimate
 
-    found = estimate_plan(estimator, plan, memory_limit=memory_limit)
+    found = estimate_plan(estimator, plan)
     if as_json:
         sys.stdout.write(estimate_to_json(found))
     else:

@@ -18,7 +18,9 @@ from lightning_mist.plan.mesh import (
     tied_groups,
 )
 
-Purpose = Literal["Lightning", "world", "data parallel", "tensor parallel", "tied parameters", "messages"]
+Purpose = Literal[
+    "Lightning", "world", "data parallel", "context parallel", "tensor parallel", "tied parameters", "messages"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,35 @@ def communicators_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Comm
     found += [Communicator(purpose=purpose, ranks=ranks) for ranks, purpose in groups.items()]
     found += [Communicator(purpose="messages", ranks=(min(pair), max(pair))) for pair in sorted(_messages(plan, rank))]
     return tuple(communicator for communicator in found if len(communicator.ranks) > 1)
+
+
+def communicators_by_degrees(plan: Plan, rank: int) -> tuple[Communicator, ...]:
+    """As :func:`communicators_of` for plans that the runtime does not execute: those that their degrees need.
+
+    Args:
+        plan: The plan.
+        rank: The global rank.
+    """
+    group = plan.stage_of(rank)
+    mesh = plan.stages[group].mesh
+    place, tensor = mesh.devices.index(rank), mesh.tensor_parallel_degree
+    shared = tensor * mesh.context_parallel_degree
+    first = place // tensor * tensor
+    groups: tuple[tuple[Purpose, tuple[int, ...]], ...] = (
+        ("Lightning", tuple(range(plan.world_size))),
+        ("world", tuple(range(plan.world_size))),
+        ("data parallel", mesh.devices[place % tensor :: tensor] if mesh.context_parallel_degree > 1 else ()),
+        ("data parallel", mesh.devices[place % shared :: shared]),
+        ("context parallel", mesh.devices[place // shared * shared + place % tensor :: tensor][: shared // tensor]),
+        ("tensor parallel", mesh.devices[first : first + tensor]),
+    )
+    found = [Communicator(purpose=purpose, ranks=tuple(sorted(ranks))) for purpose, ranks in groups if len(ranks) > 1]
+    for other in (group - 1, group + 1):
+        if 0 <= other < plan.num_groups:
+            there = plan.stages[other].devices[min(place, len(plan.stages[other].devices) - 1)]
+            # One for either direction of rank numbers.
+            found += [Communicator(purpose="messages", ranks=(min(rank, there), max(rank, there)))] * 2
+    return tuple(found)
 
 
 def _messages(plan: Plan, rank: int) -> set[tuple[int, int]]:

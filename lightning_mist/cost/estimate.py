@@ -8,15 +8,14 @@ import torch
 from torch import nn
 
 from lightning_mist.cost.estimate_changes import changes_that_fit
-from lightning_mist.cost.estimate_data import MemoryEstimate, verdict_of
-from lightning_mist.cost.estimate_stages import Estimator
-from lightning_mist.errors import PlanError
+from lightning_mist.cost.estimate_data import MemoryEstimate, StageEstimate, verdict_of
+from lightning_mist.cost.estimate_stages import Estimator, what_is_not_run, worst_of
 from lightning_mist.hardware import Cluster, parse_cluster
 from lightning_mist.model import derive_splits, map_module, trace_model
 from lightning_mist.model.batches import batch_rows, resize_batch
 from lightning_mist.model.sources import parameter_dtype, precision_context
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Plan, StageMesh, StagePlan, load, row_slice
+from lightning_mist.plan import Plan, StageMesh, StagePlan, load
 from lightning_mist.units import format_bytes, parse_bytes
 
 
@@ -61,17 +60,26 @@ def estimate_memory(
         spec = _trace(module_or_spec, batch, degrees, kind, call=call, optimizer=optimizer, precision=precision)
     if given is None:
         given = replicated(spec, machine)
-    return estimate_plan(Estimator(spec, machine), given, memory_limit=memory_limit, advise=advise)
+    return estimate_plan(Estimator(spec, machine, limit_of(machine, memory_limit)), given, advise=advise)
 
 
 def estimate_plan(
-    estimator: Estimator, plan: Plan, *, memory_limit: str | int | None = None, advise: bool = True
+    estimator: Estimator, plan: Plan, *, advise: bool = True, replayed: int | None = None
 ) -> MemoryEstimate:
-    """The estimate of a plan by an estimator that exists already; see :func:`estimate_memory`."""
-    spec, cluster = estimator.spec, estimator.cluster
-    limit = limit_of(cluster, memory_limit)
-    stages = estimator.stages(plan)
-    fits = verdict_of(max(stage.device_total for stage in stages), limit) == "fits"
+    """The estimate of a plan by an estimator that exists already; see :func:`estimate_memory`.
+
+    Args:
+        estimator: Knows network, machine and limit.
+        plan: The plan.
+        advise: Whether to look for what would make it fit, if it does not.
+        replayed: Groups of devices whose allocations are replayed, those that need most; by default all.
+
+    Raises:
+        PlanError: If the plan does not fit the network or the machine.
+    """
+    spec, cluster, limit = estimator.spec, estimator.cluster, estimator.limit
+    stages = estimator.stages(plan, replayed=replayed)
+    fits = verdict_of(worst_of(stages).device_total, limit) == "fits"
     return MemoryEstimate(
         model=spec.name,
         cluster=describe_cluster(cluster),
@@ -80,8 +88,8 @@ def estimate_plan(
         precision=spec.precision,
         optimizer=spec.optimizer.name,
         stages=stages,
-        changes=changes_that_fit(estimator, plan, limit) if advise and not fits else (),
-        notes=(*spec.notes, *_plan_notes(plan)),
+        changes=changes_that_fit(estimator, plan) if advise and not fits else (),
+        notes=(*spec.notes, *what_is_not_run(plan), *_flush_notes(stages)),
     )
 
 
@@ -120,19 +128,15 @@ def replicated(spec: ModelSpec, cluster: Cluster) -> Plan:
     return Plan(global_batch_size=spec.batch_rows * count, num_microbatches=1, stages=(stage,))
 
 
-def _plan_notes(plan: Plan) -> tuple[str, ...]:
-    """Why the runtime would not execute a plan."""
-    try:
-        for rank in range(plan.world_size):
-            row_slice(plan, rank, 0)
-    except PlanError as error:
-        return (f"such a plan is not executed: {error}",)
-    if plan.global_batch_size % plan.world_size:
-        return (
-            f"such a plan is not executed: {plan.world_size} devices load equal batches, and {plan.global_batch_size} "
-            "rows are no multiple",
-        )
-    return ()
+def _flush_notes(stages: Sequence[StageEstimate]) -> tuple[str, ...]:
+    """Stages whose allocator has to give memory back within a step, which costs time."""
+    names = ", ".join(str(stage.stage) for stage in stages if stage.flushes)
+    if not names:
+        return ()
+    return (
+        f"on stage {names} there is room only if the allocator gives back what is free within a step, which waits for "
+        "the device: expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF, or a change from above, avoids it",
+    )
 
 
 def _trace(

@@ -6,7 +6,7 @@ from math import gcd
 from typing import Any, TypeAlias
 
 from lightning_mist.cost.estimate_data import Change, verdict_of
-from lightning_mist.cost.estimate_stages import Estimator
+from lightning_mist.cost.estimate_stages import Estimator, what_is_not_run, worst_of
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster
 from lightning_mist.plan import Checkpointing, Feature, Plan, StagePlan, ZeroStage, plan_of
@@ -30,65 +30,82 @@ class _Trial:
     cluster: Cluster
 
 
+OFFLOAD_RATIOS = (0.25, 0.5, 0.75, 1.0)
+"""Shares that are tried."""
+
 Ladder: TypeAlias = Sequence[_Trial]
 """Trials of one kind, from the smallest change to the largest; each needs no more than the one before."""
 
 
-def changes_that_fit(estimator: Estimator, plan: Plan, limit: int) -> tuple[Change, ...]:
+def changes_that_fit(estimator: Estimator, plan: Plan) -> tuple[Change, ...]:
     """The smallest change of every kind with which a plan fits, smallest first.
 
-    Kinds are tried alone, then together; more devices are looked at only if nothing helps on those at hand.
+    Kinds are tried alone, then together; more devices are looked at only if nothing helps on those at hand. What is
+    not run yet comes last.
 
     Args:
-        estimator: Knows network and machine.
+        estimator: Knows network, machine and limit.
         plan: A plan that does not fit.
-        limit: Bytes of each device that may be used.
     """
     plan = replace(plan, predicted=None, fingerprint=())
     steps = _Steps(estimator, plan)
-    found = [_least(estimator, limit, ladder) for ladder in (steps.recomputed(), steps.cut(), steps.sharded())]
+    found = [_least(estimator, ladder) for ladder in (steps.recomputed(), steps.cut(), steps.sharded())]
     if not any(found):
-        found = [next((item for item in (_least(estimator, limit, way) for way in steps.together()) if item), None)]
-    found += [_first(estimator, limit, trials) for trials in steps.regrouped()]
-    if not any(found):
-        found = [_first(estimator, limit, [trial for trials in steps.larger() for trial in trials])]
+        found = [next((item for item in (_least(estimator, way) for way in steps.together()) if item), None)]
+    found += [_first(estimator, trials) for trials in steps.regrouped()]
+    found += [_least(estimator, ladder) for ladder in steps.offloaded()]
+    if not any(change is not None and change.runs for change in found):
+        found += [_first(estimator, [trial for trials in steps.larger() for trial in trials])]
     return tuple(change for change in found if change is not None)[:SHOWN]
 
 
-def _least(estimator: Estimator, limit: int, ladder: Ladder) -> Change | None:
-    """The first trial of a ladder that fits, found by bisection."""
-    if not ladder:
-        return None
-    best = _look(estimator, limit, ladder[-1])
-    if best is None:
-        return None
-    low, high = 0, len(ladder) - 1
+def _least(estimator: Estimator, ladder: Ladder) -> Change | None:
+    """The first trial of a ladder that fits: found by bisection without replay, then looked at around there."""
+    low, high = 0, len(ladder)
     while low < high:
         middle = (low + high) // 2
-        found = _look(estimator, limit, ladder[middle])
-        if found is None:
-            low = middle + 1
+        if _fits_quickly(estimator, ladder[middle]):
+            high = middle
         else:
-            best, high = found, middle
-    return best
+            low = middle + 1
+    found = None
+    for index in range(min(low, len(ladder) - 1), -1, -1):
+        earlier = _look(estimator, ladder[index])
+        if earlier is None:
+            break
+        found = earlier
+    later = range(low + 1, len(ladder)) if found is None else ()
+    return found or next((change for i in later if (change := _look(estimator, ladder[i])) is not None), None)
 
 
-def _first(estimator: Estimator, limit: int, trials: Sequence[_Trial]) -> Change | None:
+def _first(estimator: Estimator, trials: Sequence[_Trial]) -> Change | None:
     """The first trial that fits, of trials in no order of what they need."""
-    return next((found for trial in trials if (found := _look(estimator, limit, trial)) is not None), None)
+    likely = (trial for trial in trials if _fits_quickly(estimator, trial))
+    return next((found for trial in likely if (found := _look(estimator, trial)) is not None), None)
 
 
-def _look(estimator: Estimator, limit: int, trial: _Trial) -> Change | None:
-    """A trial that fits; None if it does not, or if the network does not allow it."""
-    if trial.cluster != estimator.cluster:
-        estimator = estimator.on(trial.cluster)
+def _there(estimator: Estimator, trial: _Trial) -> Estimator:
+    return estimator if trial.cluster == estimator.cluster else estimator.on(trial.cluster)
+
+
+def _fits_quickly(estimator: Estimator, trial: _Trial) -> bool:
+    """Whether a trial fits without replay; False if the network does not allow it."""
     try:
-        need = estimator.worst(trial.plan)
+        need = _there(estimator, trial).quick(trial.plan).device_total
+    except PlanError:
+        return False
+    return verdict_of(need, estimator.limit) == "fits"
+
+
+def _look(estimator: Estimator, trial: _Trial) -> Change | None:
+    """A trial that fits; None if it does not, or if the network does not allow it."""
+    try:
+        need = worst_of(_there(estimator, trial).stages(trial.plan)).device_total
     except PlanError:
         return None
-    if verdict_of(need, limit) != "fits":
+    if verdict_of(need, estimator.limit) != "fits":
         return None
-    return Change(text=trial.text, plan=trial.plan, device_total=need)
+    return Change(text=trial.text, plan=trial.plan, device_total=need, runs=not what_is_not_run(trial.plan))
 
 
 class _Steps:
@@ -162,6 +179,22 @@ class _Steps:
                     [{**shape, name: degree} for degree in _doublings(have, self._cluster.world_size)], name
                 )
 
+    def offloaded(self) -> Iterator[Ladder]:
+        """More of optimizer state in host memory, then of everything."""
+        have = min((stage.offload for stage in self._plan.stages), key=lambda ratios: ratios.optimizer)
+        ratios = [ratio for ratio in OFFLOAD_RATIOS if ratio > have.optimizer]
+        yield [
+            self._trial(f"{ratio:.0%} of optimizer state in host memory", _offloading(self._plan, optimizer=ratio))
+            for ratio in ratios
+        ]
+        if not have.activations:
+            yield [
+                self._trial(
+                    f"{ratio:.0%} of the activations in host memory", _offloading(self._plan, activations=ratio)
+                )
+                for ratio in OFFLOAD_RATIOS
+            ]
+
     def larger(self) -> Iterator[Sequence[_Trial]]:
         """More devices, with everything that saves memory."""
         shape = _shape_of(self._plan)
@@ -229,6 +262,10 @@ def _cut(plan: Plan, parts: int) -> Plan:
 
 def _sharded(plan: Plan, level: int) -> Plan:
     return _with_stages(plan, lambda stage: replace(stage, zero_stage=max(stage.zero_stage, ZeroStage(level))))
+
+
+def _offloading(plan: Plan, **ratios: float) -> Plan:
+    return _with_stages(plan, lambda stage: replace(stage, offload=replace(stage.offload, **ratios)))
 
 
 def _shape_of(plan: Plan) -> dict[str, Any] | None:

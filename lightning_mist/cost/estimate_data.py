@@ -27,6 +27,7 @@ WORDS = {
     "activation_bytes": "activations of microbatches in flight",
     "transfer_bytes": "buffers between stages",
     "working_bytes": "the microbatch at hand",
+    "offload_bytes": "buffers of what is offloaded",
     "allocator_bytes": "kept free by the allocator",
     "context_bytes": "context and kernels",
     "communicator_bytes": "communicators",
@@ -43,10 +44,11 @@ class PeakTensor:
         term: Which term it counts to, of :data:`~lightning_mist.cost.memory.TERMS`.
         stage: Index of the stage it belongs to.
         microbatch: The microbatch it belongs to, if one.
-        module: Qualified name of the module or parameter it comes from; empty if unknown.
+        module: Qualified name of the module or parameter it comes from, or what it is where the runtime made it.
         operator: The operator that made it, for example ``"aten.mm.default"``; empty for what is always there.
         line: ``file:line`` of the user's code that ran it, if known.
-        shape: Its shape and element type as text, if known.
+        dtype: Name of the element type, if known.
+        count: How many there are that are alike but for their layer or microbatch; this is one of them.
     """
 
     bytes: int
@@ -56,7 +58,8 @@ class PeakTensor:
     module: str = ""
     operator: str = ""
     line: str = ""
-    shape: str = ""
+    dtype: str = ""
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,9 @@ class StageEstimate:
         device_total: Reserved bytes and everything outside of the allocator.
         terms: Bytes by term, as ``(name, bytes)``: those of :data:`~lightning_mist.cost.memory.TERMS` add up to the
             p50 of ``allocated``, with :data:`OUTER_TERMS` to that of ``device_total``.
-        tensors: The largest tensors alive at the peak, largest first; empty if the module was not traced.
+        tensors: The largest tensors alive at the peak, largest first; empty if the allocations are not known.
+        flushes: How often in two steps the allocator has to give back what is free, waiting for the device, to stay
+            within the limit.
         host_bytes: Pinned host memory of the device's process.
     """
 
@@ -84,6 +89,7 @@ class StageEstimate:
     device_total: Interval
     terms: tuple[tuple[str, int], ...]
     tensors: tuple[PeakTensor, ...] = ()
+    flushes: int = 0
     host_bytes: int = 0
 
     def term(self, name: str) -> int:

@@ -1,19 +1,27 @@
-"""What the most loaded device of every stage of a plan needs: allocated, reserved, device total."""
+"""What the most loaded device of every stage of a plan needs: allocated, reserved, device total.
 
-from dataclasses import dataclass, field
+Where every allocation is known they are replayed, in the order in which the schedule makes them, through a simulation
+of the allocator. Otherwise (a network described without its allocations, offloading, context parallelism, and while
+many plans are compared) the peak of tensors comes from the vectorised model that the planner uses, and what the
+allocator holds on top from how much that was elsewhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from lightning_mist.cost.candidates import StageSlot
 from lightning_mist.cost.chunks import plan_memory
-from lightning_mist.cost.communicators import communicators_of
-from lightning_mist.cost.device_need import summed_need
+from lightning_mist.cost.communicators import Communicator, communicators_by_degrees, communicators_of
+from lightning_mist.cost.device_need import DeviceNeed, replayed_need, summed_need
 from lightning_mist.cost.device_total import DeviceOverheads, device_overheads
-from lightning_mist.cost.estimate_data import OUTER_TERMS, StageEstimate
-from lightning_mist.cost.interval import Interval
+from lightning_mist.cost.estimate_data import PeakTensor, StageEstimate
 from lightning_mist.cost.memory import MemoryModel, StageMemory
+from lightning_mist.cost.peak_tensors import largest_tensors, phase_in_words
+from lightning_mist.cost.replay import replay_group
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Plan
+from lightning_mist.plan import Plan, replica_ranks, row_slice
 
 
 @dataclass(slots=True)
@@ -23,29 +31,44 @@ class Estimator:
     Attributes:
         spec: The network.
         cluster: The machine.
+        limit: Bytes of each device that may be used.
     """
 
     spec: ModelSpec
     cluster: Cluster
+    limit: int
     _models: dict[tuple[int, bool], MemoryModel] = field(default_factory=dict)
 
-    def stages(self, plan: Plan) -> tuple[StageEstimate, ...]:
+    def stages(self, plan: Plan, *, replayed: int | None = None) -> tuple[StageEstimate, ...]:
         """Every stage of a plan.
+
+        Args:
+            plan: The plan.
+            replayed: Groups of devices whose allocations are replayed, those that need most; by default all.
 
         Raises:
             PlanError: If the plan does not fit the network or the machine.
         """
         check_plan_for(self.spec, self.cluster, plan)
         found = plan_memory(self._model, plan)
-        return tuple(self._stage(plan, index, memory) for index, memory in enumerate(found))
+        quick = [self._summed(plan, group, found[group]) for group in range(plan.num_groups)]
+        if can_replay(self.spec, plan):
+            heaviest = sorted(range(plan.num_groups), key=lambda group: -quick[group].device_total.p50)
+            for group in heaviest[:replayed]:
+                quick[group] = self._replayed(plan, group)
+        return tuple(replace(quick[plan.group_of(stage)], stage=stage) for stage in range(plan.num_stages))
 
-    def worst(self, plan: Plan) -> Interval:
-        """Device total of the stage that needs most."""
-        return max(stage.device_total for stage in self.stages(plan))
+    def quick(self, plan: Plan) -> StageEstimate:
+        """The stage that needs most, without replay.
+
+        Raises:
+            PlanError: As :meth:`stages`.
+        """
+        return worst_of(self.stages(plan, replayed=0))
 
     def on(self, cluster: Cluster) -> "Estimator":
-        """The same network on another machine."""
-        return Estimator(self.spec, cluster, self._models)
+        """The same network on as many devices of the same kind as another machine has."""
+        return Estimator(self.spec, cluster, self.limit, self._models)
 
     def _model(self, slot: StageSlot) -> MemoryModel:
         key = (slot.tensor_parallel_degree, slot.sequence_parallel)
@@ -53,24 +76,75 @@ class Estimator:
             self._models[key] = MemoryModel(self.spec.split(*key))
         return self._models[key]
 
-    def _stage(self, plan: Plan, index: int, memory: StageMemory) -> StageEstimate:
-        need = summed_need(memory.peak_bytes, self.cluster, self._overheads(plan, index))
-        return StageEstimate(
-            stage=index,
-            devices=plan.stages[index].devices,
-            phase=memory.phase,
-            allocated=need.allocated,
-            reserved=need.reserved,
-            device_total=need.device_total,
-            terms=(*memory.terms, *((name, getattr(need, name)) for name in OUTER_TERMS)),
-        )
+    def _summed(self, plan: Plan, group: int, memory: StageMemory) -> StageEstimate:
+        overheads = self._overheads(plan, plan.stages[group].devices[0])
+        # What cuBLAS allocates is in no term of its own: working memory of whatever multiplies.
+        peak = memory.peak_bytes + overheads.workspace_bytes
+        need = summed_need(peak, self.cluster, overheads, limit=self.limit)
+        terms = dict(memory.terms)
+        terms["working_bytes"] += overheads.workspace_bytes
+        return _estimate(plan, group, memory.phase, need, tuple(terms.items()), (), memory.host_bytes)
 
-    def _overheads(self, plan: Plan, index: int) -> DeviceOverheads:
-        """What a device of a stage holds besides tensors."""
+    def _replayed(self, plan: Plan, group: int) -> StageEstimate:
+        replay = replay_group(self.spec, plan, group)
+        overheads = self._overheads(plan, replay.rank)
+        need = replayed_need(replay.memory_events(), self.cluster, overheads, limit=self.limit)
+        terms = dict(replay.terms_at_peak())
+        # Workspaces, and what rounding adds to sizes.
+        terms["working_bytes"] += need.allocated.p50 - sum(terms.values())
+        tensors = largest_tensors(replay.alive_at_peak(), group)
+        return _estimate(plan, group, phase_in_words(replay.phase), need, tuple(terms.items()), tensors, 0)
+
+    def _overheads(self, plan: Plan, rank: int) -> DeviceOverheads:
         if self.cluster.device.kind != "cuda":
             return device_overheads(self.cluster, ())
-        communicators = communicators_of(plan, self.spec.module_map, plan.stages[index].devices[0])
-        return device_overheads(self.cluster, communicators)
+        return device_overheads(self.cluster, _communicators(plan, self.spec, rank))
+
+
+def worst_of(stages: Sequence[StageEstimate]) -> StageEstimate:
+    """The stage whose device needs most."""
+    return max(stages, key=lambda stage: (stage.device_total.p95, stage.device_total.p50))
+
+
+def can_replay(spec: ModelSpec, plan: Plan) -> bool:
+    """Whether every allocation of a plan is known."""
+    known = all(layer.events is not None for layer in (spec.head, *spec.layers, spec.tail))
+    return known and not any(stage.offload.any or stage.mesh.context_parallel_degree > 1 for stage in plan.stages)
+
+
+def _communicators(plan: Plan, spec: ModelSpec, rank: int) -> tuple[Communicator, ...]:
+    """Those of the runtime; under context parallelism, which it does not execute, those of the degrees."""
+    if any(stage.mesh.context_parallel_degree > 1 for stage in plan.stages):
+        return communicators_by_degrees(plan, rank)
+    return communicators_of(plan, spec.module_map, rank)
+
+
+def _estimate(
+    plan: Plan,
+    group: int,
+    phase: str,
+    need: DeviceNeed,
+    terms: tuple[tuple[str, int], ...],
+    tensors: tuple[PeakTensor, ...],
+    host_bytes: int,
+) -> StageEstimate:
+    outer = (
+        ("allocator_bytes", need.allocator_bytes),
+        ("context_bytes", need.context_bytes),
+        ("communicator_bytes", need.communicator_bytes),
+    )
+    return StageEstimate(
+        stage=group,
+        devices=plan.stages[group].devices,
+        phase=phase,
+        allocated=need.allocated,
+        reserved=need.reserved,
+        device_total=need.device_total,
+        terms=(*terms, *outer),
+        tensors=tensors,
+        flushes=need.flushes,
+        host_bytes=host_bytes,
+    )
 
 
 def check_plan_for(spec: ModelSpec, cluster: Cluster, plan: Plan) -> None:
@@ -89,13 +163,24 @@ def check_plan_for(spec: ModelSpec, cluster: Cluster, plan: Plan) -> None:
             f"the plan has {plan.world_size} devices, the cluster {cluster.world_size}: a plan uses every device; "
             f"give a cluster of {plan.world_size}, or a plan for {cluster.world_size}"
         )
-    for index, stage in enumerate(plan.stages):
-        if stage.offload.any:
-            raise PlanError(
-                f"stages[{index}] offloads: only stages without offload are modelled yet; set every offload ratio to 0"
-            )
-        if stage.mesh.context_parallel_degree > 1:
-            raise PlanError(
-                f"stages[{index}] has context_parallel_degree {stage.mesh.context_parallel_degree}: only 1 is modelled "
-                "yet; use data parallelism"
-            )
+
+
+def what_is_not_run(plan: Plan) -> tuple[str, ...]:
+    """Why the runtime would not execute a plan."""
+    found = []
+    if any(stage.offload.any for stage in plan.stages):
+        found.append("offloading is planned and not run yet: its buffers and host memory are those of the plan")
+    if any(stage.mesh.context_parallel_degree > 1 for stage in plan.stages):
+        found.append("context parallelism is planned and not run yet")
+    try:
+        owners = replica_ranks(plan, 0)
+        for stage in plan.stages:
+            row_slice(plan, stage.devices[0], 0, owners=owners)
+    except PlanError as error:
+        found.append(f"such a plan is not executed: {error}")
+    if plan.global_batch_size % plan.world_size:
+        found.append(
+            f"such a plan is not executed: {plan.world_size} devices load equal batches, and "
+            f"{plan.global_batch_size} rows are no multiple"
+        )
+    return tuple(found)

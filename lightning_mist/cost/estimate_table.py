@@ -84,10 +84,11 @@ def _stage_table(estimate: MemoryEstimate, stages: list[StageEstimate]) -> Table
 def _tensor_table(stage: StageEstimate) -> Table:
     table = Table(title=f"largest tensors at the peak of stage {stage.stage}", title_justify="left", title_style="bold")
     table.add_column("bytes", justify="right")
-    for heading in ("part of", "microbatch", "module", "operator", "line"):
+    table.add_column("as many", justify="right")
+    for heading in ("counts as", "microbatch", "module", "operator", "line"):
         table.add_column(heading, overflow="fold")
     for tensor in stage.tensors:
         microbatch = "" if tensor.microbatch is None else str(tensor.microbatch)
         cells = (WORDS[tensor.term], microbatch, tensor.module, tensor.operator, tensor.line)
-        table.add_row(format_bytes(tensor.bytes), *map(Text, cells))
+        table.add_row(format_bytes(tensor.bytes), str(tensor.count), *map(Text, cells))
     return table

@@ -41,15 +41,21 @@ def replica_ranks(plan: Plan, replica: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(plan.world_size) if replica_of(plan, rank) == replica)
 
 
-def row_slice(plan: Plan, rank: int, microbatch: int) -> RowSlice:
+def row_slice(plan: Plan, rank: int, microbatch: int, *, owners: tuple[int, ...] | None = None) -> RowSlice:
     """The rows on which ``rank`` computes in ``microbatch``.
+
+    Args:
+        plan: The plan.
+        rank: The global rank.
+        microbatch: Index of the microbatch.
+        owners: The ranks of its replica where these are known, which takes long to find out for many devices.
 
     Raises:
         PlanError: If a part would mix the batches of several ranks.
     """
     stage_index = plan.stage_of(rank)
     stage = plan.stages[stage_index]
-    owners = replica_ranks(plan, replica_of(plan, rank))
+    owners = owners or replica_ranks(plan, replica_of(plan, rank))
     per_replica = stage.data_parallel_degree // plan.num_replicas
     chunks = plan.num_microbatches * per_replica
     if chunks % len(owners):

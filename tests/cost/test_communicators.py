@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from lightning_mist.cost.communicators import Communicator, _owners, communicators_of
+from lightning_mist.cost.communicators import Communicator, _owners, communicators_by_degrees, communicators_of
 from lightning_mist.model import derive_splits
-from lightning_mist.plan import ModuleMap, Plan, replica_of, replica_ranks, row_slice
+from lightning_mist.plan import ModuleMap, Plan, plan_of, replica_of, replica_ranks, row_slice
 from lightning_mist.runtime.gather import ParameterGatherer
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.optimizer import global_grad_norm
@@ -131,3 +131,19 @@ def test_batches_go_where_the_rows_say(plan: Plan) -> None:
 def test_a_plan_that_mixes_batches_is_not_refused() -> None:
     plan = replace(make_plan([1, 1], rows=4), num_microbatches=1, global_batch_size=4)
     assert [item.ranks for item in communicators_of(plan, make_map(2), 0)] == [(0, 1)] * 4
+
+
+def test_plans_that_are_not_executed_have_those_of_their_degrees():
+    plan = plan_of(
+        8, world_size=16, global_batch_size=16, pipeline_stages=2, context_parallel_degree=2, tensor_parallel_degree=2
+    )
+    found = communicators_by_degrees(plan, plan.stages[0].devices[3])
+    devices = plan.stages[0].devices
+    by_purpose = {}
+    for item in found:
+        by_purpose.setdefault(item.purpose, []).append(item.ranks)
+    assert by_purpose["Lightning"] == by_purpose["world"] == [tuple(range(16))]
+    assert by_purpose["tensor parallel"] == [tuple(sorted(devices[2:4]))]
+    assert by_purpose["context parallel"] == [tuple(sorted(devices[1:4:2]))]
+    assert by_purpose["data parallel"] == [tuple(sorted(devices[1::2])), tuple(sorted(devices[3::4]))]
+    assert len(by_purpose["messages"]) == 2

@@ -1,0 +1,83 @@
+from dataclasses import replace
+
+import pytest
+
+from lightning_mist.cost import Estimator
+from lightning_mist.cost.estimate_stages import can_replay, what_is_not_run, worst_of
+from lightning_mist.cost.replay import replay_plan
+from lightning_mist.hardware import parse_cluster
+from lightning_mist.plan import OffloadRatios, plan_of
+from tests.cost.events import with_events
+from tests.specs import spec
+
+GIB = 2**30
+FOUR = parse_cluster("1x4xL4")
+NETWORK = with_events(spec(8, parameter_bytes=40_000_000, edge_bytes=80_000_000))
+PLAN = plan_of(8, world_size=4, global_batch_size=16, pipeline_stages=4)
+
+
+def estimator(network=NETWORK, cluster=FOUR, limit=22 * GIB):
+    return Estimator(network, cluster, limit)
+
+
+def test_every_allocation_is_replayed_where_it_is_known():
+    stages = estimator().stages(PLAN)
+    for stage, replay in zip(stages, replay_plan(NETWORK, PLAN), strict=True):
+        assert 0 <= stage.allocated.p50 - replay.peak_bytes < 10 * 2**20  # cuBLAS's workspace and rounding
+        assert stage.term("parameter_bytes") == dict(replay.terms_at_peak())["parameter_bytes"]
+        assert sum(value for _, value in stage.terms) == stage.device_total.p50
+        assert stage.tensors[0].bytes == replay.alive_at_peak()[0].nbytes
+        assert stage.phase.split()[0] in ("forward", "backward", "optimizer", "start")
+        assert stage.term("communicator_bytes") > 0
+
+
+def test_only_the_stages_that_need_most_are_replayed_if_asked():
+    fast = estimator()
+    quick, one, every = fast.stages(PLAN, replayed=0), fast.stages(PLAN, replayed=1), fast.stages(PLAN)
+    assert [bool(stage.tensors) for stage in quick] == [False] * 4
+    assert [bool(stage.tensors) for stage in every] == [True] * 4
+    worst = worst_of(quick).stage
+    assert [bool(stage.tensors) for stage in one] == [index == worst for index in range(4)]
+    assert one[worst] == every[worst]
+    assert fast.quick(PLAN) == worst_of(quick)
+    for first, second in zip(quick, every, strict=True):
+        assert first.allocated.p50 == pytest.approx(second.allocated.p50, rel=0.1)
+
+
+def test_on_cpus_there_is_nothing_but_tensors():
+    stage = worst_of(estimator(cluster=parse_cluster("4xcpu:8GiB")).stages(PLAN))
+    assert stage.allocated == stage.reserved == stage.device_total
+    assert {name for name, value in stage.terms if value}.isdisjoint(
+        {"allocator_bytes", "context_bytes", "communicator_bytes"}
+    )
+
+
+def test_memory_that_is_short_makes_the_allocator_flush():
+    plan = plan_of(8, world_size=4, global_batch_size=64, num_microbatches=4)
+    plenty = worst_of(estimator().stages(plan))
+    assert plenty.flushes == 0
+    short = worst_of(estimator(limit=plenty.device_total.p50 - 4 * 2**20).stages(plan))
+    assert short.device_total.p50 <= plenty.device_total.p50
+
+
+def test_chunks_of_one_group_share_its_figures():
+    plan = plan_of(8, world_size=2, global_batch_size=16, pipeline_stages=2, chunks=2, schedule="interleaved-1f1b")
+    stages = estimator(cluster=parse_cluster("1x2xL4")).stages(plan)
+    assert [stage.stage for stage in stages] == [0, 1, 2, 3]
+    assert replace(stages[2], stage=0) == stages[0]
+
+
+def test_what_is_not_run_is_estimated_and_said():
+    assert what_is_not_run(PLAN) == ()
+    offloading = plan_of(8, world_size=4, global_batch_size=16, offload=OffloadRatios(optimizer=1.0))
+    assert not can_replay(NETWORK, offloading)
+    stage = worst_of(estimator().stages(offloading))
+    assert stage.host_bytes > 0
+    assert any("offloading is planned" in note for note in what_is_not_run(offloading))
+    ring = plan_of(8, world_size=4, global_batch_size=16, context_parallel_degree=2)
+    with_length = replace(NETWORK, sequence_length=8)
+    assert worst_of(estimator(with_length).stages(ring)).term("communicator_bytes") > 0
+    assert any("context parallelism is planned" in note for note in what_is_not_run(ring))
+    few = plan_of(8, world_size=4, global_batch_size=2, pipeline_stages=4, num_microbatches=2)
+    assert sum("such a plan is not executed" in note for note in what_is_not_run(few)) == 2
+    assert worst_of(estimator().stages(few)).term("communicator_bytes") > 0
