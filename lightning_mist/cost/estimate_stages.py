@@ -107,9 +107,9 @@ def worst_of(stages: Sequence[StageEstimate]) -> StageEstimate:
 
 
 def can_replay(spec: ModelSpec, plan: Plan) -> bool:
-    """Whether every allocation of a plan is known."""
+    """Whether every allocation of a plan is known: of a traced network, under a plan that is executed."""
     known = all(layer.events is not None for layer in (spec.head, *spec.layers, spec.tail))
-    return known and not any(stage.offload.any or stage.mesh.context_parallel_degree > 1 for stage in plan.stages)
+    return known and not what_is_not_run(plan)
 
 
 def _communicators(plan: Plan, spec: ModelSpec, rank: int) -> tuple[Communicator, ...]:
