@@ -6,6 +6,7 @@ python -m benchmarks.planner.memory_rate
 import argparse
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from time import perf_counter
 
@@ -47,8 +48,8 @@ def candidates_of(layers: int, slot: StageSlot, count: int) -> StageCandidates:
         if start < end
         for recomputed, level in product(range(end - start + 1), zero)
     ]
-    start_K, end_K, checkpointed_K, zero_K = (np.resize(column, count) for column in np.array(chosen).T)
-    return StageCandidates(start_K=start_K, end_K=end_K, checkpointed_K=checkpointed_K, zero_stage_K=zero_K)
+    start, end, recomputed, level = (np.resize(column, count) for column in np.array(chosen).T)
+    return StageCandidates(start_K=start, end_K=end, checkpointed_K=recomputed, zero_stage_K=level)
 
 
 def seconds(call: Callable[[], object], repeats: int) -> float:
@@ -70,13 +71,7 @@ def measure(spec: ModelSpec, name: str, options: argparse.Namespace) -> list[Sam
         many = candidates_of(spec.num_layers, slot, options.candidates)
         if offloads:
             ratios = OffloadRatios(optimizer=0.5, activations=0.25)
-            many = StageCandidates(
-                start_K=many.start_K,
-                end_K=many.end_K,
-                checkpointed_K=many.checkpointed_K,
-                zero_stage_K=many.zero_stage_K,
-                offload=OffloadCandidates.of(ratios, len(many)),
-            )
+            many = replace(many, offload=OffloadCandidates.of(ratios, len(many)))
         one = many.take(np.arange(1))
         together = seconds(lambda slot=slot, many=many: model.peaks(slot, many), options.repeats)  # type: ignore[misc]
         alone = seconds(lambda slot=slot, one=one: model.peaks(slot, one), 100)  # type: ignore[misc]

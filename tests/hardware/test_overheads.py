@@ -42,7 +42,7 @@ def test_a_context_that_nobody_measured_is_the_largest_that_somebody_did() -> No
     found = context_overhead("H100")
     assert (found.expected, found.high) == (max(c.expected for c in measured), max(c.high for c in measured))
     assert "not known for H100" in found.source
-    assert context_overhead("L4").expected == 426 * MIB
+    assert context_overhead("L4").expected == 751 * MIB
 
 
 def test_workspaces_grew_with_hopper() -> None:
