@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         TraceError,
     )
     from lightning_mist.hardware import Cluster, HardwareProfile
-    from lightning_mist.model import trace_model
+    from lightning_mist.model import register_memory_rule, trace_model
     from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage, plan_of
     from lightning_mist.strategy.lightning import MistStrategy
     from lightning_mist.tuner import SearchSpace, tune
@@ -45,6 +45,7 @@ __all__ = [
     "ZeroStage",
     "estimate_memory",
     "plan_of",
+    "register_memory_rule",
     "trace_model",
     "tune",
 ]
@@ -53,7 +54,7 @@ _HOMES = {
     "cost": ("MemoryEstimate", "estimate_memory"),
     "errors": ("InfeasibleError", "MistError", "PlanError", "ProfileError", "ScheduleError", "TraceError"),
     "hardware": ("Cluster", "HardwareProfile"),
-    "model": ("trace_model",),
+    "model": ("register_memory_rule", "trace_model"),
     "plan": ("Checkpointing", "OffloadRatios", "Plan", "StagePlan", "ZeroStage", "plan_of"),
     "tuner": ("SearchSpace", "tune"),
 }

@@ -186,6 +186,7 @@ def test_public_names() -> None:
         "ZeroStage",
         "estimate_memory",
         "plan_of",
+        "register_memory_rule",
         "trace_model",
         "tune",
     ]

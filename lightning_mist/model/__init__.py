@@ -6,6 +6,7 @@ from lightning_mist.model.cuts import map_module
 from lightning_mist.model.device_operators import DeviceOperators, device_operators
 from lightning_mist.model.elementwise import coupling_reason, whole_tensor_reason
 from lightning_mist.model.events import Allocation, LayerEvents, Moment, PartEvents, Release
+from lightning_mist.model.memory_rules import register_memory_rule
 from lightning_mist.model.optimizer import describe_optimizer
 from lightning_mist.model.polynomial import Polynomial
 from lightning_mist.model.spec import (
@@ -44,6 +45,7 @@ __all__ = [
     "device_operators",
     "find_blocks",
     "map_module",
+    "register_memory_rule",
     "run_apart",
     "time_layers",
     "trace_model",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lightning_mist.model.memory_rules import memory_rules
 from lightning_mist.plan.calls import is_simple
 
 
@@ -49,9 +50,18 @@ def renew_flat_weights(module: nn.Module) -> None:
             child.__dict__["_flat_weights"] = [child._parameters.get(name) for name in child._flat_weights_names]
 
 
+def has_values(module: nn.Module) -> bool:
+    """Whether every parameter has numbers of its own."""
+    return not any(p.is_meta or _is_hollow(p) for p in module.parameters())
+
+
+def _is_hollow(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
+
+
 def form_of(tensor: Tensor, device: torch.device) -> Tensor:
     """An uninitialised tensor of the same form; contiguous if the original has no storage of its own."""
-    if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+    if _is_hollow(tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
@@ -61,14 +71,16 @@ def quiet_fakes() -> Iterator[None]:
     """Inside, torch neither warns about the gradients of tensors that meet a fake nor logs what a fake cannot do.
 
     It looks at ``.grad`` of a real tensor when making its fake, and hides its own warning only where warnings are shown
-    and not where they are errors. An operator that fails on fakes is in the reason that the map gives.
+    and not where they are errors. An operator that fails on fakes is in the reason that the map gives; one that there
+    is a rule for follows it.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     is_disabled, log.disabled = log.disabled, True
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
-            yield
+            with memory_rules():
+                yield
     finally:
         log.disabled = is_disabled
 

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_mist.model.attributes import Generators, ModuleState
 from lightning_mist.model.batches import batch_rows, batch_tensors
 from lightning_mist.model.fakes import address_of, fake_parameters, quiet_fakes
+from lightning_mist.model.obstacles import find_obstacle
 from lightning_mist.model.recording import Record, Recorder, Refused
 
 Call = Callable[[Any], Any]
@@ -123,7 +124,7 @@ def _run(module: nn.Module, call: Call, batch: Any, recorder: Recorder, candidat
             output = call(batch)
         recorder.finish(output)
     except (Exception, Refused) as error:
-        return _failure(recorder.record, error)
+        return _failure(recorder.record, error, module)
     finally:
         for space, forward in wrapped:
             space.pop("forward")
@@ -132,8 +133,11 @@ def _run(module: nn.Module, call: Call, batch: Any, recorder: Recorder, candidat
     return ""
 
 
-def _failure(record: Record, error: BaseException) -> str:
+def _failure(record: Record, error: BaseException, module: nn.Module) -> str:
     """Why a run ended, with what the step read before, since a guess may have led there."""
+    obstacle = None if isinstance(error, Refused) else find_obstacle(error, module)
+    if obstacle is not None:
+        return f"{obstacle}; {obstacle.ways_out}"
     text = f"{type(error).__name__}: {error}" if not isinstance(error, Refused) else str(error)
     reads = [read for read in record.reads if read.source == "parameters"]
     if not reads:

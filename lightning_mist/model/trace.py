@@ -21,11 +21,12 @@ from lightning_mist.model.batches import batch_rows, device_of, resize_batch, se
 from lightning_mist.model.boundaries import boundary_specs
 from lightning_mist.model.cuts import map_module
 from lightning_mist.model.device_operators import KINDS, DeviceOperators, device_operators
-from lightning_mist.model.fakes import quiet_fakes
+from lightning_mist.model.fakes import has_values, quiet_fakes
 from lightning_mist.model.fit import BILINEAR, CONSTANT, Basis, MisfitError
 from lightning_mist.model.isolate import isolated, substitute_parameters
 from lightning_mist.model.kinds import Kinds, cost_keys, group, is_faithful
 from lightning_mist.model.layer_costs import Variants, layer_spec, not_recomputed, run_variants
+from lightning_mist.model.obstacles import refusal
 from lightning_mist.model.operators import storage_key
 from lightning_mist.model.optimizer import describe_optimizer
 from lightning_mist.model.spec import LayerSpec, ModelSpec, OptimizerSpec, ParameterSpec, SplitSpec, TensorSpec
@@ -185,6 +186,7 @@ def _traced(
     }
     blocks = tuple(module.get_submodule(name) for name in module_map.blocks)
     failures: list[str] = []
+    is_real = has_values(module)
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), None):
         with isolated(module), quiet_fakes(), operators.installed():
             parameters = tuple(substitute_parameters(module, mode, owners, device_of(batch)).values())
@@ -193,14 +195,14 @@ def _traced(
             )
             try:
                 traced, misfits = _trace(subject, batch, module_map, resize)
+            except TraceError:
+                raise
             except Exception as error:
-                if mode is None or isinstance(error, TraceError):
-                    raise (
-                        error
-                        if isinstance(error, TraceError)
-                        else TraceError(f"the step cannot be traced: {type(error).__name__}: {error}")
-                    ) from error
-                failures.append(f"the step does not run on fake tensors and was counted on real ones: {error}")
+                if mode is None or not is_real:
+                    raise TraceError(refusal(error, module, failures, is_fake=mode is not None)) from error
+                failures.append(f"{refusal(error, module, (), is_fake=True)}. It was counted on real tensors instead")
+                if operators.kernels:
+                    failures.append(f"counted on real tensors of the CPU, which keeps other ones than {operators.name}")
                 continue
         return traced, failures + misfits
     raise AssertionError("unreachable: the real run returns or raises")
