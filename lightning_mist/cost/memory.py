@@ -221,13 +221,16 @@ class MemoryModel:
     def _working_sets(self, slot: StageSlot, candidates: StageCandidates, runs: StageRuns) -> FloatArray:
         """By ZeRO stage: of a forward, a first and a later backward; what is pending; of inputs only, and its rest."""
         found = np.empty((6, len(candidates)))
-        for zero_stage in np.unique(candidates.zero_stage_K):
-            context = slot.context_parallel_degree
-            working = self.working(slot.rows, int(zero_stage), slot.shard_degree, context)
-            backwards = (working.first_backward(runs), working.backward(runs))
-            apart = (working.input_backward(runs), working.waiting(runs))
-            values = np.stack([working.forward(runs), *backwards, working.pending(runs), *apart])
-            found = np.where(candidates.zero_stage_K == zero_stage, values, found)
+        # Below ZeRO-2 working sets are the same.
+        level_K = np.where(candidates.zero_stage_K < ZeroStage.GRADIENTS, 0, candidates.zero_stage_K)
+        for level in np.flatnonzero(np.bincount(level_K)):
+            index_J = np.flatnonzero(level_K == level)
+            chosen = runs if len(index_J) == len(candidates) else runs.take(index_J)
+            working = self.working(slot.rows, int(level), slot.shard_degree, slot.context_parallel_degree)
+            found[0, index_J] = working.forward(chosen)
+            found[1, index_J], found[2, index_J] = working.first_backward(chosen), working.backward(chosen)
+            found[3, index_J] = working.pending(chosen)
+            found[4, index_J], found[5, index_J] = working.input_backward(chosen), working.waiting(chosen)
         return found
 
     def peaks(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
