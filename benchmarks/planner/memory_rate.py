@@ -18,7 +18,6 @@ from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, S
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.model import ModelSpec, trace_model
 from lightning_mist.model.sources import open_model
-from lightning_mist.plan import OffloadRatios
 
 MODELS = ("gpt3-1.3b", "llama-7b")
 PRECISION, SEQUENCE_LENGTH, BATCH_ROWS = "bf16-true", 2048, 16
@@ -52,6 +51,15 @@ def candidates_of(layers: int, slot: StageSlot, count: int) -> StageCandidates:
     return StageCandidates(start_K=start, end_K=end, checkpointed_K=recomputed, zero_stage_K=level)
 
 
+def ratios_of(count: int) -> OffloadCandidates:
+    """Every mixture of some parts of each kind of state, in turn."""
+    parts = np.array(list(product((0.0, 0.5), (0.0, 0.5), (0.0, 0.5, 1.0), (0.0, 0.25))))
+    parameters, gradients, optimizer, activations = (np.resize(column, count) for column in parts.T)
+    return OffloadCandidates(
+        parameters_K=parameters, gradients_K=gradients, optimizer_K=optimizer, activations_K=activations
+    )
+
+
 def seconds(call: Callable[[], object], repeats: int) -> float:
     """Median seconds of a call, after one that is not counted."""
     call()
@@ -70,8 +78,7 @@ def measure(spec: ModelSpec, name: str, options: argparse.Namespace) -> list[Sam
         slot = StageSlot(rows=1, batch_rows=4, **SLOTS[place])  # type: ignore[arg-type]
         many = candidates_of(spec.num_layers, slot, options.candidates)
         if offloads:
-            ratios = OffloadRatios(optimizer=0.5, activations=0.25)
-            many = replace(many, offload=OffloadCandidates.of(ratios, len(many)))
+            many = replace(many, offload=ratios_of(len(many)))
         one = many.take(np.arange(1))
         together = seconds(lambda slot=slot, many=many: model.peaks(slot, many), options.repeats)  # type: ignore[misc]
         alone = seconds(lambda slot=slot, one=one: model.peaks(slot, one), 100)  # type: ignore[misc]

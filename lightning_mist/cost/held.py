@@ -14,6 +14,7 @@ import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.distinct import distinct_codes
 from lightning_mist.cost.regions import ParameterTable, covered
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan.sharding import assign_owners
@@ -130,13 +131,9 @@ class Holdings:
     def _ranges(self, candidates: StageCandidates) -> tuple[IntArray, IntArray, IntArray]:
         """Distinct ranges of regions, and which of them each candidate has."""
         low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
-        # Ranges are few and small numbers: marking those that occur is faster than sorting the candidates.
         width = self.table.uses_PR.shape[1]
-        code_K = low_K * width + high_K
-        occurs = np.zeros(width * width, dtype=np.int64)
-        occurs[code_K] = 1
-        code_U = np.flatnonzero(occurs)
-        return code_U // width, code_U % width, (np.cumsum(occurs) - 1)[code_K]
+        code_U, inverse_K = distinct_codes(low_K * width + high_K, width * width)
+        return code_U // width, code_U % width, inverse_K
 
     @staticmethod
     def _sizes(bytes_P: FloatArray) -> tuple[int, ...]:

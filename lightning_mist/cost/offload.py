@@ -37,6 +37,7 @@ import numpy as np
 
 from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.distinct import distinct_rows
 from lightning_mist.cost.held import Holdings
 from lightning_mist.cost.needs import Bytes, StageNeeds
 from lightning_mist.cost.phases import Phase
@@ -131,11 +132,12 @@ class StateShares:
         """
         low_K, high_K = covered(self._holdings.spec, candidates.start_K, candidates.end_K)
         ranks_K = np.where(shards_K, ranks, 1)
-        questions_JK, inverse_K = np.unique(
-            np.stack([low_K, high_K, ranks_K, ratio_K], axis=1), axis=0, return_inverse=True
+        width = self._holdings.table.uses_PR.shape[1]
+        questions, inverse_K = distinct_rows(low_K * width + high_K, ranks_K, ratio_K)
+        found = np.array(
+            [self._answer((code // width, code % width, *rest), trained) for code, *rest in questions.tolist()]
         )
-        found = np.array([self._answer(tuple(question), trained) for question in questions_JK.tolist()])
-        resident_K, moved_K, largest_K, unit_K = found[inverse_K.reshape(-1)].T
+        resident_K, moved_K, largest_K, unit_K = found.T[:, inverse_K]
         return Shares(resident_K=resident_K, moved_K=moved_K, largest_K=largest_K, unit_K=unit_K)
 
     def _answer(self, question: tuple[float, ...], trained: bool) -> tuple[float, ...]:
@@ -235,12 +237,9 @@ def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCa
         candidates: The stages, with ratios.
     """
     plain, offload = _plain(candidates)
-    pairs_JK, pair_K = np.unique(
-        np.stack([offload.activations_K, offload.gradients_K], axis=1), axis=0, return_inverse=True
-    )
-    pair_K = pair_K.reshape(-1)
+    pairs, pair_K = distinct_rows(offload.activations_K, offload.gradients_K)
     parts = []
-    for index, (activations, gradients) in enumerate(pairs_JK.tolist()):
+    for index, (activations, gradients) in enumerate(pairs.tolist()):
         at_J = np.flatnonzero(pair_K == index)
         parts.append((at_J, _stays(model, activations, gradients).needs(slot, plain.take(at_J))))
     return _with_states(model, slot, candidates, _joined(parts, len(candidates)), model.needs(slot, plain))

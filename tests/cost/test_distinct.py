@@ -1,0 +1,26 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_mist.cost.distinct import distinct_codes, distinct_rows
+
+ROWS = st.lists(
+    st.tuples(st.integers(-2, 3), st.sampled_from([0.0, 0.25, 1 / 3]), st.just(7), st.integers(0, 2)), min_size=1
+)
+
+
+@given(ROWS)
+def test_rows_are_those_that_sorting_finds(rows: list[tuple[float, ...]]) -> None:
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    found, inverse = distinct_rows(*columns)
+    assert found.tolist() == sorted(list(map(float, row)) for row in {*rows})
+    assert found[inverse].tolist() == [list(map(float, row)) for row in rows]
+
+
+@pytest.mark.parametrize("size", [10, 10**7])
+def test_few_and_many_codes(size: int) -> None:
+    codes = np.array([7, 3, 7, 0])
+    found, inverse = distinct_codes(codes, size)
+    assert found.tolist() == [0, 3, 7]
+    assert inverse.tolist() == [2, 1, 2, 0]
