@@ -7,6 +7,7 @@ from lightning_mist.cost.compile import compile_expressions
 from lightning_mist.cost.estimate import estimate_memory, estimate_plan
 from lightning_mist.cost.estimate_codec import estimate_from_json, estimate_to_json
 from lightning_mist.cost.estimate_data import Change, MemoryEstimate, PeakTensor, StageEstimate
+from lightning_mist.cost.estimate_predicted import estimate_prediction
 from lightning_mist.cost.estimate_stages import Estimator
 from lightning_mist.cost.estimate_table import render_estimate
 from lightning_mist.cost.interval import Interval
@@ -35,6 +36,7 @@ __all__ = [
     "estimate_from_json",
     "estimate_memory",
     "estimate_plan",
+    "estimate_prediction",
     "estimate_to_json",
     "predict",
     "predict_with",

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_mist.cost.estimate_changes import changes_that_fit
 from lightning_mist.cost.estimate_data import MemoryEstimate, StageEstimate, verdict_of
-from lightning_mist.cost.estimate_stages import Estimator, what_is_not_run, worst_of
+from lightning_mist.cost.estimate_stages import Estimator, Replaying, describe_cluster, what_is_not_run, worst_of
 from lightning_mist.hardware import Cluster, parse_cluster
 from lightning_mist.model import derive_splits, map_module, trace_model
 from lightning_mist.model.batches import batch_rows, resize_batch
@@ -64,7 +64,7 @@ def estimate_memory(
 
 
 def estimate_plan(
-    estimator: Estimator, plan: Plan, *, advise: bool = True, replayed: int | None = None
+    estimator: Estimator, plan: Plan, *, advise: bool = True, replay: Replaying = "all"
 ) -> MemoryEstimate:
     """The estimate of a plan by an estimator that exists already; see :func:`estimate_memory`.
 
@@ -72,13 +72,13 @@ def estimate_plan(
         estimator: Knows network, machine and limit.
         plan: The plan.
         advise: Whether to look for what would make it fit, if it does not.
-        replayed: Groups of devices whose allocations are replayed, those that need most; by default all.
+        replay: Which groups of devices have their allocations replayed; see :meth:`Estimator.stages`.
 
     Raises:
         PlanError: If the plan does not fit the network or the machine.
     """
     spec, cluster, limit = estimator.spec, estimator.cluster, estimator.limit
-    stages = estimator.stages(plan, replayed=replayed)
+    stages = estimator.stages(plan, replay=replay)
     fits = verdict_of(worst_of(stages).device_total, limit) == "fits"
     return MemoryEstimate(
         model=spec.name,
@@ -112,12 +112,6 @@ def limit_of(cluster: Cluster, memory_limit: str | int | None) -> int:
             f"{cluster.device.name}; leave it out to allow all of it"
         )
     return limit
-
-
-def describe_cluster(cluster: Cluster) -> str:
-    """A cluster in a few words."""
-    count = f"{cluster.num_nodes} x {cluster.devices_per_node}" if cluster.num_nodes > 1 else cluster.devices_per_node
-    return f"{count} x {cluster.device.name} with {format_bytes(cluster.device.memory_bytes)} each"
 
 
 def replicated(spec: ModelSpec, cluster: Cluster) -> Plan:

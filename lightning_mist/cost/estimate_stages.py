@@ -8,10 +8,11 @@ allocator holds on top from how much that was elsewhere.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 from lightning_mist.cost.candidates import StageSlot
 from lightning_mist.cost.chunks import plan_memory
-from lightning_mist.cost.communicators import Communicator, communicators_by_degrees, communicators_of
+from lightning_mist.cost.communicators import communicators_by_degrees, communicators_of
 from lightning_mist.cost.device_need import DeviceNeed, replayed_need, summed_need
 from lightning_mist.cost.device_total import DeviceOverheads, device_overheads
 from lightning_mist.cost.estimate_data import PeakTensor, StageEstimate
@@ -21,7 +22,10 @@ from lightning_mist.cost.replay import replay_group
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Plan, replica_ranks, row_slice
+from lightning_mist.plan import ModuleMap, Plan, replica_ranks, row_slice
+from lightning_mist.units import format_bytes
+
+Replaying: TypeAlias = Literal["all", "worst", "none"]
 
 
 @dataclass(slots=True)
@@ -39,24 +43,29 @@ class Estimator:
     limit: int
     _models: dict[tuple[int, bool], MemoryModel] = field(default_factory=dict)
 
-    def stages(self, plan: Plan, *, replayed: int | None = None) -> tuple[StageEstimate, ...]:
+    def stages(self, plan: Plan, *, replay: Replaying = "all") -> tuple[StageEstimate, ...]:
         """Every stage of a plan.
 
         Args:
             plan: The plan.
-            replayed: Groups of devices whose allocations are replayed, those that need most; by default all.
+            replay: Which groups of devices have their allocations replayed: all, one after the other until the one that
+                needs most is among them, or none.
 
         Raises:
             PlanError: If the plan does not fit the network or the machine.
         """
         check_plan_for(self.spec, self.cluster, plan)
         found = plan_memory(self._model, plan)
-        quick = [self._summed(plan, group, found[group]) for group in range(plan.num_groups)]
-        if can_replay(self.spec, plan):
-            heaviest = sorted(range(plan.num_groups), key=lambda group: -quick[group].device_total.p50)
-            for group in heaviest[:replayed]:
-                quick[group] = self._replayed(plan, group)
-        return tuple(replace(quick[plan.group_of(stage)], stage=stage) for stage in range(plan.num_stages))
+        groups = [self._summed(plan, group, found[group]) for group in range(plan.num_groups)]
+        left = set(range(plan.num_groups)) if replay != "none" and can_replay(self.spec, plan) else set()
+        while left:
+            group = max(range(plan.num_groups), key=lambda group: _need_of(groups[group]))
+            if group not in left and replay == "worst":
+                break
+            group = group if group in left else left.copy().pop()
+            groups[group] = self._replayed(plan, group)
+            left.remove(group)
+        return tuple(replace(groups[plan.group_of(stage)], stage=stage) for stage in range(plan.num_stages))
 
     def quick(self, plan: Plan) -> StageEstimate:
         """The stage that needs most, without replay.
@@ -64,7 +73,7 @@ class Estimator:
         Raises:
             PlanError: As :meth:`stages`.
         """
-        return worst_of(self.stages(plan, replayed=0))
+        return worst_of(self.stages(plan, replay="none"))
 
     def on(self, cluster: Cluster) -> "Estimator":
         """The same network on as many devices of the same kind as another machine has."""
@@ -78,12 +87,7 @@ class Estimator:
 
     def _summed(self, plan: Plan, group: int, memory: StageMemory) -> StageEstimate:
         overheads = self._overheads(plan, plan.stages[group].devices[0])
-        # What cuBLAS allocates is in no term of its own: working memory of whatever multiplies.
-        peak = memory.peak_bytes + overheads.workspace_bytes
-        need = summed_need(peak, self.cluster, overheads, limit=self.limit)
-        terms = dict(memory.terms)
-        terms["working_bytes"] += overheads.workspace_bytes
-        return _estimate(plan, group, memory.phase, need, tuple(terms.items()), (), memory.host_bytes)
+        return summed_estimate(plan, group, memory, self.cluster, overheads, self.limit)
 
     def _replayed(self, plan: Plan, group: int) -> StageEstimate:
         replay = replay_group(self.spec, plan, group)
@@ -96,27 +100,57 @@ class Estimator:
         return _estimate(plan, group, phase_in_words(replay.phase), need, tuple(terms.items()), tensors, 0)
 
     def _overheads(self, plan: Plan, rank: int) -> DeviceOverheads:
-        if self.cluster.device.kind != "cuda":
-            return device_overheads(self.cluster, ())
-        return device_overheads(self.cluster, _communicators(plan, self.spec, rank))
+        return rank_overheads(self.cluster, plan, self.spec.module_map, rank)
+
+
+def summed_estimate(
+    plan: Plan, stage: int, memory: StageMemory, cluster: Cluster, overheads: DeviceOverheads, limit: int
+) -> StageEstimate:
+    """The estimate of a stage of which only the peak of tensors is known.
+
+    Args:
+        plan: The plan.
+        stage: Index of the stage.
+        memory: The peak.
+        cluster: The machine.
+        overheads: What its device holds besides tensors.
+        limit: Bytes of each device that may be used.
+    """
+    # What cuBLAS allocates is in no term of its own: it works for whatever multiplies.
+    need = summed_need(memory.peak_bytes + overheads.workspace_bytes, cluster, overheads, limit=limit)
+    terms = dict(memory.terms)
+    terms["working_bytes"] += overheads.workspace_bytes
+    return _estimate(plan, stage, memory.phase, need, tuple(terms.items()), (), memory.host_bytes)
+
+
+def rank_overheads(cluster: Cluster, plan: Plan, module_map: ModuleMap, rank: int) -> DeviceOverheads:
+    """What the device of a rank holds besides tensors: communicators under context parallelism by its degrees."""
+    if cluster.device.kind != "cuda":
+        return device_overheads(cluster, ())
+    if any(stage.mesh.context_parallel_degree > 1 for stage in plan.stages):
+        return device_overheads(cluster, communicators_by_degrees(plan, rank))
+    return device_overheads(cluster, communicators_of(plan, module_map, rank))
+
+
+def describe_cluster(cluster: Cluster) -> str:
+    """A cluster in a few words."""
+    count = f"{cluster.num_nodes} x {cluster.devices_per_node}" if cluster.num_nodes > 1 else cluster.devices_per_node
+    return f"{count} x {cluster.device.name} with {format_bytes(cluster.device.memory_bytes)} each"
 
 
 def worst_of(stages: Sequence[StageEstimate]) -> StageEstimate:
     """The stage whose device needs most."""
-    return max(stages, key=lambda stage: (stage.device_total.p95, stage.device_total.p50))
+    return max(stages, key=_need_of)
+
+
+def _need_of(stage: StageEstimate) -> tuple[int, int]:
+    return stage.device_total.p95, stage.device_total.p50
 
 
 def can_replay(spec: ModelSpec, plan: Plan) -> bool:
     """Whether every allocation of a plan is known: of a traced network, under a plan that is executed."""
     known = all(layer.events is not None for layer in (spec.head, *spec.layers, spec.tail))
     return known and not what_is_not_run(plan)
-
-
-def _communicators(plan: Plan, spec: ModelSpec, rank: int) -> tuple[Communicator, ...]:
-    """Those of the runtime; under context parallelism, which it does not execute, those of the degrees."""
-    if any(stage.mesh.context_parallel_degree > 1 for stage in plan.stages):
-        return communicators_by_degrees(plan, rank)
-    return communicators_of(plan, spec.module_map, rank)
 
 
 def _estimate(

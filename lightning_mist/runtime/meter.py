@@ -35,6 +35,14 @@ class MemoryMeter(Protocol):
     def current_bytes(self) -> int:
         """Bytes alive."""
 
+    @property
+    def reserved_bytes(self) -> int | None:
+        """The most that the caching allocator held meanwhile; ``None`` where there is none."""
+
+    @property
+    def device_bytes(self) -> int | None:
+        """What the device said was in use, by all programs, when it was left; ``None`` for host memory."""
+
     def observe(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that exist already: parameters, gradients, optimizer state, the batch."""
 
@@ -68,7 +76,17 @@ class AllocatorMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._peak = 0
+        self._peak = self._reserved = self._used = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """See :class:`MemoryMeter`."""
+        return self._reserved
+
+    @property
+    def device_bytes(self) -> int:
+        """See :class:`MemoryMeter`."""
+        return self._used
 
     @property
     def peak_bytes(self) -> int:
@@ -86,7 +104,7 @@ class AllocatorMeter:
     def reset(self) -> None:
         """See :class:`MemoryMeter`."""
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._peak = self.current_bytes
+        self._peak, self._reserved = self.current_bytes, torch.cuda.memory_reserved(self._device)
 
     def __enter__(self) -> "AllocatorMeter":
         # The allocator has one peak, which may stem from before; earlier peaks of this meter are kept here.
@@ -95,6 +113,9 @@ class AllocatorMeter:
 
     def __exit__(self, *error: Any) -> None:
         self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
+        free, total = torch.cuda.mem_get_info(self._device)
+        self._used = total - free
 
 
 class _Alive(weakref.ref[torch.UntypedStorage]):
@@ -119,6 +140,16 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._freed: deque[_Alive] = deque()
         self._current = 0
         self._peak = 0
+
+    @property
+    def reserved_bytes(self) -> None:
+        """See :class:`MemoryMeter`."""
+        return
+
+    @property
+    def device_bytes(self) -> None:
+        """See :class:`MemoryMeter`."""
+        return
 
     @property
     def peak_bytes(self) -> int:

@@ -4,25 +4,39 @@ The first optimizer step warms up and makes the optimizer's state, the second is
 follows every operator and slows the step down), all later ones are timed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_mist.runtime.meter import meter_memory, state_tensors
-from lightning_mist.strategy.planning import Decision
+from lightning_mist.strategy.decision import Decision
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.report import RunReport, StageReport
 
 _METERED_STEP = 1
 _FIRST_COMPARISON = 10
 """After this many timed steps predicted and measured are compared for the first time: enough for a median."""
+
+
+class _Bytes(NamedTuple):
+    """What one rank's meter said."""
+
+    peak: int
+    reserved: int | None
+    device: int | None
+
+
+def _most(values: Sequence[int | None]) -> int | None:
+    """The largest; None where there are none."""
+    known = [value for value in values if value is not None]
+    return max(known) if known else None
 
 
 class Monitor:
@@ -44,7 +58,10 @@ class Monitor:
         self._group = dist.new_group(backend="gloo")
         self._steps = 0
         self._seconds: list[float] = []
-        self._peak_bytes: int | None = None
+        self._bytes: _Bytes | None = None
+        if device.type == "cuda":
+            # What planning left with the allocator would count as reserved by training.
+            torch.cuda.empty_cache()
 
     @contextmanager
     def step(self, optimizer: Any) -> Iterator[None]:
@@ -52,7 +69,7 @@ class Monitor:
         if self._steps == _METERED_STEP:
             with meter_memory(self.device, state_tensors(self.module, [optimizer])) as meter:
                 yield
-            self._peak_bytes = meter.peak_bytes
+            self._bytes = _Bytes(meter.peak_bytes, meter.reserved_bytes, meter.device_bytes)
         else:
             started = perf_counter()
             yield
@@ -82,17 +99,13 @@ class Monitor:
 
     def _compare(self) -> None:
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (self._seconds, self._peak_bytes), group=self._group)
+        dist.all_gather_object(gathered, (self._seconds, self._bytes), group=self._group)
         slowest = [max(step) for step in zip(*(seconds for seconds, _ in gathered), strict=True)]
         middle = median(slowest)
         plan = self.decision.plan
         predicted = plan.predicted
         stages = tuple(
-            StageReport(
-                predicted_bytes=None if predicted is None else predicted.stages[index].peak_bytes,
-                measured_bytes=max(gathered[rank][1] for rank in stage.devices),
-            )
-            for index, stage in enumerate(plan.stages)
+            self._stage(index, [gathered[rank][1] for rank in stage.devices]) for index, stage in enumerate(plan.stages)
         )
         self.report = RunReport(
             predicted_step_seconds=None if predicted is None else predicted.step_seconds,
@@ -101,6 +114,32 @@ class Monitor:
             timed_steps=len(slowest),
             stages=stages,
             planning_seconds=self.decision.planning_seconds,
+        )
+
+    def _stage(self, index: int, measured: Sequence[_Bytes]) -> StageReport:
+        """One stage: what was said of its most loaded rank, and the most that any of them needed."""
+        predicted, estimate = self.decision.plan.predicted, self.decision.estimate
+        most = _Bytes(
+            peak=max(rank.peak for rank in measured),
+            reserved=_most([rank.reserved for rank in measured]),
+            device=_most([rank.device for rank in measured]),
+        )
+        if estimate is None:
+            said = None if predicted is None else predicted.stages[index].peak_bytes
+            return StageReport(
+                predicted_bytes=said,
+                measured_bytes=most.peak,
+                measured_reserved_bytes=most.reserved,
+                measured_device_bytes=most.device,
+            )
+        need = estimate.stages[index]
+        return StageReport(
+            predicted_bytes=need.allocated.p50,
+            measured_bytes=most.peak,
+            predicted_reserved_bytes=None if most.reserved is None else need.reserved.p50,
+            measured_reserved_bytes=most.reserved,
+            predicted_device_bytes=None if most.device is None else need.device_total.p50,
+            measured_device_bytes=most.device,
         )
 
     def _show(self) -> None:

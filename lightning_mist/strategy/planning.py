@@ -10,9 +10,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_mist.cost import MemoryEstimate
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster, HardwareProfile, detect, parse_cluster
-from lightning_mist.model import LayerSeconds, attach_seconds, map_module, time_layers, trace_model, whole_tensor_reason
+from lightning_mist.model import (
+    LayerSeconds,
+    ModelSpec,
+    attach_seconds,
+    map_module,
+    time_layers,
+    trace_model,
+    whole_tensor_reason,
+)
 from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import (
     Exclusion,
@@ -22,7 +31,6 @@ from lightning_mist.plan import (
     Plan,
     StageMesh,
     StagePlan,
-    ZeroStage,
     check_plan,
     differences,
     fingerprint_of,
@@ -38,61 +46,17 @@ from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.selfcheck import check_microbatch_invariance, check_stages
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.strategy import machine
+from lightning_mist.strategy.decision import Decision, PlanRequest
+from lightning_mist.strategy.estimating import Budget, estimate_given, estimate_made
 from lightning_mist.strategy.evaluation import check_evaluation
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.peek import peek_batch, silent, step_function
 from lightning_mist.strategy.progress import Progress
-from lightning_mist.strategy.restrictions import check_limit
 from lightning_mist.strategy.splitting import degrees_of, with_splits
 from lightning_mist.strategy.together import on_rank_zero, same_everywhere
-from lightning_mist.tuner import SearchSpace, TuneResult, degrees_to_try, tune
+from lightning_mist.tuner import TuneResult, degrees_to_try, tune
 
 _FEATURES: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing", "tensor", "sequence")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """What the user asked for; see the arguments of the strategy."""
-
-    plan: str | Plan
-    memory_limit: int | None
-    search: SearchSpace
-    cluster: str | Cluster | None
-    blocks: str | None
-    plan_path: str | None
-    profile_directory: str | None
-    self_check: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """The plan of a fit, equal on every rank, and what its engine needs.
-
-    Attributes:
-        plan: The plan.
-        module_map: Where the module can be cut.
-        has_unused_parameters: Whether a trained parameter takes no part in the step.
-        planning_seconds: Time from the first batch to the plan.
-        plan_path: Where rank 0 wrote the plan, if it made one.
-    """
-
-    plan: Plan
-    module_map: ModuleMap
-    has_unused_parameters: bool
-    planning_seconds: float
-    plan_path: Path | None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the plan is what torch's DistributedDataParallel does by itself."""
-        stage = self.plan.stages[0]
-        return (
-            self.plan.num_stages == 1
-            and self.plan.num_microbatches == 1
-            and stage.mesh.tensor_parallel_degree == 1
-            and stage.zero_stage == ZeroStage.NONE
-            and stage.checkpointing.layers == 0
-        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,6 +71,7 @@ class _Planner:
     batch: Any
     call: Callable[[Any], Any]
     initial: InitialValues | None
+    spec: ModelSpec | None = None
 
     def lean(self, found: ModuleMap, *, alone: bool = False) -> AbstractContextManager[None]:
         """Inside, the module can run on real numbers, on every rank or on rank 0 alone."""
@@ -174,11 +139,11 @@ class _Planner:
                 progress=self.progress.update,
             )
 
-    def tune(self, found: ModuleMap, profile: HardwareProfile, seconds: tuple[LayerSeconds, ...]) -> TuneResult:
-        """The best plan; on rank 0."""
+    def trace(self, found: ModuleMap) -> ModelSpec:
+        """What the module costs; on rank 0, kept for later."""
         self.progress.say("tracing the model")
         optimizer = self.strategy.optimizers[0] if self.strategy.optimizers else None
-        spec = trace_model(
+        self.spec = trace_model(
             self.module,
             self.batch,
             call=self.call,
@@ -187,7 +152,11 @@ class _Planner:
             precision=str(self.trainer.precision),
             device_kind=self.strategy.root_device.type,
         )
-        spec = attach_seconds(spec, seconds)
+        return self.spec
+
+    def tune(self, found: ModuleMap, profile: HardwareProfile, seconds: tuple[LayerSeconds, ...]) -> TuneResult:
+        """The best plan; on rank 0."""
+        spec = attach_seconds(self.trace(found), seconds)
         cluster = self.cluster()
         rows = batch_rows(self.batch) or 1
         self.progress.say(f"searching plans for {spec.num_layers} layers on {cluster.world_size} devices")
@@ -271,8 +240,9 @@ def decide(
         same_everywhere(found)
         plan, made, found = _plan(planner, found)
         _check(planner, found, plan)
+        estimate = on_rank_zero(lambda: _estimate(planner, found, plan))
         _self_check(planner, found, plan)
-        path = _publish(planner, found, plan, made)
+        path = _publish(planner, found, plan, made, estimate)
     used = [use.requires_grad and not use.regions for use in found.parameters]
     return Decision(
         plan=plan,
@@ -280,6 +250,7 @@ def decide(
         has_unused_parameters=any(used),
         planning_seconds=perf_counter() - started,
         plan_path=path,
+        estimate=estimate,
     )
 
 
@@ -290,14 +261,27 @@ def _check(planner: _Planner, found: ModuleMap, plan: Plan) -> None:
     rows = on_rank_zero(lambda: batch_rows(planner.batch))
     check_plan(plan, world_size=strategy.world_size, batch_rows=rows, num_layers=len(found.blocks), module_map=found)
     check_supported(plan, found)
-    if request.memory_limit is not None and (request.plan != "auto" or plan.predicted is None):
-        remark = check_limit(plan, request.memory_limit)
-        if remark is not None:
-            planner.progress.say(remark)
     _refuse_sharding(plan, planner.plain)
     if planner.trainer.enable_validation:
         limit = request.memory_limit or planner.cluster().device.memory_bytes
         check_evaluation(plan, planner.module, limit)
+
+
+def _estimate(planner: _Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate | None:
+    """What the plan needs of every device; refuses a given one that needs too much. On rank 0."""
+    budget = Budget(cluster=planner.cluster(), asked=planner.request.memory_limit)
+    if planner.spec is not None:
+        return estimate_made(planner.spec, plan, budget)
+    changed = differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found))
+    traces = planner.module.automatic_optimization
+    return estimate_given(
+        plan,
+        found,
+        budget,
+        believed=not changed,
+        trace=(lambda: planner.trace(found)) if traces else None,
+        say=planner.progress.say,
+    )
 
 
 def _refuse_sharding(plan: Plan, plain: str | None) -> None:
@@ -380,13 +364,17 @@ def _self_check(planner: _Planner, found: ModuleMap, plan: Plan) -> None:
     on_rank_zero(lambda: check_stages(planner.module, found, plan.bounds, planner.call, small, splits_backwards=splits))
 
 
-def _publish(planner: _Planner, found: ModuleMap, plan: Plan, made: TuneResult | None) -> Path | None:
+def _publish(
+    planner: _Planner, found: ModuleMap, plan: Plan, made: TuneResult | None, estimate: MemoryEstimate | None
+) -> Path | None:
     """Show the plan on rank 0, and write it if it was made here."""
     if not planner.strategy.is_global_zero:
         return None
     planner.progress.show(render(plan))
     for note in split_notes(plan, found):
         planner.progress.say(note)
+    if estimate is not None:
+        planner.progress.say(estimate.headline())
     if made is None:
         return None
     for note in made.explain():

@@ -14,12 +14,29 @@ class StageReport:
     """One stage: its peak memory in bytes on its most loaded device.
 
     Attributes:
-        predicted_bytes: What the cost model said, if it made the plan.
+        predicted_bytes: What tensors were predicted to take, if anything was.
         measured_bytes: The largest peak of its ranks, in the metered step.
+        predicted_reserved_bytes: What the caching allocator was predicted to hold; None on a CPU.
+        measured_reserved_bytes: The most that it held; None on a CPU.
+        predicted_device_bytes: What the device was predicted to have in use in all; None on a CPU.
+        measured_device_bytes: What it had in use by the end of the metered step, by all programs; None on a CPU.
     """
 
     predicted_bytes: int | None
     measured_bytes: int
+    predicted_reserved_bytes: int | None = None
+    measured_reserved_bytes: int | None = None
+    predicted_device_bytes: int | None = None
+    measured_device_bytes: int | None = None
+
+    def rows(self) -> tuple[tuple[str, int | None, int], ...]:
+        """What was measured: in words, predicted, measured."""
+        found = (
+            ("peak memory", self.predicted_bytes, self.measured_bytes),
+            ("reserved", self.predicted_reserved_bytes, self.measured_reserved_bytes),
+            ("device total", self.predicted_device_bytes, self.measured_device_bytes),
+        )
+        return tuple((name, predicted, measured) for name, predicted, measured in found if measured is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +75,13 @@ class RunReport:
             _difference(self.predicted_step_seconds, self.measured_step_seconds),
         )
         for index, stage in enumerate(self.stages):
-            table.add_row(
-                f"peak memory, stage {index}",
-                _text(stage.predicted_bytes, format_bytes),
-                format_bytes(stage.measured_bytes),
-                _difference(stage.predicted_bytes, stage.measured_bytes),
-            )
+            for name, predicted, measured in stage.rows():
+                table.add_row(
+                    f"{name}, stage {index}",
+                    _text(predicted, format_bytes),
+                    format_bytes(measured),
+                    _difference(predicted, measured),
+                )
         return table
 
 

@@ -4,10 +4,7 @@ from typing import Any
 
 import torch
 
-from lightning_mist.errors import InfeasibleError
 from lightning_mist.model import coupling_reason
-from lightning_mist.plan import Plan
-from lightning_mist.units import format_bytes
 
 _WHOLE_MODULE_CALLBACKS = {
     "WeightAveraging": "it averages the whole module on every rank",
@@ -49,32 +46,6 @@ def _clips_by_itself(cls: type) -> bool:
         return False
     called = set(getattr(getattr(clipping, "__code__", None), "co_names", ()))
     return "clip_gradients" not in called or bool(called & {"parameters", "named_parameters", "grad", "param_groups"})
-
-
-def check_limit(plan: Plan, limit: int) -> str | None:
-    """Hold a plan against a memory limit that did not go into its making.
-
-    Args:
-        plan: The plan.
-        limit: Bytes of each device.
-
-    Returns:
-        A remark for people if the plan says nothing of its memory, so that the limit cannot be checked.
-
-    Raises:
-        InfeasibleError: If the plan itself predicts more, naming the stage that needs most.
-    """
-    if plan.predicted is None:
-        return (
-            f"memory_limit of {format_bytes(limit)} is not checked: this plan comes without a prediction of its memory"
-        )
-    peaks = [stage.peak_bytes for stage in plan.predicted.stages]
-    if max(peaks) > limit:
-        raise InfeasibleError(
-            f"the plan predicts {format_bytes(max(peaks))} on stage {peaks.index(max(peaks))} of {plan.num_stages}; "
-            f"memory_limit is {format_bytes(limit)} per device. Raise memory_limit, or let plan='auto' make one for it"
-        )
-    return None
 
 
 def refuse_what_is_not_there(save_distributed_checkpoint: bool, host_memory_limit: str | int | None) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
+from lightning_mist.cost import MemoryEstimate
 from lightning_mist.hardware import Cluster
 from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import Plan
@@ -16,6 +17,7 @@ from lightning_mist.runtime.failure import FailureWatcher, start_watcher
 from lightning_mist.runtime.transport import complete
 from lightning_mist.strategy import checkpoint_io, deferred, planning
 from lightning_mist.strategy.accumulation import gradients_are_about_to_go
+from lightning_mist.strategy.decision import Decision, PlanRequest
 from lightning_mist.strategy.engine import Engine, start_engine
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.namespace import Namespace, namespace
@@ -77,7 +79,7 @@ class MistBase(_Base):
     strategy_name = "mist"
     _names: ClassVar[Namespace]
     # What a fit puts in place; None before the first.
-    _decision: planning.Decision | None = None
+    _decision: Decision | None = None
     _engine: Engine | None = None
     _monitor: Monitor | None = None
     _initial: InitialValues | None = None
@@ -132,7 +134,7 @@ class MistBase(_Base):
         )
         self._find_unused_parameters = find_unused_parameters
         self._wants_plain_ddp = any(x is not None for x in (ddp_comm_state, ddp_comm_hook, model_averaging_period))
-        self._request = planning.PlanRequest(
+        self._request = PlanRequest(
             plan=plan,
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
             search=search or SearchSpace(),
@@ -156,6 +158,11 @@ class MistBase(_Base):
     def report(self) -> RunReport | None:
         """Predicted against measured of the current or last fit, once enough steps have run."""
         return None if self._monitor is None else self._monitor.report
+
+    @property
+    def estimate(self) -> MemoryEstimate | None:
+        """What the plan needs of every device, where that is known."""
+        return None if self._decision is None else self._decision.estimate
 
     # Life cycle --------------------------------------------------------------------------------------------------
 
@@ -235,7 +242,7 @@ class MistBase(_Base):
             return "sync_batchnorm computes collectives inside the step"
         return whole_module_reason(trainer, self.optimizers)
 
-    def _finds_unused(self, decision: planning.Decision) -> bool:
+    def _finds_unused(self, decision: Decision) -> bool:
         if self._find_unused_parameters is not None:
             return self._find_unused_parameters
         return decision.has_unused_parameters

@@ -1,12 +1,14 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_mist.cost import Interval, MemoryEstimate, StageEstimate
 from lightning_mist.plan import ModuleMap, Plan, Predicted, PredictedStage, StageMesh, StagePlan
+from lightning_mist.strategy.decision import Decision
 from lightning_mist.strategy.monitor import Monitor
-from lightning_mist.strategy.planning import Decision
 
 FLOATS = 1000
 
@@ -70,3 +72,22 @@ def test_a_short_run_says_that_nothing_was_compared(tmp_path, capsys):
     assert monitor.report is None
     assert not path.exists()
     assert "too few optimizer steps" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_an_estimate_is_what_is_compared(tmp_path):
+    monitor, module, _ = make(tmp_path)
+    size = Interval(p50=7000, p95=8000)
+    stage = StageEstimate(
+        stage=0, devices=(0,), phase="backward", allocated=size, reserved=size, device_total=size, terms=()
+    )
+    plan = monitor.decision.plan
+    estimate = MemoryEstimate(
+        model="", cluster="", memory_limit=1, plan=plan, precision="", optimizer="", stages=(stage,)
+    )
+    monitor.decision = replace(monitor.decision, estimate=estimate)
+    run(monitor, module, 4)
+    monitor.finish()
+    (found,) = monitor.report.stages
+    assert (found.predicted_bytes, found.measured_bytes) == (7000, 3 * FLOATS * 4)
+    assert found.measured_reserved_bytes is found.predicted_device_bytes is None

@@ -6,7 +6,8 @@ import torch
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Checkpointing, Exclusion, ModuleMap, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.strategy import planning
-from lightning_mist.strategy.planning import Decision, _refuse_sharding, _refuse_unsafe_cuts
+from lightning_mist.strategy.decision import Decision
+from lightning_mist.strategy.planning import _refuse_sharding, _refuse_unsafe_cuts
 
 
 def test_sharding_is_refused_where_ranks_must_hold_everything():

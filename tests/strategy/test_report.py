@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -39,4 +40,22 @@ def test_without_prediction_it_says_so():
 def test_json_has_every_figure():
     data = json.loads(make().to_json())
     assert data["measured_step_seconds"] == 2.5
-    assert data["stages"][0] == {"predicted_bytes": 2**30, "measured_bytes": 2**31}
+    assert data["stages"][0]["predicted_bytes"] == 2**30
+    assert data["stages"][0]["measured_bytes"] == 2**31
+
+
+def test_on_a_device_the_allocator_is_compared_too():
+    stage = StageReport(
+        predicted_bytes=2**30,
+        measured_bytes=2**30,
+        predicted_reserved_bytes=3 * 2**30,
+        measured_reserved_bytes=4 * 2**30,
+        predicted_device_bytes=5 * 2**30,
+        measured_device_bytes=4 * 2**30,
+    )
+    shown = text(replace(make(), stages=(stage,)))
+    assert "reserved, stage 0" in shown
+    assert "-25.0%" in shown
+    assert "device total, stage 0" in shown
+    assert "+25.0%" in shown
+    assert "reserved" not in text(make())

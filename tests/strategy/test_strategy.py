@@ -200,11 +200,17 @@ def test_a_plan_file_that_is_none_is_refused(tmp_path):
         train(tmp_path, MistStrategy(plan=str(tmp_path / "plan.json")))
 
 
-def test_a_limit_holds_for_given_plans_and_for_those_without_prediction(tmp_path, capsys):
-    train(tmp_path, MistStrategy(plan=one_stage(), memory_limit="1KiB"), epochs=1)
-    assert "memory_limit of 1.0 KiB is not checked" in capsys.readouterr().err
+def test_a_limit_that_cannot_be_checked_is_said(tmp_path, capsys):
     train(tmp_path, MistStrategy(memory_limit="1KiB"), module=Net(automatic=False), epochs=1)
     assert "memory_limit of 1.0 KiB is not checked" in capsys.readouterr().err
+
+
+def test_a_given_plan_without_prediction_is_estimated_under_a_limit(tmp_path, capsys):
+    trainer, _ = train(tmp_path, MistStrategy(plan=one_stage(), memory_limit="1GiB"), epochs=1)
+    assert "Fits in 1.0 GiB per device: stage 0 of 1 needs" in capsys.readouterr().err
+    assert trainer.strategy.estimate.source == "traced"
+    with pytest.raises(InfeasibleError, match=r"(?s)Does not fit in 1.0 KiB per device: .*Raise memory_limit, or let"):
+        train(tmp_path, MistStrategy(plan=one_stage(), memory_limit="1KiB"), epochs=1)
 
 
 def test_a_given_plan_that_predicts_more_than_the_limit_is_refused(tmp_path):
@@ -214,8 +220,8 @@ def test_a_given_plan_that_predicts_more_than_the_limit_is_refused(tmp_path):
     )
     predicted = replace(plan, predicted=Predicted(step_seconds=1.0, stages=(stage,)))
     train(tmp_path, MistStrategy(plan=predicted, memory_limit=4096), epochs=1)
-    with pytest.raises(InfeasibleError, match=r"predicts 4.0 KiB on stage 0 of 1; memory_limit is 4.0 KiB"):
-        train(tmp_path, MistStrategy(plan=predicted, memory_limit=4095))
+    with pytest.raises(InfeasibleError, match=r"Does not fit in 4.0 KiB per device: stage 0 of 1 needs 4.0 KiB"):
+        train(tmp_path, MistStrategy(plan=predicted, memory_limit=4095), epochs=1)
 
 
 def test_arguments_that_mean_nothing_yet_are_refused():

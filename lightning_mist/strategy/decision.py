@@ -1,0 +1,56 @@
+"""What a fit asks of planning, and what it gets."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_mist.cost import MemoryEstimate
+from lightning_mist.hardware import Cluster
+from lightning_mist.plan import ModuleMap, Plan, ZeroStage
+from lightning_mist.tuner import SearchSpace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What the user asked for; see the arguments of the strategy."""
+
+    plan: str | Plan
+    memory_limit: int | None
+    search: SearchSpace
+    cluster: str | Cluster | None
+    blocks: str | None
+    plan_path: str | None
+    profile_directory: str | None
+    self_check: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The plan of a fit, equal on every rank, and what its engine needs.
+
+    Attributes:
+        plan: The plan.
+        module_map: Where the module can be cut.
+        has_unused_parameters: Whether a trained parameter takes no part in the step.
+        planning_seconds: Time from the first batch to the plan.
+        plan_path: Where rank 0 wrote the plan, if it made one.
+        estimate: What the plan needs of every device, where that is known.
+    """
+
+    plan: Plan
+    module_map: ModuleMap
+    has_unused_parameters: bool
+    planning_seconds: float
+    plan_path: Path | None
+    estimate: MemoryEstimate | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the plan is what torch's DistributedDataParallel does by itself."""
+        stage = self.plan.stages[0]
+        return (
+            self.plan.num_stages == 1
+            and self.plan.num_microbatches == 1
+            and stage.mesh.tensor_parallel_degree == 1
+            and stage.zero_stage == ZeroStage.NONE
+            and stage.checkpointing.layers == 0
+        )
