@@ -18,20 +18,14 @@ import numpy as np
 from lightning_mist.cost.allocator import MemoryEvent, free, malloc
 from lightning_mist.cost.compile import IntArray
 from lightning_mist.cost.memory import TERMS
-from lightning_mist.cost.replay_gradients import Gradients
-from lightning_mist.cost.replay_parts import StageShape, StageTemplate, stack
-from lightning_mist.cost.replay_rank import RankView, bytes_at
+from lightning_mist.cost.replay_parts import StageTemplate
+from lightning_mist.cost.replay_rank import RankView
+from lightning_mist.cost.replay_run import Run
 from lightning_mist.cost.replay_tape import Block, Label, Mark, Tape
-from lightning_mist.cost.replay_walk import BatchWalk
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, ZeroStage
-from lightning_mist.schedule import Action, ActionKind, Schedule, arrived_sends, generate
-from lightning_mist.schedule.action import INPUT_BACKWARDS
+from lightning_mist.schedule import Schedule, generate
 from lightning_mist.schedule.lower import add_transfers, add_update
-from lightning_mist.schedule.units import expand
-
-STEPS = 2
-"""Optimizer steps that are replayed: the first makes the optimizer's state, the second is like all that follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +173,8 @@ def replay_rank(
     view = RankView(part, spec, plan, rank)
     schedule = _schedule(plan, spec, shorten=shorten)
     in_buckets = is_plain_plan(plan) if plain is None else plain
-    return _Run(view, schedule, {} if known is None else known, batches_per_step, in_buckets=in_buckets).run()
+    tape, begin = Run(view, schedule, {} if known is None else known, batches_per_step, in_buckets=in_buckets).play()
+    return Replay(rank, tape, begin)
 
 
 def is_plain_plan(plan: Plan) -> bool:
@@ -256,145 +251,3 @@ def _shown(plan: Plan) -> int:
     if plan.schedule == "interleaved-1f1b":
         return 4 * plan.num_groups
     return 2 * plan.num_stages + 1
-
-
-class _Run:
-    """Two optimizer steps of one rank."""
-
-    def __init__(
-        self,
-        view: RankView,
-        schedule: Schedule,
-        known: dict[tuple[object, ...], StageTemplate],
-        batches: int,
-        *,
-        in_buckets: bool,
-    ) -> None:
-        self._view, self._batches, self._tape, self._in_buckets = view, batches, Tape(), in_buckets
-        self._actions = schedule[view.mesh.stage]
-        self._arrivals = arrived_sends(schedule)[view.mesh.stage]
-        self._lines = dict(zip(self._actions, expand(self._actions, view.lines), strict=True))
-        self._gradients = Gradients(self._tape, view, in_buckets=in_buckets)
-        self._templates = {stage: self._template(stage, known) for stage in view.chunks}
-        self._final = self._final_gradients()
-        self._has_state = False
-
-    def _template(self, stage: int, known: dict[tuple[object, ...], StageTemplate]) -> StageTemplate:
-        plan, view = self._view.plan.stages[stage], self._view
-        tied = frozenset(name for name, regions in view.regions_of.items() if len(regions[stage]) > 1)
-        shape = StageShape(
-            first=plan.layers[0], end=plan.layers[1], checkpointed=plan.checkpointing.layers, rows=plan.microbatch_size
-        )
-        key = (shape, plan.mesh.tensor_parallel_degree, plan.mesh.sequence_parallel)
-        if key not in known:
-            known[key] = stack(view.spec, shape, tied=tied)
-        return known[key]
-
-    def run(self) -> Replay:
-        """Play everything."""
-        self._set_up()
-        begin = 0
-        kept: list[int] = []
-        for _ in range(STEPS):
-            begin = self._tape.length
-            self._tape.mark("start of step")
-            for identity in kept:
-                self._tape.free(identity)
-            self._gradients.forget()
-            kept = self._step()
-        return Replay(self._view.rank, self._tape, begin)
-
-    def _set_up(self) -> None:
-        view, tape = self._view, self._tape
-        tape.mark("set-up")
-        if view.zero_stage >= ZeroStage.PARAMETERS:
-            for flat, _ in view.shards:
-                if flat.owner == view.mesh.data_index:
-                    tape.malloc(flat.bytes, Label("parameter_bytes", "parameters of a unit"))
-        else:
-            for item in view.held:
-                tape.malloc(item.bytes, Label("parameter_bytes", item.name, dtype=item.dtype))
-        if self._in_buckets:
-            for bucket in view.buckets:
-                tape.malloc(bucket.bytes, Label("gradient_bytes", "bucket of DistributedDataParallel"))
-        tape.malloc(view.spec.buffer_bytes, Label("buffer_bytes", "buffers"))
-        size = bytes_at(view.spec.batch_bytes, view.batch_rows, view.spec.sequence_length or 1)
-        for index in range(view.batches):
-            tape.malloc(size, Label("batch_bytes", "its own batch" if index == 0 else "a batch that it computes on"))
-
-    def _step(self) -> list[int]:
-        """One optimizer step; what stays of it until the next one begins."""
-        kept: list[int] = []
-        for batch in range(self._batches):
-            for identity in kept:
-                self._tape.free(identity)
-            aside = self._gradients.put_aside() if batch else []
-            kept = self._batch()
-            self._gradients.add(aside)
-        for action in self._actions:
-            if action.kind is ActionKind.OPTIMIZER_STEP:
-                self._mark(action)
-                self._update()
-            elif action.kind is ActionKind.GATHER_PARAMETERS:
-                self._mark(action)
-                self._gradients.gather()
-        return kept
-
-    def _mark(self, action: Action) -> None:
-        self._tape.mark(str(action), action.stage)
-
-    def _batch(self) -> list[int]:
-        walk = BatchWalk(self._tape, self._view, self._templates, self._arrivals, self._gradients)
-        for position, action in enumerate(self._actions):
-            if action.kind in (ActionKind.OPTIMIZER_STEP, ActionKind.GATHER_PARAMETERS):
-                continue
-            self._mark(action)
-            names = self._final.get(position, frozenset())
-            self._gradients.expect(names)
-            if action.kind is ActionKind.BACKWARD_WEIGHT and action.microbatch is not None:
-                self._gradients.complete(names - walk.deferred((action.stage, action.microbatch)))
-            if action.kind is ActionKind.REDUCE_GRADIENTS:
-                self._gradients.reduce()
-            elif action.kind is ActionKind.REDUCE_TIED:
-                self._gradients.reduce_tied()
-            else:
-                walk.perform(action, self._lines[action])
-            self._gradients.complete(names)
-        walk.finish()
-        return walk.kept
-
-    def _final_gradients(self) -> dict[int, frozenset[str]]:
-        """For each position of the list the parameters whose gradients are complete when its action has run."""
-        last: dict[str, int] = {}
-        for position, action in enumerate(self._actions):
-            if action.kind in INPUT_BACKWARDS or action.kind is ActionKind.BACKWARD_WEIGHT:
-                last.update(dict.fromkeys(self._gradients.names[action.stage], position))
-        return {
-            position: frozenset(name for name, at in last.items() if at == position)
-            for position in sorted(set(last.values()))
-        }
-
-    def _update(self) -> None:
-        """The optimizer's step: its state when it steps for the first time, and its temporaries."""
-        view, tape, optimizer = self._view, self._tape, self._view.spec.optimizer
-        mine = [item for item in view.held if item.is_trained and item.name in view.owned]
-        if not self._has_state:
-            self._has_state = True
-            for item in mine:
-                for size in _pieces(optimizer.state_bytes_per_parameter_byte, item.bytes):
-                    tape.malloc(size, Label("optimizer_bytes", f"{optimizer.name} state of {item.name}"))
-        label = Label("working_bytes", f"temporaries of {optimizer.name}", operator=f"{optimizer.name}.step")
-        share = optimizer.step_peak_bytes_per_parameter_byte
-        together = [tape.malloc(round(share * item.bytes), label) for item in mine if share > 0]
-        for item in mine:
-            if optimizer.step_peak_bytes_per_largest > 0:
-                tape.free(tape.malloc(round(optimizer.step_peak_bytes_per_largest * item.bytes), label))
-        for identity in together:
-            tape.free(identity)
-
-
-def _pieces(factor: float, size: int) -> list[int]:
-    """Bytes of state of one parameter: as many tensors of its size as there are, and the rest."""
-    whole = int(factor)
-    rest = round((factor - whole) * size)
-    return [size] * whole + [rest] * (rest > 0)

@@ -15,14 +15,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-import numpy as np
-
 from lightning_mist.cost.replay_rank import bytes_at
-from lightning_mist.cost.replay_tape import Chunk, Label, Slots
-from lightning_mist.errors import PlanError
-from lightning_mist.model.events import Allocation, LayerEvents, Moment, PartEvents, Release
-from lightning_mist.model.polynomial import values_at
-from lightning_mist.model.spec import LayerSpec, ModelSpec
+from lightning_mist.cost.replay_stack import Born, Stack, StageShape
+from lightning_mist.cost.replay_tape import Chunk, Slots
+from lightning_mist.model.spec import ModelSpec, TensorSpec
 
 WAYS = (True, False)
 """Whether a backward is the first of its batch, which makes the gradients of parameters; the others add to them."""
@@ -63,14 +59,12 @@ class WeightGradient(NamedTuple):
         nbytes: Bytes of the gradient.
         operands: Slots of what it is made of: inputs of products with the weight, and gradients of these products.
         received: Whether what the stage received is among them.
-        arriving: Whether the gradient that came from the next stage is.
     """
 
     name: str
     nbytes: int
     operands: tuple[int, ...]
     received: bool
-    arriving: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +78,8 @@ class StageTemplate:
         backward: By whether gradients of parameters are made: events of each region's backward.
         outputs: For each tensor that leaves the stage the slot that is freed once it has been sent; ``None`` if it is
             no allocation of the stage, or is kept for its backward anyway.
+        arriving: For each tensor that leaves the stage and wants a gradient the slot of this gradient, which the walk
+            allocates when it is to be received.
         left: Slots that are freed when the forward has ended.
         inputs: As ``backward`` where gradients of weights are made apart: what is kept for these is not freed.
         weights: By whether gradients of the others are made: the weights, in the order in which they are reached.
@@ -100,189 +96,11 @@ class StageTemplate:
     inputs: Mapping[bool, Mapping[int, PartRun]]
     weights: Mapping[bool, tuple[WeightGradient, ...]]
     outputs: tuple[int | None, ...]
+    arriving: tuple[int, ...]
     left: tuple[int, ...]
     returned: Mapping[bool, tuple[int | None, ...]]
     ended: Mapping[bool, tuple[int, ...]]
     kept: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageShape:
-    """Which part of a network a stage is.
-
-    Attributes:
-        first, end: Its half-open range of layers.
-        checkpointed: How many of its first layers are recomputed.
-        rows: Rows of a microbatch.
-    """
-
-    first: int
-    end: int
-    checkpointed: int
-    rows: int
-
-
-class _Born(NamedTuple):
-    """An allocation in its place.
-
-    Attributes:
-        slot: Its slot.
-        part: The region.
-        backward: Whether its backward makes it.
-        allocation: The template.
-        number: Its index in the template's list.
-        nbytes: Its size.
-    """
-
-    slot: int
-    part: int
-    backward: bool
-    allocation: Allocation
-    number: int
-    nbytes: int
-
-
-_END = 1 << 30
-"""A position behind all operators of a part."""
-
-_Place = tuple[int, bool, int]
-"""Region, whether its backward, position."""
-
-
-def layer_events(spec: ModelSpec, part: int) -> LayerEvents:
-    """Events of a region.
-
-    Raises:
-        PlanError: If the network was described without them.
-    """
-    found = _layer(spec, part)
-    if found.events is None:
-        raise PlanError(
-            f"{spec.name}: the {found.kind} has no list of allocations: only a traced network can be replayed; "
-            "trace the module, or ask for the closed form"
-        )
-    return found.events
-
-
-def _layer(spec: ModelSpec, part: int) -> LayerSpec:
-    if part == 0:
-        return spec.head
-    return spec.tail if part == spec.num_layers + 1 else spec.layers[spec.kinds[part - 1]]
-
-
-class _Stack:
-    """Puts together a stage.
-
-    Args:
-        spec: The network, or one tensor-parallel rank's part of it.
-        shape: The stage.
-    """
-
-    def __init__(self, spec: ModelSpec, shape: StageShape) -> None:
-        self.spec, self.shape = spec, shape
-        count = spec.num_layers
-        self._is_first, self._is_last = shape.first == 0, shape.end == count
-        layers = range(shape.first + 1, shape.end + 1)
-        self.parts = (*[0] * self._is_first, *layers, *[count + 1] * (self._is_last and count > 0))
-        self.inside = frozenset(self.parts)
-        self._names = {
-            (module, attribute): use.name for use in spec.module_map.parameters for module, attribute, _ in use.slots
-        }
-        self.born: list[_Born] = []
-        self._labels: list[Label] = []
-        self._bytes: list[int] = []
-
-    def way(self, part: int, *, first: bool) -> PartEvents:
-        """How a region runs."""
-        shape, last = self.shape, self.spec.num_layers + 1
-        if part in (0, last):
-            # The head keeps for recomputed layers what they are called with; they come first, so one is enough.
-            near = shape.checkpointed if part == 0 else shape.checkpointed == shape.end - shape.first
-            recomputed = near > 0
-        else:
-            recomputed = part <= shape.first + shape.checkpointed
-        return layer_events(self.spec, part).way(recomputed=recomputed, first=first)
-
-    def add(self, part: int, *, backward: bool, first: bool) -> None:
-        """Give slots to what a region allocates."""
-        events = self.way(part, first=first)
-        found = list(enumerate(events.backward if backward else events.forward))
-        if part == 0 and not self._is_first:
-            found = [(n, item) for n, item in found if item.role == "shared" and not backward]
-        sizes = values_at([item.size for _, item in found], self.shape.rows, self.spec.sequence_length or 1)
-        for (number, item), nbytes in zip(found, sizes, strict=True):
-            slot = len(self.born)
-            self.born.append(_Born(slot, part, backward, item, number, nbytes))
-            self._bytes.append(nbytes)
-            self._labels.append(self._label(part, item, backward))
-
-    def canonical(self, part: int, name: str) -> str:
-        """The canonical name of a parameter that a region knows as ``name``."""
-        blocks = self.spec.module_map.blocks
-        whole = f"{blocks[part - 1]}.{name}" if 0 < part <= len(blocks) else name
-        module, _, attribute = whole.rpartition(".")
-        return self._names.get((module, attribute), whole)
-
-    def _label(self, part: int, item: Allocation, backward: bool) -> Label:
-        term, name, region = "working_bytes", "temporary", part - 1
-        if item.parameter:
-            term, name = "gradient_bytes", f"gradient of {self.canonical(part, item.parameter)}"
-        elif not backward and item.role != "temporary":
-            term, name = "activation_bytes", "activation"
-        elif backward:
-            name = "gradient" if item.role == "gradient" else "temporary of backward"
-        blocks = self.spec.module_map.blocks
-        module = item.module
-        if 0 < part <= len(blocks):
-            module = f"{blocks[part - 1]}.{module}" if module else blocks[part - 1]
-        return Label(term, name, region, module, item.operator, item.line, item.dtype)
-
-    def slots(self) -> Slots:
-        """All slots."""
-        return Slots(bytes_A=np.array(self._bytes, dtype=np.int64), labels=tuple(self._labels))
-
-    def death(self, item: _Born, *, first: bool) -> _Place | None:
-        """Where an allocation dies when the backward that follows is a first or a later one; ``None`` if nowhere."""
-        events = self.way(item.part, first=first)
-        column = events.backward if item.backward else events.forward
-        allocation = column[item.number] if item.number < len(column) else item.allocation
-        if allocation.slot is not None:
-            target = item.part + (-1 if item.backward else 1)
-            if item.part == 0 and not self._is_first:
-                target = self.parts[0]
-            found = self._release(target, allocation.slot, backward=item.backward, first=first)
-            if found is not None:
-                return found
-        return None if allocation.dies is None else self._absolute(allocation.dies, item.part)
-
-    def _release(self, target: int, slot: int, *, backward: bool, first: bool) -> _Place | None:
-        """Where the region that is given a tensor lets go of it."""
-        if target not in self.inside:
-            return (target, backward, 0)
-        found = self.given(target, backward=backward, first=first).get(slot)
-        return None if found is None else self._absolute(found.dies, target)
-
-    def given(self, part: int, *, backward: bool, first: bool) -> dict[int, Release]:
-        """What a region does to the tensors that it is given, by their index."""
-        events = self.way(part, first=first)
-        return {release.slot: release for release in (events.arriving if backward else events.entering)}
-
-    def wanted(self, item: _Born, *, first: bool) -> tuple[str, ...]:
-        """The parameters whose gradients are made of an allocation, by their canonical names."""
-        names = [self.canonical(item.part, name) for name in item.allocation.weights]
-        target = item.part + (-1 if item.backward else 1)
-        if item.allocation.slot is not None and target in self.inside:
-            release = self.given(target, backward=item.backward, first=first).get(item.allocation.slot)
-            names += [] if release is None else [self.canonical(target, name) for name in release.weights]
-        return tuple(names)
-
-    def _absolute(self, moment: Moment, part: int) -> _Place:
-        base = {"own": part, "head": 0, "tail": self.spec.num_layers + 1}[moment.anchor]
-        target, backward = base + moment.part, moment.direction == "backward"
-        if part == 0 and not self._is_first and target < self.parts[0] and (backward or target > 0):
-            # What the first layer lets go of, the stage's first layer does; the head has no backward here.
-            return self.parts[0], backward, moment.position if target > 0 else _END
-        return target, backward, moment.position
 
 
 def stack(spec: ModelSpec, shape: StageShape, *, tied: frozenset[str] = frozenset()) -> StageTemplate:
@@ -297,7 +115,7 @@ def stack(spec: ModelSpec, shape: StageShape, *, tied: frozenset[str] = frozense
     Raises:
         PlanError: If the network was described without events.
     """
-    found = _Stack(spec, shape)
+    found = Stack(spec, shape)
     forwards = found.parts if shape.first == 0 else (0, *found.parts)
     for part in forwards:
         found.add(part, backward=False, first=True)
@@ -310,35 +128,44 @@ def stack(spec: ModelSpec, shape: StageShape, *, tied: frozenset[str] = frozense
     return _Laid(found, forwards, marks, tied).template()
 
 
+_Entries = dict[int, tuple[list[int], list[int]]]
+"""By position: the slots that die there, and those that are born."""
+
+
 class _Laid:
     """Lays the allocations of a stage out in time."""
 
     def __init__(
-        self, found: _Stack, forwards: Sequence[int], marks: Mapping[bool, tuple[int, int]], tied: frozenset[str]
+        self, found: Stack, forwards: Sequence[int], marks: Mapping[bool, tuple[int, int]], tied: frozenset[str]
     ) -> None:
         self._found, self._forwards, self._tied = found, forwards, tied
         first = marks[True][0]
         self._forward_born = found.born[:first]
         self._backward_born = {way: found.born[low:high] for way, (low, high) in marks.items()}
-        self._left: list[_Born] = []
+        self._left: list[Born] = []
         self._kept: list[int] = []
 
     def template(self) -> StageTemplate:
         """The template."""
         found, parts = self._found, self._found.parts
+        spec, shape = found.spec, found.shape
         forward = self._forward()
+        leaves = _crossing(spec, shape.end)
+        outputs, left = _match(self._sizes(leaves), self._left)
+        handed = {item.slot: item.allocation.slot for item in self._left}
+        for tensor, output in zip(leaves, outputs, strict=True):
+            if tensor.requires_grad:
+                found.add_arriving(tensor, None if output is None else handed[output])
         backward, ended, leaving, inputs, weights = {}, {}, {}, {}, {}
         for way in WAYS:
             backward[way], ended[way], leaving[way] = self._backward(way, MappingProxyType({}))
             operands = self._operands(way)
             inputs[way] = self._backward(way, operands)[0]
             weights[way] = self._weights(way, operands)
-        spec, shape = found.spec, found.shape
-        outputs, left = _match(_crossing(spec, shape.end, shape.rows), self._left)
+        enters = self._sizes([tensor for tensor in _crossing(spec, shape.first) if tensor.requires_grad])
         returned = {}
         for way in WAYS:
-            sizes = _crossing(spec, shape.first, shape.rows, gradients=True)
-            returned[way], rest = _match(sizes, leaving[way])
+            returned[way], rest = _match(enters, leaving[way])
             ended[way] = (*ended[way], *rest)
         return StageTemplate(
             slots=found.slots(),
@@ -348,11 +175,16 @@ class _Laid:
             inputs=inputs,
             weights=weights,
             outputs=outputs,
+            arriving=tuple(found.arriving),
             left=left,
             returned=returned,
             ended=ended,
             kept=tuple(self._kept),
         )
+
+    def _sizes(self, tensors: Sequence[TensorSpec]) -> tuple[int, ...]:
+        spec, rows = self._found.spec, self._found.shape.rows
+        return tuple(bytes_at(tensor.bytes, rows, spec.sequence_length or 1) for tensor in tensors)
 
     def _forward(self) -> dict[int, PartRun]:
         """Events of every region's forward."""
@@ -374,20 +206,18 @@ class _Laid:
         """By slot the weights whose gradients are made of it."""
         born = (*self._forward_born, *self._backward_born[way])
         found = {item.slot: self._found.wanted(item, first=way) for item in born}
+        for slot in self._found.arriving:
+            release = self._found.let_go(slot, first=way)
+            names = () if release is None else release.weights
+            found[slot] = tuple(self._found.canonical(self._found.parts[-1], name) for name in names)
         return {slot: names for slot, names in found.items() if names}
 
     def _weights(self, way: bool, operands: Mapping[int, tuple[str, ...]]) -> tuple[WeightGradient, ...]:
         """The weights whose gradients can be made apart."""
-        parts = self._found.parts
-        given = {
-            backward: {
-                self._found.canonical(part, name)
-                for release in self._found.given(part, backward=backward, first=way).values()
-                for name in release.weights
-            }
-            for backward, part in ((False, parts[0]), (True, parts[-1]))
-        }
-        is_deferred = {name for names in operands.values() for name in names}
+        part = self._found.parts[0]
+        entering = self._found.given(part, backward=False, first=way).values()
+        received = {self._found.canonical(part, name) for release in entering for name in release.weights}
+        is_deferred = received.union(*operands.values())
         result = {}
         for item in self._backward_born[way]:
             name = self._found.canonical(item.part, item.allocation.parameter) if item.allocation.parameter else ""
@@ -396,29 +226,24 @@ class _Laid:
                     name=name,
                     nbytes=item.nbytes,
                     operands=tuple(slot for slot, names in operands.items() if name in names),
-                    received=name in given[False],
-                    arriving=name in given[True],
+                    received=self._found.parts[0] > 0 and name in received,
                 )
         return tuple(result.values())
 
     def _backward(
         self, way: bool, operands: Mapping[int, tuple[str, ...]]
-    ) -> tuple[dict[int, PartRun], tuple[int, ...], list[_Born]]:
+    ) -> tuple[dict[int, PartRun], tuple[int, ...], list[Born]]:
         """Events of every region's backward, what is freed at the end, and what leaves the stage.
 
         Args:
             way: Whether gradients of parameters are made.
             operands: By slot the weights whose gradients are made of it later, and not here.
         """
-        later = {name for names in operands.values() for name in names}
+        later = set().union(*operands.values())
         inside = self._found.inside
         at: dict[int, _Entries] = {part: {} for part in self._found.parts}
-        ended: list[int] = []
-        leaving: list[_Born] = []
-        for item in self._forward_born:
-            place = self._found.death(item, first=way)
-            if place is not None and place[1] and place[0] in inside and item.slot not in operands:
-                _entry(at[place[0]], place[2])[0].append(item.slot)
+        ended = self._given_up(way, operands, at)
+        leaving: list[Born] = []
         owned: dict[int, str] = {}
         for item in self._backward_born[way]:
             place = self._found.death(item, first=way)
@@ -442,9 +267,21 @@ class _Laid:
             runs[part] = PartRun(chunk=chunk, made=made)
         return runs, tuple(ended), leaving
 
-
-_Entries = dict[int, tuple[list[int], list[int]]]
-"""By position: the slots that die there, and those that are born."""
+    def _given_up(self, way: bool, operands: Mapping[int, tuple[str, ...]], at: Mapping[int, _Entries]) -> list[int]:
+        """Enter into a backward where it frees what was there before it; what it leaves to its end."""
+        found, ended = self._found, []
+        for item in self._forward_born:
+            place = found.death(item, first=way)
+            if place is not None and place[1] and place[0] in found.inside and item.slot not in operands:
+                _entry(at[place[0]], place[2])[0].append(item.slot)
+        for slot in (slot for slot in found.arriving if slot not in operands):
+            release = found.let_go(slot, first=way)
+            place = None if release is None else found.absolute(release.dies, found.parts[-1])
+            if place is not None and place[0] in found.inside:
+                _entry(at[place[0]], place[2])[0].append(slot)
+            else:
+                ended.append(slot)
+        return ended
 
 
 def _entry(entries: _Entries, position: int) -> tuple[list[int], list[int]]:
@@ -466,15 +303,12 @@ def _chunk(entries: _Entries, owned: Mapping[int, str] = MappingProxyType({})) -
     return Chunk.of(events), tuple(made)
 
 
-def _crossing(spec: ModelSpec, cut: int, rows: int, *, gradients: bool = False) -> tuple[int, ...]:
-    """Bytes of the tensors that cross a cut, or of those that want a gradient."""
-    if not 0 < cut < spec.num_layers:
-        return ()
-    tensors = [tensor for tensor in spec.boundaries[cut - 1] if tensor.requires_grad or not gradients]
-    return tuple(bytes_at(tensor.bytes, rows, spec.sequence_length or 1) for tensor in tensors)
+def _crossing(spec: ModelSpec, cut: int) -> tuple[TensorSpec, ...]:
+    """The tensors that cross a cut."""
+    return spec.boundaries[cut - 1] if 0 < cut < spec.num_layers else ()
 
 
-def _match(sizes: Sequence[int], candidates: Sequence[_Born]) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+def _match(sizes: Sequence[int], candidates: Sequence[Born]) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
     """For each size the last candidate of that size, and the candidates that remain."""
     left = list(candidates)
     found: list[int | None] = []

@@ -76,8 +76,7 @@ class BatchWalk:
             entering = self._view.crossing(key[0], key[0] - 1, key[1])
             self._incoming[key] = [self._buffers(tensor, "received activation", key) for tensor in entering]
         elif action.kind is ActionKind.RECV_GRADIENT:
-            leaving = [t for t in self._view.crossing(key[0], key[0] + 1, key[1]) if t.requires_grad]
-            self._arriving[key] = [self._buffers(tensor, "received gradient", key) for tensor in leaving]
+            self._receive_gradients(key)
         elif action.kind is ActionKind.SEND_ACTIVATION:
             self._send_activation(action, key)
         elif action.kind is ActionKind.SEND_GRADIENT:
@@ -99,11 +98,29 @@ class BatchWalk:
 
     def _join(self, portions: Sequence[list[int]], tensors: Sequence[CrossingTensor], key: _Key) -> list[int]:
         """Whole tensors from what was received; a single portion is the tensor."""
-        label = Label("transfer_bytes", "received, put together")
-        return [
-            parts[0] if len(parts) == 1 else self._tape.malloc(tensor.bytes, label, *key)
-            for parts, tensor in zip(portions, tensors, strict=True)
-        ]
+        label, joined = Label("transfer_bytes", "received, put together"), []
+        for parts, tensor in zip(portions, tensors, strict=True):
+            joined.append(parts[0] if len(parts) == 1 else self._tape.malloc(tensor.bytes, label, *key))
+            self._free(parts if len(parts) > 1 else ())
+        return joined
+
+    def _receive_gradients(self, key: _Key) -> None:
+        """Room for gradients; what comes as a whole lies where backward will look for it."""
+        tensors = [t for t in self._view.crossing(key[0], key[0] + 1, key[1]) if t.requires_grad]
+        portions = []
+        for tensor, slot in zip(tensors, self._templates[key[0]].arriving, strict=True):
+            if len(tensor.shares) == 1:
+                self._tape.allocate(self._bases[key] + slot)
+            portions.append(self._buffers(tensor, "received gradient", key) if len(tensor.shares) > 1 else [])
+        self._arriving[key] = portions
+
+    def _join_gradients(self, key: _Key, base: int) -> None:
+        """Put together what came in portions."""
+        portions = self._arriving.pop(key, [])
+        for parts, slot in zip(portions, self._templates[key[0]].arriving, strict=True):
+            if parts:
+                self._tape.allocate(base + slot)
+                self._free(parts)
 
     def _send_activation(self, action: Action, key: _Key) -> None:
         tensors = self._view.crossing(key[0], key[0] + 1, key[1])
@@ -158,7 +175,6 @@ class BatchWalk:
             for part in self._parts(template, line):
                 self._tape.play(template.forward[part].chunk, base)
         self._free([base + slot for slot in template.left])
-        self._free([part for parts in portions if len(parts) > 1 for part in parts])
         self.kept += [base + slot for slot in template.kept]
         if stage < self._last:
             self._outgoing[key] = [None if slot is None else base + slot for slot in template.outputs]
@@ -166,12 +182,9 @@ class BatchWalk:
     def _backward(self, action: Action, key: _Key, lines: Sequence[Action]) -> None:
         stage, template, base = key[0], self._templates[key[0]], self._bases.pop(key)
         is_split = action.kind is ActionKind.BACKWARD_INPUT
-        arriving = self._arriving.pop(key, [])
-        joined: list[int] = []
         if stage < self._last:
             self._release(action)
-            tensors = [t for t in self._view.crossing(stage, stage + 1, key[1]) if t.requires_grad]
-            joined = self._join(arriving, tensors, key)
+            self._join_gradients(key, base)
         way = self._gradients.begins(stage)
         runs = template.inputs[way] if is_split else template.backward[way]
         for line in lines:
@@ -181,27 +194,22 @@ class BatchWalk:
             for part in reversed(self._parts(template, line)):
                 self._play(runs[part], base, stage, part, way=way)
         self._free([base + slot for slot in template.ended[way]])
-        arrived = sorted({*joined, *(part for parts in arriving for part in parts)})
         if is_split:
-            arrived = self._put_off(key, base, template.weights[way], arrived)
-        self._free(arrived)
+            self._put_off(key, base, template.weights[way])
         if stage > 0:
             self._returned[key] = [None if slot is None else base + slot for slot in template.returned[way]]
 
-    def _put_off(self, key: _Key, base: int, weights: Sequence[WeightGradient], arrived: Sequence[int]) -> list[int]:
-        """What gradients of weights will be made of waits for them; what arrived and is not among it."""
+    def _put_off(self, key: _Key, base: int, weights: Sequence[WeightGradient]) -> None:
+        """What gradients of weights will be made of waits for them."""
         received = self._received.get(key, []) if any(item.received for item in weights) else []
-        kept = list(arrived) if any(item.arriving for item in weights) else []
         if received:
             self._received[key] = []
         products = []
         for item in weights:
             operands = {base + slot for slot in item.operands}
             operands.update(received if item.received else ())
-            operands.update(kept if item.arriving else ())
             products.append((item, frozenset(operands)))
         self._waiting[key] = products
-        return [identity for identity in arrived if identity not in kept]
 
     def _weights(self, key: _Key) -> None:
         """The gradients of weights that waited."""

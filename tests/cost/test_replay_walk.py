@@ -43,7 +43,7 @@ def test_an_output_lives_until_its_send_has_arrived(network):
     assert 0 not in outputs(moments(replay, "0B0")[1])
 
 
-def test_the_gradient_that_came_lives_until_the_backward_has_ended(network):
+def test_the_gradient_that_came_is_gone_when_the_backward_has_ended(network):
     replay = replay_rank(network, make_plan([2, 2], parts=4), 0)
     before, behind = moments(replay, "0B1")
     assert (0, 1, WIDTH) in named(before, "received gradient")
