@@ -156,6 +156,7 @@ def layer_form(
     operators: OperatorSet = CUDA,
     *,
     itemsize: int = 2,
+    mixed: bool = False,
     split: Split = Split(),
     recomputed: bool = False,
 ) -> LayerForm:
@@ -168,26 +169,46 @@ def layer_form(
         dims: Its sizes.
         operators: What computes it.
         itemsize: Bytes of an element of activations and parameters.
+        mixed: Whether parameters have 32 bits, and matrices are multiplied under autocast in ``itemsize`` bytes. Then
+            the residual stream has 32 bits too, every linear layer keeps its own cast of its input, and of its matrix
+            (Lightning's mixed precision keeps no casts from one operator to the next).
         split: How it is shared out.
         recomputed: Whether it is recomputed in backward: then it keeps what it hands on.
     """
-    stream = Kept(name="output", width=dims.hidden, itemsize=itemsize, share="sequence")
+    stream = 4 if mixed else itemsize
     if recomputed:
-        return LayerForm(kept=(stream,), split=split)
+        return LayerForm(kept=(Kept(name="output", width=dims.hidden, itemsize=stream, share="sequence"),), split=split)
     attention, extra = _attention(dims, operators, itemsize)
+    inputs = [sum(width == dims.hidden for _, width, _ in part) for part in _parts(dims)] if mixed else [1, 1]
     kept = (
-        *_norm("attention norm", dims, operators, itemsize),
-        _normed("attention input", dims, operators, itemsize, split),
+        *_norm("attention norm", dims, operators, stream),
+        *_normed("attention input", dims, operators, itemsize, split, inputs[0]),
         *attention,
-        *_dropout("attention dropout mask", dims, operators, itemsize),
-        *_stream("residual stream behind attention", dims, operators, itemsize),
-        *_norm("feed-forward norm", dims, operators, itemsize),
-        _normed("feed-forward input", dims, operators, itemsize, split),
+        *_dropout("attention dropout mask", dims, operators, _summed(dims, "output", itemsize, stream, split)),
+        *_stream("residual stream behind attention", dims, operators, stream),
+        *_norm("feed-forward norm", dims, operators, stream),
+        *_normed("feed-forward input", dims, operators, itemsize, split, inputs[1]),
         *_feed_forward(dims, operators, itemsize),
-        *_dropout("feed-forward dropout mask", dims, operators, itemsize),
-        *_stream("output", dims, operators, itemsize),
+        *_dropout("feed-forward dropout mask", dims, operators, _summed(dims, "down", itemsize, stream, split)),
+        *_stream("output", dims, operators, stream),
     )
+    if mixed:
+        extra += itemsize * sum(inner * outer for _, inner, outer in dims.matrices) // split.degree
     return LayerForm(kept=kept, split=split, extra_bytes=extra)
+
+
+def _summed(dims: TransformerDims, matrix: str, itemsize: int, stream: int, split: Split) -> int:
+    """Bytes of an element of what comes out of attention or feed-forward part.
+
+    Tensor-parallel ranks add the bias to the sum over ranks, by an operator that autocast leaves in 32 bits.
+    """
+    return stream if split.degree > 1 and dims.bias_of(matrix) else itemsize
+
+
+def _parts(dims: TransformerDims) -> tuple[tuple[tuple[str, int, int], ...], ...]:
+    """The matrices that read what the first norm makes, and those that read what the second one does."""
+    at = next(index for index, (name, _, _) in enumerate(dims.matrices) if name == "output")
+    return dims.matrices[:at], dims.matrices[at + 1 : -1]
 
 
 def _upcasts(dims: TransformerDims, operators: OperatorSet, itemsize: int) -> bool:
@@ -216,10 +237,13 @@ def _norm(name: str, dims: TransformerDims, operators: OperatorSet, itemsize: in
     return tuple(found)
 
 
-def _normed(name: str, dims: TransformerDims, operators: OperatorSet, itemsize: int, split: Split) -> Kept:
-    """What the linear layers behind a norm keep: one tensor, which sequence-parallel ranks gather."""
+def _normed(
+    name: str, dims: TransformerDims, operators: OperatorSet, itemsize: int, split: Split, copies: int
+) -> tuple[Kept, ...]:
+    """What the linear layers behind a norm keep, which sequence-parallel ranks gather: one tensor, or one for each."""
     repeats = split.sequence_parallel and operators.gathers == "repeated"
-    return Kept(name=name, width=dims.hidden, itemsize=itemsize, share="sequence" if repeats else "none")
+    share: Share = "sequence" if repeats else "none"
+    return (Kept(name=name, width=copies * dims.hidden, itemsize=itemsize, share=share),)
 
 
 def _dropout(name: str, dims: TransformerDims, operators: OperatorSet, itemsize: int) -> tuple[Kept, ...]:

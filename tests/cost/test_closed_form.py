@@ -1,7 +1,7 @@
 """The closed form against traces of the package's own tensor parallelism, byte for byte."""
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import pytest
 import sympy
@@ -52,6 +52,18 @@ def check(dims, dtype, device, *, recomputed):
 )
 def test_layers_keep_what_the_form_says(dims, dtype, device, recomputed):
     check(dims, dtype, device, recomputed=recomputed)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dims", [LLAMA, DROPOUT], ids=["llama", "dropout"])
+def test_mixed_precision(dims, device):
+    # As under Lightning, which keeps no cast weights from one operator to the next.
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
+    for degree, sequence in ((1, False), (2, False), (4, True)):
+        split = Split(degree=degree, sequence_parallel=sequence)
+        form = layer_form(dims, {"cpu": CPU, "cuda": CUDA}[device], mixed=True, split=split)
+        how = {"degree": degree, "sequence": sequence, "device": device, "context": autocast}
+        assert form.at(2, LENGTH) == traced(dims, torch.float32, rows=2, **how), how
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

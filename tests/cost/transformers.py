@@ -108,7 +108,18 @@ def mapped(module, degrees=()):
     return derive_splits(module, step(module), tokens(3), found, degrees)
 
 
-def count(module, module_map, *, rows, length=LENGTH, degree=1, sequence=False, recompute=False, device="cpu"):
+def count(
+    module,
+    module_map,
+    *,
+    rows,
+    length=LENGTH,
+    degree=1,
+    sequence=False,
+    recompute=False,
+    device="cpu",
+    context=nullcontext,
+):
     """One step of one rank on fakes, counted."""
     owners = {(name, at): regions for use in module_map.parameters for name, at, regions in use.slots if regions}
     view = RankView.of(module_map.split(degree), sequence_parallel=sequence) if degree > 1 else None
@@ -126,7 +137,7 @@ def count(module, module_map, *, rows, length=LENGTH, degree=1, sequence=False, 
             parameters=parameters,
             mode=mode,
             call=step(module),
-            context=nullcontext,
+            context=context,
             view=view,
         )
         return count_step(
