@@ -181,12 +181,12 @@ def layer_form(
     attention, extra = _attention(dims, operators, itemsize)
     inputs = [sum(width == dims.hidden for _, width, _ in part) for part in _parts(dims)] if mixed else [1, 1]
     kept = (
-        *_norm("attention norm", dims, operators, stream),
+        *norm_kept("attention norm", dims, operators, stream),
         *_normed("attention input", dims, operators, itemsize, split, inputs[0]),
         *attention,
         *_dropout("attention dropout mask", dims, operators, _summed(dims, "output", itemsize, stream, split)),
         *_stream("residual stream behind attention", dims, operators, stream),
-        *_norm("feed-forward norm", dims, operators, stream),
+        *norm_kept("feed-forward norm", dims, operators, stream),
         *_normed("feed-forward input", dims, operators, itemsize, split, inputs[1]),
         *_feed_forward(dims, operators, itemsize),
         *_dropout("feed-forward dropout mask", dims, operators, _summed(dims, "down", itemsize, stream, split)),
@@ -223,8 +223,15 @@ def _stream(name: str, dims: TransformerDims, operators: OperatorSet, itemsize: 
     return (Kept(name=name, width=dims.hidden, itemsize=itemsize, share="sequence"),)
 
 
-def _norm(name: str, dims: TransformerDims, operators: OperatorSet, itemsize: int) -> tuple[Kept, ...]:
-    """What a norm keeps but its input."""
+def norm_kept(name: str, dims: TransformerDims, operators: OperatorSet, itemsize: int) -> tuple[Kept, ...]:
+    """What a norm keeps but its input.
+
+    Args:
+        name: What the norm is called.
+        dims: Sizes.
+        operators: What computes it.
+        itemsize: Bytes of an element of its input.
+    """
     wide = max(4, itemsize)
     if dims.norm == "layer":
         single = wide if operators.statistics == "single" else itemsize

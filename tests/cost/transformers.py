@@ -75,6 +75,7 @@ class Transformer(nn.Module):
         self.dims = dims
         self.tokens = nn.Embedding(dims.vocabulary, dims.hidden)
         self.positions = nn.Embedding(dims.positions, dims.hidden) if dims.positions else None
+        self.dropout = nn.Dropout(dims.embedding_dropout)
         self.layers = nn.ModuleList([Layer(dims) for _ in range(dims.layers)])
         self.norm = nn.LayerNorm(dims.hidden) if dims.norm == "layer" else nn.RMSNorm(dims.hidden)
         self.head = nn.Linear(dims.hidden, dims.vocabulary, bias=False)
@@ -84,6 +85,7 @@ class Transformer(nn.Module):
         x = self.tokens(ids)
         if self.positions is not None:
             x = x + self.positions(torch.arange(ids.shape[1]))
+        x = self.dropout(x)
         tables = None
         if self.dims.rotary:
             width = self.dims.query_width // self.dims.heads

@@ -1,0 +1,53 @@
+import pytest
+
+from lightning_mist.cost.dims import TransformerDims
+from lightning_mist.cost.fujii import Degrees, fujii_estimate
+
+LLAMA_3_8B = TransformerDims(hidden=4096, ffn=14336, layers=32, heads=32, key_value_heads=8, vocabulary=128256)
+
+
+def estimate(*, literal=False, rows=1, length=8192, **degrees):
+    return fujii_estimate(LLAMA_3_8B, Degrees(**degrees), microbatch_size=rows, sequence_length=length, literal=literal)
+
+
+def test_one_device_has_all_parameters():
+    assert estimate().static_bytes == 18 * LLAMA_3_8B.parameters
+    assert estimate(data=4, context=2).static_bytes == (6 + 12 / 8) * LLAMA_3_8B.parameters
+
+
+def test_by_hand():
+    # 41 hidden states per layer; behind the layers two of them and scores in 32 bits; ids.
+    kept = 8192 * (4096 * (41 * 32 + 4) + 4 * 128256 + 8)
+    assert estimate().activation_bytes == kept
+    assert estimate(tensor=8, context=2).activation_bytes == 8192 / 2 * (4096 / 8 * (41 * 32 + 4) + 4 * 128256 / 8 + 8)
+    assert estimate(rows=3).activation_bytes == 3 * kept
+
+
+def test_stages_share_parameters_but_not_activations():
+    alone, staged = estimate(), estimate(pipeline=4)
+    one_table = 18 * (LLAMA_3_8B.parameters - 128256 * 4096 - 4096)
+    matrices = one_table - 18 * 128256 * 4096
+    assert staged.static_bytes == pytest.approx(18 * 128256 * 4096 + matrices / 4)
+    assert staged.activation_bytes - alone.activation_bytes == 8 * 8192 * 3
+    # Chunks keep more microbatches: (p - 1) / (p n) of all layers' worth.
+    chunked = estimate(pipeline=4, chunks=2)
+    assert chunked.activation_bytes - staged.activation_bytes == 8192 * 4096 * 41 * 32 * 3 / 8
+
+
+def test_the_published_transcription():
+    more = estimate(pipeline=8, literal=True).activation_bytes - estimate(pipeline=8).activation_bytes
+    assert more == 8192 * 8 * 8 * (4096 - 1)
+
+
+def test_the_rule_of_eighty_percent():
+    found = estimate()
+    assert found.total_bytes == found.static_bytes + found.activation_bytes
+    assert found.fits(found.total_bytes / 0.79)
+    assert not found.fits(found.total_bytes / 0.81)
+    with pytest.raises(ValueError, match="memory_bytes = -1"):
+        found.fits(-1)
+
+
+def test_degrees_are_positive():
+    with pytest.raises(ValueError, match="tensor = 0: at least one rank is needed"):
+        Degrees(tensor=0)
