@@ -24,6 +24,7 @@ from benchmarks.accuracy.published_rows import (
     read_plans,
     read_points,
 )
+from benchmarks.accuracy.published_runs import predict_run
 from benchmarks.record import RECORDS, Sample, make_record, write_record
 from lightning_mist.cost.allocator import AllocatorSettings
 from lightning_mist.hardware.describe import parse_cluster
@@ -80,6 +81,8 @@ def predict(row: Row, plans: Plans) -> Prediction:
     """
     if "ref" in row and "model" in plan_of(row, plans):
         return predict_mist(row, plans)
+    if "arch" in row:
+        return predict_run(row, workspace_bytes(catalog_name(row.get("gpu"))))
     raise UnpredictableError("no program that can be run again does what this row describes")
 
 

@@ -26,6 +26,32 @@ def test_stages_that_mist_executed(name):
     assert abs(sample["reserved_error"]) < 0.005
 
 
+def test_a_run_that_others_trained():
+    row = POINTS["fms-mistral7b-full-2g-b2"]
+    sample = sample_of(row, lambda: predict(row, PLANS))
+    assert abs(sample["allocated_error"]) < 0.001
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": "AdamW 8bit"}, "optimizer = 'AdamW 8bit' is not understood"),
+        ({"optimizer": "Shampoo"}, "understood are AdamW, Adam and SGD"),
+        ({"checkpoint": "selective"}, "checkpoint = 'selective'; understood are 'none', 'full'"),
+        ({"parallel": {"tp": 2}}, "parallel = 'tp'; understood are"),
+        ({"parallel": {"fsdp1": 4}}, "on 2 devices is not understood"),
+        ({"precision": "fp8"}, "precision = 'fp8'"),
+        ({"precision": "bf16-mixed"}, "fully sharded with mixed precision"),
+        ({"quantization": "nf4"}, "the row says quantization, which is not understood"),
+        ({"gpu": "TPU"}, "gpu = 'TPU' is not in the catalog"),
+        ({"arch": {**POINTS["fms-mistral7b-full-2g-b2"]["arch"], "family": "mixtral"}}, "family = 'mixtral'"),
+    ],
+)
+def test_runs_that_are_not_understood_are_refused(change, message):
+    with pytest.raises(UnpredictableError, match=message):
+        predict({**POINTS["fms-mistral7b-full-2g-b2"], **change}, PLANS)
+
+
 def test_a_row_without_its_plan_says_so():
     row = {"id": "mist-x", "ref": "plans.json:nothing", "measured": {"peak_allocated_bytes": 1}}
     sample = sample_of(row, lambda: predict(row, PLANS))
