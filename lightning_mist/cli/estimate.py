@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.machine import open_cluster
 from lightning_mist.cli.network import trace_network
-from lightning_mist.cli.output import terminal_width
+from lightning_mist.cli.output import say, terminal_width
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import OffloadRatios, Plan, ScheduleName, load, plan_of
 
@@ -58,6 +58,7 @@ def estimate(
     memory_limit: str | None = None,
     sweep: str | None = None,
     json: bool = False,
+    picture: str | None = None,
 ) -> None:
     """Say what a plan needs of every device's memory, and what would make it fit.
 
@@ -85,10 +86,13 @@ def estimate(
         memory_limit: The most memory of each device that may be used, such as 22GiB.
         sweep: Values to go through, such as "microbatch_size=1,2,4 zero_stage=1,3".
         json: Print JSON on stdout and nothing else there.
+        picture: Where to draw the bytes of every stage over one step, as .png, .pdf or .svg; needs matplotlib.
     """
     from lightning_mist.cost.estimate import limit_of
     from lightning_mist.cost.estimate_sweep import combinations, parse_sweep
 
+    if picture is not None:
+        _check_picture(picture, sweep)
     degrees = {name: value for name, value in locals().items() if name in _DEGREES}
     given = _given(plan, degrees, sweep)
     machine = open_cluster(cluster)
@@ -107,7 +111,7 @@ def estimate(
         _print_sweep([_point(open_one, base, values) for values in combinations(axes)], json)
     else:
         estimator = open_one(seq_len, rows)
-        _print_estimate(estimator, given or _plan(estimator.spec.num_layers, machine, base), json)
+        _print_estimate(estimator, given or _plan(estimator.spec.num_layers, machine, base), json, picture)
 
 
 class _Estimators:
@@ -239,7 +243,7 @@ def _point(open_one: _Estimators, base: Mapping[str, Any], values: tuple[tuple[s
     return SweepPoint(values=values, estimate=found)
 
 
-def _print_estimate(estimator: "Estimator", plan: Plan, as_json: bool) -> None:
+def _print_estimate(estimator: "Estimator", plan: Plan, as_json: bool, picture: str | None) -> None:
     from lightning_mist.cost import estimate_plan, estimate_to_json, render_estimate
 
     found = estimate_plan(estimator, plan)
@@ -247,6 +251,19 @@ def _print_estimate(estimator: "Estimator", plan: Plan, as_json: bool) -> None:
         sys.stdout.write(estimate_to_json(found))
     else:
         print(render_estimate(found, width=terminal_width(), color=sys.stdout.isatty()))
+    if picture is not None:
+        from lightning_mist.cost.picture import draw_memory
+
+        draw_memory(found, estimator.timelines(plan), picture)
+        say(f"picture written to {picture}")
+
+
+def _check_picture(path: str, sweep: str | None) -> None:
+    from lightning_mist.cost.picture import check_picture
+
+    if sweep is not None:
+        raise ValueError(f"--picture {path} with --sweep: one picture shows one plan; leave one or the other out")
+    check_picture(path)
 
 
 def _print_sweep(points: list["SweepPoint"], as_json: bool) -> None:

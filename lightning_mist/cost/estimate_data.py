@@ -169,6 +169,14 @@ class MemoryEstimate:
         limit = self.memory_limit if memory_limit is None else parse_bytes(memory_limit)
         return verdict_of(self.worst.device_total, limit) == "fits"
 
+    def subject(self) -> str:
+        """What is estimated, in one line."""
+        plan = self.plan
+        return (
+            f"{self.model}, {self.precision}, {self.optimizer}, on {self.cluster}: {plan.global_batch_size} rows in "
+            f"{plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''}, {plan.schedule}"
+        )
+
     def headline(self) -> str:
         """The verdict in one or two plain sentences."""
         worst, limit = self.worst, format_bytes(self.memory_limit)

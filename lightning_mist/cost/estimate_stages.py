@@ -18,6 +18,7 @@ from lightning_mist.cost.device_total import DeviceOverheads, device_overheads
 from lightning_mist.cost.estimate_data import PeakTensor, StageEstimate
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.peak_tensors import largest_tensors, phase_in_words
+from lightning_mist.cost.picture import Timeline, timeline_of
 from lightning_mist.cost.replay import replay_group
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster
@@ -74,6 +75,17 @@ class Estimator:
             PlanError: As :meth:`stages`.
         """
         return worst_of(self.stages(plan, replay="none"))
+
+    def timelines(self, plan: Plan) -> tuple[Timeline, ...]:
+        """For every group of devices the bytes of its most loaded one over one step.
+
+        Raises:
+            PlanError: If the allocations of the plan are not known.
+        """
+        if not can_replay(self.spec, plan):
+            why = "; ".join(what_is_not_run(plan)) or f"{self.spec.name} was described without its allocations"
+            raise PlanError(f"the bytes over a step are not known: {why}; use a plan that is executed")
+        return tuple(timeline_of(replay_group(self.spec, plan, group), group) for group in range(plan.num_groups))
 
     def on(self, cluster: Cluster) -> "Estimator":
         """The same network on as many devices of the same kind as another machine has."""

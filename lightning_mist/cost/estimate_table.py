@@ -25,7 +25,7 @@ def render_estimate(estimate: MemoryEstimate, *, width: int = 120, color: bool =
     text = StringIO()
     console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
     console.print(estimate.headline(), style=_COLORS[estimate.verdict], markup=False)
-    console.print(f"\n{_subject(estimate)}", markup=False)
+    console.print(f"\n{estimate.subject()}", markup=False)
     per_table = max(1, (width - _FIRST_COLUMN) // _COLUMN)
     groups = _groups(estimate)
     for first in range(0, len(groups), per_table):
@@ -41,14 +41,6 @@ def render_estimate(estimate: MemoryEstimate, *, width: int = 120, color: bool =
     for note in (f"source: {estimate.source}", *estimate.notes):
         console.print(f"note: {note}", style="dim", markup=False)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-
-
-def _subject(estimate: MemoryEstimate) -> str:
-    plan = estimate.plan
-    return (
-        f"{estimate.model}, {estimate.precision}, {estimate.optimizer}, on {estimate.cluster}: "
-        f"{plan.global_batch_size} rows in {plan.num_microbatches} microbatches, {plan.schedule}"
-    )
 
 
 def _groups(estimate: MemoryEstimate) -> list[StageEstimate]:

@@ -73,6 +73,8 @@ def test_a_sweep(capsys):
         ({"plan": "plan.json", "zero_stage": 1}, "--plan plan.json with --zero-stage: a plan says it all"),
         ({"sweep": "zeros=1"}, "'zeros' cannot be gone through"),
         ({"sweep": "zero_stage=one"}, "zero_stage = 'one': a whole number is needed"),
+        ({"picture": "a.bmp"}, "picture 'a.bmp': write a name that ends in .png"),
+        ({"picture": "a.png", "sweep": "zero_stage=1"}, "--picture a.png with --sweep: one picture shows one plan"),
         ({"model": "gpt5"}, "model 'gpt5': not a preset"),
     ],
 )
