@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_mist.model.device_kernel import Kernel, Target
+from lightning_mist.model.device_library import fused_operators
 
 aten = torch.ops.aten
 
@@ -116,17 +117,9 @@ def _attention(
         given = {"scale": scale, "enable_gqa": enable_gqa}
         return aten._scaled_dot_product_attention_math(query, key, value, mask, dropout_p, is_causal, None, **given)[0]
     if mask is not None:
-        mask = _aligned(mask).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    needed = _needs_gradient(query, key, value)
-    # A value's width beyond 128 does not fit in registers and is summed up in a buffer (kernel_forward.h,
-    # kNeedsOutputAccumulatorBuffer).
-    wide = value.shape[-1] > 128 and query.dtype in _HALF
-    buffer = [query.new_empty((*query.shape[:3], value.shape[-1]), dtype=torch.float32)] if wide else []
-    result = aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, needed, dropout_p, is_causal, scale=scale
-    )
-    buffer.clear()
-    return result[0]
+        mask = _aligned(mask) if target.rounds else mask
+        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    return _Efficient.apply(query, key, value, mask, target.rounds)  # type: ignore[no-untyped-call]
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, is_causal: bool, scale: float | None) -> Tensor:
@@ -167,7 +160,7 @@ def _flash_backward(target: Target, grad: Tensor, query: Tensor, key: Tensor, *a
     dk_expanded, dv_expanded).
     """
     rows, heads, length, width = query.shape
-    long = _round_up(length, 128)
+    long = _round_up(length, 128 if target.rounds else 1)
     buffers = [
         grad.new_empty((rows, heads, long), dtype=torch.float32),
         grad.new_empty((rows, long, heads, _round_up(width, 32)), dtype=torch.float32),
@@ -180,21 +173,42 @@ def _flash_backward(target: Target, grad: Tensor, query: Tensor, key: Tensor, *a
     return result
 
 
-def _efficient_backward(target: Target, grad: Tensor, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Products of gradient and output, and sums of query gradients, in 32 bits.
+class _Efficient(torch.autograd.Function):
+    """Attention by blocks, with a mask to add.
 
-    Source: _efficient_attention_backward in aten/src/ATen/native/transformers/cuda/attention_backward.cu (delta,
-    workspace) and kNeedsAccumGradQ in mem_eff_attention/kernel_backward.h, whose tiles are 64 wide.
+    Log-sum-exps come for 32 rows at a time; a value's width beyond 128 does not fit in registers and is summed up in a
+    buffer (mem_eff_attention/kernel_forward.h, kAlignLSE and kNeedsOutputAccumulatorBuffer). Backward needs products of
+    gradient and output, and sums of query gradients, in 32 bits (attention_backward.cu, delta and workspace;
+    kernel_backward.h, kNeedsAccumGradQ, in tiles of 64).
     """
-    rows, heads, length, width = query.shape
-    buffers = [
-        grad.new_empty((rows, heads, length), dtype=torch.float32),
-        grad.new_empty((rows, heads, _round_up(length, 64), _round_up(width, 64)), dtype=torch.float32),
-    ]
-    with _below_autograd():
-        result = aten._scaled_dot_product_efficient_attention_backward(grad, query, *args, **kwargs)
-    buffers.clear()
-    return result
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rounds: bool) -> Tensor:
+        ctx.rounds = rounds
+        length = query.shape[2] if any(ctx.needs_input_grad) else 0
+        wide = value.shape[-1] > 128 and query.dtype in _HALF
+        buffer = [query.new_empty((*query.shape[:3], value.shape[-1]), dtype=torch.float32)] if wide else []
+        length = _round_up(length, 32 if rounds else 1)
+        out, log_sum_exp, *state = fused_operators().fused_attention(query, key, value, mask, length)
+        buffer.clear()
+        ctx.save_for_backward(query, key, value, mask, out, log_sum_exp, *state)
+        result: Tensor = out
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        query, key, value, mask, out, log_sum_exp, *_ = ctx.saved_tensors
+        rows, heads, length, width = query.shape
+        tile = 64 if ctx.rounds else 1
+        buffers = [
+            query.new_empty((rows, heads, length), dtype=torch.float32),
+            query.new_empty((rows, heads, _round_up(length, tile), _round_up(width, 64)), dtype=torch.float32),
+        ]
+        result = fused_operators().fused_attention_backward(
+            grads[0], query, key, value, mask, out, log_sum_exp, ctx.needs_input_grad[3]
+        )
+        buffers.clear()
+        return (*result, None)
 
 
 KERNELS = (
@@ -212,13 +226,6 @@ KERNELS = (
         compute=_flash_backward,
         keeps="buffers while it runs: 32-bit sums of query gradients, gradients of shared heads for every query head",
         source="aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd",
-    ),
-    Kernel(
-        operator="_scaled_dot_product_efficient_attention_backward",
-        key="AutogradCPU",
-        compute=_efficient_backward,
-        keeps="buffers while it runs: 32-bit sums of query gradients",
-        source="aten/src/ATen/native/transformers/cuda/attention_backward.cu",
     ),
 )
 """Attention on CUDA."""

@@ -21,10 +21,13 @@ class Target:
     Attributes:
         torch_version: Major and minor version of torch there.
         capability: CUDA compute capability.
+        rounds: Whether buffers are rounded up to whole tiles as kernels do. Where expressions in the length are sought,
+            they are not: lengths of whole tiles, the usual ones, then come out exactly, others a little small.
     """
 
     torch_version: tuple[int, int]
     capability: tuple[int, int]
+    rounds: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

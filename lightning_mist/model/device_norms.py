@@ -1,6 +1,5 @@
 """Norms, dropout and softmax as CUDA computes them."""
 
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_mist.model.device_kernel import Kernel, Target
+from lightning_mist.model.device_library import fused_operators
 
 aten = torch.ops.aten
 
@@ -18,63 +18,10 @@ _FUSED_RMS_NORM = (2, 9)
 been cut and before 2.9 (October 2025)."""
 
 
-@cache
-def _operators() -> tuple[Any, Any]:
-    """Operators of our own with the results of CUDA's kernels, which are not there or compose otherwise on the CPU."""
-    make: Any = torch.library.Library
-    library = make("lightning_mist", "DEF")
-    library.define("fused_rms_norm(Tensor x, Tensor? weight, int dims) -> (Tensor, Tensor)")
-    library.define(
-        "fused_rms_norm_backward(Tensor grad, Tensor x, Tensor rstd, Tensor? weight, bool[2] mask) -> "
-        "(Tensor?, Tensor?)"
-    )
-    library.define("fused_layer_norm(Tensor x, Tensor? weight, Tensor? bias, int dims) -> (Tensor, Tensor, Tensor)")
-    library.define(
-        "fused_layer_norm_backward(Tensor grad, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, "
-        "bool[3] mask) -> (Tensor?, Tensor?, Tensor?)"
-    )
-
-    def like(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-    def statistics(x: Tensor, dims: int) -> Tensor:
-        """One 32-bit number per normalised row (acc_type of the input on CUDA)."""
-        kept = (*x.shape[: x.dim() - dims], *(1 for _ in range(dims)))
-        return x.new_empty(kept, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-
-    def rms(x: Tensor, weight: Tensor | None, dims: int) -> tuple[Tensor, Tensor]:
-        return like(x), statistics(x, dims)
-
-    def rms_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, mask: list[bool]) -> Any:
-        return like(x) if mask[0] else None, like(weight) if mask[1] and weight is not None else None
-
-    def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int) -> tuple[Tensor, Tensor, Tensor]:
-        return like(x), statistics(x, dims), statistics(x, dims)
-
-    def layer_backward(
-        grad: Tensor,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mask: list[bool],
-    ) -> Any:
-        return tuple(
-            like(t) if wanted and t is not None else None for wanted, t in zip(mask, (x, weight, bias), strict=True)
-        )
-
-    library.impl("fused_rms_norm", rms, "Meta")
-    library.impl("fused_rms_norm_backward", rms_backward, "Meta")
-    library.impl("fused_layer_norm", layer, "Meta")
-    library.impl("fused_layer_norm_backward", layer_backward, "Meta")
-    return library, torch.ops.lightning_mist
-
-
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
-        y, rstd = _operators()[1].fused_rms_norm(x, weight, dims)
+        y, rstd = fused_operators().fused_rms_norm(x, weight, dims)
         ctx.save_for_backward(x, weight, rstd)
         result: Tensor = y
         return result
@@ -83,13 +30,13 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight, rstd = ctx.saved_tensors
         mask = list(ctx.needs_input_grad[:2])
-        return (*_operators()[1].fused_rms_norm_backward(grads[0], x, rstd, weight, mask), None)
+        return (*fused_operators().fused_rms_norm_backward(grads[0], x, rstd, weight, mask), None)
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int) -> Tensor:
-        y, mean, rstd = _operators()[1].fused_layer_norm(x, weight, bias, dims)
+        y, mean, rstd = fused_operators().fused_layer_norm(x, weight, bias, dims)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         result: Tensor = y
         return result
@@ -98,7 +45,7 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight, bias, mean, rstd = ctx.saved_tensors
         mask = list(ctx.needs_input_grad[:3])
-        return (*_operators()[1].fused_layer_norm_backward(grads[0], x, mean, rstd, weight, bias, mask), None)
+        return (*fused_operators().fused_layer_norm_backward(grads[0], x, mean, rstd, weight, bias, mask), None)
 
 
 def _is_channels_last(x: Tensor) -> bool:

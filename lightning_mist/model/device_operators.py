@@ -16,7 +16,7 @@ Equal on both devices, so not in the table: linear layers, embeddings, GELU, SiL
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -51,17 +51,20 @@ class DeviceOperators:
     kernels: tuple[Kernel, ...]
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self, *, rounds: bool = True) -> Iterator[None]:
         """Inside, fake CPU tensors of this thread are computed with these operators.
 
         ``torch.autocast`` follows: a step may ask for the target device's autocast by name, which torch ignores where
         that device is not at hand.
+
+        Args:
+            rounds: Whether kernels' buffers are rounded up to whole tiles; see :class:`Target`.
         """
         if not self.kernels:
             yield
             return
         with ExitStack() as stack:
-            stack.enter_context(_cuda().in_force(self.target))
+            stack.enter_context(_cuda().in_force(replace(self.target, rounds=rounds)))
             stack.enter_context(device_autocast.named(self.name))
             yield
 

@@ -30,7 +30,9 @@ _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _ROOM = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 
 # torch's own formulas refuse, in older releases, queries that share keys and values; the counts are the same otherwise.
-_CUDA_ATTENTION = frozenset(f"_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn"))
+_CUDA_ATTENTION = frozenset(
+    ("fused_attention", *(f"_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn")))
+)
 
 # Operators that read only the rows they are asked for, so that the size of the table does not count.
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index"})

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_mist.model.batches import device_of
 from lightning_mist.model.device_operators import DeviceOperators
 from lightning_mist.model.fakes import quiet_fakes
-from lightning_mist.model.fit import Basis
+from lightning_mist.model.fit import BILINEAR, Basis
 from lightning_mist.model.isolate import isolated, substitute_parameters
 from lightning_mist.model.kinds import Kinds
 from lightning_mist.model.layer_costs import layer_spec, not_recomputed, run_variants
@@ -79,7 +79,8 @@ def _trace(
     basis = divisible(step.basis, split.degree) if sequence_parallel else step.basis
     owners = {(name, attr): regions for use in module_map.parameters for name, attr, regions in use.slots if regions}
     view, mode = RankView.of(split, sequence_parallel=sequence_parallel), FakeTensorMode(allow_non_fake_inputs=True)
-    with isolated(module), quiet_fakes(), functions_of_wholes(), step.operators.installed():
+    operators = step.operators.installed(rounds=basis.powers != BILINEAR)
+    with isolated(module), quiet_fakes(), functions_of_wholes(), operators:
         stand_ins = substitute_parameters(module, mode, owners, device_of(step.batch))
         subject = Subject(
             module=module,

@@ -144,24 +144,15 @@ def _fit(
     )
 
 
-def _trace(subject: Subject, batch: Any, module_map: ModuleMap, resize: Resize | None) -> tuple[_Traced, list[str]]:
+def _trace(
+    subject: Subject, batch: Any, module_map: ModuleMap, resize: Resize | None, operators: DeviceOperators
+) -> tuple[_Traced, list[str]]:
     """Count and fit over the most general set of sizes that the step follows; and why others failed."""
     failures: list[str] = []
-    real = subject.mode is None
-    for basis in bases(batch, real=real):
-        first = sized(batch, basis, basis.points[0], resize)
+    for basis in bases(batch, real=subject.mode is None):
         try:
-            blocks = _find_blocks(subject, first)
-            runs = [
-                run_variants(
-                    subject,
-                    sized(batch, basis, point, resize),
-                    blocks.twins,
-                    recomputes=blocks.recompute_failure is None,
-                )
-                for point in basis.sizes
-            ]
-            return _fit(basis, runs, blocks, module_map, sequence_length(batch), is_fake=not real), failures
+            with operators.installed(rounds=basis.powers != BILINEAR):
+                return _count(subject, batch, basis, module_map, resize), failures
         except MisfitError as error:
             failures.append(str(error))
         except Exception as error:
@@ -169,6 +160,17 @@ def _trace(subject: Subject, batch: Any, module_map: ModuleMap, resize: Resize |
                 raise
             failures.append(f"{type(error).__name__}: {error}")
     raise TraceError(f"the step of {module_map.step} has no cost expressions: {'; '.join(failures)}")
+
+
+def _count(subject: Subject, batch: Any, basis: Basis, module_map: ModuleMap, resize: Resize | None) -> _Traced:
+    """Count over one set of sizes, and fit."""
+    blocks = _find_blocks(subject, sized(batch, basis, basis.points[0], resize))
+    recomputes = blocks.recompute_failure is None
+    runs = [
+        run_variants(subject, sized(batch, basis, point, resize), blocks.twins, recomputes=recomputes)
+        for point in basis.sizes
+    ]
+    return _fit(basis, runs, blocks, module_map, sequence_length(batch), is_fake=subject.mode is not None)
 
 
 def _traced(
@@ -188,13 +190,13 @@ def _traced(
     failures: list[str] = []
     is_real = has_values(module)
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), None):
-        with isolated(module), quiet_fakes(), operators.installed():
+        with isolated(module), quiet_fakes():
             parameters = tuple(substitute_parameters(module, mode, owners, device_of(batch)).values())
             subject = Subject(
                 module=module, blocks=blocks, parameters=parameters, mode=mode, call=call, context=context
             )
             try:
-                traced, misfits = _trace(subject, batch, module_map, resize)
+                traced, misfits = _trace(subject, batch, module_map, resize, operators)
             except TraceError:
                 raise
             except Exception as error:

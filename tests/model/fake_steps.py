@@ -14,10 +14,11 @@ from lightning_mist.model.saved import Ledger
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a function kept for backward besides its inputs and its result, and the most alive in backward."""
+    """What a function kept for backward besides its inputs and its result, and the most alive in either direction."""
 
     bytes: int
     result: Tensor
+    forward_peak: int
     backward_peak: int
     flops: int
 
@@ -27,10 +28,10 @@ def fakes(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tupl
         return tuple(torch.empty(shape, dtype=dtype, requires_grad=True) for shape in shapes)
 
 
-def kept_by(table: DeviceOperators, function: Callable[..., Any], *inputs: Tensor) -> Kept:
+def kept_by(table: DeviceOperators, function: Callable[..., Any], *inputs: Tensor, rounds: bool = True) -> Kept:
     """The result is not counted: its consumer is the one to keep it, or not."""
     ledger = Ledger(1)
-    with table.installed(), ledger:
+    with table.installed(rounds=rounds), ledger:
         result = function(*inputs)
         storage = result.untyped_storage().nbytes()
         bytes_kept = ledger.live_bytes - storage
@@ -39,4 +40,5 @@ def kept_by(table: DeviceOperators, function: Callable[..., Any], *inputs: Tenso
         result.backward(gradient)
     peak = max(ledger.backward[0].timeline) - storage - gradient.untyped_storage().nbytes()
     flops = ledger.forward[0].flops + ledger.backward[0].flops
-    return Kept(bytes=bytes_kept, result=result, backward_peak=peak, flops=flops)
+    highest = max(ledger.forward[0].timeline)
+    return Kept(bytes=bytes_kept, result=result, forward_peak=highest, backward_peak=peak, flops=flops)

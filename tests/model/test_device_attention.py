@@ -104,22 +104,41 @@ def test_a_mask_is_kept_as_numbers() -> None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
     kept = kept_by(CUDA, attend, *fakes(*[SHAPE] * 3))
-    seeds = 16
-    assert kept.bytes == 4 * PER_ROW + 2 * ROWS * LENGTH**2 + seeds
+    assert kept.bytes == 4 * PER_ROW + 2 * ROWS * LENGTH**2 + 16
+    # 32-bit products and sums of query gradients, and three gradients
+    assert kept.backward_peak - kept.bytes == 4 * PER_ROW + 4 * SIZE + 3 * 2 * SIZE
+    assert kept.flops == 7 * 2 * ROWS * HEADS * LENGTH**2 * WIDTH
 
 
-def test_rows_of_a_mask_are_aligned() -> None:
-    length = 60
-    mask = torch.zeros(length, length)
-    shape = (ROWS, HEADS, length, WIDTH)
-    kept = kept_by(
-        CUDA,
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
-        *fakes(*[shape] * 3, dtype=torch.float32),
-    )
-    rounded = 64
-    # log-sum-exps come for 32 rows at a time, and every row of the mask starts at a multiple of 8
-    assert kept.bytes == 4 * ROWS * HEADS * rounded + 4 * length * rounded + 16
+@pytest.mark.parametrize(("rounds", "length"), [(True, 64), (False, 60)])
+def test_rows_come_in_whole_tiles_where_that_is_asked_for(rounds: bool, length: int) -> None:
+    mask = torch.zeros(60, 60)
+    shape = (ROWS, HEADS, 60, WIDTH)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    kept = kept_by(CUDA, attend, *fakes(*[shape] * 3, dtype=torch.float32), rounds=rounds)
+    # Rows of a mask that start at odd places are copied so that they do not.
+    assert kept.bytes == 4 * ROWS * HEADS * length + (4 * 60 * length if rounds else 0) + 16
+    size = 4 * ROWS * HEADS * WIDTH
+    assert kept.backward_peak - kept.bytes == 4 * ROWS * HEADS * 60 + size * length + 3 * size * 60
+
+    flash = kept_by(CUDA, F.scaled_dot_product_attention, *fakes(*[shape] * 3), rounds=rounds)
+    long = 128 if rounds else 60
+    assert flash.backward_peak - flash.bytes == 4 * ROWS * HEADS * long + size * long + 3 * size // 2 * 60
+
+
+def test_a_mask_that_is_learned_gets_a_gradient() -> None:
+    *inputs, bias = fakes(SHAPE, SHAPE, SHAPE, (HEADS, LENGTH, LENGTH))
+    kept_by(CUDA, lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m), *inputs, bias)
+    assert [x.grad.shape for x in (*inputs, bias)] == [SHAPE, SHAPE, SHAPE, bias.shape]
+
+
+def test_wide_values_are_summed_up_in_a_buffer() -> None:
+    shape = (ROWS, HEADS, LENGTH, 264)
+    kept = kept_by(CUDA, F.scaled_dot_product_attention, *fakes(*[shape] * 3))
+    assert kept.forward_peak == (4 + 2) * ROWS * HEADS * LENGTH * 264 + 4 * PER_ROW + 16
 
 
 def test_where_nothing_fused_runs_scores_are_kept() -> None:
