@@ -68,13 +68,14 @@ _EXECUTED_STAGES = (
 )
 
 SPREADS: dict[Quantity, Spread] = {
-    # Tensors of plans that this runtime executed, as the meter saw them.
+    # Tensors of plans that this runtime executed, as the meter saw them; rounded up to a hundredth.
     "allocated": Spread(
         middle=1.0,
-        high=1.0008,
+        high=1.01,
         source=("accuracy_amd-epyc-2-cores_202611", "memory-limits_amd-epyc-2-cores_202611"),
     ),
-    # Replayed through the allocator: no worse than not to replay at all.
+    # Replayed through the allocator: no worse than not to replay at all. Replays of other runtimes came within 0.01
+    # (``benchmarks.accuracy.published_memory``), but no run of this one on a CUDA device has been recorded yet.
     "reserved": Spread(middle=1.0, high=1.23 / 1.12, source=_EXECUTED_STAGES),
     # Not replayed.
     "reserved over allocated": Spread(middle=1.12, high=1.23, source=_EXECUTED_STAGES),

@@ -69,7 +69,7 @@ def test_without_allocations_the_ratio_that_was_measured_is_taken() -> None:
     found = summed_need(1000 * MIB, cluster(10**10), OVERHEADS)
     assert found.allocated.p50 == 1000 * MIB
     assert found.reserved.p50 == 1120 * MIB
-    assert found.reserved.p95 == pytest.approx(1230 * MIB, rel=1e-3)
+    assert found.reserved.p95 == pytest.approx(1230 * 1.01 * MIB, rel=1e-4)
     formula = summed_need(1000 * MIB, cluster(10**10), OVERHEADS, is_traced=False)
     assert formula.allocated.p95 == 1250 * MIB
     assert formula.reserved.p95 > found.reserved.p95

@@ -20,7 +20,7 @@ def errors_of(names: tuple[str, ...], column: str) -> list[float]:
 def test_what_is_said_of_tensors_is_what_the_records_hold() -> None:
     stated = SPREADS["allocated"]
     found = spread_of(errors_of(stated.source, "memory_error"), stated.source)
-    assert (stated.middle, stated.high) == (round(found.middle, 4), ceil(found.high * 1e4) / 1e4)
+    assert (stated.middle, stated.high) == (round(found.middle, 2), ceil(found.high * 100) / 100)
 
 
 def test_half_and_nearly_all_of_the_needs_lie_below() -> None:
