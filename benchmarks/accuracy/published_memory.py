@@ -7,10 +7,12 @@ it could not be predicted.
 """
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.accuracy.published_device import OutOfDeviceMemoryError, SimulatedDevice
+from benchmarks.accuracy.published_megatron import STEPS, MegatronRank, MegatronRun
 from benchmarks.accuracy.published_mist import ITERATIONS, MistRank, MistStage
 from benchmarks.accuracy.published_mist_model import MistDims
 from benchmarks.accuracy.published_rows import (
@@ -19,6 +21,7 @@ from benchmarks.accuracy.published_rows import (
     Row,
     UnpredictableError,
     catalog_name,
+    known,
     mist_stage,
     plan_of,
     read_plans,
@@ -59,6 +62,23 @@ def predict_mist(row: Row, plans: Plans) -> Prediction:
     return Prediction(allocated=device.peak_allocated, reserved=device.peak_reserved, how="Mist's runtime")
 
 
+def predict_megatron(row: Row, plan: Row) -> Prediction:
+    """A rank of a functional test of Megatron-LM; rows are of the last one."""
+    known(row.get("rank", "last"), ("last",), "rank")
+    names = {entry.name for entry in dataclasses.fields(MegatronRun)}
+    run = MegatronRun(**{name: value for name, value in plan.items() if name in names})
+    device = SimulatedDevice(workspaces=2 * workspace_bytes("A100-80" if "a100" in str(row.get("gpu")) else "H100"))
+    with device:
+        rank = MegatronRank(device, run)
+        for _ in range(STEPS):
+            rank.step()
+        after = device.allocator.allocated
+        del rank
+    return Prediction(
+        allocated=device.peak_allocated, reserved=device.peak_reserved, after_step=after, how="Megatron's runtime"
+    )
+
+
 def run_mist(dims: MistDims, stage: MistStage, capacity: int | None, workspace: int) -> SimulatedDevice:
     """The device after the iterations of Mist's benchmark.
 
@@ -79,8 +99,12 @@ def predict(row: Row, plans: Plans) -> Prediction:
     Raises:
         UnpredictableError: If the run is not known well enough.
     """
-    if "ref" in row and "model" in plan_of(row, plans):
-        return predict_mist(row, plans)
+    if "ref" in row:
+        plan = plan_of(row, plans)
+        if plan.get("runtime") == "megatron":
+            return predict_megatron(row, plan)
+        if "model" in plan:
+            return predict_mist(row, plans)
     if "arch" in row:
         return predict_run(row, workspace_bytes(catalog_name(row.get("gpu"))))
     raise UnpredictableError("no program that can be run again does what this row describes")
