@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.machine import open_cluster
-from lightning_mist.cli.network import trace_network
+from lightning_mist.cli.network import closed_network, trace_network
 from lightning_mist.cli.output import say, terminal_width
-from lightning_mist.errors import PlanError
+from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import OffloadRatios, Plan, ScheduleName, load, plan_of
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def estimate(
     sweep: str | None = None,
     json: bool = False,
     picture: str | None = None,
+    closed_form: bool = False,
 ) -> None:
     """Say what a plan needs of every device's memory, and what would make it fit.
 
@@ -87,6 +88,7 @@ def estimate(
         sweep: Values to go through, such as "microbatch_size=1,2,4 zero_stage=1,3".
         json: Print JSON on stdout and nothing else there.
         picture: Where to draw the bytes of every stage over one step, as .png, .pdf or .svg; needs matplotlib.
+        closed_form: Do not trace: estimate a transformer from its sizes alone, in a moment and less exactly.
     """
     from lightning_mist.cost.estimate import limit_of
     from lightning_mist.cost.estimate_sweep import combinations, parse_sweep
@@ -106,7 +108,7 @@ def estimate(
     points = [{**base, **dict(values)} for values in combinations(axes)] if axes else [base]
     if given is None:
         _check_degrees(points, machine, refuse=not axes)
-    open_one = _Estimators(named, machine, limit, _degrees_of(given, points))
+    open_one = _Estimators(named, machine, limit, _degrees_of(given, points), closed_form)
     if axes:
         _print_sweep([_point(open_one, base, values) for values in combinations(axes)], json)
     else:
@@ -122,22 +124,44 @@ class _Estimators:
         machine: The machine.
         limit: Bytes of each device that may be used.
         degrees: Tensor-parallel degrees that are needed.
+        closed_form: Whether nothing is to be traced.
     """
 
-    def __init__(self, named: Mapping[str, str], machine: "Cluster", limit: int, degrees: tuple[int, ...]) -> None:
+    def __init__(
+        self, named: Mapping[str, str], machine: "Cluster", limit: int, degrees: tuple[int, ...], closed_form: bool
+    ) -> None:
         self._named, self._machine, self._limit, self._degrees = named, machine, limit, degrees
+        self._closed_form = closed_form
         self._known: dict[int | None, Estimator] = {}
 
     def __call__(self, seq_len: int | None, rows: int) -> "Estimator":
         """The estimator for sequences of a length."""
+        if seq_len not in self._known:
+            self._known[seq_len] = self._open(seq_len, max(1, rows // self._machine.world_size))
+        return self._known[seq_len]
+
+    def _open(self, seq_len: int | None, rows: int) -> "Estimator":
+        """Trace, or take the closed form where that is asked for or nothing else is possible."""
         from lightning_mist.cost import Estimator
 
-        if seq_len not in self._known:
-            each = max(1, rows // self._machine.world_size)
-            kind = self._machine.device.kind
-            spec = trace_network(**self._named, rows=each, seq_len=seq_len, degrees=self._degrees, device_kind=kind)
-            self._known[seq_len] = Estimator(spec, self._machine, self._limit)
-        return self._known[seq_len]
+        settings: dict[str, Any] = {
+            **self._named,
+            "rows": rows,
+            "seq_len": seq_len,
+            "degrees": self._degrees,
+            "device_kind": self._machine.device.kind,
+        }
+        if self._closed_form:
+            spec = closed_network(**settings)
+            return Estimator(spec, self._machine, self._limit, "closed form (asked for)")
+        try:
+            return Estimator(trace_network(**settings), self._machine, self._limit)
+        except TraceError as error:
+            try:
+                spec = closed_network(**settings)
+            except ValueError:
+                raise error from None
+            return Estimator(spec, self._machine, self._limit, f"closed form ({error})")
 
 
 def _given(path: str | None, degrees: Mapping[str, Any], sweep: str | None) -> Plan | None:

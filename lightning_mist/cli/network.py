@@ -1,14 +1,19 @@
 """What the network costs that a command is for."""
 
+import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_mist.cli.output import say
 
 if TYPE_CHECKING:
+    import torch
+
+    from lightning_mist.cost.dims import TransformerDims
     from lightning_mist.model import ModelSpec
 
 
@@ -52,15 +57,12 @@ def _trace(
     device_kind: str,
     tell: Callable[[str], None],
 ) -> "ModelSpec":
-    import torch
-
+    from lightning_mist.cost.estimate_closed import with_second_opinion
     from lightning_mist.model import derive_splits, map_module, trace_model
     from lightning_mist.model.sources import open_model
     from lightning_mist.runtime.batches import batch_rows, slice_rows
 
-    optimizer_class = getattr(torch.optim, optimizer, None)
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise ValueError(f"optimizer {optimizer!r} is not a class in torch.optim: write for example AdamW or SGD")
+    optimizer_class = _optimizer(optimizer)
     sys.path.insert(0, os.getcwd())  # as `python -m` does, so that the user's own modules are found
     # Where a batch grows is seen by comparing two batches, so one row is not enough.
     source = open_model(model, batch_rows=max(2, rows), sequence_length=seq_len, precision=precision)
@@ -80,4 +82,61 @@ def _trace(
         precision=precision,
         device_kind=device_kind,
     )
-    return replace(spec, name=source.name)
+    return with_second_opinion(replace(spec, name=source.name), source.module, device_kind)
+
+
+def closed_network(
+    model: str,
+    *,
+    rows: int,
+    seq_len: int | None,
+    precision: str,
+    optimizer: str,
+    degrees: tuple[int, ...],
+    device_kind: str,
+) -> "ModelSpec":
+    """What a transformer costs by its sizes alone.
+
+    Raises:
+        ValueError: If nothing states them.
+    """
+    from lightning_mist.cost.estimate_closed import closed_spec
+    from lightning_mist.model import describe_optimizer
+
+    if seq_len is None or seq_len < 1:
+        raise ValueError(f"model {model!r} with seq_len = {seq_len}: tokens per row are needed; give --seq-len 2048")
+    return closed_spec(
+        _dims(model, seq_len),
+        optimizer=describe_optimizer(_optimizer(optimizer), device_kind=device_kind),
+        precision=precision,
+        rows=rows,
+        sequence_length=seq_len,
+        degrees=degrees,
+        device_kind=device_kind,
+        name=model,
+    )
+
+
+def _dims(model: str, seq_len: int) -> "TransformerDims":
+    """The sizes that a preset or a configuration file states."""
+    from lightning_mist.cost.dims import dims_of
+    from lightning_mist.cost.estimate_closed import shape_dims
+    from lightning_mist.model.presets import PRESETS
+
+    if model in PRESETS:
+        return shape_dims(PRESETS[model], seq_len)
+    if model.endswith(".json"):
+        try:
+            return dims_of(json.loads(Path(model).read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"model {model!r}: {error}") from error
+    raise ValueError(f"model {model!r}: a closed form needs a preset or a Hugging Face config.json; trace it instead")
+
+
+def _optimizer(name: str) -> "type[torch.optim.Optimizer]":
+    import torch
+
+    found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ValueError(f"optimizer {name!r} is not a class in torch.optim: write for example AdamW or SGD")
+    return found

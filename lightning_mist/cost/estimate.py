@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from lightning_mist.cost.estimate_changes import changes_that_fit
+from lightning_mist.cost.estimate_closed import closed_spec, module_dims, with_second_opinion
 from lightning_mist.cost.estimate_data import MemoryEstimate, StageEstimate, verdict_of
 from lightning_mist.cost.estimate_stages import Estimator, Replaying, describe_cluster, what_is_not_run, worst_of
+from lightning_mist.errors import TraceError
 from lightning_mist.hardware import Cluster, parse_cluster
-from lightning_mist.model import derive_splits, map_module, trace_model
-from lightning_mist.model.batches import batch_rows, resize_batch
+from lightning_mist.model import derive_splits, describe_optimizer, map_module, trace_model
+from lightning_mist.model.batches import batch_rows, resize_batch, sequence_length
 from lightning_mist.model.sources import parameter_dtype, precision_context
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, StageMesh, StagePlan, load
@@ -47,20 +49,26 @@ def estimate_memory(
 
     Raises:
         PlanError: If the plan does not fit the module or the machine.
-        TraceError: If the module cannot be traced.
+        TraceError: If the module cannot be traced, and carries no configuration of a transformer whose closed form
+            could take the trace's place.
         ValueError: If the limit is not a size, or more than the device has.
     """
     machine = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     given = load(plan) if isinstance(plan, (str, Path)) else plan
+    source = "traced"
     if isinstance(module_or_spec, ModelSpec):
         spec = module_or_spec
     else:
         degrees = [] if given is None else [stage.mesh.tensor_parallel_degree for stage in given.stages]
         kind = machine.device.kind
-        spec = _trace(module_or_spec, batch, degrees, kind, call=call, optimizer=optimizer, precision=precision)
+        try:
+            spec = _trace(module_or_spec, batch, degrees, kind, call=call, optimizer=optimizer, precision=precision)
+        except TraceError as error:
+            spec = _untraced(module_or_spec, batch, degrees, kind, optimizer, precision, error)
+            source = f"closed form ({error})"
     if given is None:
         given = replicated(spec, machine)
-    return estimate_plan(Estimator(spec, machine, limit_of(machine, memory_limit)), given, advise=advise)
+    return estimate_plan(Estimator(spec, machine, limit_of(machine, memory_limit), source), given, advise=advise)
 
 
 def estimate_plan(
@@ -88,6 +96,7 @@ def estimate_plan(
         precision=spec.precision,
         optimizer=spec.optimizer.name,
         stages=stages,
+        source=estimator.source,
         changes=changes_that_fit(estimator, plan) if advise and not fits else (),
         notes=(*spec.notes, *what_is_not_run(plan), *_flush_notes(stages)),
     )
@@ -157,7 +166,7 @@ def _trace(
     found = map_module(module, step, batch, second_batch=smaller)
     if max(degrees, default=1) > 1:
         found = derive_splits(module, step, batch, found, sorted(set(degrees)))
-    return trace_model(
+    spec = trace_model(
         module,
         batch,
         call=step,
@@ -165,6 +174,33 @@ def _trace(
         optimizer=optimizer,
         precision=precision,
         device_kind=device_kind,
+    )
+    return with_second_opinion(spec, module, device_kind)
+
+
+def _untraced(
+    module: nn.Module,
+    batch: Any,
+    degrees: Sequence[int],
+    device_kind: str,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None,
+    precision: str,
+    error: TraceError,
+) -> ModelSpec:
+    """The closed form of a module that cannot be traced, if it says its sizes; the error otherwise."""
+    length, rows = sequence_length(batch), batch_rows(batch)
+    dims = None if length is None or rows is None else module_dims(module, length)
+    if dims is None or length is None or rows is None:
+        raise error
+    return closed_spec(
+        dims,
+        optimizer=describe_optimizer(optimizer or torch.optim.AdamW, device_kind=device_kind),
+        precision=precision,
+        rows=rows,
+        sequence_length=length,
+        degrees=degrees,
+        device_kind=device_kind,
+        name=type(module).__name__,
     )
 
 

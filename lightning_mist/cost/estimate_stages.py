@@ -37,11 +37,13 @@ class Estimator:
         spec: The network.
         cluster: The machine.
         limit: Bytes of each device that may be used.
+        source: ``"traced"``, or where else the specification comes from, which is then less sure.
     """
 
     spec: ModelSpec
     cluster: Cluster
     limit: int
+    source: str = "traced"
     _models: dict[tuple[int, bool], MemoryModel] = field(default_factory=dict)
 
     def stages(self, plan: Plan, *, replay: Replaying = "all") -> tuple[StageEstimate, ...]:
@@ -89,7 +91,7 @@ class Estimator:
 
     def on(self, cluster: Cluster) -> "Estimator":
         """The same network on as many devices of the same kind as another machine has."""
-        return Estimator(self.spec, cluster, self.limit, self._models)
+        return Estimator(self.spec, cluster, self.limit, self.source, self._models)
 
     def _model(self, slot: StageSlot) -> MemoryModel:
         key = (slot.tensor_parallel_degree, slot.sequence_parallel)
@@ -99,7 +101,9 @@ class Estimator:
 
     def _summed(self, plan: Plan, group: int, memory: StageMemory) -> StageEstimate:
         overheads = self._overheads(plan, plan.stages[group].devices[0])
-        return summed_estimate(plan, group, memory, self.cluster, overheads, self.limit)
+        return summed_estimate(
+            plan, group, memory, self.cluster, overheads, self.limit, is_traced=self.source == "traced"
+        )
 
     def _replayed(self, plan: Plan, group: int) -> StageEstimate:
         replay = replay_group(self.spec, plan, group)
@@ -116,7 +120,14 @@ class Estimator:
 
 
 def summed_estimate(
-    plan: Plan, stage: int, memory: StageMemory, cluster: Cluster, overheads: DeviceOverheads, limit: int
+    plan: Plan,
+    stage: int,
+    memory: StageMemory,
+    cluster: Cluster,
+    overheads: DeviceOverheads,
+    limit: int,
+    *,
+    is_traced: bool = True,
 ) -> StageEstimate:
     """The estimate of a stage of which only the peak of tensors is known.
 
@@ -127,9 +138,12 @@ def summed_estimate(
         cluster: The machine.
         overheads: What its device holds besides tensors.
         limit: Bytes of each device that may be used.
+        is_traced: Whether the peak comes from a trace rather than from a closed form.
     """
     # What cuBLAS allocates is in no term of its own: it works for whatever multiplies.
-    need = summed_need(memory.peak_bytes + overheads.workspace_bytes, cluster, overheads, limit=limit)
+    need = summed_need(
+        memory.peak_bytes + overheads.workspace_bytes, cluster, overheads, limit=limit, is_traced=is_traced
+    )
     terms = dict(memory.terms)
     terms["working_bytes"] += overheads.workspace_bytes
     return _estimate(plan, stage, memory.phase, need, tuple(terms.items()), (), memory.host_bytes)

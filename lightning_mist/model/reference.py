@@ -56,6 +56,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, shape: LanguageModelShape, sequence_length: int) -> None:
         super().__init__()
+        self.shape = shape
         self.tokens = nn.Embedding(shape.vocabulary, shape.hidden)
         self.positions = None if shape.rotary_fraction else nn.Embedding(sequence_length, shape.hidden)
         self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))

@@ -2,7 +2,9 @@ import json
 
 import pytest
 
+from lightning_mist.cli import estimate as estimate_command
 from lightning_mist.cost import estimate_from_json
+from lightning_mist.errors import TraceError
 from lightning_mist.plan import plan_of, save
 from tests.cli.networks import refused, run
 
@@ -55,9 +57,40 @@ def test_a_sweep(capsys):
     assert kept == [0, 4]
 
 
+def test_a_closed_form_takes_a_moment(capsys, tmp_path):
+    known = {"model": "llama-7b", "cluster": "1x8xA100-40", "global_batch_size": 8, "seq_len": 2048}
+    run(*arguments(**known, precision="bf16-true", zero_stage=3, closed_form=True))
+    shown = capsys.readouterr()
+    assert "closed form (asked for)" in shown.out
+    assert "tracing" not in shown.err
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "vocab_size": 96, "rms_norm_eps": 1e-6}))
+    named = {"model": tmp_path / "config.json", "seq_len": 16}
+    run(*arguments(**named, tensor_parallel_degree=4, closed_form=True, json=True))
+    estimate = estimate_from_json(capsys.readouterr().out)
+    assert estimate.plan.num_layers == 4
+    assert estimate.source == "closed form (asked for)"
+    text = refused(capsys, *arguments(**named, cluster="1x16xL4", tensor_parallel_degree=16, closed_form=True))
+    assert "tensor_parallel_degree = 16: it must divide 8 heads" in text
+
+
+def test_what_cannot_be_traced_has_a_closed_form_where_sizes_are_known(capsys, monkeypatch):
+    def fails(*args, **kwargs):
+        raise TraceError("an operator has no fake kernel")
+
+    monkeypatch.setattr(estimate_command, "trace_network", fails)
+    run(*arguments(model="llama-1.3b", seq_len=128, precision="bf16-true", json=True))
+    found = estimate_from_json(capsys.readouterr().out)
+    assert found.source == "closed form (an operator has no fake kernel)"
+    assert "an operator has no fake kernel" in refused(capsys, *arguments())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"closed_form": True}, "a closed form needs a preset or a Hugging Face config.json"),
+        ({"closed_form": True, "model": "falcon-7b"}, "share a norm: no closed form is about that"),
+        ({"closed_form": True, "model": "llama-7b", "seq_len": None}, "tokens per row are needed"),
         ({"memory_limit": "22 bananas"}, "memory_limit: '22 bananas' is not a size"),
         ({"memory_limit": "0"}, "memory_limit = 0: it must be more than nothing"),
         ({"memory_limit": "80GiB"}, "at most the 22.5 GiB of one L4"),

@@ -4,15 +4,21 @@ import pytest
 import torch
 
 from lightning_mist import estimate_memory
-from lightning_mist.cost import stage_memory
-from lightning_mist.errors import PlanError
+from lightning_mist.cost import estimate, stage_memory
+from lightning_mist.cost.estimate_closed import module_dims
+from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model import trace_model
+from lightning_mist.model.reference import LanguageModel, LanguageModelShape, hollow
 from lightning_mist.plan import plan_of, save
+from tests import zoo
 from tests.cli.networks import make_net, make_wide
 from tests.specs import spec
 
 SPEC = spec(8, parameter_bytes=200_000_000, edge_bytes=400_000_000, widths=(4_000_000,))
+SHAPE = LanguageModelShape(
+    hidden=64, ffn=128, layers=2, heads=4, vocabulary=96, feed_forward="swiglu", norm="rmsnorm", rotary_fraction=1.0
+)
 FOUR = parse_cluster("1x4xL4")
 
 
@@ -97,3 +103,31 @@ def test_modules_without_a_step_or_of_another_type_are_refused():
         estimate_memory(make_net()[0], torch.ones(2, 2), precision="bf16-true")
     with pytest.raises(ValueError, match="precision 'half': known precisions are"):
         estimate_memory(make_net()[0], torch.ones(2, 2), precision="half")
+
+
+def test_what_cannot_be_traced_has_a_closed_form_where_it_says_its_sizes(monkeypatch):
+    module = hollow(lambda: LanguageModel(SHAPE, 16))
+    tokens = torch.zeros(4, 16, dtype=torch.long)
+    traced = estimate_memory(module, (tokens, tokens.clone()))
+    assert any("second opinion: each layer keeps" in note for note in traced.notes)
+
+    def fails(*args, **kwargs):
+        raise TraceError("aten.nonzero has no fake kernel")
+
+    monkeypatch.setattr(estimate, "trace_model", fails)
+    closed = estimate_memory(module, (tokens, tokens.clone()))
+    assert closed.source == "closed form (aten.nonzero has no fake kernel)"
+    assert closed.worst.term("parameter_bytes") == traced.worst.term("parameter_bytes")
+    assert closed.worst.allocated.p50 == pytest.approx(traced.worst.allocated.p50, rel=0.1)
+    wider = [found.worst.device_total.p95 / found.worst.device_total.p50 for found in (traced, closed)]
+    assert wider[0] < wider[1]
+    with pytest.raises(TraceError, match=r"aten.nonzero"):
+        estimate_memory(*make_net())
+
+
+def test_sizes_are_read_from_configurations():
+    assert module_dims(torch.nn.Linear(2, 2), 16) is None
+    parallel = replace(SHAPE, parallel=True)
+    assert module_dims(hollow(lambda: LanguageModel(parallel, 16)), 16) is None
+    dims = module_dims(zoo.make("llama")[0], 12)
+    assert (dims.layers, dims.hidden, dims.feed_forward) == (4, 32, "swiglu")

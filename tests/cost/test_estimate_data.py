@@ -38,7 +38,7 @@ def test_the_worst_stage_makes_the_headline():
     assert ESTIMATE.worst.stage == 0
     assert ESTIMATE.headline() == (
         "Fits in 8.0 GiB per device: stage 0 of 2 needs 4.0 GiB, up to 7.0 GiB in 95 of 100 cases. "
-        "Largest: the microbatch at hand 3.0 GiB, parameters 1.0 GiB."
+        "Largest: working memory 3.0 GiB, parameters 1.0 GiB."
     )
 
 
