@@ -35,6 +35,7 @@ class NamingMeter(StorageMeter):
         self._operator = "before"
         self.at_peak: tuple[Tensor, ...] = ()
         self.action = ""
+        self.by_action: dict[str, int] = {}
         self._best = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,6 +48,8 @@ class NamingMeter(StorageMeter):
             action, line = _where()
             self._made[storage._cdata] = Tensor(storage.nbytes(), self._operator, action, line)
         super()._count_storage(storage)
+        now = _where()[0]
+        self.by_action[now] = max(self.by_action.get(now, 0), self._current)
         if self._current > self._best:
             self._best = self._current
             self._keys = tuple(self._alive)
@@ -56,6 +59,7 @@ class NamingMeter(StorageMeter):
     def reset(self) -> None:
         super().reset()
         self._best = self._current
+        self.by_action.clear()
 
 
 def _where() -> tuple[str, str]:
@@ -74,8 +78,8 @@ def _where() -> tuple[str, str]:
 
 def alive_at_peaks(
     module: nn.Module, module_map: ModuleMap, plan: Plan, batches: Sequence[Any]
-) -> list[tuple[int, str, tuple[Tensor, ...]]]:
-    """For every rank of a plan its peak, the action at which it is, and what is alive then, the largest first."""
+) -> list[NamingMeter]:
+    """For every rank of a plan the meter that has run with it, which knows what was alive at the peak."""
     meters: list[NamingMeter] = []
 
     def make() -> NamingMeter:
@@ -89,10 +93,7 @@ def alive_at_peaks(
             for item in world.transports
         ]
         drive(runs)
-    return [
-        (meter.peak_bytes, meter.action, tuple(sorted(meter.at_peak, key=lambda item: -item.nbytes)))
-        for meter in meters
-    ]
+    return meters
 
 
 def surplus(mine: Sequence[int], theirs: Sequence[int]) -> Counter[int]:
