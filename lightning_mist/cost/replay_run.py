@@ -148,14 +148,29 @@ class Run:
             for item in mine:
                 for size in _pieces(optimizer.state_bytes_per_parameter_byte, item.bytes):
                     tape.malloc(size, Label("optimizer_bytes", f"{optimizer.name} state of {item.name}"))
-        label = Label("working_bytes", f"temporaries of {optimizer.name}", operator=f"{optimizer.name}.step")
         share = optimizer.step_peak_bytes_per_parameter_byte
-        together = [tape.malloc(round(share * item.bytes), label) for item in mine if share > 0]
+        together = [tape.malloc(round(share * item.bytes), self._temporary) for item in mine if share > 0]
+        left: list[int] = []
         for item in mine:
-            if optimizer.step_peak_bytes_per_largest > 0:
-                tape.free(tape.malloc(round(optimizer.step_peak_bytes_per_largest * item.bytes), label))
-        for identity in together:
+            left = self._update_one(item.bytes, left)
+        for identity in (*left, *together):
             tape.free(identity)
+
+    @property
+    def _temporary(self) -> Label:
+        name = self._view.spec.optimizer.name
+        return Label("working_bytes", f"temporaries of {name}", operator=f"{name}.step")
+
+    def _update_one(self, nbytes: int, left: list[int]) -> list[int]:
+        """One parameter in a loop over them: what it leaves for the time of the next, given what was left to it."""
+        optimizer, tape = self._view.spec.optimizer, self._tape
+        stays = optimizer.step_left_bytes_per_parameter_byte
+        passes = max(0.0, optimizer.step_peak_bytes_per_largest - 2 * stays)
+        passing = [tape.malloc(round(passes * nbytes), self._temporary)] if passes > 0 else []
+        staying = [tape.malloc(round(stays * nbytes), self._temporary)] if stays > 0 else []
+        for identity in (*left, *passing):
+            tape.free(identity)
+        return staying
 
 
 def _pieces(factor: float, size: int) -> list[int]:

@@ -86,8 +86,9 @@ def describe_optimizer(
 ) -> OptimizerSpec:
     """Measure what an optimizer of this class with these options keeps and needs, per byte of parameters.
 
-    Small instances are stepped under a meter: with four parameters, with eight, and with four larger ones; the
-    differences tell what grows with all parameters, what with the largest, and leave out what does not grow at all.
+    Small instances are stepped under a meter: with four parameters, with eight, with four larger ones, and with one
+    small or large; the differences tell what grows with all parameters, what with the largest, what one leaves to the
+    next, and leave out what does not grow at all.
 
     Args:
         optimizer: The real optimizer (neither stepped nor changed), or a class for its default options.
@@ -104,6 +105,7 @@ def describe_optimizer(
         four = _try(cls, options, [(_SIDE, _SIDE)] * 4, home)
         eight = _try(cls, options, [(_SIDE, _SIDE)] * 8, home)
         large = _try(cls, options, [(2 * _SIDE, 2 * _SIDE)] * 4, home)
+        alone, large_alone = (_try(cls, options, [(side, side)], home) for side in (_SIDE, 2 * _SIDE))
     except Exception as error:
         raise TraceError(
             f"{cls.__name__} cannot be planned for: a step on given gradients failed with {type(error).__name__}: "
@@ -114,10 +116,12 @@ def describe_optimizer(
     # four small to four large ones (four times the elements) both do, by three times what they were.
     per_total = (eight.peak - four.peak) / size
     per_largest = ((large.peak - four.peak) / 3 - per_total * size) / (size / 4)
+    alone_per_largest = (large_alone.peak - alone.peak) / (3 * alone.parameters) - per_total
     return OptimizerSpec(
         name=cls.__name__,
         state_bytes_per_parameter_byte=(large.state - four.state) / (3 * size),
         step_peak_bytes_per_parameter_byte=max(0.0, per_total),
         step_peak_bytes_per_largest=max(0.0, per_largest),
         step_moved_bytes_per_parameter_byte=(large.moved - four.moved) / (3 * size),
+        step_left_bytes_per_parameter_byte=max(0.0, per_largest - alone_per_largest),
     )

@@ -183,8 +183,10 @@ class OptimizerSpec:
         step_peak_bytes_per_parameter_byte: Temporary bytes of its step per byte of all parameters it updates at once
             (the foreach implementations).
         step_peak_bytes_per_largest: Temporary bytes of its step per byte of the largest parameter (loop
-            implementations).
+            implementations), when those of a parameter as large are left.
         step_moved_bytes_per_parameter_byte: Bytes read and written by one step per byte of parameters.
+        step_left_bytes_per_parameter_byte: Of the temporaries of a loop those that are left until the next parameter's
+            have been made, per byte of the parameter that left them.
     """
 
     name: str
@@ -192,6 +194,7 @@ class OptimizerSpec:
     step_peak_bytes_per_parameter_byte: float
     step_peak_bytes_per_largest: float
     step_moved_bytes_per_parameter_byte: float
+    step_left_bytes_per_parameter_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,9 +76,7 @@ def _where() -> tuple[str, str]:
     return action, line
 
 
-def alive_at_peaks(
-    module: nn.Module, module_map: ModuleMap, plan: Plan, batches: Sequence[Any]
-) -> list[NamingMeter]:
+def alive_at_peaks(module: nn.Module, module_map: ModuleMap, plan: Plan, batches: Sequence[Any]) -> list[NamingMeter]:
     """For every rank of a plan the meter that has run with it, which knows what was alive at the peak."""
     meters: list[NamingMeter] = []
 

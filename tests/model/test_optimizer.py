@@ -59,6 +59,8 @@ def test_a_step_of_the_real_optimizer_needs_what_the_description_says(
 def test_known_figures() -> None:
     adam = describe_optimizer(torch.optim.AdamW)
     assert adam.state_bytes_per_parameter_byte == 2.0
+    # A square root and the quotient that it goes into, while the quotient of the parameter before is still named.
+    assert (adam.step_peak_bytes_per_largest, adam.step_left_bytes_per_parameter_byte) == (3.0, 1.0)
     assert describe_optimizer(torch.optim.SGD(parameters(), lr=0.1)).state_bytes_per_parameter_byte == 0.0
     fused = describe_optimizer(torch.optim.AdamW(parameters(), fused=True))
     assert (fused.step_peak_bytes_per_parameter_byte, fused.step_peak_bytes_per_largest) == (0.0, 0.0)
