@@ -1,8 +1,8 @@
 """A module and a batch to plan for, from a short text: a preset, a Hugging Face configuration, a user's function."""
 
 import importlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lightning_mist.model.presets import PRESETS
 from lightning_mist.model.reference import LanguageModel, hollow
@@ -81,9 +82,21 @@ def precision_context(precision: str) -> Callable[[], AbstractContextManager[Any
         raise ValueError(f"precision {precision!r}: known precisions are {', '.join(PRECISIONS)}")
     dtype, _, mixed = precision.partition("-")
     if mixed != "mixed":
-        return nullcontext
+        # What a step makes out of nothing is in that precision too.
+        return nullcontext if dtype == "32" else partial(_default_type, _DTYPES[dtype])
     # As under Lightning, which keeps no cast weights from one operator to the next.
     return partial(torch.autocast, "cpu", _DTYPES[dtype], cache_enabled=False)
+
+
+@contextmanager
+def _default_type(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, floating-point tensors are made in a type, as in Lightning's half and double precision."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def parameter_dtype(precision: str) -> torch.dtype | None:
@@ -120,9 +133,14 @@ def _from_function(
     return ModelSource(
         name=type(module).__name__,
         module=module if dtype is None else module.to(dtype),
-        batch=batch,
+        batch=batch if dtype is None else tree_map(lambda leaf: _in_type(leaf, dtype), batch),
         call=_step(module, context),
     )
+
+
+def _in_type(leaf: Any, dtype: torch.dtype) -> Any:
+    """A leaf of a batch as Lightning's precision plugin hands it to the step."""
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 class _CausalStep(nn.Module):

@@ -120,3 +120,24 @@ def test_configurations_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not a configuration that transformers knows"):
         open_(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("64-true", torch.float64)])
+def test_true_precisions_are_those_of_batches_and_of_what_steps_make(precision, dtype):
+    source = open_(f"{__name__}:make_net_that_adds", precision=precision)
+    assert source.batch[0].dtype == dtype
+    assert source.batch[1].dtype == torch.long
+    source.call(source.batch)
+    assert source.module.made == dtype
+    assert torch.get_default_dtype() == torch.float32
+
+
+def make_net_that_adds():
+    return Adding(), (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
+
+
+class Adding(Net):
+    def training_step(self, batch, batch_idx):
+        more = torch.ones(3)
+        self.made = more.dtype
+        return self.layer(batch[0] + more).mean()

@@ -1,0 +1,89 @@
+"""Predicted peaks against measured ones in every precision that Lightning runs on a CPU, by its own plugins."""
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import nn
+
+from lightning_mist.cost import stage_memory
+from lightning_mist.model import trace_model
+from lightning_mist.model.sources import PRECISIONS, parameter_dtype, precision_context
+from tests import zoo
+from tests.integration.metered import measure_peaks
+from tests.integration.parity import make_plan, map_of
+
+PLUGINS = {
+    "32-true": Precision,
+    "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),
+    "16-mixed": lambda: MixedPrecision("16-mixed", "cpu"),
+    "bf16-true": lambda: HalfPrecision("bf16-true"),
+    "16-true": lambda: HalfPrecision("16-true"),
+    "64-true": DoublePrecision,
+}
+
+# One device each: default types and autocast belong to a process, which several ranks would share here.
+PLANS = {
+    "accumulation": {"layers": [4], "parts": 2},
+    "recomputation": {"layers": [4], "checkpointed": 3, "zero": 1},
+}
+
+ROWS, TOLERANCE = 4, 0.01
+
+
+class InPrecision(nn.Module):
+    """A module whose step runs as a precision plugin lets it run."""
+
+    def __init__(self, model, plugin):
+        super().__init__()
+        self.model, self.plugin = plugin.convert_module(model), plugin
+
+    def training_step(self, batch, batch_idx):
+        with self.plugin.train_step_context():
+            return self.model.training_step(batch, batch_idx)
+
+
+def converted(name, precision):
+    plugin = PLUGINS[precision]()
+    module, make_batch = zoo.make(name)
+    return InPrecision(module, plugin), lambda rows: plugin.convert_input(make_batch(rows))
+
+
+@pytest.mark.parametrize(("name", "precision"), [*(("vit", name) for name in PLUGINS), ("llama", "bf16-mixed")])
+def test_peaks(name, precision):
+    module, make_batch = converted(name, precision)
+    batch = make_batch(ROWS)
+    spec = trace_model(
+        module,
+        batch,
+        call=zoo.step(module),
+        module_map=map_of(module, batch),
+        optimizer=torch.optim.AdamW(module.parameters()),
+        precision=precision,
+    )
+    for how in PLANS.values():
+        plan = make_plan(rows=ROWS, **how)
+        (measured,) = measure_peaks(module, spec.module_map, plan, [make_batch(ROWS)])
+        (predicted,) = stage_memory(spec, plan)
+        assert predicted.peak_bytes == pytest.approx(measured, rel=TOLERANCE), how
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_modules_are_traced_without_lightning_as_its_plugins_run_them(precision):
+    module, make_batch = converted("vit", precision)
+    plain = zoo.make("vit")[0]
+    dtype, context = parameter_dtype(precision), precision_context(precision)
+    plain = plain if dtype is None else plain.to(dtype)
+    batch = make_batch(ROWS)
+
+    def call(item):
+        with context():
+            return plain.training_step(dict(item), 0)
+
+    specs = [
+        trace_model(given, batch, call=step, optimizer=torch.optim.AdamW)
+        for given, step in ((module, zoo.step(module)), (plain, call))
+    ]
+    for name in ("saved_bytes", "forward_peak_bytes", "recompute_backward_peak_bytes"):
+        first, second = (getattr(spec.layers[0], name) for spec in specs)
+        assert first == second
+    assert PLUGINS.keys() == set(PRECISIONS)
