@@ -8,13 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from math import comb
+from math import comb, gcd
 from operator import ge, mul
 
 import sympy
 
-from lightning_mist.model.polynomial import Powers
-from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.polynomial import Polynomial, Powers
 
 Point = tuple[int, int]
 """Rows and sequence length of one run (length 1 where there is no sequence)."""
@@ -83,15 +82,8 @@ class Basis:
         total = sum(c * b**i * s**j for c, (i, j) in zip(coefficients, self.powers, strict=True))
         return Fraction(total, self._denominator)
 
-    def _expression(self, coefficients: Coefficients) -> sympy.Expr:
-        terms = (
-            sympy.Rational(c, self._denominator) * MICROBATCH**i * SEQUENCE**j
-            for c, (i, j) in zip(coefficients, self.powers, strict=True)
-        )
-        return sympy.Add(*terms)
-
-    def fit(self, counts: Sequence[int], name: str) -> sympy.Expr:
-        """The exact expression of counts at :attr:`sizes`.
+    def interpolate(self, counts: Sequence[int], name: str) -> Coefficients:
+        """Coefficients of the exact polynomial of counts at :attr:`sizes`.
 
         Args:
             counts: One count per size.
@@ -106,30 +98,35 @@ class Basis:
                 f"{name} is {counts[-1]} at {_text(self.check)}, the polynomial through "
                 f"{', '.join(map(_text, self.points))} says {found}"
             )
-        return self._expression(coefficients)
+        return coefficients
 
-    def fit_peak(self, timelines: Sequence[Sequence[int]], name: str) -> sympy.Expr:
-        """The exact expression of the largest count of timelines at :attr:`sizes`.
+    def constant(self, count: int) -> Coefficients:
+        """Coefficients of what is the same at all sizes."""
+        return tuple(count * self._denominator if powers == (0, 0) else 0 for powers in self.powers)
 
-        The timelines are matched event by event; the result is the ``Max`` of the polynomials that no other one exceeds
-        for all rows and lengths from 1 on.
+    def is_at(self, coefficients: Coefficients, point: Point, count: int) -> bool:
+        """Whether a polynomial has a value at one size."""
+        return self._value(coefficients, point) == count
 
-        Args:
-            timelines: One timeline per size.
-            name: What is counted, for the error.
+    def polynomial(self, coefficients: Coefficients) -> Polynomial:
+        """The polynomial in lowest terms, without monomials that do not occur."""
+        shared = gcd(self._denominator, *coefficients)
+        terms = [(c // shared, powers) for c, powers in zip(coefficients, self.powers, strict=True) if c]
+        if not terms:
+            return Polynomial.constant(0)
+        return Polynomial(tuple(p for _, p in terms), tuple(c for c, _ in terms), self._denominator // shared)
 
-        Raises:
-            MisfitError: If the timelines differ in length or the largest count is not met at the check.
-        """
-        if len({len(line) for line in timelines}) != 1:
-            lengths = {_text(size): len(line) for size, line in zip(self.sizes, timelines, strict=True)}
-            raise MisfitError(f"{name}: the number of operators depends on the size: {lengths}")
-        columns = set(zip(*timelines, strict=True))
-        kept = self._undominated({self._interpolate(column[: len(self.points)]) for column in columns})
-        expected = max(timelines[-1])
-        if self.check is not None and (peak := max(self._value(c, self.check) for c in kept)) != expected:
-            raise MisfitError(f"{name} is {expected} at {_text(self.check)}, the fitted timeline says {peak}")
-        expressions = [self._expression(c) for c in kept]
+    def expression(self, coefficients: Coefficients) -> sympy.Expr:
+        """The polynomial for sympy."""
+        return self.polynomial(coefficients).expression
+
+    def fit(self, counts: Sequence[int], name: str) -> sympy.Expr:
+        """The exact expression of counts at :attr:`sizes`; see :meth:`interpolate`."""
+        return self.expression(self.interpolate(counts, name))
+
+    def peak(self, timeline: Iterable[Coefficients]) -> sympy.Expr:
+        """The ``Max`` of the polynomials of a timeline that no other one exceeds for all rows and lengths from 1 on."""
+        expressions = [self.expression(c) for c in self._undominated(set(timeline))]
         return expressions[0] if len(expressions) == 1 else sympy.Max(*expressions, evaluate=False)
 
     def _undominated(self, polynomials: Iterable[Coefficients]) -> list[Coefficients]:

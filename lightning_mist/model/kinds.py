@@ -1,11 +1,28 @@
 """Which blocks cost the same: one traced example answers for all of its kind."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from lightning_mist.model.step import StepCount
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A part of the step that stands for its kind.
+
+    Attributes:
+        part: Its index: 0 is the head, ``1 .. L`` the layers, ``L + 1`` the tail.
+        follower: Index of the part after it if that is of the same kind, else ``None``.
+        label: Label of the kind.
+        block: Qualified name of the block, if it is one.
+    """
+
+    part: int
+    follower: int | None
+    label: str
+    block: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +43,32 @@ class Kinds:
         """Positions of the blocks of a kind."""
         return tuple(position for position, own in enumerate(self.of) if own == kind)
 
-    def twins(self, *, neighbours: bool = False) -> tuple[int | None, ...]:
-        """For every block ``None`` if it runs itself, else the position of the example of its kind.
+    def parts(self, blocks: Sequence[str]) -> tuple[Example, ...]:
+        """The parts that stand for all: head, examples, tail.
 
         Args:
-            neighbours: Whether the block right behind an example runs itself too, so that the example's backward begins
-                with what a real block leaves alive.
+            blocks: Qualified names of all blocks.
         """
-        runs = {*self.examples, *(position + 1 for position in self.examples if neighbours)}
+        last = len(self.of) - 1
+        layers = (
+            Example(
+                part=position + 1,
+                follower=position + 2 if position < last and self.of[position + 1] == kind else None,
+                label=label,
+                block=blocks[position],
+            )
+            for kind, (position, label) in enumerate(zip(self.examples, self.labels, strict=True))
+        )
+        head = Example(part=0, follower=None, label="head", block="")
+        return head, *layers, replace(head, part=last + 2, label="tail")
+
+    def twins(self) -> tuple[int | None, ...]:
+        """For every block ``None`` if it runs itself, else the position of the example of its kind.
+
+        The blocks around an example run too, so that it begins, forward and backward, with what a real block leaves
+        alive, and so does the last block, for the tail. Thereby one block is seen to follow another of its kind.
+        """
+        runs = {len(self.of) - 1, *(position + near for position in self.examples for near in (-1, 0, 1))}
         return tuple(None if i in runs else self.examples[k] for i, k in enumerate(self.of))
 
 

@@ -1,106 +1,75 @@
-"""What the parts of a step cost, as expressions through counts at several sizes."""
+"""What the parts of a step cost, as expressions, from the ways in which it was run."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from operator import add
 
 import sympy
 
-from lightning_mist.model.batches import batch_tensors
-from lightning_mist.model.fit import Basis, MisfitError
-from lightning_mist.model.saved import PhaseCount
+from lightning_mist.model.events import LayerEvents
+from lightning_mist.model.fit import Basis, Coefficients, MisfitError
+from lightning_mist.model.kinds import Example
+from lightning_mist.model.saved import PhaseCount, Storage
 from lightning_mist.model.spec import CollectiveSpec, LayerSpec
-from lightning_mist.model.step import StepCount, Subject, count_step
+from lightning_mist.model.templates import layer_events
+from lightning_mist.model.ways import Way, Ways
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variants:
-    """The four ways to run a step at one size: layers kept or recomputed, gradients to be made or there already."""
-
-    first: StepCount
-    later: StepCount
-    recompute_first: StepCount
-    recompute_later: StepCount
-    batch_bytes: int
-
-
-def run_variants(subject: Subject, batch: Any, twins: Sequence[int | None], *, recomputes: bool) -> Variants:
-    """Run a step in all ways.
+def layer_specs(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> tuple[LayerSpec, ...]:
+    """What parts of a step cost.
 
     Args:
-        subject: The step.
-        batch: On what.
-        twins: Which blocks answer for others; see :func:`count_step`.
-        recomputes: Whether blocks can be recomputed; if not, the costs of recomputation are those without.
-    """
-
-    def run(recompute: bool, gradients_exist: bool) -> StepCount:
-        return count_step(subject, batch, twins=twins, recompute=recompute, gradients_exist=gradients_exist)
-
-    first, later = run(False, False), run(False, True)
-    if [p.operators for p in first.forward] != [p.operators for p in later.forward]:
-        # The first run at a size filled a cache of the user's module; later steps of training find it there.
-        first = run(False, False)
-    size = sum(t.numel() * t.element_size() for t in batch_tensors(batch))
-    if not subject.blocks or not recomputes:
-        return Variants(first=first, later=later, recompute_first=first, recompute_later=later, batch_bytes=size)
-    return Variants(
-        first=first,
-        later=later,
-        recompute_first=run(True, False),
-        recompute_later=run(True, True),
-        batch_bytes=size,
-    )
-
-
-def layer_spec(basis: Basis, runs: Sequence[Variants], part: int, kind: str, example: str) -> LayerSpec:
-    """Fit every count of one part.
-
-    Args:
-        basis: The sizes.
-        runs: What was counted at each.
-        part: Index of the part: 0 is the head, ``1 .. L`` the layers, ``L + 1`` the tail.
-        kind: Label of the part.
-        example: Qualified name of the block, if it is one.
+        ways: How the step was run.
+        examples: The parts.
+        is_fake: Whether the step ran on fake tensors.
 
     Raises:
         MisfitError: If a count is no polynomial of the sizes.
     """
+    lines = [_Bytes(ways.basis, w) for w in (ways.first, ways.later, ways.recomputed_first, ways.recomputed_later)]
+    events = layer_events(ways, examples, is_fake=is_fake)
+    return tuple(_layer_spec(ways, lines, *pair) for pair in zip(examples, events, strict=True))
 
-    def fit(count: Callable[[Variants], int], what: str) -> sympy.Expr:
-        return basis.fit([count(run) for run in runs], f"{what} of the {kind}")
 
-    def peak(timeline: Callable[[Variants], list[int]], what: str) -> sympy.Expr:
-        return basis.fit_peak([timeline(run) or [0] for run in runs], f"{what} of the {kind}")
+def _layer_spec(ways: Ways, lines: Sequence["_Bytes"], example: Example, events: LayerEvents) -> LayerSpec:
+    part, kind = example.part, example.label
+    basis, runs, later = ways.basis, ways.first.runs, ways.later
+    kept, kept_later, again, again_later = lines
 
-    def operators(count: Callable[[Variants], int], what: str) -> int:
-        counts = {count(run) for run in runs}
+    def fit(count: Callable[[PhaseCount], int], phases: Sequence[PhaseCount], what: str) -> sympy.Expr:
+        return basis.fit([count(phase) for phase in phases], f"{what} of the {kind}")
+
+    def operators(phases: Sequence[PhaseCount], what: str) -> int:
+        counts = {phase.operators for phase in phases}
         if len(counts) > 1:
             raise MisfitError(f"the number of {what} operators of the {kind} depends on the size: {sorted(counts)}")
         return counts.pop()
 
+    forward, backward = [run.forward[part] for run in runs], [run.backward[part] for run in runs]
+    # What is moved to add to gradients depends on the parameters alone; it was compared at two sizes.
+    added = later.run.backward[part].moved_bytes - backward[0].moved_bytes
     return LayerSpec(
         kind=kind,
-        example=example,
-        forward_flops=fit(lambda run: run.first.forward[part].flops, "forward FLOPs"),
-        backward_flops=fit(lambda run: run.first.backward[part].flops, "backward FLOPs"),
-        forward_moved_bytes=fit(lambda run: run.first.forward[part].moved_bytes, "forward moved bytes"),
-        backward_moved_bytes=fit(lambda run: run.later.backward[part].moved_bytes, "backward moved bytes"),
-        forward_operators=operators(lambda run: run.first.forward[part].operators, "forward"),
-        backward_operators=operators(lambda run: run.later.backward[part].operators, "backward"),
-        saved_bytes=fit(lambda run: run.first.saved[part], "saved bytes"),
-        checkpointed_saved_bytes=fit(lambda run: run.recompute_first.saved[part], "checkpointed saved bytes"),
-        forward_peak_bytes=peak(lambda run: run.first.forward_peaks(part), "forward peak"),
-        backward_peak_bytes=peak(lambda run: run.later.backward_peaks(part), "backward peak"),
-        first_backward_peak_bytes=peak(lambda run: run.first.backward_peaks(part), "first backward peak"),
-        recompute_backward_peak_bytes=peak(lambda run: run.recompute_later.backward_peaks(part), "recompute peak"),
-        first_recompute_backward_peak_bytes=peak(
-            lambda run: run.recompute_first.backward_peaks(part), "first recompute peak"
-        ),
-        weight_flops=fit(lambda run: run.first.forward[part].weight_flops, "FLOPs of weight gradients"),
-        weight_bytes=fit(lambda run: run.first.forward[part].weight_bytes, "bytes for weight gradients"),
-        forward_collectives=_collectives(basis, [run.first.forward[part] for run in runs], kind),
-        backward_collectives=_collectives(basis, [run.later.backward[part] for run in runs], kind),
+        example=example.block,
+        forward_flops=fit(lambda phase: phase.flops, forward, "forward FLOPs"),
+        backward_flops=fit(lambda phase: phase.flops, backward, "backward FLOPs"),
+        forward_moved_bytes=fit(lambda phase: phase.moved_bytes, forward, "forward moved bytes"),
+        backward_moved_bytes=fit(lambda phase: phase.moved_bytes + added, backward, "backward moved bytes"),
+        forward_operators=operators(forward, "forward"),
+        backward_operators=operators([run.backward[part] for run in later.runs], "backward"),
+        saved_bytes=basis.expression(kept.saved[part]),
+        checkpointed_saved_bytes=basis.expression(again.saved[part]),
+        forward_peak_bytes=kept.forward_peak(part),
+        backward_peak_bytes=kept_later.backward_peak(part),
+        first_backward_peak_bytes=kept.backward_peak(part),
+        recompute_backward_peak_bytes=again_later.backward_peak(part),
+        first_recompute_backward_peak_bytes=again.backward_peak(part),
+        weight_flops=fit(lambda phase: phase.weight_flops, forward, "FLOPs of weight gradients"),
+        weight_bytes=fit(lambda phase: phase.weight_bytes, forward, "bytes for weight gradients"),
+        forward_collectives=_collectives(basis, forward, kind),
+        backward_collectives=_collectives(basis, backward, kind),
+        events=events,
     )
 
 
@@ -111,6 +80,62 @@ def not_recomputed(part: LayerSpec) -> LayerSpec:
         recompute_backward_peak_bytes=part.backward_peak_bytes,
         first_recompute_backward_peak_bytes=part.first_backward_peak_bytes,
     )
+
+
+class _Bytes:
+    """Bytes alive in one way to run a step: sums over its allocations.
+
+    Attributes:
+        saved: Bytes of each part's allocations that were alive when the step's forward had ended.
+        made: Bytes of parameter gradients that each part's backward made and left.
+    """
+
+    def __init__(self, basis: Basis, way: Way) -> None:
+        self._basis, self._run = basis, way.run
+        self._nothing = basis.constant(0)
+        num_parts = len(way.run.forward)
+        self.saved = [self._sum(way, part, lambda s: s.saved) for part in range(num_parts)]
+        self.made = [self._sum(way, part, lambda s: s.is_gradient) for part in range(num_parts)]
+        self._timeline = self._alive(way)
+
+    def _sum(self, way: Way, part: int, chosen: Callable[[Storage], bool]) -> Coefficients:
+        pairs = zip(way.run.storages, way.sizes, strict=True)
+        return _total(self._nothing, (size for s, size in pairs if s.part == part and chosen(s)))
+
+    def _alive(self, way: Way) -> list[Coefficients]:
+        """Bytes alive at every reading of the step."""
+        changes = [self._nothing] * sum(len(p.timeline) for p in (*way.run.forward, *way.run.backward))
+        for storage, size in zip(way.run.storages, way.sizes, strict=True):
+            if storage.born < len(changes):
+                changes[storage.born] = _sum(changes[storage.born], size)
+            if storage.died is not None and storage.died < len(changes):
+                changes[storage.died] = _difference(changes[storage.died], size)
+        return list(accumulate(changes, _sum))
+
+    def _peak(self, phase: PhaseCount, base: Coefficients) -> sympy.Expr:
+        readings = self._timeline[phase.start : phase.start + len(phase.timeline)] if phase.timeline else [base]
+        return self._basis.peak(_difference(alive, base) for alive in readings)
+
+    def forward_peak(self, part: int) -> sympy.Expr:
+        """The most in a part's forward, beyond the saved bytes of all parts before it."""
+        return self._peak(self._run.forward[part], _total(self._nothing, self.saved[:part]))
+
+    def backward_peak(self, part: int) -> sympy.Expr:
+        """The most in a part's backward, beyond saved bytes up to its own and gradients that later parts made."""
+        base = _total(self._nothing, (*self.saved[: part + 1], *self.made[part + 1 :]))
+        return self._peak(self._run.backward[part], base)
+
+
+def _sum(one: Coefficients, other: Coefficients) -> Coefficients:
+    return tuple(map(add, one, other))
+
+
+def _difference(one: Coefficients, other: Coefficients) -> Coefficients:
+    return tuple(a - b for a, b in zip(one, other, strict=True))
+
+
+def _total(nothing: Coefficients, items: Iterable[Coefficients]) -> Coefficients:
+    return tuple(map(sum, zip(nothing, *items, strict=True)))
 
 
 def _collectives(basis: Basis, phases: Sequence[PhaseCount], kind: str) -> tuple[CollectiveSpec, ...]:

@@ -5,15 +5,21 @@ counts nothing that existed before: parameters, the batch, gradients.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mist.model.operators import computes, flops, moved_bytes, storage_key, tensors_in
+from lightning_mist.model.origins import NOWHERE, Origin, Origins
+
+Cause = Literal["forward", "recompute", "backward", "accumulate"]
+"""Why an operator ran: as part of the forward, of a forward that is repeated in backward, of backward itself, or to add
+a gradient to a parameter's."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,6 +34,8 @@ class PhaseCount:
         weight_bytes: Bytes of their inputs and outputs.
         collectives: Calls and bytes of whole tensors by collective operation.
         timeline: Bytes alive on entry and after every operator (counted operators only: views change nothing).
+        start: Number of the first reading of the timeline among all of the step; -1 if the phase never begins.
+        recomputes: Whether a forward was repeated in it.
     """
 
     flops: int = 0
@@ -37,15 +45,58 @@ class PhaseCount:
     weight_bytes: int = 0
     collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
     timeline: list[int] = field(default_factory=list)
+    start: int = -1
+    recomputes: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """A storage at one moment: its bytes, the part of the step that made it, and whether only the batch shaped it."""
+@dataclass(frozen=True, slots=True)
+class Given:
+    """That a storage entered a part: as an activation in its forward, or as a gradient in its backward.
+
+    Attributes:
+        part: The part.
+        is_gradient: Whether it is the gradient of what the part handed on.
+        slot: Index among the tensors that crossed there.
+    """
+
+    part: int
+    is_gradient: bool
+    slot: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Storage:
+    """A storage that an operator made.
+
+    Attributes:
+        bytes: Its size.
+        part: The part of the step that made it.
+        cause: Why.
+        born: Number of the first reading at which it was alive, among all of the step.
+        died: Number of the first reading at which it was not any more; ``None`` if it outlived the step.
+        saved: Whether it was alive when the step's forward had ended.
+        shared: Whether only the batch shaped it.
+        operator: What made it.
+        dtype: Name of its element type.
+        origin: Module and line that ran the operator.
+        parameter: Name of the parameter that it was a gradient of.
+        is_gradient: Whether it was a parameter's gradient in the end.
+        given: The parts that it entered.
+    """
 
     bytes: int
     part: int
+    cause: Cause
+    born: int
+    died: int | None = None
+    saved: bool = False
     shared: bool
+    operator: str
+    dtype: str
+    origin: Origin
+    parameter: str = ""
+    is_gradient: bool = False
+    given: list[Given] = field(default_factory=list)
 
 
 def _guess(dtype: torch.dtype) -> bool | int | float:
@@ -60,26 +111,52 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Parts are numbered in execution order: 0 is the head, ``1 .. L`` the layers, ``L + 1`` the tail. The caller says
     when a part begins (:meth:`enter`); what happens until then belongs to the part before.
+
+    Args:
+        num_parts: Number of parts.
+        origins: Knows which module and line is at work; ``None`` where that is not wanted.
     """
 
-    def __init__(self, num_parts: int) -> None:
+    def __init__(self, num_parts: int, origins: Origins | None = None) -> None:
         """Start in the forward of part 0."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.forward = [PhaseCount() for _ in range(num_parts)]
         self.backward = [PhaseCount() for _ in range(num_parts)]
-        self._live: dict[int, Holding] = {}
-        self._watch: dict[int, weakref.ref[Any]] = {}
+        self.storages: list[Storage] = []
         self.live_bytes = 0
         self.guesses = 0
         self.part = 0
+        self._origins = origins
+        self._live: dict[int, Storage] = {}
+        self._watch: dict[int, weakref.ref[Any]] = {}
+        self._readings = 0
+        self._is_backward = self._recomputes = False
         self._phase = self.forward[0]
-        self._phase.timeline.append(0)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._phase.start < 0:
+            self._phase.start = self._readings
+        self._read()
+
+    def _read(self) -> None:
+        self._phase.timeline.append(self.live_bytes)
+        self._readings += 1
 
     def enter(self, part: int, *, backward: bool = False) -> None:
         """Begin the forward or the backward of a part."""
-        self.part = part
+        self.part, self._is_backward = part, backward
         self._phase = (self.backward if backward else self.forward)[part]
-        self._phase.timeline.append(self.live_bytes)
+        self._begin()
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Inside, operators repeat a forward."""
+        self._recomputes = self._phase.recomputes = True
+        try:
+            yield
+        finally:
+            self._recomputes = False
 
     def note_linear(self, *, flops: int, kept_bytes: int) -> None:
         """A linear operation on a parameter ran in the part at hand."""
@@ -91,9 +168,30 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         calls, known = self._phase.collectives.get(operation, (0, 0))
         self._phase.collectives[operation] = (calls + 1, known + size)
 
-    def holdings(self) -> dict[int, Holding]:
-        """The storages that are alive now, by identity."""
-        return dict(self._live)
+    def find(self, tensor: torch.Tensor) -> Storage | None:
+        """What is known of a tensor's storage, if an operator of the step made it."""
+        return self._live.get(storage_key(tensor))
+
+    def note_given(self, tensor: torch.Tensor, given: Given) -> None:
+        """A tensor entered a part."""
+        found = self.find(tensor)
+        if found is not None:
+            found.given.append(given)
+
+    def note_gradient(self, tensor: torch.Tensor, name: str) -> None:
+        """A tensor is the gradient of a parameter."""
+        found = self.find(tensor)
+        if found is not None:
+            found.parameter = name
+
+    def end_forward(self) -> None:
+        """The step's forward has ended: what is alive now was saved."""
+        for storage in self._live.values():
+            storage.saved = True
+
+    def end(self) -> None:
+        """The step has ended: what is alive now outlives it."""
+        self._live.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,6 +201,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             self.guesses += 1
             return _guess(args[0].dtype)
+        if self._origins is not None:
+            self._origins.note_operator()
         result = func(*args, **kwargs)
         if func.namespace == "prim" or func.is_view:
             return result
@@ -114,36 +214,62 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase.operators += 1
         phase.flops += flops(func, args, kwargs, result)
         phase.moved_bytes += moved_bytes(func, args, kwargs, inputs, outputs)
-        self._take_in(inputs, outputs)
-        phase.timeline.append(self.live_bytes)
+        self._take_in(func, inputs, outputs)
+        self._read()
         return result
 
-    def _take_in(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    def _take_in(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         existing: set[int] | None = None
         for tensor in outputs:
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key in self._live:
-                self._resize(key, storage.nbytes())
+                self._resize(func, tensor, key)
                 continue
             if existing is None:
                 existing = {storage_key(item) for item in inputs}
             if key not in existing:
-                self._live[key] = Holding(
-                    bytes=storage.nbytes(), part=self.part, shared=not isinstance(tensor, FakeTensor)
-                )
-                self.live_bytes += storage.nbytes()
+                self._add(func, tensor, key)
                 self._watch[key] = weakref.ref(storage, self._dropper(key))
 
-    def _resize(self, key: int, size: int) -> None:
-        holding = self._live[key]
-        if holding.bytes != size:
-            self.live_bytes += size - holding.bytes
-            self._live[key] = Holding(bytes=size, part=holding.part, shared=holding.shared)
+    def _add(self, func: Any, tensor: torch.Tensor, key: int) -> None:
+        self._live[key] = made = Storage(
+            bytes=tensor.untyped_storage().nbytes(),
+            part=self.part,
+            cause=self._cause(),
+            born=self._readings,
+            shared=not isinstance(tensor, FakeTensor),
+            operator=str(func),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            origin=NOWHERE if self._origins is None else self._origins.here(),
+        )
+        self.storages.append(made)
+        self.live_bytes += made.bytes
+
+    def _cause(self) -> Cause:
+        if not self._is_backward:
+            return "forward"
+        if self._recomputes:
+            return "recompute"
+        node = torch._C._current_autograd_node()
+        return "accumulate" if type(node).__name__ == "AccumulateGrad" else "backward"
+
+    def _resize(self, func: Any, tensor: torch.Tensor, key: int) -> None:
+        """A storage that has got another size is another one from now on."""
+        old = self._live[key]
+        if old.bytes == tensor.untyped_storage().nbytes():
+            return
+        old.died = self._readings
+        self.live_bytes -= old.bytes
+        self._add(func, tensor, key)
+        self._live[key].shared, self._live[key].given = old.shared, old.given
 
     def _dropper(self, key: int) -> Callable[[object], None]:
         def drop(_: object) -> None:
             self._watch.pop(key, None)
-            self.live_bytes -= self._live.pop(key).bytes
+            gone = self._live.pop(key, None)
+            if gone is not None:
+                gone.died = self._readings
+                self.live_bytes -= gone.bytes
 
         return drop

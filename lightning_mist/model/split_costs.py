@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,11 +15,12 @@ from lightning_mist.model.fakes import quiet_fakes
 from lightning_mist.model.fit import BILINEAR, Basis
 from lightning_mist.model.isolate import isolated, substitute_parameters
 from lightning_mist.model.kinds import Kinds
-from lightning_mist.model.layer_costs import layer_spec, not_recomputed, run_variants
+from lightning_mist.model.layer_costs import layer_specs, not_recomputed
 from lightning_mist.model.spec import ParameterSpec, SplitSpec, TensorSpec
 from lightning_mist.model.split_step import RankView, present_parts
 from lightning_mist.model.step import Subject
 from lightning_mist.model.sweep import Resize, divisible, sized
+from lightning_mist.model.ways import run_ways
 from lightning_mist.plan import Exclusion, ModuleMap, TensorSplit
 from lightning_mist.tensor_parallel import functions_of_wholes
 
@@ -91,17 +93,20 @@ def _trace(
             context=step.context,
             view=view,
         )
-        runs = [
-            run_variants(subject, sized(step.batch, basis, point, step.resize), step.twins, recomputes=step.recomputes)
-            for point in basis.sizes
-        ]
-    labels = zip(step.kinds.labels, step.kinds.examples, strict=True)
+        ways = run_ways(
+            subject,
+            basis,
+            partial(sized, step.batch, basis, resize=step.resize),
+            step.twins,
+            recomputes=step.recomputes,
+        )
+    head, *layers, tail = layer_specs(ways, step.kinds.parts(module_map.blocks), is_fake=True)
     return SplitSpec(
         degree=split.degree,
         sequence_parallel=sequence_parallel,
-        head=not_recomputed(layer_spec(basis, runs, 0, "head", "")),
-        layers=tuple(layer_spec(basis, runs, at + 1, label, module_map.blocks[at]) for label, at in labels),
-        tail=not_recomputed(layer_spec(basis, runs, len(step.kinds.of) + 1, "tail", "")),
+        head=not_recomputed(head),
+        layers=tuple(layers),
+        tail=not_recomputed(tail),
         boundaries=_boundaries(step, split.degree) if sequence_parallel else step.boundaries,
         parameter_bytes=tuple(
             item.bytes if split.of(item.name) is None else item.bytes // split.degree for item in parameters

@@ -1,8 +1,9 @@
 """One counted run of a user's step, forward and backward, part by part."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.batches import copy_containers
-from lightning_mist.model.operators import storage_key
-from lightning_mist.model.saved import Ledger, PhaseCount
-from lightning_mist.model.split_step import RankView
+from lightning_mist.model.origins import Origins
+from lightning_mist.model.saved import Given, Ledger, PhaseCount, Storage
+from lightning_mist.model.split_step import RankView, part_of
 from lightning_mist.model.walk import InputSignature, Walk, loss_of
 from lightning_mist.model.weights import LinearCounter
 
@@ -49,6 +50,7 @@ class StepCount:
 
     Attributes:
         forward, backward: Operators and timelines; bytes alive in absolute numbers.
+        storages: Everything that was allocated, in the order in which it was.
         saved: Bytes that each part's forward made and that were alive when the step's forward had ended.
         shared: Those of the head that the batch alone determines.
         made: Bytes of parameter gradients that each part's backward made and left.
@@ -60,6 +62,7 @@ class StepCount:
 
     forward: tuple[PhaseCount, ...]
     backward: tuple[PhaseCount, ...]
+    storages: tuple[Storage, ...]
     saved: tuple[int, ...]
     shared: int
     made: tuple[int, ...]
@@ -88,7 +91,13 @@ def _check_all_ran(ran: int, blocks: int) -> None:
 
 
 def count_step(
-    subject: Subject, batch: Any, *, twins: Sequence[int | None], recompute: bool, gradients_exist: bool
+    subject: Subject,
+    batch: Any,
+    *,
+    twins: Sequence[int | None],
+    recompute: bool,
+    gradients_exist: bool,
+    attribute: bool = False,
 ) -> StepCount:
     """Run a step once and count.
 
@@ -98,45 +107,130 @@ def count_step(
         twins: For every block ``None`` to run it or the position of an earlier block that runs and is imitated.
         recompute: Whether the blocks that run are checkpointed.
         gradients_exist: Whether parameters have gradients already, so that backward adds to them.
+        attribute: Whether to find out where allocations come from.
 
     Raises:
         TraceError: If the step returns no loss or leaves out a block.
     """
     for parameter in subject.parameters:
         parameter.grad = torch.zeros_like(parameter) if gradients_exist and parameter.requires_grad else None
-    ledger = Ledger(len(subject.blocks) + 2)
-
-    def enter(part: int, backward: bool) -> None:
-        ledger.enter(part, backward=backward)
-
-    view = subject.view
-    if view is not None:
-        view.group.watcher = ledger.note_collective
-    walk = Walk(subject.blocks, twins, enter, recompute=recompute, mode=subject.mode, keep_values=False, view=view)
-    with walk.step(), torch.enable_grad(), ledger, LinearCounter(ledger, subject.parameters):
+    names = _parameter_names(subject.module) if attribute else {}
+    origins = Origins(_module_names(subject.module), names) if attribute else None
+    ledger = Ledger(len(subject.blocks) + 2, origins)
+    walk = _walk(subject, ledger, origins, twins, recompute=recompute)
+    with walk.step(), torch.enable_grad(), ledger, LinearCounter(ledger, subject.parameters), ExitStack() as stack:
+        if origins is not None:
+            stack.enter_context(origins.watching())
+            stack.enter_context(_named_gradients(subject, ledger, names))
         with subject.context():
             value = subject.call(copy_containers(batch))
         _check_all_ran(len(walk.inputs), len(subject.blocks))
-        kept = ledger.holdings()
+        ledger.end_forward()
         loss = loss_of(value)
         describable = tuple(walk.answers.get(i) is not None for i in range(len(subject.blocks)))
         walk.begin_backward()
         loss.backward()  # type: ignore[no-untyped-call]
-    left = ledger.holdings()
-    if view is not None:
-        view.context.forget()
-    parts = range(len(subject.blocks) + 2)
-    gradients = {storage_key(p.grad) for p in subject.parameters if p.grad is not None}
+    made = _made(subject, ledger, names)
+    del value, loss
+    ledger.end()
+    if subject.view is not None:
+        subject.view.context.forget()
     for parameter in subject.parameters:
         parameter.grad = None
     return StepCount(
         forward=tuple(ledger.forward),
         backward=tuple(ledger.backward),
-        saved=tuple(sum(h.bytes for h in kept.values() if h.part == part) for part in parts),
-        shared=sum(h.bytes for h in kept.values() if h.part == 0 and h.shared),
-        made=tuple(sum(h.bytes for key, h in left.items() if key in gradients and h.part == part) for part in parts),
+        storages=tuple(ledger.storages),
+        saved=_sums(len(ledger.forward), (s for s in ledger.storages if s.saved)),
+        shared=sum(s.bytes for s in ledger.storages if s.saved and s.part == 0 and s.shared),
+        made=made,
         inputs=tuple(walk.inputs),
         entering=tuple(walk.entering),
         guesses=ledger.guesses,
         describable=describable,
     )
+
+
+def _walk(
+    subject: Subject, ledger: Ledger, origins: Origins | None, twins: Sequence[int | None], *, recompute: bool
+) -> Walk:
+    """The way through the step, with the ledger told of what happens on it."""
+
+    def enter(part: int, backward: bool) -> None:
+        ledger.enter(part, backward=backward)
+
+    def given(tensor: torch.Tensor, part: int, is_gradient: bool, slot: int) -> None:
+        ledger.note_given(tensor, Given(part, is_gradient, slot))
+
+    @contextmanager
+    def repeating(block: nn.Module) -> Iterator[None]:
+        with ledger.recomputing(), ExitStack() as stack:
+            if origins is not None:
+                stack.enter_context(origins.inside(block))
+            yield
+
+    view = subject.view
+    if view is not None:
+        view.group.watcher = ledger.note_collective
+    return Walk(
+        subject.blocks,
+        twins,
+        enter,
+        recompute=recompute,
+        mode=subject.mode,
+        keep_values=False,
+        view=view,
+        given=given,
+        repeating=repeating,
+    )
+
+
+def _sums(num_parts: int, storages: Iterator[Storage]) -> tuple[int, ...]:
+    """Bytes of storages by the part that made them."""
+    sums = [0] * num_parts
+    for storage in storages:
+        sums[storage.part] += storage.bytes
+    return tuple(sums)
+
+
+def _made(subject: Subject, ledger: Ledger, names: dict[int, str]) -> tuple[int, ...]:
+    """Bytes of the parameter gradients that the step made, by part; writes down which parameter each belongs to."""
+    found = {}
+    for parameter in subject.parameters:
+        storage = None if parameter.grad is None else ledger.find(parameter.grad)
+        if storage is not None:
+            storage.parameter = names.get(id(parameter), "")
+            storage.is_gradient = True
+            found[id(storage)] = storage
+    return _sums(len(ledger.forward), iter(found.values()))
+
+
+def _module_names(module: nn.Module) -> dict[int, str]:
+    return {id(item): name for name, item in module.named_modules()}
+
+
+def _parameter_names(module: nn.Module) -> dict[int, str]:
+    """Names of what fills the parameter slots: of split ones this rank's part."""
+    names: dict[int, str] = {}
+    for name, item in module.named_modules():
+        for attribute, parameter in item._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(part_of(parameter)), f"{name}.{attribute}" if name else attribute)
+    return names
+
+
+@contextmanager
+def _named_gradients(subject: Subject, ledger: Ledger, names: dict[int, str]) -> Iterator[None]:
+    """Inside, gradients of parameters are known as such, also those that are only added to others."""
+
+    def note(name: str, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # imitations have none for their parameters
+            ledger.note_gradient(gradient, name)
+
+    trained = [parameter for parameter in subject.parameters if parameter.requires_grad]
+    hooks = [p.register_hook(partial(note, names.get(id(p), ""))) for p in trained]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -9,6 +9,7 @@ that reads a value back) is counted on real tensors at small sizes instead.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import sympy
@@ -25,7 +26,7 @@ from lightning_mist.model.fakes import has_values, quiet_fakes
 from lightning_mist.model.fit import BILINEAR, CONSTANT, Basis, MisfitError
 from lightning_mist.model.isolate import isolated, substitute_parameters
 from lightning_mist.model.kinds import Kinds, cost_keys, group, is_faithful
-from lightning_mist.model.layer_costs import Variants, layer_spec, not_recomputed, run_variants
+from lightning_mist.model.layer_costs import layer_specs, not_recomputed
 from lightning_mist.model.obstacles import refusal
 from lightning_mist.model.operators import storage_key
 from lightning_mist.model.optimizer import describe_optimizer
@@ -33,6 +34,7 @@ from lightning_mist.model.spec import LayerSpec, ModelSpec, OptimizerSpec, Param
 from lightning_mist.model.split_costs import WholeStep, trace_splits
 from lightning_mist.model.step import StepCount, Subject, count_step
 from lightning_mist.model.sweep import Resize, bases, sized
+from lightning_mist.model.ways import Ways, run_ways
 from lightning_mist.plan import Exclusion, ModuleMap
 
 _REAL = (
@@ -78,28 +80,32 @@ class _Traced:
 
 
 def _find_blocks(subject: Subject, batch: Any) -> _Blocks:
-    """Run whole steps, sort the blocks into kinds, and see whether imitation counts the same."""
+    """Run a whole step, sort the blocks into kinds, and see whether imitation counts the same."""
     whole = (None,) * len(subject.blocks)
 
-    def run(recompute: bool, gradients_exist: bool) -> StepCount:
-        return count_step(subject, batch, twins=whole, recompute=recompute, gradients_exist=gradients_exist)
+    def run(recompute: bool, gradients_exist: bool, twins: tuple[int | None, ...] = whole) -> StepCount:
+        return count_step(subject, batch, twins=twins, recompute=recompute, gradients_exist=gradients_exist)
 
-    plain, failure, counts = run(False, False), None, []
+    plain = run(False, False)
     kept = _kept_bytes(subject.module)
-    try:
-        counts.append(run(True, True) if subject.blocks else run(False, True))
-    except Exception as error:
-        failure = f"a block cannot be run a second time in backward: {type(error).__name__}: {error}"
-        counts.append(run(False, True))
-    if [p.operators for p in plain.forward] != [p.operators for p in counts[0].forward]:
-        # The first step of all filled a cache of the user's module.
-        plain = run(False, False)
     if not subject.blocks:
         return _Blocks(kinds=group((), ()), twins=(), recompute_failure=None, kept_bytes=kept)
-    counts.append(plain)
-    kinds = group([type(block).__name__ for block in subject.blocks], cost_keys(subject.blocks, counts))
-    ways = (kinds.twins(), kinds.twins(neighbours=True))
-    twins = next((way for way in ways if _can_imitate(subject, batch, plain, kinds, way)), whole)
+    names = [type(block).__name__ for block in subject.blocks]
+    for attempt in range(2):
+        kinds = group(names, cost_keys(subject.blocks, [plain]))
+        twins = kinds.twins()
+        if _can_imitate(subject, batch, plain, kinds, twins):
+            break
+        if not attempt:
+            # The first step of all may have filled a cache of the user's module.
+            plain = run(False, False)
+    else:
+        twins = whole
+    try:
+        run(True, True, twins)
+        failure = None
+    except Exception as error:
+        failure = f"a block cannot be run a second time in backward: {type(error).__name__}: {error}"
     return _Blocks(kinds=kinds, twins=twins, recompute_failure=failure, kept_bytes=kept)
 
 
@@ -120,27 +126,20 @@ def _kept_bytes(module: nn.Module) -> int:
     return sum(own.values())
 
 
-def _fit(
-    basis: Basis, runs: list[Variants], blocks: _Blocks, module_map: ModuleMap, length: int | None, *, is_fake: bool
-) -> _Traced:
-    kinds = blocks.kinds
-    layers = tuple(
-        layer_spec(basis, runs, position + 1, label, module_map.blocks[position])
-        for label, position in zip(kinds.labels, kinds.examples, strict=True)
-    )
-    head = not_recomputed(layer_spec(basis, runs, 0, "head", ""))
-    tail = not_recomputed(layer_spec(basis, runs, len(kinds.of) + 1, "tail", ""))
+def _fit(ways: Ways, blocks: _Blocks, module_map: ModuleMap, length: int | None, *, is_fake: bool) -> _Traced:
+    basis, runs = ways.basis, ways.first.runs
+    head, *layers, tail = layer_specs(ways, blocks.kinds.parts(module_map.blocks), is_fake=is_fake)
     return _Traced(
         basis=basis,
         blocks=blocks,
-        head=head,
-        layers=layers,
-        tail=tail,
-        boundaries=boundary_specs(module_map, basis, [run.first.entering for run in runs], length),
-        batch_bytes=basis.fit([run.batch_bytes for run in runs], "batch bytes"),
-        guesses=runs[0].first.guesses,
+        head=not_recomputed(head),
+        layers=tuple(layers),
+        tail=not_recomputed(tail),
+        boundaries=boundary_specs(module_map, basis, [run.entering for run in runs], length),
+        batch_bytes=basis.fit(ways.batch_bytes, "batch bytes"),
+        guesses=runs[0].guesses,
         is_fake=is_fake,
-        shared=basis.fit([run.first.shared for run in runs], "saved bytes of masks and tables"),
+        shared=basis.fit([run.shared for run in runs], "saved bytes of masks and tables"),
     )
 
 
@@ -165,12 +164,14 @@ def _trace(
 def _count(subject: Subject, batch: Any, basis: Basis, module_map: ModuleMap, resize: Resize | None) -> _Traced:
     """Count over one set of sizes, and fit."""
     blocks = _find_blocks(subject, sized(batch, basis, basis.points[0], resize))
-    recomputes = blocks.recompute_failure is None
-    runs = [
-        run_variants(subject, sized(batch, basis, point, resize), blocks.twins, recomputes=recomputes)
-        for point in basis.sizes
-    ]
-    return _fit(basis, runs, blocks, module_map, sequence_length(batch), is_fake=subject.mode is not None)
+    ways = run_ways(
+        subject,
+        basis,
+        partial(sized, batch, basis, resize=resize),
+        blocks.twins,
+        recomputes=blocks.recompute_failure is None,
+    )
+    return _fit(ways, blocks, module_map, sequence_length(batch), is_fake=subject.mode is not None)
 
 
 def _traced(

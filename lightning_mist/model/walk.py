@@ -5,7 +5,8 @@ Without blocks the head is the whole step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class Walk:
         recompute: Whether blocks that run are checkpointed.
         mode: Makes the outputs of imitations; ``None`` to hand on the values of the twin.
         view: How one of several tensor-parallel ranks sees the step, if it is about one.
+        given: Told ``(tensor, part, is gradient, index)`` of every tensor that enters a part, forward and backward.
+        repeating: Makes the context in which the forward of a block is repeated.
     """
 
     def __init__(
@@ -46,13 +49,15 @@ class Walk:
         mode: FakeTensorMode | None,
         keep_values: bool,
         view: RankView | None = None,
+        given: Callable[[torch.Tensor, int, bool, int], None] = lambda *_: None,
+        repeating: Callable[[nn.Module], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.inputs: list[InputSignature] = []
         self.entering: list[tuple[tuple[int, ...], ...]] = []
         self.answers: dict[int, Answer | None] = {}
         self._blocks, self._twins, self._enter = blocks, twins, enter
         self._recompute, self._mode, self._keep_values = recompute, mode, keep_values
-        self._view = view
+        self._view, self._given, self._repeating = view, given, repeating
         self._shared: dict[int, Dims] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._backward_part = len(blocks) + 1
@@ -88,7 +93,7 @@ class Walk:
         self._enter(position + 1, False)
         twin = self._twins[position]
         if twin is None:
-            output = self._run(original, args, kwargs)
+            output = self._run(position, original, args, kwargs)
             self._shared[position] = dims_of(output)
             answered = parts_of(output)
             self.answers[position] = record_answer(parts, named_parts, answered, keep_values=self._keep_values)
@@ -104,7 +109,7 @@ class Walk:
             self._enter(position + 2, False)
         return output
 
-    def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._recompute:
             return original(*args, **kwargs)
         # All by position: checkpoint keeps the states of device generators only for devices of positional tensors.
@@ -112,21 +117,28 @@ class Walk:
 
         def block(*flat: Any) -> Any:
             positional, named = tree_unflatten(flat, structure)
-            return original(*positional, **named)
+            if self._is_forward:
+                return original(*positional, **named)
+            with self._repeating(self._blocks[position]):
+                return original(*positional, **named)
 
         return checkpoint(OwnFunction(block), *leaves, use_reentrant=False, preserve_rng_state=True)
 
     def _watch(self, leaves: Sequence[Any], part: int) -> None:
-        """Once the gradient of what leaves ``part`` is complete, the backward of that part begins."""
+        """What leaves ``part`` enters the next; once its gradient is complete, the backward of ``part`` begins."""
 
-        def arrived(_: torch.Tensor) -> None:
+        def arrived(slot: int, gradient: torch.Tensor | None) -> None:
             if part < self._backward_part:
                 self._backward_part = part
                 self._enter(part, True)
+            if gradient is not None:
+                self._given(gradient, part, True, slot)
 
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                self._hooks.append(leaf.register_hook(arrived))  # type: ignore[no-untyped-call]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for slot, leaf in enumerate(tensors):
+            self._given(leaf, part + 1, False, slot)
+            if leaf.requires_grad:
+                self._hooks.append(leaf.register_hook(partial(arrived, slot)))  # type: ignore[no-untyped-call]
 
 
 def _signature(leaf: Any) -> object:

@@ -38,31 +38,33 @@ def test_a_constant_needs_one_size() -> None:
     assert Basis(CONSTANT, ((5, 1),), None).fit([42], "it") == 42
 
 
+def fitted(events: list[sympy.Expr]) -> list[tuple[int, ...]]:
+    return [BASIS.interpolate([at(e + sympy.S.Zero, b, s) for b, s in BASIS.sizes], "event") for e in events]
+
+
+def test_coefficients_become_polynomials_in_lowest_terms() -> None:
+    half = BASIS.polynomial(fitted([B * S * (S + 1) / 2])[0])
+    assert (half.powers, half.coefficients, half.denominator) == (((1, 1), (1, 2)), (1, 1), 2)
+    assert BASIS.polynomial(BASIS.constant(0)).at(3, 5) == 0
+    assert BASIS.polynomial(BASIS.constant(12)).at(3, 5) == 12
+
+
+def test_a_polynomial_is_known_to_have_a_value_at_a_size() -> None:
+    (line,) = fitted([3 * B * S])
+    assert BASIS.is_at(line, (2, 5), 30)
+    assert not BASIS.is_at(line, (2, 5), 31)
+
+
 def test_a_peak_is_the_max_of_lines_that_no_other_exceeds() -> None:
     events = [100 + B * S, 3 * B * S, 50 + B * S, 2 * B * S, 90 + 2 * S]
-    timelines = [[at(e + sympy.S.Zero, b, s) for e in events] for b, s in BASIS.sizes]
-    peak = BASIS.fit_peak(timelines, "peak")
-    assert set(peak.args) == {100 + B * S, 3 * B * S, 90 + 2 * S}
+    assert set(BASIS.peak(fitted(events)).args) == {100 + B * S, 3 * B * S, 90 + 2 * S}
 
 
 def test_a_peak_equals_the_largest_event_everywhere_though_most_events_are_dropped() -> None:
     rng = random.Random(0)
     terms = [sympy.S.One, B, S, B * S, S**2, B * S**2]
     events = [sum(rng.randint(-9, 9) * t for t in terms) for _ in range(40)]
-    timelines = [[at(e, b, s) for e in events] for b, s in BASIS.sizes]
-    peak = BASIS.fit_peak(timelines, "peak")
+    peak = BASIS.peak(fitted(events))
     assert len(peak.args) < len(events)
     for b, s in product((1, 2, 7, 100), (1, 3, 64, 2000)):
         assert at(peak, b, s) == max(at(e, b, s) for e in events)
-
-
-def test_timelines_of_different_lengths_do_not_fit() -> None:
-    timelines = [[1, 2]] * (len(BASIS.sizes) - 1) + [[1, 2, 3]]
-    with pytest.raises(MisfitError, match="the number of operators depends on the size"):
-        BASIS.fit_peak(timelines, "peak")
-
-
-def test_a_peak_that_the_check_does_not_meet_is_refused() -> None:
-    timelines = [[b * s] for b, s in BASIS.points] + [[1]]
-    with pytest.raises(MisfitError, match=r"peak is 1 at \(b=6, s=12\), the fitted timeline says 72"):
-        BASIS.fit_peak(timelines, "peak")

@@ -8,9 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.fit import QUADRATIC, Basis, MisfitError
 from lightning_mist.model.isolate import isolated, substitute_parameters
-from lightning_mist.model.layer_costs import layer_spec, not_recomputed, run_variants
+from lightning_mist.model.kinds import Example
+from lightning_mist.model.layer_costs import layer_specs, not_recomputed
 from lightning_mist.model.step import Subject
 from lightning_mist.model.symbols import MICROBATCH
+from lightning_mist.model.ways import run_ways
 from tests.model.test_step import Chain
 
 BASIS = Basis(powers=QUADRATIC, points=((2, 1), (3, 1), (5, 1)), check=(7, 1))
@@ -30,35 +32,53 @@ def subject_of(module):
         )
 
 
-def runs(*, recomputes=True, sizes=BASIS.sizes):
+def ways(*, recomputes=True, basis=BASIS, twins=(None, None)):
     with subject_of(Chain()) as subject:
-        return [run_variants(subject, torch.ones(rows, 4), (None, None), recomputes=recomputes) for rows, _ in sizes]
+        return run_ways(subject, basis, lambda size: torch.ones(size[0], 4), twins, recomputes=recomputes)
+
+
+def spec_of(counted, part=1):
+    example = Example(part=part, follower=None, label="block", block="blocks.0")
+    return layer_specs(counted, [example], is_fake=True)[0]
 
 
 def test_expressions_of_a_block_by_hand():
-    part = layer_spec(BASIS, runs(), 1, "block", "blocks.0")
+    part = spec_of(ways())
     row = 8 * 4 * MICROBATCH
     assert sympy.expand(part.forward_flops - 2 * 64 * MICROBATCH) == 0
     assert sympy.expand(part.backward_flops - 4 * 64 * MICROBATCH) == 0
     assert sympy.expand(part.saved_bytes - row) == 0
     assert sympy.expand(part.checkpointed_saved_bytes - row) == 0
+    assert sympy.expand(part.forward_peak_bytes - 2 * row) == 0
     assert part.forward_operators == 2
     assert part.backward_operators == 4  # sigmoid, two products, and the addition to a gradient that is there
     assert (part.kind, part.example, part.forward_collectives) == ("block", "blocks.0", ())
 
 
+def test_peaks_are_those_of_the_timelines_at_every_size():
+    counted = ways()
+    for part in range(4):
+        spec = spec_of(counted, part)
+        for (rows, _), run in zip(BASIS.sizes, counted.first.runs, strict=True):
+            at = {MICROBATCH: rows}
+            assert spec.forward_peak_bytes.subs(at) == max(run.forward_peaks(part))
+            assert spec.first_backward_peak_bytes.subs(at) == max(run.backward_peaks(part))
+            assert spec.saved_bytes.subs(at) == run.saved[part]
+
+
 def test_without_recomputation_its_costs_are_those_of_keeping_everything():
-    kept = runs(recomputes=False)
-    assert all(run.recompute_first is run.first and run.recompute_later is run.later for run in kept)
-    assert [run.batch_bytes for run in kept] == [16 * rows for rows, _ in BASIS.sizes]
-    part = layer_spec(BASIS, kept, 1, "block", "blocks.0")
+    kept = ways(recomputes=False)
+    assert kept.recomputed_first is kept.first
+    assert kept.recomputed_later is kept.later
+    part = spec_of(kept)
     high = sympy.Integer(10**9)
     fixed = not_recomputed(replace(part, recompute_backward_peak_bytes=high, first_recompute_backward_peak_bytes=high))
     assert fixed.recompute_backward_peak_bytes == part.backward_peak_bytes
     assert fixed.first_recompute_backward_peak_bytes == part.first_backward_peak_bytes
 
 
-def test_counts_of_other_sizes_than_the_basis_says_fit_no_polynomial():
-    crooked = runs(sizes=((2, 1), (3, 1), (5, 1), (9, 1)))
-    with pytest.raises(MisfitError, match="of the block"):
-        layer_spec(BASIS, crooked, 1, "block", "blocks.0")
+def test_a_part_whose_operators_depend_on_the_size_has_no_expressions():
+    counted = ways()
+    counted.first.runs[1].forward[1].operators += 1
+    with pytest.raises(MisfitError, match="the number of forward operators of the block depends on the size"):
+        spec_of(counted)

@@ -17,7 +17,12 @@ def test_peak_and_saved_bytes_of_a_chain_computed_by_hand() -> None:
         v = w.sum()  # 40 + 4
     assert ledger.forward[0].timeline == [0, 40, 80]
     assert ledger.forward[1].timeline == [40, 80, 44]
-    assert {(h.bytes, h.part) for h in ledger.holdings().values()} == {(40, 1), (4, 1)}
+    assert [(s.bytes, s.part, s.born, s.died) for s in ledger.storages] == [
+        (40, 0, 1, 3),
+        (40, 0, 2, 5),
+        (40, 1, 4, None),
+        (4, 1, 5, None),
+    ]
     del w, v
     assert ledger.live_bytes == 0
 

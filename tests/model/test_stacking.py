@@ -1,0 +1,97 @@
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_mist.model import trace_model
+from lightning_mist.model.batches import resize_batch
+from lightning_mist.model.events import Moment
+from lightning_mist.model.isolate import isolated, substitute_parameters
+from lightning_mist.model.saved import PhaseCount
+from lightning_mist.model.stacking import place_step, step_parts, step_timeline, target_part
+from lightning_mist.model.step import Subject, count_step
+from tests import zoo
+
+MAKERS = {"llama": zoo.llama, "gpt2": zoo.gpt2, "bert": zoo.bert, "vit": zoo.vit}
+BATCHES = {"llama": zoo.token_batch, "gpt2": zoo.token_batch, "bert": zoo.token_batch, "vit": zoo.image_batch}
+
+
+@cache
+def traced(name, layers=3):
+    module = MAKERS[name](layers).train()
+    return trace_model(module, BATCHES[name](2), call=zoo.step(module), optimizer=torch.optim.SGD)
+
+
+def metered(name, layers, batch, **how):
+    """Bytes alive at every reading of a step of a deeper network in which every block runs."""
+    module = MAKERS[name](layers).train()
+    inner = {"llama": "model.layers", "gpt2": "transformer.h", "bert": "bert.encoder.layer", "vit": "vit.layers"}[name]
+    with isolated(module):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        own = {(name, slot): name for name, item in module.named_modules() for slot in item._parameters}
+        parameters = tuple(substitute_parameters(module, mode, own).values())
+        subject = Subject(
+            module=module,
+            blocks=tuple(module.model.get_submodule(inner)),
+            parameters=parameters,
+            mode=mode,
+            call=zoo.step(module),
+            context=nullcontext,
+        )
+        count = count_step(subject, batch, twins=(None,) * layers, **how)
+    return [alive for phase in in_order(count.forward, count.backward) for alive in phase.timeline]
+
+
+def in_order(forward: tuple[PhaseCount, ...], backward: tuple[PhaseCount, ...]) -> list[PhaseCount]:
+    return [*forward, *reversed(backward)]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", list(MAKERS))
+def test_three_traced_layers_say_every_byte_of_five_at_another_size(name, recompute, first):
+    rows, length = 5, 7 if name != "vit" else None
+    batch = resize_batch(BATCHES[name](2), rows, length)
+    truth = metered(name, 5, batch, recompute=recompute, gradients_exist=not first)
+    spec = replace(traced(name), kinds=(0,) * 5)
+    assert step_timeline(spec, rows, length or 1, recomputed_layers=5 * recompute, first=first) == truth
+
+
+def test_the_first_layers_alone_may_be_recomputed():
+    spec = traced("llama")
+    none, two, all_layers = (max(step_timeline(spec, 64, 64, recomputed_layers=count)) for count in (0, 2, 3))
+    assert none > two > all_layers
+
+
+def test_allocations_come_in_order_and_die_after_they_are_born():
+    placed = place_step(step_parts(traced("gpt2"), first=True))
+    assert [item.born for item in placed] == sorted(item.born for item in placed)
+    assert all(item.born < item.dies for item in placed)
+    gradients = [item.allocation for item in placed if item.allocation.dies is None and item.allocation.parameter]
+    spec = traced("gpt2")
+    assert {a.parameter for a in gradients} >= {
+        "attn.c_attn.weight",
+        "mlp.c_proj.bias",
+        "model.transformer.ln_f.weight",
+    }
+    # The tied table has a gradient of its own in head and tail.
+    total = sum(p.bytes for p in spec.parameters) + 4 * 32 * zoo.VOCABULARY
+    assert sum(a.size.at(2, 12) for a in gradients) == total
+
+
+def test_moments_are_told_from_where_they_are_anchored():
+    def at(part, anchor):
+        return Moment(part=part, anchor=anchor, direction="forward", position=0)
+
+    assert [target_part(3, at(part, "own"), 6) for part in (-1, 0, 1)] == [2, 3, 4]
+    assert target_part(3, at(1, "head"), 6) == 1
+    assert target_part(3, at(-1, "tail"), 6) == 4
+
+
+def test_a_network_without_events_is_refused():
+    spec = traced("vit")
+    with pytest.raises(ValueError, match="allocations of the head are not known one by one"):
+        step_parts(replace(spec, head=replace(spec.head, events=None)))
