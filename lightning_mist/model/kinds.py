@@ -62,13 +62,17 @@ class Kinds:
         head = Example(part=0, follower=None, label="head", block="")
         return head, *layers, replace(head, part=last + 2, label="tail")
 
-    def twins(self) -> tuple[int | None, ...]:
+    def twins(self, *, surrounded: bool = False) -> tuple[int | None, ...]:
         """For every block ``None`` if it runs itself, else the position of the example of its kind.
 
-        The blocks around an example run too, so that it begins, forward and backward, with what a real block leaves
-        alive, and so does the last block, for the tail. Thereby one block is seen to follow another of its kind.
+        Args:
+            surrounded: Whether the blocks around an example run too, so that it begins, forward and backward, with what
+                a real block leaves alive, and the last block, for the tail. Thereby one block is seen to follow another
+                of its kind.
         """
-        runs = {len(self.of) - 1, *(position + near for position in self.examples for near in (-1, 0, 1))}
+        runs = set(self.examples)
+        if surrounded:
+            runs |= {len(self.of) - 1, *(position + near for position in self.examples for near in (-1, 1))}
         return tuple(None if i in runs else self.examples[k] for i, k in enumerate(self.of))
 
 

@@ -23,6 +23,9 @@ NOWHERE = Origin("", "")
 _FOREIGN = frozenset(("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_mist", "contextlib"))
 """Packages whose lines say nothing about the network."""
 
+_RUNNER = "lightning_mist.model.step"
+"""What runs the user's step: frames below it are not about the network."""
+
 _NETWORKS = frozenset(("lightning_mist.model.reference",))
 """Modules of such packages that are networks themselves."""
 
@@ -100,7 +103,7 @@ class Origins:
                 self._is_user[name] = name in _NETWORKS or name.partition(".")[0] not in _FOREIGN
             if self._is_user[name]:
                 return f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            if frame.f_back is None:
+            if frame.f_back is None or name == _RUNNER:
                 break
             frame = frame.f_back
         return ""

@@ -93,7 +93,7 @@ def _find_blocks(subject: Subject, batch: Any) -> _Blocks:
     names = [type(block).__name__ for block in subject.blocks]
     for attempt in range(2):
         kinds = group(names, cost_keys(subject.blocks, [plain]))
-        twins = kinds.twins()
+        twins = kinds.twins(surrounded=True)
         if _can_imitate(subject, batch, plain, kinds, twins):
             break
         if not attempt:

@@ -30,9 +30,11 @@ def test_blocks_are_told_apart_by_class_shapes_and_what_is_trained() -> None:
     assert module_key(nn.Linear(2, 3)) == module_key(nn.Linear(2, 3))
 
 
-def test_what_stands_beside_an_example_runs_itself_and_so_does_the_last():
-    assert group("AAAAAA", [1] * 6).twins() == (None, None, 0, 0, 0, None)
-    assert group("AAAAABAAA", [1, 1, 1, 1, 1, 2, 1, 1, 1]).twins() == (None, None, 0, 0, None, None, None, 0, None)
+def test_what_stands_beside_an_example_may_run_itself_and_so_does_the_last():
+    assert group("AAAAAA", [1] * 6).twins() == (None, 0, 0, 0, 0, 0)
+    assert group("AAAAAA", [1] * 6).twins(surrounded=True) == (None, None, 0, 0, 0, None)
+    kinds = group("AAAAABAAA", [1, 1, 1, 1, 1, 2, 1, 1, 1])
+    assert kinds.twins(surrounded=True) == (None, None, 0, 0, None, None, None, 0, None)
 
 
 def test_head_examples_and_tail_stand_for_all_parts():
