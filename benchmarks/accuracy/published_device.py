@@ -33,7 +33,7 @@ class SimulatedDevice(TorchDispatchMode):
         workspaces: Bytes that the linear algebra library takes for a stream when it first multiplies there.
 
     Attributes:
-        peak_allocated, peak_reserved: Most bytes since the last :meth:`reset_peaks`.
+        peak_allocated, peak_active, peak_reserved: Most bytes since the last :meth:`reset_peaks`.
         stream: Name of the stream that allocates now.
     """
 
@@ -42,7 +42,7 @@ class SimulatedDevice(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.allocator = CachingAllocator(settings or AllocatorSettings())
         self.stream = "compute"
-        self.peak_allocated = self.peak_reserved = 0
+        self.peak_allocated = self.peak_active = self.peak_reserved = 0
         self._workspaces, self._with_workspace = workspaces, set[str]()
         self._names = itertools.count()
         self._living: dict[int, int] = {}
@@ -76,6 +76,7 @@ class SimulatedDevice(TorchDispatchMode):
                 f"{self.allocator.reserved} reserved"
             )
         self.peak_allocated = max(self.peak_allocated, self.allocator.allocated)
+        self.peak_active = max(self.peak_active, self.allocator.active)
         self.peak_reserved = max(self.peak_reserved, self.allocator.reserved)
         return name
 
@@ -122,7 +123,8 @@ class SimulatedDevice(TorchDispatchMode):
 
     def reset_peaks(self) -> None:
         """``torch.cuda.reset_peak_memory_stats``."""
-        self.peak_allocated, self.peak_reserved = self.allocator.allocated, self.allocator.reserved
+        self.peak_allocated, self.peak_active = self.allocator.allocated, self.allocator.active
+        self.peak_reserved = self.allocator.reserved
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

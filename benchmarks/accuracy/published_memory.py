@@ -123,16 +123,20 @@ def sample_of(row: Row, predicted: Callable[[], Prediction]) -> Sample:
         prediction = predicted()
     except UnpredictableError as error:
         return {**sample, "unpredicted": str(error)}
+    except (KeyError, TypeError, ValueError) as error:
+        return {**sample, "unpredicted": f"something that is needed is missing or has no sense: {error!r}"}
     sample["how"] = prediction.how
     pairs = {
         "allocated": (prediction.allocated, measured.get("peak_allocated_bytes")),
+        "active": (prediction.active, measured.get("peak_active_bytes")),
         "reserved": (prediction.reserved, measured.get("reserved_bytes")),
         "after_step": (prediction.after_step, measured.get("allocated_after_step_bytes")),
     }
     for name, (value, truth) in pairs.items():
+        if value is not None and (truth is not None or name == "allocated"):
+            sample[f"predicted_{name}_bytes"] = value
         if value is not None and truth is not None:
-            sample[f"predicted_{name}_bytes"], sample[f"measured_{name}_bytes"] = value, int(truth)
-            sample[f"{name}_error"] = value / truth - 1
+            sample[f"measured_{name}_bytes"], sample[f"{name}_error"] = int(truth), value / truth - 1
     return sample
 
 
@@ -148,7 +152,7 @@ def summary(samples: Sequence[Sample]) -> str:
     for group in sorted({str(sample["group"]) for sample in samples}):
         rows = [sample for sample in samples if sample["group"] == group]
         text = f"{group}: {len(rows)} rows, {sum('unpredicted' in row for row in rows)} not predicted"
-        for name in ("allocated", "reserved", "after_step"):
+        for name in ("allocated", "active", "reserved", "after_step"):
             errors = [abs(float(row[f"{name}_error"] or 0)) for row in rows if f"{name}_error" in row]
             if errors:
                 mean = sum(errors) / len(errors)

@@ -15,7 +15,6 @@ from benchmarks.accuracy.published_mist import MistStage, Ratios
 from benchmarks.accuracy.published_mist_model import MistDims
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.catalog import find_device
-from lightning_mist.units import format_bytes
 
 DATA = Path(__file__).parent / "data"
 GIB = 1 << 30
@@ -32,12 +31,13 @@ class Prediction:
     """What a run is predicted to take.
 
     Attributes:
-        allocated, reserved: Peaks of torch's statistics; ``reserved`` is None where it is not predicted.
+        allocated, active, reserved: Peaks of torch's statistics; None where they are not predicted.
         after_step: Allocated after a step, where it was asked for.
         how: Which program was run again.
     """
 
     allocated: int
+    active: int | None = None
     reserved: int | None = None
     after_step: int | None = None
     how: str
@@ -148,7 +148,7 @@ def mist_stage(row: Row, case: Row) -> tuple[MistDims, MistStage]:
         microbatch=int(stage["micro_batch_per_dp_rank"]),
         microbatches=min(int(plan["grad_accumulation_steps"]), in_flight + 2),
         data_parallel=int(stage["dp"]),
-        zero=int(stage["zero_stage"]),
+        zero=_zero_stage(stage),
         ratios=Ratios(
             weights=float(stage["weight_offload"]),
             gradients=float(stage["grad_offload"]),
@@ -157,6 +157,14 @@ def mist_stage(row: Row, case: Row) -> tuple[MistDims, MistStage]:
         ),
         device_bytes=int(float(case["memory_capacity_gb_config"]) * GIB),
     )
+
+
+def _zero_stage(stage: Row) -> int:
+    """Of the number itself, or of what is said to be sharded."""
+    if "zero_stage" in stage:
+        return int(known(int(stage["zero_stage"]), (1, 2, 3), "zero_stage"))
+    flags = [int(bool(stage[f"{name}_sharded"])) for name in ("weights", "grads", "optim")]
+    return int(known(sum(flags), (1, 2, 3), "number of sharded states"))
 
 
 _GELUS = ("gelu", "gelu_fast", "gelu_approx", "gelu_pytorch_tanh")
@@ -175,10 +183,3 @@ def catalog_name(gpu: str | None) -> str:
         except (ProfileError, ValueError):
             continue
     raise UnpredictableError(f"gpu = {gpu!r} is not in the catalog of devices")
-
-
-def error_text(predicted: int | None, measured: int | None) -> str:
-    """Predicted against measured, as text."""
-    if predicted is None or measured is None:
-        return "-"
-    return f"{format_bytes(predicted)} of {format_bytes(measured)} ({predicted / measured - 1:+.2%})"

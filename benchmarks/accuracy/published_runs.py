@@ -9,6 +9,7 @@ from benchmarks.accuracy.published_device import SimulatedDevice
 from benchmarks.accuracy.published_litgpt import LitGPT
 from benchmarks.accuracy.published_models import Arithmetic, BigCode, LlamaLike, Model, Shape
 from benchmarks.accuracy.published_rows import Prediction, Row, UnpredictableError, known
+from benchmarks.accuracy.published_torchtune import TorchTune
 from benchmarks.accuracy.published_training import STEPS, Trainer, Training
 from lightning_mist.cost.allocator import AllocatorSettings
 
@@ -52,11 +53,9 @@ def predict_run(row: Row, workspace: int) -> Prediction:
     unknown = sorted(set(row) - _KEYS)
     if unknown:
         raise UnpredictableError(f"the row says {', '.join(unknown)}, which is not understood here")
-    is_litgpt = "litgpt" in str(row.get("source", "")).lower()
-    training = training_of(row, is_litgpt=is_litgpt)
-    model = model_of(row, is_litgpt=is_litgpt)
-    if training.sharding == "fsdp1" and model.arithmetic.autocast is not None:
-        raise UnpredictableError("precision: fully sharded with mixed precision is not understood here")
+    library = library_of(row)
+    training = training_of(row, library)
+    model = model_of(row, library)
     # One workspace for the thread of the forward, one for that of the backward.
     device = SimulatedDevice(AllocatorSettings(), workspaces=2 * workspace)
     with device:
@@ -66,12 +65,19 @@ def predict_run(row: Row, workspace: int) -> Prediction:
         del trainer
     return Prediction(
         allocated=device.peak_allocated,
+        active=device.peak_active,
         reserved=device.peak_reserved,
-        how=f"{'litgpt' if is_litgpt else 'transformers'}, {training.sharding if training.world > 1 else 'one device'}",
+        how=f"{library}, {training.sharding if training.world > 1 else 'one device'}",
     )
 
 
-def training_of(row: Row, *, is_litgpt: bool) -> Training:
+def library_of(row: Row) -> str:
+    """Whose code a row's model and loop are: that of its source, or Hugging Face's."""
+    text = f"{row['id']} {row.get('source', '')}".lower()
+    return next((name for name in ("litgpt", "torchtune") if name in text), "transformers")
+
+
+def training_of(row: Row, library: str) -> Training:
     """How the run trains.
 
     Raises:
@@ -90,42 +96,51 @@ def training_of(row: Row, *, is_litgpt: bool) -> Training:
         sharding = "none"
     recomputation = str(row.get("checkpoint") or "none").lower()
     known(re.split(r"\W", recomputation)[0], ("none", "full"), "checkpoint")
-    kind, optimizer, is_paged = optimizer_of(str(row.get("optimizer") or ""))
+    text = str(row.get("optimizer") or "")
+    if sharding != "none" and _IN_BACKWARD.search(text):
+        raise UnpredictableError(f"optimizer = {text!r} on {world} devices is not understood here")
+    kind, optimizer = optimizer_of(text)
     return Training(
         batch=int(row["micro_batch"]),
         length=int(row["seq"]),
         # Two batches: the first makes gradients, the second adds to them, and so does every further one.
         accumulation=min(int(row.get("grad_accum") or 1), 2),
         recomputes=recomputation != "none",
-        is_reentrant=not is_litgpt,
+        is_reentrant=library == "transformers",
         optimizer=optimizer,
         kind=kind,
-        is_paged=is_paged,
+        is_paged="paged" in text.lower(),
+        is_8bit=bool(_EIGHT_BITS.search(text)),
+        steps_in_backward=bool(_IN_BACKWARD.search(text)),
         sharding=sharding,
         world=world,
-        holds_logits=is_litgpt,
-        tensors_per_batch=2 if is_litgpt else 3,
+        holds_logits=library == "litgpt",
+        tensors_per_batch=3 if library == "transformers" else 2,
     )
 
 
-def optimizer_of(text: str) -> tuple[str, str, bool]:
-    """Implementation, name, and whether its state is in managed memory.
+_EIGHT_BITS = re.compile(r"8.?bit", re.IGNORECASE)
+_IN_BACKWARD = re.compile(r"in.?(backward|bwd)", re.IGNORECASE)
+
+
+def optimizer_of(text: str) -> tuple[str, str]:
+    """Implementation and name.
 
     Raises:
         UnpredictableError: If it is another optimizer than AdamW, Adam and SGD.
     """
     lower = text.lower()
-    if re.search(r"8.?bit|adafactor|lion|muon|galore|apollo|momentum|zero", lower):
+    if re.search(r"4.?bit|adafactor|lion|muon|galore|apollo|momentum|zero", lower):
         raise UnpredictableError(f"optimizer = {text!r} is not understood here")
     name = "sgd" if "sgd" in lower else "adamw" if "adam" in lower else None
     if name is None:
         raise UnpredictableError(f"optimizer = {text!r}; understood are AdamW, Adam and SGD")
     is_loop = re.search(r"for.?loop|foreach\s*=\s*false|single.?tensor|no foreach", lower)
     kind = "for-loop" if is_loop else "fused" if "fused" in lower else "foreach"
-    return kind, name, "paged" in lower
+    return kind, name
 
 
-def model_of(row: Row, *, is_litgpt: bool) -> Model:
+def model_of(row: Row, library: str) -> Model:
     """The model, as the library that the row names computes it.
 
     Raises:
@@ -146,11 +161,14 @@ def model_of(row: Row, *, is_litgpt: bool) -> Model:
         positions=int(arch.get("positions") or row["seq"]) if family in _BIGCODES else 0,
     )
     dtype, autocast = _PRECISIONS[known(str(row.get("precision", "")).lower(), tuple(_PRECISIONS), "precision")]
-    default = "flash" if is_litgpt or "fms" in str(row.get("source", "")) else "sdpa"
+    default = "flash" if library != "transformers" or "fms" in str(row.get("source", "")) else "sdpa"
     attention = str(row.get("attention") or default).lower()
     attention = "flash" if "flash" in attention else known(attention, ("sdpa", "eager"), "attention")
     arithmetic = Arithmetic(dtype=dtype, autocast=autocast, attention=attention)
-    if is_litgpt:
+    if library == "torchtune":
+        known(family, ("llama", "mistral", "qwen2"), "family")
+        return TorchTune(shape=shape, arithmetic=arithmetic, has_qkv_bias=family == "qwen2")
+    if library == "litgpt":
         known(family, ("llama", "mistral", "gemma", "gpt_neox", "pythia", "phi", "falcon"), "family")
         is_llama = family in ("llama", "mistral", "gemma")
         return LitGPT(

@@ -6,6 +6,7 @@ of an accumulation, the optimizer's own code, gradients to None. Sharded runs wr
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ class Training:
         optimizer: ``"adamw"`` or ``"sgd"``.
         kind: ``"foreach"``, ``"fused"`` or ``"for-loop"``.
         is_paged: Whether optimizer state lies in managed memory, which the allocator does not see.
+        is_8bit: Whether both moments have one byte an element (bitsandbytes).
+        steps_in_backward: Whether every weight is updated, and its gradient freed, as soon as the gradient is there.
         sharding: ``"none"``, ``"ddp"`` or ``"fsdp1"``.
         world: Devices.
         holds_logits: Whether the loop's variables keep the logits until the next forward has made new ones.
@@ -46,6 +49,8 @@ class Training:
     optimizer: str = "adamw"
     kind: str = "foreach"
     is_paged: bool = False
+    is_8bit: bool = False
+    steps_in_backward: bool = False
     sharding: str = "none"
     world: int = 1
     holds_logits: bool = False
@@ -90,22 +95,31 @@ class FlatUnit:
     Args:
         device: Where.
         shapes: Shapes by name.
-        dtype: Of the weights.
+        dtype: Of the shard and of the gradient's.
+        computes: Of the whole weights and their gradients, which are reduced in it (``MixedPrecision``).
         world: Ranks that share it. Alone, nothing is sharded (``NO_SHARD``).
         is_root: Whether it stays whole between forward and backward.
     """
 
     def __init__(
-        self, device: SimulatedDevice, shapes: Shapes, dtype: torch.dtype, *, world: int, is_root: bool
+        self,
+        device: SimulatedDevice,
+        shapes: Shapes,
+        dtype: torch.dtype,
+        *,
+        computes: torch.dtype,
+        world: int,
+        is_root: bool,
     ) -> None:
         """Allocate the shard."""
+        self.computes = computes
         self.device, self.shapes, self.world, self.is_root = device, shapes, world, is_root
         self.numels = [torch.Size(shape).numel() for shape in shapes.values()]
         self.shard_numel = -(-sum(self.numels) // world)
         self.numel = self.shard_numel * world
         self.shard = torch.empty(self.shard_numel, dtype=dtype, device="meta")
         with device.paused():
-            whole = self.shard if world == 1 else torch.empty(self.numel, dtype=dtype, device="meta")
+            whole = self.shard if world == 1 else torch.empty(self.numel, dtype=computes, device="meta")
         self.flat = nn.Parameter(whole)
         self.flat.register_post_accumulate_grad_hook(self._after_backward)  # type: ignore[arg-type]
         self.gradient: Tensor | None = None
@@ -143,7 +157,9 @@ class FlatUnit:
     def _gather(self) -> None:
         if self.world > 1 and not self.device.has_memory(self.flat):
             with self.device.on("unshard"):
+                cast = self.shard.to(self.computes)  # itself if the types are equal; gone when all have been gathered
                 self.device.hold(self.flat)
+                del cast
 
     def _free(self) -> None:
         if self.world > 1 and self.device.has_memory(self.flat):
@@ -155,6 +171,7 @@ class FlatUnit:
             before._gather()
 
     def _after_backward(self, _: Tensor) -> None:
+        self._free()
         if not self.syncs:
             return
         whole = self.flat.grad
@@ -162,9 +179,8 @@ class FlatUnit:
         if self.world == 1:
             self.gradient = whole
             return
-        self._free()
         with self.device.on("reduce"):
-            shard = torch.empty_like(self.shard)
+            shard = torch.empty_like(self.shard, dtype=self.computes).to(self.shard.dtype)
         self.flat.grad = None
         self.gradient = shard if self.gradient is None else self.gradient.add_(shard)
 
@@ -186,12 +202,20 @@ class Trainer:
         self.units: list[PlainUnit | FlatUnit] = []
         for index, each in enumerate(shapes):
             if training.sharding == "fsdp1":
-                unit: PlainUnit | FlatUnit = FlatUnit(device, each, dtype, world=training.world, is_root=index == 0)
+                computes, is_root = model.arithmetic.autocast or dtype, index == 0
+                unit: PlainUnit | FlatUnit = FlatUnit(
+                    device, each, dtype, computes=computes, world=training.world, is_root=is_root
+                )
             else:
                 unit = PlainUnit(device, each, dtype, has_buckets=training.sharding == "ddp" and training.world > 1)
             self.units.append(unit)
         self.buffers = torch.empty(model.buffer_bytes, dtype=torch.uint8, device="meta")
-        self.optimizer = _optimizer(training, [p for unit in self.units for p in unit.parameters])
+        parameters = [p for unit in self.units for p in unit.parameters]
+        self.optimizers = [_optimizer(training, parameters)]
+        if training.steps_in_backward:
+            self.optimizers = [_optimizer(training, [p]) for p in parameters]
+            for parameter, optimizer in zip(parameters, self.optimizers, strict=True):
+                parameter.register_post_accumulate_grad_hook(partial(_step_one, optimizer))
         self.logits: Tensor | None = None
 
     def step(self) -> None:
@@ -206,11 +230,9 @@ class Trainer:
             self.model.arithmetic.casts.clear()
         for unit in self.units:
             unit.give_gradients()
-        if self.training.is_paged:
-            self._paged_step()
-        else:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         for unit in self.units:
             unit.forget_gradients()
 
@@ -243,31 +265,50 @@ class Trainer:
         reentrant = self.training.is_reentrant
         return checkpoint(layer, x, use_reentrant=reentrant, preserve_rng_state=False)  # type: ignore[no-any-return]
 
-    def _paged_step(self) -> None:
-        """A step whose state is in managed memory and whose kernels need nothing beside it."""
-        for parameter in self.optimizer.param_groups[0]["params"]:
-            parameter.grad = None
+
+def _step_one(optimizer: torch.optim.Optimizer, _: Tensor) -> None:
+    """Update one weight in backward."""
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _optimizer(training: Training, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     foreach, fused = training.kind == "foreach", training.kind == "fused"
     if training.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=0.1, foreach=foreach, fused=fused)
-    # The fused kernel has no implementation without a device; it makes the same state and needs nothing beside it.
-    return FusedAdamW(parameters) if fused else torch.optim.AdamW(parameters, lr=0.1, foreach=foreach)
+    if fused or training.is_paged or training.is_8bit:
+        return OneKernelAdamW(parameters, is_8bit=training.is_8bit, is_paged=training.is_paged)
+    return torch.optim.AdamW(parameters, lr=0.1, foreach=foreach)
 
 
-class FusedAdamW(torch.optim.Optimizer):
-    """What ``torch.optim.AdamW(fused=True)`` allocates: both moments and a step count on the device, nothing else."""
+class OneKernelAdamW(torch.optim.Optimizer):
+    """What AdamW in one kernel allocates: its state and nothing else.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    ``torch.optim.AdamW(fused=True)`` has both moments and a step count on the device; the kernel itself does not run
+    without one. bitsandbytes keeps moments of weights of at least 4096 elements in a byte each, with a float32 scale
+    for every 256, and paged ones in memory that the allocator does not know of.
+
+    Args:
+        parameters: What it updates.
+        is_8bit, is_paged: As in :class:`Training`.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, is_8bit: bool, is_paged: bool) -> None:
         """No state yet."""
         super().__init__(parameters, {})
+        self._is_8bit, self._is_paged = is_8bit, is_paged
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Make the state that is missing."""
         for parameter in (p for group in self.param_groups for p in group["params"]):
-            state = self.state[parameter]
-            if parameter.grad is not None and not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device="meta")
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state, numel = self.state[parameter], parameter.numel()
+            if parameter.grad is None or state or self._is_paged:
+                continue
+            state["step"] = torch.zeros((), dtype=torch.float32, device="meta")
+            for name in ("exp_avg", "exp_avg_sq"):
+                if self._is_8bit and numel >= 4096:
+                    state[name] = torch.zeros(numel, dtype=torch.uint8, device="meta")
+                    state[f"{name}_scale"] = torch.zeros(-(-numel // 256), dtype=torch.float32, device="meta")
+                else:
+                    dtype = torch.float32 if self._is_8bit else parameter.dtype
+                    state[name] = torch.zeros_like(parameter, dtype=dtype)

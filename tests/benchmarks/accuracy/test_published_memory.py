@@ -35,13 +35,13 @@ def test_a_run_that_others_trained():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"optimizer": "AdamW 8bit"}, "optimizer = 'AdamW 8bit' is not understood"),
+        ({"optimizer": "AdamW 4bit"}, "optimizer = 'AdamW 4bit' is not understood"),
         ({"optimizer": "Shampoo"}, "understood are AdamW, Adam and SGD"),
         ({"checkpoint": "selective"}, "checkpoint = 'selective'; understood are 'none', 'full'"),
         ({"parallel": {"tp": 2}}, "parallel = 'tp'; understood are"),
         ({"parallel": {"fsdp1": 4}}, "on 2 devices is not understood"),
         ({"precision": "fp8"}, "precision = 'fp8'"),
-        ({"precision": "bf16-mixed"}, "fully sharded with mixed precision"),
+        ({"optimizer": "AdamW in backward"}, "optimizer = 'AdamW in backward' on 2 devices"),
         ({"quantization": "nf4"}, "the row says quantization, which is not understood"),
         ({"gpu": "TPU"}, "gpu = 'TPU' is not in the catalog"),
         ({"arch": {**POINTS["fms-mistral7b-full-2g-b2"]["arch"], "family": "mixtral"}}, "family = 'mixtral'"),
@@ -50,6 +50,11 @@ def test_a_run_that_others_trained():
 def test_runs_that_are_not_understood_are_refused(change, message):
     with pytest.raises(UnpredictableError, match=message):
         predict({**POINTS["fms-mistral7b-full-2g-b2"], **change}, PLANS)
+
+
+def test_a_row_that_lacks_something_says_so():
+    row = {key: value for key, value in POINTS["litgpt-tinyllama-full"].items() if key != "seq"}
+    assert "missing or has no sense: KeyError('seq')" in sample_of(row, lambda: predict(row, PLANS))["unpredicted"]
 
 
 def test_a_row_without_its_plan_says_so():

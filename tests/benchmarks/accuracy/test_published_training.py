@@ -6,6 +6,7 @@ import torch
 from benchmarks.accuracy.published_device import SimulatedDevice
 from benchmarks.accuracy.published_litgpt import LitGPT
 from benchmarks.accuracy.published_models import Arithmetic, BigCode, LlamaLike, Shape
+from benchmarks.accuracy.published_torchtune import TorchTune
 from benchmarks.accuracy.published_training import Trainer, Training
 
 SHAPE = Shape(
@@ -44,11 +45,12 @@ def llama(**changes):
         BigCode(shape=SHAPE, arithmetic=Arithmetic(dtype=torch.bfloat16), keeps_cache=True),
         BigCode(shape=SHAPE, arithmetic=Arithmetic(dtype=torch.float32, autocast=torch.bfloat16)),
         LitGPT(shape=SHAPE, arithmetic=Arithmetic(dtype=torch.bfloat16)),
+        TorchTune(shape=SHAPE, arithmetic=Arithmetic(dtype=torch.bfloat16)),
         LitGPT(
             shape=SHAPE, arithmetic=Arithmetic(dtype=torch.bfloat16), is_llama=False, is_parallel=True, has_bias=True
         ),
     ],
-    ids=["llama", "qwen", "gemma", "fast", "bigcode", "gpt2-mixed", "litgpt", "neox"],
+    ids=["llama", "qwen", "gemma", "fast", "bigcode", "gpt2-mixed", "litgpt", "torchtune", "neox"],
 )
 def test_between_steps_there_are_weights_and_moments(model):
     size = 4 if model.arithmetic.dtype == torch.float32 else 2
@@ -87,6 +89,23 @@ def test_a_sharded_run_has_two_layers_and_the_root_whole_at_most():
     assert peak == pytest.approx(after + gradients + root + 4 * layer, rel=0.1)
 
 
+def test_a_sharded_run_with_mixed_precision_has_float32_shards():
+    model = LlamaLike(shape=SHAPE, arithmetic=Arithmetic(dtype=torch.float32, autocast=torch.bfloat16))
+    _, after, trainer = run(model, dataclasses.replace(TRAINING, sharding="fsdp1", world=4))
+    held = 3 * 4 * parameters(model) / 4
+    assert held <= after <= held + 1024 * 1024
+    assert {unit.flat.dtype for unit in trainer.units} == {torch.bfloat16}
+
+
+def test_accumulation_without_reduction_keeps_whole_gradients():
+    model = llama()
+    training = dataclasses.replace(TRAINING, batch=1, length=8, sharding="fsdp1", world=8)
+    once, _, _ = run(model, training)
+    twice, after, _ = run(model, dataclasses.replace(training, accumulation=2))
+    assert twice - once > parameters(model)
+    assert after < 2 * parameters(model)
+
+
 def test_recomputation_keeps_inputs_only():
     model = dataclasses.replace(llama(), shape=dataclasses.replace(SHAPE, layers=6, vocabulary=64))
     training = dataclasses.replace(TRAINING, batch=64, kind="fused")
@@ -94,6 +113,24 @@ def test_recomputation_keeps_inputs_only():
     recomputed, _, _ = run(model, dataclasses.replace(training, recomputes=True))
     rows = 64 * 64 * SHAPE.hidden * 2
     assert plain - recomputed > 5 * 15 * rows
+
+
+def test_state_in_bytes_and_state_elsewhere():
+    weights = 2 * parameters(llama())
+    _, eighth, _ = run(llama(), dataclasses.replace(TRAINING, is_8bit=True))
+    assert eighth == pytest.approx(weights * (2 + 4 / 256), rel=0.03)
+    _, paged, _ = run(llama(), dataclasses.replace(TRAINING, is_8bit=True, is_paged=True))
+    assert paged == pytest.approx(weights, rel=0.03)
+
+
+def test_steps_in_backward_never_have_all_gradients():
+    training = dataclasses.replace(TRAINING, batch=1, length=8, optimizer="sgd")
+    together, _, _ = run(llama(), training)
+    one_by_one, _, _ = run(llama(), dataclasses.replace(training, steps_in_backward=True))
+    largest = 2 * SHAPE.vocabulary * SHAPE.hidden
+    weights = 2 * parameters(llama())
+    assert together >= 2 * weights
+    assert one_by_one < weights + 2 * largest + weights / 10
 
 
 def test_replicas_keep_gradients_in_buckets():
