@@ -253,9 +253,11 @@ class PlainAllocator:
                 blocks[place][2] = name
             return True
         segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-        if self.reserved() + segment > self.capacity and self.limit < float("inf"):
-            self._drop_oversize(stream, small, size)
-        if self.reserved() + segment > self.capacity:
+        is_over = self.reserved() + segment > self.capacity
+        if is_over and self.limit < float("inf"):
+            # Where it drops less than was asked for, all goes, although there may be room by now.
+            is_over = not self._drop_oversize(stream, small, size) or self.reserved() + segment > self.capacity
+        if is_over:
             self.segments = [entry for entry in self.segments if len(entry[2]) > 1 or entry[2][0][2] is not None]
             self.flushes += 1
         if self.reserved() + segment > self.capacity:
@@ -270,7 +272,7 @@ class PlainAllocator:
             blocks[0][2] = name
         return True
 
-    def _drop_oversize(self, stream: str, small: bool, size: int) -> None:
+    def _drop_oversize(self, stream: str, small: bool, size: int) -> bool:
         wanted = max(size, self.limit)
         oversize = [entry for entry in self._free(stream, small) if entry[0] >= self.limit]
         enough = [entry for entry in oversize if entry[0] >= wanted]
@@ -281,6 +283,7 @@ class PlainAllocator:
                     chosen, total = [*chosen, entry], total + entry[0]
         gone = [id(entry[2]) for entry in chosen]
         self.segments = [entry for entry in self.segments if id(entry[2]) not in gone]
+        return bool(enough) or total >= wanted
 
     def free(self, name: int) -> None:
         for _, _, blocks in self.segments:
