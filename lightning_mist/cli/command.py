@@ -2,8 +2,9 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from typing import get_type_hints
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_type_hints
 
 import docstring_parser
 from jsonargparse import ArgumentParser
@@ -27,10 +28,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(None if arguments is None else list(arguments))
     function = _COMMANDS[chosen.subcommand]
     values = vars(chosen[chosen.subcommand])
+    with warnings.catch_warnings():
+        # Lightning 2.6 asks for the leaves of a tree in a way that torch 2.13 deprecates; nobody here can mend it.
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+        _run(chosen.subcommand, function, values)
+
+
+def _run(name: str, function: Callable[..., None], values: Mapping[str, Any]) -> None:
+    """Run a command; its errors end the process in one line."""
     try:
-        function(*(values[name] for name in inspect.signature(function).parameters))
+        function(*(values[parameter] for parameter in inspect.signature(function).parameters))
     except (MistError, ValueError, OSError) as error:
-        print(f"lightning-mist {chosen.subcommand}: error: {error}", file=sys.stderr)
+        print(f"lightning-mist {name}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 
 
