@@ -33,7 +33,7 @@ def estimate_to_json(estimate: MemoryEstimate) -> str:
                 **{field.name: getattr(stage, field.name) for field in fields(StageEstimate)},
                 **{name: asdict(getattr(stage, name)) for name in _INTERVALS},
                 "terms": dict(stage.terms),
-                "tensors": [asdict(tensor) for tensor in stage.tensors],
+                **{name: [asdict(tensor) for tensor in getattr(stage, name)] for name in _TENSORS},
             }
             for stage in estimate.stages
         ],
@@ -82,6 +82,7 @@ def estimate_from_json(text: str) -> MemoryEstimate:
     )
 
 
+_TENSORS = ("tensors", "kinds")
 _INTERVALS = ("allocated", "reserved", "device_total")
 
 
@@ -92,7 +93,7 @@ def _stage(value: object, path: str) -> StageEstimate:
         path,
         devices=tuple,
         terms=lambda item: tuple(item.items()),
-        tensors=lambda item: tuple(_make(PeakTensor, _object(t, path), f"{path}.tensors") for t in item),
+        **{name: lambda item: tuple(_make(PeakTensor, _object(t, path), path) for t in item) for name in _TENSORS},
         **{name: lambda item: _make(Interval, _object(item, path), path) for name in _INTERVALS},
     )
 

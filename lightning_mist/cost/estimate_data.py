@@ -61,6 +61,11 @@ class PeakTensor:
     dtype: str = ""
     count: int = 1
 
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of all that are alike."""
+        return self.count * self.bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEstimate:
@@ -76,6 +81,7 @@ class StageEstimate:
         terms: Bytes by term, as ``(name, bytes)``: those of :data:`~lightning_mist.cost.memory.TERMS` add up to the
             p50 of ``allocated``, with :data:`OUTER_TERMS` to that of ``device_total``.
         tensors: The largest tensors alive at the peak, largest first; empty if the allocations are not known.
+        kinds: The kinds of tensors (alike but for layer and microbatch) that take most together, largest first.
         flushes: How often in two steps the allocator has to give back what is free, waiting for the device, to stay
             within the limit.
         host_bytes: Pinned host memory of the device's process.
@@ -89,6 +95,7 @@ class StageEstimate:
     device_total: Interval
     terms: tuple[tuple[str, int], ...]
     tensors: tuple[PeakTensor, ...] = ()
+    kinds: tuple[PeakTensor, ...] = ()
     flushes: int = 0
     host_bytes: int = 0
 

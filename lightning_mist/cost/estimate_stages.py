@@ -15,9 +15,9 @@ from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.cost.communicators import communicators_by_degrees, communicators_of
 from lightning_mist.cost.device_need import DeviceNeed, replayed_need, summed_need
 from lightning_mist.cost.device_total import DeviceOverheads, device_overheads
-from lightning_mist.cost.estimate_data import PeakTensor, StageEstimate
+from lightning_mist.cost.estimate_data import StageEstimate
 from lightning_mist.cost.memory import MemoryModel, StageMemory
-from lightning_mist.cost.peak_tensors import largest_tensors, phase_in_words
+from lightning_mist.cost.peak_tensors import phase_in_words, tensors_at_peak
 from lightning_mist.cost.picture import Timeline, timeline_of
 from lightning_mist.cost.replay import replay_group
 from lightning_mist.errors import PlanError
@@ -112,8 +112,9 @@ class Estimator:
         terms = dict(replay.terms_at_peak())
         # Workspaces, and what rounding adds to sizes.
         terms["working_bytes"] += need.allocated.p50 - sum(terms.values())
-        tensors = largest_tensors(replay.alive_at_peak(), group)
-        return _estimate(plan, group, phase_in_words(replay.phase), need, tuple(terms.items()), tensors, 0)
+        tensors, kinds = tensors_at_peak(replay.alive_at_peak(), group)
+        found = _estimate(plan, group, phase_in_words(replay.phase), need, tuple(terms.items()))
+        return replace(found, tensors=tensors, kinds=kinds)
 
     def _overheads(self, plan: Plan, rank: int) -> DeviceOverheads:
         return rank_overheads(self.cluster, plan, self.spec.module_map, rank)
@@ -146,7 +147,7 @@ def summed_estimate(
     )
     terms = dict(memory.terms)
     terms["working_bytes"] += overheads.workspace_bytes
-    return _estimate(plan, stage, memory.phase, need, tuple(terms.items()), (), memory.host_bytes)
+    return _estimate(plan, stage, memory.phase, need, tuple(terms.items()), memory.host_bytes)
 
 
 def rank_overheads(cluster: Cluster, plan: Plan, module_map: ModuleMap, rank: int) -> DeviceOverheads:
@@ -185,8 +186,7 @@ def _estimate(
     phase: str,
     need: DeviceNeed,
     terms: tuple[tuple[str, int], ...],
-    tensors: tuple[PeakTensor, ...],
-    host_bytes: int,
+    host_bytes: int = 0,
 ) -> StageEstimate:
     outer = (
         ("allocator_bytes", need.allocator_bytes),
@@ -201,7 +201,6 @@ def _estimate(
         reserved=need.reserved,
         device_total=need.device_total,
         terms=(*terms, *outer),
-        tensors=tensors,
         flushes=need.flushes,
         host_bytes=host_bytes,
     )

@@ -1,12 +1,20 @@
 """An estimate for people: verdict first, then bytes by term and stage, the largest tensors, and what would help."""
 
+from collections.abc import Sequence
 from io import StringIO
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_mist.cost.estimate_data import WORDS, MemoryEstimate, StageEstimate, all_terms, describe_change
+from lightning_mist.cost.estimate_data import (
+    WORDS,
+    MemoryEstimate,
+    PeakTensor,
+    StageEstimate,
+    all_terms,
+    describe_change,
+)
 from lightning_mist.units import format_bytes
 
 _COLORS = {"fits": "bold green", "tight": "bold yellow", "does not fit": "bold red"}
@@ -30,8 +38,11 @@ def render_estimate(estimate: MemoryEstimate, *, width: int = 120, color: bool =
     groups = _groups(estimate)
     for first in range(0, len(groups), per_table):
         console.print(_stage_table(estimate, groups[first : first + per_table]))
-    if estimate.worst.tensors:
-        console.print(_tensor_table(estimate.worst))
+    worst = estimate.worst
+    if worst.tensors:
+        console.print(_tensor_table(f"largest tensors at the peak of stage {worst.stage}", worst.tensors))
+        title = "tensors that take most together, those that differ in their layer alone as one"
+        console.print(_tensor_table(title, worst.kinds, together=True))
     if estimate.changes:
         console.print("what would make it fit", style="bold")
         for change in estimate.changes:
@@ -73,14 +84,18 @@ def _stage_table(estimate: MemoryEstimate, stages: list[StageEstimate]) -> Table
     return table
 
 
-def _tensor_table(stage: StageEstimate) -> Table:
-    table = Table(title=f"largest tensors at the peak of stage {stage.stage}", title_justify="left", title_style="bold")
+def _tensor_table(title: str, tensors: Sequence[PeakTensor], *, together: bool = False) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    if together:
+        table.add_column("together", justify="right")
     table.add_column("bytes", justify="right")
-    table.add_column("as many", justify="right")
-    for heading in ("counts as", "microbatch", "module", "operator", "line"):
+    table.add_column("alike", justify="right")
+    for heading in ("counts as", "module", "operator", "line"):
         table.add_column(heading, overflow="fold")
-    for tensor in stage.tensors:
+    table.add_column("microbatch", justify="right")
+    for tensor in tensors:
+        sizes = [tensor.all_bytes] * together + [tensor.bytes]
+        words = (WORDS[tensor.term], tensor.module, tensor.operator, tensor.line)
         microbatch = "" if tensor.microbatch is None else str(tensor.microbatch)
-        cells = (WORDS[tensor.term], microbatch, tensor.module, tensor.operator, tensor.line)
-        table.add_row(format_bytes(tensor.bytes), str(tensor.count), *map(Text, cells))
+        table.add_row(*map(format_bytes, sizes), str(tensor.count), *map(Text, words), microbatch)
     return table

@@ -12,6 +12,8 @@ from lightning_mist.schedule import Action, ActionKind
 SHOWN_TENSORS = 10
 """Tensors of a peak that are kept."""
 
+_NUMBER = re.compile(r"\d+")
+
 _WORDS = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",
@@ -40,24 +42,29 @@ def phase_in_words(action: str) -> str:
     return _WORDS[parsed.kind] + where
 
 
-def largest_tensors(alive: Iterable[Alive], group: int) -> tuple[PeakTensor, ...]:
-    """The largest tensors that are alive, by size; those that differ in their layer or microbatch alone are one.
+def tensors_at_peak(alive: Iterable[Alive], group: int) -> tuple[tuple[PeakTensor, ...], tuple[PeakTensor, ...]]:
+    """The largest tensors that are alive, and the kinds of tensors that take most together.
+
+    Tensors that differ in their layer or microbatch alone are of one kind, and are listed once, with their number.
 
     Args:
         alive: What is alive, the largest first.
         group: The group of devices, which is the stage of what belongs to no other.
+
+    Returns:
+        Kinds by the size of one tensor, and kinds by the bytes of all; of each the first :data:`SHOWN_TENSORS`.
     """
     found: dict[tuple[object, ...], PeakTensor] = {}
     counts: dict[tuple[object, ...], int] = {}
     for item in alive:
         tensor = _tensor(item, group)
-        alike = re.sub(r"\d+", "*", tensor.module)
+        alike = _NUMBER.sub("*", tensor.module)
         key = (tensor.bytes, tensor.term, alike, tensor.operator, tensor.line, tensor.dtype)
-        if key not in found and len(found) == SHOWN_TENSORS:
-            continue  # smaller ones may still be like those that are kept
         found.setdefault(key, tensor)
         counts[key] = counts.get(key, 0) + 1
-    return tuple(replace(tensor, count=counts[key]) for key, tensor in found.items())
+    kinds = [replace(tensor, count=counts[key]) for key, tensor in found.items()]
+    most = sorted(kinds, key=lambda kind: -kind.all_bytes)
+    return tuple(kinds[:SHOWN_TENSORS]), tuple(most[:SHOWN_TENSORS])
 
 
 def _tensor(item: Alive, group: int) -> PeakTensor:

@@ -57,6 +57,15 @@ def test_a_sweep(capsys):
     assert kept == [0, 4]
 
 
+def test_a_picture(tmp_path, capsys):
+    run(*arguments(pipeline_stages=2, picture=tmp_path / "bytes.png"))
+    shown = capsys.readouterr()
+    assert "largest tensors at the peak of stage" in shown.out
+    assert "networks.py:" in shown.out
+    assert f"picture written to {tmp_path / 'bytes.png'}" in shown.err
+    assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_closed_form_takes_a_moment(capsys, tmp_path):
     known = {"model": "llama-7b", "cluster": "1x8xA100-40", "global_batch_size": 8, "seq_len": 2048}
     run(*arguments(**known, precision="bf16-true", zero_stage=3, closed_form=True))

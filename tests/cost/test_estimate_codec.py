@@ -11,7 +11,10 @@ from tests.cost.test_estimate_data import ESTIMATE, PLAN
 TENSOR = PeakTensor(bytes=5, term="working_bytes", stage=0, microbatch=1, module="a.b", operator="aten.mm.default")
 FULL = replace(
     ESTIMATE,
-    stages=(replace(ESTIMATE.stages[0], tensors=(TENSOR,), host_bytes=7), ESTIMATE.stages[1]),
+    stages=(
+        replace(ESTIMATE.stages[0], tensors=(TENSOR,), kinds=(replace(TENSOR, count=3),), host_bytes=7),
+        ESTIMATE.stages[1],
+    ),
     changes=(Change(text="more", plan=PLAN, device_total=ESTIMATE.worst.device_total, runs=False),),
     notes=("a", "b"),
 )

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_mist.cost.peak_tensors import SHOWN_TENSORS, largest_tensors, phase_in_words
+from lightning_mist.cost.peak_tensors import SHOWN_TENSORS, phase_in_words, tensors_at_peak
 from lightning_mist.cost.replay import Alive
 from lightning_mist.cost.replay_tape import Label
 
@@ -25,7 +25,7 @@ def alive(nbytes, module, *, part=0, stage=1, microbatch=2, term="activation_byt
 
 
 def test_what_differs_in_its_layer_alone_is_counted_once():
-    found = largest_tensors(
+    found, _ = tensors_at_peak(
         [alive(9, "layers.0.mlp"), alive(9, "layers.11.mlp"), alive(9, "layers.0.attn"), alive(5, "layers.0.mlp")], 0
     )
     assert [(item.bytes, item.module, item.count) for item in found] == [
@@ -46,7 +46,7 @@ def test_what_differs_in_its_layer_alone_is_counted_once():
 def test_what_the_runtime_and_parameters_have_is_named():
     own = alive(7, "", part=None, stage=None, microbatch=None, term="batch_bytes", name="its own batch")
     gradient = alive(6, "head", term="gradient_bytes", name="gradient of head.weight")
-    found = largest_tensors([own, gradient], 4)
+    found, _ = tensors_at_peak([own, gradient], 4)
     assert [(item.module, item.stage, item.microbatch) for item in found] == [
         ("its own batch", 4, None),
         ("gradient of head.weight", 1, 2),
@@ -55,6 +55,7 @@ def test_what_the_runtime_and_parameters_have_is_named():
 
 def test_only_the_largest_are_kept_but_all_alike_are_counted():
     many = [alive(100 - index, f"x.{'y' * index}") for index in range(SHOWN_TENSORS + 5)]
-    found = largest_tensors([*many, alive(100, "x.")], 0)
+    found, most = tensors_at_peak([*many, alive(100, "x."), *[alive(60, "y.0")] * 9], 0)
     assert len(found) == SHOWN_TENSORS
     assert found[0].count == 2
+    assert [(item.module, item.all_bytes) for item in most[:2]] == [("y.0", 540), ("x.", 200)]
