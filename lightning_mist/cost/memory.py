@@ -21,7 +21,7 @@ Array axes
     T  terms, in the order of :data:`TERMS`
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 
@@ -114,10 +114,10 @@ class MemoryModel:
         self._costs: dict[tuple[float, int], RegionCosts] = {}
         self._working: dict[tuple[float, int, int, int], WorkingSets] = {}
 
-    def variant(self, key: tuple[float, float], spec: ModelSpec, adjustment: Adjustment) -> "MemoryModel":
-        """The same network with other parameters and changed costs of regions; one for each key is kept."""
+    def variant(self, key: tuple[float, float], build: Callable[[], tuple[ModelSpec, Adjustment]]) -> "MemoryModel":
+        """The same network with other parameters and changed costs of regions, built once for each key."""
         if key not in self._variants:
-            made = copy(self)
+            made, (spec, adjustment) = copy(self), build()
             made._adjustment, made._is_variant = adjustment, True
             made._begin(spec)
             self._variants[key] = made

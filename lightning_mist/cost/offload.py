@@ -206,19 +206,23 @@ class OffloadingModel(Protocol):
     def needs(self, slot: StageSlot, candidates: StageCandidates) -> StageNeeds:
         """What the memory of candidates is made of."""
 
-    def variant(self, key: tuple[float, float], spec: ModelSpec, adjustment: Adjustment) -> "OffloadingModel":
-        """The same with other parameters and changed costs of regions."""
+    def variant(self, key: tuple[float, float], build: Callable[[], tuple[ModelSpec, Adjustment]]) -> "OffloadingModel":
+        """The same with other parameters and changed costs of regions, built once for each key."""
 
 
 def _stays(model: OffloadingModel, activations: float, gradients: float) -> OffloadingModel:
     """The network of what stays on the device: gradients of moved parameters are made and are gone."""
-    moved_P = model.states.moved(gradients, trained=True)
-    parameters = tuple(
-        replace(item, trainable=False) if moved else item
-        for item, moved in zip(model.spec.parameters, moved_P, strict=True)
-    )
-    adjustment = partial(offloaded_activations, ratio=activations) if activations else unadjusted
-    return model.variant((activations, gradients), replace(model.spec, parameters=parameters), adjustment)
+
+    def build() -> tuple[ModelSpec, Adjustment]:
+        moved_P = model.states.moved(gradients, trained=True)
+        parameters = tuple(
+            replace(item, trainable=False) if moved else item
+            for item, moved in zip(model.spec.parameters, moved_P, strict=True)
+        )
+        adjustment = partial(offloaded_activations, ratio=activations) if activations else unadjusted
+        return replace(model.spec, parameters=parameters), adjustment
+
+    return model.variant((activations, gradients), build)
 
 
 def _plain(candidates: StageCandidates) -> tuple[StageCandidates, OffloadCandidates]:
