@@ -173,9 +173,11 @@ class MegatronRank:
         mixed = F.linear(normed, weights["qkv"], weights["qkv_bias"]).view(length, batch, groups, (times + 2) * size)
         query, key, value = mixed.split((times * size, size, size), dim=3)
         query = query.reshape(length, batch, groups * times, size)
-        parts = (each.transpose(0, 1) for each in (query, key.view(length, batch, groups, size), value))
-        out = flash_attention(*parts).transpose(0, 1).reshape(length, batch, -1)
-        del query, key, value, mixed
+        # Transformer Engine's FlashAttention turns [length, batch, ...] into contiguous [batch, length, ...].
+        query, key, value = (each.transpose(0, 1).contiguous() for each in (query, key, value))
+        del mixed
+        out = flash_attention(query, key, value).transpose(0, 1).reshape(length, batch, -1)
+        del query, key, value
         x = x + self._drop(F.linear(out, weights["o"]))
         normed = fused_norm(x, weights["norm_2"], weights["norm_2_bias"])
         wide = F.gelu(F.linear(normed, weights["up"]), approximate="tanh")

@@ -67,7 +67,7 @@ def predict_megatron(row: Row, plan: Row) -> Prediction:
     known(row.get("rank", "last"), ("last",), "rank")
     names = {entry.name for entry in dataclasses.fields(MegatronRun)}
     run = MegatronRun(**{name: value for name, value in plan.items() if name in names})
-    device = SimulatedDevice(workspaces=2 * workspace_bytes("A100-80" if "a100" in str(row.get("gpu")) else "H100"))
+    device = SimulatedDevice(workspaces=2 * workspace_of(row))
     with device:
         rank = MegatronRank(device, run)
         for _ in range(STEPS):
@@ -77,6 +77,13 @@ def predict_megatron(row: Row, plan: Row) -> Prediction:
     return Prediction(
         allocated=device.peak_allocated, reserved=device.peak_reserved, after_step=after, how="Megatron's runtime"
     )
+
+
+def workspace_of(row: Row) -> int:
+    """What cuBLAS keeps for a thread and stream on a row's device: it depends on the generation only."""
+    gpu = str(row.get("gpu") or "").lower()
+    is_recent = any(name in gpu for name in ("h100", "h200", "h20", "gh200", "b200", "b100", "b300"))
+    return workspace_bytes("H100" if is_recent else "A100-80")
 
 
 def run_mist(dims: MistDims, stage: MistStage, capacity: int | None, workspace: int) -> SimulatedDevice:
@@ -106,7 +113,7 @@ def predict(row: Row, plans: Plans) -> Prediction:
         if "model" in plan:
             return predict_mist(row, plans)
     if "arch" in row:
-        return predict_run(row, workspace_bytes(catalog_name(row.get("gpu"))))
+        return predict_run(row, workspace_of(row))
     raise UnpredictableError("no program that can be run again does what this row describes")
 
 

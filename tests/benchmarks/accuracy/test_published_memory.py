@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from benchmarks.accuracy.published_memory import main, predict, sample_of, summary
+from benchmarks.accuracy.published_memory import main, predict, sample_of, summary, workspace_of
 from benchmarks.accuracy.published_rows import DATA, UnpredictableError, plan_of, read_plans, read_points
 
 POINTS = {row["id"]: row for row in read_points(DATA / "memory_points.json")}
@@ -43,7 +43,6 @@ def test_a_run_that_others_trained():
         ({"precision": "fp8"}, "precision = 'fp8'"),
         ({"optimizer": "AdamW in backward"}, "optimizer = 'AdamW in backward' on 2 devices"),
         ({"quantization": "nf4"}, "the row says quantization, which is not understood"),
-        ({"gpu": "TPU"}, "gpu = 'TPU' is not in the catalog"),
         ({"arch": {**POINTS["fms-mistral7b-full-2g-b2"]["arch"], "family": "mixtral"}}, "family = 'mixtral'"),
     ],
 )
@@ -78,6 +77,36 @@ def test_models_that_are_not_understood_are_refused(change, message):
     plans = {key: changed(case, **change) for key, case in PLANS.items() if "model" in case}
     with pytest.raises(UnpredictableError, match=message):
         predict(row, plans)
+
+
+def test_stages_on_devices_that_are_not_known_are_refused():
+    row = {**POINTS["mist-gpt/1.3b-s_2048-v_50304-b_32-n_1-m_2-f_True-stage0"], "gpu": "TPU"}
+    with pytest.raises(UnpredictableError, match="gpu = 'TPU' is not in the catalog"):
+        predict(row, PLANS)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "mebibytes"), [("A100", 8.125), ("RTX 4090", 8.125), ("dgx_gb200", 32), ("H100-80GB", 32)]
+)
+def test_workspaces_depend_on_the_generation(gpu, mebibytes):
+    assert workspace_of({"gpu": gpu}) == mebibytes * 2**20
+
+
+def test_parallel_blocks_keep_less_than_others():
+    """Falcon's layers: one norm, both branches read it."""
+    row = POINTS["mist-llama/7b-s_2048-v_50304-b_128-n_1-m_8-f_True-stage2"]
+    plans = {key: case for key, case in PLANS.items() if "model" in case}
+    change = {
+        "mlp_type": "mlp",
+        "activation_function": "gelu_fast",
+        "normalization": "layernorm",
+        "intermediate_size": 16384,
+    }
+    plain = predict(row, {key: changed(case, **change) for key, case in plans.items()})
+    falcon = predict(row, {key: changed(case, **change, parallel_block=True) for key, case in plans.items()})
+    # 9 layers, 2 microbatches: the second norm's input and result, of 16 MiB each, and the norm's states.
+    fewer = 9 * (2 * 2 * 16 * 2**20 + 8192 * (2 + 2 + 12 / 2))
+    assert plain.allocated - falcon.allocated == pytest.approx(fewer, rel=0.1)
 
 
 def test_plans_are_found_by_the_end_of_their_name():
