@@ -11,6 +11,10 @@ The first stage keeps ``p`` microbatches of ``L / p`` layers: ``L`` layers whate
 one stage. Sequence parallelism is assumed wherever ``t > 1``. In all of their 454 runs a sum of at most 0.8 of the
 device's memory fitted: whatever the formulas leave out was less than the rest.
 
+With experts, of which ``e`` ranks hold a part each, every layer has all their matrices in place of one feed-forward
+part, divided by ``t e``, with optimizer state over the ``d c / e`` ranks that hold the same; a token's activations are
+those of the experts that it is sent to, evenly (the authors' calculator, which came later, divides so).
+
 ``8 p`` are the ids of tokens, 8 bytes each. A published transcription has them inside of the bracket that ``h``
 multiplies, which is ``h`` times as much; ``literal`` reproduces it.
 """
@@ -52,6 +56,33 @@ class Degrees:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of every feed-forward part.
+
+    Attributes:
+        count: Experts of a layer.
+        per_token: Experts that each token is sent to.
+        ffn: Inner width of one.
+        ranks: Ranks that hold a part of them each (``e``), among data- and context-parallel ones.
+
+    Raises:
+        ValueError: If numbers do not go together.
+    """
+
+    count: int
+    per_token: int
+    ffn: int
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        """Check numbers."""
+        if not 1 <= self.per_token <= self.count:
+            raise ValueError(f"per_token = {self.per_token}: a token is sent to 1 to {self.count} experts")
+        if self.ranks < 1 or self.count % self.ranks:
+            raise ValueError(f"ranks = {self.ranks}: they must share {self.count} experts equally")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FujiiEstimate:
     """Bytes on the first stage's device.
 
@@ -85,6 +116,7 @@ def fujii_estimate(
     *,
     microbatch_size: int,
     sequence_length: int,
+    experts: Experts | None = None,
     literal: bool = False,
 ) -> FujiiEstimate:
     """What the formulas say.
@@ -94,16 +126,28 @@ def fujii_estimate(
         degrees: How the network is shared out.
         microbatch_size: Rows of a microbatch.
         sequence_length: Tokens of a row.
+        experts: What stands in place of the feed-forward parts, if something does.
         literal: Whether to count ids of tokens as the published transcription does.
+
+    Raises:
+        ValueError: If more ranks share experts than there are, or they do not divide them.
     """
-    h, f, v, layers = dims.hidden, dims.ffn, dims.vocabulary, dims.layers
-    share, inner = dims.groups / dims.heads, f / h
+    h, v, layers = dims.hidden, dims.vocabulary, dims.layers
     t, p, c = degrees.tensor, degrees.pipeline, degrees.context
+    share, shards = dims.groups / dims.heads, degrees.data * c
+    ranks = experts.ranks if experts is not None else 1
+    if shards % ranks:
+        raise ValueError(f"ranks = {ranks}: they must divide the {shards} data- and context-parallel ranks")
+    # Inner width over hidden width: of all parameters, and of what one token passes through.
+    held = dims.ffn / h if experts is None else experts.count * experts.ffn / h
+    passed = dims.ffn / h if experts is None else experts.per_token * experts.ffn / h
     tables = v * h / t if p > 1 else 2 * v * h / t + h
-    matrices = 2 * layers / p * h**2 * ((1 + share + 1.5 * inner) / t + 1 / h)
-    static = (_WEIGHT_AND_GRADIENT + _OPTIMIZER / (degrees.data * c)) * (tables + matrices)
+    dense = tables + 2 * layers / p * h**2 * ((1 + share) / t + 1 / h)
+    inner = 3 * layers / p * h**2 * held / (t * ranks)
+    static = (_WEIGHT_AND_GRADIENT + _OPTIMIZER / shards) * dense
+    static += (_WEIGHT_AND_GRADIENT + _OPTIMIZER * ranks / shards) * inner
     interleaved = 1 + (p - 1) / (p * degrees.chunks) if degrees.chunks > 1 else 1.0
-    kept = (12 + 4 * share + 8 * inner) * layers * interleaved + 4 * (1 + v / h)
+    kept = (12 + 4 * share + 8 * passed) * layers * interleaved + 4 * (1 + v / h)
     tokens = microbatch_size * sequence_length / c
     ids = 8 * p * (h / t if literal else 1)
     return FujiiEstimate(static_bytes=static, activation_bytes=tokens * (h / t * kept + ids))

@@ -1,13 +1,14 @@
 import pytest
 
 from lightning_mist.cost.dims import TransformerDims
-from lightning_mist.cost.fujii import Degrees, fujii_estimate
+from lightning_mist.cost.fujii import Degrees, Experts, fujii_estimate
 
 LLAMA_3_8B = TransformerDims(hidden=4096, ffn=14336, layers=32, heads=32, key_value_heads=8, vocabulary=128256)
 
 
-def estimate(*, literal=False, rows=1, length=8192, **degrees):
-    return fujii_estimate(LLAMA_3_8B, Degrees(**degrees), microbatch_size=rows, sequence_length=length, literal=literal)
+def estimate(*, literal=False, rows=1, length=8192, experts=None, **degrees):
+    how = {"microbatch_size": rows, "sequence_length": length, "literal": literal, "experts": experts}
+    return fujii_estimate(LLAMA_3_8B, Degrees(**degrees), **how)
 
 
 def test_one_device_has_all_parameters():
@@ -51,3 +52,32 @@ def test_the_rule_of_eighty_percent():
 def test_degrees_are_positive():
     with pytest.raises(ValueError, match="tensor = 0: at least one rank is needed"):
         Degrees(tensor=0)
+
+
+def test_experts_by_hand():
+    eight = Experts(count=8, per_token=2, ffn=14336)
+    layer = 3 * 4096 * 14336
+    # Seven more of them in each of 32 layers, and the activations of one more.
+    assert estimate(experts=eight).static_bytes - estimate().static_bytes == 18 * 32 * 7 * layer
+    more = estimate(experts=eight).activation_bytes - estimate().activation_bytes
+    assert more == 8192 * 8 * 14336 * 32
+    # Of 8 data-parallel ranks 4 share the experts, and 2 hold the same.
+    shared = Experts(count=8, per_token=2, ffn=14336, ranks=4)
+    parts = estimate(experts=shared, data=8).static_bytes - estimate(experts=eight, data=8).static_bytes
+    assert parts == pytest.approx(32 * 8 * layer * ((6 + 12 / 2) / 4 - (6 + 12 / 8)))
+    one = Experts(count=1, per_token=1, ffn=14336)
+    assert estimate(experts=one).total_bytes == estimate().total_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"count": 8, "per_token": 9}, "per_token = 9: a token is sent to 1 to 8 experts"),
+        ({"count": 8, "per_token": 2, "ranks": 3}, "ranks = 3: they must share 8 experts equally"),
+    ],
+)
+def test_experts_that_do_not_go_together(given, message):
+    with pytest.raises(ValueError, match=message):
+        Experts(ffn=8, **given)
+    with pytest.raises(ValueError, match="ranks = 4: they must divide the 2 data- and context-parallel ranks"):
+        estimate(experts=Experts(count=8, per_token=1, ffn=8, ranks=4), data=2)
