@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.machine import open_cluster
@@ -12,6 +13,7 @@ from lightning_mist.plan import OffloadRatios, Plan, ScheduleName, load, plan_of
 
 if TYPE_CHECKING:
     from lightning_mist.cost import Estimator
+    from lightning_mist.cost.allocator import AllocatorSettings
     from lightning_mist.cost.estimate_sweep import SweepPoint
     from lightning_mist.hardware import Cluster
 
@@ -56,6 +58,7 @@ def estimate(
     schedule: ScheduleName = "1f1b",
     offload: str = "",
     memory_limit: str | None = None,
+    allocator: str = "",
     sweep: str | None = None,
     json: bool = False,
     picture: str | None = None,
@@ -85,11 +88,13 @@ def estimate(
         schedule: Of 1f1b, gpipe, interleaved-1f1b and zb-h1.
         offload: What lives in host memory, such as "optimizer=1 activations=0.5".
         memory_limit: The most memory of each device that may be used, such as 22GiB.
+        allocator: Settings of torch's allocator as in PYTORCH_CUDA_ALLOC_CONF, such as expandable_segments:True.
         sweep: Values to go through, such as "microbatch_size=1,2,4 zero_stage=1,3".
         json: Print JSON on stdout and nothing else there.
         picture: Where to draw the bytes of every stage over one step, as .png, .pdf or .svg; needs matplotlib.
         closed_form: Do not trace: estimate a transformer from its sizes alone, in a moment and less exactly.
     """
+    from lightning_mist.cost.allocator_text import parse_allocator_settings
     from lightning_mist.cost.estimate import limit_of
     from lightning_mist.cost.estimate_sweep import combinations, parse_sweep
 
@@ -108,7 +113,8 @@ def estimate(
     points = [{**base, **dict(values)} for values in combinations(axes)] if axes else [base]
     if given is None:
         _check_degrees(points, machine, refuse=not axes)
-    open_one = _Estimators(named, machine, limit, _degrees_of(given, points), closed_form)
+    settings = parse_allocator_settings(allocator, machine.device.memory_bytes)
+    open_one = _Estimators(named, machine, limit, _degrees_of(given, points), settings, closed_form)
     if axes:
         _print_sweep([_point(open_one, base, values) for values in combinations(axes)], json)
     else:
@@ -124,20 +130,28 @@ class _Estimators:
         machine: The machine.
         limit: Bytes of each device that may be used.
         degrees: Tensor-parallel degrees that are needed.
+        allocator: How the caching allocator is set up.
         closed_form: Whether nothing is to be traced.
     """
 
     def __init__(
-        self, named: Mapping[str, str], machine: "Cluster", limit: int, degrees: tuple[int, ...], closed_form: bool
+        self,
+        named: Mapping[str, str],
+        machine: "Cluster",
+        limit: int,
+        degrees: tuple[int, ...],
+        allocator: "AllocatorSettings",
+        closed_form: bool,
     ) -> None:
         self._named, self._machine, self._limit, self._degrees = named, machine, limit, degrees
-        self._closed_form = closed_form
+        self._allocator, self._closed_form = allocator, closed_form
         self._known: dict[int | None, Estimator] = {}
 
     def __call__(self, seq_len: int | None, rows: int) -> "Estimator":
         """The estimator for sequences of a length."""
         if seq_len not in self._known:
-            self._known[seq_len] = self._open(seq_len, max(1, rows // self._machine.world_size))
+            opened = self._open(seq_len, max(1, rows // self._machine.world_size))
+            self._known[seq_len] = replace(opened, allocator=self._allocator)
         return self._known[seq_len]
 
     def _open(self, seq_len: int | None, rows: int) -> "Estimator":

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_mist.cost.allocator_text import parse_allocator_settings
 from lightning_mist.cost.estimate_changes import changes_that_fit
 from lightning_mist.cost.estimate_closed import closed_spec, module_dims, with_second_opinion
 from lightning_mist.cost.estimate_data import MemoryEstimate, StageEstimate, verdict_of
@@ -31,6 +32,7 @@ def estimate_memory(
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
     precision: str = "32-true",
     memory_limit: str | int | None = None,
+    allocator: str = "",
     advise: bool = True,
 ) -> MemoryEstimate:
     """What a plan needs of the memory of every device; nothing is run but on tensors without values.
@@ -45,13 +47,15 @@ def estimate_memory(
         precision: Lightning's name of the precision. The step runs under autocast for a mixed one; for a true one the
             module must be in it already.
         memory_limit: Bytes of each device that may be used, or text such as ``"22GiB"``; by default its memory.
+        allocator: Settings of torch's caching allocator as in ``PYTORCH_CUDA_ALLOC_CONF``, such as
+            ``"expandable_segments:True"``; nothing for its defaults.
         advise: Whether to look for what would make it fit, if it does not.
 
     Raises:
         PlanError: If the plan does not fit the module or the machine.
         TraceError: If the module cannot be traced, and carries no configuration of a transformer whose closed form
             could take the trace's place.
-        ValueError: If the limit is not a size, or more than the device has.
+        ValueError: If the limit is not a size, or more than the device has, or the allocator has no such setting.
     """
     machine = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     given = load(plan) if isinstance(plan, (str, Path)) else plan
@@ -68,7 +72,9 @@ def estimate_memory(
             source = f"closed form ({error})"
     if given is None:
         given = replicated(spec, machine)
-    return estimate_plan(Estimator(spec, machine, limit_of(machine, memory_limit), source), given, advise=advise)
+    settings = parse_allocator_settings(allocator, machine.device.memory_bytes)
+    estimator = Estimator(spec, machine, limit_of(machine, memory_limit), source, allocator=settings)
+    return estimate_plan(estimator, given, advise=advise)
 
 
 def estimate_plan(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+from lightning_mist.cost.allocator_data import AllocatorSettings
 from lightning_mist.cost.candidates import StageSlot
 from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.cost.communicators import communicators_by_degrees, communicators_of
@@ -38,6 +39,7 @@ class Estimator:
         cluster: The machine.
         limit: Bytes of each device that may be used.
         source: ``"traced"``, or where else the specification comes from, which is then less sure.
+        allocator: How the caching allocator is set up, but for its capacity.
     """
 
     spec: ModelSpec
@@ -45,6 +47,7 @@ class Estimator:
     limit: int
     source: str = "traced"
     _models: dict[tuple[int, bool], MemoryModel] = field(default_factory=dict)
+    allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
 
     def stages(self, plan: Plan, *, replay: Replaying = "all") -> tuple[StageEstimate, ...]:
         """Every stage of a plan.
@@ -91,7 +94,7 @@ class Estimator:
 
     def on(self, cluster: Cluster) -> "Estimator":
         """The same network on as many devices of the same kind as another machine has."""
-        return Estimator(self.spec, cluster, self.limit, self.source, self._models)
+        return replace(self, cluster=cluster)
 
     def _model(self, slot: StageSlot) -> MemoryModel:
         key = (slot.tensor_parallel_degree, slot.sequence_parallel)
@@ -108,7 +111,7 @@ class Estimator:
     def _replayed(self, plan: Plan, group: int) -> StageEstimate:
         replay = replay_group(self.spec, plan, group)
         overheads = self._overheads(plan, replay.rank)
-        need = replayed_need(replay.memory_events(), self.cluster, overheads, limit=self.limit)
+        need = replayed_need(replay.memory_events(), self.cluster, overheads, settings=self.allocator, limit=self.limit)
         terms = dict(replay.terms_at_peak())
         # Workspaces, and what rounding adds to sizes.
         terms["working_bytes"] += need.allocated.p50 - sum(terms.values())

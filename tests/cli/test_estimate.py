@@ -101,6 +101,7 @@ def test_what_cannot_be_traced_has_a_closed_form_where_sizes_are_known(capsys, m
         ({"closed_form": True, "model": "falcon-7b"}, "share a norm: no closed form is about that"),
         ({"closed_form": True, "model": "llama-7b", "seq_len": None}, "tokens per row are needed"),
         ({"memory_limit": "22 bananas"}, "memory_limit: '22 bananas' is not a size"),
+        ({"allocator": "expandable_segment:True"}, "the nearest is expandable_segments"),
         ({"memory_limit": "0"}, "memory_limit = 0: it must be more than nothing"),
         ({"memory_limit": "80GiB"}, "at most the 22.5 GiB of one L4"),
         ({"global_batch_size": 6}, "global_batch_size = 6 over data_parallel_degree = 4"),

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.cost import Estimator
+from lightning_mist.cost.allocator import AllocatorSettings
 from lightning_mist.cost.estimate_stages import can_replay, what_is_not_run, worst_of
 from lightning_mist.cost.replay import replay_plan
 from lightning_mist.hardware import parse_cluster
@@ -80,3 +81,12 @@ def test_what_is_not_run_is_estimated_and_said():
     few = plan_of(8, world_size=4, global_batch_size=2, pipeline_stages=4, num_microbatches=2)
     assert sum("such a plan is not executed" in note for note in what_is_not_run(few)) == 2
     assert worst_of(estimator().stages(few)).term("communicator_bytes") > 0
+
+
+def test_the_allocator_may_be_set_up_otherwise():
+    plain = estimator().stages(PLAN)[0]
+    grown = replace(estimator(), allocator=AllocatorSettings(expandable_segments=True)).stages(PLAN)[0]
+    # Blocks are cut exactly, and what is free is not kept in pieces; only pages are rounded up.
+    assert grown.allocated.p50 <= plain.allocated.p50
+    assert grown.reserved.p50 - grown.allocated.p50 < min(plain.reserved.p50 - plain.allocated.p50, 2 * 20 * 2**20)
+    assert estimator().on(FOUR).allocator == AllocatorSettings()
