@@ -45,6 +45,7 @@ def measure(name: str, cluster_text: str, global_batch_size: int) -> Sample:
         module_map=found,
         optimizer=torch.optim.AdamW,
         precision=PRECISION,
+        device_kind=cluster.device.kind,
     )
     traced = perf_counter()
     result = tune(spec, cluster, global_batch_size=global_batch_size)
