@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from lightning_mist.model.fakes import address_of, become, fake_like, state_of, storage_of
+from lightning_mist.model.guesses import Guesses
 from lightning_mist.model.reads import READS, Read, guess_read
 from lightning_mist.plan.calls import (
     ValueNames,
@@ -126,7 +127,7 @@ class Recorder(TorchFunctionMode):
         self.record = Record()
         self._slots, self._originals, self._buffers = slots, originals, buffers
         self._guess, self._attempt = guess, attempt
-        self._names = ValueNames()
+        self._names, self._guesses = ValueNames(), Guesses()
         self._operators = _Operators()
         self._keys: dict[int, Hashable] = {}
         self._blocks: dict[int, int | None] = {}
@@ -268,6 +269,9 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors:
             self._use(tensor)
         self._note_read(name, "parameters", None)
+        endless = self._guesses.note(len(self.record.values))
+        if endless:
+            raise Refused(endless)
         return guess_read(name, args, tensors[0], truth=self._guess, number=1.0 + self._attempt / 4)
 
     def _index(self, name: str, func: Any, args: Any) -> tuple[Any, Any]:

@@ -14,6 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_mist.errors import TraceError
+from lightning_mist.model.guesses import Guesses, guess
+from lightning_mist.model.memory_rules import workspace_bytes
 from lightning_mist.model.operators import computes, flops, moved_bytes, storage_key, tensors_in
 from lightning_mist.model.origins import NOWHERE, Origin, Origins
 
@@ -99,11 +102,7 @@ class Storage:
     given: list[Given] = field(default_factory=list)
 
 
-def _guess(dtype: torch.dtype) -> bool | int | float:
-    """What a fake number is taken to be where Python reads it: costs rarely depend on it, logging never."""
-    if dtype == torch.bool:
-        return False
-    return 1.0 if dtype.is_floating_point else 1
+_DEVICE_OF = torch.ops.prim.device.default
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -124,7 +123,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.backward = [PhaseCount() for _ in range(num_parts)]
         self.storages: list[Storage] = []
         self.live_bytes = 0
-        self.guesses = 0
+        self.guesses = Guesses()
         self.part = 0
         self._origins = origins
         self._live: dict[int, Storage] = {}
@@ -198,9 +197,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operator and write down what it did."""
         kwargs = kwargs or {}
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            # As the tensor itself would answer, which torch asks twice per operator.
+            return args[0].fake_device
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            self.guesses += 1
-            return _guess(args[0].dtype)
+            endless = self.guesses.note(self._readings)
+            if endless:
+                raise TraceError(endless)
+            return guess(args[0].dtype)
         if self._origins is not None:
             self._origins.note_operator()
         result = func(*args, **kwargs)
@@ -215,8 +219,20 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase.flops += flops(func, args, kwargs, result)
         phase.moved_bytes += moved_bytes(func, args, kwargs, inputs, outputs)
         self._take_in(func, inputs, outputs)
+        self._use(func, workspace_bytes(func, args, kwargs))
         self._read()
         return result
+
+    def _use(self, func: Any, workspace: int) -> None:
+        """An operator needs memory while it runs, beside its results."""
+        if not workspace:
+            return
+        self.live_bytes += workspace
+        made = self._storage(workspace, f"{func} (workspace)", "uint8", shared=False)
+        self.storages.append(made)
+        self._read()
+        made.died = self._readings
+        self.live_bytes -= workspace
 
     def _take_in(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         existing: set[int] | None = None
@@ -233,18 +249,22 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._watch[key] = weakref.ref(storage, self._dropper(key))
 
     def _add(self, func: Any, tensor: torch.Tensor, key: int) -> None:
-        self._live[key] = made = Storage(
-            bytes=tensor.untyped_storage().nbytes(),
+        size, dtype = tensor.untyped_storage().nbytes(), str(tensor.dtype).removeprefix("torch.")
+        self._live[key] = made = self._storage(size, str(func), dtype, shared=not isinstance(tensor, FakeTensor))
+        self.storages.append(made)
+        self.live_bytes += made.bytes
+
+    def _storage(self, size: int, operator: str, dtype: str, *, shared: bool) -> Storage:
+        return Storage(
+            bytes=size,
             part=self.part,
             cause=self._cause(),
             born=self._readings,
-            shared=not isinstance(tensor, FakeTensor),
-            operator=str(func),
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            shared=shared,
+            operator=operator,
+            dtype=dtype,
             origin=NOWHERE if self._origins is None else self._origins.here(),
         )
-        self.storages.append(made)
-        self.live_bytes += made.bytes
 
     def _cause(self) -> Cause:
         if not self._is_backward:

@@ -56,7 +56,7 @@ class StepCount:
         made: Bytes of parameter gradients that each part's backward made and left.
         inputs: Signature of every block's inputs.
         entering: Shapes of the tensors that enter every block.
-        guesses: How many values that only real numbers have were read into Python.
+        guesses: Lines that read values into Python that only real numbers have, and how many each.
         describable: Whether each block's output can be imitated.
     """
 
@@ -68,7 +68,7 @@ class StepCount:
     made: tuple[int, ...]
     inputs: tuple[InputSignature, ...]
     entering: tuple[tuple[tuple[int, ...], ...], ...]
-    guesses: int
+    guesses: tuple[tuple[str, int], ...]
     describable: tuple[bool, ...]
 
     def forward_peaks(self, part: int) -> list[int]:
@@ -146,7 +146,7 @@ def count_step(
         made=made,
         inputs=tuple(walk.inputs),
         entering=tuple(walk.entering),
-        guesses=ledger.guesses,
+        guesses=ledger.guesses.reads,
         describable=describable,
     )
 

@@ -24,6 +24,7 @@ from lightning_mist.model.cuts import map_module
 from lightning_mist.model.device_operators import KINDS, DeviceOperators, device_operators
 from lightning_mist.model.fakes import has_values, quiet_fakes
 from lightning_mist.model.fit import BILINEAR, CONSTANT, Basis, MisfitError
+from lightning_mist.model.guesses import describe_guesses
 from lightning_mist.model.isolate import isolated, substitute_parameters
 from lightning_mist.model.kinds import Kinds, cost_keys, group, is_faithful
 from lightning_mist.model.layer_costs import layer_specs, not_recomputed
@@ -75,7 +76,7 @@ class _Traced:
     boundaries: tuple[tuple[TensorSpec, ...], ...]
     batch_bytes: sympy.Expr
     shared: sympy.Expr
-    guesses: int
+    guesses: tuple[tuple[str, int], ...]
     is_fake: bool
 
 
@@ -269,7 +270,7 @@ def trace_model(
     traced, failures = _traced(module, batch, module_map, step, context, resize, operators)
     optimizer_spec, notes = _optimizer(optimizer, _home(module, batch), operators.name)
     if traced.guesses:
-        notes += (f"the step reads {traced.guesses} values into Python; branches on them were taken as for False or 1",)
+        notes += (describe_guesses(traced.guesses),)
     rows, length = batch_rows(batch), sequence_length(batch)
     parameters = _parameters(module)
     splits, unknown = _splits(module, batch, module_map, step, context, resize, traced, parameters, operators)

@@ -1,7 +1,10 @@
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_mist.errors import TraceError
+from lightning_mist.model.memory_rules import register_memory_rule
 from lightning_mist.model.saved import Ledger
 
 
@@ -62,4 +65,29 @@ def test_reading_a_fake_number_is_answered_and_noted_and_a_real_one_is_not_guess
         assert fake.item() == 1.0
         assert not bool(fake > 3)
         assert torch.tensor(5.0).item() == 5.0
-    assert ledger.guesses == 2
+    ((first, once), (second, again)) = ledger.guesses.reads
+    assert (once, again) == (1, 1)
+    assert first.partition("test_saved.py:")[2] < second.partition("test_saved.py:")[2]
+
+
+def test_what_an_operator_needs_while_it_runs_is_alive_then_only() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ones(4, 4)
+    with register_memory_rule("aten::exp", torch.empty_like, workspace=lambda x: 3 * x.numel()), Ledger(1) as ledger:
+        made = fake.exp()
+        made.add_(1)
+    assert ledger.forward[0].timeline == [0, 64 + 48, 64, 64]
+    needed = next(storage for storage in ledger.storages if storage.bytes == 48)
+    assert (needed.operator, needed.born, needed.died) == ("aten.exp.default (workspace)", 1, 2)
+
+
+def test_a_loop_that_waits_for_a_value_is_ended() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ones(())
+
+    def wait(value: torch.Tensor) -> None:
+        while value.item() > 0.5:
+            value = value / 2
+
+    with Ledger(1), pytest.raises(TraceError, match=r"values into Python \d+ times at \S*test_saved.py:\d+: a loop"):
+        wait(fake)

@@ -1,5 +1,6 @@
 import copy
 import random
+import re
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -271,7 +272,10 @@ def test_a_value_read_for_logging_is_guessed_and_noted() -> None:
             return loss
 
     spec = trace_model(Logging(), torch.randn(6, 4), optimizer=torch.optim.SGD)
-    assert spec.notes == ("the step reads 1 values into Python; branches on them were taken as for False or 1",)
+    (note,) = spec.notes
+    assert re.fullmatch(
+        r"the step reads 1 values into Python at \S+test_trace.py:\d+; branches .* for False or 1", note
+    )
     assert spec.layers == trace_model(Stack(), torch.randn(6, 4), optimizer=torch.optim.SGD).layers
 
 
@@ -328,3 +332,15 @@ def test_without_an_optimizer_adamw_is_assumed_and_noted() -> None:
     spec = trace_model(Stack(), torch.randn(6, 4))
     assert spec.optimizer.name == "AdamW"
     assert "no optimizer was given: AdamW's needs are assumed" in spec.notes
+
+
+def test_a_loop_that_waits_for_a_value_is_refused() -> None:
+    class Waiting(Stack):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            while loss.item() > 1e-3:
+                loss = loss / 2
+            return loss
+
+    with pytest.raises(TraceError, match=r"values into Python \d+ times at \S*test_trace.py:\d+: a loop that ends by"):
+        trace_model(Waiting(), torch.randn(6, 4), optimizer=torch.optim.SGD)
