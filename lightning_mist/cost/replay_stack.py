@@ -168,17 +168,20 @@ class Stack:
 
     def death(self, item: Born, *, first: bool) -> Place | None:
         """Where an allocation dies when the backward that follows is a first or a later one; ``None`` if nowhere."""
+        allocation = self._as_in(item, first=first)
+        if allocation.dies is None:
+            return None
+        place = self.absolute(allocation.dies, item.part)
+        if allocation.slot is not None and place[0] != item.part:
+            found = self._release(place[0], allocation.slot, backward=item.backward, first=first)
+            return place if found is None else found
+        return place
+
+    def _as_in(self, item: Born, *, first: bool) -> Allocation:
+        """The allocation as it is where gradients of parameters are made, or are there already."""
         events = self.way(item.part, first=first)
         column = events.backward if item.backward else events.forward
-        allocation = column[item.number] if item.number < len(column) else item.allocation
-        if allocation.slot is not None:
-            target = item.part + (-1 if item.backward else 1)
-            if item.part == 0 and not self._is_first:
-                target = self.parts[0]
-            found = self._release(target, allocation.slot, backward=item.backward, first=first)
-            if found is not None:
-                return found
-        return None if allocation.dies is None else self.absolute(allocation.dies, item.part)
+        return column[item.number] if item.number < len(column) else item.allocation
 
     def _release(self, target: int, slot: int, *, backward: bool, first: bool) -> Place | None:
         """Where the region that is given a tensor lets go of it."""
@@ -194,10 +197,11 @@ class Stack:
 
     def wanted(self, item: Born, *, first: bool) -> tuple[str, ...]:
         """The parameters whose gradients are made of an allocation, by their canonical names."""
-        names = [self.canonical(item.part, name) for name in item.allocation.weights]
-        target = item.part + (-1 if item.backward else 1)
-        if item.allocation.slot is not None and target in self.inside:
-            release = self.given(target, backward=item.backward, first=first).get(item.allocation.slot)
+        allocation = self._as_in(item, first=first)
+        names = [self.canonical(item.part, name) for name in allocation.weights]
+        target = item.part if allocation.dies is None else self.absolute(allocation.dies, item.part)[0]
+        if allocation.slot is not None and target != item.part and target in self.inside:
+            release = self.given(target, backward=item.backward, first=first).get(allocation.slot)
             names += [] if release is None else [self.canonical(target, name) for name in release.weights]
         return tuple(names)
 
