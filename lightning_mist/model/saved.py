@@ -85,6 +85,8 @@ class Storage:
         parameter: Name of the parameter that it was a gradient of.
         is_gradient: Whether it was a parameter's gradient in the end.
         given: The parts that it entered.
+        weights: Parameters whose gradients are made of it by themselves where a zero-bubble schedule puts them off: the
+            part that multiplies with the parameter, and the parameter's name within it.
     """
 
     bytes: int
@@ -100,6 +102,7 @@ class Storage:
     parameter: str = ""
     is_gradient: bool = False
     given: list[Given] = field(default_factory=list)
+    weights: list[tuple[int, str]] = field(default_factory=list)
 
 
 _DEVICE_OF = torch.ops.prim.device.default
@@ -177,6 +180,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is not None:
             found.given.append(given)
 
+    def note_weight(self, tensor: torch.Tensor, part: int, name: str) -> None:
+        """The gradient of a parameter is made of a tensor."""
+        found = self.find(tensor)
+        if found is not None and (part, name) not in found.weights:
+            found.weights.append((part, name))
+
     def note_gradient(self, tensor: torch.Tensor, name: str) -> None:
         """A tensor is the gradient of a parameter."""
         found = self.find(tensor)
@@ -237,6 +246,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _take_in(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         existing: set[int] | None = None
         for tensor in outputs:
+            if tensor.is_meta:
+                continue  # it has a shape and no memory, also where it is a fake
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key in self._live:
@@ -282,7 +293,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         old.died = self._readings
         self.live_bytes -= old.bytes
         self._add(func, tensor, key)
-        self._live[key].shared, self._live[key].given = old.shared, old.given
+        made = self._live[key]
+        made.shared, made.given, made.weights = old.shared, old.given, old.weights
 
     def _dropper(self, key: int) -> Callable[[object], None]:
         def drop(_: object) -> None:

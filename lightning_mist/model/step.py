@@ -16,7 +16,7 @@ from lightning_mist.model.origins import Origins
 from lightning_mist.model.saved import Given, Ledger, PhaseCount, Storage
 from lightning_mist.model.split_step import RankView, part_of
 from lightning_mist.model.walk import InputSignature, Walk, loss_of
-from lightning_mist.model.weights import LinearCounter
+from lightning_mist.model.weights import LinearCounter, WeightOperands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +117,12 @@ def count_step(
     names = _parameter_names(subject.module) if attribute else {}
     origins = Origins(_module_names(subject.module), names) if attribute else None
     ledger = Ledger(len(subject.blocks) + 2, origins)
-    walk = _walk(subject, ledger, origins, twins, recompute=recompute)
-    with walk.step(), torch.enable_grad(), ledger, LinearCounter(ledger, subject.parameters), ExitStack() as stack:
+    operands = _weight_operands(subject, ledger, names) if attribute else None
+    walk = _walk(subject, ledger, origins, operands, twins, recompute=recompute)
+    with walk.step(), torch.enable_grad(), ledger, ExitStack() as stack:
+        if operands is not None:
+            stack.enter_context(operands)
+        stack.enter_context(LinearCounter(ledger, subject.parameters))
         if origins is not None:
             stack.enter_context(origins.watching())
             stack.enter_context(_named_gradients(subject, ledger, names))
@@ -151,8 +155,25 @@ def count_step(
     )
 
 
+def _weight_operands(subject: Subject, ledger: Ledger, names: dict[int, str]) -> WeightOperands:
+    """What notes of which tensors gradients of weights are made."""
+    trained = {id(part_of(parameter)) for parameter in subject.parameters if parameter.requires_grad}
+    modules = _module_names(subject.module)
+    return WeightOperands(
+        ledger,
+        {key: name for key, name in names.items() if key in trained},
+        [modules.get(id(block), "") for block in subject.blocks],
+    )
+
+
 def _walk(
-    subject: Subject, ledger: Ledger, origins: Origins | None, twins: Sequence[int | None], *, recompute: bool
+    subject: Subject,
+    ledger: Ledger,
+    origins: Origins | None,
+    operands: WeightOperands | None,
+    twins: Sequence[int | None],
+    *,
+    recompute: bool,
 ) -> Walk:
     """The way through the step, with the ledger told of what happens on it."""
 
@@ -167,6 +188,9 @@ def _walk(
         with ledger.recomputing(), ExitStack() as stack:
             if origins is not None:
                 stack.enter_context(origins.inside(block))
+            if operands is not None:
+                # Modes do not reach what backward runs.
+                stack.enter_context(operands)
             yield
 
     view = subject.view

@@ -88,6 +88,7 @@ class _Steps:
             slot=slot,
             role=self._role(storage, part, dies, direction),
             parameter=storage.parameter.removeprefix(f"{example.block}."),
+            weights=_weights(storage, part),
             module=_within(storage.origin.module, example.block),
             operator=storage.operator,
             line=storage.origin.line,
@@ -131,7 +132,7 @@ class _Steps:
 
     def _releases(self, example: Example, *, is_gradient: bool) -> tuple[Release, ...]:
         """When the part, or the same kind of part behind it, lets go of what it is given."""
-        found: dict[int, Moment] = {}
+        found: dict[int, Release] = {}
         for part in (example.part, example.follower):
             for storage in self._run.storages if part is not None else ():
                 death = self._death(storage)
@@ -139,8 +140,15 @@ class _Steps:
                     continue
                 for given in storage.given:
                     if given.part == part and given.is_gradient == is_gradient:
-                        found.setdefault(given.slot, Moment(direction=death[1], position=death[2]))
-        return tuple(Release(slot=slot, dies=found[slot]) for slot in sorted(found))
+                        dies = Moment(direction=death[1], position=death[2])
+                        weights = _weights(storage, death[0])
+                        found.setdefault(given.slot, Release(slot=given.slot, dies=dies, weights=weights))
+        return tuple(found[slot] for slot in sorted(found))
+
+
+def _weights(storage: Storage, part: int) -> tuple[str, ...]:
+    """The parameters of a part whose gradients are made of a storage."""
+    return tuple(name for of, name in storage.weights if of == part)
 
 
 def places(run: StepCount) -> list[_Place]:

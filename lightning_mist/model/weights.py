@@ -1,7 +1,8 @@
 """Which linear operations a step runs on parameters: what a zero-bubble schedule may split and put off."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_mist.model.saved import Ledger
 from lightning_mist.model.split_step import part_of
+from lightning_mist.tensor_parallel import SplitTensor
 
 
 class LinearCounter(TorchFunctionMode):
@@ -57,6 +59,49 @@ class LinearCounter(TorchFunctionMode):
         # What is gone may leave its address to another.
         self._kept[key] = weakref.ref(storage, lambda _: self._kept.pop(key, None))
         return True
+
+
+class WeightOperands(TorchFunctionMode):
+    """Notes of what the gradients of weights are made: inputs of products with them, and gradients of these products.
+
+    A zero-bubble schedule keeps both until it makes the gradients. Which products it takes apart is the runtime's rule:
+    those of an ordinary tensor with a parameter that is a matrix, of tensor-parallel ranks those of their parts.
+
+    Args:
+        ledger: Is told.
+        names: Qualified names of trained parameters by ``id``.
+        blocks: Qualified names of the blocks in execution order.
+    """
+
+    def __init__(self, ledger: Ledger, names: Mapping[int, str], blocks: Sequence[str]) -> None:
+        super().__init__()
+        self._ledger, self._names, self._blocks = ledger, names, blocks
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the function and note its operands if it is a product with a parameter."""
+        kwargs = kwargs or {}
+        operands = _operands(func, args, kwargs) if torch.is_grad_enabled() else None
+        if operands is not None and any(isinstance(item, SplitTensor) for item in (*args, *kwargs.values())):
+            # A mode is off while it answers; the products of tensor-parallel parts are to be seen here too.
+            with self:
+                return SplitTensor.__torch_function__(func, types, args, kwargs)
+        result = func(*args, **kwargs)
+        if operands is not None and id(operands[1]) in self._names and isinstance(result, torch.Tensor):
+            self._note(operands[0], self._names[id(operands[1])], result)
+        return result
+
+    def _note(self, value: torch.Tensor, name: str, result: torch.Tensor) -> None:
+        part = self._ledger.part
+        within = name.removeprefix(f"{self._blocks[part - 1]}.") if 0 < part <= len(self._blocks) else name
+        self._ledger.note_weight(value, part, within)
+        if result.requires_grad:
+            result.register_hook(partial(self._arrived, part, within))  # type: ignore[no-untyped-call]
+
+    def _arrived(self, part: int, name: str, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self._ledger.note_weight(gradient, part, name)
 
 
 def _operands(

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_mist.model.saved import Ledger
-from lightning_mist.model.weights import LinearCounter
+from lightning_mist.model.weights import LinearCounter, WeightOperands
 
 ROWS, INSIDE, OUTSIDE = 6, 5, 3
 
@@ -59,3 +59,22 @@ def test_an_input_that_is_gone_is_another():
 def test_frozen_matrices_have_no_gradient_to_put_off():
     frozen = nn.Parameter(torch.randn(OUTSIDE, INSIDE), requires_grad=False)
     assert counted(lambda: F.linear(X, frozen), frozen) == (0, 0)
+
+
+def test_what_gradients_of_weights_are_made_of():
+    ledger = Ledger(3)
+    operands = WeightOperands(ledger, {id(WEIGHT): "blocks.0.fc.weight"}, ["blocks.0"])
+    with ledger, operands:
+        ledger.enter(1)
+        value = X * 2.0
+        product = F.linear(value, WEIGHT, BIAS)
+        loss = (product.tanh() * 3.0).sum()
+        F.linear(value, ACROSS.t())
+        ledger.enter(1, backward=True)
+        loss.backward()
+    noted = {storage.operator: storage.weights for storage in ledger.storages if storage.weights}
+    assert noted == {
+        "aten.mul.Tensor": [(1, "fc.weight")],
+        "aten.tanh_backward.default": [(1, "fc.weight")],
+    }
+    WEIGHT.grad = BIAS.grad = None
