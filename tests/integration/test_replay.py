@@ -13,11 +13,17 @@ from tests.integration.parity import make_plan, map_of
 from tests.integration.test_memory import PLANS
 
 TOLERANCE = 0.001
-"""Largest relative error of a peak: scalars (losses, counters of optimizers) are not replayed."""
+"""How much a peak may be too low, relative to it: scalars (counters of optimizers, ends of graphs) are not replayed."""
+
+UNSEEN = {"sequence parallelism": 0.02}
+"""How much it may be too high: the meter sees what a collective gives only when it is used, and not beside what went
+in, which is freed by then."""
 
 ROWS = 12
 
-MODELS = ("gpt2_dropout", "bert")
+WHOLE = tuple(name for name, options in PLANS.items() if "tensor" not in options)
+
+CASES = (*itertools.product(["gpt2_dropout"], PLANS), *itertools.product(["llama_tied"], WHOLE))
 
 
 def whole_batch(make_batch, rows):
@@ -38,18 +44,17 @@ def traced():
             module, make_batch = zoo.make(name)
             batch, call = whole_batch(make_batch, ROWS), zoo.step(module)
             optimizer = torch.optim.AdamW(module.parameters())
-            found = derive_splits(module, call, batch, map_of(module, batch), (2,))
-            known[name] = (
-                module,
-                make_batch,
-                trace_model(module, batch, call=call, module_map=found, optimizer=optimizer),
-            )
+            module_map = map_of(module, batch)
+            if name == "gpt2_dropout":
+                module_map = derive_splits(module, call, batch, module_map, (2,))
+            spec = trace_model(module, batch, call=call, module_map=module_map, optimizer=optimizer)
+            known[name] = module, make_batch, spec
         return known[name]
 
     return of
 
 
-@pytest.mark.parametrize(("model", "name"), [*itertools.product(MODELS, PLANS)])
+@pytest.mark.parametrize(("model", "name"), CASES)
 def test_replayed_equals_measured(traced, model, name):
     module, make_batch, spec = traced(model)
     plan = make_plan(rows=ROWS, **PLANS[name])
@@ -57,5 +62,5 @@ def test_replayed_equals_measured(traced, model, name):
     measured = measure_peaks(module, spec.module_map, plan, batches)
     replays = replay_plan(spec, plan, plain=False)
     for stage, (replay, peak) in enumerate(zip(replays, measured, strict=True)):
-        assert replay.peak_bytes == pytest.approx(peak, rel=TOLERANCE), f"stage {stage}, {replay.phase}"
-        assert replay.peak_bytes <= peak
+        error = (replay.peak_bytes - peak) / peak
+        assert -TOLERANCE <= error <= UNSEEN.get(name, 0.0), f"stage {stage}: {error:.2%} in {replay.phase}"
