@@ -8,6 +8,7 @@ import torch
 from benchmarks.accuracy.published_device import SimulatedDevice
 from benchmarks.accuracy.published_litgpt import LitGPT
 from benchmarks.accuracy.published_models import Arithmetic, BigCode, LlamaLike, Model, Shape
+from benchmarks.accuracy.published_parallel import ParallelDecoder
 from benchmarks.accuracy.published_rows import Prediction, Row, UnpredictableError, known
 from benchmarks.accuracy.published_torchtune import TorchTune
 from benchmarks.accuracy.published_training import STEPS, Trainer, Training
@@ -35,6 +36,7 @@ _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
 
 _LLAMAS = ("llama", "mistral", "granite", "qwen2", "gemma")
 _BIGCODES = ("gpt_bigcode", "gpt2")
+_PARALLELS = ("falcon", "gpt_neox", "pythia")
 
 # docs of each model in transformers: dropout of embeddings and residuals in the default configuration.
 _DROPOUT = 0.1
@@ -181,13 +183,29 @@ def model_of(row: Row, library: str) -> Model:
             has_bias=family in ("gpt_neox", "pythia", "phi"),
         )
     version = library_version(row)
-    if known(family, _LLAMAS + _BIGCODES, "family") in _LLAMAS:
+    if family == "mixtral":
+        raise UnpredictableError(
+            "family = 'mixtral': how tokens are dealt out to experts decides sizes, and is not known"
+        )
+    casts, copies = version >= (4, 49), version < (4, 50)
+    if known(family, _LLAMAS + _BIGCODES + _PARALLELS, "family") in _PARALLELS:
+        is_falcon = family == "falcon"
+        return ParallelDecoder(
+            shape=shape,
+            arithmetic=arithmetic,
+            has_two_norms=not is_falcon,
+            has_bias=not is_falcon,
+            rotary=1.0 if is_falcon else 0.25,
+            casts_logits=casts,
+            copies_shifted=copies,
+        )
+    if family in _LLAMAS:
         return LlamaLike(
             shape=shape,
             arithmetic=arithmetic,
             has_qkv_bias=family == "qwen2",
             is_gemma=family == "gemma",
-            copies_shifted=version < (4, 50),
+            copies_shifted=copies,
             # scenarios-liger.yaml gives every run of this table fast kernels.
             has_fast_kernels="a100_80gb_liger" in str(row.get("source", "")),
         )
@@ -196,8 +214,8 @@ def model_of(row: Row, library: str) -> Model:
         arithmetic=arithmetic,
         dropout=_DROPOUT,
         keeps_cache=family == "gpt_bigcode" and version < (4, 49),
-        casts_logits=version >= (4, 49),
-        copies_shifted=version < (4, 50),
+        casts_logits=casts,
+        copies_shifted=copies,
     )
 
 

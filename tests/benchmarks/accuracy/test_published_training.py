@@ -6,6 +6,7 @@ import torch
 from benchmarks.accuracy.published_device import SimulatedDevice
 from benchmarks.accuracy.published_litgpt import LitGPT
 from benchmarks.accuracy.published_models import Arithmetic, BigCode, LlamaLike, Shape
+from benchmarks.accuracy.published_parallel import ParallelDecoder
 from benchmarks.accuracy.published_torchtune import TorchTune
 from benchmarks.accuracy.published_training import Trainer, Training
 
@@ -46,11 +47,19 @@ def llama(**changes):
         BigCode(shape=SHAPE, arithmetic=Arithmetic(dtype=torch.float32, autocast=torch.bfloat16)),
         LitGPT(shape=SHAPE, arithmetic=Arithmetic(dtype=torch.bfloat16)),
         TorchTune(shape=SHAPE, arithmetic=Arithmetic(dtype=torch.bfloat16)),
+        ParallelDecoder(shape=SHAPE, arithmetic=Arithmetic(dtype=torch.bfloat16, attention="sdpa")),
+        ParallelDecoder(
+            shape=SHAPE,
+            arithmetic=Arithmetic(dtype=torch.float32, attention="eager"),
+            has_two_norms=True,
+            has_bias=True,
+            rotary=0.25,
+        ),
         LitGPT(
             shape=SHAPE, arithmetic=Arithmetic(dtype=torch.bfloat16), is_llama=False, is_parallel=True, has_bias=True
         ),
     ],
-    ids=["llama", "qwen", "gemma", "fast", "bigcode", "gpt2-mixed", "litgpt", "torchtune", "neox"],
+    ids=["llama", "qwen", "gemma", "fast", "bigcode", "gpt2-mixed", "litgpt", "torchtune", "falcon", "pythia", "neox"],
 )
 def test_between_steps_there_are_weights_and_moments(model):
     size = 4 if model.arithmetic.dtype == torch.float32 else 2
