@@ -99,6 +99,7 @@ class Kept:
         share: How tensor-parallel ranks share it.
         per_position: Whether there is one such row for every token of the sequence: attention's probabilities.
         multiple: Lengths are rounded up to a multiple of this.
+        per_row: Whether every row of the batch has one; tables of positions are made once.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Kept:
     share: Share
     per_position: bool = False
     multiple: int = 1
+    per_row: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +129,7 @@ class LayerForm:
         """Bytes of one tensor on one rank, in microbatch rows and sequence length."""
         length = SEQUENCE / self.split.context
         rows = length if tensor.multiple == 1 else tensor.multiple * sympy.ceiling(length / tensor.multiple)
-        tokens = MICROBATCH * rows * (length if tensor.per_position else 1)
+        tokens = (MICROBATCH if tensor.per_row else 1) * rows * (length if tensor.per_position else 1)
         shared = tensor.share == "tensor" or (tensor.share == "sequence" and self.split.sequence_parallel)
         return sympy.Rational(tensor.width * tensor.itemsize, self.split.degree if shared else 1) * tokens
 
@@ -294,6 +296,7 @@ def _attention(dims: TransformerDims, operators: OperatorSet, itemsize: int) -> 
         return Kept(name=name, width=width, itemsize=size, share="tensor", per_position=per_position, multiple=multiple)
 
     output = kept("attention output", queries)
+    tables = _tables(dims, itemsize)
     if kind != "math":
         value = kept("values", groups)
         if dims.rotary and dims.fused_query_key_value and not dims.repeats_key_value:
@@ -302,7 +305,10 @@ def _attention(dims: TransformerDims, operators: OperatorSet, itemsize: int) -> 
         multiple = _EFFICIENT_ROWS if kind == "efficient" else 1
         logarithms = kept("attention: log-sum-exp", dims.heads, max(4, itemsize), multiple)
         seeds = _SEEDS[kind] if operators.device == "cuda" else 0
-        return (kept("queries", queries), kept("keys", groups), value, output, logarithms), seeds
+        # Flash attention lays out its output as its queries: concatenated ones head by head, not token by token.
+        is_copied = kind == "flash" and bool(tables)
+        copies = (kept("attention output by tokens", queries),) if is_copied else ()
+        return (*tables, kept("queries", queries), kept("keys", groups), value, output, logarithms, *copies), seeds
     # Composed of single operators, halves are computed in 32 bits.
     wide = max(4, itemsize)
     heads = [kept("queries", queries, wide), kept("keys", groups, wide), kept("values", groups, wide)]
@@ -311,7 +317,15 @@ def _attention(dims: TransformerDims, operators: OperatorSet, itemsize: int) -> 
         mask = _mask(operators, wide)
         scores.append(kept("attention: dropout mask", dims.heads, mask, per_position=True))
         scores.append(kept("attention: probabilities behind dropout", dims.heads, wide, per_position=True))
-    return (*heads, output, *scores), 0
+    return (*tables, *heads, output, *scores), 0
+
+
+def _tables(dims: TransformerDims, itemsize: int) -> tuple[Kept, ...]:
+    """Cosines and sines of half of what is rotated, for queries and for keys, where every layer makes its own."""
+    if not dims.rotary or dims.rotation == "sum":
+        return ()
+    width = 2 * (dims.rotated_width or dims.query_width // dims.heads)
+    return (Kept(name="tables of rotation", width=width, itemsize=itemsize, share="none", per_row=False),)
 
 
 def _feed_forward(dims: TransformerDims, operators: OperatorSet, itemsize: int) -> tuple[Kept, ...]:

@@ -354,7 +354,8 @@ def _tail(form: ClosedForm, split: Split) -> LayerSpec:
 def _shared(form: ClosedForm) -> sympy.Expr:
     """What depends on the length alone: numbers of positions, or tables of the angles' cosines and sines."""
     dims = form.dims
-    width = 2 * form.stored * (dims.query_width // dims.heads) if dims.rotary else 0
+    has_tables = dims.rotary and dims.rotation == "sum"
+    width = 2 * form.stored * (dims.query_width // dims.heads) if has_tables else 0
     return (width + (8 if dims.positions else 0)) * SEQUENCE
 
 

@@ -21,6 +21,9 @@ class TransformerDims:
         norm: ``"rms"`` (a weight) or ``"layer"`` (a weight and a bias).
         feed_forward: ``"swiglu"`` (three matrices; Shazeer, 2020) or ``"gelu"`` (two).
         rotary: Whether queries and keys are rotated by position (Su et al., 2021).
+        rotation: How: ``"sum"`` of products with tables that the network makes once, or ``"concatenation"`` of rotated
+            parts, with tables that every layer makes.
+        rotated_width: Entries of each head that are rotated; ``None`` for all.
         query_key_value_bias, output_bias, feed_forward_bias: Which linear layers have biases.
         fused_query_key_value: Whether one linear layer makes queries, keys and values.
         repeats_key_value: Whether heads of keys and values are copied to as many as of queries ahead of attention.
@@ -44,6 +47,8 @@ class TransformerDims:
     norm: Literal["rms", "layer"] = "rms"
     feed_forward: Literal["swiglu", "gelu"] = "swiglu"
     rotary: bool = True
+    rotation: Literal["sum", "concatenation"] = "sum"
+    rotated_width: int | None = None
     query_key_value_bias: bool = False
     output_bias: bool = False
     feed_forward_bias: bool = False

@@ -9,6 +9,8 @@ import torch
 
 from lightning_mist.cost.closed_form import CPU, CUDA, MEGATRON, OperatorSet, Split, attention_kind, layer_form
 from lightning_mist.cost.dims import TransformerDims
+from lightning_mist.cost.estimate_closed import shape_dims
+from lightning_mist.model.reference import LanguageModel, LanguageModelShape
 from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
 from tests.cost.transformers import GPT, LENGTH, LLAMA, Transformer, count, mapped
 
@@ -163,3 +165,28 @@ def test_which_attention_runs():
 def test_what_ranks_cannot_share_equally():
     with pytest.raises(ValueError, match="1 rows of 3 tokens over tensor-parallel degree 7"):
         layer_form(LLAMA, OperatorSet(name="any"), split=Split(degree=7)).at(1, 3)
+
+
+SHAPES = {
+    "gpt": LanguageModelShape(hidden=128, ffn=512, layers=2, heads=4, vocabulary=96),
+    "llama": LanguageModelShape(
+        hidden=128, ffn=352, layers=2, heads=4, vocabulary=96, feed_forward="swiglu", norm="rmsnorm",
+        rotary_fraction=0.25,
+    ),
+    "grouped": LanguageModelShape(
+        hidden=128, ffn=352, layers=2, heads=4, key_value_heads=2, vocabulary=96, feed_forward="swiglu",
+        norm="rmsnorm", rotary_fraction=1.0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_models_known_by_name(shape, device):
+    module, dims = LanguageModel(shape, LENGTH), shape_dims(shape, LENGTH)
+    assert dims.parameters == sum(parameter.numel() for parameter in module.parameters())
+    module_map = mapped(module)
+    for dtype in DTYPES:
+        form = layer_form(dims, {"cpu": CPU, "cuda": CUDA}[device], itemsize=dtype.itemsize)
+        found = count(module.to(dtype), module_map, rows=2, device=device).saved[1]
+        assert form.at(2, LENGTH) == found, dtype
