@@ -50,6 +50,7 @@ def plan(
         checkpointing: Whether layers may be recomputed in backward.
         schedules: Pipeline schedules to choose from, of 1f1b, gpipe, interleaved-1f1b and zb-h1.
     """
+    from lightning_mist.cost import Estimator, estimate_plan
     from lightning_mist.tuner import SearchSpace, degrees_to_try, tune
 
     limit = None if memory_limit is None else parse_bytes(memory_limit)
@@ -79,6 +80,8 @@ def plan(
     result = tune(spec, machine, profile=profile, global_batch_size=size, memory_limit=limit, search=search)
     found = replace(result.plan, fingerprint=_made_for(spec, machine, rows, precision))
     show_plan(found)
+    estimator = Estimator(spec, machine, limit or machine.device.memory_bytes)
+    print(estimate_plan(estimator, found, advise=False, replay="worst").headline())
     print("\n" + "\n".join((*split_notes(found, spec.module_map), *result.explain())))
     if out is not None:
         save(found, out)

@@ -52,6 +52,9 @@ def replayed_need(
 ) -> DeviceNeed:
     """The need of a rank whose allocations are known one by one.
 
+    Where tensors alone take more than may be used, the least capacity is not searched for, since nothing would run:
+    the need is what the allocator would hold without limit.
+
     Args:
         events: Its allocations, of two optimizer steps at least.
         cluster: The machine.
@@ -69,7 +72,7 @@ def replayed_need(
     unlimited = simulate_allocator(every, replace(settings, capacity_bytes=None, garbage_collection_threshold=None))
     result, least = unlimited, unlimited.peak.reserved
     room = max(1, min(capacity, limit - overheads.outside.expected))
-    if least > room:
+    if unlimited.peak.allocated <= room < least:
         least = least_capacity(every, settings).least
         result = simulate_allocator(every, replace(settings, capacity_bytes=max(room, least)))
     return _with_allocator(

@@ -104,7 +104,7 @@ def estimate_plan(
         stages=stages,
         source=estimator.source,
         changes=changes_that_fit(estimator, plan) if advise and not fits else (),
-        notes=(*spec.notes, *what_is_not_run(plan), *_flush_notes(stages)),
+        notes=(*spec.notes, *what_is_not_run(plan), *_flush_notes(stages, limit)),
     )
 
 
@@ -137,14 +137,14 @@ def replicated(spec: ModelSpec, cluster: Cluster) -> Plan:
     return Plan(global_batch_size=spec.batch_rows * count, num_microbatches=1, stages=(stage,))
 
 
-def _flush_notes(stages: Sequence[StageEstimate]) -> tuple[str, ...]:
+def _flush_notes(stages: Sequence[StageEstimate], limit: int) -> tuple[str, ...]:
     """Stages whose allocator has to give memory back within a step, which costs time."""
-    names = ", ".join(str(stage.stage) for stage in stages if stage.flushes)
+    names = ", ".join(str(stage.stage) for stage in stages if stage.flushes and stage.device_total.p50 <= limit)
     if not names:
         return ()
     return (
         f"on stage {names} there is room only if the allocator gives back what is free within a step, which waits for "
-        "the device: expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF, or a change from above, avoids it",
+        "the device; expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF may avoid it",
     )
 
 

@@ -14,6 +14,9 @@ from lightning_mist.plan import Checkpointing, Feature, Plan, StagePlan, ZeroSta
 SHOWN = 6
 """Changes that are kept at most."""
 
+LOOKS = 3
+"""Trials of a ladder that are replayed at most where those that should fit do not."""
+
 MOST_TIMES_AS_MANY = 64
 """How many times the devices at hand are looked at."""
 
@@ -61,6 +64,8 @@ def changes_that_fit(estimator: Estimator, plan: Plan) -> tuple[Change, ...]:
 
 def _least(estimator: Estimator, ladder: Ladder) -> Change | None:
     """The first trial of a ladder that fits: found by bisection without replay, then looked at around there."""
+    if not ladder:
+        return None
     low, high = 0, len(ladder)
     while low < high:
         middle = (low + high) // 2
@@ -68,14 +73,16 @@ def _least(estimator: Estimator, ladder: Ladder) -> Change | None:
             high = middle
         else:
             low = middle + 1
-    found = None
-    for index in range(min(low, len(ladder) - 1), -1, -1):
-        earlier = _look(estimator, ladder[index])
-        if earlier is None:
+    at = min(low, len(ladder) - 1)
+    for index in range(at, min(at + LOOKS, len(ladder))):
+        found = _look(estimator, ladder[index])
+        if found is not None:
             break
-        found = earlier
-    later = range(low + 1, len(ladder)) if found is None else ()
-    return found or next((change for i in later if (change := _look(estimator, ladder[i])) is not None), None)
+    else:
+        return None
+    # Without replay a little more is predicted than with it, so that a smaller change may do.
+    smaller = _look(estimator, ladder[at - 1]) if index == at > 0 else None
+    return smaller or found
 
 
 def _first(estimator: Estimator, trials: Sequence[_Trial]) -> Change | None:
@@ -100,7 +107,7 @@ def _fits_quickly(estimator: Estimator, trial: _Trial) -> bool:
 def _look(estimator: Estimator, trial: _Trial) -> Change | None:
     """A trial that fits; None if it does not, or if the network does not allow it."""
     try:
-        need = worst_of(_there(estimator, trial).stages(trial.plan)).device_total
+        need = worst_of(_there(estimator, trial).stages(trial.plan, replay="worst")).device_total
     except PlanError:
         return None
     if verdict_of(need, estimator.limit) != "fits":

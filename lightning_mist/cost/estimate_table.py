@@ -90,12 +90,14 @@ def _tensor_table(title: str, tensors: Sequence[PeakTensor], *, together: bool =
         table.add_column("together", justify="right")
     table.add_column("bytes", justify="right")
     table.add_column("alike", justify="right")
-    for heading in ("counts as", "module", "operator", "line"):
+    for heading in ("part of", "module", "operator", "line"):
         table.add_column(heading, overflow="fold")
-    table.add_column("microbatch", justify="right")
     for tensor in tensors:
         sizes = [tensor.all_bytes] * together + [tensor.bytes]
-        words = (WORDS[tensor.term], tensor.module, tensor.operator, tensor.line)
-        microbatch = "" if tensor.microbatch is None else str(tensor.microbatch)
-        table.add_row(*map(format_bytes, sizes), str(tensor.count), *map(Text, words), microbatch)
+        microbatch = "" if tensor.microbatch is None or tensor.count > 1 else f" (microbatch {tensor.microbatch})"
+        part = tensor.term.removesuffix("_bytes") + microbatch
+        # As short as it is still understood: "mm" for "aten.mm.default".
+        operator = tensor.operator.removeprefix("aten.").rpartition(".")[0] or tensor.operator
+        words = (part, tensor.module, operator, tensor.line)
+        table.add_row(*map(format_bytes, sizes), str(tensor.count), *map(Text, words))
     return table

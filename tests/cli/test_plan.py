@@ -29,6 +29,7 @@ def test_plan_of_a_function(tmp_path, capsys):
     assert (made_for["world_size"], made_for["batch_rows"], made_for["layer_kinds"]) == ("2", "4", "4A")
     assert made_for["precision"] == "bf16-mixed"
     assert "predicted step: " in text.out
+    assert "Fits in 22.5 GiB per device: stage 0 of" in text.out
     assert text.out.endswith(f"plan written to {out}\n")
     assert "tracing Net" in text.err
 

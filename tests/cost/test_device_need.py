@@ -55,8 +55,9 @@ def test_a_device_that_would_overflow_is_full_and_runs_if_the_least_fits() -> No
 
 
 def test_where_even_the_least_does_not_fit_the_need_is_above_the_limit() -> None:
+    # Not even 40 MiB of tensors have room in 35: what would be comfortable is said.
     found = replayed_need(EVENTS, cluster(75 * MIB), OVERHEADS)
-    assert found.device_total.p50 == 80 * MIB
+    assert found.device_total.p50 == 110 * MIB
     assert found.device_total.p95 > found.device_total.p50
 
 

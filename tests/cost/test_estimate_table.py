@@ -26,7 +26,7 @@ def test_many_stages_take_several_tables():
 def test_tensors_say_where_they_come_from():
     text = render_estimate(FULL)
     assert "largest tensors at the peak of stage 0" in text
-    assert text.count("aten.mm.default") == 2
+    assert text.count(" mm ") == 2
     assert "tensors that take most together" in text
     assert "15 B" in text  # three of them
     tensor = PeakTensor(bytes=3, term="optimizer_bytes", stage=0, module="[bold]head[/bold]")
