@@ -107,16 +107,23 @@ def _always(model: MemoryModel, plan: Plan, group: int, needs: Mapping[int, Stag
     slots = slots_of(plan)
     chunks = [slots[stage] for stage in plan.chunks(group)]
     first = next(iter(needs.values()))
-    doubled = model.holdings.doubled([candidates for _, candidates in chunks])
     degree, zero = chunks[0][0].shard_degree, int(chunks[0][1].zero_stage_K[0])
-    state = model.spec.optimizer.state_bytes_per_parameter_byte
-    shares = degree if zero >= ZeroStage.OPTIMIZER else 1
     parameters = sum(_number(item.always["parameter_bytes"]) for item in needs.values())
     optimizer = sum(_number(item.always["optimizer_bytes"]) for item in needs.values())
+    doubled = model.holdings.doubled([candidates for _, candidates in chunks])
+    state = model.spec.optimizer.state_bytes_per_parameter_byte
+    if degree > 1 and zero >= ZeroStage.OPTIMIZER and chunks[0][1].offload is None:
+        trained, every = model.holdings.together([candidates for _, candidates in chunks], degree)
+        optimizer = state * trained
+        parameters = every if zero >= ZeroStage.PARAMETERS else parameters - doubled[0]
+    else:
+        shares = degree if zero >= ZeroStage.OPTIMIZER else 1
+        parameters -= doubled[0] / (degree if zero >= ZeroStage.PARAMETERS else 1)
+        optimizer -= state * doubled[1] / shares
     return {
-        "parameter_bytes": parameters - doubled[0] / (degree if zero >= ZeroStage.PARAMETERS else 1),
+        "parameter_bytes": parameters,
         "buffer_bytes": _number(first.always["buffer_bytes"]),
-        "optimizer_bytes": optimizer - state * doubled[1] / shares,
+        "optimizer_bytes": optimizer,
         "batch_bytes": _number(first.always["batch_bytes"]),
         # The chunks of a device run one after the other and use the same buffers.
         "offload_bytes": max(_number(item.always.get("offload_bytes", 0.0)) for item in needs.values()),

@@ -5,19 +5,21 @@ Array axes
     U  distinct layer ranges among them
     P  parameters
     R  regions
+    A  head, first layer, other layers, tail
+    X  figures
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_codes
+from lightning_mist.cost.ownership import Owners
 from lightning_mist.cost.regions import ParameterTable, covered
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan.sharding import assign_owners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,7 @@ class HeldBytes:
         shared_K: Trained, and also held by another stage.
         reused_K: Trained, and used by several parts of this stage.
         largest_K: The largest trained parameter.
+        together_K: Trained, with a gradient that is made with those of inputs where weights' are made apart.
         count_K: Number of trained parameters, not bytes.
     """
 
@@ -42,7 +45,25 @@ class HeldBytes:
     shared_K: FloatArray
     reused_K: FloatArray
     largest_K: FloatArray
+    together_K: FloatArray
     count_K: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedOut:
+    """What the fullest rank of stages has where parameters are dealt out, in bytes.
+
+    Attributes:
+        trained_K: Trained parameters that it owns.
+        every_K: All parameters that it owns where frozen ones are dealt out too, as they lie in flat storages.
+        forward_AK: Parameters that are there for a forward only; see :class:`~lightning_mist.cost.ownership.Away`.
+        backward_AK: The same for a backward.
+    """
+
+    trained_K: FloatArray
+    every_K: FloatArray
+    forward_AK: FloatArray
+    backward_AK: FloatArray
 
 
 class Holdings:
@@ -50,13 +71,18 @@ class Holdings:
 
     Args:
         spec: The network.
+
+    Attributes:
+        table: Its parameters.
+        is_one_unit: Whether a stage's parameters cannot be told apart by layer, so that ZeRO-2 and ZeRO-3 take them for
+            one unit.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.table = ParameterTable.of(spec)
-        self._shares: dict[tuple[int, tuple[int, ...]], float] = {}
-        self._away: dict[int, FloatArray] = {}
+        self.is_one_unit = not spec.module_map.blocks or bool(spec.module_map.excludes("shards"))
+        self._owners = Owners(self.table, is_one_unit=self.is_one_unit)
 
     def of(self, candidates: StageCandidates) -> HeldBytes:
         """Parameters and gradients of each candidate."""
@@ -80,24 +106,32 @@ class Holdings:
             shared_K=trained((inside_PU > 0) & (inside_PU < uses[:, -1:])),
             reused_K=trained(inside_PU > 1),
             largest_K=largest_U[inverse_K],
+            together_K=trained(held_PU & self.table.together_P[:, None]),
             count_K=((trained_P > 0).astype(np.float64) @ held_PU)[inverse_K],
         )
 
-    def largest_share(self, candidates: StageCandidates, ranks: int, *, frozen: bool = False) -> FloatArray:
-        """Bytes of the data-parallel rank that owns most, by the rule of :func:`assign_owners`.
+    def shares(self, candidates: StageCandidates, ranks: int) -> SharedOut:
+        """What the fullest of the data-parallel ranks of each candidate has where parameters are dealt out."""
+        low_U, high_U, inverse_K = self._ranges(candidates)
+        found = [self._owners.of(low, high, ranks) for low, high in zip(low_U.tolist(), high_U.tolist(), strict=True)]
+        away_UX = np.array(
+            [[*astuple(item.forward), *astuple(item.backward), item.trained, item.every] for item in found]
+        ).reshape(len(found), 10)
+        away_XK = away_UX[inverse_K].T
+        return SharedOut(trained_K=away_XK[8], every_K=away_XK[9], forward_AK=away_XK[:4], backward_AK=away_XK[4:8])
+
+    def together(self, stages: Sequence[StageCandidates], ranks: int) -> tuple[float, float]:
+        """What the fullest rank of devices that run several stages owns: of trained parameters, and of all.
 
         Args:
-            candidates: The stages.
+            stages: One candidate each.
             ranks: Data-parallel ranks.
-            frozen: Whether parameters that are not trained are dealt out too, and counted.
         """
-        low_U, high_U, inverse_K = self._ranges(candidates)
-        uses, bytes_P = self.table.uses_PR, self.table.bytes_P if frozen else self.table.trainable_P
-        share_U = np.empty(len(low_U))
-        for index, (low, high) in enumerate(zip(low_U, high_U, strict=True)):
-            held_P = uses[:, high] > uses[:, low]
-            share_U[index] = self._share(self._sizes(bytes_P[held_P]), ranks)
-        return share_U[inverse_K]
+        held_P = np.zeros(len(self.table.bytes_P), dtype=bool)
+        for candidates in stages:
+            low_U, high_U, _ = self._ranges(candidates)
+            held_P |= self.table.uses_PR[:, high_U[0]] > self.table.uses_PR[:, low_U[0]]
+        return self._owners.together(held_P, ranks)
 
     def doubled(self, stages: Sequence[StageCandidates]) -> tuple[float, float]:
         """Bytes by which the sum over some stages exceeds what they hold together: of all and of trained parameters.
@@ -113,37 +147,9 @@ class Holdings:
         extra_P = np.maximum(count_P - 1, 0)
         return float(self.table.bytes_P @ extra_P), float(self.table.trainable_P @ extra_P)
 
-    def away(self, ranks: int) -> FloatArray:
-        """Bytes of neighbouring regions' parameters that the rank that owns least of them does not own.
-
-        Entry ``r`` of ``R + 1`` is about regions ``r - 1`` and ``r``, as far as they exist. Owners are taken as if
-        these regions were all that is dealt out: of layers every rank owns about as much, but only one rank owns the
-        one parameter of an embedding.
-        """
-        if ranks not in self._away:
-            used_PR = np.diff(self.table.uses_PR, axis=1) > 0
-            none_P1 = np.zeros_like(used_PR[:, :1])
-            pairs_RP = (np.concatenate([none_P1, used_PR], axis=1) | np.concatenate([used_PR, none_P1], axis=1)).T
-            found = [self._sizes(self.table.bytes_P[pair_P]) for pair_P in pairs_RP]
-            self._away[ranks] = np.array([sum(sizes) - self._share(sizes, ranks, least=True) for sizes in found])
-        return self._away[ranks]
-
     def _ranges(self, candidates: StageCandidates) -> tuple[IntArray, IntArray, IntArray]:
         """Distinct ranges of regions, and which of them each candidate has."""
         low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
         width = self.table.uses_PR.shape[1]
         code_U, inverse_K = distinct_codes(low_K * width + high_K, width * width)
         return code_U // width, code_U % width, inverse_K
-
-    @staticmethod
-    def _sizes(bytes_P: FloatArray) -> tuple[int, ...]:
-        return tuple(np.sort(bytes_P).astype(np.int64).tolist())
-
-    def _share(self, sizes: tuple[int, ...], ranks: int, *, least: bool = False) -> float:
-        key = (-ranks if least else ranks, sizes)
-        if key not in self._shares:
-            loads = [0] * ranks
-            for owner, size in zip(assign_owners(sizes, ranks), sizes, strict=True):
-                loads[owner] += size
-            self._shares[key] = float(min(loads) if least else max(loads))
-        return self._shares[key]

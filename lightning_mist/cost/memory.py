@@ -112,7 +112,7 @@ class MemoryModel:
     def _begin(self, spec: ModelSpec) -> None:
         self.holdings = Holdings(spec)
         self._costs: dict[tuple[float, int], RegionCosts] = {}
-        self._working: dict[tuple[float, int, int, int], WorkingSets] = {}
+        self._working: dict[tuple[float, int, int], WorkingSets] = {}
 
     def variant(self, key: tuple[float, float], build: Callable[[], tuple[ModelSpec, Adjustment]]) -> "MemoryModel":
         """The same network with other parameters and changed costs of regions, built once for each key."""
@@ -133,27 +133,25 @@ class MemoryModel:
     def working(self, rows: float, zero_stage: int, degree: int, context: int = 1) -> WorkingSets:
         """Working sets at a number of rows; of ZeRO stages below 2 those of one rank."""
         if zero_stage < ZeroStage.GRADIENTS or degree == 1:
-            zero_stage, degree = 0, 1
-        key = (rows, zero_stage, degree, context)
+            degree = 1
+        key = (rows, degree, context)
         if key not in self._working:
-            table, sharding = self.holdings.table, self._sharding(zero_stage, degree) if degree > 1 else None
+            table, sharding = self.holdings.table, self._sharding(degree) if degree > 1 else None
             self._working[key] = WorkingSets(self.costs(rows, context), table.single_R, sharding)
         return self._working[key]
 
-    def _sharding(self, zero_stage: int, degree: int) -> Sharding:
-        trained_R = self.holdings.table.trained_R
-        unsharded_R = np.zeros(len(trained_R) + 1)
-        if zero_stage >= ZeroStage.PARAMETERS:
-            unsharded_R = self.holdings.away(degree)
-        return Sharding(
-            kept=1 / degree,
-            reduced_R=np.concatenate([trained_R[1:], [0.0]]),
-            forward_R=unsharded_R[1:],
-            backward_R=unsharded_R[:-1],
-        )
+    def _sharding(self, degree: int) -> Sharding:
+        return Sharding(kept=1 / degree, trained_R=self.holdings.table.trained_R, is_one_unit=self.holdings.is_one_unit)
 
-    def _runs(self, candidates: StageCandidates, held: HeldBytes, rows: float, context: int = 1) -> StageRuns:
+    def _runs(self, candidates: StageCandidates, held: HeldBytes, degree: int) -> StageRuns:
         low_K, _ = covered(self.spec, candidates.start_K, candidates.end_K)
+        imbalance_K, away = np.zeros(len(candidates)), (np.zeros((4, len(candidates))),) * 2
+        zero_K = candidates.zero_stage_K
+        if degree > 1 and (zero_K >= ZeroStage.GRADIENTS).any():
+            shares = self.holdings.shares(candidates, degree)
+            imbalance_K = np.where(zero_K >= ZeroStage.GRADIENTS, shares.trained_K - held.trained_K / degree, 0.0)
+            shards_K = zero_K >= ZeroStage.PARAMETERS
+            away = shares.forward_AK * shards_K, shares.backward_AK * shards_K
         return StageRuns(
             start_K=candidates.start_K,
             middle_K=candidates.start_K + candidates.checkpointed_K,
@@ -164,6 +162,10 @@ class MemoryModel:
             head_gradient_bytes_K=held.head_only_K,
             tail_gradient_bytes_K=held.tail_K,
             last_gradient_bytes_K=self.holdings.table.trained_R[low_K],
+            together_gradient_bytes_K=held.together_K,
+            imbalance_K=imbalance_K,
+            forward_away_AK=away[0],
+            backward_away_AK=away[1],
         )
 
     def needs(self, slot: StageSlot, candidates: StageCandidates) -> "StageNeeds":
@@ -175,9 +177,9 @@ class MemoryModel:
             return offloaded_needs(self, slot, candidates)
         context, degree = slot.context_parallel_degree, slot.shard_degree
         costs, held = self.costs(slot.rows, context), self.holdings.of(candidates)
-        runs = self._runs(candidates, held, slot.rows, context)
+        runs = self._runs(candidates, held, degree)
         owned_K, kept_K, parameters_K = self._owned(candidates, held, degree)
-        working_ZK = self._working_sets(slot, candidates, runs)
+        working_ZK = self._working_sets(slot, candidates, runs, held)
         plain_K = is_plain(slot, candidates) & (not self._is_variant)
         plain_first_K = held.trained_K + held.reused_K + working_ZK[2]
         return StageNeeds(
@@ -199,7 +201,7 @@ class MemoryModel:
             backward_K=working_ZK[2],
             input_backward_K=working_ZK[4],
             waiting_K=working_ZK[5],
-            weight_backward_K=working_ZK[5] + held.largest_K,
+            weight_backward_K=working_ZK[6],
             update=tuple(self._update(slot, runs, held, owned_K, kept_K, candidates)),
         )
 
@@ -210,27 +212,30 @@ class MemoryModel:
         if degree == 1:
             return held.trained_K, held.trained_K, held.all_K
         zero_K = candidates.zero_stage_K
-        share_K = self.holdings.largest_share(candidates, degree)
-        parameters_K = held.all_K
-        if (zero_K >= ZeroStage.PARAMETERS).any():
-            dealt_K = self.holdings.largest_share(candidates, degree, frozen=True)
-            parameters_K = np.where(zero_K >= ZeroStage.PARAMETERS, dealt_K, parameters_K)
-        owned_K = np.where(zero_K >= ZeroStage.OPTIMIZER, share_K, held.trained_K)
-        return owned_K, np.where(zero_K >= ZeroStage.GRADIENTS, share_K, held.trained_K), parameters_K
+        if not (zero_K >= ZeroStage.OPTIMIZER).any():
+            return held.trained_K, held.trained_K, held.all_K
+        shares = self.holdings.shares(candidates, degree)
+        owned_K = np.where(zero_K >= ZeroStage.OPTIMIZER, shares.trained_K, held.trained_K)
+        kept_K = np.where(zero_K >= ZeroStage.GRADIENTS, shares.trained_K, held.trained_K)
+        return owned_K, kept_K, np.where(zero_K >= ZeroStage.PARAMETERS, shares.every_K, held.all_K)
 
-    def _working_sets(self, slot: StageSlot, candidates: StageCandidates, runs: StageRuns) -> FloatArray:
-        """By ZeRO stage: of a forward, a first and a later backward; what is pending; of inputs only, and its rest."""
-        found = np.empty((6, len(candidates)))
-        # Below ZeRO-2 working sets are the same.
-        level_K = np.where(candidates.zero_stage_K < ZeroStage.GRADIENTS, 0, candidates.zero_stage_K)
+    def _working_sets(
+        self, slot: StageSlot, candidates: StageCandidates, runs: StageRuns, held: HeldBytes
+    ) -> FloatArray:
+        """Of a forward, a first and a later backward; what is pending; of inputs only, its rest, of weights only."""
+        found = np.empty((7, len(candidates)))
+        # Below ZeRO-2 working sets are the same, and above it but for what the runs say.
+        level_K = (candidates.zero_stage_K >= ZeroStage.GRADIENTS).astype(np.int64)
         for level in np.flatnonzero(np.bincount(level_K)):
             index_J = np.flatnonzero(level_K == level)
             chosen = runs if len(index_J) == len(candidates) else runs.take(index_J)
-            working = self.working(slot.rows, int(level), slot.shard_degree, slot.context_parallel_degree)
+            zero_stage = int(ZeroStage.GRADIENTS) if level else 0
+            working = self.working(slot.rows, zero_stage, slot.shard_degree, slot.context_parallel_degree)
             found[0, index_J] = working.forward(chosen)
             found[1, index_J], found[2, index_J] = working.first_backward(chosen), working.backward(chosen)
             found[3, index_J] = working.pending(chosen)
             found[4, index_J], found[5, index_J] = working.input_backward(chosen), working.waiting(chosen)
+            found[6, index_J] = working.weight_backward(chosen, held.largest_K[index_J])
         return found
 
     def peaks(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:

@@ -26,7 +26,7 @@ class StageNeeds:
         always: What is there all the time, by term.
         gradients_K: All gradients.
         reused_K: Gradients of parameters that several parts of the stage use.
-        pending_K: Gradients of the last backward that are still being reduced in a forward.
+        pending_K: Gradients of the last backward that are still being reduced in a forward, or a backward of inputs.
         saved_K: What one microbatch leaves behind between its forward and its backward.
         entering_K: What is received per microbatch.
         leaving_K: The gradient of what is sent per microbatch.
@@ -123,6 +123,6 @@ def _factors(phase: Phase) -> tuple[float, ...]:
     ahead = phase.received_gradients - (not is_forward and not is_weights and phase.received_gradients > 0)
     # Weight gradients are there when the first of them have been made.
     gradients = is_weights or phase.kind == "backward" or (phase.gradients and phase.kind != "first backward")
-    pending = is_forward and phase.gradients
+    pending = phase.gradients and phase.kind not in ("first backward", "backward")
     counts = (phase.others, phase.waiting, phase.received, ahead, phase.sent_gradients)
     return (float(gradients), float(pending), *counts)

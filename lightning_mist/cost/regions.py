@@ -13,14 +13,16 @@ stage, and ``high = end + 1``, or ``L + 2`` if it is the last.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import sympy
 
-from lightning_mist.cost.compile import FloatArray, IntArray, compile_expressions
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray, compile_expressions
 from lightning_mist.cost.context_parallel import part_of_sequence, with_ring
 from lightning_mist.model.spec import CollectiveSpec, LayerSpec, ModelSpec, TensorSpec
 from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.plan.mesh import itemsize
 
 _LAYER_FIELDS = (
     "saved_bytes",
@@ -195,6 +197,9 @@ class ParameterTable:
     Attributes:
         bytes_P: Bytes of each parameter.
         trainable_P: Bytes of each trained parameter, 0 for frozen ones.
+        dealt_P: Bytes by which owners are assigned: of the whole parameter, also where tensor parallelism splits it.
+        together_P: Whether the gradient of a parameter is made with those of inputs where weights' are made apart: it
+            is no matrix, or an embedding.
         uses_PR: Number of regions below ``r`` that use the parameter, ``r`` in ``0 .. L + 2``.
         single_R: Trained bytes of the parameters that exactly one region uses, by region.
         used_R: Bytes of the parameters that each region uses.
@@ -204,6 +209,8 @@ class ParameterTable:
 
     bytes_P: FloatArray
     trainable_P: FloatArray
+    dealt_P: FloatArray
+    together_P: BoolArray
     uses_PR: IntArray
     single_R: FloatArray
     used_R: FloatArray
@@ -221,9 +228,20 @@ class ParameterTable:
         trainable_P = np.array([p.bytes if p.trainable else 0 for p in spec.parameters], dtype=np.float64)
         bytes_P = np.array([p.bytes for p in spec.parameters], dtype=np.float64)
         alone_P = used_PR.sum(axis=1) == 1
+        known = {use.name: use for use in spec.module_map.parameters}
+        dealt = [
+            prod(known[p.name].shape) * itemsize(known[p.name].dtype) if p.name in known else p.bytes
+            for p in spec.parameters
+        ]
+        apart = [
+            p.name in known and len(known[p.name].shape) == 2 and 0 not in r
+            for p, r in zip(spec.parameters, regions, strict=True)
+        ]
         return cls(
             bytes_P=bytes_P,
             trainable_P=trainable_P,
+            dealt_P=np.array(dealt, dtype=np.float64),
+            together_P=~np.array(apart, dtype=bool),
             uses_PR=np.concatenate([np.zeros((len(regions), 1), dtype=np.int64), used_PR.cumsum(axis=1)], axis=1),
             single_R=(trainable_P * alone_P) @ used_PR.astype(np.float64),
             used_R=bytes_P @ used_PR.astype(np.float64),

@@ -239,7 +239,7 @@ class StageCostModel:
         owned_K = held.trained_K
         reduce_K, gather_K = np.zeros(len(candidates)), np.zeros(len(candidates))
         if degree > 1:
-            owned_K = np.where(sharded_K, holdings.largest_share(candidates, degree), held.trained_K)
+            owned_K = np.where(sharded_K, holdings.shares(candidates, degree).trained_K, held.trained_K)
             nodes = self._nodes(degree)
             whole_K = self._bucketed("all_reduce", degree, nodes, held.trained_K)
             owners_K = self._bucketed("reduce", degree, nodes, held.trained_K, messages=degree)

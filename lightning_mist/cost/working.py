@@ -4,6 +4,7 @@ Array axes
     L  layers
     S  layer positions ``0 .. L``: where a run of layers starts (first axis) or ends (second axis)
     K  candidate stages
+    A  where in a stage: the head, the layer behind it (of several), other layers, the tail
 
 A stage of layers ``[start, end)`` with its first ``c`` layers checkpointed is a run of checkpointed layers
 ``[start, start + c)`` and a run of plain ones ``[start + c, end)``. With prefix sums of what either kind of layer
@@ -57,6 +58,11 @@ class StageRuns:
         tail_gradient_bytes_K: Of these, what its tail uses.
         last_gradient_bytes_K: Gradient bytes of its first region: the last one whose gradients a backward makes. From
             ZeRO-2 on they are still under way when the next backward begins.
+        together_gradient_bytes_K: Of all its gradients, those that are made with gradients of inputs where weights'
+            are made apart.
+        imbalance_K: From ZeRO-2 on, what the fullest rank owns of all gradients beyond an equal share.
+        forward_away_AK: Under ZeRO-3 parameters that are there only for a forward, by where it is (axis ``A``).
+        backward_away_AK: The same for a backward.
     """
 
     start_K: IntArray
@@ -68,10 +74,14 @@ class StageRuns:
     head_gradient_bytes_K: FloatArray
     tail_gradient_bytes_K: FloatArray
     last_gradient_bytes_K: FloatArray
+    together_gradient_bytes_K: FloatArray
+    imbalance_K: FloatArray
+    forward_away_AK: FloatArray
+    backward_away_AK: FloatArray
 
     def take(self, index_J: IntArray) -> "StageRuns":
         """The candidates at some indices."""
-        return StageRuns(**{field.name: getattr(self, field.name)[index_J] for field in fields(self)})
+        return StageRuns(**{field.name: getattr(self, field.name)[..., index_J] for field in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +90,13 @@ class Sharding:
 
     Attributes:
         kept: Share of the gradients that stay on a rank once they are reduced.
-        reduced_R: Bytes of gradients that are being reduced while the backward of a region runs: those of the region
-            above it.
-        forward_R: Bytes of parameters that are there only for the forward of a region: its own and, under way, those
-            of the next region.
-        backward_R: The same for its backward, with the region below it.
+        trained_R: Bytes of gradients that are made by, and reduced behind, the backward of each region.
+        is_one_unit: Whether the gradients of the whole stage are reduced together, behind its backward.
     """
 
     kept: float
-    reduced_R: FloatArray
-    forward_R: FloatArray
-    backward_R: FloatArray
+    trained_R: FloatArray
+    is_one_unit: bool = False
 
 
 Tables = tuple[FloatArray, FloatArray]
@@ -107,10 +113,12 @@ class WorkingSets:
     """
 
     def __init__(self, costs: RegionCosts, single_R: FloatArray, sharding: Sharding | None = None) -> None:
-        reduced_R, self._kept = np.zeros(len(single_R)), 1.0
-        if sharding is not None:
-            costs, reduced_R, self._kept = _sharded(costs, sharding), sharding.reduced_R, sharding.kept
-        self._costs, self._head_reduced, self._is_sharded = costs, reduced_R[0], sharding is not None
+        reduced_R, self._kept, self._sharding, self._plain = np.zeros(len(single_R)), 1.0, sharding, costs
+        if sharding is not None and not sharding.is_one_unit:
+            # While a region runs, those of the region above are under way.
+            reduced_R, self._kept = np.concatenate([sharding.trained_R[1:], [0.0]]), sharding.kept
+            costs = _making_anew(costs)
+        self._costs, self._head_reduced = costs, reduced_R[0]
         layers = slice(1, -1)
         saved_L, kept_L = costs.saved_R[layers], costs.checkpointed_saved_R[layers]
         self._saved_S, self._kept_S = _prefix(saved_L), _prefix(kept_L)
@@ -133,12 +141,12 @@ class WorkingSets:
             """Of a stage's last layer, above which nothing is being reduced, and of the others."""
             lines = (after_kept_L + recomputed_R[layers] + besides_L, after_saved_L + plain_R[layers] + besides_L)
             top = (range_maxima(lines[0]), range_maxima(lines[1]))
-            if sharding is None:
+            if not reduced_R.any():
                 return top, top
             return top, (range_maxima(lines[0] + reduced_R[layers]), range_maxima(lines[1] + reduced_R[layers]))
 
         self._backward = tables(costs.backward_peak_R, costs.recompute_backward_peak_R, np.zeros_like(made_L))
-        self._split = tables(costs.backward_peak_R, costs.recompute_backward_peak_R, -after_weight_L)[0]
+        self._split = tables(self._plain.backward_peak_R, self._plain.recompute_backward_peak_R, -after_weight_L)[0]
         self._first = tables(costs.first_backward_peak_R, costs.first_recompute_backward_peak_R, -made_L)
         # After the backward of layer k its saved bytes are gone; gradients of layers below it do not count.
         before_made_L = self._made_S[:-1]
@@ -152,8 +160,11 @@ class WorkingSets:
         return self._before_tail(runs) + np.where(runs.is_last_K, self._costs.saved_R[-1], 0.0)
 
     def _head(self, runs: StageRuns) -> FloatArray:
-        # Stages behind the first run the head's parameter-free part too.
-        return np.where(runs.is_first_K, self._costs.saved_R[0], self._costs.shared_saved_bytes)
+        # A layer that is recomputed keeps what it was called with. Stages behind the first run the head too, as far as
+        # the batch alone determines it.
+        recomputes_K = runs.middle_K > runs.start_K
+        kept_K = np.where(recomputes_K, self._costs.checkpointed_saved_R[0], self._costs.saved_R[0])
+        return np.where(runs.is_first_K, kept_K, self._costs.shared_saved_bytes)
 
     def _recomputed(self, runs: StageRuns) -> FloatArray:
         return self._kept_S[runs.middle_K] - self._kept_S[runs.start_K]
@@ -186,8 +197,9 @@ class WorkingSets:
 
     def pending(self, runs: StageRuns) -> FloatArray:
         """Gradients of an earlier backward that are under way until the first unit of the next one has run."""
-        result_K: FloatArray = runs.last_gradient_bytes_K * self._is_sharded
-        return result_K
+        if self._sharding is None:
+            return np.zeros_like(runs.last_gradient_bytes_K)
+        return runs.gradient_bytes_K if self._sharding.is_one_unit else runs.last_gradient_bytes_K
 
     def _layers_backward(self, runs: StageRuns, top: Tables, others: Tables, pending_K: FloatArray) -> FloatArray:
         below_K = np.maximum(runs.end_K - 1, runs.start_K)
@@ -208,18 +220,45 @@ class WorkingSets:
     def forward(self, runs: StageRuns) -> FloatArray:
         """Largest bytes alive in a forward, beyond what exists when it begins."""
         layers_K = self._over_runs(runs, runs.end_K, self._forward_kept_SS, self._forward_SS)
-        head_K = np.where(runs.is_first_K, self._costs.forward_peak_R[0], -np.inf)
-        tail_K = np.where(runs.is_last_K, self._before_tail(runs) + self._tail_forward(runs), -np.inf)
-        return np.maximum(layers_K, np.maximum(head_K, tail_K))
+        first_K = self._first_layer(runs, self._forward_kept_SS, self._forward_SS)
+        tail_K = self._before_tail(runs) + self._tail_forward(runs)
+        return _largest(runs, (self._costs.forward_peak_R[0], first_K, layers_K, tail_K), runs.forward_away_AK)
+
+    def _first_layer(self, runs: StageRuns, kept_SS: FloatArray, plain_SS: FloatArray) -> FloatArray:
+        """The value of the stage's first layer, if it has several and needs more than the others may."""
+        if not (runs.forward_away_AK[1].any() or runs.backward_away_AK[1].any()):
+            return np.full(len(runs.start_K), -np.inf)
+        first_K = self._over_runs(runs, np.minimum(runs.start_K + 1, runs.end_K), kept_SS, plain_SS)
+        result_K: FloatArray = np.where(runs.end_K > runs.start_K + 1, first_K, -np.inf)
+        return result_K
 
     def backward(self, runs: StageRuns) -> FloatArray:
         """Largest bytes alive in a backward with all gradients there, beyond these; its saved bytes included."""
         pending_K = self.pending(runs)
         layers_K = self._layers_backward(runs, *self._backward, pending_K)
-        head = self._costs.saved_R[0] + self._costs.backward_peak_R[0] + self._head_reduced
-        head_K = np.where(runs.is_first_K, head, -np.inf)
+        head = self._head(runs) + self._costs.backward_peak_R[0] + self._head_reduced
         tail_K = self.saved(runs) + self._tail_backward(runs) + pending_K
-        return np.maximum(layers_K, np.maximum(head_K, np.where(runs.is_last_K, tail_K, -np.inf)))
+        first_K = self._first_layer(runs, *self._backward[1])
+        result_K = _largest(runs, (head, first_K, layers_K, tail_K), runs.backward_away_AK)
+        return np.maximum(result_K, self._reductions(runs, np.zeros_like(pending_K)))
+
+    def _reductions(self, runs: StageRuns, above_head_K: FloatArray) -> FloatArray:
+        """Bytes alive when a region's gradients are copied to where they are reduced, by the largest copy.
+
+        Behind layers there is more alive while they run, the gradients of the layer above among it.
+
+        Args:
+            runs: The stages.
+            above_head_K: Bytes of gradients that exist when the head's are reduced.
+        """
+        if self._sharding is None:
+            return np.zeros_like(runs.gradient_bytes_K)
+        if self._sharding.is_one_unit:
+            return 2 * runs.gradient_bytes_K
+        trained_R = self._sharding.trained_R
+        head_K = np.where(runs.is_first_K, 2 * trained_R[0] + above_head_K + runs.backward_away_AK[0], 0.0)
+        tail_K = self._before_tail(runs) + 2 * trained_R[-1] + runs.backward_away_AK[3]
+        return np.maximum(head_K, np.where(runs.is_last_K, tail_K, 0.0))
 
     def waiting(self, runs: StageRuns) -> FloatArray:
         """Bytes that one microbatch keeps from its input gradients until its weight gradients."""
@@ -233,12 +272,33 @@ class WorkingSets:
         # Layer k finds what the weight gradients of the layers above it need.
         above_K = self._weight_S[runs.end_K] + runs.is_last_K * self._tail_weight
         layers_K = self._layers_backward(runs, self._split, self._split, np.zeros_like(runs.gradient_bytes_K)) + above_K
-        head = self._costs.saved_R[0] + self._costs.first_backward_peak_R[0]
         whole_K = self.waiting(runs)
-        head_K = np.where(runs.is_first_K, head + whole_K, -np.inf)
-        tail_K = np.where(runs.is_last_K, self.saved(runs) + self._tail_backward(runs), -np.inf)
-        result_K: FloatArray = np.maximum(np.maximum(layers_K, whole_K), np.maximum(head_K, tail_K))
-        return result_K
+        head_K = self._head(runs) + self._costs.first_backward_peak_R[0] + whole_K
+        tail_K = self.saved(runs) + self._tail(runs, self._plain.backward_peak_R, self._plain.recompute_backward_peak_R)
+        first_K = self._first_layer(runs, *self._split) + above_K
+        return np.maximum(_largest(runs, (head_K, first_K, layers_K, tail_K), runs.backward_away_AK), whole_K)
+
+    def weight_backward(self, runs: StageRuns, largest_K: FloatArray) -> FloatArray:
+        """Largest bytes alive while gradients of weights are made of what waits for them.
+
+        From ZeRO-2 on all gradients of the stage are made before the first of them is reduced.
+
+        Args:
+            runs: The stages.
+            largest_K: Bytes of the largest trained parameter.
+        """
+        waiting_K = self.waiting(runs) + largest_K
+        if self._sharding is None:
+            return waiting_K
+        copy_K = (
+            runs.gradient_bytes_K
+            if self._sharding.is_one_unit
+            else np.maximum(
+                runs.is_first_K * self._sharding.trained_R[0], runs.is_last_K * self._sharding.trained_R[-1]
+            )
+        )
+        made_K = runs.gradient_bytes_K + np.maximum(copy_K, largest_K)
+        return np.maximum(waiting_K + runs.together_gradient_bytes_K, made_K) + self.pending(runs)
 
     def first_backward(self, runs: StageRuns) -> FloatArray:
         """Largest bytes alive in the backward that makes the gradients, these and its saved bytes included."""
@@ -247,10 +307,11 @@ class WorkingSets:
         # that several parts use are made by the last of them; if that is no tail, assume the earliest time.
         inner_K = self._layers_backward(runs, *self._first, np.zeros_like(runs.gradient_bytes_K))
         layers_K = inner_K + above_head_K + self._made_S[runs.start_K]
-        head = self._costs.saved_R[0] + self._costs.first_backward_peak_R[0] + self._head_reduced
-        head_K = np.where(runs.is_first_K, head + above_head_K, -np.inf)
+        head_K = self._head(runs) + self._costs.first_backward_peak_R[0] + self._head_reduced + above_head_K
         tail_K = self.saved(runs) + self._before_tail_gradients(runs) + self._tail_first_backward(runs)
-        return np.maximum(layers_K, np.maximum(head_K, np.where(runs.is_last_K, tail_K, -np.inf)))
+        first_K = self._first_layer(runs, *self._first[1]) + above_head_K + self._made_S[runs.start_K]
+        result_K = _largest(runs, (head_K, first_K, layers_K, tail_K), runs.backward_away_AK) + runs.imbalance_K
+        return np.maximum(result_K, self._reductions(runs, above_head_K) + runs.imbalance_K)
 
     def _before_tail_gradients(self, runs: StageRuns) -> FloatArray:
         """Gradients that exist before the tail's backward, by the assumption above."""
@@ -287,16 +348,21 @@ class WorkingSets:
         return np.maximum(layers_K, ends_K)
 
 
-def _sharded(costs: RegionCosts, sharding: Sharding) -> RegionCosts:
-    """Costs whose peaks hold unsharded parameters, and whose every backward makes gradients."""
-    first_R = costs.first_backward_peak_R + sharding.backward_R
-    recomputed_R = costs.first_recompute_backward_peak_R + sharding.backward_R
+def _largest(
+    runs: StageRuns, values: tuple[FloatArray | float, FloatArray, FloatArray, FloatArray], away_AK: FloatArray
+) -> FloatArray:
+    """The maximum over the regions that each stage has, with the parameters that are there only for them."""
+    head_K, first_K, layers_K, tail_K = (value + away_K for value, away_K in zip(values, away_AK, strict=True))
+    head_K = np.where(runs.is_first_K, head_K, -np.inf)
+    tail_K = np.where(runs.is_last_K, tail_K, -np.inf)
+    result_K: FloatArray = np.maximum(np.maximum(first_K, layers_K), np.maximum(head_K, tail_K))
+    return result_K
+
+
+def _making_anew(costs: RegionCosts) -> RegionCosts:
+    """Costs whose every backward makes gradients."""
     return replace(
         costs,
-        forward_peak_R=costs.forward_peak_R + sharding.forward_R,
-        recompute_forward_peak_R=costs.recompute_forward_peak_R + sharding.forward_R,
-        backward_peak_R=first_R,
-        first_backward_peak_R=first_R,
-        recompute_backward_peak_R=recomputed_R,
-        first_recompute_backward_peak_R=recomputed_R,
+        backward_peak_R=costs.first_backward_peak_R,
+        recompute_backward_peak_R=costs.first_recompute_backward_peak_R,
     )

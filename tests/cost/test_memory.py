@@ -126,9 +126,9 @@ def test_zero_two_keeps_what_it_owns_of_gradients():
     # At the tail: everything saved, its own gradient, and the head's, of the microbatch before, being reduced.
     assert needs.backward_K[0] == 4 * (1000 + 4 * 10_000 + 4000) + (2 * 4 * 400 + 800_000) + 800_000
     assert needs.pending_K[0] == 800_000
-    # The first time, at the head, half of the gradients above it has found its owner.
-    head = 4 * 10 * 100 + (2 * 4 * 100 + 800_000) + 404_000
-    assert needs.first_backward_K[0] == head + (gradients - 800_000) / 2
+    # The first time, behind the head: its gradients and the copy that leaves, half of the others with their owner, and
+    # what the fuller rank owns beyond half of all.
+    assert needs.first_backward_K[0] == 2 * 800_000 + (gradients - 800_000) / 2 + (owned - gradients / 2)
     assert needs_of(network, degree=2, zero=1).gradients_K[0] == gradients
 
 
@@ -137,10 +137,10 @@ def test_zero_three_keeps_what_it_owns_and_two_units():
     two, three = needs_of(network, degree=4, zero=2), needs_of(network, degree=4, zero=3)
     assert three.always["parameter_bytes"][0] == max(_loads([40_000, 40_000, *[400_000, 4000] * 4], 4))
     assert two.always["parameter_bytes"][0] == 2 * 40_000 + 4 * 404_000
-    # Two layers of four parameters in all, of which some rank owns none but 4000 bytes.
-    assert three.backward_K[0] - two.backward_K[0] == 2 * 404_000 - 4000
-    # The forward is fullest at the third layer, with the last one's parameters under way.
-    assert three.forward_K[0] == 4 * (1000 + 2 * 10_000) + 12 * 4 * 1000 + 2 * 404_000 - 4000
+    # Of some two layers some rank owns nothing.
+    assert three.backward_K[0] - two.backward_K[0] == 2 * 404_000
+    # The forward is fullest at the last layer, with as much under way as any layer finds.
+    assert three.forward_K[0] == 4 * (1000 + 3 * 10_000) + 12 * 4 * 1000 + 2 * 404_000
     gathering = dict(three.update)["parameter gathering"]
     assert gathering["working_bytes"][0] == 0.0
 

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import numpy as np
@@ -34,7 +35,7 @@ def setup(rows):
     )
     held = model.holdings.of(candidates)
     working = WorkingSets(model.costs(rows), model.holdings.table.single_R)
-    return model.costs(rows), working, model._runs(candidates, held, rows)
+    return model.costs(rows), working, model._runs(candidates, held, 1)
 
 
 def parts(stage):
@@ -42,6 +43,14 @@ def parts(stage):
     start, end, kept = stage
     head, tail = ([(0, False)] if start == 0 else []), ([(6, False)] if end == 5 else [])
     return head + [(layer + 1, layer < start + kept) for layer in range(start, end)] + tail
+
+
+def kept_of(costs, sequence):
+    """What each region keeps; the head of recomputed layers keeps what they are called with."""
+    recomputes = any(again for _, again in sequence)
+    kept = [again or (region == 0 and recomputes) for region, again in sequence]
+    pairs = zip(sequence, kept, strict=True)
+    return [costs.checkpointed_saved_R[r] if brief else costs.saved_R[r] for (r, _), brief in pairs]
 
 
 def gradient_of(region):
@@ -63,7 +72,7 @@ def test_equals_walking_through_the_stage(rows):
     forward, backward, first = working.forward(runs), working.backward(runs), working.first_backward(runs)
     for index, stage in enumerate(stages()):
         sequence = parts(stage)
-        kept = [costs.checkpointed_saved_R[r] if again else costs.saved_R[r] for r, again in sequence]
+        kept = kept_of(costs, sequence)
         peaks = [costs.recompute_backward_peak_R[r] if again else costs.backward_peak_R[r] for r, again in sequence]
         firsts = [
             costs.first_recompute_backward_peak_R[r] if again else costs.first_backward_peak_R[r]
@@ -81,29 +90,55 @@ def test_equals_walking_through_the_stage(rows):
 def test_sharding_equals_walking_through_the_stage():
     costs, _, runs = setup(2)
     numbers = np.random.default_rng(0)
-    reduced, forward_only, backward_only = (numbers.integers(0, 200_000, 7).astype(float) for _ in range(3))
-    reduced[6] = 0.0  # No region lies above the tail.
-    sharding = Sharding(kept=0.5, reduced_R=reduced, forward_R=forward_only, backward_R=backward_only)
-    working = WorkingSets(costs, MemoryModel(NETWORK).holdings.table.single_R, sharding)
+    trained = numbers.integers(0, 200_000, 7).astype(float)
+    forward_away, backward_away = (numbers.integers(0, 200_000, (4, len(stages()))).astype(float) for _ in range(2))
+    several = runs.end_K > runs.start_K + 1
+    for away in (forward_away, backward_away):
+        away[1] = np.where((runs.start_K == 0) & several, away[1] + away[2], 0.0)
+    runs = dataclasses.replace(runs, forward_away_AK=forward_away, backward_away_AK=backward_away)
+    working = WorkingSets(costs, MemoryModel(NETWORK).holdings.table.single_R, Sharding(kept=0.5, trained_R=trained))
     forward, backward, first = working.forward(runs), working.backward(runs), working.first_backward(runs)
     for index, stage in enumerate(stages()):
         sequence = parts(stage)
-        kept = [costs.checkpointed_saved_R[r] if again else costs.saved_R[r] for r, again in sequence]
-        assert forward[index] == max(
-            sum(kept[:k]) + costs.forward_peak_R[r] + forward_only[r] for k, (r, _) in enumerate(sequence)
+        kept, top = kept_of(costs, sequence), len(sequence) - 1
+        forward_only, backward_only = (
+            [away[{0: 0, 1: 1 if several[index] else 2, 6: 3}.get(r, 2), index] for r, _ in sequence]
+            for away in (forward_away, backward_away)
         )
-        top = len(sequence) - 1
+        assert forward[index] == max(
+            sum(kept[:k]) + costs.forward_peak_R[r] + forward_only[k] for k, (r, _) in enumerate(sequence)
+        )
         assert working.pending(runs)[index] == gradients_of(sequence[0][0])
         alive = []
         for k, (r, again) in enumerate(sequence):
             peak = costs.first_recompute_backward_peak_R[r] if again else costs.first_backward_peak_R[r]
-            beside = 0.0 if k == top else reduced[r]
-            alive.append(sum(kept[: k + 1]) + beside + peak + backward_only[r])
-        # Gradients of the first region that an earlier backward made are under way until the top one has run.
-        later = [*alive[:top], alive[top] + gradients_of(sequence[0][0])]
-        assert backward[index] == pytest.approx(max(later), rel=1e-12)
+            beside = 0.0 if k == top else trained[r + 1]
+            alive.append(sum(kept[: k + 1]) + beside + peak + backward_only[k])
         made = [0.5 * sum(gradient_of(r) for r, _ in sequence[k + 1 :]) for k in range(len(sequence))]
-        assert first[index] == pytest.approx(max(a + g for a, g in zip(alive, made, strict=True)), rel=1e-12)
+        # Gradients of the first region that an earlier backward made are under way until the top one has run. Behind
+        # head and tail their gradients are copied to where they are reduced.
+        copies = [
+            sum(kept[:k]) + 2 * trained[r] + backward_only[k] if r in (0, 6) else 0.0
+            for k, (r, _) in enumerate(sequence)
+        ]
+        later = [*alive[:top], alive[top] + gradients_of(sequence[0][0]), *copies]
+        assert backward[index] == pytest.approx(max(later), rel=1e-12)
+        ended = [copy + (made[k] if sequence[k][0] == 0 else 0.0) for k, copy in enumerate(copies)]
+        expected = max(*(a + g for a, g in zip(alive, made, strict=True)), *ended)
+        assert first[index] == pytest.approx(expected, rel=1e-12)
+
+
+def test_stages_that_are_one_unit_reduce_everything_at_the_end():
+    costs, plain, runs = setup(2)
+    trained = np.full(7, 1e9)
+    working = WorkingSets(
+        costs, MemoryModel(NETWORK).holdings.table.single_R, Sharding(kept=0.5, trained_R=trained, is_one_unit=True)
+    )
+    total = runs.gradient_bytes_K
+    assert (working.pending(runs) == total).all()
+    # All gradients stay until the backward has ended, and there are copied.
+    assert (working.first_backward(runs) == np.maximum(plain.first_backward(runs), 2 * total)).all()
+    assert (working.weight_backward(runs, total / 2) >= 3 * total).all()
 
 
 def test_a_bucket_is_no_larger_than_what_is_final():

@@ -1,0 +1,139 @@
+"""Who owns which of a stage's parameters among its data-parallel ranks, and what that leaves on the fullest of them.
+
+Parameters are dealt out whole, by the bytes of the unsplit parameter, so that all tensor-parallel ranks agree: first
+those that are trained, under ZeRO-3 then the frozen ones on top (:func:`lightning_mist.plan.mesh.held_parameters`).
+Owners depend on everything that a stage holds, so what a device needs of two neighbouring parts beside what it owns is
+worked out for every range of regions by itself.
+
+Array axes
+    P  parameters
+    R  regions of a stage, in order
+    J  ranks
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost.compile import BoolArray, FloatArray
+from lightning_mist.cost.regions import ParameterTable
+from lightning_mist.plan.sharding import assign_owners
+
+ALIGNMENT_BYTES = 16
+"""Multiples at which parameters begin in the flat storages of ZeRO-3, as the runtime lays them out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Away:
+    """Bytes that a computation needs of parameters that the device does not own, at most, by where in a stage it is.
+
+    Attributes:
+        head: In the stage's first region, if that is the network's head; else 0.
+        first: In the layer behind the head; 0 if the stage does not have it, or has only this layer.
+        layers: In any of its other layers, or in its only one; 0 if it has none.
+        tail: In the network's tail; 0 if the stage does not have it.
+    """
+
+    head: float
+    first: float
+    layers: float
+    tail: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ownership:
+    """What the fullest rank of a stage has. Bytes; every figure is the largest of any rank.
+
+    Attributes:
+        trained: Trained parameters that it owns.
+        every: All parameters that it owns where frozen ones are dealt out too, as they lie in flat storages.
+        forward: Parameters that are there only for a forward: the region's own and, under way, the next one's.
+        backward: The same for a backward, with the region before.
+    """
+
+    trained: float
+    every: float
+    forward: Away
+    backward: Away
+
+
+class Owners:
+    """Owners in stages of one network; keeps what it has computed.
+
+    Args:
+        table: The network's parameters, or one tensor-parallel rank's parts of them.
+        is_one_unit: Whether a stage's parameters cannot be told apart by layer, so that all are there at once.
+    """
+
+    def __init__(self, table: ParameterTable, *, is_one_unit: bool) -> None:
+        self._table, self._is_one_unit = table, is_one_unit
+        self._used_PR = np.diff(table.uses_PR, axis=1) > 0
+        self._known: dict[tuple[bytes, ...], Ownership] = {}
+
+    def of(self, low: int, high: int, ranks: int) -> Ownership:
+        """Ownership in a stage of the regions ``[low, high)``."""
+        used_PR = self._used_PR[:, low:high]
+        held_P: BoolArray = self._table.uses_PR[:, high] > self._table.uses_PR[:, low]
+        table, used_PR = self._table, used_PR[held_P]
+        # Stages of equal layers are alike wherever they lie, but for the ends of the network.
+        key = (
+            bytes([low == 0, high == self._used_PR.shape[1]]),
+            ranks.to_bytes(8, "little"),
+            *(item[held_P].tobytes() for item in (table.dealt_P, table.bytes_P, table.trainable_P)),
+            used_PR.tobytes(),
+        )
+        if key not in self._known:
+            self._known[key] = self._ownership(held_P, used_PR, ranks, low == 0, high == self._used_PR.shape[1])
+        return self._known[key]
+
+    def together(self, held_P: BoolArray, ranks: int) -> tuple[float, float]:
+        """What the fullest rank owns of some parameters: of those that are trained, and of all."""
+        weights_PJ = self._weights(held_P, ranks)
+        trained_P = self._table.trainable_P[held_P] > 0
+        bytes_P = self._table.bytes_P[held_P]
+        owned_J = bytes_P @ (weights_PJ & trained_P[:, None])
+        return float(owned_J.max(initial=0.0)), float((_padded(bytes_P) @ weights_PJ).max(initial=0.0))
+
+    def _weights(self, held_P: BoolArray, ranks: int) -> BoolArray:
+        """Whether a rank owns a parameter."""
+        sizes_P = self._table.dealt_P[held_P].astype(np.int64)
+        trained_P = self._table.trainable_P[held_P] > 0
+        owner_P, loads = np.zeros(len(sizes_P), dtype=np.int64), np.zeros(ranks, dtype=np.int64)
+        for chosen_P in (trained_P, ~trained_P):
+            owner_P[chosen_P] = assign_owners(sizes_P[chosen_P].tolist(), ranks, loads.tolist())
+            np.add.at(loads, owner_P[chosen_P], sizes_P[chosen_P])
+        result_PJ: BoolArray = owner_P[:, None] == np.arange(ranks)
+        return result_PJ
+
+    def _ownership(
+        self, held_P: BoolArray, used_PR: BoolArray, ranks: int, has_head: bool, has_tail: bool
+    ) -> Ownership:
+        trained, every = self.together(held_P, ranks)
+        owned_PJ, padded_P = self._weights(held_P, ranks), _padded(self._table.bytes_P[held_P])
+        if used_PR.shape[1] == 1:
+            used_PR = np.repeat(used_PR, 2, axis=1)
+
+        def away(neighbours_PR: BoolArray) -> Away:
+            there_PR = np.ones_like(used_PR) if self._is_one_unit else used_PR | neighbours_PR
+            elsewhere_PJ = padded_P[:, None] * ~owned_PJ
+            most_R: FloatArray = (there_PR.T @ elsewhere_PJ).max(axis=1, initial=0.0)
+            has_first = has_head and len(most_R) > 2 + has_tail
+            layers_R = most_R[has_head + has_first : len(most_R) - has_tail]
+            return Away(
+                head=float(most_R[0]) if has_head else 0.0,
+                first=float(most_R[1]) if has_first else 0.0,
+                layers=float(layers_R.max(initial=0.0)),
+                tail=float(most_R[-1]) if has_tail else 0.0,
+            )
+
+        # Behind a stage's last region its backward comes, and before its first one another forward; but in a pipeline
+        # also the first region of the next microbatch, and the last one of the next backward.
+        wraps = not (has_head and has_tail)
+        after_PR = np.concatenate([used_PR[:, 1:], used_PR[:, -2:-1] | (used_PR[:, :1] & wraps)], axis=1)
+        before_PR = np.concatenate([used_PR[:, 1:2] | (used_PR[:, -1:] & wraps), used_PR[:, :-1]], axis=1)
+        return Ownership(trained=trained, every=every, forward=away(after_PR), backward=away(before_PR))
+
+
+def _padded(bytes_P: FloatArray) -> FloatArray:
+    result_P: FloatArray = np.ceil(bytes_P / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return result_P
