@@ -50,6 +50,12 @@ def layer(kind="Block", *, width=1000, flops=1e8, operators=20, gradients=0, fix
     )
 
 
+def edge(kind, **options):
+    """Head or tail: never recomputed, and keeping the same whether layers are."""
+    made = not_recomputed(layer(kind, example="", **options))
+    return dataclasses.replace(made, checkpointed_saved_bytes=made.saved_bytes)
+
+
 def spec(
     layers=6,
     *,
@@ -131,10 +137,10 @@ def spec(
             exclusions=tuple(Exclusion(feature=feature, reason=reason) for feature, reason in exclusions),
             batch_rows=4,
         ),
-        head=not_recomputed(layer("head", width=100, flops=1e6, operators=3, gradients=edge_bytes, example="")),
+        head=edge("head", width=100, flops=1e6, operators=3, gradients=edge_bytes),
         layers=specs if layers else (),
         kinds=kinds,
-        tail=not_recomputed(layer("tail", width=400, flops=5e7, operators=5, gradients=edge_bytes, example="")),
+        tail=edge("tail", width=400, flops=5e7, operators=5, gradients=edge_bytes),
         boundaries=crossing,
         parameters=tuple(parameters),
         buffer_bytes=64,
