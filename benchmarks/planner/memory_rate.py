@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from time import perf_counter
+from time import process_time
 
 import numpy as np
 import torch
@@ -61,13 +61,13 @@ def ratios_of(count: int) -> OffloadCandidates:
 
 
 def seconds(call: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a call, after one that is not counted."""
+    """Median seconds of the processor for a call, so that other work does not count, after one that is left out."""
     call()
     taken = []
     for _ in range(repeats):
-        started = perf_counter()
+        started = process_time()
         call()
-        taken.append(perf_counter() - started)
+        taken.append(process_time() - started)
     return statistics.median(taken)
 
 
@@ -112,7 +112,7 @@ def main() -> None:
     samples = [sample for name in options.models for sample in measure(traced(name), name, options)]
     notes = (
         f"Medians of {options.repeats} runs over arrays of {options.candidates} candidates and of 100 runs of a single "
-        f"one; {PRECISION}, {SEQUENCE_LENGTH} tokens per row, AdamW, one thread."
+        f"one, in seconds of the processor; {PRECISION}, {SEQUENCE_LENGTH} tokens per row, AdamW, one thread."
     )
     print(write_record(make_record("memory-rate", samples, notes=notes)))
 

@@ -49,3 +49,12 @@ def test_spreads_without_rows_or_order_are_refused() -> None:
         spread_of([-1.0], ())
     with pytest.raises(ValueError, match=r"middle = 1\.2, high = 1\.1"):
         Spread(middle=1.2, high=1.1, source=())
+
+
+@pytest.mark.parametrize("column", ["allocated_error", "reserved_error"])
+def test_other_runtimes_that_are_replayed_lie_within_a_hundredth(column: str) -> None:
+    source = ("published-memory_amd-epyc-2-cores_202611",)
+    errors = errors_of(source, column)
+    assert len(errors) >= 26
+    found = spread_of(errors, source)
+    assert (round(found.middle, 2), ceil(found.high * 100) / 100) == (1.0, 1.01)
