@@ -157,6 +157,7 @@ class _Estimators:
     def _open(self, seq_len: int | None, rows: int) -> "Estimator":
         """Trace, or take the closed form where that is asked for or nothing else is possible."""
         from lightning_mist.cost import Estimator
+        from lightning_mist.hardware.capability import capability_of
 
         settings: dict[str, Any] = {
             **self._named,
@@ -169,7 +170,8 @@ class _Estimators:
             spec = closed_network(**settings)
             return Estimator(spec, self._machine, self._limit, "closed form (asked for)")
         try:
-            return Estimator(trace_network(**settings), self._machine, self._limit)
+            spec = trace_network(**settings, capability=capability_of(self._machine.device.name))
+            return Estimator(spec, self._machine, self._limit)
         except TraceError as error:
             try:
                 spec = closed_network(**settings)

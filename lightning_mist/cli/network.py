@@ -26,6 +26,7 @@ def trace_network(
     optimizer: str,
     degrees: tuple[int, ...],
     device_kind: str,
+    capability: tuple[int, int] | None = None,
 ) -> "ModelSpec":
     """What the network costs, split over these tensor-parallel degrees too where that can be.
 
@@ -42,6 +43,7 @@ def trace_network(
         optimizer=optimizer,
         degrees=degrees,
         device_kind=device_kind,
+        capability=capability,
         tell=say,
     )
 
@@ -55,10 +57,11 @@ def _trace(
     optimizer: str,
     degrees: tuple[int, ...],
     device_kind: str,
+    capability: tuple[int, int] | None,
     tell: Callable[[str], None],
 ) -> "ModelSpec":
     from lightning_mist.cost.estimate_closed import with_second_opinion
-    from lightning_mist.model import derive_splits, map_module, trace_model
+    from lightning_mist.model import derive_splits, device_operators, map_module, trace_model
     from lightning_mist.model.sources import open_model
     from lightning_mist.runtime.batches import batch_rows, slice_rows
 
@@ -80,7 +83,7 @@ def _trace(
         module_map=found,
         optimizer=optimizer_class,
         precision=precision,
-        device_kind=device_kind,
+        device_kind=device_operators(device_kind, capability=capability),
     )
     return with_second_opinion(replace(spec, name=source.name), source.module, device_kind)
 

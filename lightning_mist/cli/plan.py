@@ -51,6 +51,7 @@ def plan(
         schedules: Pipeline schedules to choose from, of 1f1b, gpipe, interleaved-1f1b and zb-h1.
     """
     from lightning_mist.cost import Estimator, estimate_plan
+    from lightning_mist.hardware.capability import capability_of
     from lightning_mist.tuner import SearchSpace, degrees_to_try, tune
 
     limit = None if memory_limit is None else parse_bytes(memory_limit)
@@ -73,6 +74,7 @@ def plan(
         optimizer=optimizer,
         degrees=degrees,
         device_kind=machine.device.kind,
+        capability=capability_of(machine.device.name),
     )
     profile = measured_profile(machine, precision) if is_local(cluster) else None
     say(f"searching plans for {spec.num_layers} layers on {machine.world_size} devices")

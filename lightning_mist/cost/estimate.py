@@ -14,7 +14,15 @@ from lightning_mist.cost.estimate_data import MemoryEstimate, StageEstimate, ver
 from lightning_mist.cost.estimate_stages import Estimator, Replaying, describe_cluster, what_is_not_run, worst_of
 from lightning_mist.errors import TraceError
 from lightning_mist.hardware import Cluster, parse_cluster
-from lightning_mist.model import derive_splits, describe_optimizer, map_module, trace_model
+from lightning_mist.hardware.capability import capability_of
+from lightning_mist.model import (
+    DeviceOperators,
+    derive_splits,
+    describe_optimizer,
+    device_operators,
+    map_module,
+    trace_model,
+)
 from lightning_mist.model.batches import batch_rows, resize_batch, sequence_length
 from lightning_mist.model.sources import parameter_dtype, precision_context
 from lightning_mist.model.spec import ModelSpec
@@ -66,7 +74,10 @@ def estimate_memory(
         degrees = [] if given is None else [stage.mesh.tensor_parallel_degree for stage in given.stages]
         kind = machine.device.kind
         try:
-            spec = _trace(module_or_spec, batch, degrees, kind, call=call, optimizer=optimizer, precision=precision)
+            operators = device_operators(kind, capability=capability_of(machine.device.name))
+            spec = _trace(
+                module_or_spec, batch, degrees, operators, call=call, optimizer=optimizer, precision=precision
+            )
         except TraceError as error:
             spec = _untraced(module_or_spec, batch, degrees, kind, optimizer, precision, error)
             source = f"closed form ({error})"
@@ -152,7 +163,7 @@ def _trace(
     module: nn.Module,
     batch: Any,
     degrees: Sequence[int],
-    device_kind: str,
+    operators: DeviceOperators,
     *,
     call: Callable[[Any], Any] | None,
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None,
@@ -179,9 +190,9 @@ def _trace(
         module_map=found,
         optimizer=optimizer,
         precision=precision,
-        device_kind=device_kind,
+        device_kind=operators,
     )
-    return with_second_opinion(spec, module, device_kind)
+    return with_second_opinion(spec, module, operators.name)
 
 
 def _untraced(

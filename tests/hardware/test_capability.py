@@ -1,0 +1,12 @@
+from lightning_mist.hardware.capability import CAPABILITIES, capability_of
+from lightning_mist.hardware.catalog import DEVICES
+
+
+def test_every_cuda_device_of_the_catalog_has_one() -> None:
+    assert set(CAPABILITIES) == {device.name for device in DEVICES if device.kind == "cuda"}
+
+
+def test_devices_by_any_name_that_the_catalog_knows() -> None:
+    assert capability_of("L4") == capability_of("NVIDIA L4") == (8, 9)
+    assert capability_of("cpu") is None
+    assert capability_of("abacus") is None
