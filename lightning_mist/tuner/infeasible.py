@@ -11,6 +11,7 @@ from lightning_mist.cost.memory import TERMS
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.bound import least_peak
+from lightning_mist.tuner.budget import tensor_share
 from lightning_mist.tuner.intra_stage import IntraStage, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.problem import InterStageProblem
@@ -97,12 +98,16 @@ def _message(intra: IntraStage, plan: Plan, is_least: bool) -> str:
     needs = ", ".join(f"{name.removesuffix('_bytes')} {format_bytes(value)}" for name, value in terms)
     least = "The least that any plan needs" if is_least else "The least that a plan needs, of those looked at in time,"
     more = worst.peak_bytes - int(intra.memory_limit)
+    share = tensor_share(intra.model.cluster)
+    allowed = f"memory_limit is {format_bytes(intra.memory_limit / share)} per device"
+    if share < 1:
+        allowed += f", of which tensors may take {format_bytes(intra.memory_limit)}"
     return (
         f"no plan fits. {least} is {format_bytes(worst.peak_bytes)}, on stage {index} of {plan.num_stages} "
         f"(layers {stage.layers[0]} to {stage.layers[1]} on {len(stage.devices)} devices, {stage.microbatch_size} rows "
         f"per microbatch, {stage.checkpointing.layers} layers recomputed, ZeRO-{int(stage.zero_stage)}) in its "
-        f"{worst.phase}; memory_limit is {format_bytes(intra.memory_limit)} per device. Largest terms: {needs}. "
-        f"{_excluded(intra.space.notes)}Raise memory_limit by {format_bytes(more)}, use more devices, or use "
+        f"{worst.phase}; {allowed}. Largest terms: {needs}. "
+        f"{_excluded(intra.space.notes)}Raise memory_limit by {format_bytes(more / share)}, use more devices, or use "
         f"{_way_out(terms[0][0])}"
     )
 

@@ -19,6 +19,7 @@ from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.bound import PRECISION, solve
+from lightning_mist.tuner.budget import USABLE_MEMORY, usable_bytes
 from lightning_mist.tuner.infeasible import explain_infeasible
 from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.intra_stage import IntraStage
@@ -27,10 +28,6 @@ from lightning_mist.tuner.result import Alternative, Status, TuneResult, TuneSta
 from lightning_mist.tuner.space import SearchSpace, Space
 from lightning_mist.tuner.variants import best_variant, refuse_without_variant
 from lightning_mist.units import format_bytes
-
-USABLE_MEMORY = 0.8
-"""Share of a device's memory that plans use by default. What a prediction leaves out (context, communicators,
-fragmentation) stayed below a quarter of it in all 454 runs of Fujii, Watanabe and Yokota, 2024 (arXiv 2411.06465)."""
 
 CHECK_SECONDS = 5.0
 """The most seconds for which HiGHS checks a proven optimum."""
@@ -57,7 +54,7 @@ def tune(
         cluster: The devices.
         profile: How fast they are; by default from the catalog.
         global_batch_size: Rows that one Lightning batch brings over all devices.
-        memory_limit: Bytes that a plan may use of each device; by default :data:`USABLE_MEMORY` of its memory.
+        memory_limit: Bytes of each device that may be used in all; see :func:`usable_bytes`.
         search: Limits of the search; by default none.
 
     Raises:
@@ -140,11 +137,6 @@ def stages_of(
     """What stages may be and cost; the same for a search and for what it is compared with."""
     model = StageCostModel(spec, profile or catalog_profile(cluster), cluster)
     return IntraStage(model, space, usable_bytes(cluster, memory_limit))
-
-
-def usable_bytes(cluster: Cluster, memory_limit: int | None) -> float:
-    """Bytes that a plan may use of each device: the limit, or by default :data:`USABLE_MEMORY` of its memory."""
-    return USABLE_MEMORY * cluster.device.memory_bytes if memory_limit is None else float(memory_limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,4 +316,9 @@ def _numbers(model: StageCostModel, plan: Plan, limit: float, asked: int | None)
         yield (
             f"memory_limit is {format_bytes(limit)} per device, {USABLE_MEMORY:.0%} of the memory of "
             f"{model.cluster.device.name}"
+        )
+    elif limit < asked:
+        yield (
+            f"tensors may take {format_bytes(limit)} per device, {USABLE_MEMORY:.0%} of memory_limit: the rest is for "
+            "the context, communicators and what the allocator keeps free"
         )
