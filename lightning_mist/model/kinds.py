@@ -50,15 +50,17 @@ class Kinds:
             blocks: Qualified names of all blocks.
         """
         last = len(self.of) - 1
-        layers = (
-            Example(
-                part=position + 1,
-                follower=position + 2 if position < last and self.of[position + 1] == kind else None,
-                label=label,
-                block=blocks[position],
+        layers = []
+        for kind, (position, label) in enumerate(zip(self.examples, self.labels, strict=True)):
+            is_followed = position < last and self.of[position + 1] == kind
+            layers.append(
+                Example(
+                    part=position + 1,
+                    follower=position + 2 if is_followed else None,
+                    label=label,
+                    block=blocks[position],
+                )
             )
-            for kind, (position, label) in enumerate(zip(self.examples, self.labels, strict=True))
-        )
         head = Example(part=0, follower=None, label="head", block="")
         return head, *layers, replace(head, part=last + 2, label="tail")
 

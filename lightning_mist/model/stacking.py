@@ -79,7 +79,7 @@ def _death(parts: Sequence[PartEvents], clock: Clock, part: int, allocation: All
         releases = parts[target].arriving if is_gradient else parts[target].entering
         for release in releases:
             if release.slot == allocation.slot:
-                return clock.at(target, release.dies.direction, release.dies.position)
+                return clock.at(target + release.dies.part, release.dies.direction, release.dies.position)
     return clock.at(target, dies.direction, dies.position)
 
 

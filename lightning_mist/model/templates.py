@@ -38,6 +38,7 @@ class _Steps:
     def __init__(self, ways: Ways, way: Way, is_fake: bool) -> None:
         self._ways, self._run, self._is_fake = ways, way.run, is_fake
         self._last = len(way.run.forward) - 1
+        self._imitated = {position + 1 for position, twin in enumerate(ways.twins) if twin is not None}
         self._sizes = dict(zip(map(id, way.run.storages), way.sizes, strict=True))
 
     @cached_property
@@ -87,8 +88,8 @@ class _Steps:
             dies=dies,
             slot=slot,
             role=self._role(storage, part, dies, direction),
-            parameter=storage.parameter.removeprefix(f"{example.block}."),
-            weights=_weights(storage, part),
+            parameter=_within(storage.parameter, example.block),
+            weights=_weights(storage, part) if dies is not None and dies.direction == "backward" else (),
             module=_within(storage.origin.module, example.block),
             operator=storage.operator,
             line=storage.origin.line,
@@ -108,8 +109,8 @@ class _Steps:
         if target == part:
             return Moment(direction=direction, position=position), None
         slots = {given.part: given.slot for given in reversed(storage.given) if given.is_gradient == is_gradient}
-        if is_gradient and target != part - 1 and target not in slots and part - 1 in slots:
-            target, position = part - 1, 0  # an imitation handed it on as it was
+        if is_gradient and part - 1 in self._imitated and part - 1 in slots:
+            target, position = part - 1, 0  # whatever the imitation did with it
         offset, anchor = self._anchored(part, target, direction)
         return Moment(part=offset, anchor=anchor, direction=direction, position=position), slots.get(target)
 
@@ -135,20 +136,15 @@ class _Steps:
         found: dict[int, Release] = {}
         for part in (example.part, example.follower):
             for storage in self._run.storages if part is not None else ():
-                death = self._death(storage)
-                if death is None or death[0] != part:
+                slots = [g.slot for g in storage.given if g.part == part and g.is_gradient == is_gradient]
+                death = self._death(storage) if slots else None
+                if part is None or death is None or not _lets_go(storage, part, death):
                     continue
-                for given in storage.given:
-                    if given.part == part and given.is_gradient == is_gradient:
-                        dies = Moment(direction=death[1], position=death[2])
-                        weights = _weights(storage, death[0])
-                        found.setdefault(given.slot, Release(slot=given.slot, dies=dies, weights=weights))
+                dies = Moment(part=death[0] - part, direction=death[1], position=death[2])
+                weights = _weights(storage, part) if death[1] == "backward" else ()
+                for slot in slots:
+                    found.setdefault(slot, Release(slot=slot, dies=dies, weights=weights))
         return tuple(found[slot] for slot in sorted(found))
-
-
-def _weights(storage: Storage, part: int) -> tuple[str, ...]:
-    """The parameters of a part whose gradients are made of a storage."""
-    return tuple(name for of, name in storage.weights if of == part)
 
 
 def places(run: StepCount) -> list[_Place]:
@@ -162,6 +158,20 @@ def places(run: StepCount) -> list[_Place]:
     return [found[reading] for reading in range(len(found))]
 
 
-def _within(module: str, block: str) -> str:
-    """A module's name within a block; the block's own is empty."""
-    return "" if module == block else module.removeprefix(f"{block}.")
+def _lets_go(storage: Storage, part: int, death: _Place) -> bool:
+    """Whether it is a part that lets go of what it was given, and not whoever made it or gets it next."""
+    if death[0] == part:
+        return True
+    # The caller's frame may hold it until the block has returned, which is when the next part has begun.
+    is_given_on = any(given.part == death[0] for given in storage.given)
+    return death[:2] == (part + 1, "forward") and not is_given_on
+
+
+def _weights(storage: Storage, part: int) -> tuple[str, ...]:
+    """The parameters of a part whose gradients are made of a storage."""
+    return tuple(name for of, name in storage.weights if of == part)
+
+
+def _within(name: str, block: str) -> str:
+    """The name of a module or parameter within a block; the block's own is empty."""
+    return "" if name == block else name.removeprefix(f"{block}.")

@@ -46,6 +46,7 @@ class Ways:
         basis: The sizes.
         first, later, recomputed_first, recomputed_later: The ways.
         batch_bytes: Bytes of the batch of each size.
+        twins: For every block ``None`` if it ran, else the position of the block that it imitated.
     """
 
     basis: Basis
@@ -54,6 +55,7 @@ class Ways:
     recomputed_first: Way
     recomputed_later: Way
     batch_bytes: tuple[int, ...]
+    twins: tuple[int | None, ...]
 
 
 def run_ways(subject: Subject, basis: Basis, sized: Sized, twins: Sequence[int | None], *, recomputes: bool) -> Ways:
@@ -111,6 +113,7 @@ def run_ways(subject: Subject, basis: Basis, sized: Sized, twins: Sequence[int |
         recomputed_first=again[0],
         recomputed_later=again[1],
         batch_bytes=tuple(_bytes(batches[point]) for point in basis.sizes),
+        twins=tuple(twins),
     )
 
 
@@ -174,6 +177,10 @@ def _found_again(basis: Basis, first: Way, ends: Sequence[StepCount]) -> tuple[C
             same, size = next(source, (other, ()))
             if not size or (same.operator, same.bytes) != (mine.operator, mine.bytes):
                 return None
+            if (
+                mine.cause == "recompute"
+            ):  # repeated inside backward, where neither functions nor their callers are seen
+                mine.operand_of, mine.origin = same.operand_of, same.origin
         if _life(mine) != _life(other) or not basis.is_at(size, basis.sizes[-1], other.bytes):
             return None
         found.append(size)
