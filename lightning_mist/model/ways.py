@@ -177,10 +177,8 @@ def _found_again(basis: Basis, first: Way, ends: Sequence[StepCount]) -> tuple[C
             same, size = next(source, (other, ()))
             if not size or (same.operator, same.bytes) != (mine.operator, mine.bytes):
                 return None
-            if (
-                mine.cause == "recompute"
-            ):  # repeated inside backward, where neither functions nor their callers are seen
-                mine.operand_of, mine.origin = same.operand_of, same.origin
+            if mine.cause == "recompute":  # repeated inside backward, where callers of blocks are not seen
+                mine.origin = same.origin
         if _life(mine) != _life(other) or not basis.is_at(size, basis.sizes[-1], other.bytes):
             return None
         found.append(size)
