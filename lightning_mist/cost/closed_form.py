@@ -215,7 +215,12 @@ def _parts(dims: TransformerDims) -> tuple[tuple[tuple[str, int, int], ...], ...
 
 def _upcasts(dims: TransformerDims, operators: OperatorSet, itemsize: int) -> bool:
     """Whether norms keep a copy of their input in 32 bits instead of it."""
-    return dims.norm == "rms" and operators.rms_norm == "decomposed" and itemsize < 4
+    return dims.norm == "rms" and not _is_fused(dims, operators) and itemsize < 4
+
+
+def _is_fused(dims: TransformerDims, operators: OperatorSet) -> bool:
+    """Whether a root-mean-square norm is one operator."""
+    return operators.rms_norm == "fused" and not dims.composed_norm
 
 
 def _stream(name: str, dims: TransformerDims, operators: OperatorSet, itemsize: int) -> tuple[Kept, ...]:
@@ -239,10 +244,11 @@ def norm_kept(name: str, dims: TransformerDims, operators: OperatorSet, itemsize
         single = wide if operators.statistics == "single" else itemsize
         return (Kept(name=f"{name}: mean and deviation", width=2, itemsize=single, share="sequence"),)
     found = [Kept(name=f"{name}: deviation", width=1, itemsize=wide, share="sequence")]
-    if operators.rms_norm == "decomposed":
+    if not _is_fused(dims, operators):
         if _upcasts(dims, operators, itemsize):
             found.append(Kept(name=f"{name}: input in 32 bits", width=dims.hidden, itemsize=wide, share="sequence"))
-        found.append(Kept(name=f"{name}: before its weight", width=dims.hidden, itemsize=wide, share="sequence"))
+        size = itemsize if dims.composed_norm else wide
+        found.append(Kept(name=f"{name}: before its weight", width=dims.hidden, itemsize=size, share="sequence"))
     return tuple(found)
 
 
@@ -332,6 +338,8 @@ def _feed_forward(dims: TransformerDims, operators: OperatorSet, itemsize: int) 
     """What the feed-forward part keeps but its input."""
     if dims.feed_forward == "gelu":
         names: tuple[str, ...] = ("up", "GELU")
+        if dims.composed_gelu:
+            names = ("up", "half of it", "hyperbolic tangent", "one more", "GELU")
     elif operators.swiglu == "fused":
         names = ("gate", "up", "product")
     else:

@@ -27,6 +27,9 @@ class TransformerDims:
         query_key_value_bias, output_bias, feed_forward_bias: Which linear layers have biases.
         fused_query_key_value: Whether one linear layer makes queries, keys and values.
         repeats_key_value: Whether heads of keys and values are copied to as many as of queries ahead of attention.
+        composed_norm: Whether root-mean-square norms are composed in Python, as Hugging Face's are: they keep their
+            input in 32 bits and, in its own type, what meets their weight.
+        composed_gelu: Whether GELU is, as Hugging Face's ``gelu_new``: it keeps three steps between input and result.
         dropout: Probability behind attention and feed-forward part.
         attention_dropout: Probability inside attention.
         embedding_dropout: Probability behind the embedding.
@@ -54,6 +57,8 @@ class TransformerDims:
     feed_forward_bias: bool = False
     fused_query_key_value: bool = False
     repeats_key_value: bool = False
+    composed_norm: bool = False
+    composed_gelu: bool = False
     dropout: float = 0.0
     attention_dropout: float = 0.0
     embedding_dropout: float = 0.0
@@ -150,7 +155,8 @@ def dims_of(configuration: Any) -> TransformerDims:
 
     Norms are root-mean-square norms where it has a ``rms_norm_eps``; the feed-forward part is gated where its
     activation is ``silu`` or it has such norms; what is gated has rotary positions and no biases unless it says so,
-    anything else has biases, and learned positions unless it has a ``rope_theta``.
+    anything else has biases, and learned positions unless it has a ``rope_theta``. Norms and ``gelu_new`` are taken to
+    be composed as Hugging Face's modules compose them.
 
     Args:
         configuration: An object or a mapping with ``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``,
@@ -194,6 +200,8 @@ def dims_of(configuration: Any) -> TransformerDims:
         output_bias=bool(read("attention_bias")) or plain,
         feed_forward_bias=bool(read("mlp_bias")) or plain,
         fused_query_key_value=read("n_embd") is not None,
+        composed_norm=read("rms_norm_eps") is not None,
+        composed_gelu=activation == "gelu_new",
         dropout=float(find("dropout") or 0.0),
         attention_dropout=float(find("attention_dropout") or 0.0),
         embedding_dropout=float(find("embedding_dropout") or 0.0),

@@ -8,7 +8,7 @@ import sympy
 import torch
 
 from lightning_mist.cost.closed_form import CPU, CUDA, MEGATRON, OperatorSet, Split, attention_kind, layer_form
-from lightning_mist.cost.dims import TransformerDims
+from lightning_mist.cost.dims import TransformerDims, dims_of
 from lightning_mist.cost.estimate_closed import shape_dims
 from lightning_mist.model.reference import LanguageModel, LanguageModelShape
 from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
@@ -190,3 +190,36 @@ def test_models_known_by_name(shape, device):
         form = layer_form(dims, {"cpu": CPU, "cuda": CUDA}[device], itemsize=dtype.itemsize)
         found = count(module.to(dtype), module_map, rows=2, device=device).saved[1]
         assert form.at(2, LENGTH) == found, dtype
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_hugging_face_s_modules(name):
+    transformers = pytest.importorskip("transformers")
+    configuration, make = {
+        "llama": (
+            transformers.LlamaConfig(
+                hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, vocab_size=97,
+            ),
+            transformers.LlamaForCausalLM,
+        ),
+        "gpt2": (
+            transformers.GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=97, n_positions=64),
+            transformers.GPT2LMHeadModel,
+        ),
+    }[name]  # fmt: skip
+    module, dims = Causal(make(configuration)), dims_of(configuration)
+    for dtype in DTYPES:
+        module_map = mapped(module.to(dtype))
+        for rows in (2, 3):
+            saved = count(module, module_map, rows=rows, device="cuda").saved[1]
+            assert layer_form(dims, CUDA, itemsize=dtype.itemsize).at(rows, LENGTH) == saved, dtype
+
+
+class Causal(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch, batch_idx):
+        return self.model(input_ids=batch[0], labels=batch[1]).loss
