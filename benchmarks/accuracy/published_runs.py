@@ -88,11 +88,11 @@ def training_of(row: Row, library: str) -> Training:
     world = int(row.get("world") or 1)
     parallel = dict(row.get("parallel") or {})
     for key in parallel:
-        known(key, ("fsdp1", "ddp", "dp"), "parallel")
+        known(key, ("fsdp1", "fsdp", "ddp", "dp"), "parallel")
     degree = int(next(iter(parallel.values()), 1))
     if len(parallel) > 1 or degree != world:
         raise UnpredictableError(f"parallel = {parallel} on {world} devices is not understood")
-    sharding = {"fsdp1": "fsdp1", "ddp": "ddp", "dp": "ddp"}.get(next(iter(parallel), ""), "none")
+    sharding = {"fsdp1": "fsdp1", "fsdp": "fsdp1", "ddp": "ddp", "dp": "ddp"}.get(next(iter(parallel), ""), "none")
     if world == 1:
         # The benchmark starts a single device without a launcher, and so without sharding.
         sharding = "none"
