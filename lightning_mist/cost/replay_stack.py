@@ -96,6 +96,11 @@ class Stack:
         self._names = {
             (module, attribute): use.name for use in spec.module_map.parameters for module, attribute, _ in use.slots
         }
+        self._modules = {
+            module[:end]
+            for module, _ in self._names
+            for end in (len(module), *(at for at, letter in enumerate(module) if letter == "."))
+        }
         self.born: list[Born] = []
         self.arriving: dict[int, int | None] = {}
         self._labels: list[Label] = []
@@ -144,9 +149,10 @@ class Stack:
     def canonical(self, part: int, name: str) -> str:
         """The canonical name of a parameter that a region knows as ``name``."""
         blocks = self.spec.module_map.blocks
-        whole = f"{blocks[part - 1]}.{name}" if 0 < part <= len(blocks) else name
-        module, _, attribute = whole.rpartition(".")
-        return self._names.get((module, attribute), whole)
+        names = [f"{blocks[part - 1]}.{name}", name] if 0 < part <= len(blocks) else [name]
+        # What runs between a block and the next one belongs to the block's region and goes by its whole name.
+        slots = [(whole.rpartition(".")[0], whole.rpartition(".")[2]) for whole in names]
+        return next((self._names[slot] for slot in slots if slot in self._names), names[0])
 
     def _label(self, part: int, item: Allocation, backward: bool) -> Label:
         term, name, region = "working_bytes", "temporary", part - 1
@@ -158,7 +164,7 @@ class Stack:
             name = "gradient" if item.role == "gradient" else "temporary of backward"
         blocks = self.spec.module_map.blocks
         module = item.module
-        if 0 < part <= len(blocks):
+        if 0 < part <= len(blocks) and module not in self._modules:
             module = f"{blocks[part - 1]}.{module}" if module else blocks[part - 1]
         return Label(term, name, region, module, item.operator, item.line, item.dtype)
 

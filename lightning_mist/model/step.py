@@ -128,6 +128,7 @@ def count_step(
             stack.enter_context(_named_gradients(subject, ledger, names))
         with subject.context():
             value = subject.call(copy_containers(batch))
+        _forget(subject)
         _check_all_ran(len(walk.inputs), len(subject.blocks))
         ledger.end_forward()
         loss = loss_of(value)
@@ -137,8 +138,7 @@ def count_step(
     made = _made(subject, ledger, names)
     del value, loss
     ledger.end()
-    if subject.view is not None:
-        subject.view.context.forget()
+    _forget(subject)
     for parameter in subject.parameters:
         parameter.grad = None
     return StepCount(
@@ -153,6 +153,12 @@ def count_step(
         guesses=ledger.guesses.reads,
         describable=describable,
     )
+
+
+def _forget(subject: Subject) -> None:
+    """As the runtime does behind a step and around what it repeats: what ranks have gathered is not kept for later."""
+    if subject.view is not None:
+        subject.view.context.forget()
 
 
 def _weight_operands(subject: Subject, ledger: Ledger, names: dict[int, str]) -> WeightOperands:
@@ -185,7 +191,9 @@ def _walk(
 
     @contextmanager
     def repeating(block: nn.Module) -> Iterator[None]:
+        _forget(subject)
         with ledger.recomputing(), ExitStack() as stack:
+            stack.callback(_forget, subject)
             if origins is not None:
                 stack.enter_context(origins.inside(block))
             if operands is not None:
