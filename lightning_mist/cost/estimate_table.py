@@ -18,8 +18,11 @@ from lightning_mist.cost.estimate_data import (
 from lightning_mist.units import format_bytes
 
 _COLORS = {"fits": "bold green", "tight": "bold yellow", "does not fit": "bold red"}
-_FIRST_COLUMN = 40
-_COLUMN = 13
+_FIRST_COLUMN = 34
+_COLUMN = 15
+"""Columns of text that the labels and one stage take."""
+
+_LONGEST_OPERATOR = 20
 
 
 def render_estimate(estimate: MemoryEstimate, *, width: int = 120, color: bool = False) -> str:
@@ -62,7 +65,7 @@ def _groups(estimate: MemoryEstimate) -> list[StageEstimate]:
 def _stage_table(estimate: MemoryEstimate, stages: list[StageEstimate]) -> Table:
     plan = estimate.plan
     table = Table(title="bytes of the most loaded device", title_justify="left", title_style="bold")
-    table.add_column("", min_width=22)
+    table.add_column("", no_wrap=True)
     for stage in stages:
         indices = ", ".join(map(str, plan.chunks(stage.stage)))
         table.add_column(f"stage {indices}", justify="right")
@@ -90,14 +93,20 @@ def _tensor_table(title: str, tensors: Sequence[PeakTensor], *, together: bool =
         table.add_column("together", justify="right")
     table.add_column("bytes", justify="right")
     table.add_column("alike", justify="right")
-    for heading in ("part of", "module", "operator", "line"):
-        table.add_column(heading, overflow="fold")
+    table.add_column("part of")
+    table.add_column("module", overflow="fold", ratio=1)
+    table.add_column("operator", no_wrap=True, max_width=_LONGEST_OPERATOR)
+    table.add_column("line", no_wrap=True)
     for tensor in tensors:
         sizes = [tensor.all_bytes] * together + [tensor.bytes]
-        microbatch = "" if tensor.microbatch is None or tensor.count > 1 else f" (microbatch {tensor.microbatch})"
-        part = tensor.term.removesuffix("_bytes") + microbatch
-        # As short as it is still understood: "mm" for "aten.mm.default".
-        operator = tensor.operator.removeprefix("aten.").rpartition(".")[0] or tensor.operator
-        words = (part, tensor.module, operator, tensor.line)
+        part = tensor.term.removesuffix("_bytes")
+        if tensor.count == 1 and tensor.microbatch is not None:
+            part += f" of microbatch {tensor.microbatch}"
+        words = (part, tensor.module, _short(tensor.operator), tensor.line)
         table.add_row(*map(format_bytes, sizes), str(tensor.count), *map(Text, words))
     return table
+
+
+def _short(operator: str) -> str:
+    """As short as it is still understood: ``"mm"`` for ``"aten.mm.default"``."""
+    return (operator.rpartition(".")[0] or operator).removeprefix("aten.").removeprefix("lightning_mist.")
