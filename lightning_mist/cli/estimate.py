@@ -291,11 +291,18 @@ def _print_estimate(estimator: "Estimator", plan: Plan, as_json: bool, picture: 
         sys.stdout.write(estimate_to_json(found))
     else:
         print(render_estimate(found, width=terminal_width(), color=sys.stdout.isatty()))
+    if found.verdict != "fits" and not estimator.spec.splits and _could_share(estimator):
+        say("devices that share layers were not looked at, which takes a longer trace: try --tensor-parallel-degree 2")
     if picture is not None:
         from lightning_mist.cost.picture import draw_memory
 
         draw_memory(found, estimator.timelines(plan), picture)
         say(f"picture written to {picture}")
+
+
+def _could_share(estimator: "Estimator") -> bool:
+    """Whether tensor parallelism might help: nothing rules it out, and a node has several devices."""
+    return estimator.cluster.devices_per_node > 1 and not estimator.spec.module_map.excludes("tensor")
 
 
 def _check_picture(path: str, sweep: str | None) -> None:
