@@ -131,7 +131,17 @@ def step_timeline(
         recomputed_layers: How many layers, the first ones, are recomputed in backward.
         first: Whether gradients of parameters do not exist yet.
     """
-    parts = step_parts(spec, recomputed_layers=recomputed_layers, first=first)
+    return timeline_of(step_parts(spec, recomputed_layers=recomputed_layers, first=first), rows, length)
+
+
+def timeline_of(parts: Sequence[PartEvents], rows: int, length: int = 1) -> list[int]:
+    """Bytes alive on entry of every part and after every operator of one step of these parts on one device.
+
+    Args:
+        parts: Head, layers, tail, each in the way in which it is run.
+        rows: Rows of the microbatch.
+        length: Its sequence length.
+    """
     changes = [0] * (Clock(parts).readings + 1)
     placed = place_step(parts)
     for item, size in zip(placed, values_at([p.allocation.size for p in placed], rows, length), strict=True):

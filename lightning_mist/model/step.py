@@ -1,5 +1,6 @@
 """One counted run of a user's step, forward and backward, part by part."""
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -71,6 +72,11 @@ class StepCount:
     guesses: tuple[tuple[str, int], ...]
     describable: tuple[bool, ...]
 
+    @property
+    def timeline(self) -> list[int]:
+        """Bytes alive at every reading, from the head's forward to its backward."""
+        return [alive for phase in (*self.forward, *reversed(self.backward)) for alive in phase.timeline]
+
     def forward_peaks(self, part: int) -> list[int]:
         """Timeline of the part's forward beyond the saved bytes of all parts before it."""
         base = sum(self.saved[:part])
@@ -120,6 +126,7 @@ def count_step(
     operands = _weight_operands(subject, ledger, names) if attribute else None
     walk = _walk(subject, ledger, origins, operands, twins, recompute=recompute)
     with walk.step(), torch.enable_grad(), ledger, ExitStack() as stack:
+        stack.enter_context(_uncollected())
         if operands is not None:
             stack.enter_context(operands)
         stack.enter_context(LinearCounter(ledger, subject.parameters))
@@ -159,6 +166,18 @@ def _forget(subject: Subject) -> None:
     """As the runtime does behind a step and around what it repeats: what ranks have gathered is not kept for later."""
     if subject.view is not None:
         subject.view.context.forget()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, what refers to itself lives on: when Python collects it has nothing to do with the step."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _weight_operands(subject: Subject, ledger: Ledger, names: dict[int, str]) -> WeightOperands:

@@ -6,7 +6,7 @@ imitate them. Counts on fake and on real tensors are equal operator by operator,
 that reads a value back) is counted on real tensors at small sizes instead.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,7 @@ from lightning_mist.model.operators import storage_key
 from lightning_mist.model.optimizer import describe_optimizer
 from lightning_mist.model.spec import LayerSpec, ModelSpec, OptimizerSpec, ParameterSpec, SplitSpec, TensorSpec
 from lightning_mist.model.split_costs import WholeStep, trace_splits
+from lightning_mist.model.stacking import timeline_of
 from lightning_mist.model.step import StepCount, Subject, count_step
 from lightning_mist.model.sweep import Resize, bases, sized
 from lightning_mist.model.ways import Ways, run_ways
@@ -47,6 +48,12 @@ _REAL = (
 """Why tensor parallelism is ruled out for steps that are counted on real numbers."""
 
 
+_UNSTACKABLE = (
+    "allocations are known in sum and not one by one: layers of one kind keep tensors of others for different times"
+)
+"""Said where templates of layers do not add up to the whole step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Blocks:
     """What whole runs told of the blocks.
@@ -56,12 +63,14 @@ class _Blocks:
         twins: Which of them answer for others.
         recompute_failure: Why they cannot be recomputed, if so.
         kept_bytes: Bytes of tensors that the module keeps as plain attributes from its first step on.
+        timeline: Bytes alive at every reading of a whole run at the first size.
     """
 
     kinds: Kinds
     twins: tuple[int | None, ...]
     recompute_failure: str | None
     kept_bytes: int
+    timeline: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +87,7 @@ class _Traced:
     shared: sympy.Expr
     guesses: tuple[tuple[str, int], ...]
     is_fake: bool
+    notes: tuple[str, ...]
 
 
 def _find_blocks(subject: Subject, batch: Any) -> _Blocks:
@@ -90,7 +100,8 @@ def _find_blocks(subject: Subject, batch: Any) -> _Blocks:
     plain = run(False, False)
     kept = _kept_bytes(subject.module)
     if not subject.blocks:
-        return _Blocks(kinds=group((), ()), twins=(), recompute_failure=None, kept_bytes=kept)
+        settled = run(False, False).timeline
+        return _Blocks(kinds=group((), ()), twins=(), recompute_failure=None, kept_bytes=kept, timeline=settled)
     names = [type(block).__name__ for block in subject.blocks]
     for attempt in range(2):
         kinds = group(names, cost_keys(subject.blocks, [plain]))
@@ -107,7 +118,7 @@ def _find_blocks(subject: Subject, batch: Any) -> _Blocks:
         failure = None
     except Exception as error:
         failure = f"a block cannot be run a second time in backward: {type(error).__name__}: {error}"
-    return _Blocks(kinds=kinds, twins=twins, recompute_failure=failure, kept_bytes=kept)
+    return _Blocks(kinds=kinds, twins=twins, recompute_failure=failure, kept_bytes=kept, timeline=plain.timeline)
 
 
 def _can_imitate(subject: Subject, batch: Any, plain: StepCount, kinds: Kinds, twins: tuple[int | None, ...]) -> bool:
@@ -129,7 +140,12 @@ def _kept_bytes(module: nn.Module) -> int:
 
 def _fit(ways: Ways, blocks: _Blocks, module_map: ModuleMap, length: int | None, *, is_fake: bool) -> _Traced:
     basis, runs = ways.basis, ways.first.runs
-    head, *layers, tail = layer_specs(ways, blocks.kinds.parts(module_map.blocks), is_fake=is_fake)
+    parts = layer_specs(ways, blocks.kinds.parts(module_map.blocks), is_fake=is_fake)
+    notes: tuple[str, ...] = ()
+    if not _stack_up(parts, blocks, basis):
+        parts = tuple(replace(part, events=None) for part in parts)
+        notes = (_UNSTACKABLE,)
+    head, *layers, tail = parts
     return _Traced(
         basis=basis,
         blocks=blocks,
@@ -140,8 +156,16 @@ def _fit(ways: Ways, blocks: _Blocks, module_map: ModuleMap, length: int | None,
         batch_bytes=basis.fit(ways.batch_bytes, "batch bytes"),
         guesses=runs[0].guesses,
         is_fake=is_fake,
+        notes=notes,
         shared=basis.fit([run.shared for run in runs], "saved bytes of masks and tables"),
     )
+
+
+def _stack_up(parts: Sequence[LayerSpec], blocks: _Blocks, basis: Basis) -> bool:
+    """Whether the events of parts make up those of the whole step."""
+    events = [part.events.first for part in parts if part.events is not None]
+    whole = (events[0], *(events[1 + kind] for kind in blocks.kinds.of), events[-1])
+    return timeline_of(whole, *basis.points[0]) == blocks.timeline
 
 
 def _trace(
@@ -293,7 +317,7 @@ def trace_model(
         device_kind=operators.name,
         shared_saved_bytes=traced.shared,
         splits=splits,
-        notes=(*failures, *notes),
+        notes=(*failures, *traced.notes, *notes),
     )
 
 

@@ -1,3 +1,4 @@
+import gc
 from contextlib import nullcontext
 from typing import Any
 
@@ -96,6 +97,20 @@ def test_where_no_gradient_flows_there_is_no_backward() -> None:
     seen = count(Chain(frozen=True))
     assert [p.flops > 0 for p in seen.backward] == [False, False, True, True]
     assert seen.backward_peaks(0) == []
+
+
+def test_python_does_not_collect_during_a_step_and_does_again_afterwards() -> None:
+    states = []
+
+    class Watching(Chain):
+        def training_step(self, x: torch.Tensor) -> torch.Tensor:
+            states.append(gc.isenabled())
+            return super().training_step(x)
+
+    assert gc.isenabled()
+    count(Watching())
+    assert states == [False]
+    assert gc.isenabled()
 
 
 def test_losses_come_bare_or_in_a_mapping() -> None:

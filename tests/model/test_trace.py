@@ -264,6 +264,17 @@ def test_blocks_that_read_what_is_gone_in_backward_are_counted_without_recomputa
     assert all(layer.checkpointed_saved_bytes == layer.saved_bytes for layer in spec.layers)
 
 
+def test_events_that_do_not_make_up_the_whole_step_are_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = trace_model(Stack(), torch.randn(6, 4), optimizer=torch.optim.SGD)
+    assert whole.notes == ()
+    assert all(part.events is not None for part in parts(whole))
+    monkeypatch.setattr("lightning_mist.model.trace.timeline_of", lambda *_: [])
+    spec = trace_model(Stack(), torch.randn(6, 4), optimizer=torch.optim.SGD)
+    assert spec.notes[0].startswith("allocations are known in sum and not one by one")
+    assert all(part.events is None for part in parts(spec))
+    assert [part.saved_bytes for part in parts(spec)] == [part.saved_bytes for part in parts(whole)]
+
+
 def test_a_value_read_for_logging_is_guessed_and_noted() -> None:
     class Logging(Stack):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
