@@ -4,6 +4,7 @@ python -m benchmarks.planner.tracing
 """
 
 import argparse
+import os
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -74,6 +75,7 @@ def trace(module: nn.Module) -> tuple[ModelSpec, float]:
 
 def measure(name: str, layers: int, sizes: dict[str, int] = SIZES) -> Sample:
     """Trace once, with a new process."""
+    others = os.getloadavg()[0]
     module = hollow(partial(MODELS[name], layers, sizes), dtype=torch.bfloat16).train()
     started = perf_counter()
     spec, processor_seconds = run_apart(trace, module)
@@ -85,6 +87,7 @@ def measure(name: str, layers: int, sizes: dict[str, int] = SIZES) -> Sample:
         "parameters": sum(item.numel for item in spec.parameters),
         "trace_seconds": seconds,
         "processor_seconds": processor_seconds,
+        "load_average": others,
     }
 
 
@@ -99,13 +102,14 @@ def main(arguments: list[str] | None = None) -> None:
         for layers in options.layers:
             runs = [measure(name, layers) for _ in range(options.repeats)]
             sample = dict(runs[0])
-            for key in ("trace_seconds", "processor_seconds"):
+            for key in ("trace_seconds", "processor_seconds", "load_average"):
                 sample[key] = statistics.median(float(run[key] or 0.0) for run in runs)
             samples.append(sample)
             print(sample, flush=True)
     notes = (
         f"Layers of Llama 3 8B, {ROWS} row of {LENGTH} tokens, {PRECISION}, AdamW, for a CUDA device; medians of "
-        f"{options.repeats} runs. trace_seconds is wall time with the process; processor_seconds is what it computed."
+        f"{options.repeats} runs. trace_seconds is wall time with the process; processor_seconds is what it computed; "
+        "load_average is how many processes wanted a processor in the minute before."
     )
     print(write_record(make_record("tracing", samples, notes=notes)))
 

@@ -170,7 +170,7 @@ def _answer(
             )
         if pipe in ready:
             try:
-                kind, content = pickle.loads(pipe.recv_bytes())
+                kind, content = _read(pipe)
             except EOFError:
                 # Closed without a word: the child is gone or about to be.
                 raise _end_of(process, last_words) from None
@@ -180,6 +180,16 @@ def _answer(
                 tell(content)
         else:
             raise _end_of(process, last_words)
+
+
+def _read(pipe: Connection) -> tuple[str, Any]:
+    """The next thing that the child sent."""
+    content = pipe.recv_bytes()
+    with warnings.catch_warnings():
+        # torch 2.13 restores the forms of containers in a way that it deprecates itself.
+        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+        found: tuple[str, Any] = pickle.loads(content)
+        return found
 
 
 def _end_of(process: Any, last_words: Path) -> TraceError:
