@@ -87,17 +87,17 @@ class WeightOperands(TorchFunctionMode):
             # A mode is off while it answers; the products of tensor-parallel parts are to be seen here too.
             with self:
                 return SplitTensor.__torch_function__(func, types, args, kwargs)
-        result = func(*args, **kwargs)
-        if operands is not None and id(operands[1]) in self._names and isinstance(result, torch.Tensor):
-            self._note(operands[0], self._names[id(operands[1])], result)
-        return result
-
-    def _note(self, value: torch.Tensor, name: str, result: torch.Tensor) -> None:
+        name = None if operands is None else self._names.get(id(operands[1]))
+        if operands is None or name is None:
+            return func(*args, **kwargs)
         part = self._ledger.part
         within = name.removeprefix(f"{self._blocks[part - 1]}.") if 0 < part <= len(self._blocks) else name
-        self._ledger.note_weight(value, part, within)
-        if result.requires_grad:
+        # Before the product: recomputation ends in the last one, as soon as it has what it was for.
+        self._ledger.note_weight(operands[0], part, within)
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and result.requires_grad:
             result.register_hook(partial(self._arrived, part, within))  # type: ignore[no-untyped-call]
+        return result
 
     def _arrived(self, part: int, name: str, gradient: torch.Tensor | None) -> None:
         if gradient is not None:

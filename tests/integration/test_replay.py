@@ -21,13 +21,17 @@ in, which is freed by then."""
 
 ROWS = 12
 
-WHOLE = tuple(name for name, options in PLANS.items() if "tensor" not in options)
+REPEATED = {"layers": [2, 2], "degrees": [2, 2], "zero": 3, "parts": 2, "checkpointed": 1, "schedule": "zb-h1"}
+
+ALL = {**PLANS, "zero bubble, sharded, recomputed": REPEATED}
+
+WHOLE = tuple(name for name, options in ALL.items() if "tensor" not in options)
 
 SPLIT = ("gpt2_dropout", "nano_even")
 """Models that are traced for tensor parallelism too; of the second one the vocabulary is shared out."""
 
 CASES = (
-    *itertools.product(["gpt2_dropout"], PLANS),
+    *itertools.product(["gpt2_dropout"], ALL),
     *itertools.product(["llama_tied"], WHOLE),
     ("nano_even", "tensor parallelism"),
 )
@@ -65,7 +69,7 @@ def traced():
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_replayed_equals_measured(traced, model, name):
     module, make_batch, spec = traced(model)
-    plan = make_plan(rows=ROWS, **PLANS[name])
+    plan = make_plan(rows=ROWS, **ALL[name])
     batches = [whole_batch(make_batch, ROWS) for _ in range(plan.world_size)]
     measured = measure_peaks(module, spec.module_map, plan, batches)
     replays = replay_plan(spec, plan, plain=False)
