@@ -171,17 +171,27 @@ def model_of(row: Row, library: str) -> Model:
         known(family, ("llama", "mistral", "qwen2"), "family")
         return TorchTune(shape=shape, arithmetic=arithmetic, has_qkv_bias=family == "qwen2")
     if library == "litgpt":
-        known(family, ("llama", "mistral", "gemma", "gpt_neox", "pythia", "phi", "falcon"), "family")
-        is_llama = family in ("llama", "mistral", "gemma")
-        return LitGPT(
-            shape=shape,
-            arithmetic=arithmetic,
-            is_llama=is_llama,
-            is_gemma=family == "gemma",
-            is_parallel=not is_llama,
-            rotary={"gpt_neox": 0.25, "pythia": 0.25, "phi": 0.4}.get(family, 1.0),
-            has_bias=family in ("gpt_neox", "pythia", "phi"),
-        )
+        return _litgpt(family, shape, arithmetic)
+    return _transformers(row, family, shape, arithmetic)
+
+
+def _litgpt(family: str, shape: Shape, arithmetic: Arithmetic) -> Model:
+    """As LitGPT computes it."""
+    known(family, ("llama", "mistral", "gemma", "gpt_neox", "pythia", "phi", "falcon"), "family")
+    is_llama = family in ("llama", "mistral", "gemma")
+    return LitGPT(
+        shape=shape,
+        arithmetic=arithmetic,
+        is_llama=is_llama,
+        is_gemma=family == "gemma",
+        is_parallel=not is_llama,
+        rotary={"gpt_neox": 0.25, "pythia": 0.25, "phi": 0.4}.get(family, 1.0),
+        has_bias=family in ("gpt_neox", "pythia", "phi"),
+    )
+
+
+def _transformers(row: Row, family: str, shape: Shape, arithmetic: Arithmetic) -> Model:
+    """As transformers computes it."""
     version = library_version(row)
     if family == "mixtral":
         raise UnpredictableError(

@@ -4,6 +4,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
 import docstring_parser
@@ -37,10 +38,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(name: str, function: Callable[..., None], values: Mapping[str, Any]) -> None:
     """Run a command; its errors end the process in one line."""
     try:
-        function(*(values[parameter] for parameter in inspect.signature(function).parameters))
+        _call(function, values)
     except (MistError, ValueError, OSError) as error:
         print(f"lightning-mist {name}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+def _call(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Call a function with what was said on the command line."""
+    hints = get_type_hints(function)
+    positional, named = [], {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        value = _call(hints[name], values) if is_dataclass(hints[name]) else values[name]
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            positional.append(value)
+        else:
+            named[name] = value
+    return function(*positional, **named)
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {"plan": plan, "show": show, "estimate": estimate}
@@ -56,18 +70,26 @@ def _parser() -> ArgumentParser:
 
 
 def _command(function: Callable[..., None]) -> ArgumentParser:
-    """The arguments of a function, with its docstring's words: positional-only ones by position."""
-    described = docstring_parser.parse(function.__doc__ or "")
-    help_of = {item.arg_name: item.description for item in described.params}
-    command = ArgumentParser(description=described.short_description)
+    command = ArgumentParser(description=docstring_parser.parse(function.__doc__ or "").short_description)
+    _add_arguments(command, function)
+    return command
+
+
+def _add_arguments(command: ArgumentParser, function: Callable[..., Any]) -> None:
+    """Take a function's parameters as arguments, with its docstring's words: positional-only ones by position.
+
+    In place of a parameter that is a dataclass come its fields.
+    """
+    help_of = {item.arg_name: item.description for item in docstring_parser.parse(function.__doc__ or "").params}
     hints = get_type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
         required = parameter.default is inspect.Parameter.empty
-        if required and parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+        if is_dataclass(hints[name]):
+            _add_arguments(command, hints[name])
+        elif required and parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             command.add_argument(name, type=hints[name], help=help_of[name])
         elif parameter.default is False:
             command.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=help_of[name])
         else:
             options = {"required": True} if required else {"default": parameter.default}
             command.add_argument(f"--{name.replace('_', '-')}", type=hints[name], help=help_of[name], **options)
-    return command

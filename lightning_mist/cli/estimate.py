@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.machine import open_cluster
@@ -17,20 +17,41 @@ if TYPE_CHECKING:
     from lightning_mist.cost.estimate_sweep import SweepPoint
     from lightning_mist.hardware import Cluster
 
-_DEGREES: dict[str, Any] = {
-    "data_parallel_degree": None,
-    "tensor_parallel_degree": 1,
-    "context_parallel_degree": 1,
-    "sequence_parallel": False,
-    "pipeline_stages": 1,
-    "chunks": 1,
-    "num_microbatches": None,
-    "microbatch_size": None,
-    "zero_stage": 0,
-    "checkpointed_layers": "0",
-    "schedule": "1f1b",
-    "offload": "",
-}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degrees:
+    """A plan by degrees.
+
+    Attributes:
+        data_parallel_degree: Replicas of every stage; by default what the other degrees leave of the devices.
+        tensor_parallel_degree: Devices that share every layer.
+        context_parallel_degree: Devices that share the sequence.
+        sequence_parallel: Whether tensor-parallel devices share activations along the sequence too.
+        pipeline_stages: Groups of devices that layers are dealt to.
+        chunks: Stages of each group, under interleaved-1f1b.
+        num_microbatches: Parts of a batch.
+        microbatch_size: Rows of each part on one data-parallel device.
+        zero_stage: What data-parallel devices share out, 0 to 3.
+        checkpointed_layers: How many of every stage's first layers are recomputed in backward, or all.
+        schedule: Of 1f1b, gpipe, interleaved-1f1b and zb-h1.
+        offload: What lives in host memory, such as "optimizer=1 activations=0.5".
+    """
+
+    data_parallel_degree: int | None = None
+    tensor_parallel_degree: int = 1
+    context_parallel_degree: int = 1
+    sequence_parallel: bool = False
+    pipeline_stages: int = 1
+    chunks: int = 1
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    zero_stage: int = 0
+    checkpointed_layers: str = "0"
+    schedule: ScheduleName = "1f1b"
+    offload: str = ""
+
+
+_DEGREES: dict[str, Any] = {field.name: field.default for field in fields(Degrees)}
 """Options that describe a plan by degrees, with their defaults."""
 
 _NUMBERS = tuple(name for name, value in _DEGREES.items() if value is None or type(value) is int)
@@ -38,6 +59,7 @@ _NUMBERS = tuple(name for name, value in _DEGREES.items() if value is None or ty
 
 
 def estimate(
+    *,
     model: str,
     cluster: str,
     global_batch_size: int | None = None,
@@ -45,18 +67,7 @@ def estimate(
     precision: str = "32-true",
     optimizer: str = "AdamW",
     plan: str | None = None,
-    data_parallel_degree: int | None = None,
-    tensor_parallel_degree: int = 1,
-    context_parallel_degree: int = 1,
-    sequence_parallel: bool = False,
-    pipeline_stages: int = 1,
-    chunks: int = 1,
-    num_microbatches: int | None = None,
-    microbatch_size: int | None = None,
-    zero_stage: int = 0,
-    checkpointed_layers: str = "0",
-    schedule: ScheduleName = "1f1b",
-    offload: str = "",
+    degrees: Degrees,
     memory_limit: str | None = None,
     allocator: str = "",
     sweep: str | None = None,
@@ -75,18 +86,7 @@ def estimate(
         precision: Lightning's name of the precision, such as bf16-mixed.
         optimizer: Class in torch.optim.
         plan: A plan file, in place of the degrees that follow.
-        data_parallel_degree: Replicas of every stage; by default what the other degrees leave of the devices.
-        tensor_parallel_degree: Devices that share every layer.
-        context_parallel_degree: Devices that share the sequence.
-        sequence_parallel: Whether tensor-parallel devices share activations along the sequence too.
-        pipeline_stages: Groups of devices that layers are dealt to.
-        chunks: Stages of each group, under interleaved-1f1b.
-        num_microbatches: Parts of a batch.
-        microbatch_size: Rows of each part on one data-parallel device.
-        zero_stage: What data-parallel devices share out, 0 to 3.
-        checkpointed_layers: How many of every stage's first layers are recomputed in backward, or all.
-        schedule: Of 1f1b, gpipe, interleaved-1f1b and zb-h1.
-        offload: What lives in host memory, such as "optimizer=1 activations=0.5".
+        degrees: A plan by degrees.
         memory_limit: The most memory of each device that may be used, such as 22GiB.
         allocator: Settings of torch's allocator as in PYTORCH_CUDA_ALLOC_CONF, such as expandable_segments:True.
         sweep: Values to go through, such as "microbatch_size=1,2,4 zero_stage=1,3".
@@ -98,10 +98,8 @@ def estimate(
     from lightning_mist.cost.estimate import limit_of
     from lightning_mist.cost.estimate_sweep import combinations, parse_sweep
 
-    if picture is not None:
-        _check_picture(picture, sweep)
-    degrees = {name: value for name, value in locals().items() if name in _DEGREES}
-    given = _given(plan, degrees, sweep)
+    _check_picture(picture, sweep)
+    given = _given(plan, asdict(degrees), sweep)
     machine = open_cluster(cluster)
     limit = limit_of(machine, memory_limit)
     axes = {} if sweep is None else parse_sweep(sweep, ("global_batch_size", "seq_len", *_DEGREES))
@@ -109,7 +107,7 @@ def estimate(
     if given is not None and rows != given.global_batch_size:
         raise ValueError(f"global_batch_size = {rows}: {plan} is for {given.global_batch_size} rows; leave it out")
     named = {"model": model, "precision": precision, "optimizer": optimizer}
-    base = {**degrees, "global_batch_size": rows, "seq_len": seq_len}
+    base = {**asdict(degrees), "global_batch_size": rows, "seq_len": seq_len}
     points = [{**base, **dict(values)} for values in combinations(axes)] if axes else [base]
     if given is None:
         _check_degrees(points, machine, refuse=not axes)
@@ -305,9 +303,12 @@ def _could_share(estimator: "Estimator") -> bool:
     return estimator.cluster.devices_per_node > 1 and not estimator.spec.module_map.excludes("tensor")
 
 
-def _check_picture(path: str, sweep: str | None) -> None:
+def _check_picture(path: str | None, sweep: str | None) -> None:
+    """Refuse a picture that could not be drawn, before anything takes time."""
     from lightning_mist.cost.picture import check_picture
 
+    if path is None:
+        return
     if sweep is not None:
         raise ValueError(f"--picture {path} with --sweep: one picture shows one plan; leave one or the other out")
     check_picture(path)

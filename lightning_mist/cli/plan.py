@@ -1,7 +1,7 @@
 """``lightning-mist plan``: a plan made without the machine it is for."""
 
 import importlib.metadata
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightning_mist.cli.machine import is_local, measured_profile, open_cluster
@@ -13,9 +13,44 @@ from lightning_mist.units import parse_bytes
 if TYPE_CHECKING:
     from lightning_mist.hardware import Cluster
     from lightning_mist.model import ModelSpec
+    from lightning_mist.tuner import SearchSpace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """Which plans are looked at.
+
+    Attributes:
+        max_stages: The most pipeline stages.
+        zero_stages: Which ZeRO stages may be used.
+        tensor_parallel_degrees: How many devices of a node may share every layer, 1 among them; null for all that the
+            module allows.
+        checkpointing: Whether layers may be recomputed in backward.
+        schedules: Pipeline schedules to choose from, of 1f1b, gpipe, interleaved-1f1b and zb-h1.
+    """
+
+    max_stages: int | None = None
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    tensor_parallel_degrees: tuple[int, ...] | None = None
+    checkpointing: bool = True
+    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1")
+
+    def space(self) -> "SearchSpace":
+        """The same for the search."""
+        from lightning_mist.tuner import SearchSpace
+
+        sharing = self.tensor_parallel_degrees
+        return SearchSpace(
+            max_stages=self.max_stages,
+            zero_stages=tuple(self.zero_stages),
+            tensor_parallel_degrees=None if sharing is None else tuple(sharing),
+            checkpointing=self.checkpointing,
+            schedules=tuple(self.schedules),
+        )
 
 
 def plan(
+    *,
     model: str,
     cluster: str,
     global_batch_size: int,
@@ -24,11 +59,7 @@ def plan(
     memory_limit: str | None = None,
     out: str | None = None,
     optimizer: str = "AdamW",
-    max_stages: int | None = None,
-    zero_stages: tuple[int, ...] = (0, 1, 2, 3),
-    tensor_parallel_degrees: tuple[int, ...] | None = None,
-    checkpointing: bool = True,
-    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1"),
+    options: SearchOptions,
 ) -> None:
     """Find the fastest plan that fits, by the cost model.
 
@@ -43,26 +74,14 @@ def plan(
         memory_limit: The most memory of each device that the plan may use, such as 22GiB.
         out: Where to write the plan file.
         optimizer: Class in torch.optim.
-        max_stages: The most pipeline stages.
-        zero_stages: Which ZeRO stages may be used.
-        tensor_parallel_degrees: How many devices of a node may share every layer, 1 among them; null for all that the
-            module allows.
-        checkpointing: Whether layers may be recomputed in backward.
-        schedules: Pipeline schedules to choose from, of 1f1b, gpipe, interleaved-1f1b and zb-h1.
+        options: Which plans are looked at.
     """
     from lightning_mist.cost import Estimator, estimate_plan
     from lightning_mist.hardware.capability import capability_of
-    from lightning_mist.tuner import SearchSpace, degrees_to_try, tune
+    from lightning_mist.tuner import degrees_to_try, tune
 
     limit = None if memory_limit is None else parse_bytes(memory_limit)
-    sharing = None if tensor_parallel_degrees is None else tuple(tensor_parallel_degrees)
-    search = SearchSpace(
-        max_stages=max_stages,
-        zero_stages=tuple(zero_stages),
-        tensor_parallel_degrees=sharing,
-        checkpointing=checkpointing,
-        schedules=tuple(schedules),
-    )
+    search = options.space()
     machine = open_cluster(cluster)
     rows = rows_of_each(global_batch_size, machine)
     degrees = degrees_to_try(search, machine.devices_per_node)

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -118,17 +118,14 @@ def count_step(
     Raises:
         TraceError: If the step returns no loss or leaves out a block.
     """
-    for parameter in subject.parameters:
-        parameter.grad = torch.zeros_like(parameter) if gradients_exist and parameter.requires_grad else None
+    _set_gradients(subject, exist=gradients_exist)
     names = _parameter_names(subject.module) if attribute else {}
     origins = Origins(_module_names(subject.module), names) if attribute else None
     ledger = Ledger(len(subject.blocks) + 2, origins)
     operands = _weight_operands(subject, ledger, names) if attribute else None
     walk = _walk(subject, ledger, origins, operands, twins, recompute=recompute)
-    with walk.step(), torch.enable_grad(), ledger, ExitStack() as stack:
-        stack.enter_context(_uncollected())
-        if operands is not None:
-            stack.enter_context(operands)
+    with walk.step(), torch.enable_grad(), ledger, _uncollected(), ExitStack() as stack:
+        stack.enter_context(nullcontext() if operands is None else operands)
         stack.enter_context(LinearCounter(ledger, subject.parameters))
         if origins is not None:
             stack.enter_context(origins.watching())
@@ -146,8 +143,7 @@ def count_step(
     del value, loss
     ledger.end()
     _forget(subject)
-    for parameter in subject.parameters:
-        parameter.grad = None
+    _set_gradients(subject, exist=False)
     return StepCount(
         forward=tuple(ledger.forward),
         backward=tuple(ledger.backward),
@@ -160,6 +156,12 @@ def count_step(
         guesses=ledger.guesses.reads,
         describable=describable,
     )
+
+
+def _set_gradients(subject: Subject, *, exist: bool) -> None:
+    """Give the trained parameters gradients of zeros, or take all gradients away."""
+    for parameter in subject.parameters:
+        parameter.grad = torch.zeros_like(parameter) if exist and parameter.requires_grad else None
 
 
 def _forget(subject: Subject) -> None:

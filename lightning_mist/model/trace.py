@@ -286,22 +286,17 @@ def trace_model(
         TraceError: If the step fails, returns no loss, or cannot be counted.
     """
     step = call or (lambda item: module.training_step(item, 0))  # type: ignore[operator]
-    if module_map is None:
-        rows = batch_rows(batch)
-        other = None if rows is None else (resize or resize_batch)(batch, rows - 1 if rows > 1 else 2, None)
-        module_map = map_module(module, step, batch, second_batch=other)
+    module_map = module_map or _mapped(module, batch, step, resize)
     operators = _operators(module, batch, device_kind)
     traced, failures = _traced(module, batch, module_map, step, context, resize, operators)
     optimizer_spec, notes = _optimizer(optimizer, _home(module, batch), operators.name)
-    if traced.guesses:
-        notes += (describe_guesses(traced.guesses),)
+    guesses = (describe_guesses(traced.guesses),) if traced.guesses else ()
     rows, length = batch_rows(batch), sequence_length(batch)
     parameters = _parameters(module)
     splits, unknown = _splits(module, batch, module_map, step, context, resize, traced, parameters, operators)
-    module_map = replace(module_map, exclusions=(*module_map.exclusions, *unknown))
     return ModelSpec(
         name=type(module).__name__,
-        module_map=_exclusions(module_map, traced, failures),
+        module_map=_exclusions(replace(module_map, exclusions=(*module_map.exclusions, *unknown)), traced, failures),
         head=traced.head,
         layers=traced.layers,
         kinds=traced.blocks.kinds.of,
@@ -317,8 +312,15 @@ def trace_model(
         device_kind=operators.name,
         shared_saved_bytes=traced.shared,
         splits=splits,
-        notes=(*failures, *traced.notes, *notes),
+        notes=(*failures, *traced.notes, *notes, *guesses),
     )
+
+
+def _mapped(module: nn.Module, batch: Any, step: Callable[[Any], Any], resize: Resize | None) -> ModuleMap:
+    """Blocks and cuts, found with a batch of other rows besides."""
+    rows = batch_rows(batch)
+    other = None if rows is None else (resize or resize_batch)(batch, rows - 1 if rows > 1 else 2, None)
+    return map_module(module, step, batch, second_batch=other)
 
 
 def _splits(

@@ -1,5 +1,6 @@
 """A plan from degrees alone: equal stages, the same for every device."""
 
+from dataclasses import replace
 from typing import Literal
 
 from lightning_mist.errors import PlanError
@@ -52,49 +53,64 @@ def plan_of(
     Raises:
         PlanError: If degrees, devices, layers and rows do not divide; the message names the nearest numbers that do.
     """
+    _check_degrees((tensor_parallel_degree, context_parallel_degree, pipeline_stages, chunks), schedule, zero_stage)
     shared = tensor_parallel_degree * context_parallel_degree * pipeline_stages
-    degrees = (tensor_parallel_degree, context_parallel_degree, pipeline_stages, chunks)
+    data = _data_degree(data_parallel_degree, shared, world_size)
+    rows, count = _rows(global_batch_size, data, num_microbatches, microbatch_size, shared)
+    per_stage = _layers_of_each(num_layers, pipeline_stages * chunks)
+    degrees = (data, context_parallel_degree, tensor_parallel_degree)
+    meshes = _meshes(degrees, pipeline_stages, devices_per_node, sequence_parallel=sequence_parallel) * chunks
+    template = StagePlan(
+        layers=(0, per_stage),
+        mesh=meshes[0],
+        microbatch_size=rows,
+        zero_stage=ZeroStage(zero_stage),
+        checkpointing=Checkpointing(layers=per_stage if checkpointed_layers == "all" else checkpointed_layers),
+        offload=offload or OffloadRatios(),
+    )
+    stages = _stages_like(template, meshes)
+    return Plan(global_batch_size=global_batch_size, num_microbatches=count, schedule=schedule, stages=stages)
+
+
+def _check_degrees(degrees: tuple[int, ...], schedule: ScheduleName, zero_stage: int) -> None:
+    """Refuse what no number of devices makes possible: tensor, context and pipeline degrees, and chunks."""
     if min(degrees) < 1:
         raise PlanError(
             f"degrees {degrees} (tensor_parallel_degree, context_parallel_degree, pipeline_stages, chunks): each must "
             "be at least 1"
         )
-    data = _data_degree(data_parallel_degree, shared, world_size)
     if not 0 <= zero_stage <= ZeroStage.PARAMETERS:
         raise PlanError(f"zero_stage = {zero_stage}: ZeRO has stages 0 to 3")
+    chunks = degrees[-1]
     if chunks > 1 and schedule != "interleaved-1f1b":
         raise PlanError(
             f"chunks = {chunks} under schedule {schedule!r}: a group of devices runs several stages under "
             "'interleaved-1f1b' only; use it, or chunks=1"
         )
-    rows, count = _rows(global_batch_size, data, num_microbatches, microbatch_size, shared)
-    stages = pipeline_stages * chunks
-    per_stage = _layers_of_each(num_layers, stages)
-    checkpointed = per_stage if checkpointed_layers == "all" else checkpointed_layers
-    # Context-parallel devices lie between the data-parallel and the tensor-parallel ones.
-    units = tensor_parallel_degree * context_parallel_degree
-    layout = rank_layout([(data, units)] * pipeline_stages, devices_per_node)
-    return Plan(
-        global_batch_size=global_batch_size,
-        num_microbatches=count,
-        schedule=schedule,
-        stages=tuple(
-            StagePlan(
-                layers=(index * per_stage, (index + 1) * per_stage),
-                mesh=StageMesh(
-                    devices=layout[index % pipeline_stages],
-                    data_parallel_degree=data,
-                    tensor_parallel_degree=tensor_parallel_degree,
-                    context_parallel_degree=context_parallel_degree,
-                    sequence_parallel=sequence_parallel,
-                ),
-                microbatch_size=rows,
-                zero_stage=ZeroStage(zero_stage),
-                checkpointing=Checkpointing(layers=checkpointed),
-                offload=offload or OffloadRatios(),
-            )
-            for index in range(stages)
-        ),
+
+
+def _meshes(
+    degrees: tuple[int, int, int], groups: int, devices_per_node: int | None, *, sequence_parallel: bool
+) -> list[StageMesh]:
+    """The devices of every group: by data-parallel index, then context-parallel, then tensor-parallel index."""
+    data, context, tensor = degrees
+    return [
+        StageMesh(
+            devices=devices,
+            data_parallel_degree=data,
+            tensor_parallel_degree=tensor,
+            context_parallel_degree=context,
+            sequence_parallel=sequence_parallel,
+        )
+        for devices in rank_layout([(data, tensor * context)] * groups, devices_per_node)
+    ]
+
+
+def _stages_like(first: StagePlan, meshes: list[StageMesh]) -> tuple[StagePlan, ...]:
+    """As many layers on each of the meshes, one behind the other."""
+    count = first.num_layers
+    return tuple(
+        replace(first, layers=(index * count, (index + 1) * count), mesh=mesh) for index, mesh in enumerate(meshes)
     )
 
 
