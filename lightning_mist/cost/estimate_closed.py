@@ -99,9 +99,10 @@ def closed_spec(
         operators=operators_of(device_kind),
     )
     try:
-        return closed_form_spec(form, sorted({*degrees} - {1}), name=name)
+        spec = closed_form_spec(form, sorted({*degrees} - {1}), name=name)
     except ValueError as error:
         raise PlanError(str(error)) from error
+    return replace(spec, device_kind=device_kind)
 
 
 def with_second_opinion(spec: ModelSpec, module: nn.Module, device_kind: str) -> ModelSpec:

@@ -5,11 +5,35 @@ from itertools import pairwise
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.cost.allocator import AllocatorSettings, MemoryEvent, free, malloc
+from lightning_mist.cost.allocator import AllocatorSettings, MemoryEvent, free, malloc, simulate_allocator
 from lightning_mist.cost.allocator_device import CachingAllocator
+from tests.cost.allocator_traces import MIB, reserved
 
-MIB = 2**20
 ADDRESSES = 1 << 47
+
+
+def test_an_expandable_segment_grows_where_its_free_end_is() -> None:
+    expandable = {"expandable_segments": True}
+    assert reserved(malloc(0, 30 * MIB), **expandable) == 40 * MIB  # pages of 20 MiB
+    # The free 10 MiB at the end serve the next request together with two new pages.
+    assert reserved(malloc(0, 30 * MIB), malloc(1, 40 * MIB), **expandable) == 80 * MIB
+    # Freed neighbours grow together: what fragments segments does not fragment a range.
+    apart = [malloc(0, 30 * MIB), malloc(1, 40 * MIB), free(0), free(1), malloc(2, 75 * MIB)]
+    assert reserved(*apart, **expandable) == 80 * MIB
+    assert reserved(*apart) == 146 * MIB
+    # Blocks are cut exactly, whatever remains.
+    assert simulate_allocator([malloc(0, 13 * MIB)], AllocatorSettings(**expandable)).peak.allocated == 13 * MIB
+
+
+def test_an_expandable_segment_gives_back_whole_pages_and_maps_them_again_elsewhere() -> None:
+    # Pages of 20 MiB at 0, 20, 40; 10 MiB live in the first, 5 MiB in the last: only the middle page is given back.
+    events = [malloc(0, 10 * MIB), malloc(1, 40 * MIB), malloc(2, 5 * MIB), free(1), malloc(3, 45 * MIB)]
+    setup = AllocatorSettings(capacity_bytes=80 * MIB, expandable_segments=True)
+    result = simulate_allocator(events, setup)
+    assert result.out_of_memory is None
+    assert (result.flushes, result.final.reserved) == (1, 80 * MIB)
+    result = simulate_allocator(events, AllocatorSettings(capacity_bytes=79 * MIB, expandable_segments=True))
+    assert result.out_of_memory is not None
 
 
 class PlainRange:

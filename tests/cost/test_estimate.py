@@ -5,13 +5,11 @@ import torch
 
 from lightning_mist import estimate_memory
 from lightning_mist.cost import estimate, stage_memory
-from lightning_mist.cost.estimate_closed import module_dims
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model import trace_model
 from lightning_mist.model.reference import LanguageModel, LanguageModelShape, hollow
 from lightning_mist.plan import plan_of, save
-from tests import zoo
 from tests.cli.networks import make_net, make_wide
 from tests.specs import spec
 
@@ -123,11 +121,3 @@ def test_what_cannot_be_traced_has_a_closed_form_where_it_says_its_sizes(monkeyp
     assert wider[0] < wider[1]
     with pytest.raises(TraceError, match=r"aten.nonzero"):
         estimate_memory(*make_net())
-
-
-def test_sizes_are_read_from_configurations():
-    assert module_dims(torch.nn.Linear(2, 2), 16) is None
-    parallel = replace(SHAPE, parallel=True)
-    assert module_dims(hollow(lambda: LanguageModel(parallel, 16)), 16) is None
-    dims = module_dims(zoo.make("llama")[0], 12)
-    assert (dims.layers, dims.hidden, dims.feed_forward) == (4, 32, "swiglu")

@@ -6,7 +6,6 @@ import torch
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Checkpointing, Exclusion, ModuleMap, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.strategy import planning
-from lightning_mist.strategy.decision import Decision
 from lightning_mist.strategy.planning import _refuse_sharding, _refuse_unsafe_cuts
 
 
@@ -37,25 +36,6 @@ def plan(*, devices=(0, 1), microbatches=1, zero=0, checkpointed=0, stages=1, tp
             for index in range(stages)
         ),
     )
-
-
-@pytest.mark.parametrize(
-    ("changes", "plain"),
-    [
-        ({}, True),
-        ({"microbatches": 2}, False),
-        ({"zero": 1}, False),
-        ({"checkpointed": 1}, False),
-        ({"stages": 2}, False),
-        ({"tp": 2}, False),
-    ],
-)
-def test_only_plain_data_parallelism_is_left_to_ddp(changes, plain):
-    empty = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=())
-    decision = Decision(
-        plan=plan(**changes), module_map=empty, has_unused_parameters=False, planning_seconds=0.0, plan_path=None
-    )
-    assert decision.is_plain == plain
 
 
 def pipeline(degrees, microbatches):

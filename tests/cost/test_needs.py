@@ -1,0 +1,76 @@
+"""What stages need around each computation, added up by hand and by the two ways that must agree."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_mist.cost.needs import StageNeeds
+from lightning_mist.cost.phases import Phase, stage_phases
+
+COUNT = 4
+ARRAYS = tuple(name for name in StageNeeds.__slots__ if name.endswith("_K"))
+FORWARD = Phase(
+    kind="forward", gradients=False, others=2, waiting=0, received=3, received_gradients=0, sent_gradients=1
+)
+
+
+def make(seed=0):
+    random = np.random.default_rng(seed)
+    arrays = {name: random.integers(0, 1000, COUNT).astype(float) for name in ARRAYS}
+    always = {"weight_bytes": random.integers(0, 1000, COUNT).astype(float), "buffer_bytes": 7.0}
+    update = (("update", {"optimizer_bytes": random.integers(0, 9000, COUNT).astype(float), "other_bytes": 3.0}),)
+    return StageNeeds(always=always, update=update, **arrays)
+
+
+def terms(phase):
+    """What a situation consists of for the first candidate, ``always`` aside."""
+    ((_, found), _) = make().situations([phase])
+    return {name: value[0] for name, value in found.items() if name not in ("weight_bytes", "buffer_bytes")}
+
+
+def test_a_forward_stands_beside_other_microbatches_and_their_transfers():
+    needs = make()
+    expected = {
+        "gradient_bytes": 0.0,
+        "activation_bytes": 2 * needs.saved_K[0],
+        "transfer_bytes": 3 * needs.entering_K[0] + needs.returned_K[0],
+        "working_bytes": needs.forward_K[0],
+    }
+    assert terms(FORWARD) == expected
+    # Behind the first backward there are gradients, and some that are still being reduced.
+    later = terms(replace(FORWARD, gradients=True))
+    assert later == {**expected, "gradient_bytes": needs.gradients_K[0] + needs.pending_K[0]}
+
+
+def test_a_later_backward_has_all_gradients_and_reused_ones_twice():
+    needs = make()
+    found = terms(replace(FORWARD, kind="backward", gradients=True, received_gradients=2))
+    assert found["gradient_bytes"] == needs.gradients_K[0] + needs.reused_K[0]
+    assert found["working_bytes"] == needs.backward_K[0]
+    # Of two received gradients the one at hand stands where the output was.
+    assert found["transfer_bytes"] == 3 * needs.entering_K[0] + needs.leaving_K[0] + needs.returned_K[0]
+
+
+def test_weight_gradients_keep_what_waits_for_them():
+    needs = make()
+    found = terms(replace(FORWARD, kind="weight backward", gradients=True, waiting=2))
+    assert found["activation_bytes"] == 2 * needs.saved_K[0] + 2 * needs.waiting_K[0]
+    assert found["working_bytes"] == needs.weight_backward_K[0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_peak_is_the_largest_situation(stage, schedule, seed):
+    needs, phases = make(seed), stage_phases(stage, 4, 6, schedule)
+    totals = [sum(found.values()) for _, found in needs.situations(phases)]
+    assert len(totals) == len(phases) + 1
+    np.testing.assert_array_equal(needs.peaks(phases), np.max(totals, axis=0))
+
+
+def test_the_first_candidates():
+    needs, phases = make(), stage_phases(0, 2, 4, "1f1b")
+    few = needs.first(2)
+    assert few.always["buffer_bytes"] == 7.0
+    np.testing.assert_array_equal(few.peaks(phases), needs.peaks(phases)[:2])
