@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lightning_mist.model.step import StepCount
+from lightning_mist.plan import ModuleMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,24 @@ def cost_keys(blocks: Sequence[nn.Module], counts: Sequence[StepCount]) -> list[
         )
 
     return [(module_key(b), *(costs(count, i + 1) for count in counts)) for i, b in enumerate(blocks)]
+
+
+def trained_beside(module_map: ModuleMap) -> list[tuple[str, ...]]:
+    """Of every block the trained parameters outside of it that its part of the step uses, such as adapters kept apart.
+
+    Events know these by their whole names, so that blocks with different ones cannot answer for each other. What the
+    last block's part uses cannot be told from the tail's, and the tail's differ from all others'.
+
+    Args:
+        module_map: Blocks, and which parts use which parameters.
+    """
+    found: list[set[str]] = [set() for _ in module_map.blocks]
+    for use in module_map.parameters:
+        for module, _, parts in use.slots if use.requires_grad else ():
+            for part in parts:
+                if 0 <= part < len(found) - 1 and not f"{module}.".startswith(f"{module_map.blocks[part]}."):
+                    found[part].add(use.name)
+    return [tuple(sorted(names)) for names in found]
 
 
 def is_faithful(whole: StepCount, brief: StepCount, kinds: Kinds) -> bool:

@@ -26,7 +26,7 @@ from lightning_mist.model.fakes import has_values, quiet_fakes
 from lightning_mist.model.fit import BILINEAR, CONSTANT, Basis, MisfitError
 from lightning_mist.model.guesses import describe_guesses
 from lightning_mist.model.isolate import isolated, substitute_parameters
-from lightning_mist.model.kinds import Kinds, cost_keys, group, is_faithful
+from lightning_mist.model.kinds import Kinds, cost_keys, group, is_faithful, trained_beside
 from lightning_mist.model.layer_costs import layer_specs, not_recomputed
 from lightning_mist.model.obstacles import refusal
 from lightning_mist.model.operators import storage_key
@@ -90,8 +90,10 @@ class _Traced:
     notes: tuple[str, ...]
 
 
-def _find_blocks(subject: Subject, batch: Any) -> _Blocks:
+def _find_blocks(subject: Subject, batch: Any, module_map: ModuleMap, *, last_alone: bool) -> _Blocks:
     """Run a whole step, sort the blocks into kinds, and see whether imitation counts the same."""
+    outside = trained_beside(module_map)
+    alone = [last_alone and index == len(outside) - 1 for index in range(len(outside))]
     whole = (None,) * len(subject.blocks)
 
     def run(recompute: bool, gradients_exist: bool, twins: tuple[int | None, ...] = whole) -> StepCount:
@@ -104,7 +106,7 @@ def _find_blocks(subject: Subject, batch: Any) -> _Blocks:
         return _Blocks(kinds=group((), ()), twins=(), recompute_failure=None, kept_bytes=kept, timeline=settled)
     names = [type(block).__name__ for block in subject.blocks]
     for attempt in range(2):
-        kinds = group(names, cost_keys(subject.blocks, [plain]))
+        kinds = group(names, list(zip(cost_keys(subject.blocks, [plain]), outside, alone, strict=True)))
         twins = kinds.twins(surrounded=True)
         if _can_imitate(subject, batch, plain, kinds, twins):
             break
@@ -187,16 +189,25 @@ def _trace(
 
 
 def _count(subject: Subject, batch: Any, basis: Basis, module_map: ModuleMap, resize: Resize | None) -> _Traced:
-    """Count over one set of sizes, and fit."""
-    blocks = _find_blocks(subject, sized(batch, basis, basis.points[0], resize))
-    ways = run_ways(
-        subject,
-        basis,
-        partial(sized, batch, basis, resize=resize),
-        blocks.twins,
-        recomputes=blocks.recompute_failure is None,
-    )
-    return _fit(ways, blocks, module_map, sequence_length(batch), is_fake=subject.mode is not None)
+    """Count over one set of sizes, and fit.
+
+    The tail's part begins before the caller of the last block has let go of what that was given. Where nothing else
+    keeps it, the last block is a kind of its own.
+    """
+    first = sized(batch, basis, basis.points[0], resize)
+    for last_alone in (False, True):
+        blocks = _find_blocks(subject, first, module_map, last_alone=last_alone)
+        ways = run_ways(
+            subject,
+            basis,
+            partial(sized, batch, basis, resize=resize),
+            blocks.twins,
+            recomputes=blocks.recompute_failure is None,
+        )
+        found = _fit(ways, blocks, module_map, sequence_length(batch), is_fake=subject.mode is not None)
+        if not found.notes or blocks.kinds.of.count(blocks.kinds.of[-1]) == 1:
+            break
+    return found
 
 
 def _traced(
