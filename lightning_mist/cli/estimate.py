@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.machine import open_cluster
-from lightning_mist.cli.network import closed_network, trace_network
+from lightning_mist.cli.network import NetworkRequest, closed_network, trace_network
 from lightning_mist.cli.output import say, terminal_width
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import OffloadRatios, Plan, ScheduleName, load, plan_of
@@ -157,22 +157,22 @@ class _Estimators:
         from lightning_mist.cost import Estimator
         from lightning_mist.hardware.capability import capability_of
 
-        settings: dict[str, Any] = {
+        request = NetworkRequest(
             **self._named,
-            "rows": rows,
-            "seq_len": seq_len,
-            "degrees": self._degrees,
-            "device_kind": self._machine.device.kind,
-        }
+            rows=rows,
+            seq_len=seq_len,
+            degrees=self._degrees,
+            device_kind=self._machine.device.kind,
+        )
         if self._closed_form:
-            spec = closed_network(**settings)
+            spec = closed_network(request)
             return Estimator(spec, self._machine, self._limit, "closed form (asked for)")
         try:
-            spec = trace_network(**settings, capability=capability_of(self._machine.device.name))
+            spec = trace_network(request, capability_of(self._machine.device.name))
             return Estimator(spec, self._machine, self._limit)
         except TraceError as error:
             try:
-                spec = closed_network(**settings)
+                spec = closed_network(request)
             except ValueError:
                 raise error from None
             return Estimator(spec, self._machine, self._limit, f"closed form ({error})")

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,58 +17,56 @@ if TYPE_CHECKING:
     from lightning_mist.model import ModelSpec
 
 
-def trace_network(
-    model: str,
-    *,
-    rows: int,
-    seq_len: int | None,
-    precision: str,
-    optimizer: str,
-    degrees: tuple[int, ...],
-    device_kind: str,
-    capability: tuple[int, int] | None = None,
-) -> "ModelSpec":
-    """What the network costs, split over these tensor-parallel degrees too where that can be.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkRequest:
+    """A network as commands ask for it.
+
+    Attributes:
+        model: A preset, the path of a Hugging Face config.json, or package.module:function.
+        rows: Rows of each device's batch.
+        seq_len: Tokens per row, for presets and configurations.
+        precision: Lightning's name of the precision.
+        optimizer: Class in torch.optim.
+        degrees: Tensor-parallel degrees that layers may be shared by.
+        device_kind: Kind of the device that computes, ``"cpu"`` or ``"cuda"``.
+    """
+
+    model: str
+    rows: int
+    seq_len: int | None
+    precision: str
+    optimizer: str
+    degrees: tuple[int, ...]
+    device_kind: str
+
+
+def trace_network(request: NetworkRequest, capability: tuple[int, int] | None = None) -> "ModelSpec":
+    """What the network costs, split over the tensor-parallel degrees too where that can be.
 
     Found out in a process of its own: it runs the user's code, on tensors without values.
+
+    Args:
+        request: The network.
+        capability: CUDA's compute capability of the device.
     """
     from lightning_mist.model.apart import run_apart
 
-    return run_apart(
-        _trace,
-        model,
-        rows=rows,
-        seq_len=seq_len,
-        precision=precision,
-        optimizer=optimizer,
-        degrees=degrees,
-        device_kind=device_kind,
-        capability=capability,
-        tell=say,
-    )
+    return run_apart(_trace, request, capability=capability, tell=say)
 
 
-def _trace(
-    model: str,
-    *,
-    rows: int,
-    seq_len: int | None,
-    precision: str,
-    optimizer: str,
-    degrees: tuple[int, ...],
-    device_kind: str,
-    capability: tuple[int, int] | None,
-    tell: Callable[[str], None],
-) -> "ModelSpec":
+def _trace(request: NetworkRequest, *, capability: tuple[int, int] | None, tell: Callable[[str], None]) -> "ModelSpec":
     from lightning_mist.cost.estimate_closed import with_second_opinion
     from lightning_mist.model import derive_splits, device_operators, map_module, trace_model
     from lightning_mist.model.sources import open_model
     from lightning_mist.runtime.batches import batch_rows, slice_rows
 
-    optimizer_class = _optimizer(optimizer)
+    optimizer_class = _optimizer(request.optimizer)
+    precision, degrees = request.precision, request.degrees
     sys.path.insert(0, os.getcwd())  # as `python -m` does, so that the user's own modules are found
     # Where a batch grows is seen by comparing two batches, so one row is not enough.
-    source = open_model(model, batch_rows=max(2, rows), sequence_length=seq_len, precision=precision)
+    source = open_model(
+        request.model, batch_rows=max(2, request.rows), sequence_length=request.seq_len, precision=precision
+    )
     tell(f"tracing {source.name}")
     known = batch_rows(source.batch)
     smaller = slice_rows(source.batch, 0, known - 1) if known is not None and known > 1 else None
@@ -83,21 +81,12 @@ def _trace(
         module_map=found,
         optimizer=optimizer_class,
         precision=precision,
-        device_kind=device_operators(device_kind, capability=capability),
+        device_kind=device_operators(request.device_kind, capability=capability),
     )
-    return with_second_opinion(replace(spec, name=source.name), source.module, device_kind)
+    return with_second_opinion(replace(spec, name=source.name), source.module, request.device_kind)
 
 
-def closed_network(
-    model: str,
-    *,
-    rows: int,
-    seq_len: int | None,
-    precision: str,
-    optimizer: str,
-    degrees: tuple[int, ...],
-    device_kind: str,
-) -> "ModelSpec":
+def closed_network(request: NetworkRequest) -> "ModelSpec":
     """What a transformer costs by its sizes alone.
 
     Raises:
@@ -106,16 +95,17 @@ def closed_network(
     from lightning_mist.cost.estimate_closed import closed_spec
     from lightning_mist.model import describe_optimizer
 
+    model, seq_len = request.model, request.seq_len
     if seq_len is None or seq_len < 1:
         raise ValueError(f"model {model!r} with seq_len = {seq_len}: tokens per row are needed; give --seq-len 2048")
     return closed_spec(
         _dims(model, seq_len),
-        optimizer=describe_optimizer(_optimizer(optimizer), device_kind=device_kind),
-        precision=precision,
-        rows=rows,
+        optimizer=describe_optimizer(_optimizer(request.optimizer), device_kind=request.device_kind),
+        precision=request.precision,
+        rows=request.rows,
         sequence_length=seq_len,
-        degrees=degrees,
-        device_kind=device_kind,
+        degrees=request.degrees,
+        device_kind=request.device_kind,
         name=model,
     )
 

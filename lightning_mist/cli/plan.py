@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightning_mist.cli.machine import is_local, measured_profile, open_cluster
-from lightning_mist.cli.network import trace_network
+from lightning_mist.cli.network import NetworkRequest, trace_network
 from lightning_mist.cli.output import say, show_plan
 from lightning_mist.plan import ScheduleName, fingerprint_of, save, split_notes
 from lightning_mist.units import parse_bytes
@@ -85,16 +85,16 @@ def plan(
     machine = open_cluster(cluster)
     rows = rows_of_each(global_batch_size, machine)
     degrees = degrees_to_try(search, machine.devices_per_node)
-    spec = trace_network(
-        model,
+    request = NetworkRequest(
+        model=model,
         rows=rows,
         seq_len=seq_len,
         precision=precision,
         optimizer=optimizer,
         degrees=degrees,
         device_kind=machine.device.kind,
-        capability=capability_of(machine.device.name),
     )
+    spec = trace_network(request, capability_of(machine.device.name))
     profile = measured_profile(machine, precision) if is_local(cluster) else None
     say(f"searching plans for {spec.num_layers} layers on {machine.world_size} devices")
     size = global_batch_size

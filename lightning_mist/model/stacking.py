@@ -117,23 +117,6 @@ def step_parts(spec: ModelSpec, *, recomputed_layers: int = 0, first: bool = Fal
     return tuple(parts)
 
 
-def step_timeline(
-    spec: ModelSpec, rows: int, length: int = 1, *, recomputed_layers: int = 0, first: bool = False
-) -> list[int]:
-    """Bytes alive on entry of every part and after every operator of one step on one device.
-
-    Beside parameters, the batch, and gradients that exist already.
-
-    Args:
-        spec: The network, with events.
-        rows: Rows of the microbatch.
-        length: Its sequence length.
-        recomputed_layers: How many layers, the first ones, are recomputed in backward.
-        first: Whether gradients of parameters do not exist yet.
-    """
-    return timeline_of(step_parts(spec, recomputed_layers=recomputed_layers, first=first), rows, length)
-
-
 def timeline_of(parts: Sequence[PartEvents], rows: int, length: int = 1) -> list[int]:
     """Bytes alive on entry of every part and after every operator of one step of these parts on one device.
 

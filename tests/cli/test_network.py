@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from lightning_mist.cli.network import closed_network, trace_network
+from lightning_mist.cli.network import NetworkRequest, closed_network, trace_network
 from lightning_mist.model.presets import PRESETS
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -11,11 +11,11 @@ CONFIGURATION = {**SIZES, "vocab_size": 96, "rms_norm_eps": 1e-6}
 
 def asked(model, **changes):
     named = {"model": str(model), "precision": "32-true", "optimizer": "AdamW", "device_kind": "cpu"}
-    return {**named, "rows": 2, "seq_len": 16, "degrees": (), **changes}
+    return NetworkRequest(**{**named, "rows": 2, "seq_len": 16, "degrees": (), **changes})
 
 
 def test_a_function_s_module_is_traced_in_another_process(capfd):
-    found = trace_network(**asked("tests.cli.networks:make_wide", seq_len=None, degrees=(2,)))
+    found = trace_network(asked("tests.cli.networks:make_wide", seq_len=None, degrees=(2,)))
     assert (found.num_layers, found.optimizer.name) == (4, "AdamW")
     assert {split.degree for split in found.splits} == {2}
     told = capfd.readouterr().err
@@ -24,11 +24,11 @@ def test_a_function_s_module_is_traced_in_another_process(capfd):
 
 
 def test_presets_and_configurations_have_closed_forms(tmp_path):
-    found = closed_network(**asked("llama-7b", seq_len=2048))
+    found = closed_network(asked("llama-7b", seq_len=2048))
     assert (found.name, found.num_layers, found.sequence_length) == ("llama-7b", PRESETS["llama-7b"].layers, 2048)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGURATION))
-    found = closed_network(**asked(path, degrees=(4,)))
+    found = closed_network(asked(path, degrees=(4,)))
     assert (found.num_layers, found.batch_rows, {split.degree for split in found.splits}) == (4, 2, {4})
 
 
@@ -44,11 +44,11 @@ def test_presets_and_configurations_have_closed_forms(tmp_path):
 )
 def test_what_has_no_closed_form_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        closed_network(**asked(**{"model": "llama-7b", **changes}))
+        closed_network(asked(**{"model": "llama-7b", **changes}))
 
 
 def test_a_configuration_without_sizes_is_named(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SIZES))
     with pytest.raises(ValueError, match=r"config\.json': .*without vocab_size"):
-        closed_network(**asked(path))
+        closed_network(asked(path))

@@ -11,7 +11,7 @@ from lightning_mist.model.batches import resize_batch
 from lightning_mist.model.events import Moment
 from lightning_mist.model.isolate import isolated, substitute_parameters
 from lightning_mist.model.saved import PhaseCount
-from lightning_mist.model.stacking import place_step, step_parts, step_timeline, target_part
+from lightning_mist.model.stacking import place_step, step_parts, target_part, timeline_of
 from lightning_mist.model.step import Subject, count_step
 from tests import zoo
 
@@ -57,12 +57,13 @@ def test_three_traced_layers_say_every_byte_of_five_at_another_size(name, recomp
     batch = resize_batch(BATCHES[name](2), rows, length)
     truth = metered(name, 5, batch, recompute=recompute, gradients_exist=not first)
     spec = replace(traced(name), kinds=(0,) * 5)
-    assert step_timeline(spec, rows, length or 1, recomputed_layers=5 * recompute, first=first) == truth
+    parts = step_parts(spec, recomputed_layers=5 * recompute, first=first)
+    assert timeline_of(parts, rows, length or 1) == truth
 
 
 def test_the_first_layers_alone_may_be_recomputed():
     spec = traced("llama")
-    none, two, all_layers = (max(step_timeline(spec, 64, 64, recomputed_layers=count)) for count in (0, 2, 3))
+    none, two, all_layers = (max(timeline_of(step_parts(spec, recomputed_layers=count), 64, 64)) for count in (0, 2, 3))
     assert none > two > all_layers
 
 
