@@ -83,7 +83,10 @@ def _trace(request: NetworkRequest, *, capability: tuple[int, int] | None, tell:
         precision=precision,
         device_kind=device_operators(request.device_kind, capability=capability),
     )
-    return with_second_opinion(replace(spec, name=source.name), source.module, request.device_kind)
+    notes = spec.notes
+    if hasattr(source.module, "configure_optimizers"):
+        notes += (f"{spec.optimizer.name} is assumed whatever configure_optimizers makes: --optimizer names another",)
+    return with_second_opinion(replace(spec, name=source.name, notes=notes), source.module, request.device_kind)
 
 
 def closed_network(request: NetworkRequest) -> "ModelSpec":

@@ -38,6 +38,17 @@ def make_wide():
     return Wide(), torch.ones(4, 8)
 
 
+class Own(Net):
+    """Makes its optimizer itself."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+
+def make_own():
+    return Own(), torch.ones(4, 8)
+
+
 def run(*arguments):
     cli.main([str(argument) for argument in arguments])
 

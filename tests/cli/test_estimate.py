@@ -42,6 +42,12 @@ def test_what_would_make_it_fit(capsys):
     assert "what would make it fit\n  " in out
 
 
+def test_what_configure_optimizers_makes_is_not_asked_and_that_is_said(capsys):
+    run(*arguments(model="tests.cli.networks:make_own", optimizer="RMSprop", json=True))
+    notes = estimate_from_json(capsys.readouterr().out).notes
+    assert "RMSprop is assumed whatever configure_optimizers makes: --optimizer names another" in notes
+
+
 def test_devices_share_layers(capsys):
     run(*arguments(model="tests.cli.networks:make_wide", tensor_parallel_degree=2, json=True))
     assert estimate_from_json(capsys.readouterr().out).plan.stages[0].mesh.tensor_parallel_degree == 2
