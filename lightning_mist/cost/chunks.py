@@ -133,7 +133,13 @@ def _always(model: MemoryModel, plan: Plan, group: int, needs: Mapping[int, Stag
 def _around(needs: Mapping[int, StageNeeds], situation: Situation) -> dict[str, float]:
     """What changes over a batch, by term."""
     stage, is_forward, made, counts = situation
-    of = {"others": "saved_K", "received": "entering_K", "gradients": "leaving_K", "sent": "returned_K"}
+    of = {
+        "others": "saved_K",
+        "received": "entering_K",
+        "gradients": "leaving_K",
+        "sent": "returned_K",
+        "handed": "handed_K",
+    }
     sizes = {kind: sum(_number(getattr(needs[at], of[kind])) * n for k, at, n in counts if k == kind) for kind in of}
     gradients = sum(_number(needs[at].gradients_K) for at in made if is_forward or at != stage)
     current = needs[stage]
@@ -147,7 +153,7 @@ def _around(needs: Mapping[int, StageNeeds], situation: Situation) -> dict[str, 
     return {
         "gradient_bytes": gradients + pending,
         "activation_bytes": sizes["others"],
-        "transfer_bytes": sizes["received"] + sizes["gradients"] + sizes["sent"],
+        "transfer_bytes": sum(sizes[kind] for kind in ("received", "gradients", "sent", "handed")),
         "working_bytes": working,
     }
 
@@ -187,14 +193,15 @@ def _of_list(actions: Sequence[Action], arrivals: Mapping[Action, Sequence[Actio
     there: Counter[tuple[str, int]] = Counter()
     made: set[int] = set()
     receives = {ActionKind.RECV_ACTIVATION: "received", ActionKind.RECV_GRADIENT: "gradients"}
+    sends = {ActionKind.SEND_GRADIENT: "sent", ActionKind.SEND_ACTIVATION: "handed"}
     sent: dict[Action, tuple[str, int]] = {}
     for action in actions:
         stage = action.stage
         if action.kind in receives:
             there[receives[action.kind], stage] += 1
-        elif action.kind is ActionKind.SEND_GRADIENT:
-            sent[action] = ("sent", stage)
-            there["sent", stage] += 1
+        elif action.kind in sends:
+            sent[action] = (sends[action.kind], stage)
+            there[sent[action]] += 1
         elif action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             is_forward = action.kind is ActionKind.FORWARD
             for send in arrivals.get(action, ()):

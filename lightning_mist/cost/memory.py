@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_mist.cost.apart import apart_of
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray
 from lightning_mist.cost.held import HeldBytes, Holdings
@@ -112,7 +113,7 @@ class MemoryModel:
     def _begin(self, spec: ModelSpec) -> None:
         self.holdings = Holdings(spec)
         self._costs: dict[tuple[float, int], RegionCosts] = {}
-        self._working: dict[tuple[float, int, int], WorkingSets] = {}
+        self._working: dict[tuple[float, int, int, bool], WorkingSets] = {}
 
     def variant(self, key: tuple[float, float], build: Callable[[], tuple[ModelSpec, Adjustment]]) -> "MemoryModel":
         """The same network with other parameters and changed costs of regions, built once for each key."""
@@ -130,14 +131,26 @@ class MemoryModel:
             self._costs[key] = self._adjustment(self._at_rows(rows, context))
         return self._costs[key]
 
-    def working(self, rows: float, zero_stage: int, degree: int, context: int = 1) -> WorkingSets:
-        """Working sets at a number of rows; of ZeRO stages below 2 those of one rank."""
+    def working(
+        self, rows: float, zero_stage: int, degree: int, context: int = 1, *, is_split: bool = False
+    ) -> WorkingSets:
+        """Working sets at a number of rows; of ZeRO stages below 2 those of one rank.
+
+        Args:
+            rows: Rows of a microbatch.
+            zero_stage: What is sharded.
+            degree: Over how many ranks.
+            context: Devices that share the sequence.
+            is_split: Whether gradients of weights are made apart from those of inputs.
+        """
         if zero_stage < ZeroStage.GRADIENTS or degree == 1:
             degree = 1
-        key = (rows, degree, context)
+        key = (rows, degree, context, is_split)
         if key not in self._working:
+            exact = is_split and context == 1 and not self._is_variant and rows == int(rows)
+            apart = apart_of(self.spec, self.costs(rows), int(rows)) if exact else None
             table, sharding = self.holdings.table, self._sharding(degree) if degree > 1 else None
-            self._working[key] = WorkingSets(self.costs(rows, context), table.single_R, sharding)
+            self._working[key] = WorkingSets(self.costs(rows, context), table.single_R, sharding, apart)
         return self._working[key]
 
     def _sharding(self, degree: int) -> Sharding:
@@ -180,7 +193,7 @@ class MemoryModel:
         runs = self._runs(candidates, held, degree)
         owned_K, kept_K, parameters_K = self._owned(candidates, held, degree)
         working_ZK = self._working_sets(slot, candidates, runs, held)
-        plain_K = is_plain(slot, candidates) & (not self._is_variant)
+        plain, plain_K = self.working(slot.rows, 0, 1, context), is_plain(slot, candidates) & (not self._is_variant)
         plain_first_K = held.trained_K + held.reused_K + working_ZK[2]
         return StageNeeds(
             always={
@@ -192,7 +205,8 @@ class MemoryModel:
             gradients_K=kept_K,
             reused_K=held.reused_K,
             pending_K=working_ZK[3],
-            saved_K=self.working(slot.rows, 0, 1, context).saved(runs),
+            saved_K=plain.saved(runs) - plain.handed(runs),
+            handed_K=plain.handed(runs),
             entering_K=costs.boundary_C[candidates.start_K],
             leaving_K=costs.gradient_boundary_C[candidates.end_K],
             returned_K=costs.gradient_boundary_C[candidates.start_K],
@@ -202,6 +216,7 @@ class MemoryModel:
             input_backward_K=working_ZK[4],
             waiting_K=working_ZK[5],
             weight_backward_K=working_ZK[6],
+            together_K=held.together_K,
             update=tuple(self._update(slot, runs, held, owned_K, kept_K, candidates)),
         )
 
@@ -230,7 +245,13 @@ class MemoryModel:
             index_J = np.flatnonzero(level_K == level)
             chosen = runs if len(index_J) == len(candidates) else runs.take(index_J)
             zero_stage = int(ZeroStage.GRADIENTS) if level else 0
-            working = self.working(slot.rows, zero_stage, slot.shard_degree, slot.context_parallel_degree)
+            working = self.working(
+                slot.rows,
+                zero_stage,
+                slot.shard_degree,
+                slot.context_parallel_degree,
+                is_split=slot.schedule == "zb-h1",
+            )
             found[0, index_J] = working.forward(chosen)
             found[1, index_J], found[2, index_J] = working.first_backward(chosen), working.backward(chosen)
             found[3, index_J] = working.pending(chosen)

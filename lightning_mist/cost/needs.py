@@ -27,7 +27,8 @@ class StageNeeds:
         gradients_K: All gradients.
         reused_K: Gradients of parameters that several parts of the stage use.
         pending_K: Gradients of the last backward that are still being reduced in a forward, or a backward of inputs.
-        saved_K: What one microbatch leaves behind between its forward and its backward.
+        saved_K: What one microbatch leaves behind between its forward and its backward, when its output has been sent.
+        handed_K: Its output until then, as far as no backward of the stage needs it.
         entering_K: What is received per microbatch.
         leaving_K: The gradient of what is sent per microbatch.
         returned_K: The gradient of what is received per microbatch.
@@ -37,6 +38,7 @@ class StageNeeds:
         input_backward_K: Working set of a backward that makes input gradients only.
         waiting_K: What one microbatch leaves behind from its input gradients until its weight gradients.
         weight_backward_K: Working set of weight gradients: what they need, and the largest of them.
+        together_K: Gradients that a backward which makes input gradients only makes all the same.
         update: The situations after the last backward: name and bytes by term, without ``always``.
     """
 
@@ -45,6 +47,7 @@ class StageNeeds:
     reused_K: FloatArray
     pending_K: FloatArray
     saved_K: FloatArray
+    handed_K: FloatArray
     entering_K: FloatArray
     leaving_K: FloatArray
     returned_K: FloatArray
@@ -54,6 +57,7 @@ class StageNeeds:
     input_backward_K: FloatArray
     waiting_K: FloatArray
     weight_backward_K: FloatArray
+    together_K: FloatArray
     update: tuple[tuple[str, Mapping[str, Bytes]], ...]
 
     def first(self, count: int) -> "StageNeeds":
@@ -84,6 +88,8 @@ class StageNeeds:
                 self.entering_K,
                 self.leaving_K,
                 self.returned_K,
+                self.handed_K,
+                self.together_K,
             ]
         )
         for kind in dict.fromkeys(phase.kind for phase in phases):
@@ -102,8 +108,8 @@ class StageNeeds:
 
     def _around(self, phase: Phase) -> dict[str, Bytes]:
         """What changes over a batch, by term."""
-        gradients, pending, others, waiting, received, ahead, sent = _factors(phase)
-        gradients_K: Bytes = self.gradients_K * gradients + self.pending_K * pending
+        gradients, pending, others, waiting, received, ahead, sent, handed, together = _factors(phase)
+        gradients_K: Bytes = self.gradients_K * gradients + self.pending_K * pending + self.together_K * together
         working_K = self._working(phase.kind)
         if phase.kind == "backward":
             # A parameter that two parts use gets its two contributions summed before they are accumulated.
@@ -111,7 +117,10 @@ class StageNeeds:
         return {
             "gradient_bytes": gradients_K,
             "activation_bytes": others * self.saved_K + waiting * self.waiting_K,
-            "transfer_bytes": received * self.entering_K + ahead * self.leaving_K + sent * self.returned_K,
+            "transfer_bytes": received * self.entering_K
+            + ahead * self.leaving_K
+            + sent * self.returned_K
+            + handed * self.handed_K,
             "working_bytes": working_K,
         }
 
@@ -124,5 +133,6 @@ def _factors(phase: Phase) -> tuple[float, ...]:
     # Weight gradients are there when the first of them have been made.
     gradients = is_weights or phase.kind == "backward" or (phase.gradients and phase.kind != "first backward")
     pending = phase.gradients and phase.kind not in ("first backward", "backward")
-    counts = (phase.others, phase.waiting, phase.received, ahead, phase.sent_gradients)
-    return (float(gradients), float(pending), *counts)
+    counts = (phase.others, phase.waiting, phase.received, ahead, phase.sent_gradients, phase.sent_activations)
+    together = phase.kind == "input backward" and not phase.gradients
+    return (float(gradients), float(pending), *counts, float(together))

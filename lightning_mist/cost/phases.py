@@ -30,6 +30,7 @@ class Phase:
         received: Receive buffers of activations: of every microbatch in flight and those posted ahead.
         received_gradients: Receive buffers of output gradients.
         sent_gradients: Input gradients whose send is not yet known to have ended.
+        sent_activations: Outputs of which the same is true.
     """
 
     kind: PhaseKind
@@ -39,6 +40,7 @@ class Phase:
     received: int
     received_gradients: int
     sent_gradients: int
+    sent_activations: int = 0
 
     def dominates(self, other: "Phase") -> bool:
         """Whether everything of the other situation exists in this one too."""
@@ -50,6 +52,7 @@ class Phase:
             and self.received >= other.received
             and self.received_gradients >= other.received_gradients
             and self.sent_gradients >= other.sent_gradients
+            and self.sent_activations >= other.sent_activations
         )
 
 
@@ -86,14 +89,19 @@ def _situations(
     """The situation at each computation of a list."""
     open_microbatches, waiting, received, received_gradients, backwards = 0, 0, 0, 0, 0
     sent: set[int | None] = set()
+    handed: set[int | None] = set()
     for action in actions:
         if action.kind is ActionKind.RECV_ACTIVATION:
             received += 1
         elif action.kind is ActionKind.RECV_GRADIENT:
             received_gradients += 1
+        elif action.kind is ActionKind.SEND_ACTIVATION:
+            handed.add(action.microbatch)
         elif action.kind in COMPUTATIONS:
             forward, weights = action.kind is ActionKind.FORWARD, action.kind is ActionKind.BACKWARD_WEIGHT
-            sent -= {send.microbatch for send in arrivals.get(action, ()) if send.kind is ActionKind.SEND_GRADIENT}
+            arrived = arrivals.get(action, ())
+            sent -= {send.microbatch for send in arrived if send.kind is ActionKind.SEND_GRADIENT}
+            handed -= {send.microbatch for send in arrived if send.kind is ActionKind.SEND_ACTIVATION}
             yield Phase(
                 kind=_kind(action.kind, backwards > 0),
                 gradients=backwards > 0,
@@ -102,6 +110,7 @@ def _situations(
                 received=received,
                 received_gradients=received_gradients,
                 sent_gradients=len(sent),
+                sent_activations=len(handed),
             )
             # The whole backward, or its second half, leaves gradients behind.
             backwards += action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)

@@ -50,7 +50,8 @@ class RegionCosts:
     """Every expression of a network at one number of rows. Bytes, FLOPs; see :class:`LayerSpec` for the meanings.
 
     ``recompute_forward_peak_R`` are forward peaks of layers that will be recomputed, for which the plain ones are an
-    upper bound.
+    upper bound. ``handed_R`` and ``checkpointed_handed_R`` are the bytes of what a region saves for the next one alone:
+    a stage that ends behind it has them only until they have been sent.
     """
 
     saved_R: FloatArray
@@ -67,6 +68,8 @@ class RegionCosts:
     backward_moved_R: FloatArray
     weight_flops_R: FloatArray
     weight_R: FloatArray
+    handed_R: FloatArray
+    checkpointed_handed_R: FloatArray
     boundary_C: FloatArray
     gradient_boundary_C: FloatArray
     forward_collectives: Collectives
@@ -89,6 +92,7 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
     kinds = (spec.head, *spec.layers, spec.tail)
     kind_R = np.array([0, *(1 + kind for kind in spec.kinds), len(kinds) - 1], dtype=np.int64)
     layer_expressions = [getattr(kind, name) for name in _LAYER_FIELDS for kind in kinds]
+    layer_expressions += [_handed(kind, recomputed=recomputed) for recomputed in (False, True) for kind in kinds]
     cuts: list[Sequence[TensorSpec]] = [(), *spec.boundaries, ()] if spec.num_layers else [()]
     crossing = [_bytes(tensors) for tensors in cuts]
     returning = [_bytes([tensor for tensor in tensors if tensor.requires_grad]) for tensors in cuts]
@@ -103,7 +107,7 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
     def at(rows: float, context: int = 1) -> RegionCosts:
         # Without a sequence dimension no expression contains its symbol, so any number does.
         values = evaluate(rows, float(part_of_sequence(spec, context) or 1))
-        layers = values[: len(layer_expressions)].reshape(len(_LAYER_FIELDS), len(kinds))[:, kind_R]
+        layers = values[: len(layer_expressions)].reshape(len(_LAYER_FIELDS) + 2, len(kinds))[:, kind_R]
         rest = values[len(layer_expressions) :]
         bytes_of = iter(rest[2 * len(cuts) : -2].reshape(-1, len(kinds)))
         exchanges = [
@@ -124,6 +128,8 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
             backward_moved_R=layers[10],
             weight_flops_R=layers[11],
             weight_R=layers[12],
+            handed_R=layers[13],
+            checkpointed_handed_R=layers[14],
             boundary_C=rest[: len(cuts)],
             gradient_boundary_C=rest[len(cuts) : 2 * len(cuts)],
             forward_collectives=exchanges[0],
@@ -134,6 +140,19 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
         return found if context == 1 else with_ring(found)
 
     return at
+
+
+def _handed(kind: LayerSpec, *, recomputed: bool) -> sympy.Expr:
+    """Bytes that are saved for the next part's backward only; none where allocations are not known one by one."""
+    if kind.events is None:
+        return sympy.S.Zero
+    return sympy.Add(
+        *(
+            item.size.expression
+            for item in kind.events.way(recomputed=recomputed, first=True).forward
+            if item.slot is not None and item.dies is not None and item.dies.direction == "backward"
+        )
+    )
 
 
 def _collectives(kinds: Sequence[LayerSpec], direction: str) -> tuple[tuple[str, list[sympy.Expr], FloatArray], ...]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from lightning_mist.cost.apart import Apart
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.regions import RegionCosts
 
@@ -110,10 +111,23 @@ class WorkingSets:
         costs: What every region costs.
         single_R: Trained bytes of the parameters that exactly one region uses, by region.
         sharding: What ZeRO-2 or ZeRO-3 changes, if the stage runs under it.
+        apart: What regions need where gradients of weights are made apart; without, peaks of whole backwards are taken
+            for those of backwards that make gradients of inputs only.
     """
 
-    def __init__(self, costs: RegionCosts, single_R: FloatArray, sharding: Sharding | None = None) -> None:
-        reduced_R, self._kept, self._sharding, self._plain = np.zeros(len(single_R)), 1.0, sharding, costs
+    def __init__(
+        self,
+        costs: RegionCosts,
+        single_R: FloatArray,
+        sharding: Sharding | None = None,
+        apart: Apart | None = None,
+    ) -> None:
+        self._apart = apart or Apart(
+            peak_R=costs.backward_peak_R,
+            recompute_peak_R=costs.recompute_backward_peak_R,
+            waiting_R=costs.weight_R,
+        )
+        reduced_R, self._kept, self._sharding = np.zeros(len(single_R)), 1.0, sharding
         if sharding is not None and not sharding.is_one_unit:
             # While a region runs, those of the region above are under way.
             reduced_R, self._kept = np.concatenate([sharding.trained_R[1:], [0.0]]), sharding.kept
@@ -131,9 +145,9 @@ class WorkingSets:
 
         # Where input and weight gradients are apart, what the latter need stays of every layer above.
         self._weight_S, self._head_weight, self._tail_weight = (
-            _prefix(costs.weight_R[layers]),
-            costs.weight_R[0],
-            costs.weight_R[-1],
+            _prefix(self._apart.waiting_R[layers]),
+            self._apart.waiting_R[0],
+            self._apart.waiting_R[-1],
         )
         after_weight_L = self._weight_S[1:]
 
@@ -146,7 +160,7 @@ class WorkingSets:
             return top, (range_maxima(lines[0] + reduced_R[layers]), range_maxima(lines[1] + reduced_R[layers]))
 
         self._backward = tables(costs.backward_peak_R, costs.recompute_backward_peak_R, np.zeros_like(made_L))
-        self._split = tables(self._plain.backward_peak_R, self._plain.recompute_backward_peak_R, -after_weight_L)[0]
+        self._split = tables(self._apart.peak_R, self._apart.recompute_peak_R, -after_weight_L)[0]
         self._first = tables(costs.first_backward_peak_R, costs.first_recompute_backward_peak_R, -made_L)
         # After the backward of layer k its saved bytes are gone; gradients of layers below it do not count.
         before_made_L = self._made_S[:-1]
@@ -158,6 +172,15 @@ class WorkingSets:
     def saved(self, runs: StageRuns) -> FloatArray:
         """Bytes that one microbatch leaves behind between its forward and its backward."""
         return self._before_tail(runs) + np.where(runs.is_last_K, self._costs.saved_R[-1], 0.0)
+
+    def handed(self, runs: StageRuns) -> FloatArray:
+        """The part of :meth:`saved` that the next stage gets: it is gone when it has been sent."""
+        last_R = np.where(
+            runs.middle_K == runs.end_K,
+            self._costs.checkpointed_handed_R[runs.end_K],
+            self._costs.handed_R[runs.end_K],
+        )
+        return np.where(runs.is_last_K, 0.0, last_R)
 
     def _head(self, runs: StageRuns) -> FloatArray:
         # A layer that is recomputed keeps what it was called with. Stages behind the first run the head too, as far as
@@ -273,8 +296,8 @@ class WorkingSets:
         above_K = self._weight_S[runs.end_K] + runs.is_last_K * self._tail_weight
         layers_K = self._layers_backward(runs, self._split, self._split, np.zeros_like(runs.gradient_bytes_K)) + above_K
         whole_K = self.waiting(runs)
-        head_K = self._head(runs) + self._costs.first_backward_peak_R[0] + whole_K
-        tail_K = self.saved(runs) + self._tail(runs, self._plain.backward_peak_R, self._plain.recompute_backward_peak_R)
+        head_K = self._head(runs) + self._apart.peak_R[0] + whole_K - self._head_weight
+        tail_K = self.saved(runs) + self._tail(runs, self._apart.peak_R, self._apart.recompute_peak_R)
         first_K = self._first_layer(runs, *self._split) + above_K
         return np.maximum(_largest(runs, (head_K, first_K, layers_K, tail_K), runs.backward_away_AK), whole_K)
 
