@@ -1,7 +1,8 @@
 """Predicted peaks against metered ones: every kind of plan on every kind of model, stage by stage.
 
 All ranks run in this process over an in-memory transport, each under a meter that counts the bytes of storages; the
-second of two AdamW steps is measured. A row is a stage of a plan of a model, and its error is that of the prediction
+second of two AdamW steps is measured. Plans that are plain data parallelism are run by torch's
+``DistributedDataParallel``. A row is a stage of a plan of a model, and its error is that of the prediction
 relative to what the most loaded rank of the stage was seen to hold.
 
     python -m benchmarks.accuracy.metered_memory
@@ -23,12 +24,13 @@ from benchmarks.parity.plans import LAYOUTS, ROWS, Group, Layout, make_plan
 from benchmarks.parity.table import MODELS
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.cost import stage_memory
+from lightning_mist.cost.replay import is_plain_plan
 from lightning_mist.errors import PlanError
 from lightning_mist.model import derive_splits, trace_model
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan
 from tests import zoo
-from tests.integration.metered import measure_peaks
+from tests.integration.metered import measure_peaks, measure_plain_peak
 from tests.integration.parity import map_of
 
 DEGREES = (2, 4)
@@ -121,7 +123,10 @@ def measure(subject: Subject, layout: Layout) -> Cell:
     try:
         plan = make_plan(layout, spec.num_layers)
         predicted = stage_memory(spec, plan)
-        measured = measure_peaks(subject.module, spec.module_map, plan, subject.batches[: plan.world_size])
+        if is_plain_plan(plan):
+            measured = [measure_plain_peak(subject.module, spec.module_map, plan, subject.batches[0])]
+        else:
+            measured = measure_peaks(subject.module, spec.module_map, plan, subject.batches[: plan.world_size])
     except PlanError as error:
         return Cell(refused=str(error))
     return Cell(

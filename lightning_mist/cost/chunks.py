@@ -12,7 +12,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from lightning_mist.cost.candidates import StageSlot, slots_of
+from lightning_mist.cost.candidates import StageCandidates, StageSlot, slots_of
+from lightning_mist.cost.held import SharedOut
 from lightning_mist.cost.memory import TERMS, MemoryModel, StageMemory
 from lightning_mist.cost.needs import StageNeeds
 from lightning_mist.cost.offload import host_microbatch_bytes, host_state_bytes
@@ -66,7 +67,7 @@ def group_memory(model: MemoryModel, plan: Plan, group: int) -> StageMemory:
         group: The group of devices.
     """
     slots = slots_of(plan)
-    needs = {stage: model.needs(*slots[stage]) for stage in plan.chunks(group)}
+    needs = _needs(model, [slots[stage] for stage in plan.chunks(group)], plan.chunks(group))
     always = _always(model, plan, group, needs)
     count = min(plan.num_microbatches, ROUNDS * plan.num_groups)
     best: StageMemory | None = None
@@ -83,6 +84,33 @@ def group_memory(model: MemoryModel, plan: Plan, group: int) -> StageMemory:
         best = found if best is None or found.peak_bytes > best.peak_bytes else best
     assert best is not None
     return replace(best, host_bytes=_host_bytes(model, plan, group, needs, count))
+
+
+def _needs(
+    model: MemoryModel, chunks: Sequence[tuple[StageSlot, StageCandidates]], stages: Sequence[int]
+) -> dict[int, StageNeeds]:
+    """What each chunk needs, where parameters are dealt out over all of them together."""
+    found = [model.needs(slot, candidates) for slot, candidates in chunks]
+    slot, first = chunks[0]
+    if slot.shard_degree > 1 and int(first.zero_stage_K[0]) >= ZeroStage.PARAMETERS and first.offload is None:
+        away = model.holdings.together([candidates for _, candidates in chunks], slot.shard_degree).away
+        found = [
+            _with_away(item, away, model.holdings.shares(candidates, slot.shard_degree))
+            for item, (_, candidates) in zip(found, chunks, strict=True)
+        ]
+    return dict(zip(stages, found, strict=True))
+
+
+def _with_away(needs: StageNeeds, away: float, counted: SharedOut) -> StageNeeds:
+    """Needs whose working sets have as many parameters of other owners as any computation of the device's may."""
+    forward = max(0.0, away - float(counted.forward_AK.max()))
+    backward = max(0.0, away - float(counted.backward_AK.max()))
+    return replace(
+        needs,
+        forward_K=needs.forward_K + forward,
+        first_backward_K=needs.first_backward_K + backward,
+        backward_K=needs.backward_K + backward,
+    )
 
 
 def _host_bytes(model: MemoryModel, plan: Plan, group: int, needs: Mapping[int, StageNeeds], count: int) -> int:
@@ -113,9 +141,9 @@ def _always(model: MemoryModel, plan: Plan, group: int, needs: Mapping[int, Stag
     doubled = model.holdings.doubled([candidates for _, candidates in chunks])
     state = model.spec.optimizer.state_bytes_per_parameter_byte
     if degree > 1 and zero >= ZeroStage.OPTIMIZER and chunks[0][1].offload is None:
-        trained, every = model.holdings.together([candidates for _, candidates in chunks], degree)
-        optimizer = state * trained
-        parameters = every if zero >= ZeroStage.PARAMETERS else parameters - doubled[0]
+        owned = model.holdings.together([candidates for _, candidates in chunks], degree)
+        optimizer = state * owned.trained
+        parameters = owned.every if zero >= ZeroStage.PARAMETERS else parameters - doubled[0]
     else:
         shares = degree if zero >= ZeroStage.OPTIMIZER else 1
         parameters -= doubled[0] / (degree if zero >= ZeroStage.PARAMETERS else 1)
@@ -149,7 +177,9 @@ def _around(needs: Mapping[int, StageNeeds], situation: Situation) -> dict[str, 
         working = _number(current.backward_K) + _number(current.gradients_K) + _number(current.reused_K)
     else:
         working = _number(current.first_backward_K)
-    pending = max((_number(needs[at].pending_K) for at in made), default=0.0) if is_forward else 0.0
+    # A backward that makes gradients anew counts its own stage's among those that are still under way.
+    counted = 0.0 if is_forward else _number(current.pending_K) * (stage in made)
+    pending = max(0.0, max((_number(needs[at].pending_K) for at in made), default=0.0) - counted)
     return {
         "gradient_bytes": gradients + pending,
         "activation_bytes": sizes["others"],

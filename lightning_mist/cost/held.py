@@ -17,7 +17,7 @@ import numpy as np
 from lightning_mist.cost.candidates import StageCandidates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_codes
-from lightning_mist.cost.ownership import Owners
+from lightning_mist.cost.ownership import Owners, Together
 from lightning_mist.cost.regions import ParameterTable, covered
 from lightning_mist.model.spec import ModelSpec
 
@@ -120,18 +120,15 @@ class Holdings:
         away_XK = away_UX[inverse_K].T
         return SharedOut(trained_K=away_XK[8], every_K=away_XK[9], forward_AK=away_XK[:4], backward_AK=away_XK[4:8])
 
-    def together(self, stages: Sequence[StageCandidates], ranks: int) -> tuple[float, float]:
-        """What the fullest rank of devices that run several stages owns: of trained parameters, and of all.
+    def together(self, stages: Sequence[StageCandidates], ranks: int) -> Together:
+        """What the fullest rank of devices that run several stages has where their parameters are dealt out together.
 
         Args:
             stages: One candidate each.
             ranks: Data-parallel ranks.
         """
-        held_P = np.zeros(len(self.table.bytes_P), dtype=bool)
-        for candidates in stages:
-            low_U, high_U, _ = self._ranges(candidates)
-            held_P |= self.table.uses_PR[:, high_U[0]] > self.table.uses_PR[:, low_U[0]]
-        return self._owners.together(held_P, ranks)
+        ranges = [(int(low_U[0]), int(high_U[0])) for low_U, high_U, _ in map(self._ranges, stages)]
+        return self._owners.together(ranges, ranks)
 
     def doubled(self, stages: Sequence[StageCandidates]) -> tuple[float, float]:
         """Bytes by which the sum over some stages exceeds what they hold together: of all and of trained parameters.

@@ -308,7 +308,12 @@ class MemoryModel:
             plain_K = is_plain(slot, candidates) & (not self._is_variant)
             filled_K = np.where(plain_K, held.trained_K, filled_K)
             filled_K = np.where(zero_K >= ZeroStage.GRADIENTS, 0.0, filled_K)
-            result.append(("gradient reduction", {"working_bytes": filled_K}))
+            # What was received is there until its gradient leaves: a sum, and what is being added to it, beside the
+            # gradient of the microbatch before.
+            costs = self.costs(slot.rows, slot.context_parallel_degree)
+            sent_K = costs.boundary_C[candidates.start_K] + 3 * costs.gradient_boundary_C[candidates.start_K]
+            sent_K = np.where(zero_K >= ZeroStage.GRADIENTS, 0.0, sent_K)
+            result.append(("gradient reduction", {"transfer_bytes": sent_K, "working_bytes": filled_K}))
             gathers_K = (zero_K >= ZeroStage.OPTIMIZER) & (zero_K < ZeroStage.PARAMETERS)
             gathered_K = np.minimum(np.where(gathers_K, BUCKETS_IN_FLIGHT * bucket_K, 0.0), held.trained_K)
             result.append(("parameter gathering", {"gradient_bytes": owned_K, "working_bytes": gathered_K}))

@@ -11,6 +11,7 @@ Array axes
     J  ranks
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +58,21 @@ class Ownership:
     backward: Away
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """What the fullest rank of devices that run several stages has. Bytes; every figure is the largest of any rank.
+
+    Attributes:
+        trained: Trained parameters that it owns.
+        every: All parameters that it owns where frozen ones are dealt out too.
+        away: Parameters that are there only for a computation, its own and those of the next.
+    """
+
+    trained: float
+    every: float
+    away: float
+
+
 class Owners:
     """Owners in stages of one network; keeps what it has computed.
 
@@ -86,7 +102,28 @@ class Owners:
             self._known[key] = self._ownership(held_P, used_PR, ranks, low == 0, high == self._used_PR.shape[1])
         return self._known[key]
 
-    def together(self, held_P: BoolArray, ranks: int) -> tuple[float, float]:
+    def together(self, ranges: Sequence[tuple[int, int]], ranks: int) -> Together:
+        """What the fullest rank has of several stages whose parameters are dealt out together.
+
+        Args:
+            ranges: Regions of each stage.
+            ranks: Data-parallel ranks.
+        """
+        used_PR = np.concatenate([self._used_PR[:, low:high] for low, high in ranges], axis=1)
+        held_P: BoolArray = np.any(used_PR, axis=1)
+        trained, every = self._shares(held_P, ranks)
+        lacks_PJ = _padded(self._table.bytes_P[held_P])[:, None] * ~self._weights(held_P, ranks)
+        # What follows a region of a stage is a neighbour there; or, at a stage's ends, an end of any of them.
+        ends = [at for low, high in ranges for at in (low, high - 1)]
+        pairs = [(at, at + 1) for low, high in ranges for at in range(low, high - 1)]
+        pairs += [(one, other) for one in ends for other in ends]
+        used_PR = self._used_PR[held_P]
+        there_PR = np.stack([used_PR[:, one] | used_PR[:, other] for one, other in pairs], axis=1)
+        if self._is_one_unit:
+            there_PR = np.ones_like(there_PR)
+        return Together(trained=trained, every=every, away=float((there_PR.T @ lacks_PJ).max(initial=0.0)))
+
+    def _shares(self, held_P: BoolArray, ranks: int) -> tuple[float, float]:
         """What the fullest rank owns of some parameters: of those that are trained, and of all."""
         weights_PJ = self._weights(held_P, ranks)
         trained_P = self._table.trainable_P[held_P] > 0
@@ -108,7 +145,7 @@ class Owners:
     def _ownership(
         self, held_P: BoolArray, used_PR: BoolArray, ranks: int, has_head: bool, has_tail: bool
     ) -> Ownership:
-        trained, every = self.together(held_P, ranks)
+        trained, every = self._shares(held_P, ranks)
         owned_PJ, padded_P = self._weights(held_P, ranks), _padded(self._table.bytes_P[held_P])
         if used_PR.shape[1] == 1:
             used_PR = np.repeat(used_PR, 2, axis=1)

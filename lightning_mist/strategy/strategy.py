@@ -1,7 +1,7 @@
 """``MistStrategy``: what Lightning talks to."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,6 +13,7 @@ from lightning_mist.cost import MemoryEstimate
 from lightning_mist.hardware import Cluster
 from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import Plan
+from lightning_mist.runtime.caches import no_caches
 from lightning_mist.runtime.failure import FailureWatcher, start_watcher
 from lightning_mist.runtime.transport import complete
 from lightning_mist.strategy import checkpoint_io, deferred, planning
@@ -64,8 +65,7 @@ class MistBase(_Base):
         self_check: Whether to compare the cut module with the whole on one small batch before training.
         save_distributed_checkpoint: Whether to save sharded directories in place of one file. Not available yet: True
             is refused.
-        ddp_comm_state: As in DDP; with it the plan is plain data parallelism.
-        ddp_comm_hook: As in DDP; with it the plan is plain data parallelism.
+        ddp_comm_state, ddp_comm_hook: As in DDP; with either the plan is plain data parallelism.
         ddp_comm_wrapper: As in DDP; with it the plan is plain data parallelism.
         model_averaging_period: As in DDP; with it the plan is plain data parallelism.
         process_group_backend: As in DDP.
@@ -144,7 +144,7 @@ class MistBase(_Base):
             profile_directory=profile_directory,
             self_check=self_check,
         )
-        self._report_path = report_path
+        self._report_path, self._fitting = report_path, ExitStack()
         self._constructions = deferred.Constructions()
 
     # What users may ask ------------------------------------------------------------------------------------------
@@ -179,9 +179,9 @@ class MistBase(_Base):
 
     def setup(self, trainer: Any) -> None:
         """Make or read the plan, and put this rank's part of it in place."""
-        module = self.lightning_module
+        module, accelerator = self.lightning_module, self.accelerator
         assert module is not None
-        assert self.accelerator is not None
+        assert accelerator is not None
         if trainer.state.fn != self._names.fitting:
             whole = deferred.initial_values(module, self.root_device, None)
             if whole is not None:
@@ -190,12 +190,11 @@ class MistBase(_Base):
             super().setup(trainer)
             return
         self._state_afterwards = None
-        self.accelerator.setup(trainer)
+        accelerator.setup(trainer)
         self.model = module if self._layer_sync is None else self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
-        self._initial = deferred.initial_values(
-            module, self.root_device, deferred.device_limit(self._request.memory_limit, self.root_device)
-        )
+        limit = deferred.device_limit(self._request.memory_limit, self.root_device)
+        self._initial = deferred.initial_values(module, self.root_device, limit)
         self.model_to_device()
         self._same_start()
         self.setup_optimizers(trainer)
@@ -207,6 +206,7 @@ class MistBase(_Base):
                 self._initial.give(self._initial.names)
             self._ddp_kwargs["find_unused_parameters"] = self._finds_unused(self._decision)
             self.configure_ddp()
+            self._fitting.enter_context(no_caches(module, self._decision.module_map))
             if isinstance(self._ddp_comm_state, PostLocalSGDState):
                 self._enable_model_averaging()
         else:
@@ -249,9 +249,8 @@ class MistBase(_Base):
 
     def teardown(self) -> None:
         """Give the module all its values back, unless something went wrong and peers may be gone."""
-        engine, self._engine = self._engine, None
+        (engine, initial), self._engine, self._initial = (self._engine, self._initial), None, None
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        initial, self._initial = self._initial, None
         if engine is not None:
             if trainer is not None and trainer.state.status.value != "interrupted":
                 if initial is None:
@@ -260,6 +259,7 @@ class MistBase(_Base):
                     engine.leave_on_rank_zero()
             self._state_afterwards = engine.release_optimizer()
         attach_engine(self.precision_plugin, None)
+        self._fitting.close()
         if self.lightning_module is not None:
             deferred.hollow_on_host(self.lightning_module)
         super().teardown()

@@ -69,4 +69,4 @@ def test_a_module_without_units_needs_all_of_its_parameters_at_once():
 def test_devices_with_several_stages_deal_out_what_they_hold_together():
     holdings = Holdings(spec(4, parameter_bytes=40_000, edge_bytes=100_000))
     sizes = [100_000, 40_000, 400, 40_000, 400]
-    assert holdings.together([one(0, 1), one(2, 3)], 2)[0] == max(loads(sizes, 2))
+    assert holdings.together([one(0, 1), one(2, 3)], 2).trained == max(loads(sizes, 2))

@@ -46,3 +46,12 @@ def test_no_situation_dominates_another():
     for index in range(4):
         phases = stage_phases(index, 4, 16)
         assert not any(a.dominates(b) for a in phases for b in phases if a != b)
+
+
+def test_outputs_that_are_being_sent_are_counted_until_they_have_arrived():
+    # The last stage of GPipe sends no output; the first has all on their way until the first gradient comes back.
+    forwards = [phase for phase in stage_phases(0, 2, 4, "gpipe") if phase.kind == "forward"]
+    assert max(phase.sent_activations for phase in forwards) == 3
+    backwards = [phase for phase in stage_phases(0, 2, 4, "gpipe") if phase.kind != "forward"]
+    assert all(phase.sent_activations == 0 for phase in backwards)
+    assert all(phase.sent_activations == 0 for phase in stage_phases(1, 2, 4, "gpipe"))

@@ -5,18 +5,21 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lightning_mist.plan import ModuleMap, Plan, row_slice
 from lightning_mist.runtime.batches import batch_rows
+from lightning_mist.runtime.caches import no_caches
 from lightning_mist.runtime.executor import Microbatch
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.meter import StorageMeter
 from lightning_mist.runtime.optimizer import restrict_optimizer
 from lightning_mist.runtime.transport import Transport, Work
-from tests.integration.parity import Rank, microbatches
+from tests.integration.parity import Rank, loss_of, microbatches
 
 STEPS = 2
 """The first step makes the optimizer's state; the second one is measured."""
@@ -28,6 +31,46 @@ def measure_peaks(module: nn.Module, module_map: ModuleMap, plan: Plan, batches:
     runs = [_train(copy.deepcopy(module), module_map, plan, batches, Elsewhere(item)) for item in world.transports]
     peaks = drive(runs)
     return [max(peaks[rank] for rank in stage.devices) for stage in plan.stages]
+
+
+def measure_plain_peak(module: nn.Module, module_map: ModuleMap, plan: Plan, batch: Any) -> int:
+    """Peak of a rank where torch's ``DistributedDataParallel`` does by itself what the plan says.
+
+    It is given peers that only exist by number: whatever is reduced stays as it is.
+    """
+    module, meter = copy.deepcopy(module), StorageMeter()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
+    try:
+        meter.observe([*module.parameters(), *module.buffers(), *tree_leaves(batch)])
+        with no_caches(module, module_map), meter:
+            step = nn.parallel.DistributedDataParallel(_Step(module), gradient_as_bucket_view=True)
+            step.register_comm_hook(None, _as_it_is)
+            optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                meter.reset()
+                loss_of(step(batch)).backward()
+                optimizer.step()
+    finally:
+        dist.destroy_process_group()
+    return meter.peak_bytes
+
+
+def _as_it_is(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+class _Step(nn.Module):
+    """A module's training step as its forward, as Lightning has it run."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Any) -> Any:
+        return self.module.training_step(batch, 0)
 
 
 class _Send:

@@ -1,20 +1,28 @@
 """Predicted peaks against those of the runtime, byte by byte on a CPU."""
 
-import itertools
+from statistics import fmean
 
 import pytest
 import torch
 
 from lightning_mist.cost import stage_memory
+from lightning_mist.cost.replay import is_plain_plan
 from lightning_mist.model import derive_splits, trace_model
 from tests import zoo
-from tests.integration.metered import measure_peaks
+from tests.integration.metered import measure_peaks, measure_plain_peak
 from tests.integration.parity import make_plan, map_of
 
-TOLERANCE = 0.05
-"""Largest relative error of a prediction."""
+UNDER, OVER = 0.01, 0.06
+"""How far a prediction may be below and above what is measured, relative to that. Of these small models the fullest
+rank owns far more than others and every parameter is a large part of what a layer holds, so sharding is told less
+exactly than of large ones."""
 
-ROWS = 4
+MEAN = 0.02
+"""Largest mean of the relative errors of all stages of a model."""
+
+ROWS = 8
+"""Rows of every rank: enough that every microbatch has two. A single row may lie in memory so that torch copies less of it
+(or keeps more of it) than of several, which no expression through several rows can tell."""
 
 PLANS = {
     "accumulation": {"layers": [4], "parts": 2},
@@ -32,6 +40,15 @@ PLANS = {
     "interleaved": {"layers": [1, 1, 1, 1], "chunks": 2, "parts": 4, "schedule": "interleaved-1f1b"},
     "zero bubble": {"layers": [2, 2], "parts": 4, "schedule": "zb-h1"},
     "gpipe": {"layers": [2, 2], "parts": 4, "schedule": "gpipe"},
+    "whole batches": {"layers": [4], "parts": 1},
+    "zero bubble, gradients sharded": {
+        "layers": [2, 2],
+        "degrees": [2, 2],
+        "zero": 2,
+        "parts": 2,
+        "schedule": "zb-h1",
+        "checkpointed": 1,
+    },
 }
 
 MODELS = ("gpt2_dropout", "llama_tied", "bert", "vit")
@@ -54,16 +71,28 @@ def traced():
     return of
 
 
-@pytest.mark.parametrize(("model", "plan"), [*itertools.product(MODELS, PLANS)])
-def test_predicted_equals_measured(traced, model, plan):
+def errors_of(model, options, traced):
+    """Relative errors of all stages of a plan; nothing if the model does not allow it."""
     module, make_batch, spec = traced(model)
-    plan = make_plan(rows=ROWS, **PLANS[plan])
+    plan = make_plan(rows=ROWS, **options)
     if any(stage.mesh.sequence_parallel for stage in plan.stages) and not any(
         item.sequence_parallel for item in spec.splits
     ):
         assert spec.module_map.excludes("sequence")
-        return
+        return []
     batches = [make_batch(ROWS) for _ in range(plan.world_size)]
-    measured = measure_peaks(module, spec.module_map, plan, batches)
-    for index, (memory, peak) in enumerate(zip(stage_memory(spec, plan), measured, strict=True)):
-        assert memory.peak_bytes == pytest.approx(peak, rel=TOLERANCE), f"stage {index}: {memory}"
+    if is_plain_plan(plan):
+        measured = [measure_plain_peak(module, spec.module_map, plan, batches[0])]
+    else:
+        measured = measure_peaks(module, spec.module_map, plan, batches)
+    predicted = [memory.peak_bytes for memory in stage_memory(spec, plan)]
+    return [(mine - peak) / peak for mine, peak in zip(predicted, measured, strict=True)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_predicted_equals_measured(traced, model):
+    found = {name: errors_of(model, options, traced) for name, options in PLANS.items()}
+    errors = [error for of_plan in found.values() for error in of_plan]
+    assert min(errors) >= -UNDER, found
+    assert max(errors) <= OVER, found
+    assert fmean(map(abs, errors)) <= MEAN, found
