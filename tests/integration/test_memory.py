@@ -12,7 +12,7 @@ from tests import zoo
 from tests.integration.metered import measure_peaks, measure_plain_peak
 from tests.integration.parity import make_plan, map_of
 
-UNDER, OVER = 0.01, 0.06
+UNDER, OVER = 0.01, 0.07
 """How far a prediction may be below and above what is measured, relative to that. Of these small models the fullest
 rank owns far more than others and every parameter is a large part of what a layer holds, so sharding is told less
 exactly than of large ones."""
