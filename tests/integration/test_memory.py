@@ -21,8 +21,8 @@ MEAN = 0.02
 """Largest mean of the relative errors of all stages of a model."""
 
 ROWS = 8
-"""Rows of every rank: enough that every microbatch has two. A single row may lie in memory so that torch copies less, or
-keeps more, than of several rows, which no expression through several can tell."""
+"""Rows of every rank: enough that every microbatch has two. A single row may lie in memory so that torch copies less,
+or keeps more, than of several rows, which no expression through several can tell."""
 
 PLANS = {
     "accumulation": {"layers": [4], "parts": 2},
