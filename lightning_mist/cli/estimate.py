@@ -65,7 +65,7 @@ def estimate(
     global_batch_size: int | None = None,
     seq_len: int | None = None,
     precision: str = "32-true",
-    optimizer: str = "AdamW",
+    optimizer: str | None = None,
     plan: str | None = None,
     degrees: Degrees,
     memory_limit: str | None = None,
@@ -84,7 +84,7 @@ def estimate(
         global_batch_size: Rows that one batch brings over all devices; by default one for each device.
         seq_len: Tokens per row, for presets and configurations.
         precision: Lightning's name of the precision, such as bf16-mixed.
-        optimizer: Class in torch.optim.
+        optimizer: Class in torch.optim, by its default options; else what configure_optimizers makes, or AdamW.
         plan: A plan file, in place of the degrees that follow.
         degrees: A plan by degrees.
         memory_limit: The most memory of each device that may be used, such as 22GiB.
@@ -134,7 +134,7 @@ class _Estimators:
 
     def __init__(
         self,
-        named: Mapping[str, str],
+        named: Mapping[str, Any],
         machine: "Cluster",
         limit: int,
         degrees: tuple[int, ...],

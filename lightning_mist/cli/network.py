@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from lightning_mist.cli.output import say
 
 if TYPE_CHECKING:
-    import torch
-
     from lightning_mist.cost.dims import TransformerDims
     from lightning_mist.model import ModelSpec
 
@@ -26,7 +24,7 @@ class NetworkRequest:
         rows: Rows of each device's batch.
         seq_len: Tokens per row, for presets and configurations.
         precision: Lightning's name of the precision.
-        optimizer: Class in torch.optim.
+        optimizer: Class in torch.optim; None for what the module's configure_optimizers makes, else AdamW.
         degrees: Tensor-parallel degrees that layers may be shared by.
         device_kind: Kind of the device that computes, ``"cpu"`` or ``"cuda"``.
     """
@@ -35,7 +33,7 @@ class NetworkRequest:
     rows: int
     seq_len: int | None
     precision: str
-    optimizer: str
+    optimizer: str | None
     degrees: tuple[int, ...]
     device_kind: str
 
@@ -56,11 +54,18 @@ def trace_network(request: NetworkRequest, capability: tuple[int, int] | None = 
 
 def _trace(request: NetworkRequest, *, capability: tuple[int, int] | None, tell: Callable[[str], None]) -> "ModelSpec":
     from lightning_mist.cost.estimate_closed import with_second_opinion
-    from lightning_mist.model import derive_splits, device_operators, map_module, trace_model
-    from lightning_mist.model.sources import open_model
+    from lightning_mist.model import (
+        derive_splits,
+        device_operators,
+        map_module,
+        optimizer_class,
+        optimizer_to_describe,
+        trace_model,
+    )
+    from lightning_mist.model.sources import open_model, precision_context
     from lightning_mist.runtime.batches import batch_rows, slice_rows
 
-    optimizer_class = _optimizer(request.optimizer)
+    named = None if request.optimizer is None else optimizer_class(request.optimizer)
     precision, degrees = request.precision, request.degrees
     sys.path.insert(0, os.getcwd())  # as `python -m` does, so that the user's own modules are found
     # Where a batch grows is seen by comparing two batches, so one row is not enough.
@@ -74,19 +79,18 @@ def _trace(request: NetworkRequest, *, capability: tuple[int, int] | None, tell:
     if degrees:
         tell(f"finding out how {', '.join(map(str, degrees))} devices could share layers")
         found = derive_splits(source.module, source.call, source.batch, found, degrees)
+    optimizer, notes = optimizer_to_describe(source.module, named, precision_context(precision))
     spec = trace_model(
         source.module,
         source.batch,
         call=source.call,
         module_map=found,
-        optimizer=optimizer_class,
+        optimizer=optimizer,
         precision=precision,
         device_kind=device_operators(request.device_kind, capability=capability),
     )
-    notes = spec.notes
-    if hasattr(source.module, "configure_optimizers"):
-        notes += (f"{spec.optimizer.name} is assumed whatever configure_optimizers makes: --optimizer names another",)
-    return with_second_opinion(replace(spec, name=source.name, notes=notes), source.module, request.device_kind)
+    spec = replace(spec, name=source.name, notes=(*spec.notes, *notes))
+    return with_second_opinion(spec, source.module, request.device_kind)
 
 
 def closed_network(request: NetworkRequest) -> "ModelSpec":
@@ -96,14 +100,14 @@ def closed_network(request: NetworkRequest) -> "ModelSpec":
         ValueError: If nothing states them.
     """
     from lightning_mist.cost.estimate_closed import closed_spec
-    from lightning_mist.model import describe_optimizer
+    from lightning_mist.model import describe_optimizer, optimizer_class
 
     model, seq_len = request.model, request.seq_len
     if seq_len is None or seq_len < 1:
         raise ValueError(f"model {model!r} with seq_len = {seq_len}: tokens per row are needed; give --seq-len 2048")
     return closed_spec(
         _dims(model, seq_len),
-        optimizer=describe_optimizer(_optimizer(request.optimizer), device_kind=request.device_kind),
+        optimizer=describe_optimizer(optimizer_class(request.optimizer or "AdamW"), device_kind=request.device_kind),
         precision=request.precision,
         rows=request.rows,
         sequence_length=seq_len,
@@ -127,12 +131,3 @@ def _dims(model: str, seq_len: int) -> "TransformerDims":
         except ValueError as error:
             raise ValueError(f"model {model!r}: {error}") from error
     raise ValueError(f"model {model!r}: a closed form needs a preset or a Hugging Face config.json; trace it instead")
-
-
-def _optimizer(name: str) -> "type[torch.optim.Optimizer]":
-    import torch
-
-    found = getattr(torch.optim, name, None)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise ValueError(f"optimizer {name!r} is not a class in torch.optim: write for example AdamW or SGD")
-    return found

@@ -58,7 +58,7 @@ def plan(
     precision: str = "32-true",
     memory_limit: str | None = None,
     out: str | None = None,
-    optimizer: str = "AdamW",
+    optimizer: str | None = None,
     options: SearchOptions,
 ) -> None:
     """Find the fastest plan that fits, by the cost model.
@@ -73,7 +73,7 @@ def plan(
         precision: Lightning's name of the precision, such as bf16-mixed.
         memory_limit: The most memory of each device that the plan may use, such as 22GiB.
         out: Where to write the plan file.
-        optimizer: Class in torch.optim.
+        optimizer: Class in torch.optim, by its default options; else what configure_optimizers makes, or AdamW.
         options: Which plans are looked at.
     """
     from lightning_mist.cost import Estimator, estimate_plan

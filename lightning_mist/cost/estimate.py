@@ -1,6 +1,7 @@
 """What will it need: the memory of every device under a plan, before anything runs."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from lightning_mist.model import (
     describe_optimizer,
     device_operators,
     map_module,
+    optimizer_class,
+    optimizer_to_describe,
     trace_model,
 )
 from lightning_mist.model.batches import batch_rows, resize_batch, sequence_length
@@ -37,7 +40,7 @@ def estimate_memory(
     cluster: Cluster | str = "1xL4",
     *,
     call: Callable[[Any], Any] | None = None,
-    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None = None,
     precision: str = "32-true",
     memory_limit: str | int | None = None,
     allocator: str = "",
@@ -51,7 +54,8 @@ def estimate_memory(
         plan: A plan, or the path of a plan file; by default every device holds the whole module and takes such a batch.
         cluster: The machine, or text such as ``"4x8xL4"``.
         call: Runs the module's step on a batch; by default its ``training_step``.
-        optimizer: An optimizer of the module, or a class in ``torch.optim``; by default AdamW is assumed.
+        optimizer: An optimizer of the module, or a class in ``torch.optim`` or its name; by default what the module's
+            ``configure_optimizers`` makes, and AdamW where it has none.
         precision: Lightning's name of the precision. The step runs under autocast for a mixed one; for a true one the
             module must be in it already.
         memory_limit: Bytes of each device that may be used, or text such as ``"22GiB"``; by default its memory.
@@ -64,7 +68,9 @@ def estimate_memory(
         TraceError: If the module cannot be traced, and carries no configuration of a transformer whose closed form
             could take the trace's place.
         ValueError: If the limit is not a size, or more than the device has, or the allocator has no such setting.
+        TypeError: If an argument is of none of these types.
     """
+    _check_types(module_or_spec, plan, cluster, optimizer, allocator)
     machine = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     given = load(plan) if isinstance(plan, (str, Path)) else plan
     source = "traced"
@@ -73,14 +79,17 @@ def estimate_memory(
     else:
         degrees = [] if given is None else [stage.mesh.tensor_parallel_degree for stage in given.stages]
         kind = machine.device.kind
+        named = optimizer_class(optimizer) if isinstance(optimizer, str) else optimizer
+        trained_by, notes = optimizer_to_describe(module_or_spec, named, precision_context(precision))
         try:
             operators = device_operators(kind, capability=capability_of(machine.device.name))
             spec = _trace(
-                module_or_spec, batch, degrees, operators, call=call, optimizer=optimizer, precision=precision
+                module_or_spec, batch, degrees, operators, call=call, optimizer=trained_by, precision=precision
             )
         except TraceError as error:
-            spec = _untraced(module_or_spec, batch, degrees, kind, optimizer, precision, error)
+            spec = _untraced(module_or_spec, batch, degrees, kind, trained_by, precision, error)
             source = f"closed form ({error})"
+        spec = replace(spec, notes=(*spec.notes, *notes))
     if given is None:
         given = replicated(spec, machine)
     settings = parse_allocator_settings(allocator, machine.device.memory_bytes)
@@ -219,6 +228,40 @@ def _untraced(
         device_kind=device_kind,
         name=type(module).__name__,
     )
+
+
+def _check_types(module_or_spec: Any, plan: Any, cluster: Any, optimizer: Any, allocator: Any) -> None:
+    """Refuse arguments of types that say nothing, before any of them is used.
+
+    Raises:
+        TypeError: Naming the value and what could be given.
+    """
+    is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    checks: tuple[tuple[str, Any, bool, str], ...] = (
+        (
+            "module_or_spec",
+            module_or_spec,
+            isinstance(module_or_spec, (nn.Module, ModelSpec)),
+            "a module, or what trace_model returned",
+        ),
+        (
+            "plan",
+            plan,
+            plan is None or isinstance(plan, (Plan, str, Path)),
+            "a Plan, as plan_of makes one, or the path of a plan file",
+        ),
+        ("cluster", cluster, isinstance(cluster, (Cluster, str)), "a Cluster, or text such as '1x8xL4'"),
+        (
+            "optimizer",
+            optimizer,
+            optimizer is None or is_class or isinstance(optimizer, (torch.optim.Optimizer, str)),
+            "an optimizer of the module, a class such as torch.optim.AdamW, or its name 'AdamW'",
+        ),
+        ("allocator", allocator, isinstance(allocator, str), "text such as 'expandable_segments:True', '' for nothing"),
+    )
+    for name, value, is_right, wanted in checks:
+        if not is_right:
+            raise TypeError(f"{name} = {value!r} is of type {type(value).__name__}: give {wanted}")
 
 
 def _refuse_other_type(module: nn.Module, wanted: torch.dtype | None, precision: str) -> None:

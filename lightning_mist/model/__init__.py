@@ -7,7 +7,8 @@ from lightning_mist.model.device_operators import DeviceOperators, device_operat
 from lightning_mist.model.elementwise import coupling_reason, whole_tensor_reason
 from lightning_mist.model.events import Allocation, LayerEvents, Moment, PartEvents, Release
 from lightning_mist.model.memory_rules import register_memory_rule
-from lightning_mist.model.optimizer import describe_optimizer
+from lightning_mist.model.optimizer import describe_optimizer, optimizer_class
+from lightning_mist.model.own_optimizer import optimizer_to_describe
 from lightning_mist.model.polynomial import Polynomial
 from lightning_mist.model.spec import (
     LayerSeconds,
@@ -45,6 +46,8 @@ __all__ = [
     "device_operators",
     "find_blocks",
     "map_module",
+    "optimizer_class",
+    "optimizer_to_describe",
     "register_memory_rule",
     "run_apart",
     "time_layers",

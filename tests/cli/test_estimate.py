@@ -42,10 +42,16 @@ def test_what_would_make_it_fit(capsys):
     assert "what would make it fit\n  " in out
 
 
-def test_what_configure_optimizers_makes_is_not_asked_and_that_is_said(capsys):
+def test_configure_optimizers_is_asked_unless_an_optimizer_is_named(capsys):
+    run(*arguments(model="tests.cli.networks:make_own", json=True))
+    own = estimate_from_json(capsys.readouterr().out)
     run(*arguments(model="tests.cli.networks:make_own", optimizer="RMSprop", json=True))
-    notes = estimate_from_json(capsys.readouterr().out).notes
-    assert "RMSprop is assumed whatever configure_optimizers makes: --optimizer names another" in notes
+    named = estimate_from_json(capsys.readouterr().out)
+    assert (own.optimizer, named.optimizer) == ("SGD", "RMSprop")
+    assert own.worst.term("optimizer_bytes") == 0 < named.worst.term("optimizer_bytes")
+    run(*arguments(json=True))
+    assumed = estimate_from_json(capsys.readouterr().out)
+    assert (assumed.optimizer, "no optimizer was given: AdamW's needs are assumed" in assumed.notes) == ("AdamW", True)
 
 
 def test_devices_share_layers(capsys):

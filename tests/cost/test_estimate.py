@@ -10,7 +10,7 @@ from lightning_mist.hardware import parse_cluster
 from lightning_mist.model import trace_model
 from lightning_mist.model.reference import LanguageModel, LanguageModelShape, hollow
 from lightning_mist.plan import plan_of, save
-from tests.cli.networks import make_net, make_wide
+from tests.cli.networks import make_net, make_own, make_wide
 from tests.specs import spec
 
 SPEC = spec(8, parameter_bytes=200_000_000, edge_bytes=400_000_000, widths=(4_000_000,))
@@ -48,6 +48,39 @@ def test_a_module_is_traced():
     assert (estimate.optimizer, estimate.source, estimate.verdict) == ("SGD", "traced", "fits")
     halved = estimate_memory(module, batch, plan, "1x2xL4", optimizer=torch.optim.SGD, precision="bf16-mixed")
     assert halved.stages[1].allocated != estimate.stages[1].allocated
+
+
+def test_the_optimizer_is_the_module_s_own_unless_one_is_named():
+    module, batch = make_own()
+    own = estimate_memory(module, batch, cluster="1xcpu:1GiB")
+    assert own == estimate_memory(module, batch, cluster="1xcpu:1GiB", optimizer=module.configure_optimizers())
+    assert (own.optimizer, own.worst.term("optimizer_bytes")) == ("SGD", 0)
+    named = estimate_memory(module, batch, cluster="1xcpu:1GiB", optimizer="Adam")
+    assert named == estimate_memory(module, batch, cluster="1xcpu:1GiB", optimizer=torch.optim.Adam)
+    assert named.worst.term("optimizer_bytes") > 0
+    module.automatic_optimization = False
+    assert any("automatic_optimization is off" in note for note in estimate_memory(module, batch).notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"module_or_spec": "llama"}, "module_or_spec = 'llama' is of type str: give a module, or what trace_model"),
+        ({"plan": 3}, "plan = 3 is of type int: give a Plan, as plan_of makes one, or the path of a plan file"),
+        ({"cluster": 8}, "cluster = 8 is of type int: give a Cluster, or text such as '1x8xL4'"),
+        ({"optimizer": 3}, "optimizer = 3 is of type int: give an optimizer of the module, a class such as"),
+        ({"optimizer": torch.nn.Linear}, "optimizer = <class .*Linear.* is of type type: give an optimizer"),
+        ({"allocator": 5}, "allocator = 5 is of type int: give text such as 'expandable_segments:True'"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(changes, message):
+    with pytest.raises(TypeError, match=message):
+        estimate_memory(**{"module_or_spec": SPEC, **changes})
+
+
+def test_a_name_that_is_no_optimizer_is_refused():
+    with pytest.raises(ValueError, match="optimizer 'Adamm' is not a class in torch.optim"):
+        estimate_memory(*make_net(), optimizer="Adamm")
 
 
 def test_layers_are_split_for_the_degrees_of_the_plan():
