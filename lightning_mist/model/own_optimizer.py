@@ -38,7 +38,7 @@ def optimizer_to_describe(
     Returns:
         The optimizer, None if nobody says one, and notes.
     """
-    notes = (_MANUAL,) if getattr(module, "automatic_optimization", True) is False else ()
+    notes: tuple[str, ...] = (_MANUAL,) if getattr(module, "automatic_optimization", True) is False else ()
     configure = getattr(module, "configure_optimizers", None)
     if given is not None or not callable(configure) or getattr(configure, "__qualname__", "") == _INHERITED:
         return given, notes
