@@ -5,11 +5,17 @@ from dataclasses import dataclass, replace
 from math import hypot
 
 from lightning_mist.cost.allocator import least_capacity, simulate_allocator
-from lightning_mist.cost.allocator_data import AllocatorSettings, MemoryEvent
+from lightning_mist.cost.allocator_data import MIB, AllocatorSettings, MemoryEvent
 from lightning_mist.cost.device_total import DeviceOverheads, allocator_capacity, workspaces
 from lightning_mist.cost.interval import Interval
 from lightning_mist.cost.uncertainty import SPREADS, Spread
 from lightning_mist.hardware.cluster import Cluster
+
+_FIRST_SEGMENTS = 22 * MIB
+"""One segment of 2 MiB for small tensors and one of 20 MiB for larger ones, which any training step takes.
+
+Source: ``kSmallBuffer`` and ``kLargeBuffer`` in c10/cuda/CUDACachingAllocator.h.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +100,12 @@ def summed_need(
     *,
     limit: int | None = None,
     is_traced: bool = True,
+    is_final: bool = False,
 ) -> DeviceNeed:
     """The need of a rank of which only the peak of its tensors is known.
+
+    Where no replay follows, the interval is as wide as sums were off where one could: by a factor, and by the two
+    segments that an allocator starts with, which are most of what a small network needs.
 
     Args:
         allocated: The peak.
@@ -103,12 +113,16 @@ def summed_need(
         overheads: What its device holds besides tensors.
         limit: Bytes of the device that may be used; its memory if not given.
         is_traced: Whether the peak comes from a traced step rather than from a closed form.
+        is_final: Whether no replay will take its place.
     """
-    tensors = SPREADS["allocated" if is_traced else "closed form"]
+    tensors = SPREADS[("summed" if is_final else "allocated") if is_traced else "closed form"]
     if not overheads.has_allocator:
         return _without_allocator(allocated, tensors)
-    ratio = SPREADS["reserved over allocated"]
-    reserved = round(allocated * ratio.middle)
+    # A closed form's spread is that of all that formulas leave out, the allocator included.
+    ratio = SPREADS["summed reserved" if is_final and is_traced else "reserved over allocated"]
+    start = _FIRST_SEGMENTS if is_final else 0
+    reserved = max(start, round(allocated * ratio.middle))
+    factor = ratio.high / ratio.middle * (1.0 if is_final and is_traced else tensors.high)
     return _with_allocator(
         allocated=tensors.of(allocated),
         reserved=reserved,
@@ -116,7 +130,7 @@ def summed_need(
         least=reserved,
         flushes=0,
         overheads=overheads,
-        spread=Spread(middle=1.0, high=ratio.high / ratio.middle * tensors.high, source=ratio.source),
+        spread=Spread(middle=1.0, high=factor + start / max(1, reserved), source=ratio.source),
         limit=cluster.device.memory_bytes if limit is None else limit,
     )
 

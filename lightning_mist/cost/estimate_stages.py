@@ -62,8 +62,10 @@ class Estimator:
         """
         check_plan_for(self.spec, self.cluster, plan)
         found = plan_memory(self._model, plan)
-        groups = [self._summed(plan, group, found[group]) for group in range(plan.num_groups)]
-        left = set(range(plan.num_groups)) if replay != "none" and can_replay(self.spec, plan) else set()
+        replays = replay != "none" and can_replay(self.spec, plan)
+        is_final = replay != "none" and not replays
+        groups = [self._summed(plan, group, found[group], is_final) for group in range(plan.num_groups)]
+        left = set(range(plan.num_groups)) if replays else set()
         while left:
             group = max(range(plan.num_groups), key=lambda group: _need_of(groups[group]))
             if group not in left and replay == "worst":
@@ -102,10 +104,11 @@ class Estimator:
             self._models[key] = MemoryModel(self.spec.split(*key))
         return self._models[key]
 
-    def _summed(self, plan: Plan, group: int, memory: StageMemory) -> StageEstimate:
+    def _summed(self, plan: Plan, group: int, memory: StageMemory, is_final: bool) -> StageEstimate:
         overheads = self._overheads(plan, plan.stages[group].devices[0])
+        traced = self.source == "traced"
         return summed_estimate(
-            plan, group, memory, self.cluster, overheads, self.limit, is_traced=self.source == "traced"
+            plan, group, memory, self.cluster, overheads, self.limit, is_traced=traced, is_final=is_final
         )
 
     def _replayed(self, plan: Plan, group: int) -> StageEstimate:
@@ -132,6 +135,7 @@ def summed_estimate(
     limit: int,
     *,
     is_traced: bool = True,
+    is_final: bool = False,
 ) -> StageEstimate:
     """The estimate of a stage of which only the peak of tensors is known.
 
@@ -143,11 +147,11 @@ def summed_estimate(
         overheads: What its device holds besides tensors.
         limit: Bytes of each device that may be used.
         is_traced: Whether the peak comes from a trace rather than from a closed form.
+        is_final: Whether no replay will take its place.
     """
     # What cuBLAS allocates is in no term of its own: it works for whatever multiplies.
-    need = summed_need(
-        memory.peak_bytes + overheads.workspace_bytes, cluster, overheads, limit=limit, is_traced=is_traced
-    )
+    allocated = memory.peak_bytes + overheads.workspace_bytes
+    need = summed_need(allocated, cluster, overheads, limit=limit, is_traced=is_traced, is_final=is_final)
     terms = dict(memory.terms)
     terms["working_bytes"] += overheads.workspace_bytes
     return _estimate(plan, stage, memory.phase, need, tuple(terms.items()), memory.host_bytes)

@@ -76,6 +76,17 @@ def test_without_allocations_the_ratio_that_was_measured_is_taken() -> None:
     assert formula.reserved.p95 > found.reserved.p95
 
 
+def test_where_no_replay_follows_the_interval_is_wider() -> None:
+    quick = summed_need(1000 * MIB, cluster(10**10), OVERHEADS)
+    found = summed_need(1000 * MIB, cluster(10**10), OVERHEADS, is_final=True)
+    assert (found.allocated.p95, found.reserved.p50) == (1060 * MIB, quick.reserved.p50)
+    assert found.reserved.p95 == pytest.approx((1480 + 22) * MIB, rel=1e-6)
+    # An allocator begins with a segment of 2 MiB and one of 20 MiB.
+    small = summed_need(8 * MIB, cluster(10**10), OVERHEADS, is_final=True)
+    assert small.reserved.p50 == 22 * MIB
+    assert small.reserved.p95 > 44 * MIB
+
+
 @pytest.mark.parametrize("replayed", [True, False])
 def test_on_cpu_what_is_allocated_is_all(replayed: bool) -> None:
     machine = cluster(10**9, "cpu")

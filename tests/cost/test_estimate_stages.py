@@ -90,3 +90,15 @@ def test_the_allocator_may_be_set_up_otherwise():
     assert grown.allocated.p50 <= plain.allocated.p50
     assert grown.reserved.p50 - grown.allocated.p50 < min(plain.reserved.p50 - plain.allocated.p50, 2 * 20 * 2**20)
     assert estimator().on(FOUR).allocator == AllocatorSettings()
+
+
+def test_sums_that_no_replay_replaces_cover_what_replays_say():
+    offloaded = replace(PLAN, stages=tuple(replace(s, offload=OffloadRatios(optimizer=0.01)) for s in PLAN.stages))
+    unreplayed = estimator(spec(8, parameter_bytes=40_000_000, edge_bytes=80_000_000)).stages(PLAN)
+    for stage, replayed in zip(unreplayed, estimator().stages(PLAN), strict=True):
+        assert stage.reserved.p95 > replayed.reserved.p50
+        assert stage.allocated.p95 >= replayed.allocated.p50
+        assert stage.reserved.p95 / stage.reserved.p50 > replayed.reserved.p95 / replayed.reserved.p50
+    wide, narrow = worst_of(estimator().stages(offloaded)), estimator().quick(offloaded)
+    assert wide.reserved.p50 == narrow.reserved.p50
+    assert wide.reserved.p95 > narrow.reserved.p95
