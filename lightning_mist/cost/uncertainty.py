@@ -70,8 +70,8 @@ _EXECUTED_STAGES = (
 )
 
 _SUMMED = (
-    "replays beside sums of 336 stages: reference transformers of 8 layers, 1024 and 2048 wide, AdamW and SGD, 1, 2 and "
-    "4 stages on 4 devices, ZeRO 0, 1 and 3, all or no layers checkpointed, 1 and 2 rows in microbatches",
+    "replays beside sums of 336 stages: reference transformers of 8 layers, 1024 and 2048 wide, AdamW and SGD, 1, 2 "
+    "and 4 stages on 4 devices, ZeRO 0, 1 and 3, all or no layers checkpointed, 1 and 2 rows in microbatches",
 )
 
 SPREADS: dict[Quantity, Spread] = {
