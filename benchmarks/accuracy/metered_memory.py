@@ -2,8 +2,9 @@
 
 All ranks run in this process over an in-memory transport, each under a meter that counts the bytes of storages; the
 second of two AdamW steps is measured. Plans that are plain data parallelism are run by torch's
-``DistributedDataParallel``. A row is a stage of a plan of a model, and its error is that of the prediction
-relative to what the most loaded rank of the stage was seen to hold.
+``DistributedDataParallel``. A row is a stage of a plan of a model. ``memory_error`` is that of an estimate, which
+replays the plan's own schedule, relative to what the most loaded rank of the stage was seen to hold; ``search_error``
+that of the closed form in which the search looks at a million stages a second.
 
     python -m benchmarks.accuracy.metered_memory
 """
@@ -24,7 +25,7 @@ from benchmarks.parity.plans import LAYOUTS, ROWS, Group, Layout, make_plan
 from benchmarks.parity.table import MODELS
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.cost import stage_memory
-from lightning_mist.cost.replay import is_plain_plan
+from lightning_mist.cost.replay import is_plain_plan, replay_plan
 from lightning_mist.errors import PlanError
 from lightning_mist.model import derive_splits, trace_model
 from lightning_mist.model.spec import ModelSpec
@@ -86,7 +87,8 @@ class Cell:
     Attributes:
         plan: The plan that was run, if it was.
         phases: When the predicted peaks happen.
-        predicted: Peak bytes of each stage.
+        predicted: Peak bytes of each stage by replay.
+        searched: The same as the search predicts it.
         measured: The same as metered.
         refused: Why the plan does not run, empty if it does.
     """
@@ -94,14 +96,23 @@ class Cell:
     plan: Plan | None = None
     phases: tuple[str, ...] = ()
     predicted: tuple[int, ...] = ()
+    searched: tuple[int, ...] = ()
     measured: tuple[int, ...] = ()
     refused: str = ""
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """Relative error of each stage's prediction; positive where it is too high."""
-        pairs = zip(self.predicted, self.measured, strict=True)
-        return tuple((predicted - measured) / measured for predicted, measured in pairs)
+        """Relative error of each stage's replay; positive where it is too high."""
+        return _errors(self.predicted, self.measured)
+
+    @property
+    def search_errors(self) -> tuple[float, ...]:
+        """The same of what the search predicts."""
+        return _errors(self.searched, self.measured)
+
+
+def _errors(predicted: Sequence[int], measured: Sequence[int]) -> tuple[float, ...]:
+    return tuple((mine - theirs) / theirs for mine, theirs in zip(predicted, measured, strict=True))
 
 
 @cache
@@ -122,7 +133,8 @@ def measure(subject: Subject, layout: Layout) -> Cell:
     spec = subject.spec
     try:
         plan = make_plan(layout, spec.num_layers)
-        predicted = stage_memory(spec, plan)
+        searched = stage_memory(spec, plan)
+        predicted = replay_plan(spec, plan)
         if is_plain_plan(plan):
             measured = [measure_plain_peak(subject.module, spec.module_map, plan, subject.batches[0])]
         else:
@@ -133,6 +145,7 @@ def measure(subject: Subject, layout: Layout) -> Cell:
         plan=plan,
         phases=tuple(item.phase for item in predicted),
         predicted=tuple(item.peak_bytes for item in predicted),
+        searched=tuple(item.peak_bytes for item in searched),
         measured=tuple(measured),
     )
 
@@ -157,6 +170,8 @@ def samples_of(model: str, layout: str, cell: Cell) -> list[Sample]:
             "predicted_peak_bytes": cell.predicted[stage],
             "measured_peak_bytes": cell.measured[stage],
             "memory_error": cell.errors[stage],
+            "search_peak_bytes": cell.searched[stage],
+            "search_error": cell.search_errors[stage],
         }
         for stage in range(cell.plan.num_groups)
     ]
@@ -178,19 +193,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
     samples: list[Sample] = []
     errors: list[float] = []
+    search_errors: list[float] = []
     reasons: dict[str, list[str]] = {}
     for model, layout, cell in fill(options.models, options.plans):
         if cell.refused:
             reasons.setdefault(cell.refused, []).append(f"{model} under {layout}")
         found = samples_of(model, layout, cell)
         samples += found
-        errors += [float(row["memory_error"] or 0.0) for row in found]
-        text = " ".join(f"{row['memory_error']:+.2%} ({row['phase']})" for row in found)
-        print(f"{model}, {layout}: {text or 'refused'}", flush=True)
-    print(summary(errors))
+        errors += cell.errors[: len(found)]
+        search_errors += cell.search_errors[: len(found)]
+        shown = " ".join(f"{row['memory_error']:+.2%} (search {row['search_error']:+.2%})" for row in found)
+        print(f"{model}, {layout}: {shown or 'refused'}", flush=True)
+    text = f"Estimated: {summary(errors)}. As the search sees them: {summary(search_errors)}."
+    print(text)
     if not options.no_record:
         refused = [f"Refused ({', '.join(cells)}): {reason}." for reason, cells in reasons.items()]
-        write_record(make_record("metered-memory", samples, notes=" ".join([f"{summary(errors)}.", *refused])))
+        write_record(make_record("metered-memory", samples, notes=" ".join([text, *refused])))
     return 0
 
 
