@@ -65,9 +65,8 @@ def estimate_memory(
 
     Raises:
         PlanError: If the plan does not fit the module or the machine.
-        TraceError: If the module cannot be traced, and carries no configuration of a transformer whose closed form
-            could take the trace's place.
-        ValueError: If the limit is not a size, or more than the device has, or the allocator has no such setting.
+        TraceError: If the module cannot be traced, nor has a configuration whose closed form could take its place.
+        ValueError: If the limit is no size or above the device's, or the allocator has no such setting.
         TypeError: If an argument is of none of these types.
     """
     _check_types(module_or_spec, plan, cluster, optimizer, allocator)
@@ -83,9 +82,8 @@ def estimate_memory(
         trained_by, notes = optimizer_to_describe(module_or_spec, named, precision_context(precision))
         try:
             operators = device_operators(kind, capability=capability_of(machine.device.name))
-            spec = _trace(
-                module_or_spec, batch, degrees, operators, call=call, optimizer=trained_by, precision=precision
-            )
+            options: dict[str, Any] = {"call": call, "optimizer": trained_by, "precision": precision}
+            spec = _trace(module_or_spec, batch, degrees, operators, **options)
         except TraceError as error:
             spec = _untraced(module_or_spec, batch, degrees, kind, trained_by, precision, error)
             source = f"closed form ({error})"
