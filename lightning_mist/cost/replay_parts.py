@@ -215,8 +215,7 @@ class _Laid:
     def _weights(self, way: bool, operands: Mapping[int, tuple[str, ...]]) -> tuple[WeightGradient, ...]:
         """The weights whose gradients can be made apart."""
         part = self._found.parts[0]
-        entering = self._found.given(part, backward=False, first=way).values()
-        received = {self._found.canonical(part, name) for release in entering for name in release.weights}
+        received = {self._found.canonical(part, name) for name in self._found.way(part, first=way).reading}
         is_deferred = received.union(*operands.values())
         result = {}
         for item in self._backward_born[way]:

@@ -108,6 +108,8 @@ class PartEvents:
         entering: When it lets go of the activations that it is given: tensors among its arguments, in their order.
         arriving: When it lets go of the gradients that it is given: of the tensors that the next part is given, in
             their order; for the last layer in the order of its results.
+        reading: Names of its parameters whose gradients are made of activations that it is given, whichever part lets
+            go of these.
     """
 
     forward: tuple[Allocation, ...]
@@ -116,6 +118,7 @@ class PartEvents:
     backward_positions: int
     entering: tuple[Release, ...] = ()
     arriving: tuple[Release, ...] = ()
+    reading: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

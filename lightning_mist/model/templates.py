@@ -68,7 +68,13 @@ class _Steps:
             backward_positions=len(self._run.backward[part].timeline) - 1,
             entering=self._releases(example, is_gradient=False),
             arriving=self._releases(example, is_gradient=True),
+            reading=self._reading(part),
         )
+
+    def _reading(self, part: int) -> tuple[str, ...]:
+        """The parameters whose gradients are made of what the part is given."""
+        given = (s for s in self._run.storages if any(g.part == part and not g.is_gradient for g in s.given))
+        return tuple(sorted({name for storage in given for name in _weights(storage, part)}))
 
     def _twins(self, backward: Sequence[Storage], follower: int | None) -> Sequence[Storage | None]:
         """The same allocations of the part behind, which is preceded by one of its kind."""
