@@ -238,7 +238,7 @@ class MemoryModel:
         self, slot: StageSlot, candidates: StageCandidates, runs: StageRuns, held: HeldBytes
     ) -> FloatArray:
         """Of a forward, a first and a later backward; what is pending; of inputs only, its rest, of weights only."""
-        found = np.empty((7, len(candidates)))
+        found, is_split = np.empty((7, len(candidates))), slot.schedule == "zb-h1"
         # Below ZeRO-2 working sets are the same, and above it but for what the runs say.
         level_K = (candidates.zero_stage_K >= ZeroStage.GRADIENTS).astype(np.int64)
         for level in np.flatnonzero(np.bincount(level_K)):
@@ -250,12 +250,14 @@ class MemoryModel:
                 zero_stage,
                 slot.shard_degree,
                 slot.context_parallel_degree,
-                is_split=slot.schedule == "zb-h1",
+                is_split=is_split,
             )
             found[0, index_J] = working.forward(chosen)
             found[1, index_J], found[2, index_J] = working.first_backward(chosen), working.backward(chosen)
             found[3, index_J] = working.pending(chosen)
-            found[4, index_J], found[5, index_J] = working.input_backward(chosen), working.waiting(chosen)
+            # Only zero bubble makes gradients of inputs by themselves.
+            found[4, index_J] = working.input_backward(chosen) if is_split else found[2, index_J]
+            found[5, index_J] = working.waiting(chosen)
             found[6, index_J] = working.weight_backward(chosen, held.largest_K[index_J])
         return found
 

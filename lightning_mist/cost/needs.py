@@ -101,6 +101,8 @@ class StageNeeds:
 
     def _working(self, kind: PhaseKind) -> FloatArray:
         """The working set of what is computed."""
+        if kind == "transfer":
+            return np.zeros(len(self.gradients_K))
         if kind == "backward":
             return self.backward_K + self.reused_K
         found: FloatArray = getattr(self, f"{kind.replace(' ', '_')}_K")
@@ -128,8 +130,9 @@ class StageNeeds:
 def _factors(phase: Phase) -> tuple[float, ...]:
     """How often a situation counts gradients, pending ones, saved bytes, those kept for weights, and transfers."""
     # In an input gradient's computation the gradient at hand stands where the output was, which the saved bytes count.
-    is_forward, is_weights = phase.kind == "forward", phase.kind == "weight backward"
-    ahead = phase.received_gradients - (not is_forward and not is_weights and phase.received_gradients > 0)
+    is_weights = phase.kind == "weight backward"
+    consumes = phase.kind not in ("forward", "weight backward", "transfer") and phase.received_gradients > 0
+    ahead = phase.received_gradients - consumes
     # Weight gradients are there when the first of them have been made.
     gradients = is_weights or phase.kind == "backward" or (phase.gradients and phase.kind != "first backward")
     pending = phase.gradients and phase.kind not in ("first backward", "backward")

@@ -351,7 +351,7 @@ def host_bytes(
     """
     if candidates.offload is None:
         return np.zeros(len(candidates))
-    in_flight = 1 + max(phase.others for phase in phases)
+    in_flight = max(phase.others + (phase.kind != "transfer") for phase in phases)
     return host_state_bytes(model, slot, candidates) + in_flight * host_microbatch_bytes(model, slot, candidates, needs)
 
 

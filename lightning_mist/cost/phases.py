@@ -14,16 +14,17 @@ from lightning_mist.schedule import Action, ActionKind, arrived_sends, generate
 from lightning_mist.schedule.action import COMPUTATIONS, INPUT_BACKWARDS
 from lightning_mist.schedule.lower import add_transfers
 
-PhaseKind = Literal["forward", "first backward", "backward", "input backward", "weight backward"]
+PhaseKind = Literal["forward", "first backward", "backward", "input backward", "weight backward", "transfer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """The situation around one forward or backward.
+    """The situation around one forward or backward, or while it waits for what it receives.
 
     Attributes:
         kind: What is computed; the first backward of a batch is the one that makes the gradients. Where input and
-            weight gradients are apart, the latter do.
+            weight gradients are apart, the latter do. ``"transfer"`` if nothing is: what was sent before has not been
+            let go of yet.
         gradients: Whether all parameter gradients exist when it begins.
         others: Other microbatches whose forward has run and whose backward (or input gradients) have not.
         waiting: Other microbatches whose input gradients are there and whose weight gradients are not.
@@ -100,6 +101,17 @@ def _situations(
         elif action.kind in COMPUTATIONS:
             forward, weights = action.kind is ActionKind.FORWARD, action.kind is ActionKind.BACKWARD_WEIGHT
             arrived = arrivals.get(action, ())
+            if arrived:
+                yield Phase(
+                    kind="transfer",
+                    gradients=backwards > 0,
+                    others=open_microbatches,
+                    waiting=waiting,
+                    received=received,
+                    received_gradients=received_gradients,
+                    sent_gradients=len(sent),
+                    sent_activations=len(handed),
+                )
             sent -= {send.microbatch for send in arrived if send.kind is ActionKind.SEND_GRADIENT}
             handed -= {send.microbatch for send in arrived if send.kind is ActionKind.SEND_ACTIVATION}
             yield Phase(
