@@ -65,7 +65,8 @@ class MistBase(_Base):
         self_check: Whether to compare the cut module with the whole on one small batch before training.
         save_distributed_checkpoint: Whether to save sharded directories in place of one file. Not available yet: True
             is refused.
-        ddp_comm_state, ddp_comm_hook: As in DDP; with either the plan is plain data parallelism.
+        ddp_comm_state: As in DDP; with it the plan is plain data parallelism.
+        ddp_comm_hook: As in DDP; with it the plan is plain data parallelism.
         ddp_comm_wrapper: As in DDP; with it the plan is plain data parallelism.
         model_averaging_period: As in DDP; with it the plan is plain data parallelism.
         process_group_backend: As in DDP.
