@@ -184,8 +184,7 @@ class MistBase(_Base):
         assert module is not None
         assert accelerator is not None
         if trainer.state.fn != self._names.fitting:
-            whole = deferred.initial_values(module, self.root_device, None)
-            if whole is not None:
+            if (whole := deferred.initial_values(module, self.root_device, None)) is not None:
                 whole.give(whole.names)
                 whole.forget()
             super().setup(trainer)
