@@ -5,16 +5,20 @@ from lightning_mist.hardware.describe import parse_cluster
 from lightning_mist.hardware.detect import detect
 from lightning_mist.hardware.from_catalog import catalog_profile
 from lightning_mist.hardware.groups import RankGroup, measuring_groups
+from lightning_mist.hardware.interference import CHANNELS, Channel, Interference
 from lightning_mist.hardware.measure import measure_profile
 from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile
 from lightning_mist.hardware.store import load_profile, read_profile, save_profile, write_profile
 
 __all__ = [
+    "CHANNELS",
+    "Channel",
     "Cluster",
     "CollectiveCost",
     "ComputeRate",
     "Device",
     "HardwareProfile",
+    "Interference",
     "Link",
     "RankGroup",
     "catalog_profile",

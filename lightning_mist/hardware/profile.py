@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from lightning_mist.hardware.interference import Interference
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeRate:
@@ -54,6 +56,7 @@ class HardwareProfile:
         collectives: Fitted collectives.
         host_to_device_bytes_per_second: Pinned copies to the device; 0 where there is no separate device.
         device_to_host_bytes_per_second: Pinned copies from the device; 0 where there is no separate device.
+        interference: How far computation, communication and copies slow each other down; None where they take turns.
     """
 
     device: str
@@ -64,3 +67,4 @@ class HardwareProfile:
     collectives: tuple[CollectiveCost, ...]
     host_to_device_bytes_per_second: float = 0.0
     device_to_host_bytes_per_second: float = 0.0
+    interference: Interference | None = None

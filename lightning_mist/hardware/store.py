@@ -20,6 +20,7 @@ import torch
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.cluster import Cluster
+from lightning_mist.hardware.interference import COEFFICIENTS, Interference
 from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile
 
 SCHEMA = 1
@@ -181,7 +182,15 @@ def _decode(data: dict[str, Any]) -> HardwareProfile:
         collectives=tuple(collectives),
         host_to_device_bytes_per_second=float(data["host_to_device_bytes_per_second"]),
         device_to_host_bytes_per_second=float(data["device_to_host_bytes_per_second"]),
+        interference=_interference(data.get("interference")),
     )
+
+
+def _interference(data: dict[str, Any] | None) -> Interference | None:
+    if data is None:
+        return None
+    coefficients = {name: float(data[name]) for name in COEFFICIENTS}
+    return Interference(**coefficients, source=str(data["source"]), spread=float(data["spread"]))
 
 
 def _numbers(values: list[float]) -> tuple[float, ...]:

@@ -22,6 +22,7 @@ from lightning_mist.hardware import (
     save_profile,
     write_profile,
 )
+from lightning_mist.hardware.interference import COEFFICIENTS, Interference
 from lightning_mist.hardware.store import profile_path
 
 CLUSTER = Cluster(num_nodes=1, devices_per_node=2, device=Device(name="cpu", memory_bytes=2**30, kind="cpu"))
@@ -43,6 +44,8 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         bytes_per_second=POSITIVE,
         spread=POSITIVE,
     )
+    coefficients = dict.fromkeys(COEFFICIENTS, st.floats(0.0, 1.0))
+    interferences = st.builds(Interference, **coefficients, source=st.text(), spread=POSITIVE)
     return HardwareProfile(
         device=draw(st.text()),
         source=draw(st.text()),
@@ -52,6 +55,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         collectives=tuple(draw(st.lists(costs, max_size=3))),
         host_to_device_bytes_per_second=draw(POSITIVE),
         device_to_host_bytes_per_second=draw(POSITIVE),
+        interference=draw(st.none() | interferences),
     )
 
 
@@ -61,6 +65,15 @@ def test_written_and_read_it_is_the_same(tmp_path_factory: pytest.TempPathFactor
     write_profile(profile, path)
     assert read_profile(path) == profile
     assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
+
+
+def test_a_file_from_before_interference_was_known_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(PROFILE, path)
+    content = json.loads(path.read_text())
+    del content["profile"]["interference"]
+    path.write_text(json.dumps(content))
+    assert read_profile(path) == PROFILE
 
 
 def test_kept_and_found(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_mist.cost.overlap import concurrent_seconds, speed_table, speeds
+from lightning_mist.hardware.interference import CHANNELS, COEFFICIENTS, Channel, Interference
+
+FREE = Interference(**dict.fromkeys(COEFFICIENTS, 0.0), source="test")
+TURNS = dataclasses.replace(FREE, **dict.fromkeys(COEFFICIENTS, 1.0))
+UNIT = st.floats(0.0, 1.0)
+LOADS = st.lists(st.one_of(st.just(0.0), st.floats(1e-9, 1e3)), min_size=4, max_size=4)
+MACHINES = st.builds(Interference, **dict.fromkeys(COEFFICIENTS, UNIT), source=st.just("drawn"))
+
+
+def one(loads: list[float], interference: Interference | None, across_nodes: bool = False) -> float:
+    return float(concurrent_seconds(*(np.array([load]) for load in loads), interference, across_nodes)[0])
+
+
+def scalar(loads: list[float], interference: Interference, across_nodes: bool) -> float:
+    """The same fluid, one candidate at a time and step by step."""
+    left: dict[Channel, float] = {name: load for name, load in zip(CHANNELS, loads, strict=True) if load > 0}
+    total = 0.0
+    while left:
+        speed = {
+            name: 1.0
+            / (
+                1.0
+                + sum(interference.between(name, other, across_nodes=across_nodes) for other in left if other != name)
+            )
+            for name in left
+        }
+        first = min(left, key=lambda name: left[name] / speed[name])
+        passed = left[first] / speed[first]
+        total += passed
+        left = {name: left[name] - passed * speed[name] for name in left if name != first}
+        left = {name: load for name, load in left.items() if load > 0}
+    return total
+
+
+@given(LOADS, MACHINES, st.booleans())
+def test_equals_the_fluid_done_one_step_at_a_time(loads: list[float], machine: Interference, across: bool) -> None:
+    assert one(loads, machine, across) == pytest.approx(scalar(loads, machine, across), rel=1e-9, abs=1e-15)
+
+
+@given(LOADS, MACHINES, st.booleans())
+def test_between_the_largest_load_and_the_sum(loads: list[float], machine: Interference, across: bool) -> None:
+    assert max(loads) <= one(loads, machine, across) <= np.sum(np.array(loads))
+
+
+@given(LOADS)
+def test_limits(loads: list[float]) -> None:
+    assert one(loads, FREE) == pytest.approx(max(loads))
+    assert one(loads, None) == pytest.approx(sum(loads))
+    pair = [*loads[:2], 0.0, 0.0]
+    assert one(pair, TURNS) == pytest.approx(sum(pair))
+
+
+@given(LOADS, MACHINES, st.integers(0, 3), st.floats(0.0, 10.0))
+def test_more_work_never_takes_less_time_in_all(
+    loads: list[float], machine: Interference, index: int, more: float
+) -> None:
+    larger = list(loads)
+    larger[index] += more
+    assert one(larger, machine) >= one(loads, machine) - 1e-9 * (1 + sum(larger))
+
+
+@given(LOADS, MACHINES, st.floats(0.1, 10.0))
+def test_scales_with_the_loads(loads: list[float], machine: Interference, factor: float) -> None:
+    assert one([factor * load for load in loads], machine) == pytest.approx(factor * one(loads, machine), rel=1e-9)
+
+
+def test_a_known_case() -> None:
+    machine = dataclasses.replace(FREE, compute_network=0.5)
+    # Both at 2/3: the network's 2 s take 3, in which 2 of the computation's 4 s are done; 2 s remain alone.
+    assert one([4.0, 2.0, 0.0, 0.0], machine) == pytest.approx(5.0)
+
+
+def test_groups_between_nodes_have_coefficients_of_their_own() -> None:
+    machine = dataclasses.replace(FREE, across_to_host=1.0)
+    loads = [0.0, 1.0, 0.0, 1.0]
+    assert one(loads, machine, across_nodes=False) == pytest.approx(1.0)
+    assert one(loads, machine, across_nodes=True) == pytest.approx(2.0)
+
+
+def test_all_candidates_at_once() -> None:
+    random = np.random.default_rng(0)
+    loads_CK = random.exponential(size=(4, 500)) * (random.random((4, 500)) < 0.7)
+    machine = Interference(**dict(zip(COEFFICIENTS, random.random(8).tolist(), strict=True)), source="test")
+    together_K = concurrent_seconds(*loads_CK, machine, True)
+    assert together_K.tolist() == [one(list(loads_CK[:, k]), machine, True) for k in range(500)]
+    broadcast_KK = concurrent_seconds(loads_CK[0][:, None], loads_CK[1], np.array(0.0), np.array(0.0), machine, True)
+    assert broadcast_KK.shape == (500, 500)
+    assert broadcast_KK[3, 7] == one([loads_CK[0, 3], loads_CK[1, 7], 0.0, 0.0], machine, True)
+
+
+@given(st.sets(st.sampled_from(CHANNELS)), MACHINES, st.booleans())
+def test_speeds_of_a_set(active: set[Channel], machine: Interference, across: bool) -> None:
+    found = speeds(active, machine, across)
+    assert set(found) == active
+    assert all(0 < speed <= 1 for speed in found.values())
+    assert sum(found.values()) >= (1 - 1e-12 if active else 0)
+
+
+def test_a_channel_alone_runs_at_its_own_speed() -> None:
+    for channel in CHANNELS:
+        assert speeds({channel}, TURNS, False) == {channel: 1.0}
+    assert speeds({"compute", "network"}, None, False) == {"compute": 0.5, "network": 0.5}
+
+
+def test_the_table_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        speed_table(FREE, False)[0, 0] = 2.0
+
+
+@pytest.mark.parametrize("load", [-1.0, np.nan, np.inf])
+def test_wrong_loads(load: float) -> None:
+    with pytest.raises(ValueError, match="finite and not negative"):
+        one([load, 0.0, 0.0, 0.0], FREE)
