@@ -6,8 +6,8 @@ A fluid model. While a set ``A`` of channels is active, each advances at its spe
     T = sum over phases of  min over j in A of  x_j / v_j(A),     x_j -= v_j(A) * (that time),     A loses what is done
 
 With four channels there are at most four phases, each of them one vectorised step over all candidates. The result is
-never below the largest load, as no speed is above 1, and never above the sum of the loads, as the speeds of a set add up
-to at least 1.
+never below the largest load, as no speed is above 1, and never above the sum of the loads, as the speeds of a set add
+up to at least 1.
 
 Array axes
     K  candidates

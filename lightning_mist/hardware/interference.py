@@ -6,8 +6,8 @@ while the set ``A`` of channels is active, channel ``j`` advances at the speed
 
     v_j = 1 / (1 + sum over k in A, k != j, of a_jk),        a_jk = a_kj
 
-of what it does alone. Two channels with ``a = 1`` run at half their speed each, as if they took turns. As no coefficient
-is above 1, all speeds together are never below 1: running together is never slower than one after the other.
+of what it does alone. Two channels with ``a = 1`` run at half their speed each, as if they took turns. As no
+coefficient is above 1, all speeds together are never below 1: running together is never slower than taking turns.
 
 What a network and a copy do to each other depends on the link: inside a node they share PCIe lanes, if there is no
 NVLink; between nodes the network's bytes go over the same lanes or through host memory. These two coefficients

@@ -24,14 +24,12 @@ def scalar(loads: list[float], interference: Interference, across_nodes: bool) -
     left: dict[Channel, float] = {name: load for name, load in zip(CHANNELS, loads, strict=True) if load > 0}
     total = 0.0
     while left:
-        speed = {
-            name: 1.0
-            / (
-                1.0
-                + sum(interference.between(name, other, across_nodes=across_nodes) for other in left if other != name)
-            )
+        slow = {
+            name: 1
+            + sum(interference.between(name, other, across_nodes=across_nodes) for other in left if other != name)
             for name in left
         }
+        speed = {name: 1 / slow[name] for name in left}
         first = min(left, key=lambda name: left[name] / speed[name])
         passed = left[first] / speed[first]
         total += passed
