@@ -18,9 +18,12 @@ _SECONDS = (
     "transfer",
     "unshard",
     "scatter",
+    "ring",
+    "copies",
     "reduce",
     "tied",
     "update",
+    "update_copies",
     "gather",
 )
 """Terms of a prediction; ``weight_seconds`` are part of ``backward_seconds``."""

@@ -59,12 +59,18 @@ def _actions(plan: Plan, stages: Sequence[StageSeconds], index: int) -> ActionSe
     def together(term: str) -> float:
         return sum(float(getattr(chunk, f"{term}_K")[0]) for chunk in chunks)
 
+    beside = {name: of(f"forward_{name}") for name in ("ring", "copies")}
     return ActionSeconds(
-        forward=of("forward") + of("arrival") + of("unshard") / 2,
-        backward=of("backward") + of("recompute") + of("transfer") - of("arrival") + of("unshard") / 2 + of("scatter"),
+        forward=of("forward") + of("arrival") + of("unshard") / 2 + sum(beside.values()),
+        backward=of("backward")
+        + of("recompute")
+        + (of("transfer") - of("arrival"))
+        + of("unshard") / 2
+        + of("scatter")
+        + sum(of(name) - part for name, part in beside.items()),
         weight=of("weight"),
         reduce=together("reduce"),
         reduce_tied=together("tied"),
-        step=together("update"),
+        step=together("update") + together("update_copies"),
         gather=together("gather"),
     )

@@ -52,9 +52,14 @@ class StageSeconds:
         arrival_K: The part of ``transfer_K`` that is about the input.
         unshard_K: Unsharding parameters for one microbatch (ZeRO-3), as far as it does not hide in computation.
         scatter_K: Reducing the gradients of one microbatch to their owners (from ZeRO-2 on), as far as not hidden.
+        ring_K: Exchanging keys and values among context-parallel ranks for one microbatch, as far as not hidden.
+        forward_ring_K: The part of ``ring_K`` that belongs to the forward.
+        copies_K: Copies between device and host for one microbatch, as far as not hidden.
+        forward_copies_K: The part of ``copies_K`` that belongs to the forward.
         reduce_K: Averaging gradients over the data-parallel ranks, as far as it does not hide in the last backward.
         tied_K: Summing gradients of parameters that several stages hold.
         update_K: The optimizer's step.
+        update_copies_K: Copies between device and host that the optimizer's step waits for.
         gather_K: Giving out updated parameters.
     """
 
@@ -66,20 +71,27 @@ class StageSeconds:
     arrival_K: FloatArray
     unshard_K: FloatArray
     scatter_K: FloatArray
+    ring_K: FloatArray
+    forward_ring_K: FloatArray
+    copies_K: FloatArray
+    forward_copies_K: FloatArray
     reduce_K: FloatArray
     tied_K: FloatArray
     update_K: FloatArray
+    update_copies_K: FloatArray
     gather_K: FloatArray
 
     @property
     def steady_K(self) -> FloatArray:
         """Steady time ``t``."""
-        return self.forward_K + self.backward_K + self.recompute_K + self.transfer_K + self.unshard_K + self.scatter_K
+        computed_K = self.forward_K + self.backward_K + self.recompute_K
+        exchanged_K = self.transfer_K + self.unshard_K + self.scatter_K + self.ring_K
+        return computed_K + exchanged_K + self.copies_K
 
     @property
     def boundary_K(self) -> FloatArray:
         """Boundary time ``d``."""
-        return self.reduce_K + self.tied_K + self.update_K + self.gather_K
+        return self.reduce_K + self.tied_K + self.update_K + self.update_copies_K + self.gather_K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +180,7 @@ class StageCostModel:
         arrival_K, return_K = self._transfers(slot, candidates)
         weight_sum = _prefix(self._weights(slot) * seconds.backward_R)
         reduce_K, tied_K, update_K, gather_K = self._boundary(slot, candidates, backward_K)
+        none_K = np.zeros(len(candidates))
         return StageSeconds(
             forward_K=forward_sum[high_K] - forward_sum[low_K],
             backward_K=backward_K,
@@ -177,9 +190,14 @@ class StageCostModel:
             arrival_K=arrival_K,
             unshard_K=unshard_K,
             scatter_K=scatter_K,
+            ring_K=none_K,
+            forward_ring_K=none_K,
+            copies_K=none_K,
+            forward_copies_K=none_K,
             reduce_K=reduce_K,
             tied_K=tied_K,
             update_K=update_K,
+            update_copies_K=none_K,
             gather_K=gather_K,
         )
 

@@ -56,6 +56,8 @@ class HardwareProfile:
         collectives: Fitted collectives.
         host_to_device_bytes_per_second: Pinned copies to the device; 0 where there is no separate device.
         device_to_host_bytes_per_second: Pinned copies from the device; 0 where there is no separate device.
+        host_bytes_per_second_per_node: What all devices of a node together copy in one direction; 0 if nothing is known
+            beyond the rates of one device. Rates that were measured with all devices copying contain it already.
         interference: How far computation, communication and copies slow each other down; None where they take turns.
     """
 
@@ -67,4 +69,5 @@ class HardwareProfile:
     collectives: tuple[CollectiveCost, ...]
     host_to_device_bytes_per_second: float = 0.0
     device_to_host_bytes_per_second: float = 0.0
+    host_bytes_per_second_per_node: float = 0.0
     interference: Interference | None = None

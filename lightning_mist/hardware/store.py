@@ -182,6 +182,7 @@ def _decode(data: dict[str, Any]) -> HardwareProfile:
         collectives=tuple(collectives),
         host_to_device_bytes_per_second=float(data["host_to_device_bytes_per_second"]),
         device_to_host_bytes_per_second=float(data["device_to_host_bytes_per_second"]),
+        host_bytes_per_second_per_node=float(data.get("host_bytes_per_second_per_node", 0.0)),
         interference=_interference(data.get("interference")),
     )
 
