@@ -7,7 +7,7 @@ from lightning_mist.hardware.from_catalog import catalog_profile
 from lightning_mist.hardware.groups import RankGroup, measuring_groups
 from lightning_mist.hardware.interference import CHANNELS, Channel, Interference
 from lightning_mist.hardware.measure import measure_profile
-from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile
+from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile, StepOverheads
 from lightning_mist.hardware.store import load_profile, read_profile, save_profile, write_profile
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Interference",
     "Link",
     "RankGroup",
+    "StepOverheads",
     "catalog_profile",
     "detect",
     "load_profile",

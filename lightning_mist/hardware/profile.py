@@ -44,6 +44,24 @@ class CollectiveCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepOverheads:
+    """Seconds of a step in which the runtime's own Python runs and devices wait for it.
+
+    Measured as what steps of a module with next to no computation take, over numbers of microbatches and stages. On a
+    device the host runs ahead, so that only what it cannot hide counts.
+
+    Attributes:
+        step_seconds: Once per optimizer step: Lightning's loop, exchanging batches and losses, installing gradients.
+        action_seconds: Each forward or backward of a microbatch, or part of one, beyond what its operators take.
+        message_seconds: Each message that is posted, at either end, beyond what its transfer takes.
+    """
+
+    step_seconds: float = 0.0
+    action_seconds: float = 0.0
+    message_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
     """Everything measured of, or catalogued for, one kind of device in one kind of cluster.
 
@@ -59,6 +77,7 @@ class HardwareProfile:
         host_bytes_per_second_per_node: What all devices of a node together copy in one direction; 0 if nothing is known
             beyond the rates of one device. Rates that were measured with all devices copying contain it already.
         interference: How far computation, communication and copies slow each other down; None where they take turns.
+        overheads: What the runtime's own Python takes; nothing where it was not measured.
     """
 
     device: str
@@ -71,3 +90,4 @@ class HardwareProfile:
     device_to_host_bytes_per_second: float = 0.0
     host_bytes_per_second_per_node: float = 0.0
     interference: Interference | None = None
+    overheads: StepOverheads = StepOverheads()

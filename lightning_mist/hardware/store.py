@@ -21,7 +21,7 @@ import torch
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.hardware.interference import COEFFICIENTS, Interference
-from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile
+from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile, StepOverheads
 
 SCHEMA = 1
 """Version of the file format; other versions are not read."""
@@ -184,6 +184,8 @@ def _decode(data: dict[str, Any]) -> HardwareProfile:
         device_to_host_bytes_per_second=float(data["device_to_host_bytes_per_second"]),
         host_bytes_per_second_per_node=float(data.get("host_bytes_per_second_per_node", 0.0)),
         interference=_interference(data.get("interference")),
+        # Profiles that were kept before overheads were known have none.
+        overheads=StepOverheads(**{str(name): float(value) for name, value in data.get("overheads", {}).items()}),
     )
 
 

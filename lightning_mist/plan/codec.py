@@ -109,6 +109,7 @@ def _predicted_document(predicted: Predicted | None) -> dict[str, object]:
             **{key: getattr(stage, key) for key in _SECONDS_KEYS},
             "peak_bytes": stage.peak_bytes,
             "breakdown": dict(stage.breakdown),
+            **({"spent": dict(stage.spent)} if stage.spent else {}),
         }
         for stage in predicted.stages
     ]
@@ -292,7 +293,7 @@ _STAGE_KEYS = (
 
 def _predicted_stage(value: object, path: str) -> PredictedStage:
     reader = _Reader.of(value, path)
-    reader.only(*_SECONDS_KEYS, "peak_bytes", "breakdown")
+    reader.only(*_SECONDS_KEYS, "peak_bytes", "breakdown", "spent")
     return PredictedStage(
         steady_seconds=reader.get("steady_seconds", _number),
         boundary_seconds=reader.get("boundary_seconds", _number),
@@ -300,6 +301,7 @@ def _predicted_stage(value: object, path: str) -> PredictedStage:
         backward_seconds=reader.get("backward_seconds", _number),
         peak_bytes=reader.get("peak_bytes", _integer),
         breakdown=reader.get("breakdown", _mapping(_number), ()),
+        spent=reader.get("spent", _mapping(_number), ()),
     )
 
 

@@ -76,6 +76,9 @@ class PredictedStage:
         peak_bytes: Peak memory of the stage's most loaded device.
         breakdown: Bytes of that peak by term, and seconds by term, as ``(name, value)`` with names ending in
             ``_bytes`` or ``_seconds``.
+        spent: Where the seconds of one step of the stage's devices go, as ``(name, seconds)``; they add up to the step.
+            Names are those of :class:`~lightning_mist.cost.spent.StageSpent`. Chunks that share devices all have those
+            of these devices. Empty in plans that were predicted before this was known.
     """
 
     steady_seconds: float
@@ -84,6 +87,7 @@ class PredictedStage:
     backward_seconds: float
     peak_bytes: int
     breakdown: tuple[tuple[str, float], ...] = ()
+    spent: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from lightning_mist.hardware import (
     ComputeRate,
     Device,
     HardwareProfile,
+    StepOverheads,
     catalog_profile,
     load_profile,
     parse_cluster,
@@ -45,6 +46,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         spread=POSITIVE,
     )
     coefficients = dict.fromkeys(COEFFICIENTS, st.floats(0.0, 1.0))
+    overheads = st.builds(StepOverheads, step_seconds=POSITIVE, action_seconds=POSITIVE, message_seconds=st.just(0.0))
     interferences = st.builds(Interference, **coefficients, source=st.text(), spread=POSITIVE)
     return HardwareProfile(
         device=draw(st.text()),
@@ -56,6 +58,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         host_to_device_bytes_per_second=draw(POSITIVE),
         device_to_host_bytes_per_second=draw(POSITIVE),
         interference=draw(st.none() | interferences),
+        overheads=draw(overheads),
     )
 
 
@@ -67,11 +70,11 @@ def test_written_and_read_it_is_the_same(tmp_path_factory: pytest.TempPathFactor
     assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
 
 
-def test_a_file_from_before_interference_was_known_is_read(tmp_path: Path) -> None:
+def test_a_file_from_before_interference_and_overheads_were_known_is_read(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     write_profile(PROFILE, path)
     content = json.loads(path.read_text())
-    del content["profile"]["interference"]
+    del content["profile"]["interference"], content["profile"]["overheads"]
     path.write_text(json.dumps(content))
     assert read_profile(path) == PROFILE
 
