@@ -17,6 +17,7 @@ from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.neighbours import Microbatch, Neighbours
 from lightning_mist.runtime.parts import parts_of
 from lightning_mist.runtime.pipeline import BatchRun, Place
+from lightning_mist.runtime.recorder import Recorder
 from lightning_mist.runtime.reducer import GradientReducer
 from lightning_mist.runtime.stages import RankStages
 from lightning_mist.runtime.support import check_supported
@@ -49,6 +50,7 @@ class Executor:
         shards: Values of parameters that are with their owners only, under ZeRO-3.
         outputs: Per microbatch what the step returned, on the last stage; None elsewhere and for parts without rows.
         random_states: Per microbatch the state of the generators after the last stage's forward, where it travelled.
+        recorder: Measures the actions while it is on.
 
     Raises:
         PlanError: If the runtime cannot run the plan.
@@ -82,6 +84,7 @@ class Executor:
         )
         self.outputs: list[Any] = []
         self.random_states: list[Tensor | None] = []
+        self.recorder = Recorder(device)
         live = tuple(module_map.cuts[stage.layers[1] - 1] for stage in plan.stages[:-1])
         self._place = Place(
             mesh=self.mesh,
@@ -128,17 +131,21 @@ class Executor:
             with self.stages.attached():
                 for position, action in enumerate(self.actions):
                     names = final.get(position, frozenset())
-                    self.reducer.expect(names)
-                    if action.kind is ActionKind.BACKWARD_WEIGHT:
-                        self.reducer.complete(names - self._deferred(action))
-                    yield from batch.perform(action)
-                    self.reducer.complete(names)
-                yield from batch.finish()
+                    yield from self.recorder.around(action, self._perform(batch, action, names))
+                yield from self.recorder.around("sends", batch.finish())
         except BaseException:
             self._abandon()
             raise
         finally:
             self.reducer.disarm()
+
+    def _perform(self, batch: BatchRun, action: Action, names: frozenset[str]) -> Iterator[Work]:
+        """Run one action, after which the gradients of ``names`` are complete."""
+        self.reducer.expect(names)
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
+            self.reducer.complete(names - self._deferred(action))
+        yield from batch.perform(action)
+        self.reducer.complete(names)
 
     def _abandon(self) -> None:
         """Leave everything where a batch ended in an error."""
