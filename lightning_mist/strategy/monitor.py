@@ -1,11 +1,12 @@
 """Measures the first steps and compares them with what was predicted.
 
 The first optimizer step warms up and makes the optimizer's state, the second is metered for memory (on a CPU the meter
-follows every operator and slows the step down), all later ones are timed.
+follows every operator and slows the step down), all later ones are timed. In the first of these every action is.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -15,14 +16,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_mist.plan import Plan
 from lightning_mist.runtime.meter import meter_memory, state_tensors
+from lightning_mist.runtime.recorder import Recorder
 from lightning_mist.strategy.decision import Decision
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.report import RunReport, StageReport
+from lightning_mist.strategy.stage_times import (
+    CLOSURE,
+    STEP,
+    Measured,
+    StageTimes,
+    over_ranks,
+    over_steps,
+    predicted_times,
+    step_times,
+)
 
 _METERED_STEP = 1
 _FIRST_COMPARISON = 10
-"""After this many timed steps predicted and measured are compared for the first time: enough for a median."""
+"""After this many timed steps predicted and measured are compared for the first time: enough for a median. Actions are
+recorded until then."""
 
 
 class _Bytes(NamedTuple):
@@ -39,6 +53,14 @@ def _most(values: Sequence[int | None]) -> int | None:
     return max(known) if known else None
 
 
+def _of_stages(plan: Plan, ranks: Sequence[Mapping[int, Measured]]) -> tuple[Measured | None, ...]:
+    """What each stage measured, from what each rank did."""
+    return tuple(
+        over_ranks([ranks[rank][index] for rank in stage.devices if index in ranks[rank]])
+        for index, stage in enumerate(plan.stages)
+    )
+
+
 class Monitor:
     """Seconds and bytes of this run.
 
@@ -47,11 +69,27 @@ class Monitor:
         device: Where this rank computes.
         module: The user's module.
         report_path: Where the final report is written, if anywhere.
+        recorder: Records the actions of this rank's list; without one there is no list.
+
+    Attributes:
+        report: Predicted against measured, once it was compared.
+        measured: Seconds of every stage, once they were compared.
+        recorder: Records forwards where there is no list of actions.
     """
 
-    def __init__(self, decision: Decision, *, device: torch.device, module: nn.Module, report_path: str | None) -> None:
+    def __init__(
+        self,
+        decision: Decision,
+        *,
+        device: torch.device,
+        module: nn.Module,
+        report_path: str | None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.decision, self.device, self.module = decision, device, module
         self.report: RunReport | None = None
+        self.measured: tuple[Measured | None, ...] = ()
+        self.recorder = Recorder(device) if recorder is None else recorder
         self._report_path = report_path
         self._progress = Progress(enabled=dist.get_rank() == 0)
         # A group of our own: Lightning may use the default group at the same moment.
@@ -59,25 +97,47 @@ class Monitor:
         self._steps = 0
         self._seconds: list[float] = []
         self._bytes: _Bytes | None = None
+        self._times: list[dict[int, StageTimes]] = []
+        self._first_stage = decision.plan.stage_of(dist.get_rank())
         if device.type == "cuda":
             # What planning left with the allocator would count as reserved by training.
             torch.cuda.empty_cache()
 
     @contextmanager
-    def step(self, optimizer: Any) -> Iterator[None]:
-        """Around one optimizer step, its forward and backward included."""
+    def step(self, optimizer: Any, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+        """Around one optimizer step, its forward and backward included.
+
+        Args:
+            optimizer: What steps.
+            closure: Runs forward and backward.
+
+        Yields:
+            The closure to step with.
+        """
         if self._steps == _METERED_STEP:
             with meter_memory(self.device, state_tensors(self.module, [optimizer])) as meter:
-                yield
+                yield closure
             self._bytes = _Bytes(meter.peak_bytes, meter.reserved_bytes, meter.device_bytes)
         else:
+            self.recorder.is_on = self._steps > _METERED_STEP and len(self._seconds) < _FIRST_COMPARISON
             started = perf_counter()
-            yield
+            with self.recorder.phase(STEP):
+                yield self._recorded(closure)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             if self._steps > _METERED_STEP:
                 self._seconds.append(perf_counter() - started)
+            if self.recorder.is_on:
+                self._times.append(step_times(self.recorder.take(), self._first_stage))
+                self.recorder.is_on = False
         self._steps += 1
+
+    def _recorded(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            with self.recorder.phase(CLOSURE):
+                return closure()
+
+        return run
 
     def after_step(self) -> None:
         """Compare once enough steps were timed; the same step on every rank."""
@@ -99,13 +159,20 @@ class Monitor:
 
     def _compare(self) -> None:
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (self._seconds, self._bytes), group=self._group)
-        slowest = [max(step) for step in zip(*(seconds for seconds, _ in gathered), strict=True)]
+        dist.all_gather_object(gathered, (self._seconds, self._bytes, over_steps(self._times)), group=self._group)
+        slowest = [max(step) for step in zip(*(seconds for seconds, *_ in gathered), strict=True)]
         middle = median(slowest)
         plan = self.decision.plan
         predicted = plan.predicted
+        said = predicted_times(plan)
+        self.measured = _of_stages(plan, [times for *_, times in gathered])
         stages = tuple(
-            self._stage(index, [gathered[rank][1] for rank in stage.devices]) for index, stage in enumerate(plan.stages)
+            replace(
+                self._stage(index, [gathered[rank][1] for rank in stage.devices]),
+                predicted_times=said[index] if said else None,
+                measured_times=None if (found := self.measured[index]) is None else found.times,
+            )
+            for index, stage in enumerate(plan.stages)
         )
         self.report = RunReport(
             predicted_step_seconds=None if predicted is None else predicted.step_seconds,

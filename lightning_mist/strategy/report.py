@@ -4,14 +4,16 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.table import Table
 
+from lightning_mist.strategy.stage_times import NAMES, StageTimes
 from lightning_mist.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageReport:
-    """One stage: its peak memory in bytes on its most loaded device.
+    """One stage: its peak memory in bytes on its most loaded device, and its seconds.
 
     Attributes:
         predicted_bytes: What tensors were predicted to take, if anything was.
@@ -20,6 +22,9 @@ class StageReport:
         measured_reserved_bytes: The most that it held; None on a CPU.
         predicted_device_bytes: What the device was predicted to have in use in all; None on a CPU.
         measured_device_bytes: What it had in use by the end of the metered step, by all programs; None on a CPU.
+        predicted_times: Where the seconds of a step were predicted to go, if they were.
+        measured_times: Where they went in the first timed steps, as medians over steps and means over the stage's
+            ranks; None if the module steps by itself.
     """
 
     predicted_bytes: int | None
@@ -28,6 +33,8 @@ class StageReport:
     measured_reserved_bytes: int | None = None
     predicted_device_bytes: int | None = None
     measured_device_bytes: int | None = None
+    predicted_times: StageTimes | None = None
+    measured_times: StageTimes | None = None
 
     def rows(self) -> tuple[tuple[str, int | None, int], ...]:
         """What was measured: in words, predicted, measured."""
@@ -48,7 +55,7 @@ class RunReport:
         measured_step_seconds: Median over the timed steps of the slowest rank.
         spread_seconds: Median absolute deviation of those steps.
         timed_steps: Number of timed steps.
-        stages: Memory of every stage.
+        stages: Memory and seconds of every stage.
         planning_seconds: From the first batch to the finished plan, profiling included.
     """
 
@@ -63,8 +70,31 @@ class RunReport:
         """The report as JSON; seconds and bytes."""
         return json.dumps(asdict(self), indent=1)
 
-    def table(self) -> Table:
-        """The report as a table for people."""
+    def table(self) -> RenderableType:
+        """The report as tables for people."""
+        times = self._times_table()
+        return self._table() if times is None else Group(self._table(), times)
+
+    def _times_table(self) -> Table | None:
+        """Where the seconds of a step went, stage by stage; None if that was not measured."""
+        rows = [
+            (f"{index} {word}", times)
+            for index, stage in enumerate(self.stages)
+            for word, times in (("predicted", stage.predicted_times), ("measured", stage.measured_times))
+            if stage.measured_times is not None and times is not None
+        ]
+        if not rows:
+            return None
+        shown = [name for name in NAMES if any(getattr(times, name) > 0 for _, times in rows)]
+        table = Table(title="Where the seconds of a step go", title_justify="left")
+        table.add_column("stage")
+        for name in shown:
+            table.add_column(name.removesuffix("_seconds"), justify="right")
+        for word, times in rows:
+            table.add_row(word, *(format_seconds(getattr(times, name)) for name in shown))
+        return table
+
+    def _table(self) -> Table:
         table = Table(title="Predicted against measured", title_justify="left")
         for name, justify in (("", "left"), ("predicted", "right"), ("measured", "right"), ("difference", "right")):
             table.add_column(name, justify=justify)  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from lightning_mist.cost import MemoryEstimate
@@ -16,7 +15,7 @@ from lightning_mist.plan import Plan
 from lightning_mist.runtime.caches import no_caches
 from lightning_mist.runtime.failure import FailureWatcher, start_watcher
 from lightning_mist.runtime.transport import complete
-from lightning_mist.strategy import checkpoint_io, deferred, planning
+from lightning_mist.strategy import checkpoint_io, deferred, planning, together
 from lightning_mist.strategy.accumulation import gradients_are_about_to_go
 from lightning_mist.strategy.decision import Decision, PlanRequest
 from lightning_mist.strategy.engine import Engine, start_engine
@@ -25,6 +24,7 @@ from lightning_mist.strategy.namespace import Namespace, namespace
 from lightning_mist.strategy.precision import attach_engine
 from lightning_mist.strategy.report import RunReport
 from lightning_mist.strategy.restrictions import refuse_what_is_not_there, whole_module_reason
+from lightning_mist.strategy.stage_times import FORWARD
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.units import parse_bytes
 
@@ -196,7 +196,7 @@ class MistBase(_Base):
         limit = deferred.device_limit(self._request.memory_limit, self.root_device)
         self._initial = deferred.initial_values(module, self.root_device, limit)
         self.model_to_device()
-        self._same_start()
+        together.same_start(module, () if self._initial is None else self._initial.names)
         self.setup_optimizers(trainer)
         self._decision = planning.decide(
             trainer, self, self._names, self._request, plain=self._why_plain(trainer), initial=self._initial
@@ -223,16 +223,13 @@ class MistBase(_Base):
             self._initial.forget()
         self.setup_precision_plugin()
         attach_engine(self.precision_plugin, self._engine)
-        self._monitor = Monitor(self._decision, device=self.root_device, module=module, report_path=self._report_path)
-
-    def _same_start(self) -> None:
-        """Give every rank the values of rank 0, as DDP does when it wraps a module."""
-        assert self.lightning_module is not None
-        later = frozenset() if self._initial is None else self._initial.names
-        parameters = [p for name, p in self.lightning_module.named_parameters() if name not in later]
-        with torch.no_grad():
-            for tensor in [*parameters, *self.lightning_module.buffers()]:
-                dist.broadcast(tensor.detach(), 0)
+        self._monitor = Monitor(
+            self._decision,
+            device=self.root_device,
+            module=module,
+            report_path=self._report_path,
+            recorder=None if self._engine is None else self._engine.executor.recorder,
+        )
 
     def _why_plain(self, trainer: Any) -> str | None:
         """Why only plain data parallelism can honour what the user asked for, if so."""
@@ -284,7 +281,9 @@ class MistBase(_Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the batch through the plan; the returned loss installs the gradients in its backward."""
         if self._engine is None:
-            return super().training_step(*args, **kwargs)
+            assert self._monitor is not None
+            with self._monitor.recorder.phase(FORWARD):
+                return super().training_step(*args, **kwargs)
         batch, *rest = (*args, *kwargs.values())
         module, context = self.lightning_module, self.precision_plugin.train_step_context
         assert module is not None
@@ -308,8 +307,8 @@ class MistBase(_Base):
     ) -> Any:
         """Step the owned parameters and, under ZeRO-1 and ZeRO-2, distribute what was updated."""
         assert self._monitor is not None
-        with self._monitor.step(optimizer):
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._monitor.step(optimizer, closure) as timed:
+            output = super().optimizer_step(optimizer, timed, model, **kwargs)
             if self._engine is not None:
                 complete(self._engine.executor.gather_parameters())
         self._monitor.after_step()

@@ -1,10 +1,12 @@
-"""What all ranks do together while they plan: hear of rank 0's result or error, and see that they see the same."""
+"""What all ranks do together before they train: start alike, hear of rank 0's result or error, compare what is seen."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import ModuleMap
@@ -36,6 +38,19 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     if not succeeded:
         raise value
     return value  # type: ignore[no-any-return]
+
+
+def same_start(module: nn.Module, later: Collection[str]) -> None:
+    """Give every rank the values of rank 0, as DDP does when it wraps a module.
+
+    Args:
+        module: The module.
+        later: Names of parameters that get their values later.
+    """
+    parameters = [p for name, p in module.named_parameters() if name not in later]
+    with torch.no_grad():
+        for tensor in [*parameters, *module.buffers()]:
+            dist.broadcast(tensor.detach(), 0)
 
 
 def same_everywhere(found: ModuleMap) -> None:

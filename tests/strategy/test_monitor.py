@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from lightning_mist.cost import Interval, MemoryEstimate, StageEstimate
 from lightning_mist.plan import ModuleMap, Plan, Predicted, PredictedStage, StageMesh, StagePlan
 from lightning_mist.strategy.decision import Decision
 from lightning_mist.strategy.monitor import Monitor
+from lightning_mist.strategy.stage_times import StageTimes
 
 FLOATS = 1000
 
@@ -31,12 +33,16 @@ def make(tmp_path):
     return Monitor(decision, device=torch.device("cpu"), module=module, report_path=str(path)), module, path
 
 
+def step():
+    temporary = torch.ones(2 * FLOATS)
+    del temporary
+
+
 def run(monitor, module, steps):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for _ in range(steps):
-        with monitor.step(optimizer):
-            temporary = torch.ones(2 * FLOATS)
-            del temporary
+        with monitor.step(optimizer, step) as closure:
+            closure()
         monitor.after_step()
 
 
@@ -91,3 +97,31 @@ def test_an_estimate_is_what_is_compared(tmp_path):
     (found,) = monitor.report.stages
     assert (found.predicted_bytes, found.measured_bytes) == (7000, 3 * FLOATS * 4)
     assert found.measured_reserved_bytes is found.predicted_device_bytes is None
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_where_seconds_go_is_recorded_in_the_first_timed_steps_only(tmp_path, monkeypatch):
+    monitor, module, _ = make(tmp_path)
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("lightning_mist.runtime.recorder.perf_counter", lambda: clock.now)
+    optimizer, recording = torch.optim.SGD(module.parameters(), lr=0.1), []
+
+    def closure():
+        recording.append(monitor.recorder.is_on)
+        with monitor.recorder.phase("forward"):
+            clock.now += 1.0
+        clock.now += 2.0
+        return "loss"
+
+    for _ in range(15):
+        with monitor.step(optimizer, closure) as timed:
+            assert timed() == "loss"
+            clock.now += 4.0
+        monitor.after_step()
+    monitor.finish()
+    assert recording == [False] * 2 + [True] * 10 + [False] * 3
+    (stage,) = monitor.report.stages
+    assert stage.measured_times == StageTimes(forward_seconds=1.0, backward_seconds=2.0, optimizer_seconds=4.0)
+    assert stage.predicted_times is None
+    assert monitor.report.timed_steps == 13
+    assert monitor.measured[0].steps == 10

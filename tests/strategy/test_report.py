@@ -4,6 +4,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from lightning_mist.strategy.report import RunReport, StageReport
+from lightning_mist.strategy.stage_times import StageTimes
 
 
 def make(predicted=2.0, stage_bytes=2**30):
@@ -59,3 +60,19 @@ def test_on_a_device_the_allocator_is_compared_too():
     assert "device total, stage 0" in shown
     assert "+25.0%" in shown
     assert "reserved" not in text(make())
+
+
+def test_seconds_of_stages_are_shown_where_they_were_measured():
+    predicted = StageTimes(forward_seconds=0.5, backward_seconds=1.0, waiting_seconds=0.25, optimizer_seconds=0.125)
+    measured = StageTimes(forward_seconds=0.625, backward_seconds=1.0, waiting_seconds=0.25, other_seconds=0.5)
+    stage = replace(make().stages[0], predicted_times=predicted, measured_times=measured)
+    report = replace(make(), stages=(stage, make().stages[0]))
+    lines = text(report).splitlines()
+    assert any("0 predicted" in line and "500 ms" in line for line in lines)
+    assert any("0 measured" in line and "625 ms" in line for line in lines)
+    (heading,) = (line for line in lines if "waiting" in line)
+    assert "reduction" not in heading
+    assert "other" in heading
+    assert not any("1 measured" in line for line in lines)
+    assert json.loads(report.to_json())["stages"][0]["measured_times"]["forward_seconds"] == 0.625
+    assert "Where the seconds" not in text(make())

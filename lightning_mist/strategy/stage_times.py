@@ -1,0 +1,171 @@
+"""Where the seconds of a step go on each stage: as predicted, and as recorded."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from statistics import median
+
+from lightning_mist.plan import Plan
+from lightning_mist.runtime.recorder import Recorded
+from lightning_mist.schedule import Action, ActionKind
+
+STEP, CLOSURE, FORWARD = "step", "closure", "forward"
+"""What is recorded beside actions: an optimizer step, its forwards and backwards, without a schedule the forward."""
+
+_FORWARDS = frozenset({ActionKind.FORWARD, ActionKind.RECV_ACTIVATION, ActionKind.SEND_ACTIVATION})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of one step of a stage. Where chunks share devices, all but the first two are with the first of them.
+
+    Attributes:
+        forward_seconds: Forwards of all microbatches.
+        backward_seconds: Their backwards, recomputation included.
+        waiting_seconds: Waiting for other stages, and for tensors on their way from and to them.
+        reduction_seconds: Reducing gradients where nothing hides it.
+        optimizer_seconds: The optimizer's step, what comes between it and the last backward, and giving out parameters.
+        other_seconds: Everything else.
+    """
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    reduction_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+    other_seconds: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return float(sum(astuple(self)))
+
+
+NAMES = tuple(field.name for field in fields(StageTimes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a rank, or the ranks of a stage, measured over several steps.
+
+    Attributes:
+        times: Medians over the steps.
+        spread: Median absolute deviations of the steps from them.
+        steps: Number of steps.
+    """
+
+    times: StageTimes
+    spread: StageTimes
+    steps: int
+
+
+def predicted_times(plan: Plan) -> tuple[StageTimes, ...]:
+    """What was predicted of each stage of a plan; empty if nothing was."""
+    if plan.predicted is None:
+        return ()
+    terms = [dict(stage.breakdown) for stage in plan.predicted.stages]
+    if not all("forward_seconds" in stage for stage in terms):
+        return ()
+    found = []
+    for index, stage in enumerate(terms):
+        is_first = index < plan.num_groups
+        chunks = [terms[chunk] for chunk in plan.chunks(index)] if is_first else []
+        reduction = sum(chunk["reduce_seconds"] + chunk["tied_seconds"] for chunk in chunks)
+        optimizer = sum(chunk["update_seconds"] + chunk["gather_seconds"] for chunk in chunks)
+        busy = sum(_forward(plan, chunk) + _backward(plan, chunk) for chunk in chunks) + reduction + optimizer
+        found.append(
+            StageTimes(
+                forward_seconds=_forward(plan, stage),
+                backward_seconds=_backward(plan, stage),
+                waiting_seconds=max(0.0, plan.predicted.step_seconds - busy) if is_first else 0.0,
+                reduction_seconds=reduction,
+                optimizer_seconds=optimizer,
+            )
+        )
+    return tuple(found)
+
+
+def _forward(plan: Plan, terms: Mapping[str, float]) -> float:
+    # Parameters are unsharded once for the forward and once for the backward.
+    return plan.num_microbatches * (terms["forward_seconds"] + terms["unshard_seconds"] / 2)
+
+
+def _backward(plan: Plan, terms: Mapping[str, float]) -> float:
+    seconds = terms["backward_seconds"] + terms["recompute_seconds"] + terms["scatter_seconds"]
+    return plan.num_microbatches * (seconds + terms["unshard_seconds"] / 2)
+
+
+def step_times(recorded: Iterable[Recorded], first: int) -> dict[int, StageTimes]:
+    """Where one step of a rank went, by stage.
+
+    Args:
+        recorded: What was recorded in the step: it and its closure, and the actions or the forward inside.
+        first: The first stage of the rank.
+
+    Returns:
+        Nothing if no forward was recorded: the module then steps by itself.
+    """
+    sums: dict[tuple[int, str], float] = {}
+    phases: dict[str, float] = {}
+
+    def add(stage: int, name: str, seconds: float) -> None:
+        sums[stage, name] = sums.get((stage, name), 0.0) + seconds
+
+    for item in recorded:
+        if isinstance(item.action, Action):
+            _add_action(item.action, item, first, add)
+        elif item.action in (STEP, CLOSURE, FORWARD):
+            phases[item.action] = phases.get(item.action, 0.0) + item.seconds
+        else:
+            add(first, "waiting_seconds", item.seconds)
+    if FORWARD in phases:
+        add(first, "forward_seconds", phases[FORWARD])
+        add(first, "backward_seconds", phases[CLOSURE] - phases[FORWARD])
+    if not sums:
+        return {}
+    add(first, "optimizer_seconds", phases[STEP] - phases[CLOSURE])
+    add(first, "other_seconds", max(0.0, phases[STEP] - sum(sums.values())))
+    stages = sorted({stage for stage, _ in sums})
+    return {stage: StageTimes(**{name: sums.get((stage, name), 0.0) for name in NAMES}) for stage in stages}
+
+
+def _add_action(action: Action, item: Recorded, first: int, add: Callable[[int, str, float], None]) -> None:
+    """Add an action to what it belongs to."""
+    if action.kind is ActionKind.REDUCE_GRADIENTS:
+        # The ranks of a stage come to it together: waiting for each other is the reduction.
+        add(first, "reduction_seconds", item.seconds)
+        return
+    add(first, "waiting_seconds", item.waited_seconds)
+    name = "forward_seconds" if action.kind in _FORWARDS else "backward_seconds"
+    if action.kind is ActionKind.REDUCE_TIED:
+        name = "reduction_seconds"
+    elif action.microbatch is None:
+        name = "optimizer_seconds"
+    add(action.stage, name, item.seconds - item.waited_seconds)
+
+
+def over_steps(steps: Sequence[Mapping[int, StageTimes]]) -> dict[int, Measured]:
+    """What a rank measured of each of its stages, from each of its steps."""
+    stages = steps[0] if steps else {}
+    return {stage: _measured([step[stage] for step in steps]) for stage in stages}
+
+
+def _measured(steps: Sequence[StageTimes]) -> Measured:
+    columns = list(zip(*(astuple(step) for step in steps), strict=True))
+    middles = [median(column) for column in columns]
+    spreads = [median(abs(value - middle) for value in column) for column, middle in zip(columns, middles, strict=True)]
+    return Measured(times=_times(middles), spread=_times(spreads), steps=len(steps))
+
+
+def over_ranks(ranks: Sequence[Measured]) -> Measured | None:
+    """What the ranks of a stage measured on average; None without any."""
+    if not ranks:
+        return None
+    times, spread = (
+        _times([sum(column) / len(ranks) for column in zip(*(astuple(item) for item in items), strict=True)])
+        for items in ([rank.times for rank in ranks], [rank.spread for rank in ranks])
+    )
+    return Measured(times=times, spread=spread, steps=min(rank.steps for rank in ranks))
+
+
+def _times(values: Sequence[float]) -> StageTimes:
+    return StageTimes(**dict(zip(NAMES, values, strict=True)))
