@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_mist.cli.estimate import estimate
 from lightning_mist.cli.plan import plan
+from lightning_mist.cli.profile import profile
 from lightning_mist.cli.show import show
 from lightning_mist.errors import MistError
 
@@ -57,7 +58,12 @@ def _call(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     return function(*positional, **named)
 
 
-_COMMANDS: dict[str, Callable[..., None]] = {"plan": plan, "show": show, "estimate": estimate}
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "plan": plan,
+    "show": show,
+    "estimate": estimate,
+    "profile": profile,
+}
 
 
 def _parser() -> ArgumentParser:

@@ -80,7 +80,8 @@ def estimate(
     Args:
         model: A preset such as llama-7b, the path of a Hugging Face config.json, or package.module:function, whose
             function returns a module with a training_step and a batch for it.
-        cluster: Such as 4x8xL4 (nodes x devices x device), a cluster.yaml, or "local" for this machine.
+        cluster: Such as 4x8xL4 (nodes x devices x device), a cluster.yaml, a profile.json that lightning-mist profile
+            wrote, or "local" for this machine.
         global_batch_size: Rows that one batch brings over all devices; by default one for each device.
         seq_len: Tokens per row, for presets and configurations.
         precision: Lightning's name of the precision, such as bf16-mixed.

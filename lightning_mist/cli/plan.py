@@ -4,7 +4,7 @@ import importlib.metadata
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lightning_mist.cli.machine import is_local, measured_profile, open_cluster
+from lightning_mist.cli.machine import open_cluster, open_profile
 from lightning_mist.cli.network import NetworkRequest, trace_network
 from lightning_mist.cli.output import say, show_plan
 from lightning_mist.plan import ScheduleName, fingerprint_of, save, split_notes
@@ -66,8 +66,8 @@ def plan(
     Args:
         model: A preset such as gpt3-22b, the path of a Hugging Face config.json, or package.module:function, whose
             function returns a module with a training_step and a batch for it.
-        cluster: Such as 4x8xL4 (nodes x devices x device), a cluster.yaml, or "local" for this machine, measured;
-            "local:4" for four processes on it.
+        cluster: Such as 4x8xL4 (nodes x devices x device), a cluster.yaml, a profile.json that lightning-mist profile
+            wrote, or "local" for this machine, measured; "local:4" for four processes on it.
         global_batch_size: Rows that one batch brings over all devices.
         seq_len: Tokens per row, for presets and configurations.
         precision: Lightning's name of the precision, such as bf16-mixed.
@@ -95,7 +95,7 @@ def plan(
         device_kind=machine.device.kind,
     )
     spec = trace_network(request, capability_of(machine.device.name))
-    profile = measured_profile(machine, precision) if is_local(cluster) else None
+    profile = open_profile(cluster, machine, precision)
     say(f"searching plans for {spec.num_layers} layers on {machine.world_size} devices")
     size = global_batch_size
     result = tune(spec, machine, profile=profile, global_batch_size=size, memory_limit=limit, search=search)

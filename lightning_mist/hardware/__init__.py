@@ -6,6 +6,7 @@ from lightning_mist.hardware.detect import detect
 from lightning_mist.hardware.from_catalog import catalog_profile
 from lightning_mist.hardware.groups import RankGroup, measuring_groups
 from lightning_mist.hardware.interference import CHANNELS, Channel, Interference
+from lightning_mist.hardware.machine_file import read_machine
 from lightning_mist.hardware.measure import measure_profile
 from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile, StepOverheads
 from lightning_mist.hardware.store import load_profile, read_profile, save_profile, write_profile
@@ -28,6 +29,7 @@ __all__ = [
     "measure_profile",
     "measuring_groups",
     "parse_cluster",
+    "read_machine",
     "read_profile",
     "save_profile",
     "write_profile",

@@ -63,7 +63,7 @@ def save_profile(profile: HardwareProfile, directory: Path, cluster: Cluster) ->
         OSError: If it cannot be written.
     """
     path = profile_path(directory, cluster)
-    write_profile(profile, path, key=profile_key(cluster))
+    write_profile(profile, path, key=profile_key(cluster), cluster=cluster)
     return path
 
 
@@ -96,19 +96,25 @@ def load_profile(
     return profile, None
 
 
-def write_profile(profile: HardwareProfile, path: Path, *, key: dict[str, str] | None = None) -> None:
+def write_profile(
+    profile: HardwareProfile, path: Path, *, key: dict[str, str] | None = None, cluster: Cluster | None = None
+) -> None:
     """Write a profile to a file; readers see the old file or the new one, never half of one.
 
     Args:
         profile: The profile.
         path: The file; its directory is created if it is missing.
         key: What the profile depends on, if it is for the cache.
+        cluster: The devices that were measured, for
+            :func:`~lightning_mist.hardware.machine_file.read_machine`.
 
     Raises:
         OSError: If it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"schema": SCHEMA, "key": key or {}, "profile": dataclasses.asdict(profile)}
+    if cluster is not None:
+        content["cluster"] = dataclasses.asdict(cluster)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

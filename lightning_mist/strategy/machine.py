@@ -25,7 +25,13 @@ def default_directory() -> Path:
 
 
 def machine_profile(
-    cluster: Cluster, device: torch.device, precision: str, directory: Path, progress: Progress
+    cluster: Cluster,
+    device: torch.device,
+    precision: str,
+    directory: Path,
+    progress: Progress,
+    *,
+    is_fresh: bool = False,
 ) -> HardwareProfile:
     """What was measured of this machine, on every rank.
 
@@ -35,13 +41,14 @@ def machine_profile(
         precision: Lightning's name of the precision.
         directory: Where profiles are kept.
         progress: Told what is measured, and for how long.
+        is_fresh: Whether to measure even if there is a kept one.
     """
     dtypes = [torch.float32]
     reduced = _DTYPES.get(precision.partition("-")[0])
     if reduced is not None:
         dtypes.append(reduced)
     box: list[HardwareProfile | None] = [None]
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and not is_fresh:
         box[0], warning = load_profile(directory, cluster, dtypes)
         if warning is not None:
             progress.say(warning)

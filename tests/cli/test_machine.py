@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_mist.cli.machine import measured_profile, open_cluster
-from lightning_mist.hardware import catalog_profile, detect, save_profile
+from lightning_mist.cli.machine import open_cluster, open_profile
+from lightning_mist.hardware import catalog_profile, detect, parse_cluster, save_profile, write_profile
 from lightning_mist.strategy.machine import default_directory
 
 
@@ -15,11 +15,24 @@ def test_plan_for_this_machine_uses_what_was_measured_of_it(tmp_path, monkeypatc
     kept = replace(catalog_profile(cluster), source="kept from earlier")
     save_profile(kept, default_directory(), cluster)
     assert open_cluster("local") == cluster
-    assert measured_profile(cluster, "32-true") == kept
+    assert open_profile("local", cluster, "32-true") == kept
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="cluster 'local:3': this machine has 2 CUDA devices; write local:2"):
+    with pytest.raises(ValueError, match="cluster 'local:3': this machine has 2 CUDA devices; use 2"):
         open_cluster("local:3")
+
+
+def test_a_measured_machine_comes_from_its_file(tmp_path):
+    cluster = parse_cluster("2xcpu:8GiB")
+    profile = replace(catalog_profile(cluster), source="measured elsewhere")
+    path = tmp_path / "profile.json"
+    write_profile(profile, path, cluster=cluster)
+    assert open_cluster(str(path)) == cluster
+    assert open_profile(str(path), cluster, "32-true") == profile
+
+
+def test_of_a_described_machine_nothing_was_measured():
+    assert open_profile("2xL4", open_cluster("2xL4"), "32-true") is None

@@ -1,0 +1,35 @@
+import json
+
+import pytest
+
+from lightning_mist.errors import ProfileError
+from lightning_mist.hardware import catalog_profile, parse_cluster, read_machine, save_profile, write_profile
+
+
+def test_what_is_written_is_read(tmp_path):
+    cluster = parse_cluster("2x4xL4")
+    profile = catalog_profile(cluster)
+    write_profile(profile, tmp_path / "profile.json", cluster=cluster)
+    assert read_machine(tmp_path / "profile.json") == (cluster, profile)
+
+
+def test_kept_profiles_are_such_files_too(tmp_path):
+    cluster = parse_cluster("2xcpu:8GiB")
+    path = save_profile(catalog_profile(cluster), tmp_path, cluster)
+    assert read_machine(path)[0] == cluster
+
+
+def test_a_file_without_devices_says_how_to_get_one(tmp_path):
+    path = tmp_path / "profile.json"
+    write_profile(catalog_profile(parse_cluster("2xL4")), path)
+    with pytest.raises(ProfileError, match=r"does not say what the devices are .*: measure again with lightning-mist"):
+        read_machine(path)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "cluster": {"num_nodes": 1}}))
+    with pytest.raises(ProfileError, match="'device'"):
+        read_machine(path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ProfileError, match="cannot be read"):
+        read_machine(tmp_path / "none.json")
