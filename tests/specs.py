@@ -11,6 +11,7 @@ from lightning_mist.model.spec import (
     LayerSeconds,
     LayerSpec,
     ModelSpec,
+    OperatorCost,
     OptimizerSpec,
     ParameterSpec,
     SplitSpec,
@@ -34,12 +35,8 @@ def layer(kind="Block", *, width=1000, flops=1e8, operators=20, gradients=0, fix
     return LayerSpec(
         kind=kind,
         example=example,
-        forward_flops=sympy.Integer(int(flops)) * b,
-        backward_flops=sympy.Integer(int(2 * flops)) * b,
-        forward_moved_bytes=whole(30),
-        backward_moved_bytes=whole(60),
-        forward_operators=operators,
-        backward_operators=2 * operators,
+        forward_work=_work(sympy.Integer(int(flops)) * b, whole(30), operators),
+        backward_work=_work(sympy.Integer(int(2 * flops)) * b, whole(60), 2 * operators),
         saved_bytes=whole(10),
         checkpointed_saved_bytes=whole(1),
         forward_peak_bytes=whole(12),
@@ -47,6 +44,14 @@ def layer(kind="Block", *, width=1000, flops=1e8, operators=20, gradients=0, fix
         first_backward_peak_bytes=whole(2) + gradients,
         recompute_backward_peak_bytes=whole(12) + gradients // 2,
         first_recompute_backward_peak_bytes=whole(11) + gradients,
+    )
+
+
+def _work(flops, moved, operators):
+    """Two matrix products that do all the computing, and others that move all the bytes."""
+    return (
+        OperatorCost(kind="matmul", flops=flops, moved_bytes=sympy.S.Zero, calls=2),
+        OperatorCost(kind="elementwise", flops=sympy.S.Zero, moved_bytes=moved, calls=operators - 2),
     )
 
 
@@ -168,8 +173,15 @@ def _split(network, degree, sequence):
     collectives = tuple(CollectiveSpec(operation=name, calls=2, bytes=exchanged) for name in names)
     scaled = [field.name for field in dataclasses.fields(LayerSpec) if field.name.endswith(("_bytes", "_flops"))]
 
+    def less(work):
+        sizes = ("flops", "moved_bytes")
+        return tuple(
+            dataclasses.replace(item, **{name: getattr(item, name) / degree for name in sizes}) for item in work
+        )
+
     def part(item, exchanges):
         changes = {name: getattr(item, name) / degree for name in scaled}
+        changes |= {name: less(getattr(item, name)) for name in ("forward_work", "backward_work")}
         return dataclasses.replace(item, **changes, forward_collectives=exchanges, backward_collectives=exchanges)
 
     def tensors(cut):

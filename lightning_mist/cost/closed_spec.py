@@ -9,7 +9,7 @@ backward begins with the gradient of the layer's output where its output was, an
 
 beyond what is kept; a recomputed layer first makes again what it keeps. Head and tail are one table of tokens, a norm
 and the chain from scores to loss, by measured bytes per score (:data:`LOSSES`). Seconds from such a specification are
-rough: matrix products are counted, other operators by the bytes that they leave behind.
+rough: see :mod:`lightning_mist.cost.closed_work`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,20 +19,16 @@ from typing import TypeAlias
 import sympy
 
 from lightning_mist.cost.closed_form import CUDA, LayerForm, OperatorSet, Split, layer_form, norm_kept
+from lightning_mist.cost.closed_work import TOKENS, PartWork, head_work, layer_work, tail_work
 from lightning_mist.cost.dims import TransformerDims
 from lightning_mist.model.spec import LayerSpec, ModelSpec, OptimizerSpec, ParameterSpec, SplitSpec, TensorSpec
 from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
 from lightning_mist.plan import LiveTensor, ModuleMap, ParameterUse
 
-TOKENS = MICROBATCH * SEQUENCE
-
 _ITEMSIZES = {"16": 2, "bf16": 2, "32": 4, "64": 8}
 """Bytes of an element by the first part of Lightning's names of precisions."""
 
 _DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
-
-_OPERATORS = {"forward": 24, "backward": 48}
-"""Operators of a layer that compute: matrices, norms, attention, gate, sums, and twice as many in backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,19 +283,13 @@ def _layer(form: ClosedForm, split: Split) -> LayerSpec:
     # At the end all gradients have been made and everything kept is gone but what came in.
     at_end = gradients + 2 * hidden - saved
     matrices = sum(a * b for _, a, b in dims.matrices)
-    scores = sympy.Rational(4 * dims.query_width, t) * TOKENS * SEQUENCE
-    forward_flops = sympy.Rational(2 * matrices, t) * TOKENS + scores
-    moved = 3 * saved + sympy.Rational(matrices * form.itemsize, t)
+    work = layer_work(form, split)
     widths = sum(outer for _, _, outer in dims.matrices) + dims.query_width + dims.ffn
     return LayerSpec(
         kind="Layer",
         example="layers.0",
-        forward_flops=forward_flops,
-        backward_flops=2 * forward_flops,
-        forward_moved_bytes=moved,
-        backward_moved_bytes=2 * moved,
-        forward_operators=_OPERATORS["forward"],
-        backward_operators=_OPERATORS["backward"],
+        forward_work=work.forward,
+        backward_work=work.backward,
         saved_bytes=saved,
         checkpointed_saved_bytes=kept,
         forward_peak_bytes=saved + hidden,
@@ -323,7 +313,8 @@ def _head(form: ClosedForm, split: Split) -> LayerSpec:
     tables = _table(form, split) + dims.positions * dims.hidden * form.stored
     # Its gradient arrives where its output was; the sum with positions needs a copy in either direction.
     made = saved + hidden if dims.positions or dims.embedding_dropout else saved
-    return _edge("head", saved, made, _table(form, split), tables + hidden - saved)
+    work = head_work(form, split, _table(form, split))
+    return _edge("head", work, saved, made, _table(form, split), tables + hidden - saved)
 
 
 def _tail(form: ClosedForm, split: Split) -> LayerSpec:
@@ -342,10 +333,9 @@ def _tail(form: ClosedForm, split: Split) -> LayerSpec:
     backward = _maximum((losses.backward - losses.kept) * scores, at_matrix)
     first = _maximum((losses.backward - losses.kept) * scores, at_matrix, table + 2 * hidden - saved)
     flops = sympy.Rational(2 * dims.vocabulary * dims.hidden, divided) * TOKENS
+    work = tail_work(form, split, table, min(losses.kept, max(4, form.itemsize)))
     return replace(
-        _edge("tail", saved, before + losses.forward * scores, backward, first),
-        forward_flops=flops,
-        backward_flops=2 * flops,
+        _edge("tail", work, saved, before + losses.forward * scores, backward, first),
         weight_flops=flops,
         weight_bytes=normed + gradient,
     )
@@ -365,17 +355,15 @@ def _table(form: ClosedForm, split: Split) -> sympy.Expr:
     return sympy.Rational(form.dims.vocabulary * form.dims.hidden * form.stored, divided)
 
 
-def _edge(kind: str, saved: sympy.Expr, forward: sympy.Expr, backward: sympy.Expr, first: sympy.Expr) -> LayerSpec:
+def _edge(
+    kind: str, work: PartWork, saved: sympy.Expr, forward: sympy.Expr, backward: sympy.Expr, first: sympy.Expr
+) -> LayerSpec:
     """Head or tail, which are never recomputed."""
     return LayerSpec(
         kind=kind,
         example="",
-        forward_flops=sympy.S.Zero,
-        backward_flops=sympy.S.Zero,
-        forward_moved_bytes=2 * saved,
-        backward_moved_bytes=4 * saved,
-        forward_operators=8,
-        backward_operators=16,
+        forward_work=work.forward,
+        backward_work=work.backward,
         saved_bytes=saved,
         checkpointed_saved_bytes=saved,
         forward_peak_bytes=forward,

@@ -5,6 +5,7 @@ Array axes
     L  layers
     C  cuts ``0 .. L``: cut ``k`` lies before layer ``k``; nothing is sent over cuts 0 and L
     P  parameters
+    E  operators of one kind (and size) in one direction of a kind of region
     K  whatever the caller asks about
 
 A stage of layers ``[start, end)`` covers the regions ``[low, high)`` with ``low = start + 1``, or 0 if it is the first
@@ -20,6 +21,7 @@ import sympy
 
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray, compile_expressions
 from lightning_mist.cost.context_parallel import part_of_sequence, with_ring
+from lightning_mist.model.operator_kinds import OperatorKind
 from lightning_mist.model.spec import CollectiveSpec, LayerSpec, ModelSpec, TensorSpec
 from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
 from lightning_mist.plan.mesh import itemsize
@@ -39,6 +41,32 @@ _LAYER_FIELDS = (
     "weight_flops",
     "weight_bytes",
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionWork:
+    """The work of one direction of every region, by kind of operator; see :class:`OperatorCost`.
+
+    Attributes:
+        kinds: Kind of each entry.
+        of_E: Which kind of region each entry belongs to.
+        flops_E, moved_E, calls_E: What its operators do together, and how many they are.
+        of_R: Which kind of region each region is.
+    """
+
+    kinds: tuple[OperatorKind, ...]
+    of_E: IntArray
+    flops_E: FloatArray
+    moved_E: FloatArray
+    calls_E: FloatArray
+    of_R: IntArray
+
+    def sums(self, values_E: FloatArray) -> FloatArray:
+        """Sums over the entries of every region."""
+        sums_R: FloatArray = np.bincount(self.of_E, values_E, minlength=int(self.of_R.max()) + 1)[self.of_R].astype(
+            float
+        )
+        return sums_R
 
 
 Collectives = tuple[tuple[str, FloatArray, FloatArray], ...]
@@ -66,6 +94,8 @@ class RegionCosts:
     backward_flops_R: FloatArray
     forward_moved_R: FloatArray
     backward_moved_R: FloatArray
+    forward_work: RegionWork
+    backward_work: RegionWork
     weight_flops_R: FloatArray
     weight_R: FloatArray
     handed_R: FloatArray
@@ -97,16 +127,19 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
     crossing = [_bytes(tensors) for tensors in cuts]
     returning = [_bytes([tensor for tensor in tensors if tensor.requires_grad]) for tensors in cuts]
     collectives = [_collectives(kinds, direction) for direction in ("forward", "backward")]
+    works = [[item for kind in kinds for item in getattr(kind, f"{name}_work")] for name in ("forward", "backward")]
+    operators = [size for work in works for item in work for size in (item.flops, item.moved_bytes)]
     exchanged = [bytes_ for found in collectives for _, sizes, _ in found for bytes_ in sizes]
     edges = (spec.batch_bytes, spec.shared_saved_bytes)
     evaluate = compile_expressions(
-        [sympy.sympify(e) for e in (*layer_expressions, *crossing, *returning, *exchanged, *edges)],
+        [sympy.sympify(e) for e in (*operators, *layer_expressions, *crossing, *returning, *exchanged, *edges)],
         [MICROBATCH, SEQUENCE],
     )
 
     def at(rows: float, context: int = 1) -> RegionCosts:
         # Without a sequence dimension no expression contains its symbol, so any number does.
-        values = evaluate(rows, float(part_of_sequence(spec, context) or 1))
+        numbers = evaluate(rows, float(part_of_sequence(spec, context) or 1))
+        worked, values = numbers[: len(operators)].reshape(-1, 2).T, numbers[len(operators) :]
         layers = values[: len(layer_expressions)].reshape(len(_LAYER_FIELDS) + 2, len(kinds))[:, kind_R]
         rest = values[len(layer_expressions) :]
         bytes_of = iter(rest[2 * len(cuts) : -2].reshape(-1, len(kinds)))
@@ -126,6 +159,8 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
             backward_flops_R=layers[8],
             forward_moved_R=layers[9],
             backward_moved_R=layers[10],
+            forward_work=_region_work(kinds, kind_R, "forward", worked[:, : len(works[0])]),
+            backward_work=_region_work(kinds, kind_R, "backward", worked[:, len(works[0]) :]),
             weight_flops_R=layers[11],
             weight_R=layers[12],
             handed_R=layers[13],
@@ -140,6 +175,19 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
         return found if context == 1 else with_ring(found)
 
     return at
+
+
+def _region_work(kinds: Sequence[LayerSpec], kind_R: IntArray, direction: str, sizes: FloatArray) -> RegionWork:
+    """The work of one direction, given FLOPs and bytes of its entries."""
+    items = [(index, item) for index, kind in enumerate(kinds) for item in getattr(kind, f"{direction}_work")]
+    return RegionWork(
+        kinds=tuple(item.kind for _, item in items),
+        of_E=np.array([index for index, _ in items], dtype=np.int64),
+        flops_E=sizes[0],
+        moved_E=sizes[1],
+        calls_E=np.array([item.calls for _, item in items], dtype=np.float64),
+        of_R=kind_R,
+    )
 
 
 def _handed(kind: LayerSpec, *, recomputed: bool) -> sympy.Expr:

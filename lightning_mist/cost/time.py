@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.operator_time import compute_dtype, work_seconds
 from lightning_mist.cost.regions import Collectives, RegionCosts, regions_of
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import Cluster, CollectiveCost, HardwareProfile
@@ -20,9 +21,6 @@ from lightning_mist.model.spec import LayerSeconds, ModelSpec
 
 TimeSource = Literal["measured", "extrapolated", "rates"]
 """Whether seconds lie between measured ones, beyond them, or come from FLOPs, bytes and launches."""
-
-_COMPUTE_DTYPES = {"bf16": "bfloat16", "16": "float16", "64": "float64", "32": "float32", "transformer": "bfloat16"}
-"""Element type of matrix products by the first part of Lightning's precision names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,19 +94,17 @@ def region_seconds(
     regions = regions_of(spec)
     forward_R, backward_R = np.zeros(len(regions)), np.zeros(len(regions))
     sources: set[TimeSource] = set()
+    if any(region.kind not in measured for region in regions):
+        dtype, ahead = compute_dtype(spec.precision), cluster.device.kind == "cuda"
+        forward_R[:] = work_seconds(profile, costs.forward_work, dtype, "forward", launches_ahead=ahead)
+        backward_R[:] = work_seconds(profile, costs.backward_work, dtype, "backward", launches_ahead=ahead)
     for index, region in enumerate(regions):
         if region.kind in measured:
             seconds = measured[region.kind]
             forward_R[index] = interpolate(seconds.rows, seconds.forward, rows)
             backward_R[index] = interpolate(seconds.rows, seconds.backward, rows)
             sources.add(_source(seconds, rows))
-            continue
-        for target_R, flops, moved, operators in (
-            (forward_R, costs.forward_flops_R[index], costs.forward_moved_R[index], region.forward_operators),
-            (backward_R, costs.backward_flops_R[index], costs.backward_moved_R[index], region.backward_operators),
-        ):
-            target_R[index] = _roofline(spec, profile, cluster, flops=flops, moved=moved, operators=operators)
-        if region.forward_operators:
+        elif region.forward_work:
             sources.add("rates")
     order: tuple[TimeSource, ...] = ("rates", "extrapolated", "measured")
     worst: TimeSource = next((source for source in order if source in sources), "measured")
@@ -133,55 +129,6 @@ def interpolate(rows: Sequence[int], seconds: Sequence[float], wanted: float) ->
     if wanted > rows[-1]:
         return float(seconds[-1] * wanted / rows[-1])
     return float(np.interp(wanted, rows, seconds))
-
-
-def compute_dtype(precision: str) -> str:
-    """Element type in which a Lightning precision multiplies matrices, for example ``"bfloat16"``.
-
-    Raises:
-        ValueError: If the precision is not one of Lightning's.
-    """
-    name = precision.split("-", maxsplit=1)[0]
-    if name not in _COMPUTE_DTYPES:
-        raise ValueError(
-            f"precision {precision!r}: the element type it computes in is known for names that begin with "
-            f"{', '.join(_COMPUTE_DTYPES)}"
-        )
-    return _COMPUTE_DTYPES[name]
-
-
-def _roofline(
-    spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, *, flops: float, moved: float, operators: int
-) -> float:
-    """Seconds of some operators from their FLOPs, bytes and number.
-
-    Operators run one after another, so computing and moving bytes add up. On a device the host launches ahead, so the
-    slower of launching and executing counts; on a CPU launching is part of executing.
-    """
-    if operators == 0:
-        return 0.0
-    busy = moved / profile.memory_bytes_per_second
-    if flops > 0:
-        # The mean size is below that of the matrix products, which dominate, so the rate is rather too low.
-        busy += flops / compute_rate(profile, compute_dtype(spec.precision), flops / operators)
-    launches = operators * profile.operator_seconds
-    return max(busy, launches) if cluster.device.kind == "cuda" else busy + launches
-
-
-def compute_rate(profile: HardwareProfile, dtype: str, flops: float) -> float:
-    """FLOP/s of matrix products of a size, interpolated in its logarithm.
-
-    Raises:
-        ProfileError: If the profile has no rate for the element type.
-    """
-    for rate in profile.compute:
-        if rate.dtype == dtype:
-            return float(np.interp(np.log(max(flops, 1.0)), np.log(rate.flops), rate.flops_per_second))
-    known = ", ".join(rate.dtype for rate in profile.compute) or "nothing"
-    raise ProfileError(
-        f"the profile of {profile.device} has no rate for {dtype}, which this precision computes in; it has {known}: "
-        f"measure it for {dtype}, or use a precision that it has"
-    )
 
 
 def collective_seconds(

@@ -8,7 +8,14 @@ from lightning_mist.hardware.groups import RankGroup, measuring_groups
 from lightning_mist.hardware.interference import CHANNELS, Channel, Interference
 from lightning_mist.hardware.machine_file import read_machine
 from lightning_mist.hardware.measure import measure_profile
-from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile, StepOverheads
+from lightning_mist.hardware.profile import (
+    CollectiveCost,
+    ComputeRate,
+    HardwareProfile,
+    KernelRate,
+    MemoryRate,
+    StepOverheads,
+)
 from lightning_mist.hardware.store import load_profile, read_profile, save_profile, write_profile
 
 __all__ = [
@@ -20,7 +27,9 @@ __all__ = [
     "Device",
     "HardwareProfile",
     "Interference",
+    "KernelRate",
     "Link",
+    "MemoryRate",
     "RankGroup",
     "StepOverheads",
     "catalog_profile",

@@ -23,6 +23,45 @@ class ComputeRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRate:
+    """Speed of a kind of operators whose time is that of moving bytes.
+
+    Attributes:
+        kind: ``elementwise``, ``reduction``, ``index`` or ``copy``, as operators are sorted when a network is traced.
+        bytes: Bytes read plus written per call, ascending.
+        forward_bytes_per_second: At each size, of operators in forward.
+        backward_bytes_per_second: At each size, of operators in backward.
+        spread: Median absolute deviation over median, the worst of all sizes and both directions.
+    """
+
+    kind: str
+    bytes: tuple[float, ...]
+    forward_bytes_per_second: tuple[float, ...]
+    backward_bytes_per_second: tuple[float, ...]
+    spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRate:
+    """Speed of a kind of operators that compute, but no matrix products.
+
+    Attributes:
+        kind: ``attention`` or ``causal_attention`` (fused), or ``convolution``.
+        dtype: Name of the element type.
+        forward_flops_per_second: Floating-point operations as they are counted (scores that a causal mask hides count)
+            per second, in forward.
+        backward_flops_per_second: The same in backward, where attention's five products count.
+        spread: Median absolute deviation over median, the worse of both directions.
+    """
+
+    kind: str
+    dtype: str
+    forward_flops_per_second: float
+    backward_flops_per_second: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
     """Time of one collective: ``latency + payload / bandwidth``, the payload being the whole un-sharded tensor.
 
@@ -68,8 +107,12 @@ class HardwareProfile:
     Attributes:
         device: Name of the device.
         source: Where the numbers come from: ``"measured"`` with host and date, or catalog sources.
-        compute: Rates by element type.
+        compute: Rates of matrix products by element type.
         memory_bytes_per_second: Bytes read plus written per second by large element-wise operators.
+        rates: Rates of what is limited by memory, by kind of operator; a kind that is not there moves bytes as
+            element-wise operators do, these at ``memory_bytes_per_second`` if they are not there either.
+        kernels: Rates of fused attention and of convolutions, by kind and element type; what is not there computes like
+            matrix products with as many operations.
         operator_seconds: Overhead of launching one operator from Python.
         collectives: Fitted collectives.
         host_to_device_bytes_per_second: Pinned copies to the device; 0 where there is no separate device.
@@ -91,3 +134,5 @@ class HardwareProfile:
     host_bytes_per_second_per_node: float = 0.0
     interference: Interference | None = None
     overheads: StepOverheads = StepOverheads()
+    rates: tuple[MemoryRate, ...] = ()
+    kernels: tuple[KernelRate, ...] = ()

@@ -21,9 +21,16 @@ import torch
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.hardware.interference import COEFFICIENTS, Interference
-from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile, StepOverheads
+from lightning_mist.hardware.profile import (
+    CollectiveCost,
+    ComputeRate,
+    HardwareProfile,
+    KernelRate,
+    MemoryRate,
+    StepOverheads,
+)
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the file format; other versions are not read."""
 
 
@@ -189,9 +196,35 @@ def _decode(data: dict[str, Any]) -> HardwareProfile:
         host_to_device_bytes_per_second=float(data["host_to_device_bytes_per_second"]),
         device_to_host_bytes_per_second=float(data["device_to_host_bytes_per_second"]),
         host_bytes_per_second_per_node=float(data.get("host_bytes_per_second_per_node", 0.0)),
+        rates=tuple(map(_memory_rate, data["rates"])),
+        kernels=tuple(map(_kernel_rate, data["kernels"])),
         interference=_interference(data.get("interference")),
         # Profiles that were kept before overheads were known have none.
         overheads=StepOverheads(**{str(name): float(value) for name, value in data.get("overheads", {}).items()}),
+    )
+
+
+def _memory_rate(rate: dict[str, Any]) -> MemoryRate:
+    found = MemoryRate(
+        kind=str(rate["kind"]),
+        bytes=_numbers(rate["bytes"]),
+        forward_bytes_per_second=_numbers(rate["forward_bytes_per_second"]),
+        backward_bytes_per_second=_numbers(rate["backward_bytes_per_second"]),
+        spread=float(rate["spread"]),
+    )
+    lengths = {len(found.bytes), len(found.forward_bytes_per_second), len(found.backward_bytes_per_second)}
+    if not found.bytes or len(lengths) > 1:
+        raise ValueError(f"{sorted(lengths)} sizes and rates of {found.kind}")
+    return found
+
+
+def _kernel_rate(rate: dict[str, Any]) -> KernelRate:
+    return KernelRate(
+        kind=str(rate["kind"]),
+        dtype=str(rate["dtype"]),
+        forward_flops_per_second=float(rate["forward_flops_per_second"]),
+        backward_flops_per_second=float(rate["backward_flops_per_second"]),
+        spread=float(rate["spread"]),
     )
 
 

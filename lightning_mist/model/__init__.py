@@ -7,6 +7,7 @@ from lightning_mist.model.device_operators import DeviceOperators, device_operat
 from lightning_mist.model.elementwise import coupling_reason, whole_tensor_reason
 from lightning_mist.model.events import Allocation, LayerEvents, Moment, PartEvents, Release
 from lightning_mist.model.memory_rules import register_memory_rule
+from lightning_mist.model.operator_kinds import OperatorKind
 from lightning_mist.model.optimizer import describe_optimizer, optimizer_class
 from lightning_mist.model.own_optimizer import optimizer_to_describe
 from lightning_mist.model.polynomial import Polynomial
@@ -14,6 +15,7 @@ from lightning_mist.model.spec import (
     LayerSeconds,
     LayerSpec,
     ModelSpec,
+    OperatorCost,
     OptimizerSpec,
     ParameterSpec,
     TensorSpec,
@@ -33,6 +35,8 @@ __all__ = [
     "LayerSpec",
     "ModelSpec",
     "Moment",
+    "OperatorCost",
+    "OperatorKind",
     "OptimizerSpec",
     "ParameterSpec",
     "PartEvents",

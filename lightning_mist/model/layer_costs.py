@@ -14,6 +14,7 @@ from lightning_mist.model.saved import PhaseCount, Storage
 from lightning_mist.model.spec import CollectiveSpec, LayerSpec
 from lightning_mist.model.templates import layer_events
 from lightning_mist.model.ways import Way, Ways
+from lightning_mist.model.work import fit_work
 
 
 def layer_specs(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> tuple[LayerSpec, ...]:
@@ -40,24 +41,12 @@ def _layer_spec(ways: Ways, lines: Sequence["_Bytes"], example: Example, events:
     def fit(count: Callable[[PhaseCount], int], phases: Sequence[PhaseCount], what: str) -> sympy.Expr:
         return basis.fit([count(phase) for phase in phases], f"{what} of the {kind}")
 
-    def operators(phases: Sequence[PhaseCount], what: str) -> int:
-        counts = {phase.operators for phase in phases}
-        if len(counts) > 1:
-            raise MisfitError(f"the number of {what} operators of the {kind} depends on the size: {sorted(counts)}")
-        return counts.pop()
-
     forward, backward = [run.forward[part] for run in runs], [run.backward[part] for run in runs]
-    # What is moved to add to gradients depends on the parameters alone; it was compared at two sizes.
-    added = later.run.backward[part].moved_bytes - backward[0].moved_bytes
     return LayerSpec(
         kind=kind,
         example=example.block,
-        forward_flops=fit(lambda phase: phase.flops, forward, "forward FLOPs"),
-        backward_flops=fit(lambda phase: phase.flops, backward, "backward FLOPs"),
-        forward_moved_bytes=fit(lambda phase: phase.moved_bytes, forward, "forward moved bytes"),
-        backward_moved_bytes=fit(lambda phase: phase.moved_bytes + added, backward, "backward moved bytes"),
-        forward_operators=operators(forward, "forward"),
-        backward_operators=operators([run.backward[part] for run in later.runs], "backward"),
+        forward_work=fit_work(basis, forward, f"{kind}'s forward"),
+        backward_work=fit_work(basis, backward, f"{kind}'s backward", later=[run.backward[part] for run in later.runs]),
         saved_bytes=basis.expression(kept.saved[part]),
         checkpointed_saved_bytes=basis.expression(again.saved[part]),
         forward_peak_bytes=kept.forward_peak(part),

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_mist.errors import TraceError
 from lightning_mist.model.guesses import Guesses, guess
 from lightning_mist.model.memory_rules import workspace_bytes
+from lightning_mist.model.operator_kinds import OperatorKind, kind_of
 from lightning_mist.model.operators import computes, flops, moved_bytes, storage_key, tensors_in
 from lightning_mist.model.origins import NOWHERE, Origin, Origins
 
@@ -24,15 +25,16 @@ Cause = Literal["forward", "recompute", "backward", "accumulate"]
 """Why an operator ran: as part of the forward, of a forward that is repeated in backward, of backward itself, or to add
 a gradient to a parameter's."""
 
+Work = tuple[OperatorKind, int, int]
+"""Kind, floating-point operations and moved bytes of one operator."""
+
 
 @dataclass(slots=True, kw_only=True)
 class PhaseCount:
     """What happened in one direction of one part of a step.
 
     Attributes:
-        flops: Floating-point operations.
-        moved_bytes: Bytes read and written.
-        operators: Operators that computed.
+        work: Kind, floating-point operations, and bytes read and written of every operator that computed.
         weight_flops: Floating-point operations of linear operations on parameters.
         weight_bytes: Bytes of their inputs and outputs.
         collectives: Calls and bytes of whole tensors by collective operation.
@@ -41,15 +43,28 @@ class PhaseCount:
         recomputes: Whether a forward was repeated in it.
     """
 
-    flops: int = 0
-    moved_bytes: int = 0
-    operators: int = 0
+    work: list[Work] = field(default_factory=list)
     weight_flops: int = 0
     weight_bytes: int = 0
     collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
     timeline: list[int] = field(default_factory=list)
     start: int = -1
     recomputes: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations."""
+        return sum(flops for _, flops, _ in self.work)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes read and written."""
+        return sum(moved for _, _, moved in self.work)
+
+    @property
+    def operators(self) -> int:
+        """Number of operators that computed."""
+        return len(self.work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +239,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not computes(func, inputs, outputs):
             return result
         phase = self._phase
-        phase.operators += 1
-        phase.flops += flops(func, args, kwargs, result)
-        phase.moved_bytes += moved_bytes(func, args, kwargs, inputs, outputs)
+        phase.work.append(
+            (
+                kind_of(func, args, kwargs),
+                flops(func, args, kwargs, result),
+                moved_bytes(func, args, kwargs, inputs, outputs),
+            )
+        )
         self._take_in(func, inputs, outputs)
         self._use(func, workspace_bytes(func, args, kwargs))
         self._read()

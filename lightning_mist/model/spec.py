@@ -11,6 +11,7 @@ import sympy
 
 from lightning_mist.errors import PlanError
 from lightning_mist.model.events import LayerEvents
+from lightning_mist.model.operator_kinds import OperatorKind
 from lightning_mist.plan import ModuleMap
 
 
@@ -64,6 +65,26 @@ class CollectiveSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCost:
+    """What some operators of one kind do in one direction of one part.
+
+    Matrix products and convolutions of one size have an entry of their own, as how fast they are depends on their size;
+    of any other kind there is one entry.
+
+    Attributes:
+        kind: What kind of work it is.
+        flops: Floating-point operations of all of them together (a multiply-add is two).
+        moved_bytes: Bytes read and written.
+        calls: How many they are.
+    """
+
+    kind: OperatorKind
+    flops: sympy.Expr
+    moved_bytes: sympy.Expr
+    calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One kind of layer (or the head, or the tail).
 
@@ -83,9 +104,7 @@ class LayerSpec:
     Attributes:
         kind: ``"head"``, ``"tail"``, or a label of the block kind such as ``"GPT2Block"`` (unique in the model).
         example: Qualified name of the block that was traced; empty for head and tail.
-        forward_flops, backward_flops: Floating-point operations (a multiply-add is two).
-        forward_moved_bytes, backward_moved_bytes: Bytes read and written by all operators.
-        forward_operators, backward_operators: Number of operators that compute or copy (views cost no launch).
+        forward_work, backward_work: What its operators that compute or copy do, by kind (views cost nothing).
         saved_bytes: Bytes allocated in its forward and still alive when the forward of the whole step has ended.
         checkpointed_saved_bytes: The same if the layer is recomputed in backward; it is what it hands on.
         forward_peak_bytes: Largest number of bytes alive during its forward beyond the saved bytes of all parts before
@@ -98,7 +117,7 @@ class LayerSpec:
         recompute_backward_peak_bytes: Largest number of bytes alive during recomputation and backward beyond the saved
             bytes of all parts before it and its own checkpointed ones, gradients being there already and not counted.
         first_recompute_backward_peak_bytes: The same when its parameter gradients do not exist yet and are made here.
-        weight_flops: Floating-point operations of the gradients of its matrices, part of ``backward_flops``: what a
+        weight_flops: Floating-point operations of the gradients of its matrices, part of :attr:`backward_flops`: what a
             zero-bubble schedule puts off.
         weight_bytes: Bytes that are kept for them meanwhile: inputs of its linear operations and gradients of outputs.
         forward_collectives, backward_collectives: What tensor-parallel ranks exchange in either direction.
@@ -112,12 +131,8 @@ class LayerSpec:
 
     kind: str
     example: str
-    forward_flops: sympy.Expr
-    backward_flops: sympy.Expr
-    forward_moved_bytes: sympy.Expr
-    backward_moved_bytes: sympy.Expr
-    forward_operators: int
-    backward_operators: int
+    forward_work: tuple[OperatorCost, ...]
+    backward_work: tuple[OperatorCost, ...]
     saved_bytes: sympy.Expr
     checkpointed_saved_bytes: sympy.Expr
     forward_peak_bytes: sympy.Expr
@@ -130,6 +145,36 @@ class LayerSpec:
     forward_collectives: tuple[CollectiveSpec, ...] = ()
     backward_collectives: tuple[CollectiveSpec, ...] = ()
     events: LayerEvents | None = None
+
+    @property
+    def forward_flops(self) -> sympy.Expr:
+        """Floating-point operations of its forward."""
+        return sympy.Add(*(item.flops for item in self.forward_work))
+
+    @property
+    def backward_flops(self) -> sympy.Expr:
+        """Floating-point operations of its backward."""
+        return sympy.Add(*(item.flops for item in self.backward_work))
+
+    @property
+    def forward_moved_bytes(self) -> sympy.Expr:
+        """Bytes that all operators of its forward read and write."""
+        return sympy.Add(*(item.moved_bytes for item in self.forward_work))
+
+    @property
+    def backward_moved_bytes(self) -> sympy.Expr:
+        """Bytes that all operators of its backward read and write, gradients being there already."""
+        return sympy.Add(*(item.moved_bytes for item in self.backward_work))
+
+    @property
+    def forward_operators(self) -> int:
+        """Number of operators of its forward."""
+        return sum(item.calls for item in self.forward_work)
+
+    @property
+    def backward_operators(self) -> int:
+        """Number of operators of its backward."""
+        return sum(item.calls for item in self.backward_work)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

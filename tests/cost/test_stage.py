@@ -5,8 +5,8 @@ import pytest
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
 from lightning_mist.cost.memory import BUCKET_BYTES
+from lightning_mist.cost.operator_time import compute_rate
 from lightning_mist.cost.stage import GRADIENT_PASSES, OPERATORS_PER_PARAMETER
-from lightning_mist.cost.time import compute_rate
 from tests.specs import cluster, profile, spec, with_splits
 
 
@@ -150,7 +150,7 @@ def test_split_layers_shrink_as_their_work_does_and_exchange():
     parts = [regions.forward_R for regions in (model(network, machine).region_seconds(2, degree) for degree in (1, 2))]
     # Half of the work, at the rate of smaller products; but just as many operators to launch.
     rates = [
-        2e8 / share / compute_rate(machine, "float32", 2e8 / share / 20) + 60_000 / share / 1e9 + 20 * 1e-6
+        2e8 / share / compute_rate(machine, "float32", 2e8 / share / 2) + 60_000 / share / 1e9 + 20 * 1e-6
         for share in (1, 2)
     ]
     assert parts[1][1] == pytest.approx(parts[0][1] * rates[1] / rates[0] + exchange)

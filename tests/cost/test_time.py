@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost.regions import compile_regions
-from lightning_mist.cost.time import collective_seconds, compute_dtype, compute_rate, interpolate, region_seconds
+from lightning_mist.cost.time import collective_seconds, interpolate, region_seconds
 from lightning_mist.errors import ProfileError
 from tests.specs import cluster, profile, spec
 
@@ -35,8 +35,8 @@ def test_rates_where_nothing_was_measured():
     machine = profile(flops_per_second=1e10, bytes_per_second=1e9)
     at = compile_regions(network)
     seconds = region_seconds(network, machine, cluster(), at(2), 2)
-    # 2e8 FLOPs in 20 operators, so 1e7 each: a third of the way from 5e9 at 1e6 to 1e10 at 1e9.
-    rate = 5e9 + 5e9 / 3
+    # 2e8 FLOPs in 2 matrix products, so 1e8 each: two thirds of the way from 5e9 at 1e6 to 1e10 at 1e9.
+    rate = 5e9 + 2 * 5e9 / 3
     assert seconds.forward_R[1] == pytest.approx(2e8 / rate + 60_000 / 1e9 + 20e-6)
     assert seconds.source == "rates"
     # On a device the host launches ahead.
@@ -44,24 +44,6 @@ def test_rates_where_nothing_was_measured():
     assert device.forward_R[1] == pytest.approx(2e8 / rate + 60_000 / 1e9)
     launching = dataclasses.replace(machine, operator_seconds=1.0)
     assert region_seconds(network, launching, cluster(kind="cuda"), at(2), 2).forward_R[1] == 20.0
-
-
-def test_a_precision_without_a_rate_is_named():
-    with pytest.raises(ProfileError, match=r"no rate for bfloat16.*it has float32"):
-        compute_rate(profile(), "bfloat16", 1e6)
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [("32-true", "float32"), ("bf16-mixed", "bfloat16"), ("16-true", "float16"), ("64-true", "float64")],
-)
-def test_compute_dtype(precision, dtype):
-    assert compute_dtype(precision) == dtype
-
-
-def test_an_unknown_precision_is_named():
-    with pytest.raises(ValueError, match="'int3'"):
-        compute_dtype("int3")
 
 
 def test_collectives():

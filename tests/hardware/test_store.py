@@ -15,6 +15,8 @@ from lightning_mist.hardware import (
     ComputeRate,
     Device,
     HardwareProfile,
+    KernelRate,
+    MemoryRate,
     StepOverheads,
     catalog_profile,
     load_profile,
@@ -46,6 +48,22 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         spread=POSITIVE,
     )
     coefficients = dict.fromkeys(COEFFICIENTS, st.floats(0.0, 1.0))
+    memories = st.builds(
+        MemoryRate,
+        kind=st.text(),
+        bytes=numbers,
+        forward_bytes_per_second=numbers,
+        backward_bytes_per_second=numbers,
+        spread=POSITIVE,
+    )
+    kernels = st.builds(
+        KernelRate,
+        kind=st.text(),
+        dtype=st.text(),
+        forward_flops_per_second=POSITIVE,
+        backward_flops_per_second=POSITIVE,
+        spread=POSITIVE,
+    )
     overheads = st.builds(StepOverheads, step_seconds=POSITIVE, action_seconds=POSITIVE, message_seconds=st.just(0.0))
     interferences = st.builds(Interference, **coefficients, source=st.text(), spread=POSITIVE)
     return HardwareProfile(
@@ -59,6 +77,8 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         device_to_host_bytes_per_second=draw(POSITIVE),
         interference=draw(st.none() | interferences),
         overheads=draw(overheads),
+        rates=tuple(draw(st.lists(memories, max_size=2))),
+        kernels=tuple(draw(st.lists(kernels, max_size=2))),
     )
 
 
@@ -115,8 +135,8 @@ def test_missing_element_types_are_measured_again(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda content: content[: len(content) // 2], "cannot be read"),
-        (lambda content: "[]", "has schema None: schema 1 is read"),
-        (lambda content: content.replace('"schema": 1', '"schema": 0'), "has schema 0: schema 1 is read"),
+        (lambda content: "[]", "has schema None: schema 2 is read"),
+        (lambda content: content.replace('"schema": 2', '"schema": 0'), "has schema 0: schema 2 is read"),
         (lambda content: content.replace("operator_seconds", "operator_second"), "KeyError.*; measure again"),
         (lambda content: content.replace('"spread": 0.0', '"spread": "wide"', 1), "ValueError.*; measure again"),
         (lambda content: content.replace('"num_threads": "', '"num_threads": "9'), "was made for"),

@@ -79,6 +79,6 @@ def test_without_recomputation_its_costs_are_those_of_keeping_everything():
 
 def test_a_part_whose_operators_depend_on_the_size_has_no_expressions():
     counted = ways()
-    counted.first.runs[1].forward[1].operators += 1
-    with pytest.raises(MisfitError, match="the number of forward operators of the block depends on the size"):
+    counted.first.runs[1].forward[1].work.append(("copy", 0, 8))
+    with pytest.raises(MisfitError, match="the number of operators of the block's forward depends on the size"):
         spec_of(counted)

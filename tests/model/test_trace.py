@@ -1,6 +1,7 @@
 import copy
 import random
 import re
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model import MICROBATCH, SEQUENCE, LayerSpec, ModelSpec, trace_model
+from lightning_mist.model import MICROBATCH, SEQUENCE, LayerSpec, ModelSpec, OperatorCost, trace_model
 from lightning_mist.model.batches import resize_batch
 from lightning_mist.model.isolate import isolated, substitute_parameters
+from lightning_mist.model.saved import PhaseCount
 from lightning_mist.model.step import StepCount, Subject, count_step
 from tests import zoo
 
@@ -72,6 +74,23 @@ def real_count(module: nn.Module, spec: ModelSpec, call: Any, batch: Any, **how:
         return count_step(subject, batch, twins=(None,) * len(blocks), **how)
 
 
+def by_kind(work: Iterable[OperatorCost], b: int, s: int) -> dict[str, list[int]]:
+    """FLOPs, bytes and calls of every kind of operator."""
+    sums: dict[str, list[int]] = {}
+    for item in work:
+        known = sums.get(item.kind, [0, 0, 0])
+        found = (at(item.flops, b, s), at(item.moved_bytes, b, s), item.calls)
+        sums[item.kind] = [x + y for x, y in zip(known, found, strict=True)]
+    return sums
+
+
+def counted_by_kind(phase: PhaseCount) -> dict[str, list[int]]:
+    sums: dict[str, list[int]] = {}
+    for kind, flops, moved in phase.work:
+        sums[kind] = [x + y for x, y in zip(sums.get(kind, [0, 0, 0]), (flops, moved, 1), strict=True)]
+    return sums
+
+
 def parts(spec: ModelSpec) -> list[LayerSpec]:
     return [spec.head, *(spec.layers[kind] for kind in spec.kinds), spec.tail]
 
@@ -94,6 +113,8 @@ def test_expressions_hold_on_real_numbers_at_sizes_that_were_not_traced(name: st
         assert at(part.first_backward_peak_bytes, b, s) == max(first.backward_peaks(index))
         assert at(part.backward_peak_bytes, b, s) == max(later.backward_peaks(index))
         assert part.backward_operators == later.backward[index].operators
+        assert by_kind(part.forward_work, b, s) == counted_by_kind(first.forward[index])
+        assert by_kind(part.backward_work, b, s) == counted_by_kind(later.backward[index])
         assert at(part.checkpointed_saved_bytes, b, s) == again.saved[index]
         if 0 < index <= spec.num_layers:
             assert at(part.recompute_backward_peak_bytes, b, s) == max(again.backward_peaks(index))
