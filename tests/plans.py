@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from math import gcd, lcm
+from typing import get_args
 
 from hypothesis import strategies as st
 
@@ -13,6 +14,8 @@ from lightning_mist.plan import (
     PredictedStage,
     StageMesh,
     StagePlan,
+    Transfers,
+    UpdateAfter,
     ZeroStage,
 )
 
@@ -130,4 +133,9 @@ def _predicted(draw, num_stages):
         spent=st.dictionaries(_names, finite, max_size=3).map(lambda d: tuple(d.items())),
     )
     stages = draw(st.lists(stage, min_size=num_stages, max_size=num_stages))
-    return Predicted(step_seconds=draw(finite), stages=tuple(stages))
+    return Predicted(
+        step_seconds=draw(finite),
+        stages=tuple(stages),
+        transfers=draw(st.sampled_from(get_args(Transfers))),
+        update_after=draw(st.sampled_from(get_args(UpdateAfter))),
+    )

@@ -18,12 +18,13 @@ from typing import Any, TypeVar, cast
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.memory import Checkpointing, OffloadRatios
 from lightning_mist.plan.parallelism import StageMesh, ZeroStage
-from lightning_mist.plan.plan import Plan, Predicted, PredictedStage, ScheduleName, StagePlan
+from lightning_mist.plan.plan import Plan, Predicted, PredictedStage, ScheduleName, StagePlan, Transfers, UpdateAfter
 
 SCHEMA = 1
 """The version of the plan file that this version writes, and the newest that it reads."""
 
 _OFFLOAD_KEYS = ("parameters", "gradients", "optimizer", "activations")
+_RULE_KEYS = ("transfers", "update_after")
 _SECONDS_KEYS = ("steady_seconds", "boundary_seconds", "forward_seconds", "backward_seconds")
 
 T = TypeVar("T")
@@ -113,7 +114,9 @@ def _predicted_document(predicted: Predicted | None) -> dict[str, object]:
         }
         for stage in predicted.stages
     ]
-    return {"step_seconds": predicted.step_seconds, "stages": stages}
+    defaults = Predicted(step_seconds=0.0, stages=())
+    rules = {key: getattr(predicted, key) for key in _RULE_KEYS if getattr(predicted, key) != getattr(defaults, key)}
+    return {"step_seconds": predicted.step_seconds, **rules, "stages": stages}
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -307,11 +310,17 @@ def _predicted_stage(value: object, path: str) -> PredictedStage:
 
 def _predicted(value: object, path: str) -> Predicted | None:
     reader = _Reader.of(value, path)
-    reader.only("step_seconds", "stages")
+    reader.only("step_seconds", *_RULE_KEYS, "stages")
     step_seconds = reader.get("step_seconds", _number, 0.0)
     stages = reader.get("stages", _list(_predicted_stage), ())
     # This is how a plan that nobody predicted is written, so that the file always has the same keys.
-    return Predicted(step_seconds=step_seconds, stages=stages) if stages or step_seconds else None
+    if not stages and not step_seconds:
+        return None
+    transfers = cast(Transfers, reader.get("transfers", _text, "beside"))  # Predicted itself checks the words
+    update_after = cast(UpdateAfter, reader.get("update_after", _text, "own"))
+    return reader.build(
+        lambda: Predicted(step_seconds=step_seconds, stages=stages, transfers=transfers, update_after=update_after)
+    )
 
 
 def _plan(reader: _Reader) -> Plan:

@@ -13,6 +13,14 @@ ScheduleName = Literal["1f1b", "gpipe", "interleaved-1f1b", "zb-h1"]
 
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
+Transfers = Literal["beside", "within"]
+"""Whether transfers between stages move beside computation, as between devices, or within it, as between processes that
+copy with the cores that they compute with."""
+
+UpdateAfter = Literal["own", "last", "all"]
+"""Which groups of devices must have reduced their gradients before one starts its optimizer: itself, also the one of
+the last stage, or all."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
@@ -92,10 +100,28 @@ class PredictedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What the cost model says of a whole plan: seconds of one optimizer step, and each stage."""
+    """What the cost model says of a whole plan.
+
+    Attributes:
+        step_seconds: Seconds of one optimizer step.
+        stages: Each stage.
+        transfers: How transfers move on the machine that the prediction is for.
+        update_after: Whom the optimizer's step waits for there.
+    """
 
     step_seconds: float
     stages: tuple[PredictedStage, ...]
+    transfers: Transfers = "beside"
+    update_after: UpdateAfter = "own"
+
+    def __post_init__(self) -> None:
+        """Check the words."""
+        for name, value, known in (
+            ("transfers", self.transfers, get_args(Transfers)),
+            ("update_after", self.update_after, get_args(UpdateAfter)),
+        ):
+            if value not in known:
+                raise PlanError(f"{name} = {value!r}: known are {', '.join(known)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,12 @@
 from lightning_mist.schedule.action import Action, ActionKind, Schedule
 from lightning_mist.schedule.arrivals import arrived_sends
 from lightning_mist.schedule.check import check
+from lightning_mist.schedule.clock import StepRules
 from lightning_mist.schedule.generate import generate
 from lightning_mist.schedule.in_flight import Held, held_counts, in_flight, in_flight_counts, waiting, waiting_counts
 from lightning_mist.schedule.lower import lower
-from lightning_mist.schedule.simulate import Simulation, StageSeconds, simulate, simulate_plan
+from lightning_mist.schedule.seconds import StageSeconds
+from lightning_mist.schedule.simulate import Simulation, simulate, simulate_plan
 from lightning_mist.schedule.trace import Span, to_chrome_trace
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "Simulation",
     "Span",
     "StageSeconds",
+    "StepRules",
     "arrived_sends",
     "check",
     "generate",

@@ -76,6 +76,20 @@ def consumers(actions: Sequence[Action]) -> dict[Action, int]:
     return found
 
 
+def posting_positions(used: Sequence[int], earliest: Sequence[int]) -> list[int]:
+    """Before which computation of a group to post each receive from one other group.
+
+    Args:
+        used: Position of the computation that waits for it, for each receive in the order of their sends.
+        earliest: The first position before which it can be posted.
+    """
+    # No receive is posted after one whose message was sent later, and none before its own forward has run.
+    wanted = [max(position - 1, first) for position, first in zip(used, earliest, strict=True)]
+    ahead = [*accumulate(reversed(wanted), min)][::-1]
+    ready = accumulate(earliest, max)
+    return [min(max(position, first), last) for position, first, last in zip(ahead, ready, used, strict=True)]
+
+
 def _sends_behind(action: Action, last: int) -> tuple[Action, ...]:
     """What is sent right after a computation."""
     if action.kind is ActionKind.FORWARD and action.stage < last:
@@ -102,11 +116,8 @@ def _receives_before(
             else 0
             for receive in order
         ]
-        # No receive is posted after one whose message was sent later, and none before its own forward has run.
-        wanted = [max(consumer[receive] - 1, first) for receive, first in zip(order, earliest, strict=True)]
-        ahead = [*accumulate(reversed(wanted), min)][::-1]
-        ready = accumulate(earliest, max)
-        needed = accumulate((consumer[receive] for receive in order), max)
-        for receive, position, first, key in zip(order, ahead, ready, needed, strict=True):
-            placed[min(max(position, first), consumer[receive])].append((key, receive))
+        used = [consumer[receive] for receive in order]
+        needed = accumulate(used, max)
+        for receive, position, key in zip(order, posting_positions(used, earliest), needed, strict=True):
+            placed[position].append((key, receive))
     return [[receive for _, receive in sorted(line, key=lambda item: item[0])] for line in placed]

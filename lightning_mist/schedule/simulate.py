@@ -1,9 +1,7 @@
 """Running the very lists of a schedule on a clock instead of on devices.
 
-A group of devices has one lane of computation and runs its list in order. Sends and receives are posted and take no
-time of it. A transfer starts when both sides have posted it and the one before it from the same group to the same other
-has ended; the two directions between groups do not disturb each other. ``F``, ``B`` and ``I`` wait for what they
-consume. ``REDUCE_TIED`` starts on all groups at once, when the last has come to it.
+How transfers move, what waits for what, and when the optimizer steps is said in
+:mod:`~lightning_mist.schedule.clock`, which does the arithmetic: here are spans, for pictures and for people.
 
 For ``S`` stages and ``G`` microbatches that take ``t`` each, 1F1B and GPipe without transfers take ``(G - 1 + S) t``,
 which is ``(G - 1) max t + sum t``, the closed form of the cost model. Stages that differ take no longer than that if
@@ -15,13 +13,12 @@ and ``G >= S``, and less than under 1F1B whenever ``W`` takes any time. ``V`` ch
 each, take ``(G V + P - 1) t`` under interleaved 1F1B.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
 from lightning_mist.schedule.action import (
+    COMPUTATIONS,
     INPUT_BACKWARDS,
     RECEIVES,
     SENDS,
@@ -29,39 +26,21 @@ from lightning_mist.schedule.action import (
     ActionKind,
     Schedule,
     num_stages_of,
-    receive_of,
 )
-from lightning_mist.schedule.check import Rules, check
+from lightning_mist.schedule.check import check
+from lightning_mist.schedule.clock import Epilogue, EpilogueTimes, StepRules, Times, finish, run
 from lightning_mist.schedule.lower import lower
+from lightning_mist.schedule.program import Program, program_of_lists
+from lightning_mist.schedule.seconds import (
+    StageSeconds,
+    crossing_seconds,
+    plan_seconds,
+    predicted_terms,
+    slot_seconds,
+)
 from lightning_mist.schedule.trace import Span
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSeconds:
-    """How long the actions of one stage take, in seconds.
-
-    Attributes:
-        forward: Forward of one microbatch.
-        backward: Backward of one microbatch, recomputation included.
-        weight: The part of the backward that makes gradients of weights, ``W`` where the two are apart; ``I`` is the
-            rest.
-        first_forward: Forward of the first microbatch, if it takes another time.
-        last_backward: Backward of the last microbatch, if it takes another time.
-        reduce: ``REDUCE``, averaging gradients over data-parallel ranks.
-        reduce_tied: ``REDUCE_TIED``; the longest of all stages counts.
-        step: ``STEP``, the optimizer.
-        gather: ``GATHER``, distributing updated parameters.
-    """
-
-    forward: float
-    backward: float
-    weight: float = 0.0
-    first_forward: float | None = None
-    last_backward: float | None = None
-    reduce: float = 0.0
-    reduce_tied: float = 0.0
-    step: float = 0.0
-    gather: float = 0.0
+__all__ = ["Simulation", "StageSeconds", "simulate", "simulate_plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +70,7 @@ def simulate(
     *,
     activation_seconds: Sequence[float] = (),
     gradient_seconds: Sequence[float] = (),
+    rules: StepRules | None = None,
 ) -> Simulation:
     """Run a schedule on a clock.
 
@@ -101,6 +81,8 @@ def simulate(
         activation_seconds: For each boundary between stages, how long the activations of one microbatch take to cross
             it; empty for no time.
         gradient_seconds: The same for gradients on their way back.
+        rules: How transfers move, and whom the optimizer's step waits for; by default transfers move beside
+            computation, and each group steps by itself.
 
     Raises:
         ValueError: If a sequence has not one entry per stage or boundary, or a time is negative or not finite.
@@ -121,181 +103,116 @@ def simulate(
         action.kind is ActionKind.FORWARD and action.stage == 0 for actions in schedule for action in actions
     )
     check(schedule, forwards)
-    run = _Run(schedule, stages, activation_seconds, gradient_seconds)
-    run.finish()
-    return _summary(schedule, run.spans)
+    rules = rules or StepRules()
+    program, crossings = program_of_lists(schedule), crossing_seconds(activation_seconds, gradient_seconds)
+    seconds = _Durations(stages, crossings, forwards - 1, schedule)
+    times = run(program, slot_seconds(stages), crossings, rules)
+    present = {action.kind for actions in schedule for action in actions}
+    epilogues = [seconds.epilogue(group, actions) for group, actions in enumerate(schedule)]
+    end = finish(program, times, epilogues, rules, is_tied=ActionKind.REDUCE_TIED in present)
+    spans = tuple(_spans(group, actions, program, times, end, seconds) for group, actions in enumerate(schedule))
+    return _summary(spans)
 
 
 def simulate_plan(plan: Plan) -> Simulation:
-    """Run a plan's own schedule with the seconds that were predicted for it.
+    """Run a plan's own schedule with the seconds that were predicted for it, by the rules of its prediction.
 
-    Terms of a stage's prediction become its actions: ``reduce_seconds``, ``tied_seconds``, ``update_seconds`` and
-    ``gather_seconds``; without them ``STEP`` takes the stage's boundary time. What a stage waits for on its receives,
-    ``transfer_seconds``, is the time of its links: on the first and last stage of the one it receives from, on others
-    half of it each. ``W`` takes ``weight_seconds``; if the prediction has no such term as long as the forward, but at
-    most half of the backward: each of the two gradients of a matrix product takes as long as the product (Qi et al.,
-    2023, table 1). Here transfers may hide behind computation, so that the makespan may be below the predicted step.
+    What a prediction has no terms for is made up as :func:`~lightning_mist.schedule.seconds.predicted_terms` says. The
+    makespan is the predicted step, unless the prediction is of a version that did not run the schedule on a clock.
 
     Raises:
         PlanError: If nothing was predicted.
     """
-    if plan.predicted is None:
-        raise PlanError(
-            "the plan has no predicted seconds: a simulation needs those of every stage; give a plan that "
-            "`lightning-mist plan` or a fit wrote"
-        )
-    terms = [dict(stage.breakdown) for stage in plan.predicted.stages]
-    once = []
-    for predicted, term in zip(plan.predicted.stages, terms, strict=True):
-        known = [term.get(f"{name}_seconds", 0.0) for name in ("reduce", "tied", "update", "gather")]
-        once.append(known if any(known) else [0.0, 0.0, predicted.boundary_seconds, 0.0])
-    stages = []
-    for index, (predicted, term) in enumerate(zip(plan.predicted.stages, terms, strict=True)):
-        # What a group of devices does once per batch it does for all its chunks.
-        known = [
-            sum(values) for values in zip(*(once[chunk] for chunk in plan.chunks(plan.group_of(index))), strict=True)
-        ]
-        stages.append(
-            StageSeconds(
-                forward=predicted.forward_seconds,
-                backward=predicted.backward_seconds,
-                weight=term.get("weight_seconds", min(predicted.forward_seconds, predicted.backward_seconds / 2)),
-                reduce=known[0],
-                reduce_tied=known[1],
-                step=known[2],
-                gather=known[3],
-            )
-        )
-    waits = [term.get("transfer_seconds", 0.0) for term in terms]
-    shares = [wait / 2 if 0 < stage < len(waits) - 1 else wait for stage, wait in enumerate(waits)]
-    schedule = lower(plan, tied=any(stage.reduce_tied > 0 for stage in stages))
-    return simulate(schedule, stages, activation_seconds=shares[1:], gradient_seconds=shares[:-1])
+    seconds = plan_seconds(plan, predicted_terms(plan))
+    assert plan.predicted is not None
+    return simulate(
+        lower(plan, tied=any(stage.reduce_tied > 0 for stage in seconds.stages)),
+        seconds.stages,
+        activation_seconds=seconds.activations,
+        gradient_seconds=seconds.gradients,
+        rules=StepRules(transfers=plan.predicted.transfers, update_after=plan.predicted.update_after),
+    )
 
 
-class _Run:
-    """The clock of every group of devices and every transfer that is under way."""
+class _Durations:
+    """Seconds of every action; refuses those that are no times."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        stages: Sequence[StageSeconds],
-        activation_seconds: tuple[float, ...],
-        gradient_seconds: tuple[float, ...],
+        self, stages: Sequence[StageSeconds], crossings: Sequence[float], last: int, schedule: Schedule
     ) -> None:
-        self.spans: dict[Action, Span] = {}
-        self._schedule = schedule
-        self._durations = _durations(schedule, stages, activation_seconds, gradient_seconds)
-        self._clock = [0.0] * len(schedule)
-        self._posted: dict[Action, float] = {}
-        self._rules = Rules(schedule)
-        # Transfers from one group to another happen in the order in which they are sent.
-        groups = range(len(schedule))
-        self._links = [
-            deque(a for a in actions if a.kind in SENDS and receive_of(a).stage % len(schedule) == target)
-            for actions in schedule
-            for target in groups
-        ]
-        self._link_free = [0.0] * len(self._links)
+        self._stages, self._crossings, self._last = stages, crossings, last
+        for action in (action for actions in schedule for action in actions):
+            duration = self.of(action)
+            if not 0.0 <= duration < float("inf"):
+                raise ValueError(f"{action} takes {duration} seconds: times are finite and not negative")
 
-    def finish(self) -> None:
-        """Advance every group as far as it gets until all lists are done; the check says that this ends."""
-        position = [0] * len(self._schedule)
-        while any(position[stage] < len(actions) for stage, actions in enumerate(self._schedule)):
-            for stage, actions in enumerate(self._schedule):
-                while position[stage] < len(actions) and self._advance(actions[position[stage]]):
-                    position[stage] += 1
+    def of(self, action: Action) -> float:
+        """Seconds of an action; of a receive none, they are its send's."""
+        stage = self._stages[action.stage]
+        if action.kind in COMPUTATIONS:
+            return stage.of(action.kind, is_first=action.microbatch == 0, is_last=action.microbatch == self._last)
+        if action.kind in SENDS:
+            return self._crossings[_crossing(action)]
+        return {
+            ActionKind.REDUCE_GRADIENTS: stage.reduce,
+            ActionKind.REDUCE_TIED: stage.reduce_tied,
+            ActionKind.OPTIMIZER_STEP: stage.step,
+            ActionKind.GATHER_PARAMETERS: stage.gather,
+        }.get(action.kind, 0.0)
 
-    def _advance(self, action: Action) -> bool:
-        """Do an action if everything it waits for has a known end."""
-        group = action.stage % len(self._schedule)
+    def epilogue(self, group: int, actions: Sequence[Action]) -> Epilogue:
+        """What a group's list has of what happens once per batch."""
+        found = {action.kind: self.of(action) for action in actions if action.microbatch is None}
+        return Epilogue(
+            reduce=found.get(ActionKind.REDUCE_GRADIENTS, 0.0),
+            tied=found.get(ActionKind.REDUCE_TIED, 0.0),
+            step=found.get(ActionKind.OPTIMIZER_STEP, 0.0),
+            gather=found.get(ActionKind.GATHER_PARAMETERS, 0.0),
+        )
+
+
+def _crossing(action: Action) -> int:
+    """The crossing of a send or receive."""
+    before = {
+        ActionKind.SEND_ACTIVATION: 2 * action.stage,
+        ActionKind.RECV_ACTIVATION: 2 * action.stage - 2,
+        ActionKind.SEND_GRADIENT: 2 * action.stage - 1,
+        ActionKind.RECV_GRADIENT: 2 * action.stage + 1,
+    }
+    return before[action.kind]
+
+
+def _spans(
+    group: int, actions: Sequence[Action], program: Program, times: Times, end: EpilogueTimes, seconds: _Durations
+) -> tuple[Span, ...]:
+    """Start and end of every action of a group."""
+    starts = iter(times.starts[group])
+    passed = [0] * len(program.links), [0] * len(program.links)
+    link_of = {crossing: link for link, crossings in enumerate(program.links) for crossing in crossings}
+    once = {
+        ActionKind.REDUCE_GRADIENTS: (end.reduce[group], None),
+        ActionKind.REDUCE_TIED: (end.tied, end.tied_seconds),
+        ActionKind.OPTIMIZER_STEP: (end.step[group], None),
+        ActionKind.GATHER_PARAMETERS: (end.gather[group], None),
+    }
+    result = []
+    for action in actions:
         if action.kind in SENDS or action.kind in RECEIVES:
-            self._posted[action] = self._clock[group]
-            self._move_transfers()
-            return True
-        if action.kind is ActionKind.REDUCE_TIED:
-            self._posted[action] = self._clock[group]
-            together = [Action(other, action.kind) for other in range(len(self._schedule))]
-            if any(other not in self._posted for other in together):
-                return False
-            start = max(self._posted[other] for other in together)
-            seconds = max(self._durations[other] for other in together)
-            return self._record(action, start, seconds)
-        needed = self._rules.waits_for(action)
-        if any(other not in self.spans for other in needed):
-            return False
-        start = max([self._clock[group], *(self.spans[other].end for other in needed)])
-        return self._record(action, start, self._durations[action])
-
-    def _record(self, action: Action, start: float, seconds: float) -> bool:
-        group = action.stage % len(self._schedule)
-        self.spans[action] = Span(group, action, start, start + seconds)
-        self._clock[group] = start + seconds
-        return True
-
-    def _move_transfers(self) -> None:
-        for link, queue in enumerate(self._links):
-            while queue and queue[0] in self._posted:
-                send = queue[0]
-                receive = receive_of(send)
-                if receive not in self._posted:
-                    break
-                start = max(self._posted[send], self._posted[receive], self._link_free[link])
-                end = self._link_free[link] = start + self._durations[send]
-                for end_of_link in (send, receive):
-                    group = end_of_link.stage % len(self._schedule)
-                    self.spans[end_of_link] = Span(group, end_of_link, start, end)
-                queue.popleft()
+            count, link = passed[action.kind in SENDS], link_of[_crossing(action)]
+            number, count[link] = count[link], count[link] + 1
+            result.append(Span(group, action, times.departures[link][number], times.arrivals[link][number]))
+            continue
+        start, takes = (next(starts), None) if action.kind in COMPUTATIONS else once[action.kind]
+        result.append(Span(group, action, start, start + (seconds.of(action) if takes is None else takes)))
+    return tuple(result)
 
 
-def _durations(
-    schedule: Schedule,
-    stages: Sequence[StageSeconds],
-    activation_seconds: tuple[float, ...],
-    gradient_seconds: tuple[float, ...],
-) -> dict[Action, float]:
-    """Seconds of every action that takes time; a transfer's belong to its send."""
-    last = max((a.microbatch for actions in schedule for a in actions if a.microbatch is not None), default=0)
-    result: dict[Action, float] = {}
-    for action in (action for actions in schedule for action in actions):
-        result[action] = _seconds_of(action, stages[action.stage], last, activation_seconds, gradient_seconds)
-    for action, duration in result.items():
-        if not 0.0 <= duration < float("inf"):
-            raise ValueError(f"{action} takes {duration} seconds: times are finite and not negative")
-    return result
-
-
-def _seconds_of(
-    action: Action,
-    seconds: StageSeconds,
-    last: int,
-    activation_seconds: tuple[float, ...],
-    gradient_seconds: tuple[float, ...],
-) -> float:
-    first_forward = seconds.forward if seconds.first_forward is None else seconds.first_forward
-    last_backward = seconds.backward if seconds.last_backward is None else seconds.last_backward
-    backward = last_backward if action.microbatch == last else seconds.backward
-    return {
-        ActionKind.FORWARD: first_forward if action.microbatch == 0 else seconds.forward,
-        ActionKind.BACKWARD: backward,
-        ActionKind.BACKWARD_INPUT: backward - seconds.weight,
-        ActionKind.BACKWARD_WEIGHT: seconds.weight,
-        ActionKind.REDUCE_GRADIENTS: seconds.reduce,
-        ActionKind.REDUCE_TIED: seconds.reduce_tied,
-        ActionKind.OPTIMIZER_STEP: seconds.step,
-        ActionKind.GATHER_PARAMETERS: seconds.gather,
-        ActionKind.SEND_ACTIVATION: (*activation_seconds, 0.0)[action.stage],
-        ActionKind.SEND_GRADIENT: (0.0, *gradient_seconds)[action.stage],
-        ActionKind.RECV_ACTIVATION: 0.0,
-        ActionKind.RECV_GRADIENT: 0.0,
-    }[action.kind]
-
-
-def _summary(schedule: Schedule, spans: dict[Action, Span]) -> Simulation:
-    makespan = max(span.end for span in spans.values())
+def _summary(spans: tuple[tuple[Span, ...], ...]) -> Simulation:
+    makespan = max(span.end for line in spans for span in line)
     busy: list[float] = []
     in_flight: list[tuple[tuple[float, int], ...]] = []
-    for actions in schedule:
-        own = [spans[action] for action in actions if action.kind not in SENDS | RECEIVES]
+    for line in spans:
+        own = [span for span in line if span.action.kind not in SENDS | RECEIVES]
         busy.append(sum(span.end - span.start for span in own))
         count, counts = 0, []
         for span in own:
@@ -308,7 +225,7 @@ def _summary(schedule: Schedule, spans: dict[Action, Span]) -> Simulation:
         in_flight.append(tuple(counts))
     return Simulation(
         makespan=makespan,
-        spans=tuple(tuple(spans[action] for action in actions) for actions in schedule),
+        spans=spans,
         busy=tuple(busy),
         bubble=tuple(makespan - seconds for seconds in busy),
         in_flight=tuple(in_flight),

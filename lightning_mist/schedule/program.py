@@ -1,0 +1,230 @@
+"""Lists of actions as numbers, for a clock that runs through hundreds of thousands of them.
+
+What one group of devices sends another, over whatever boundary and in either direction, goes over one *link*, in the
+order in which it is sent. A *crossing* is a boundary in one direction: ``2 b`` for activations from stage ``b`` to the
+next, ``2 b + 1`` for their gradients on the way back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_mist.plan import ScheduleName
+from lightning_mist.schedule.action import (
+    COMPUTATIONS,
+    INPUT_BACKWARDS,
+    RECEIVES,
+    SENDS,
+    Action,
+    ActionKind,
+    Schedule,
+    num_stages_of,
+)
+from lightning_mist.schedule.generate import Order, generate_orders
+from lightning_mist.schedule.lower import posting_positions
+
+KINDS = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT,
+)
+"""Computations by their number."""
+
+PLACES = 4
+"""Of microbatches: one in the middle, the first, the last, and one that is both first and last."""
+
+_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+
+Step = tuple[int, int, int, tuple[int, ...]]
+"""A computation: its slot (see :func:`slot_of`), the link that it waits for or -1, which message of that link, and what
+is posted behind it: twice the number of a link for room to receive, one more for a message that is sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What groups of devices do for one batch up to the last backward.
+
+    Attributes:
+        num_stages: Number of stages.
+        lines: For each group its computations.
+        first: For each group what it posts before the first of them.
+        links: For each link the crossing of each of its messages, in the order in which they are sent.
+        senders: For each link the group that sends.
+        has_transfers: Whether messages have to be received; else a neighbour's result is there at once.
+    """
+
+    num_stages: int
+    lines: tuple[tuple[Step, ...], ...]
+    first: tuple[tuple[int, ...], ...]
+    links: tuple[tuple[int, ...], ...]
+    senders: tuple[int, ...]
+    has_transfers: bool
+
+
+def slot_of(stage: int, kind: ActionKind, microbatch: int, last: int) -> int:
+    """Number of all computations that take equally long.
+
+    Args:
+        stage: The stage.
+        kind: What it computes.
+        microbatch: Index of the microbatch.
+        last: Index of the last microbatch.
+    """
+    place = (microbatch == 0) + 2 * (microbatch == last)
+    return (stage * len(KINDS) + _NUMBER[kind]) * PLACES + place
+
+
+def program_of(
+    num_stages: int, num_microbatches: int, name: ScheduleName = "1f1b", *, num_groups: int | None = None
+) -> Program:
+    """The program of a schedule with its transfers, as :func:`~lightning_mist.schedule.lower.lower` places them.
+
+    Args:
+        num_stages: Number of stages.
+        num_microbatches: Number of microbatches.
+        name: The schedule.
+        num_groups: Number of groups of devices; as many as stages if None.
+    """
+    orders = generate_orders(num_stages, num_microbatches, name, num_groups=num_groups)
+    return _build(orders, num_stages, num_microbatches, None)
+
+
+def program_of_lists(schedule: Schedule) -> Program:
+    """The program of lists of actions.
+
+    Args:
+        schedule: Lists that pass :func:`~lightning_mist.schedule.check.check`; computations only, or lowered.
+    """
+    orders, places = [], []
+    for actions in schedule:
+        order: list[tuple[int, ActionKind, int]] = []
+        posted: list[tuple[int, Action]] = []
+        for action in actions:
+            if action.kind in COMPUTATIONS:
+                assert action.microbatch is not None
+                order.append((action.stage, action.kind, action.microbatch))
+            elif action.kind in RECEIVES:
+                posted.append((len(order), action))
+        orders.append(tuple(order))
+        places.append(posted)
+    moves = any(action.kind in SENDS for actions in schedule for action in actions)
+    counts = [sum(kind is ActionKind.FORWARD and stage == 0 for stage, kind, _ in order) for order in orders]
+    program = _build(tuple(orders), num_stages_of(schedule), counts[0], places)
+    return program if moves else replace(program, has_transfers=False)
+
+
+class _Links:
+    """Numbers of links and of the messages on them."""
+
+    def __init__(self, orders: Sequence[Order], num_stages: int, num_microbatches: int) -> None:
+        self.groups, self.last_stage = len(orders), num_stages - 1
+        self.num_microbatches = num_microbatches
+        self.numbers: dict[tuple[int, int], int] = {}
+        self.crossings: list[list[int]] = []
+        # For each crossing the place of every microbatch among the messages of its link.
+        self.place = [[-1] * num_microbatches for _ in range(2 * self.last_stage)]
+        self.order: list[list[tuple[int, int]]] = []
+        for order in orders:
+            for stage, kind, microbatch in order:
+                crossing = self.sent_by(stage, kind)
+                if crossing >= 0:
+                    link = self.of(crossing)
+                    self.place[crossing][microbatch] = len(self.crossings[link])
+                    self.crossings[link].append(crossing)
+                    self.order[link].append((crossing, microbatch))
+
+    def sent_by(self, stage: int, kind: ActionKind) -> int:
+        """The crossing of what a computation sends; -1 if it sends nothing."""
+        if kind is ActionKind.FORWARD:
+            return 2 * stage if stage < self.last_stage else -1
+        return 2 * stage - 1 if kind in INPUT_BACKWARDS and stage > 0 else -1
+
+    def needed_by(self, stage: int, kind: ActionKind) -> int:
+        """The crossing of what a computation waits for; -1 if it waits for nothing."""
+        if kind is ActionKind.FORWARD:
+            return 2 * stage - 2 if stage > 0 else -1
+        return 2 * stage + 1 if kind in INPUT_BACKWARDS and stage < self.last_stage else -1
+
+    def ends(self, crossing: int) -> tuple[int, int]:
+        """The groups that send and receive on a crossing."""
+        before, after = crossing // 2 % self.groups, (crossing // 2 + 1) % self.groups
+        return (after, before) if crossing % 2 else (before, after)
+
+    def of(self, crossing: int) -> int:
+        """The link of a crossing."""
+        ends = self.ends(crossing)
+        if ends not in self.numbers:
+            self.numbers[ends] = len(self.crossings)
+            self.crossings.append([])
+            self.order.append([])
+        return self.numbers[ends]
+
+
+def _build(
+    orders: Sequence[Order],
+    num_stages: int,
+    num_microbatches: int,
+    places: Sequence[Sequence[tuple[int, Action]]] | None,
+) -> Program:
+    """The program of orders of computations, with receives at given places, or where lowering puts them."""
+    links = _Links(orders, num_stages, num_microbatches)
+    last = num_microbatches - 1
+    link_of = [
+        links.of(crossing) if any(p >= 0 for p in links.place[crossing]) else -1
+        for crossing in range(2 * num_stages - 2)
+    ]
+    lines, first = [], []
+    for group, order in enumerate(orders):
+        posts: list[tuple[int, ...]] = [()] * (len(order) + 1)
+        received = _lowered_receives(links, group, order) if places is None else _given_receives(links, places[group])
+        for position, link in received:
+            posts[position] += (2 * link,)
+        line: list[Step] = []
+        for position, (stage, kind, microbatch) in enumerate(order):
+            needed, sent = links.needed_by(stage, kind), links.sent_by(stage, kind)
+            behind = posts[position + 1]
+            if sent >= 0:
+                behind = (2 * link_of[sent] + 1, *behind)
+            waits, number = (-1, 0) if needed < 0 else (link_of[needed], links.place[needed][microbatch])
+            line.append((slot_of(stage, kind, microbatch, last), waits, number, behind))
+        lines.append(tuple(line))
+        first.append(posts[0])
+    return Program(
+        num_stages=num_stages,
+        lines=tuple(lines),
+        first=tuple(first),
+        links=tuple(map(tuple, links.crossings)),
+        senders=tuple(sender for sender, _ in links.numbers),
+        has_transfers=True,
+    )
+
+
+def _given_receives(links: _Links, places: Sequence[tuple[int, Action]]) -> list[tuple[int, int]]:
+    """Position and link of receives that are in a list."""
+    found = []
+    for position, action in places:
+        is_gradient = action.kind is ActionKind.RECV_GRADIENT
+        found.append((position, links.of(2 * action.stage + 1 if is_gradient else 2 * action.stage - 2)))
+    return found
+
+
+def _lowered_receives(links: _Links, group: int, order: Order) -> list[tuple[int, int]]:
+    """Position and link of the receives of a group as lowering places them."""
+    consumer: dict[tuple[int, int], int] = {}
+    forward: dict[tuple[int, int], int] = {}
+    for position, (stage, kind, microbatch) in enumerate(order):
+        if kind is ActionKind.FORWARD:
+            forward[stage, microbatch] = position
+        needed = links.needed_by(stage, kind)
+        if needed >= 0:
+            consumer[needed, microbatch] = position
+    found = []
+    for (_, receiver), link in links.numbers.items():
+        if receiver != group:
+            continue
+        messages = links.order[link]
+        used = [consumer[message] for message in messages]
+        # The gradient of a microbatch comes back to the stage before the boundary, behind its own forward there.
+        earliest = [forward[crossing // 2, index] + 1 if crossing % 2 else 0 for crossing, index in messages]
+        found += [(position, link) for position in posting_positions(used, earliest)]
+    return found

@@ -1,0 +1,193 @@
+"""How long actions take."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import Plan
+from lightning_mist.schedule.action import ActionKind
+from lightning_mist.schedule.clock import Epilogue
+from lightning_mist.schedule.program import KINDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """How long the actions of one stage take, in seconds.
+
+    Attributes:
+        forward: Forward of one microbatch.
+        backward: Backward of one microbatch, recomputation included.
+        weight: The part of the backward that makes gradients of weights, ``W`` where the two are apart; ``I`` is the
+            rest.
+        first_forward: Forward of the first microbatch, if it takes another time.
+        first_backward: Backward of the first microbatch, if it takes another time: gradients are made that later ones
+            are added to. Where backwards are split it is ``W`` that is shorter or longer, but takes no less than 0.
+        last_backward: Backward of the last microbatch, if it takes another time.
+        reduce: ``REDUCE``, averaging gradients over data-parallel ranks.
+        reduce_tied: ``REDUCE_TIED``; the longest of all stages counts.
+        step: ``STEP``, the optimizer.
+        gather: ``GATHER``, distributing updated parameters.
+    """
+
+    forward: float
+    backward: float
+    weight: float = 0.0
+    first_forward: float | None = None
+    first_backward: float | None = None
+    last_backward: float | None = None
+    reduce: float = 0.0
+    reduce_tied: float = 0.0
+    step: float = 0.0
+    gather: float = 0.0
+
+    @property
+    def epilogue(self) -> Epilogue:
+        """What happens once per batch."""
+        return Epilogue(reduce=self.reduce, tied=self.reduce_tied, step=self.step, gather=self.gather)
+
+    def of(self, kind: ActionKind, *, is_first: bool, is_last: bool) -> float:
+        """Seconds of a computation.
+
+        Args:
+            kind: Which one.
+            is_first: Whether it is about the first microbatch.
+            is_last: Whether it is about the last microbatch.
+        """
+        if kind is ActionKind.FORWARD:
+            return self.first_forward if is_first and self.first_forward is not None else self.forward
+        backward, weight = self.backward, self.weight
+        if is_last and self.last_backward is not None:
+            backward = self.last_backward
+        elif is_first and self.first_backward is not None:
+            backward = self.first_backward
+            weight = max(0.0, weight + self.first_backward - self.backward)
+        return {
+            ActionKind.BACKWARD: backward,
+            ActionKind.BACKWARD_INPUT: backward - weight,
+            ActionKind.BACKWARD_WEIGHT: weight,
+        }[kind]
+
+
+def slot_seconds(stages: Sequence[StageSeconds]) -> list[float]:
+    """Seconds of the computations of every slot of a program; see :func:`~lightning_mist.schedule.program.slot_of`."""
+    return [seconds for stage in stages for seconds in _of_stage(stage)]
+
+
+def _of_stage(stage: StageSeconds) -> Iterator[float]:
+    for kind in KINDS:
+        for is_last in (False, True):
+            for is_first in (False, True):
+                yield stage.of(kind, is_first=is_first, is_last=is_last)
+
+
+def crossing_seconds(activation_seconds: Sequence[float], gradient_seconds: Sequence[float]) -> list[float]:
+    """Seconds of one message of every crossing of a program, from those of each boundary."""
+    return [seconds for both in zip(activation_seconds, gradient_seconds, strict=True) for seconds in both]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSeconds:
+    """How long everything in a plan takes.
+
+    Attributes:
+        stages: Each stage's actions; what a group of devices does once per batch, for all its chunks, at each of them.
+        activations: For each boundary the activations of one microbatch.
+        gradients: The same for gradients on their way back.
+    """
+
+    stages: tuple[StageSeconds, ...]
+    activations: tuple[float, ...]
+    gradients: tuple[float, ...]
+
+
+ONCE = (
+    "reduce_seconds",
+    "tied_seconds",
+    "update_seconds",
+    "update_copies_seconds",
+    "step_overhead_seconds",
+    "gather_seconds",
+)
+"""Terms of what happens once per batch."""
+
+
+def plan_seconds(plan: Plan, terms: Sequence[Mapping[str, float]]) -> PlanSeconds:
+    """How long everything in a plan takes.
+
+    Terms are those that :class:`~lightning_mist.plan.PredictedStage` has in its ``breakdown``; one that is missing
+    takes no time. Unsharding is shared out evenly over forward and backward, and so is the overhead of a microbatch.
+
+    Args:
+        plan: The plan.
+        terms: For each of its stages the seconds of every term.
+    """
+    once = [
+        # What a group of devices does once per batch it does for all its chunks, but only one loop runs for all.
+        {name: _combine(name, [terms[chunk].get(name, 0.0) for chunk in plan.chunks(group)]) for name in ONCE}
+        for group in range(plan.num_groups)
+    ]
+    stages = tuple(_stage_seconds(term, once[plan.group_of(index)]) for index, term in enumerate(terms))
+    return PlanSeconds(
+        stages=stages,
+        activations=tuple(term.get("arrival_seconds", 0.0) for term in terms[1:]),
+        gradients=tuple(term.get("return_seconds", 0.0) for term in terms[:-1]),
+    )
+
+
+def _stage_seconds(term: Mapping[str, float], once: Mapping[str, float]) -> StageSeconds:
+    """A stage's actions from its terms, and from those of its group of what happens once per batch."""
+
+    def of(name: str) -> float:
+        return term.get(f"{name}_seconds", 0.0)
+
+    around = of("unshard") / 2 + of("overhead") / 2
+    forward = of("forward") + around + of("forward_ring") + of("forward_copies")
+    beside = of("ring") - of("forward_ring") + of("copies") - of("forward_copies")
+    backward = of("backward") + of("recompute") + around + of("scatter") + beside
+    return StageSeconds(
+        forward=forward,
+        backward=backward,
+        first_backward=max(0.0, backward - of("accumulate")),
+        weight=of("weight"),
+        reduce=once["reduce_seconds"],
+        reduce_tied=once["tied_seconds"],
+        step=once["update_seconds"] + once["update_copies_seconds"] + once["step_overhead_seconds"],
+        gather=once["gather_seconds"],
+    )
+
+
+def _combine(name: str, values: Sequence[float]) -> float:
+    return max(values) if name == "step_overhead_seconds" else sum(values)
+
+
+def predicted_terms(plan: Plan) -> list[dict[str, float]]:
+    """The terms of each stage of a plan's prediction; of predictions without terms, what is known as a whole.
+
+    Without terms of the update ``STEP`` takes the stage's boundary time. Without those of single transfers, what a
+    stage waits for on its receives is the time of its links: on the first and last stage of the one it receives from,
+    on others half of it each. ``W`` takes, if nothing else is known, as long as the forward, but at most half of the
+    backward: each of the two gradients of a matrix product takes as long as the product (Qi et al., 2023, table 1).
+
+    Raises:
+        PlanError: If nothing was predicted.
+    """
+    if plan.predicted is None:
+        raise PlanError(
+            "the plan has no predicted seconds: a simulation needs those of every stage; give a plan that "
+            "`lightning-mist plan` or a fit wrote"
+        )
+    result = []
+    for index, stage in enumerate(plan.predicted.stages):
+        term = dict(stage.breakdown)
+        recompute = term.get("recompute_seconds", 0.0)
+        term["forward_seconds"] = stage.forward_seconds
+        term["backward_seconds"] = stage.backward_seconds - recompute
+        if not any(term.get(name, 0.0) for name in ONCE):
+            term["update_seconds"] = stage.boundary_seconds
+        if "arrival_seconds" not in term:
+            wait = term.get("transfer_seconds", 0.0)
+            share = wait / 2 if 0 < index < plan.num_stages - 1 else wait
+            term["arrival_seconds"] = term["return_seconds"] = share
+        term.setdefault("weight_seconds", min(stage.forward_seconds, stage.backward_seconds / 2))
+        result.append(term)
+    return result

@@ -1,0 +1,87 @@
+import pytest
+
+from lightning_mist.plan import Plan, StageMesh, StagePlan
+from lightning_mist.schedule import ActionKind, StageSeconds
+from lightning_mist.schedule.program import KINDS, slot_of
+from lightning_mist.schedule.seconds import crossing_seconds, plan_seconds, slot_seconds
+
+STAGE = StageSeconds(forward=3, backward=10, weight=4, first_forward=5, first_backward=8, last_backward=12)
+
+
+def of(stage, kind, *, is_first=False, is_last=False):
+    return stage.of(kind, is_first=is_first, is_last=is_last)
+
+
+def test_first_and_last_microbatches():
+    forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
+    assert [of(STAGE, forward), of(STAGE, forward, is_first=True), of(STAGE, forward, is_last=True)] == [3, 5, 3]
+    assert [of(STAGE, backward), of(STAGE, backward, is_first=True), of(STAGE, backward, is_last=True)] == [10, 8, 12]
+    assert of(STAGE, backward, is_first=True, is_last=True) == 12
+
+
+@pytest.mark.parametrize(("first", "wanted"), [(8, (6, 2)), (10, (6, 4)), (5, (5, 0)), (13, (6, 7))])
+def test_what_the_first_backward_saves_is_saved_in_the_gradients_of_weights(first, wanted):
+    stage = StageSeconds(forward=3, backward=10, weight=4, first_backward=first)
+    halves = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+    assert tuple(of(stage, kind, is_first=True) for kind in halves) == wanted
+    assert tuple(of(stage, kind) for kind in halves) == (6, 4)
+
+
+def test_slots_are_numbered_as_in_programs():
+    slots = slot_seconds([StageSeconds(forward=1, backward=1), STAGE])
+    for kind in KINDS:
+        for microbatch, last in [(0, 2), (1, 2), (2, 2), (0, 0)]:
+            wanted = of(STAGE, kind, is_first=microbatch == 0, is_last=microbatch == last)
+            assert slots[slot_of(1, kind, microbatch, last)] == wanted
+
+
+def test_crossings_come_in_pairs():
+    assert crossing_seconds([1, 2], [3, 4]) == [1, 3, 2, 4]
+
+
+def make_plan(schedule="1f1b", groups=2, chunks=1):
+    stages = tuple(
+        StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(index % groups,)), microbatch_size=1)
+        for index in range(groups * chunks)
+    )
+    return Plan(global_batch_size=4, num_microbatches=4, stages=stages, schedule=schedule)
+
+
+def test_terms_become_actions():
+    term = {
+        "forward_seconds": 1.0,
+        "backward_seconds": 20.0,
+        "recompute_seconds": 300.0,
+        "weight_seconds": 7.0,
+        "unshard_seconds": 2000.0,
+        "scatter_seconds": 30_000.0,
+        "ring_seconds": 500_000.0,
+        "forward_ring_seconds": 200_000.0,
+        "copies_seconds": 6e6,
+        "forward_copies_seconds": 2e6,
+        "overhead_seconds": 8e7,
+        "accumulate_seconds": 5.0,
+        "arrival_seconds": 0.25,
+        "return_seconds": 0.5,
+        "reduce_seconds": 1.5,
+        "tied_seconds": 2.5,
+        "update_seconds": 3.5,
+        "update_copies_seconds": 0.125,
+        "step_overhead_seconds": 4.0,
+        "gather_seconds": 5.5,
+    }
+    found = plan_seconds(make_plan(), [term, term])
+    stage = found.stages[1]
+    assert stage.forward == 1 + 1000 + 200_000 + 2e6 + 4e7
+    assert stage.backward == 20 + 300 + 1000 + 30_000 + 300_000 + 4e6 + 4e7
+    assert stage.first_backward == stage.backward - 5
+    assert stage.weight == 7
+    assert (stage.reduce, stage.reduce_tied, stage.step, stage.gather) == (1.5, 2.5, 7.625, 5.5)
+    assert (found.activations, found.gradients) == ((0.25,), (0.5,))
+
+
+def test_chunks_do_once_per_batch_what_all_of_them_need_in_one_loop():
+    terms = [{"update_seconds": float(index), "step_overhead_seconds": 10.0, "tied_seconds": 1.0} for index in range(4)]
+    stages = plan_seconds(make_plan("interleaved-1f1b", chunks=2), terms).stages
+    assert [stage.step for stage in stages] == [12, 14, 12, 14]
+    assert [stage.reduce_tied for stage in stages] == [2] * 4
