@@ -21,6 +21,7 @@ import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.corrected import corrected_regions, corrected_terms
 from lightning_mist.cost.held import HeldBytes
 from lightning_mist.cost.memory import BUCKET_BYTES, MemoryModel
 from lightning_mist.cost.needs import StageNeeds
@@ -153,11 +154,12 @@ class StageCostModel:
         rank = self._rank(degree, sequence)
         if rows not in rank.seconds:
             costs, whole = rank.memory.costs(rows), self._rank(1, False).memory.costs(rows)
-            rank.seconds[rows] = (
+            seconds = (
                 region_seconds(self.spec, self.profile, self.cluster, costs, rows)
                 if degree == 1
                 else split_seconds((self.spec, rank.spec), self.profile, self.cluster, (whole, costs), rows, degree)
             )
+            rank.seconds[rows] = corrected_regions(self.spec, self.profile, seconds)
         return rank.seconds[rows]
 
     def evaluate(self, slot: StageSlot, candidates: StageCandidates) -> StageCosts:
@@ -181,7 +183,7 @@ class StageCostModel:
         weight_sum = _prefix(self._weights(slot) * seconds.backward_R)
         reduce_K, tied_K, update_K, gather_K = self._boundary(slot, candidates, backward_K)
         none_K = np.zeros(len(candidates))
-        return StageSeconds(
+        found = StageSeconds(
             forward_K=forward_sum[high_K] - forward_sum[low_K],
             backward_K=backward_K,
             recompute_K=forward_sum[first_K + candidates.checkpointed_K] - forward_sum[first_K],
@@ -200,6 +202,7 @@ class StageCostModel:
             update_copies_K=none_K,
             gather_K=gather_K,
         )
+        return corrected_terms(self.profile, found)
 
     def _shards(
         self, slot: StageSlot, candidates: StageCandidates, seconds: RegionSeconds

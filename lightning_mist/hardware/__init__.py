@@ -1,6 +1,13 @@
 """What the machine is: detected, described or from the catalog, and what was measured of it."""
 
 from lightning_mist.hardware.cluster import Cluster, Device, Link
+from lightning_mist.hardware.correction_store import (
+    CorrectionStore,
+    correction_store,
+    load_corrections,
+    save_corrections,
+)
+from lightning_mist.hardware.corrections import Observation, Term, corrected, factor_of, learn
 from lightning_mist.hardware.describe import parse_cluster
 from lightning_mist.hardware.detect import detect
 from lightning_mist.hardware.from_catalog import catalog_profile
@@ -11,6 +18,7 @@ from lightning_mist.hardware.measure import measure_profile
 from lightning_mist.hardware.profile import (
     CollectiveCost,
     ComputeRate,
+    Correction,
     HardwareProfile,
     KernelRate,
     MemoryRate,
@@ -24,22 +32,32 @@ __all__ = [
     "Cluster",
     "CollectiveCost",
     "ComputeRate",
+    "Correction",
+    "CorrectionStore",
     "Device",
     "HardwareProfile",
     "Interference",
     "KernelRate",
     "Link",
     "MemoryRate",
+    "Observation",
     "RankGroup",
     "StepOverheads",
+    "Term",
     "catalog_profile",
+    "corrected",
+    "correction_store",
     "detect",
+    "factor_of",
+    "learn",
+    "load_corrections",
     "load_profile",
     "measure_profile",
     "measuring_groups",
     "parse_cluster",
     "read_machine",
     "read_profile",
+    "save_corrections",
     "save_profile",
     "write_profile",
 ]

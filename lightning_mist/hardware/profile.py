@@ -101,6 +101,23 @@ class StepOverheads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """What runs have taught of one kind of terms of predictions; see :mod:`lightning_mist.hardware.corrections`.
+
+    Attributes:
+        term: The kind of terms.
+        factor: Terms of this kind are multiplied by it.
+        spread: Standard deviation within which the factor is believed.
+        samples: Number of runs that it comes from.
+    """
+
+    term: str
+    factor: float
+    spread: float
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
     """Everything measured of, or catalogued for, one kind of device in one kind of cluster.
 
@@ -121,6 +138,7 @@ class HardwareProfile:
             beyond the rates of one device. Rates that were measured with all devices copying contain it already.
         interference: How far computation, communication and copies slow each other down; None where they take turns.
         overheads: What the runtime's own Python takes; nothing where it was not measured.
+        corrections: What runs have taught of predictions from this profile.
     """
 
     device: str
@@ -136,3 +154,4 @@ class HardwareProfile:
     overheads: StepOverheads = StepOverheads()
     rates: tuple[MemoryRate, ...] = ()
     kernels: tuple[KernelRate, ...] = ()
+    corrections: tuple[Correction, ...] = ()

@@ -24,6 +24,7 @@ from lightning_mist.hardware.interference import COEFFICIENTS, Interference
 from lightning_mist.hardware.profile import (
     CollectiveCost,
     ComputeRate,
+    Correction,
     HardwareProfile,
     KernelRate,
     MemoryRate,
@@ -118,10 +119,19 @@ def write_profile(
     Raises:
         OSError: If it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {"schema": SCHEMA, "key": key or {}, "profile": dataclasses.asdict(profile)}
     if cluster is not None:
         content["cluster"] = dataclasses.asdict(cluster)
+    write_atomically(content, path)
+
+
+def write_atomically(content: dict[str, Any], path: Path) -> None:
+    """Write JSON to a file; readers see the old file or the new one, never half of one.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -201,6 +211,15 @@ def _decode(data: dict[str, Any]) -> HardwareProfile:
         interference=_interference(data.get("interference")),
         # Profiles that were kept before overheads were known have none.
         overheads=StepOverheads(**{str(name): float(value) for name, value in data.get("overheads", {}).items()}),
+        corrections=tuple(
+            Correction(
+                term=str(item["term"]),
+                factor=float(item["factor"]),
+                spread=float(item["spread"]),
+                samples=int(item["samples"]),
+            )
+            for item in data.get("corrections", [])
+        ),
     )
 
 

@@ -1,0 +1,49 @@
+"""Seconds as runs have corrected them: a profile's factors on regions and on terms of stages.
+
+Measured layers stay the first truth: corrections multiply what is made of them, and say nothing of seconds that follow
+from FLOPs and bytes.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lightning_mist.cost.time import RegionSeconds
+from lightning_mist.hardware import HardwareProfile, Term, factor_of
+from lightning_mist.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from lightning_mist.cost.stage import StageSeconds
+
+CORRECTED: tuple[tuple[Term, tuple[str, ...]], ...] = (
+    (
+        "communication",
+        ("transfer", "arrival", "unshard", "scatter", "ring", "forward_ring", "reduce", "tied", "gather"),
+    ),
+    ("update", ("update",)),
+)
+"""Which terms of a stage's seconds a correction multiplies, beside those that are made of regions."""
+
+
+def corrected_regions(spec: ModelSpec, profile: HardwareProfile, seconds: RegionSeconds) -> RegionSeconds:
+    """Seconds of regions, corrected by direction where layers were measured."""
+    if not spec.seconds or not profile.corrections:
+        return seconds
+    return replace(
+        seconds,
+        forward_R=seconds.forward_R * factor_of(profile.corrections, "forward"),
+        backward_R=seconds.backward_R * factor_of(profile.corrections, "backward"),
+    )
+
+
+def corrected_terms(profile: HardwareProfile, seconds: "StageSeconds") -> "StageSeconds":
+    """Seconds of stages whose regions are corrected already, the other terms corrected too."""
+    if not profile.corrections:
+        return seconds
+    return replace(
+        seconds,
+        **{
+            f"{name}_K": getattr(seconds, f"{name}_K") * factor_of(profile.corrections, term)
+            for term, names in CORRECTED
+            for name in names
+        },
+    )

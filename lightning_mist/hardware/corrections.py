@@ -1,0 +1,144 @@
+"""What runs have taught about a machine: factors on what is predicted of it.
+
+A prediction is a sum of terms, each of them seconds ``r_t`` that follow from a profile and from measured layers. A
+correction is a factor ``f_t`` on every term of one kind, believed within a standard deviation ``s_t``. Before anything
+ran, ``f_t = 1`` and ``s_t = PRIOR_SPREAD``. One run observes sums of terms: seconds ``m`` where ``sum_t f_t r_t`` was
+expected, with relative standard deviation ``e`` between its own steps and stages. Runs of one plan differ too, so
+
+    R    = m^2 (BETWEEN_RUNS^2 + e^2)               variance of the observation
+    s_t  = min(PRIOR_SPREAD, sqrt(s_t^2 + DRIFT^2))   once per run: machines change
+    S    = sum_t s_t^2 r_t^2 + R
+    g_t  = s_t^2 r_t / S
+    f_t := f_t + g_t (m - sum_t f_t r_t)
+    s_t^2 := (1 - g_t r_t) s_t^2
+
+which is a Kalman filter that forgets how the errors of different terms are related. What matters of it:
+
+* The prediction moves towards the measurement by the share ``sum_t g_t r_t < 1`` and never beyond it, so repeated
+  predicting, measuring and correcting approaches a constant truth from one side. (Observations of one run that share
+  terms pull at each other, by less the more is known.)
+* What is only observed in sums is only known in sums: predictions become right, not every factor by itself.
+* Terms that make up more of the sum, and those that are less certain, take more of the difference.
+* The wider a run's steps scatter, the less it moves anything; factors start from 1 and stay near it until runs agree.
+* After many runs a single one still moves a factor by ``DRIFT / BETWEEN_RUNS`` of the difference, about.
+
+Factors stay within ``BOUNDS``: what is wrong by more than that is no matter of calibration. A measurement counts as at
+most so far from the uncorrected prediction.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from lightning_mist.hardware.profile import Correction, HardwareProfile, StepOverheads
+
+Term = Literal["forward", "backward", "communication", "update", "overhead"]
+"""Kinds of terms: computation by direction, where layers were measured; all that ranks exchange; the optimizer's
+step; and what the runtime's own Python takes."""
+
+TERMS: tuple[Term, ...] = get_args(Term)
+
+BOUNDS = (0.5, 2.0)
+"""The least and the largest factor. The largest error of a predicted step in the record
+``accuracy_amd-epyc-2-cores_202611.json`` is 19 %."""
+
+PRIOR_SPREAD = 0.2
+"""Standard deviation of factors before anything ran: the largest error of a predicted step in that record, rounded."""
+
+BETWEEN_RUNS = 0.05
+"""Relative standard deviation between runs of the same. Whole steps of one computation differ by 3.3 % (root mean
+square over the pairs of ``throughput-against-ddp_amd-epyc-2-cores_202611.json``), and a term by more than the step."""
+
+DRIFT = 0.01
+"""How far a factor is taken to move from one run to the next: a fifth of what runs differ by, so that in the end the
+last ten runs or so count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Measured seconds of a sum of terms.
+
+    Attributes:
+        expected: Uncorrected seconds by kind of term.
+        seconds: What was measured.
+        spread: Relative standard deviation of the measurement, from its own samples.
+    """
+
+    expected: tuple[tuple[Term, float], ...]
+    seconds: float
+    spread: float
+
+
+def factor_of(corrections: Iterable[Correction], term: Term) -> float:
+    """The factor on terms of one kind; 1 without a correction."""
+    return next((item.factor for item in corrections if item.term == term), 1.0)
+
+
+def corrected(profile: HardwareProfile, corrections: Sequence[Correction]) -> HardwareProfile:
+    """A profile with what runs have taught of it.
+
+    Args:
+        profile: As measured.
+        corrections: The corrections; those with more samples are spoken of in the profile's source.
+
+    Raises:
+        ValueError: If it has corrections already.
+    """
+    if profile.corrections:
+        raise ValueError(f"the profile has corrections already ({profile.source}): correct the profile as measured")
+    if not corrections:
+        return profile
+    runs = max(item.samples for item in corrections)
+    scale = factor_of(corrections, "overhead")
+    before = profile.overheads
+    return replace(
+        profile,
+        source=f"{profile.source}, corrected by {runs} {'run' if runs == 1 else 'runs'}",
+        corrections=tuple(corrections),
+        overheads=StepOverheads(
+            step_seconds=scale * before.step_seconds,
+            action_seconds=scale * before.action_seconds,
+            message_seconds=scale * before.message_seconds,
+        ),
+    )
+
+
+def learn(corrections: Sequence[Correction], observations: Sequence[Observation]) -> tuple[Correction, ...]:
+    """Corrections after one more run; see above.
+
+    Args:
+        corrections: What earlier runs have taught.
+        observations: What this run observed, uncorrected terms beside measurements.
+
+    Returns:
+        One correction for every kind of term that any run observed, in the order of :data:`TERMS`.
+    """
+    known: dict[str, Correction] = {item.term: item for item in corrections}
+    usable = [item for item in observations if _total(item) > 0 < item.seconds]
+    seen = {term for item in usable for term, seconds in item.expected if seconds > 0}
+    for term in seen:
+        before = known.get(term, Correction(term=term, factor=1.0, spread=PRIOR_SPREAD, samples=0))
+        spread = min(PRIOR_SPREAD, (before.spread**2 + DRIFT**2) ** 0.5)
+        known[term] = replace(before, spread=spread, samples=before.samples + 1)
+    for item in usable:
+        _update(known, item)
+    return tuple(known[term] for term in TERMS if term in known)
+
+
+def _total(observation: Observation) -> float:
+    return sum(seconds for _, seconds in observation.expected)
+
+
+def _update(known: dict[str, Correction], observation: Observation) -> None:
+    """One step of the filter."""
+    total = _total(observation)
+    measured = min(max(observation.seconds, BOUNDS[0] * total), BOUNDS[1] * total)
+    raw: Mapping[str, float] = {term: seconds for term, seconds in observation.expected if seconds > 0}
+    difference = measured - sum(known[term].factor * seconds for term, seconds in raw.items())
+    noise = measured**2 * (BETWEEN_RUNS**2 + observation.spread**2)
+    variance = sum((known[term].spread * seconds) ** 2 for term, seconds in raw.items()) + noise
+    for term, seconds in raw.items():
+        before = known[term]
+        gain = before.spread**2 * seconds / variance
+        factor = min(max(before.factor + gain * difference, BOUNDS[0]), BOUNDS[1])
+        known[term] = replace(before, factor=factor, spread=before.spread * (1.0 - gain * seconds) ** 0.5)
