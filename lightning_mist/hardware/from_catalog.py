@@ -15,6 +15,7 @@ from lightning_mist.hardware.catalog import SOURCES, CatalogDevice, find_device
 from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.hardware.collectives import OPERATIONS
 from lightning_mist.hardware.groups import group_shapes
+from lightning_mist.hardware.interference_kinds import catalog_interference
 from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile
 
 DISPATCH_SECONDS = 2.3e-6
@@ -123,6 +124,7 @@ def catalog_profile(cluster: Cluster) -> HardwareProfile:
         ),
         host_to_device_bytes_per_second=host,
         device_to_host_bytes_per_second=host,
+        interference=catalog_interference(cluster),
     )
 
 

@@ -1,21 +1,31 @@
-"""How much channels that run at the same time slow each other down.
+"""How much channels that run at the same time slow each other down, and how long loads on them take.
 
 A device works on four things at once: it computes, exchanges bytes with other devices, and copies from and to the host.
 Each pair of these channels has one coefficient between 0 (they run beside each other freely) and 1 (they take turns):
 while the set ``A`` of channels is active, channel ``j`` advances at the speed
 
-    v_j = 1 / (1 + sum over k in A, k != j, of a_jk),        a_jk = a_kj
+    v_j(A) = 1 / (1 + sum over k in A, k != j, of a_jk),        a_jk = a_kj
 
 of what it does alone. Two channels with ``a = 1`` run at half their speed each, as if they took turns. As no
 coefficient is above 1, all speeds together are never below 1: running together is never slower than taking turns.
 
-What a network and a copy do to each other depends on the link: inside a node they share PCIe lanes, if there is no
-NVLink; between nodes the network's bytes go over the same lanes or through host memory. These two coefficients
-exist for both kinds of groups, which makes eight numbers.
+Loads ``x_j``, the seconds that each channel would take alone, start together and flow like fluids until the last one
+is done:
+
+    T = sum over phases of  min over j in A of  x_j / v_j(A),     x_j -= v_j(A) * (that time),     A loses what is done
+
+What communication does to the others depends on the link: inside a node a device moves the bytes itself, over NVLink or
+over the PCIe lanes that copies use; between nodes the network card fetches them, over those lanes or through host
+memory, and the device's cores have little to do. The three coefficients of the network exist for both kinds of groups,
+which makes nine numbers.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 Channel = Literal["compute", "network", "to_device", "to_host"]
 """What a device does at the same time: computing, communicating with other devices, copying from and to the host."""
@@ -23,30 +33,34 @@ Channel = Literal["compute", "network", "to_device", "to_host"]
 CHANNELS: tuple[Channel, ...] = ("compute", "network", "to_device", "to_host")
 """All channels, in the order of their bits in a mask."""
 
+_BITS = 1 << np.arange(len(CHANNELS))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interference:
     """Coefficients of a machine, each from 0 (free of each other) to 1 (taking turns).
 
     Attributes:
-        compute_network: Computation and communication.
         compute_to_device: Computation and copies from the host.
         compute_to_host: Computation and copies to the host.
         to_device_to_host: Copies in both directions.
+        compute_network: Computation and communication inside a node.
         network_to_device: Communication inside a node and copies from the host.
         network_to_host: Communication inside a node and copies to the host.
+        compute_across: Computation and communication between nodes.
         across_to_device: Communication between nodes and copies from the host.
         across_to_host: Communication between nodes and copies to the host.
         source: Where the figures come from.
         spread: Mean relative error of the times that they were fitted to; 0 where nothing was measured.
     """
 
-    compute_network: float
     compute_to_device: float
     compute_to_host: float
     to_device_to_host: float
+    compute_network: float
     network_to_device: float
     network_to_host: float
+    compute_across: float
     across_to_device: float
     across_to_host: float
     source: str
@@ -72,31 +86,83 @@ class Interference:
         """
         if first == second:
             raise ValueError(f"{first} and {second}: a coefficient belongs to two different channels")
-        low, high = sorted((first, second), key=CHANNELS.index)
-        name = _NAMES[low, high]
-        if across_nodes and low == "network":
+        name = "_".join(sorted((first, second), key=CHANNELS.index))
+        if across_nodes:
             name = name.replace("network", "across")
         value: float = getattr(self, name)
         return value
 
 
 COEFFICIENTS = (
-    "compute_network",
     "compute_to_device",
     "compute_to_host",
     "to_device_to_host",
+    "compute_network",
     "network_to_device",
     "network_to_host",
+    "compute_across",
     "across_to_device",
     "across_to_host",
 )
 """Names of the coefficients, in their order in vectors."""
 
-_NAMES: dict[tuple[Channel, Channel], str] = {
-    ("compute", "network"): "compute_network",
-    ("compute", "to_device"): "compute_to_device",
-    ("compute", "to_host"): "compute_to_host",
-    ("to_device", "to_host"): "to_device_to_host",
-    ("network", "to_device"): "network_to_device",
-    ("network", "to_host"): "network_to_host",
-}
+
+def speed_table(interference: Interference | None, across_nodes: bool) -> NDArray[np.float64]:
+    """Speeds of the channels in every set of active ones, as parts of what they do alone.
+
+    Args:
+        interference: The machine's coefficients; None for one whose channels take turns, as on a CPU, whose cores
+            compute, copy and communicate.
+        across_nodes: Whether the network's group spans several nodes.
+
+    Returns:
+        Sets times channels, read-only: bit ``i`` of a set's number is channel ``i`` of :data:`CHANNELS`; 1 for channels
+        that are not in a set.
+    """
+    if interference is None:
+        return _speeds(tuple([1.0] * len(COEFFICIENTS)), across_nodes)
+    return _speeds(tuple(getattr(interference, name) for name in COEFFICIENTS), across_nodes)
+
+
+@lru_cache(maxsize=256)
+def _speeds(coefficients: tuple[float, ...], across_nodes: bool) -> NDArray[np.float64]:
+    value = dict(zip(COEFFICIENTS, coefficients, strict=True))
+    slow = np.zeros((len(CHANNELS), len(CHANNELS)))
+    for high, second in enumerate(CHANNELS):
+        for low, first in enumerate(CHANNELS[:high]):
+            name = f"{first}_{second}".replace("network", "across" if across_nodes else "network")
+            slow[low, high] = slow[high, low] = value[name]
+    active = (np.arange(2 ** len(CHANNELS))[:, None] & _BITS) > 0
+    table: NDArray[np.float64] = np.where(active, 1.0 / (1.0 + active @ slow), 1.0)
+    table.setflags(write=False)
+    return table
+
+
+def seconds_together(loads: NDArray[np.float64], speeds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds until loads that start together are all done.
+
+    With four channels there are at most four phases, each of them one vectorised step.
+
+    Args:
+        loads: Seconds that each channel takes alone, not negative; channels first, then any shape.
+        speeds: The table of :func:`speed_table`.
+
+    Returns:
+        Seconds, in the shape that follows the channels; from the largest load to the sum of all.
+    """
+    left = loads
+    total = np.zeros(loads.shape[1:])
+    for _ in CHANNELS:
+        active = left > 0.0
+        mask: NDArray[Any] = np.tensordot(_BITS, active, axes=1)
+        if not mask.any():
+            break
+        speed = np.moveaxis(speeds[mask], -1, 0)
+        needed = np.where(active, left / speed, np.inf)
+        passed = np.where(mask > 0, needed.min(axis=0), 0.0)
+        total += passed
+        # What ends in this phase is set to nothing: rounding must not leave a phase of its own.
+        left = np.where(needed <= passed, 0.0, np.maximum(left - passed * speed, 0.0)) * active
+    # Only rounding can exceed these bounds.
+    bounded: NDArray[np.float64] = np.clip(total, loads.max(axis=0), loads.sum(axis=0))
+    return bounded

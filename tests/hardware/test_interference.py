@@ -1,8 +1,15 @@
 import dataclasses
 
+import numpy as np
 import pytest
 
-from lightning_mist.hardware.interference import CHANNELS, COEFFICIENTS, Interference
+from lightning_mist.hardware.interference import (
+    CHANNELS,
+    COEFFICIENTS,
+    Interference,
+    seconds_together,
+    speed_table,
+)
 
 MACHINE = Interference(**{name: index / 10 for index, name in enumerate(COEFFICIENTS)}, source="test")
 
@@ -16,7 +23,8 @@ def test_symmetric_and_by_kind_of_group() -> None:
                     assert value == MACHINE.between(second, first, across_nodes=across)
     assert MACHINE.between("network", "to_host", across_nodes=False) == MACHINE.network_to_host
     assert MACHINE.between("to_host", "network", across_nodes=True) == MACHINE.across_to_host
-    assert MACHINE.between("compute", "network", across_nodes=True) == MACHINE.compute_network
+    assert MACHINE.between("compute", "network", across_nodes=True) == MACHINE.compute_across
+    assert MACHINE.between("compute", "to_host", across_nodes=True) == MACHINE.compute_to_host
 
 
 def test_few_numbers() -> None:
@@ -34,3 +42,31 @@ def test_bounds(value: float) -> None:
 def test_one_channel_has_no_coefficient() -> None:
     with pytest.raises(ValueError, match="two different channels"):
         MACHINE.between("network", "network", across_nodes=False)
+
+
+def test_the_table_is_made_of_the_coefficients() -> None:
+    for across in (False, True):
+        table = speed_table(MACHINE, across)
+        for number in range(16):
+            active = [index for index in range(4) if number >> index & 1]
+            for index in range(4):
+                others = [other for other in active if other != index] if index in active else []
+                slow = sum(MACHINE.between(CHANNELS[index], CHANNELS[k], across_nodes=across) for k in others)
+                assert table[number, index] == pytest.approx(1 / (1 + slow))
+
+
+def test_the_table_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        speed_table(MACHINE, False)[0, 0] = 2.0
+
+
+def test_channels_that_take_turns() -> None:
+    table = speed_table(None, False)
+    assert table[0b1111].tolist() == [0.25] * 4
+    assert table[0b0011].tolist() == [0.5, 0.5, 1.0, 1.0]
+    loads = np.array([1.0, 2.0, 3.0, 0.0])
+    assert float(seconds_together(loads, table)) == pytest.approx(6.0)
+
+
+def test_nothing_to_do_takes_no_time() -> None:
+    assert seconds_together(np.zeros((4, 3)), speed_table(MACHINE, True)).tolist() == [0.0] * 3
