@@ -5,9 +5,9 @@
   operator, never the time of a layer.
 
 A single operator, timed again and again by itself, is faster than in a training step in two ways, neither of which may
-enter a rate. What it reads may still lie in the cache of the device from the time before: only operators that move more than
-:data:`CACHE_BYTES` twice over count. And a matrix product of milliseconds does not heat the board to its limit of power,
-which a step does: rates of what computes are held to what the catalog says the device sustains.
+enter a rate. What it reads may still lie in the cache of the device from the time before: only operators that move
+twice :data:`CACHE_BYTES` or more count. And a matrix product of milliseconds does not bring the board to its limit of
+power, which a step does: rates of matrix products are held to what the catalog says the device sustains.
 """
 
 import json
@@ -136,7 +136,7 @@ def _memory_rate(kind: str, found: tuple[Timing, ...]) -> MemoryRate:
     for timing in found:
         if _KINDS.get(timing.operator) == kind:
             for direction, moved, seconds in _moved(timing):
-                if moved > 2 * CACHE_BYTES:
+                if moved >= 2 * CACHE_BYTES:
                     rates[direction].append(moved / seconds)
     forward, backward = (median(values) for values in rates)
     return MemoryRate(
