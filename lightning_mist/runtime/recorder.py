@@ -64,14 +64,20 @@ class Recorder:
         self._found.append((action, began, self._mark(), waits))
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Record what happens inside."""
+    def phase(self, name: str, *, waits: bool = False) -> Iterator[None]:
+        """Record what happens inside.
+
+        Args:
+            name: What it is.
+            waits: Whether all of it is waiting for other ranks.
+        """
         if not self.is_on:
             yield
             return
         began = self._mark()
         yield
-        self._found.append((name, began, self._mark(), []))
+        ended = self._mark()
+        self._found.append((name, began, ended, [(began, ended)] if waits else []))
 
     def take(self) -> tuple[Recorded, ...]:
         """What was recorded since the last time, in the order in which it ended.

@@ -117,7 +117,8 @@ class Engine:
             the gradients (None if the step returned none).
         """
         own_state = get_random_state(self.device)
-        complete(self.exchange.run(batch, own_state))
+        recorder = self.executor.recorder
+        complete(recorder.around("exchange", self.exchange.run(batch, own_state)))
         if not self.exchange.whole:
             # Seeds of the parts were drawn: the next batch must go on from there, or it would draw the same ones.
             own_state = get_random_state(self.device)
@@ -126,12 +127,12 @@ class Engine:
             parameter.grad = None
         records: dict[int, tuple[LogRecord, ...]] = {}
 
-        with recorded_logs(self.module) as recorder:
+        with recorded_logs(self.module) as log:
 
             def recorded(microbatch: Microbatch) -> Any:
-                recorder.take()
+                log.take()
                 output = step(microbatch.value)
-                records[microbatch.index] = recorder.take()
+                records[microbatch.index] = log.take()
                 return output
 
             complete(self.executor.run(self.exchange.microbatches, recorded, loss_scale=loss_scale))
@@ -347,8 +348,9 @@ class Engine:
         owners = self.exchange.owners
         if len(owners) == 1:
             return mine[self.rank]
-        gathered = self.transport.all_gather_object(mine, owners)
-        gathered.wait()
+        with self.executor.recorder.phase("results", waits=True):
+            gathered = self.transport.all_gather_object(mine, owners)
+            gathered.wait()
         pieces = [piece for part in gathered.result() for piece in part.get(self.rank, ())]
         return sorted(pieces, key=lambda piece: piece.index)
 

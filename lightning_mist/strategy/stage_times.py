@@ -116,7 +116,7 @@ def step_times(recorded: Iterable[Recorded], first: int) -> dict[int, StageTimes
         elif item.action in (STEP, CLOSURE, FORWARD):
             phases[item.action] = phases.get(item.action, 0.0) + item.seconds
         else:
-            add(first, "waiting_seconds", item.seconds)
+            add(first, "waiting_seconds", item.waited_seconds)
     if FORWARD in phases:
         add(first, "forward_seconds", phases[FORWARD])
         add(first, "backward_seconds", phases[CLOSURE] - phases[FORWARD])

@@ -58,10 +58,13 @@ def test_waiting_is_part_of_an_action_and_told_apart(clock):
     clock.now += 16.0
     with recorder.phase("update"):
         clock.now += 32.0
+    with recorder.phase("results", waits=True):
+        clock.now += 64.0
     assert recorder.take() == (
         Recorded(action=forward, seconds=7.75, waited_seconds=0.75),
         Recorded(action="sends", seconds=8.0, waited_seconds=8.0),
         Recorded(action="update", seconds=32.0),
+        Recorded(action="results", seconds=64.0, waited_seconds=64.0),
     )
     assert recorder.take() == ()
 
