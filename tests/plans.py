@@ -14,6 +14,7 @@ from lightning_mist.plan import (
     PredictedStage,
     StageMesh,
     StagePlan,
+    StepWork,
     Transfers,
     UpdateAfter,
     ZeroStage,
@@ -120,6 +121,16 @@ def _layers(draw, num_stages, num_layers):
     return [end - start for start, end in pairwise(edges)]
 
 
+_works = st.builds(
+    StepWork,
+    model_flops=finite,
+    peak_flops_per_second=finite,
+    peak_source=_names,
+    roofline_seconds=finite,
+    sequence_length=st.none() | st.integers(1, 4096),
+)
+
+
 @st.composite
 def _predicted(draw, num_stages):
     stage = st.builds(
@@ -138,4 +149,5 @@ def _predicted(draw, num_stages):
         stages=tuple(stages),
         transfers=draw(st.sampled_from(get_args(Transfers))),
         update_after=draw(st.sampled_from(get_args(UpdateAfter))),
+        work=draw(st.none() | _works),
     )

@@ -14,6 +14,7 @@ from lightning_mist.cost.interval import Interval
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.pipeline import step_seconds, step_seconds_of
 from lightning_mist.cost.replay import Alive, Replay, replay_group, replay_plan, replay_rank
+from lightning_mist.cost.roofline import step_work
 from lightning_mist.cost.spent import StageSpent
 from lightning_mist.cost.stage import StageCostModel, StageCosts, StageSeconds
 
@@ -49,4 +50,5 @@ __all__ = [
     "stage_memory",
     "step_seconds",
     "step_seconds_of",
+    "step_work",
 ]

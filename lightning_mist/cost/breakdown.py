@@ -4,6 +4,7 @@ from lightning_mist.cost.candidates import slots_of
 from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.cost.clock import clocked_seconds
 from lightning_mist.cost.pipeline import step_seconds
+from lightning_mist.cost.roofline import step_work_of
 from lightning_mist.cost.stage import StageCostModel, StageSeconds
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster, HardwareProfile
@@ -68,7 +69,8 @@ def predict_with(model: StageCostModel, plan: Plan) -> Predicted:
         total = step_seconds(steady, boundary, plan.num_microbatches)
     else:
         total = clocked_seconds(plan, seconds)
-    return Predicted(step_seconds=total, stages=tuple(stages))
+    work = step_work_of(model.whole, model.profile, model.cluster, plan.global_batch_size)
+    return Predicted(step_seconds=total, stages=tuple(stages), work=work)
 
 
 def _term(seconds: StageSeconds, name: str) -> float:

@@ -143,6 +143,11 @@ class StageCostModel:
         """
         return self._of(slot).memory
 
+    @property
+    def whole(self) -> MemoryModel:
+        """What the network holds and does where nothing is split."""
+        return self._rank(1, False).memory
+
     def region_seconds(self, rows: float, degree: int = 1, sequence: bool = False) -> RegionSeconds:
         """Seconds of every region at a number of rows.
 

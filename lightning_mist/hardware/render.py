@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_mist.hardware.cluster import Cluster
+from lightning_mist.hardware.interference import COEFFICIENTS
 from lightning_mist.hardware.profile import HardwareProfile
 from lightning_mist.units import format_bytes, format_rate, format_seconds
 
@@ -25,7 +26,15 @@ def render_profile(cluster: Cluster, profile: HardwareProfile, *, width: int = 1
     console.print(
         f"{devices}, {format_bytes(cluster.device.memory_bytes)} each: {profile.source}", markup=False, soft_wrap=False
     )
-    for table in (_matrix_products(profile), _rates(profile), _collectives(profile), _together(profile)):
+    for table in (
+        _matrix_products(profile),
+        _kernels(profile),
+        _memory(profile),
+        _rates(profile),
+        _collectives(profile),
+        _together(profile),
+        _corrections(profile),
+    ):
         if table.row_count:
             console.print(table, markup=False)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
@@ -52,6 +61,45 @@ def _matrix_products(profile: HardwareProfile) -> Table:
 def _edge(flops: float) -> int:
     """Edge of the square matrices whose product takes so many operations, ``2 n^3``."""
     return int(0.5 + float((flops / 2) ** (1 / 3)))
+
+
+def _kernels(profile: HardwareProfile) -> Table:
+    """Attention and convolutions, by element type."""
+    table = _table("other computation", ("kind", "type", "forward", "backward", "spread"))
+    for rate in profile.kernels:
+        forward, backward = rate.forward_flops_per_second, rate.backward_flops_per_second
+        table.add_row(
+            rate.kind.replace("_", " "),
+            rate.dtype,
+            format_rate(forward, "FLOP/s"),
+            format_rate(backward, "FLOP/s"),
+            f"{rate.spread:.1%}",
+        )
+    return table
+
+
+def _memory(profile: HardwareProfile) -> Table:
+    """What moves bytes, by kind of operator and size."""
+    table = _table("operators that move bytes", ("kind", "per call", "forward", "backward", "spread"))
+    for rate in profile.rates:
+        sizes = zip(rate.bytes, rate.forward_bytes_per_second, rate.backward_bytes_per_second, strict=True)
+        for index, (size, forward, backward) in enumerate(sizes):
+            table.add_row(
+                "" if index else rate.kind,
+                format_bytes(size),
+                format_rate(forward, "B/s"),
+                format_rate(backward, "B/s"),
+                "" if index else f"{rate.spread:.1%}",
+            )
+    return table
+
+
+def _corrections(profile: HardwareProfile) -> Table:
+    """What runs have taught."""
+    table = _table("corrections of predictions, from runs", ("term", "factor", "spread", "runs"))
+    for item in profile.corrections:
+        table.add_row(item.term, f"{item.factor:.3f}", f"{item.spread:.3f}", str(item.samples))
+    return table
 
 
 def _rates(profile: HardwareProfile) -> Table:
@@ -93,7 +141,8 @@ def _collectives(profile: HardwareProfile) -> Table:
 
 
 _PAIRS = {
-    "compute_network": "computation and communication",
+    "compute_network": "computation and communication in a node",
+    "compute_across": "computation and communication between nodes",
     "compute_to_device": "computation and copies from the host",
     "compute_to_host": "computation and copies to the host",
     "to_device_to_host": "copies in both directions",
@@ -112,6 +161,6 @@ def _together(profile: HardwareProfile) -> Table:
     table = _table(f"slowdown when running together ({known.source}{error})" if known is not None else "", ("", ""))
     table.show_header = False
     if known is not None:
-        for name, words in _PAIRS.items():
-            table.add_row(words, f"{getattr(known, name):.0%}")
+        for name in COEFFICIENTS:
+            table.add_row(_PAIRS[name], f"{getattr(known, name):.0%}")
     return table

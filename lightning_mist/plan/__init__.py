@@ -10,6 +10,7 @@ from lightning_mist.plan.plan import Plan, Predicted, PredictedStage, ScheduleNa
 from lightning_mist.plan.render import describe_changes, render, split_notes
 from lightning_mist.plan.rows import RowSlice, replica_of, replica_ranks, row_slice
 from lightning_mist.plan.tensor_split import Factors, ParameterSplit, SequenceSplit, TensorSplit
+from lightning_mist.plan.work import StepRates, StepWork, step_rates
 
 __all__ = [
     "BlockOutput",
@@ -31,6 +32,8 @@ __all__ = [
     "SequenceSplit",
     "StageMesh",
     "StagePlan",
+    "StepRates",
+    "StepWork",
     "TensorSplit",
     "Transfers",
     "UpdateAfter",
@@ -49,5 +52,6 @@ __all__ = [
     "row_slice",
     "save",
     "split_notes",
+    "step_rates",
     "to_json",
 ]

@@ -19,12 +19,14 @@ from lightning_mist.errors import PlanError
 from lightning_mist.plan.memory import Checkpointing, OffloadRatios
 from lightning_mist.plan.parallelism import StageMesh, ZeroStage
 from lightning_mist.plan.plan import Plan, Predicted, PredictedStage, ScheduleName, StagePlan, Transfers, UpdateAfter
+from lightning_mist.plan.work import StepWork
 
 SCHEMA = 1
 """The version of the plan file that this version writes, and the newest that it reads."""
 
 _OFFLOAD_KEYS = ("parameters", "gradients", "optimizer", "activations")
 _RULE_KEYS = ("transfers", "update_after")
+_WORK_KEYS = ("model_flops", "peak_flops_per_second", "peak_source", "roofline_seconds", "sequence_length")
 _SECONDS_KEYS = ("steady_seconds", "boundary_seconds", "forward_seconds", "backward_seconds")
 
 T = TypeVar("T")
@@ -116,7 +118,8 @@ def _predicted_document(predicted: Predicted | None) -> dict[str, object]:
     ]
     defaults = Predicted(step_seconds=0.0, stages=())
     rules = {key: getattr(predicted, key) for key in _RULE_KEYS if getattr(predicted, key) != getattr(defaults, key)}
-    return {"step_seconds": predicted.step_seconds, **rules, "stages": stages}
+    work = {} if predicted.work is None else {"work": {key: getattr(predicted.work, key) for key in _WORK_KEYS}}
+    return {"step_seconds": predicted.step_seconds, **rules, "stages": stages, **work}
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -187,6 +190,10 @@ def _integer(value: object, path: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise _refuse(value, path, "a whole number is needed, such as 4")
     return value
+
+
+def _optional_integer(value: object, path: str) -> int | None:
+    return None if value is None else _integer(value, path)
 
 
 def _number(value: object, path: str) -> float:
@@ -310,7 +317,7 @@ def _predicted_stage(value: object, path: str) -> PredictedStage:
 
 def _predicted(value: object, path: str) -> Predicted | None:
     reader = _Reader.of(value, path)
-    reader.only("step_seconds", *_RULE_KEYS, "stages")
+    reader.only("step_seconds", *_RULE_KEYS, "stages", "work")
     step_seconds = reader.get("step_seconds", _number, 0.0)
     stages = reader.get("stages", _list(_predicted_stage), ())
     # This is how a plan that nobody predicted is written, so that the file always has the same keys.
@@ -318,8 +325,23 @@ def _predicted(value: object, path: str) -> Predicted | None:
         return None
     transfers = cast(Transfers, reader.get("transfers", _text, "beside"))  # Predicted itself checks the words
     update_after = cast(UpdateAfter, reader.get("update_after", _text, "own"))
+    work = reader.get("work", _work, None)
     return reader.build(
-        lambda: Predicted(step_seconds=step_seconds, stages=stages, transfers=transfers, update_after=update_after)
+        lambda: Predicted(
+            step_seconds=step_seconds, stages=stages, transfers=transfers, update_after=update_after, work=work
+        )
+    )
+
+
+def _work(value: object, path: str) -> StepWork:
+    reader = _Reader.of(value, path)
+    reader.only(*_WORK_KEYS)
+    return StepWork(
+        model_flops=reader.get("model_flops", _number),
+        peak_flops_per_second=reader.get("peak_flops_per_second", _number),
+        peak_source=reader.get("peak_source", _text),
+        roofline_seconds=reader.get("roofline_seconds", _number),
+        sequence_length=reader.get("sequence_length", _optional_integer, None),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.memory import Checkpointing, OffloadRatios
 from lightning_mist.plan.parallelism import StageMesh, ZeroStage
+from lightning_mist.plan.work import StepWork
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved-1f1b", "zb-h1"]
 """Names of the pipeline schedules that can be generated."""
@@ -107,12 +108,14 @@ class Predicted:
         stages: Each stage.
         transfers: How transfers move on the machine that the prediction is for.
         update_after: Whom the optimizer's step waits for there.
+        work: What the step does, from which rates follow. None in plans that were predicted before this was known.
     """
 
     step_seconds: float
     stages: tuple[PredictedStage, ...]
     transfers: Transfers = "beside"
     update_after: UpdateAfter = "own"
+    work: StepWork | None = None
 
     def __post_init__(self) -> None:
         """Check the words."""

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.plan.plan import Plan, PredictedStage, StagePlan
+from lightning_mist.plan.render_seconds import rate_lines, seconds_table
 from lightning_mist.units import format_bytes, format_seconds
 
 
@@ -58,7 +59,7 @@ _COLUMNS = (
 
 
 def render(plan: Plan, *, width: int = 120, color: bool = False) -> str:
-    """A plan as a table: one line per stage, with the predictions if there are any.
+    """A plan as a table: one line per stage, with the predictions if there are any, and where their seconds go.
 
     Args:
         plan: The plan.
@@ -88,10 +89,28 @@ def render(plan: Plan, *, width: int = 120, color: bool = False) -> str:
         table.add_row(*cells, *(_predicted_cells(predicted.stages[index]) if predicted is not None else ()))
     text = StringIO()
     console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
-    console.print(table, markup=False)
-    if predicted is not None:
-        console.print(f"predicted step: {format_seconds(predicted.step_seconds)}", markup=False)
+    console.print(fitted(table, console), markup=False)
+    seconds = seconds_table(plan)
+    if seconds is not None:
+        title, table = seconds
+        console.print(title, style="bold italic", markup=False)
+        console.print(fitted(table, console), markup=False)
+    for line in rate_lines(plan):
+        console.print(line, markup=False)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+_BROKEN = {"microbatch": "micro-\nbatch", "checkpointed": "check-\npointed"}
+"""Long headings in two lines, for narrow tables."""
+
+
+def fitted(table: Table, console: Console) -> Table:
+    """The table itself, with narrower columns if its words would not fit otherwise."""
+    if console.measure(table, options=console.options.update(width=10_000)).minimum > console.width:
+        table.padding = 0
+        for column in table.columns:
+            column.header = _BROKEN.get(str(column.header), column.header)
+    return table
 
 
 def _title(plan: Plan) -> str:

@@ -3,6 +3,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.hardware import ComputeRate, Interference, StepOverheads, catalog_profile, parse_cluster
+from lightning_mist.hardware.interference import COEFFICIENTS
+from lightning_mist.hardware.profile import Correction, KernelRate, MemoryRate
 from lightning_mist.hardware.render import render_profile
 
 CLUSTER = parse_cluster("2x4xL4")
@@ -44,6 +46,30 @@ def test_collectives_by_group():
     assert found[3:] == ["1.3 ms", found[4], "0.0%"]
 
 
+def test_kinds_of_operators():
+    kernel = KernelRate(
+        kind="causal_attention",
+        dtype="bfloat16",
+        forward_flops_per_second=1e13,
+        backward_flops_per_second=5e12,
+        spread=0.01,
+    )
+    memory = MemoryRate(
+        kind="reduction",
+        bytes=(2**20, 2**24),
+        forward_bytes_per_second=(1e10, 2e10),
+        backward_bytes_per_second=(1e9, 3e9),
+        spread=0.02,
+    )
+    correction = Correction(term="compute", factor=1.1, spread=0.05, samples=3)
+    profile = replace(PROFILE, kernels=(kernel,), rates=(memory,), corrections=(correction,))
+    shown = cells(render_profile(CLUSTER, profile))
+    assert ["causal attention", "bfloat16", "10 TFLOP/s", "5 TFLOP/s", "1.0%"] in shown
+    assert ["reduction", "1.0 MiB", "10 GB/s", "1 GB/s", "2.0%"] in shown
+    assert ["", "16.0 MiB", "20 GB/s", "3 GB/s", ""] in shown
+    assert ["compute", "1.100", "0.050", "3"] in shown
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_it_fits(width):
     text = render_profile(CLUSTER, PROFILE, width=width)
@@ -57,23 +83,14 @@ def test_without_others_there_is_no_table_of_collectives():
 
 
 def test_what_runs_together():
-    together = Interference(
-        compute_network=0.25,
-        compute_to_device=0.0,
-        compute_to_host=1.0,
-        to_device_to_host=0.5,
-        network_to_device=0.1,
-        network_to_host=0.1,
-        across_to_device=0.1,
-        across_to_host=0.1,
-        source="a fit",
-        spread=0.05,
-    )
+    coefficients = {**dict.fromkeys(COEFFICIENTS, 0.1), "compute_network": 0.25, "compute_to_host": 1.0}
+    together = Interference(**coefficients, source="a fit", spread=0.05)
     text = render_profile(CLUSTER, replace(PROFILE, interference=together))
     assert "slowdown when running together (a fit; mean error 5.0%)" in text
     shown = cells(text)
-    assert ["computation and communication", "25%"] in shown
+    assert ["computation and communication in a node", "25%"] in shown
     assert ["computation and copies to the host", "100%"] in shown
+    assert sum(row[1:] == ["10%"] for row in shown) == len(COEFFICIENTS) - 2  # every one in words
     assert "running together" not in render_profile(CLUSTER, replace(PROFILE, interference=None))
 
 

@@ -65,6 +65,15 @@ def test_table():
     assert lines[-1] == "predicted step: 1.5 s"
 
 
+def test_where_seconds_go_stands_below_the_table():
+    spent = (("compute_seconds", 1.2), ("bubble_seconds", 0.3))
+    stages = tuple(replace(found, spent=spent) for found in PLAN.predicted.stages)
+    lines = render(replace(PLAN, predicted=Predicted(step_seconds=1.5, stages=stages))).splitlines()
+    below = next(index for index, line in enumerate(lines) if line.startswith("where 1.5 s per step go"))
+    assert below > next(index for index, line in enumerate(lines) if line.startswith("└"))
+    assert lines[-1] == "predicted step: 1.5 s"
+
+
 def test_columns_appear_where_they_say_something():
     plain = render(replace(PLAN, predicted=None))
     for word in ("tensor", "context", "sequence", "offload", "peak", "predicted"):

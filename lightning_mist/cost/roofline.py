@@ -1,0 +1,102 @@
+"""What a step does and the least it could take: model FLOPs, the peak of the devices, the roofline.
+
+The roofline of a step is what it would take if every operator ran at the limit of the device and nothing else existed:
+
+    roofline = 1 / N  (sum over operators of max(FLOPs / peak, bytes / bandwidth) + optimizer's bytes / bandwidth)
+
+over ``N`` devices that share the work evenly, without communication, launches or waiting. All rows of the step go
+through an operator at once, so that parameters are read once: no cut of the batch reads fewer bytes. So no plan goes
+below it, unless operators find their operands in caches, which the bandwidth is not about.
+
+The peaks are those of the data sheet for devices of the catalog with a data sheet. Of others (a CPU) they are the
+fastest matrix product and the bandwidth of the profile.
+
+Array axes
+    R  regions
+    E  operators of one kind (and size) in one direction of a kind of region
+"""
+
+import numpy as np
+
+from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.memory import MemoryModel
+from lightning_mist.cost.operator_time import compute_dtype
+from lightning_mist.cost.regions import RegionCosts
+from lightning_mist.errors import ProfileError
+from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.hardware.catalog import CatalogDevice, find_device
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import StepWork
+
+_NEEDED = {"causal_attention": 0.5}
+"""Part of the counted operations that a kernel must do: fused causal attention skips the scores that the mask hides."""
+
+
+def step_work(spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, rows: int) -> StepWork:
+    """The work of a step of so many rows, and the least it could take.
+
+    Args:
+        spec: The network.
+        profile: How fast the machine was measured to be.
+        cluster: Its devices.
+        rows: Rows of the step over all devices.
+    """
+    return step_work_of(MemoryModel(spec), profile, cluster, rows)
+
+
+def step_work_of(memory: MemoryModel, profile: HardwareProfile, cluster: Cluster, rows: int) -> StepWork:
+    """As :func:`step_work`, with the whole network's compiled expressions."""
+    spec, costs = memory.spec, memory.costs(rows)
+    sheet = _data_sheet(profile)
+    peak, source = _peak(sheet, profile, spec.precision)
+    bandwidth = _bandwidth(profile) if sheet is None else sheet.memory_bytes_per_second
+    trained = sum(item.bytes for item in spec.parameters if item.trainable)
+    update = spec.optimizer.step_moved_bytes_per_parameter_byte * trained / bandwidth
+    return StepWork(
+        model_flops=float(costs.forward_flops_R.sum() + costs.backward_flops_R.sum()),
+        peak_flops_per_second=peak,
+        peak_source=source,
+        roofline_seconds=(float(_least_seconds(costs, peak, bandwidth).sum()) + update) / cluster.world_size,
+        sequence_length=spec.sequence_length,
+    )
+
+
+def _least_seconds(costs: RegionCosts, peak: float, bandwidth: float) -> FloatArray:
+    """The least seconds of forward and backward of every region."""
+    total_R = np.zeros_like(costs.forward_flops_R)
+    for work in (costs.forward_work, costs.backward_work):
+        needed_E = work.flops_E * np.array([_NEEDED.get(kind, 1.0) for kind in work.kinds])
+        busy_E = needed_E / peak if peak > 0 else np.zeros_like(needed_E)
+        total_R = total_R + work.sums(np.maximum(busy_E, work.moved_E / bandwidth))
+    return total_R
+
+
+def _bandwidth(profile: HardwareProfile) -> float:
+    """The most bytes per second of large operators that a profile knows of any kind."""
+    large = [max(kind.forward_bytes_per_second[-1], kind.backward_bytes_per_second[-1]) for kind in profile.rates]
+    return max(profile.memory_bytes_per_second, *large, 0.0)
+
+
+def _data_sheet(profile: HardwareProfile) -> CatalogDevice | None:
+    """The catalog's entry of a device that has a data sheet."""
+    try:
+        found = find_device(profile.device)
+    except ProfileError:
+        return None
+    return found if found.kind == "cuda" else None
+
+
+def _peak(sheet: CatalogDevice | None, profile: HardwareProfile, precision: str) -> tuple[float, str]:
+    """The most FLOP/s in a precision, 0 if nothing says it, and where that comes from."""
+    try:
+        dtype = compute_dtype(precision)
+    except ValueError as error:  # a plugin's own precision, of layers that were measured
+        return 0.0, str(error)
+    known = {} if sheet is None else dict(sheet.peak_flops)
+    if dtype in known and sheet is not None:
+        return known[dtype], f"{dtype} in the data sheet of {sheet.name}"
+    measured = [rate for rate in profile.compute if rate.dtype == dtype]
+    if not measured:
+        return 0.0, f"nothing says how fast {profile.device} computes in {dtype}"
+    origin = "of the catalog" if profile.source.startswith("catalog") else "measured"
+    return max(measured[0].flops_per_second), f"the fastest {dtype} matrix product {origin}"
