@@ -1,0 +1,100 @@
+"""Running computation, communication and copies together on a CUDA device, and timing them by events.
+
+Streams and what they order
+    Each channel has a stream of its own; nothing but the streams lets the channels run at the same time. All of them
+    wait for the event ``begin``, so that no load starts while others are still being launched ahead of it, and the
+    current stream waits for all of them before it records ``end``.
+"""
+
+import torch
+import torch.distributed as dist
+
+from lightning_mist.hardware.groups import RankGroup
+from lightning_mist.hardware.interference import CHANNELS
+from lightning_mist.hardware.measure_interference import Counts
+from lightning_mist.hardware.timing import Session, synchronize
+
+MATMUL_EDGE = 4096
+"""Edge of the products, that of the published measurements (mist): 0.14 TFLOP each."""
+
+PAYLOAD_BYTES = 2**25
+"""Bytes of a copy or a collective: more than latencies hide, less than a load has."""
+
+
+class DeviceBench:
+    """Loads on this rank's device and its channels; all ranks run the same at the same time."""
+
+    def __init__(self, session: Session, inside: RankGroup | None, across: RankGroup | None) -> None:
+        """Allocate what the units work on.
+
+        Args:
+            session: This rank's CUDA device, and all ranks.
+            inside: This rank's group inside its node.
+            across: The group that spans the nodes.
+        """
+        device = session.device
+        self._session = session
+        self._groups = {False: inside, True: across}
+        self._streams = tuple(torch.cuda.Stream(device) for _ in CHANNELS)  # type: ignore[no-untyped-call]
+        random = torch.Generator(device=device).manual_seed(0)
+        shape = (MATMUL_EDGE, MATMUL_EDGE)
+        self._left = torch.randn(shape, generator=random, device=device).half()
+        self._right = torch.randn(shape, generator=random, device=device).half()
+        self._out = torch.empty(shape, dtype=torch.float16, device=device)
+        # Zeros: sums of them stay finite however often they are reduced.
+        self._message = torch.zeros(PAYLOAD_BYTES // 4, device=device)
+        # Both directions have buffers of their own: a copy must not wait for another one's bytes.
+        self._host = [torch.empty(PAYLOAD_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._device = [torch.empty(PAYLOAD_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+        # The buffers were filled on the current stream, which the channels' streams do not wait for by themselves.
+        synchronize(device)
+
+    def seconds(self, counts: Counts, across_nodes: bool) -> float:
+        """Seconds until all loads are done, on the slowest rank; see :class:`Bench`."""
+        current = torch.cuda.current_stream(self._session.device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        synchronize(self._session.device)
+        self._session.agree([0.0])
+        synchronize(self._session.device)
+        begin.record(current)
+        for stream in self._streams:
+            stream.wait_event(begin)
+        # Launched in turns, by the part of its load that a channel has launched: no load waits for another's launches.
+        turns = [((unit + 0.5) / count, index) for index, count in enumerate(counts) for unit in range(count)]
+        for _, index in sorted(turns):
+            with torch.cuda.stream(self._streams[index]):
+                self._launch(index, across_nodes)
+        for stream in self._streams:
+            current.wait_stream(stream)
+        end.record(current)
+        end.synchronize()
+        (slowest,) = self._session.agree([begin.elapsed_time(end) * 1e-3])
+        return slowest
+
+    def _launch(self, index: int, across_nodes: bool) -> None:
+        """One unit of a channel, on the current stream."""
+        channel = CHANNELS[index]
+        if channel == "compute":
+            torch.mm(self._left, self._right, out=self._out)
+        elif channel == "to_device":
+            self._device[0].copy_(self._host[0], non_blocking=True)
+        elif channel == "to_host":
+            self._host[1].copy_(self._device[1], non_blocking=True)
+        else:
+            group = self._groups[across_nodes]
+            if group is None:
+                raise ValueError(f"no group {'across nodes' if across_nodes else 'inside the node'} to communicate in")
+            dist.all_reduce(self._message, group=group.handle)
+
+
+def network_groups(groups: tuple[RankGroup, ...], rank: int) -> tuple[RankGroup | None, RankGroup | None]:
+    """The groups to measure with: the largest of this rank's inside its node, and the largest of all that span nodes.
+
+    Args:
+        groups: All groups, the same list on every rank.
+        rank: This rank.
+    """
+    mine = [group for group in groups if rank in group.ranks]
+    inside = max((group for group in mine if group.num_nodes == 1), key=lambda group: len(group.ranks), default=None)
+    across = max((group for group in mine if group.num_nodes > 1), key=lambda group: len(group.ranks), default=None)
+    return inside, across
