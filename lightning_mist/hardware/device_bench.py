@@ -6,12 +6,15 @@ Streams and what they order
     current stream waits for all of them before it records ``end``.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.distributed as dist
 
 from lightning_mist.hardware.groups import RankGroup
-from lightning_mist.hardware.interference import CHANNELS
-from lightning_mist.hardware.measure_interference import Counts
+from lightning_mist.hardware.interference import CHANNELS, Interference
+from lightning_mist.hardware.measure_interference import Counts, kind_of, measure_interference
+from lightning_mist.hardware.profile import CollectiveCost
 from lightning_mist.hardware.timing import Session, synchronize
 
 MATMUL_EDGE = 4096
@@ -87,7 +90,42 @@ class DeviceBench:
             dist.all_reduce(self._message, group=group.handle)
 
 
-def network_groups(groups: tuple[RankGroup, ...], rank: int) -> tuple[RankGroup | None, RankGroup | None]:
+def measure_on_device(
+    session: Session,
+    groups: Sequence[RankGroup],
+    *,
+    copies: tuple[float, float],
+    collectives: Sequence[CollectiveCost],
+    budget_seconds: float,
+    report: Callable[[], None],
+) -> Interference | None:
+    """Measure how much the channels of this machine slow each other down, on all ranks at once.
+
+    Args:
+        session: Device and ranks.
+        groups: The measured groups, the same list on every rank.
+        copies: Bytes per second of copies from and to the host.
+        collectives: What collectives cost alone.
+        budget_seconds: Roughly how long it may take.
+        report: Called before it begins, on a device.
+
+    Returns:
+        The coefficients, the same on every rank; None on a CPU, which has no such channels.
+    """
+    if session.device.type != "cuda":
+        return None
+    report()
+    inside, across = network_groups(groups, 0 if session.world is None else dist.get_rank())
+    return measure_interference(
+        DeviceBench(session, inside, across),
+        networks=[far for far, group in ((False, inside), (True, across)) if group is not None],
+        prior=kind_of(*copies, collectives),
+        source="measured",
+        budget_seconds=budget_seconds,
+    )
+
+
+def network_groups(groups: Sequence[RankGroup], rank: int) -> tuple[RankGroup | None, RankGroup | None]:
     """The groups to measure with: the largest of this rank's inside its node, and the largest of all that span nodes.
 
     Args:

@@ -1,4 +1,4 @@
-"""Measuring the machine at hand: matrix products, memory, operator launches, collectives, host copies.
+"""Measuring the machine at hand: products, memory, operator launches, collectives, copies, and all of them together.
 
 All ranks measure at the same time and return the same profile: every figure is that of the slowest rank.
 """
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.hardware.collectives import measure_collectives
+from lightning_mist.hardware.device_bench import measure_on_device
 from lightning_mist.hardware.groups import RankGroup
 from lightning_mist.hardware.profile import ComputeRate, HardwareProfile
 from lightning_mist.hardware.timing import MIN_SAMPLES, Session, measure
@@ -23,6 +24,9 @@ Progress = Callable[[str, float], None]
 
 MATMUL_SHARE, MEMORY_SHARE, OPERATOR_SHARE, COPY_SHARE, COLLECTIVE_SHARE = 0.3, 0.05, 0.05, 0.1, 0.4
 """Parts of the time budget. The remaining tenth is for creating tensors, warming up and agreeing."""
+
+TOGETHER_SHARE = 0.1
+"""What running everything together takes of the time budget, on top of it; devices only."""
 
 SMALLEST_MATMUL, LARGEST_MATMUL = 64, 8192
 """Edge of the square matrices: from below a small model's head size to a large model's hidden size."""
@@ -78,6 +82,14 @@ def measure_profile(
         budget_seconds * COLLECTIVE_SHARE,
         lambda text, fraction: report(text, before + (1 - before) * fraction),
     )
+    interference = measure_on_device(
+        session,
+        groups,
+        copies=(to_device, to_host),
+        collectives=collectives,
+        budget_seconds=budget_seconds * TOGETHER_SHARE,
+        report=lambda: report("all of it together", 1.0),
+    )
     report("done", 1.0)
     profile = HardwareProfile(
         device=cluster.device.name,
@@ -88,6 +100,7 @@ def measure_profile(
         collectives=collectives,
         host_to_device_bytes_per_second=to_device,
         device_to_host_bytes_per_second=to_host,
+        interference=interference,
     )
     return _from_first_rank(session, profile)
 

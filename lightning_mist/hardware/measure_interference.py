@@ -55,7 +55,6 @@ def measure_interference(
     prior: Interference,
     source: str,
     budget_seconds: float,
-    report: Callable[[float], None],
 ) -> Interference:
     """Measure the coefficients of a machine.
 
@@ -65,24 +64,20 @@ def measure_interference(
         prior: What machines of its kind do; kept where nothing can be measured.
         source: Where this is measured.
         budget_seconds: Roughly how long it may take; even loads of all pairs are measured in any case.
-        report: Called with the fraction done.
 
     Returns:
         The coefficients.
     """
-    return fit_interference(concurrent_times(bench, networks, budget_seconds, report), prior, source)
+    return fit_interference(concurrent_times(bench, networks, budget_seconds), prior, source)
 
 
-def concurrent_times(
-    bench: Bench, networks: Sequence[bool], budget_seconds: float, report: Callable[[float], None]
-) -> ConcurrentTimes:
+def concurrent_times(bench: Bench, networks: Sequence[bool], budget_seconds: float) -> ConcurrentTimes:
     """Times of loads together, and of each of them alone.
 
     Args:
         bench: Where loads run.
         networks: Kinds of groups that it has.
         budget_seconds: Roughly how long it may take.
-        report: Called with the fraction done.
     """
     known: dict[tuple[Counts, bool], float] = {}
     spent = 0.0
@@ -101,7 +96,6 @@ def concurrent_times(
     far: list[bool] = []
     units = _units(timed, networks)
     for weights, across in _design(networks):
-        report(min(spent / budget_seconds, 1.0))
         # All ranks know the same times, so that all stop at the same set.
         if sum(weight > 0 for weight in weights) > 2 and spent > budget_seconds:
             break
@@ -152,7 +146,7 @@ def _units(timed: Callable[[Counts, bool], float], networks: Sequence[bool]) -> 
 
 
 def _design(networks: Sequence[bool]) -> Iterator[tuple[Counts, bool]]:
-    """Multiples of even loads, and kinds of groups: all sets evenly, pairs first, then one channel with twice its load."""
+    """Multiples of even loads, kinds of groups: all sets evenly, pairs first; then one channel with twice its load."""
     sets: list[tuple[tuple[int, ...], bool]] = []
     present: list[Channel] = [channel for channel in CHANNELS if channel != "network" or networks]
     for size in range(2, len(present) + 1):
