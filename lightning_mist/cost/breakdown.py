@@ -1,6 +1,6 @@
 """A plan's predicted seconds and bytes, in total and by term."""
 
-from lightning_mist.cost.candidates import slots_of
+from lightning_mist.cost.candidates import placed_slots_of
 from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.cost.clock import clocked_seconds
 from lightning_mist.cost.pipeline import step_seconds
@@ -40,7 +40,7 @@ def predict(spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, plan: P
         plan: The plan.
 
     Raises:
-        PlanError: If the plan does not fit the network or the cluster, or asks for what is not modelled yet.
+        PlanError: If the plan does not fit the network or the cluster, or shares out a sequence that it cannot.
         ProfileError: If the profile lacks what the plan needs.
     """
     return predict_with(StageCostModel(spec, profile, cluster), plan)
@@ -49,7 +49,9 @@ def predict(spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, plan: P
 def predict_with(model: StageCostModel, plan: Plan) -> Predicted:
     """As :func:`predict`, with a cost model that exists already."""
     _check(model, plan)
-    seconds = [model.seconds(slot, candidates) for slot, candidates in slots_of(plan)]
+    seconds = [
+        model.seconds(slot, candidates) for slot, candidates in placed_slots_of(plan, model.cluster.devices_per_node)
+    ]
     stages = [
         PredictedStage(
             steady_seconds=float(item.steady_K[0]),
@@ -90,15 +92,6 @@ def _check(model: StageCostModel, plan: Plan) -> None:
         )
     for index, stage in enumerate(plan.stages):
         mesh = stage.mesh
-        if stage.offload.any:
-            raise PlanError(
-                f"stages[{index}] offloads: only stages without offload are modelled yet; set every offload ratio to 0"
-            )
-        if mesh.context_parallel_degree > 1:
-            raise PlanError(
-                f"stages[{index}] has context_parallel_degree {mesh.context_parallel_degree}: only 1 is modelled yet; "
-                "use data parallelism"
-            )
         if mesh.tensor_parallel_degree > model.cluster.devices_per_node:
             raise PlanError(
                 f"stages[{index}] has tensor_parallel_degree {mesh.tensor_parallel_degree} with "

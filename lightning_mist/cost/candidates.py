@@ -1,10 +1,11 @@
 """What is asked of the cost model: stages at one place of a pipeline, many at once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.placement import Placement, placements_of
 from lightning_mist.plan import OffloadRatios, Plan, ScheduleName
 
 
@@ -25,6 +26,7 @@ class StageSlot:
         tensor_parallel_degree: Devices that share every layer for each data-parallel rank.
         sequence_parallel: Whether these share activations along the sequence too.
         context_parallel_degree: Devices that share the sequence of every row for each data-parallel rank.
+        placement: Where the devices lie, if that is known.
     """
 
     stage_index: int
@@ -38,6 +40,15 @@ class StageSlot:
     tensor_parallel_degree: int = 1
     sequence_parallel: bool = False
     context_parallel_degree: int = 1
+    placement: Placement | None = None
+
+    @property
+    def whole_rows(self) -> float:
+        """Rows with as many tokens as a device computes on in one microbatch.
+
+        Devices that share a sequence in a ring each do an equal part of all that is done to it, attention included.
+        """
+        return self.rows / self.context_parallel_degree
 
     @property
     def shard_degree(self) -> int:
@@ -123,6 +134,15 @@ class StageCandidates:
             zero_stage_K=self.zero_stage_K[index_J],
             offload=None if self.offload is None else self.offload.take(index_J),
         )
+
+
+def placed_slots_of(plan: Plan, devices_per_node: int) -> tuple[tuple[StageSlot, StageCandidates], ...]:
+    """As :func:`slots_of`, with the places of devices on nodes of equal size."""
+    placements = placements_of(plan, devices_per_node)
+    return tuple(
+        (replace(slot, placement=placement), candidates)
+        for (slot, candidates), placement in zip(slots_of(plan), placements, strict=True)
+    )
 
 
 def slots_of(plan: Plan) -> tuple[tuple[StageSlot, StageCandidates], ...]:

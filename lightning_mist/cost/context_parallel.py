@@ -47,13 +47,14 @@ def part_of_sequence(spec: ModelSpec, degree: int) -> int | None:
     return spec.sequence_length // degree
 
 
-def with_ring(costs: "RegionCosts") -> "RegionCosts":
-    """Costs whose peaks hold the buffers of the ring, in every layer.
+def hidden_state_bytes(costs: "RegionCosts") -> float:
+    """What a layer hands on: one hidden state, and the few small tensors that cross cuts beside it."""
+    return float(max(costs.boundary_C.max(initial=0.0), costs.checkpointed_saved_R[1:-1].max(initial=0.0)))
 
-    What a layer hands on is one hidden state (and the few small tensors that cross cuts beside it).
-    """
-    handed_on = max(costs.boundary_C.max(initial=0.0), costs.checkpointed_saved_R[1:-1].max(initial=0.0))
-    ring_R = np.full(len(costs.saved_R), RING_STATES * handed_on)
+
+def with_ring(costs: "RegionCosts") -> "RegionCosts":
+    """Costs whose peaks hold the buffers of the ring, in every layer."""
+    ring_R = np.full(len(costs.saved_R), RING_STATES * hidden_state_bytes(costs))
     ring_R[[0, -1]] = 0.0
     return replace(
         costs,

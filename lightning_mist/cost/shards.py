@@ -4,11 +4,12 @@ Units are the head, every layer and the tail. With ``f_r`` and ``b_r`` the secon
 ``u_r`` those of unsharding it and ``g_r`` those of reducing its gradients, on a device, where both happen beside
 computation one unit ahead and one unit behind,
 
-    forward   u_first + sum_r max(f_r, u_{r+1})
-    backward  u_last + sum_r max(b_r, u_{r-1} + g_{r+1}) + g_first
+    forward   u_first + sum_r C(f_r, u_{r+1})
+    backward  u_last + sum_r C(b_r, u_{r-1} + g_{r+1}) + g_first
 
-A unit beyond the stage counts in the maxima at its two ends, which is never too little. On a CPU communication and
-computation use the same cores, so that all of it adds up.
+where ``C`` are the seconds that computing and communicating take together (:mod:`lightning_mist.cost.overlap`). A unit
+beyond the stage counts in the maxima at its two ends, which is never too little. On a CPU communication and computation
+use the same cores, so that all of it adds up.
 
 Array axes
     K  candidates
@@ -21,9 +22,10 @@ import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates
 from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.overlap import concurrent_seconds
 from lightning_mist.cost.regions import ParameterTable
 from lightning_mist.cost.time import RegionSeconds, collective_seconds
-from lightning_mist.hardware import HardwareProfile
+from lightning_mist.hardware import HardwareProfile, Interference
 from lightning_mist.plan import ZeroStage
 
 
@@ -64,7 +66,8 @@ def exposed_seconds(
     low_K: IntArray,
     high_K: IntArray,
     *,
-    overlaps: bool,
+    interference: Interference | None,
+    across_nodes: bool,
 ) -> tuple[FloatArray, FloatArray]:
     """What unsharding and reducing add to one microbatch, beyond its computation.
 
@@ -74,7 +77,8 @@ def exposed_seconds(
         candidates: The stages.
         low_K: Their first region.
         high_K: One past their last region.
-        overlaps: Whether communication happens beside computation.
+        interference: How communication and computation slow each other down; ``None`` where they take turns.
+        across_nodes: Whether the ranks are in several nodes.
 
     Returns:
         Seconds of unsharding and of reducing, of each candidate by its ZeRO stage.
@@ -82,16 +86,22 @@ def exposed_seconds(
     shards_K = candidates.zero_stage_K >= ZeroStage.PARAMETERS
     reduces_K = candidates.zero_stage_K >= ZeroStage.GRADIENTS
     none_R = np.zeros_like(units.unshard_R)
-    if not overlaps:
+    if interference is None:
         unshard_K = 2 * _between(units.unshard_R, low_K, high_K)
         return np.where(shards_K, unshard_K, 0.0), np.where(reduces_K, _between(units.reduce_R, low_K, high_K), 0.0)
+
+    def beyond(compute_R: FloatArray, network_R: FloatArray) -> FloatArray:
+        both_R = concurrent_seconds(compute_R, network_R, none_R, none_R, interference, across_nodes)
+        beyond_R: FloatArray = np.maximum(both_R - compute_R, 0.0)
+        return beyond_R
+
     next_R = np.concatenate([units.unshard_R[1:], [0.0]])
-    forward_K = _between(np.maximum(next_R - compute.forward_R, 0.0), low_K, high_K) + units.unshard_R[low_K]
+    forward_K = _between(beyond(compute.forward_R, next_R), low_K, high_K) + units.unshard_R[low_K]
 
     def backward(unshard_R: FloatArray, reduce_R: FloatArray) -> FloatArray:
         beside_R = np.concatenate([[0.0], unshard_R[:-1]]) + np.concatenate([reduce_R[1:], [0.0]])
-        plain_R = np.maximum(beside_R - compute.backward_R, 0.0)
-        recomputed_R = np.maximum(beside_R - compute.backward_R - compute.forward_R, 0.0)
+        plain_R = beyond(compute.backward_R, beside_R)
+        recomputed_R = beyond(compute.backward_R + compute.forward_R, beside_R)
         first_K = candidates.start_K + 1
         result_K = _between(plain_R, low_K, high_K) + unshard_R[high_K - 1] + reduce_R[low_K]
         return result_K + _between(recomputed_R - plain_R, first_K, first_K + candidates.checkpointed_K)

@@ -20,14 +20,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
+from lightning_mist.cost.channels import copy_rates, interference_of
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.corrected import corrected_regions, corrected_terms
+from lightning_mist.cost.exchange import reductions, shard_nodes, transfers
 from lightning_mist.cost.held import HeldBytes
-from lightning_mist.cost.memory import BUCKET_BYTES, MemoryModel
+from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.needs import StageNeeds
+from lightning_mist.cost.offload_loads import WithoutCopies
+from lightning_mist.cost.offload_time import CopySeconds, copy_seconds, no_copies
 from lightning_mist.cost.regions import covered
+from lightning_mist.cost.ring_time import ring_seconds, stage_ring_seconds
 from lightning_mist.cost.shards import UnitSeconds, exposed_seconds, unit_seconds
-from lightning_mist.cost.time import RegionSeconds, collective_seconds, region_seconds, split_seconds
+from lightning_mist.cost.time import RegionSeconds, region_seconds, split_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
@@ -110,8 +115,7 @@ class _Rank:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec, self.memory = spec, MemoryModel(spec)
         self.seconds: dict[float, RegionSeconds] = {}
-        self.units: dict[int, UnitSeconds] = {}
-        self.tensors_C = np.array([0, *(len(tensors) for tensors in spec.boundaries), 0][: spec.num_layers + 1])
+        self.units: dict[tuple[int, int], UnitSeconds] = {}
 
 
 class StageCostModel:
@@ -178,61 +182,91 @@ class StageCostModel:
 
     def seconds(self, slot: StageSlot, candidates: StageCandidates) -> StageSeconds:
         """Seconds of candidates for a slot, by term."""
-        seconds = self.region_seconds(slot.rows, slot.tensor_parallel_degree, slot.sequence_parallel)
+        compute = self.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
         low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
-        forward_sum, backward_sum = _prefix(seconds.forward_R), _prefix(seconds.backward_R)
+        forward_sum, backward_sum = _prefix(compute.forward_R), _prefix(compute.backward_R)
         first_K = candidates.start_K + 1
         backward_K = backward_sum[high_K] - backward_sum[low_K]
-        unshard_K, scatter_K = self._shards(slot, candidates, seconds)
-        arrival_K, return_K = self._transfers(slot, candidates)
-        weight_sum = _prefix(self._weights(slot) * seconds.backward_R)
-        reduce_K, tied_K, update_K, gather_K = self._boundary(slot, candidates, backward_K)
-        none_K = np.zeros(len(candidates))
+        recompute_K = forward_sum[first_K + candidates.checkpointed_K] - forward_sum[first_K]
+        weight_sum = _prefix(self._weights(slot) * compute.backward_R)
+        units, unshard_K, scatter_K = self._shards(slot, candidates, compute)
+        machine, memory = (self.profile, self.cluster), self.memory(slot)
+        arrival_K, return_K = transfers(*machine, slot, candidates, memory)
+        forward_ring_K, ring_K = self._ring(slot, candidates, compute)
+        held = memory.holdings.of(candidates)
+        once = reductions(*machine, slot, candidates, held, backward_K + recompute_K)
+        update_K = self._update(slot, candidates, held)
+        known = WithoutCopies(
+            compute=compute, units=units, update_K=update_K, reduce_K=once.whole_K, gather_K=once.gather_K
+        )
+        copies = self._copies(slot, candidates, known)
         found = StageSeconds(
             forward_K=forward_sum[high_K] - forward_sum[low_K],
             backward_K=backward_K,
-            recompute_K=forward_sum[first_K + candidates.checkpointed_K] - forward_sum[first_K],
+            recompute_K=recompute_K,
             weight_K=weight_sum[high_K] - weight_sum[low_K],
             transfer_K=arrival_K + return_K,
             arrival_K=arrival_K,
             unshard_K=unshard_K,
             scatter_K=scatter_K,
-            ring_K=none_K,
-            forward_ring_K=none_K,
-            copies_K=none_K,
-            forward_copies_K=none_K,
-            reduce_K=reduce_K,
-            tied_K=tied_K,
+            ring_K=ring_K,
+            forward_ring_K=forward_ring_K,
+            copies_K=copies.copies_K,
+            forward_copies_K=copies.forward_copies_K,
+            reduce_K=np.maximum(once.exposed_K + copies.reduce_K, 0.0),
+            tied_K=once.tied_K,
             update_K=update_K,
-            update_copies_K=none_K,
-            gather_K=gather_K,
+            update_copies_K=copies.update_copies_K,
+            gather_K=np.where(copies.is_deferred_K, copies.gather_K, once.gather_K),
         )
         return corrected_terms(self.profile, found)
 
     def _shards(
-        self, slot: StageSlot, candidates: StageCandidates, seconds: RegionSeconds
-    ) -> tuple[FloatArray, FloatArray]:
-        """Unsharding and reducing of every microbatch."""
-        degree = slot.data_parallel_degree
+        self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds
+    ) -> tuple[UnitSeconds | None, FloatArray, FloatArray]:
+        """Unsharding and reducing of every microbatch: of units, and of candidates as far as they wait for it."""
+        degree, nodes = slot.shard_degree, shard_nodes(self.cluster, slot)
         if degree == 1 or candidates.zero_stage_K.max(initial=0) < ZeroStage.GRADIENTS:
-            return np.zeros(len(candidates)), np.zeros(len(candidates))
+            return None, np.zeros(len(candidates)), np.zeros(len(candidates))
         rank = self._of(slot)
-        if degree not in rank.units:
+        if (degree, nodes) not in rank.units:
             table = rank.memory.holdings.table
-            rank.units[degree] = unit_seconds(self.profile, table, degree, self._nodes(degree))
+            rank.units[degree, nodes] = unit_seconds(self.profile, table, degree, nodes)
         low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
-        return exposed_seconds(
-            seconds,
-            rank.units[degree],
+        units = rank.units[degree, nodes]
+        unshard_K, scatter_K = exposed_seconds(
+            compute,
+            units,
             candidates,
             low_K,
             high_K,
-            overlaps=self.cluster.device.kind == "cuda",
+            interference=interference_of(self.profile, self.cluster),
+            across_nodes=nodes > 1,
         )
+        return units, unshard_K, scatter_K
 
-    def _nodes(self, degree: int) -> int:
-        """Nodes that data-parallel ranks span: a replica of the pipeline is contiguous, so they spread over all."""
-        return min(self.cluster.num_nodes, degree)
+    def _ring(
+        self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds
+    ) -> tuple[FloatArray, FloatArray]:
+        """What context-parallel ranks wait for in one forward, and in one microbatch."""
+        if slot.context_parallel_degree == 1:
+            return np.zeros(len(candidates)), np.zeros(len(candidates))
+        found = ring_seconds(self.profile, self.cluster, slot, self.memory(slot), compute)
+        return stage_ring_seconds(found, candidates, *covered(self.spec, candidates.start_K, candidates.end_K))
+
+    def _copies(self, slot: StageSlot, candidates: StageCandidates, known: WithoutCopies) -> CopySeconds:
+        """What copies between device and host do."""
+        if candidates.offload is None:
+            return no_copies(len(candidates))
+        return copy_seconds(
+            self.memory(slot),
+            slot,
+            candidates,
+            known,
+            copy_rates(self.profile, self.cluster),
+            interference_of(self.profile, self.cluster),
+            across_nodes=shard_nodes(self.cluster, slot) > 1,
+        )
 
     def _weights(self, slot: StageSlot) -> FloatArray:
         """Share of every region's backward that makes gradients of matrices, by FLOPs."""
@@ -240,62 +274,13 @@ class StageCostModel:
         share_R: FloatArray = np.minimum(1.0, costs.weight_flops_R / np.maximum(costs.backward_flops_R, 1.0))
         return share_R
 
-    def _transfers(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
-        """Receiving the input, and the gradient of the output."""
-        if slot.num_stages == 1:
-            return np.zeros(len(candidates)), np.zeros(len(candidates))
-        rank = self._of(slot)
-        costs = rank.memory.costs(slot.rows)
-        nodes = 1 if slot.num_stages <= self.cluster.devices_per_node else 2
-        # Every live tensor is a message of its own.
-        arrival_C, return_C = (
-            collective_seconds(self.profile, "send_recv", 2, nodes, payload_C, rank.tensors_C)
-            for payload_C in (costs.boundary_C, costs.gradient_boundary_C)
-        )
-        return arrival_C[candidates.start_K], return_C[candidates.end_K]
-
-    def _boundary(
-        self, slot: StageSlot, candidates: StageCandidates, backward_K: FloatArray
-    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """Seconds of reduction, tied gradients, update and gathering."""
-        holdings, degree = self.memory(slot).holdings, slot.data_parallel_degree
-        held = holdings.of(candidates)
-        zero_K = candidates.zero_stage_K
-        sharded_K = (zero_K >= ZeroStage.OPTIMIZER) & (degree > 1)
-        owned_K = held.trained_K
-        reduce_K, gather_K = np.zeros(len(candidates)), np.zeros(len(candidates))
-        if degree > 1:
-            owned_K = np.where(sharded_K, holdings.shares(candidates, degree).trained_K, held.trained_K)
-            nodes = self._nodes(degree)
-            whole_K = self._bucketed("all_reduce", degree, nodes, held.trained_K)
-            owners_K = self._bucketed("reduce", degree, nodes, held.trained_K, messages=degree)
-            reduce_K = self._exposed(np.where(sharded_K, owners_K, whole_K), held.trained_K, backward_K)
-            reduce_K = np.where(zero_K >= ZeroStage.GRADIENTS, 0.0, reduce_K)
-            given_K = self._bucketed("broadcast", degree, nodes, held.trained_K, messages=degree)
-            gather_K = np.where(sharded_K & (zero_K < ZeroStage.PARAMETERS), given_K, 0.0)
-        tied_K = np.zeros(len(candidates))
-        if slot.num_stages > 1:
-            nodes = 1 if slot.num_stages <= self.cluster.devices_per_node else 2
-            tied_K = collective_seconds(self.profile, "all_reduce", 2, nodes, held.shared_K)
-        kept_K = np.where((zero_K >= ZeroStage.GRADIENTS) & (degree > 1), owned_K, held.trained_K)
-        return reduce_K, tied_K, self._update(held, kept_K, owned_K), gather_K
-
-    def _bucketed(
-        self, operation: str, degree: int, nodes: int, payload_K: FloatArray, messages: int = 1
-    ) -> FloatArray:
-        """A collective over flat buckets: at least ``messages`` of them."""
-        calls_K = np.maximum(messages, np.ceil(payload_K / BUCKET_BYTES))
-        return collective_seconds(self.profile, operation, degree, nodes, payload_K, calls_K)
-
-    def _exposed(self, reduce_K: FloatArray, payload_K: FloatArray, backward_K: FloatArray) -> FloatArray:
-        """What of a reduction does not hide in the last backward: on a device at least its last bucket."""
-        if self.cluster.device.kind != "cuda":
-            return reduce_K
-        last_K = reduce_K * np.minimum(1.0, BUCKET_BYTES / np.maximum(payload_K, 1.0))
-        return np.maximum(reduce_K - backward_K, last_K)
-
-    def _update(self, held: HeldBytes, gradients_K: FloatArray, owned_K: FloatArray) -> FloatArray:
+    def _update(self, slot: StageSlot, candidates: StageCandidates, held: HeldBytes) -> FloatArray:
         """The optimizer's step over the owned parameters, and the passes over gradients before it."""
+        owned_K, zero_K, degree = held.trained_K, candidates.zero_stage_K, slot.shard_degree
+        if degree > 1:
+            shares = self.memory(slot).holdings.shares(candidates, degree)
+            owned_K = np.where(zero_K >= ZeroStage.OPTIMIZER, shares.trained_K, held.trained_K)
+        gradients_K = np.where(zero_K >= ZeroStage.GRADIENTS, owned_K, held.trained_K)
         optimizer = self.spec.optimizer
         moved_K = optimizer.step_moved_bytes_per_parameter_byte * owned_K + 2 * GRADIENT_PASSES * gradients_K
         # Only the loop implementations have temporaries of the size of one parameter.

@@ -1,0 +1,164 @@
+"""Seconds of what stages exchange: across boundaries, among ranks with the same parameters, between tied copies.
+
+Where the devices lie is known of a plan (:class:`~lightning_mist.cost.placement.Placement`). Of a slot of a search it
+is taken for granted that a replica of the pipeline is contiguous: ranks with the same parameters spread over all nodes,
+and boundaries of a pipeline longer than a node go to another one.
+
+A pair of devices in different nodes is measured, or catalogued, with all devices of the node communicating. If fewer do
+each gets more of the node's network, up to what a device can send inside its node.
+
+Array axes
+    K  candidates
+    C  cuts between layers
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost.candidates import StageCandidates, StageSlot
+from lightning_mist.cost.channels import interference_of
+from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.held import HeldBytes
+from lightning_mist.cost.memory import BUCKET_BYTES, MemoryModel
+from lightning_mist.cost.overlap import concurrent_seconds
+from lightning_mist.cost.placement import Crossing
+from lightning_mist.cost.time import collective_seconds
+from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.plan import ZeroStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reductions:
+    """Seconds of what ranks with the same parameters exchange once per batch.
+
+    Attributes:
+        whole_K: Averaging gradients (up to ZeRO-1), hidden or not.
+        exposed_K: As far as it does not hide in the last backward.
+        gather_K: Giving out updated parameters (ZeRO-1 and ZeRO-2).
+        tied_K: Summing gradients of parameters that several stages hold.
+    """
+
+    whole_K: FloatArray
+    exposed_K: FloatArray
+    gather_K: FloatArray
+    tied_K: FloatArray
+
+
+def shard_nodes(cluster: Cluster, slot: StageSlot) -> int:
+    """Nodes that the ranks with the same parameters span."""
+    return slot.placement.shard_nodes if slot.placement else min(cluster.num_nodes, slot.shard_degree)
+
+
+def _pipeline_nodes(cluster: Cluster, slot: StageSlot) -> int:
+    """Nodes that neighbouring stages span, if nothing more is known."""
+    return 1 if slot.num_stages <= cluster.devices_per_node else 2
+
+
+def reductions(
+    profile: HardwareProfile,
+    cluster: Cluster,
+    slot: StageSlot,
+    candidates: StageCandidates,
+    held: HeldBytes,
+    backward_K: FloatArray,
+) -> Reductions:
+    """Seconds of reducing gradients and giving out parameters.
+
+    Args:
+        profile: The machine.
+        cluster: Its devices.
+        slot: The candidates' place.
+        candidates: The stages.
+        held: What they hold.
+        backward_K: Seconds of computing one backward.
+    """
+    degree, zero_K, none_K = slot.shard_degree, candidates.zero_stage_K, np.zeros(len(candidates))
+    whole_K = exposed_K = gather_K = none_K
+    if degree > 1:
+        nodes = shard_nodes(cluster, slot)
+
+        def bucketed(operation: str, messages: int = 1) -> FloatArray:
+            calls_K = np.maximum(messages, np.ceil(held.trained_K / BUCKET_BYTES))
+            return collective_seconds(profile, operation, degree, nodes, held.trained_K, calls_K)
+
+        shards_K = zero_K >= ZeroStage.OPTIMIZER
+        # Every owner has a bucket of its own at least.
+        whole_K = np.where(shards_K, bucketed("reduce", degree), bucketed("all_reduce"))
+        whole_K = np.where(zero_K >= ZeroStage.GRADIENTS, 0.0, whole_K)
+        exposed_K = _exposed(profile, cluster, whole_K, held.trained_K, backward_K, across=nodes > 1)
+        gather_K = np.where(shards_K & (zero_K < ZeroStage.PARAMETERS), bucketed("broadcast", degree), 0.0)
+    tied_K = none_K
+    if slot.num_stages > 1:
+        nodes = slot.placement.tied_nodes if slot.placement else _pipeline_nodes(cluster, slot)
+        tied_K = collective_seconds(profile, "all_reduce", 2, nodes, held.shared_K)
+    return Reductions(whole_K=whole_K, exposed_K=exposed_K, gather_K=gather_K, tied_K=tied_K)
+
+
+def _exposed(
+    profile: HardwareProfile,
+    cluster: Cluster,
+    reduce_K: FloatArray,
+    payload_K: FloatArray,
+    backward_K: FloatArray,
+    *,
+    across: bool,
+) -> FloatArray:
+    """What of a reduction does not hide in the last backward: on a device at least its last bucket."""
+    interference = interference_of(profile, cluster)
+    if interference is None:
+        return reduce_K
+    none_K = np.zeros(1)
+    last_K = reduce_K * np.minimum(1.0, BUCKET_BYTES / np.maximum(payload_K, 1.0))
+    both_K = concurrent_seconds(backward_K, reduce_K, none_K, none_K, interference, across)
+    result_K: FloatArray = np.maximum(both_K - backward_K, last_K)
+    return result_K
+
+
+def transfers(
+    profile: HardwareProfile,
+    cluster: Cluster,
+    slot: StageSlot,
+    candidates: StageCandidates,
+    memory: MemoryModel,
+) -> tuple[FloatArray, FloatArray]:
+    """Receiving the input, and the gradient of the output; every live tensor is a message of its own.
+
+    Args:
+        profile: The machine.
+        cluster: Its devices.
+        slot: The candidates' place.
+        candidates: The stages.
+        memory: The network, or one tensor-parallel rank's part of it.
+    """
+    if slot.num_stages == 1:
+        return np.zeros(len(candidates)), np.zeros(len(candidates))
+    spec = memory.spec
+    tensors_C = np.array([0, *(len(tensors) for tensors in spec.boundaries), 0][: spec.num_layers + 1])
+    costs = memory.costs(slot.rows, slot.context_parallel_degree)
+    sides = (slot.placement.before, slot.placement.behind) if slot.placement else (None, None)
+    arrival_C, return_C = (
+        _crossing_seconds(profile, cluster, slot, side, payload_C, tensors_C)
+        for side, payload_C in zip(sides, (costs.boundary_C, costs.gradient_boundary_C), strict=True)
+    )
+    return arrival_C[candidates.start_K], return_C[candidates.end_K]
+
+
+def _crossing_seconds(
+    profile: HardwareProfile,
+    cluster: Cluster,
+    slot: StageSlot,
+    crossing: Crossing | None,
+    payload_C: FloatArray,
+    tensors_C: FloatArray,
+) -> FloatArray:
+    if slot.placement is None or crossing is None:
+        return collective_seconds(profile, "send_recv", 2, _pipeline_nodes(cluster, slot), payload_C, tensors_C)
+    bytes_C = payload_C * (crossing.whole / slot.placement.share)
+    messages_C = tensors_C * crossing.messages
+    inside_C = collective_seconds(profile, "send_recv", 2, 1, bytes_C, messages_C)
+    if not crossing.across:
+        return inside_C
+    across_C = collective_seconds(profile, "send_recv", 2, 2, bytes_C * crossing.sharing, messages_C)
+    result_C: FloatArray = np.maximum(inside_C, across_C)
+    return result_C

@@ -1,0 +1,197 @@
+"""Where the devices of a plan's stages lie, as far as what they exchange depends on it.
+
+Devices are numbered node by node. What crosses a boundary is worked out device by device: a device has an interval of
+the rows of a microbatch and one of their sequence, of which context-parallel devices have parts, and sequence-parallel
+ones parts of these. It receives what its own intervals share with those of the stage before. Tensor-parallel devices
+that have the same each send to some of those that ask (:class:`lightning_mist.plan.mesh.Side`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeAlias
+
+from lightning_mist.plan import Plan, StageMesh
+
+Interval: TypeAlias = tuple[Fraction, Fraction]
+"""A half-open part of something whose length is 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """How one microbatch crosses a boundary between stages.
+
+    Attributes:
+        whole: The most that one device sends or receives, as a part of what crosses in one replica of the pipeline.
+        messages: The most messages that one device sends or receives per tensor.
+        across: Whether any of them goes to another node.
+        sharing: Part of a node's devices that send to other nodes, over this boundary and others in this direction.
+    """
+
+    whole: float
+    messages: int
+    across: bool
+    sharing: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the devices of a stage and those it exchanges with lie.
+
+    Attributes:
+        shard_nodes: Nodes that the ranks with the same parameters span.
+        ring_nodes: Nodes that the ranks span that share the sequence of a row.
+        tied_nodes: Nodes that the ranks span that sum gradients of tied parameters.
+        share: Part of what crosses in a replica that is a device's own at this stage.
+        before: The boundary in front of the stage; ``None`` for the first stage.
+        behind: The boundary behind it; ``None`` for the last one.
+    """
+
+    shard_nodes: int
+    ring_nodes: int
+    tied_nodes: int
+    share: float
+    before: Crossing | None
+    behind: Crossing | None
+
+
+def placements_of(plan: Plan, devices_per_node: int) -> tuple[Placement, ...]:
+    """The placement of every stage of a plan.
+
+    Args:
+        plan: The plan.
+        devices_per_node: Devices of each node.
+    """
+    bounds = range(plan.num_stages - 1)
+    flows = [tuple(_flows(plan, stage, devices_per_node)) for stage in bounds]
+    sending: Counter[int] = Counter()
+    for device in {flow.sender for found in flows for flow in found if flow.across}:
+        sending[device // devices_per_node] += 1
+    sharing = max(sending.values(), default=0) / devices_per_node
+    crossings = [_crossing(found, sharing) for found in flows]
+    ends = [_column(plan.stages[stage].mesh, plan.num_replicas) for stage in (0, -1)]
+    return tuple(
+        Placement(
+            shard_nodes=max(_nodes(group, devices_per_node) for group in _sharing_parameters(stage.mesh)),
+            ring_nodes=max(_nodes(group, devices_per_node) for group in _sharing_rows(stage.mesh)),
+            tied_nodes=min(2, _nodes([device for end in ends for device in end], devices_per_node)),
+            share=_share(stage.mesh, plan.num_replicas),
+            before=crossings[index - 1] if index else None,
+            behind=crossings[index] if index < len(crossings) else None,
+        )
+        for index, stage in enumerate(plan.stages)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What a device has of a microbatch of its replica."""
+
+    device: int
+    replica: int
+    tensor_index: int
+    rows: Interval
+    sequence: Interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flow:
+    """What one device sends to another of the next stage."""
+
+    sender: int
+    receiver: int
+    part: Fraction
+    across: bool
+
+
+def _parts(mesh: StageMesh, replicas: int) -> list[_Part]:
+    tensor, context = mesh.tensor_parallel_degree, mesh.context_parallel_degree
+    per_replica = mesh.data_parallel_degree // replicas
+    pieces = tensor if mesh.sequence_parallel else 1
+    found = []
+    for place, device in enumerate(mesh.devices):
+        others, tensor_index = divmod(place, tensor)
+        data_index, context_index = divmod(others, context)
+        replica, row = divmod(data_index, per_replica)
+        piece = context_index * pieces + tensor_index % pieces
+        found.append(
+            _Part(
+                device=device,
+                replica=replica,
+                tensor_index=tensor_index,
+                rows=_interval(row, per_replica),
+                sequence=_interval(piece, context * pieces),
+            )
+        )
+    return found
+
+
+def _interval(index: int, count: int) -> Interval:
+    return Fraction(index, count), Fraction(index + 1, count)
+
+
+def _common(first: Interval, second: Interval) -> Fraction:
+    return max(Fraction(0), min(first[1], second[1]) - max(first[0], second[0]))
+
+
+def _flows(plan: Plan, stage: int, devices_per_node: int) -> Iterator[_Flow]:
+    """What passes from a stage to the next in one microbatch."""
+    before, after = plan.stages[stage].mesh, plan.stages[stage + 1].mesh
+    senders: dict[int, list[_Part]] = {}
+    for part in _parts(before, plan.num_replicas):
+        senders.setdefault(part.replica, []).append(part)
+    for receiver in _parts(after, plan.num_replicas):
+        for sender in senders[receiver.replica]:
+            if not before.sequence_parallel and sender.tensor_index != receiver.tensor_index % (
+                before.tensor_parallel_degree
+            ):
+                continue
+            part = _common(sender.rows, receiver.rows) * _common(sender.sequence, receiver.sequence)
+            if part:
+                across = sender.device // devices_per_node != receiver.device // devices_per_node
+                yield _Flow(sender=sender.device, receiver=receiver.device, part=part, across=across)
+
+
+def _crossing(flows: Sequence[_Flow], sharing: float) -> Crossing:
+    parts: dict[tuple[str, int], Fraction] = {}
+    messages: Counter[tuple[str, int]] = Counter()
+    for flow in flows:
+        for end in (("sends", flow.sender), ("receives", flow.receiver)):
+            parts[end] = parts.get(end, Fraction(0)) + flow.part
+            messages[end] += 1
+    return Crossing(
+        whole=float(max(parts.values())),
+        messages=max(messages.values()),
+        across=any(flow.across for flow in flows),
+        sharing=sharing,
+    )
+
+
+def _share(mesh: StageMesh, replicas: int) -> float:
+    pieces = mesh.context_parallel_degree * (mesh.tensor_parallel_degree if mesh.sequence_parallel else 1)
+    return replicas / (mesh.data_parallel_degree * pieces)
+
+
+def _sharing_parameters(mesh: StageMesh) -> list[tuple[int, ...]]:
+    """Devices with the same parameters, by tensor-parallel index."""
+    return [mesh.devices[index :: mesh.tensor_parallel_degree] for index in range(mesh.tensor_parallel_degree)]
+
+
+def _sharing_rows(mesh: StageMesh) -> list[tuple[int, ...]]:
+    """Devices that share the sequence of the same rows."""
+    width = len(mesh.devices) // mesh.data_parallel_degree
+    return [
+        mesh.devices[first + index : first + width : mesh.tensor_parallel_degree]
+        for first in range(0, len(mesh.devices), width)
+        for index in range(mesh.tensor_parallel_degree)
+    ]
+
+
+def _column(mesh: StageMesh, replicas: int) -> tuple[int, ...]:
+    """The devices of a stage in the first replica of the pipeline."""
+    return mesh.devices[: len(mesh.devices) // replicas]
+
+
+def _nodes(devices: Sequence[int], devices_per_node: int) -> int:
+    return len({device // devices_per_node for device in devices})
