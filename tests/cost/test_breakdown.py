@@ -5,6 +5,7 @@ import pytest
 from lightning_mist.cost import predict, stage_memory, step_seconds
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import OffloadRatios, StageMesh
+from tests.cost.test_context_parallel import sequences
 from tests.cost.test_memory import make_plan
 from tests.specs import cluster, profile, spec
 
@@ -40,7 +41,6 @@ def changed(plan, **kwargs):
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"offload": OffloadRatios(optimizer=0.5)}, r"stages\[0\] offloads"),
         (
             {
                 "mesh": StageMesh(devices=(0, 1), data_parallel_degree=1, tensor_parallel_degree=2),
@@ -54,6 +54,22 @@ def test_what_is_not_modelled_is_refused(kwargs, match):
     plan = make_plan([6], degree=2, rows=4)
     with pytest.raises(PlanError, match=match):
         predicted(changed(plan, **kwargs))
+
+
+def test_what_is_not_run_yet_is_predicted():
+    plan = make_plan([3, 3], degree=2, rows=4)
+    plain, moving = (predicted(changed(plan, offload=OffloadRatios(optimizer=ratio))) for ratio in (0.0, 1.0))
+    terms = [dict(item.stages[0].breakdown) for item in (plain, moving)]
+    assert terms[0]["update_copies_seconds"] == 0.0 < terms[1]["update_copies_seconds"]
+    assert terms[1]["optimizer_bytes"] == 0
+    assert moving.step_seconds > plain.step_seconds
+    uses = sequences(6)
+    plan = make_plan([6], degree=2, rows=4)
+    ring = StageMesh(devices=(0, 1), context_parallel_degree=2)
+    shared = predict(uses, profile(), cluster(2), changed(plan, mesh=ring, microbatch_size=8))
+    assert dict(shared.stages[0].breakdown)["ring_seconds"] > 0.0
+    with pytest.raises(PlanError, match="synthetic was traced without a sequence dimension"):
+        predicted(changed(plan, mesh=ring, microbatch_size=8))
 
 
 def test_a_plan_for_something_else_is_refused():

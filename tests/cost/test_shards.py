@@ -1,7 +1,10 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates
+from lightning_mist.cost.channels import FREE
 from lightning_mist.cost.held import Holdings
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.shards import UnitSeconds, exposed_seconds, unit_seconds
@@ -15,7 +18,7 @@ COMPUTE = RegionSeconds(
 UNITS = UnitSeconds(unshard_R=np.array([3.0, 5.0, 1.0, 4.0, 2.0]), reduce_R=np.array([1.0, 3.0, 2.0, 6.0, 5.0]))
 
 
-def exposed(start, end, *, checkpointed=0, zero=3, overlaps=True):
+def exposed(start, end, *, checkpointed=0, zero=3, interference=FREE):
     candidates = StageCandidates(
         start_K=np.array([start]),
         end_K=np.array([end]),
@@ -23,7 +26,9 @@ def exposed(start, end, *, checkpointed=0, zero=3, overlaps=True):
         zero_stage_K=np.array([zero]),
     )
     low_K, high_K = covered(NETWORK, candidates.start_K, candidates.end_K)
-    unshard_K, reduce_K = exposed_seconds(COMPUTE, UNITS, candidates, low_K, high_K, overlaps=overlaps)
+    unshard_K, reduce_K = exposed_seconds(
+        COMPUTE, UNITS, candidates, low_K, high_K, interference=interference, across_nodes=False
+    )
     return float(unshard_K[0]), float(reduce_K[0])
 
 
@@ -44,14 +49,24 @@ def test_a_whole_network_equals_walking_through_its_units(zero, checkpointed):
     assert sum(exposed(0, 3, checkpointed=checkpointed, zero=zero)) == pytest.approx(forward + backward - computed)
 
 
+def test_where_channels_take_turns_beside_each_other_nothing_hides():
+    turns = dataclasses.replace(FREE, compute_network=1.0)
+    # Both ends count a unit beyond the stage too, which is then not free.
+    unshard, reduce = exposed(0, 3, interference=turns)
+    assert (unshard, reduce) == pytest.approx((2 * 15.0, 17.0))
+    half = exposed(0, 3, interference=dataclasses.replace(FREE, compute_network=0.5))
+    assert sum(exposed(0, 3)) < sum(half) < unshard + reduce
+
+
 def test_on_a_cpu_all_of_it_counts():
-    assert exposed(1, 3, overlaps=False) == (2 * (1 + 4 + 2), 2 + 6 + 5)
-    assert exposed(1, 3, zero=2, overlaps=False) == (0.0, 13.0)
+    assert exposed(1, 3, interference=None) == (2 * (1 + 4 + 2), 2 + 6 + 5)
+    assert exposed(1, 3, zero=2, interference=None) == (0.0, 13.0)
 
 
-@pytest.mark.parametrize("overlaps", [True, False])
-def test_without_sharding_nothing_is_added(overlaps):
-    assert exposed(0, 3, zero=1, overlaps=overlaps) == exposed(0, 3, zero=0, overlaps=overlaps) == (0.0, 0.0)
+@pytest.mark.parametrize("interference", [FREE, None])
+def test_without_sharding_nothing_is_added(interference):
+    for zero in (0, 1):
+        assert exposed(0, 3, zero=zero, interference=interference) == (0.0, 0.0)
 
 
 def test_every_owner_of_a_unit_sends_a_message():

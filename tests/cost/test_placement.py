@@ -1,0 +1,118 @@
+import itertools
+
+import pytest
+
+from lightning_mist.cost.placement import placements_of
+from lightning_mist.plan import LiveTensor, Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan.layout import rank_layout
+from lightning_mist.plan.mesh import overlaps, side_of
+
+LIVE = LiveTensor(key="x", shape=(1, 24), dtype="float32", batch_dim=0, requires_grad=True, sequence_dim=1)
+
+
+def make_plan(degrees, *, nodes=None, sequence=False, context=1):
+    """A plan of one layer per stage, ``degrees`` being data and tensor parallelism of each."""
+    layout = rank_layout([(data * context, tensor) for data, tensor in degrees], nodes)
+    rows = max(data for data, _ in degrees)
+    stages = tuple(
+        StagePlan(
+            layers=(index, index + 1),
+            mesh=StageMesh(
+                devices=devices,
+                data_parallel_degree=data,
+                tensor_parallel_degree=tensor,
+                context_parallel_degree=context,
+                sequence_parallel=sequence and tensor > 1,
+            ),
+            microbatch_size=rows // data,
+            zero_stage=ZeroStage.NONE,
+        )
+        for index, (layout_, (data, tensor)) in enumerate(zip(layout, degrees, strict=True))
+        for devices in [layout_]
+    )
+    world = sum(len(stage.devices) for stage in stages)
+    return Plan(global_batch_size=rows * world, num_microbatches=world, stages=stages)
+
+
+def counted(plan, stage, devices_per_node):
+    """The same from what the runtime sends, rank by rank and tensor by tensor."""
+    length = 24
+    after, sends, receives, messages = plan.stages[stage + 1], {}, {}, {}
+    rows = plan.stages[0].microbatch_size * plan.stages[0].data_parallel_degree / plan.num_replicas
+    batch_rows = plan.global_batch_size // plan.world_size
+    across = False
+    for receiver in after.devices:
+        tensor = after.mesh.tensor_parallel_degree
+        index = after.devices.index(receiver) % tensor
+        for overlap in overlaps(plan, receiver, stage, 0, batch_rows):
+            theirs, mine = side_of(plan, stage, LIVE), side_of(plan, stage + 1, LIVE)
+            for source, low, high in mine.sources(index, theirs, length):
+                sender, size = overlap.ranks[source], (overlap.end - overlap.first) * (high - low) / (rows * length)
+                sends[sender] = sends.get(sender, 0) + size
+                receives[receiver] = receives.get(receiver, 0) + size
+                for end in (("s", sender), ("r", receiver)):
+                    messages[end] = messages.get(end, 0) + 1
+                across |= sender // devices_per_node != receiver // devices_per_node
+    return max(*sends.values(), *receives.values()), max(messages.values()), across
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        *itertools.product([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (2, 4)], repeat=2),
+        ((2, 1), (4, 1), (1, 2)),
+        ((4, 2), (2, 4), (8, 1)),
+    ],
+)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_crossings_are_what_the_runtime_sends(degrees, sequence):
+    plan = make_plan(degrees, sequence=sequence)
+    found = placements_of(plan, 4)
+    for stage in range(len(degrees) - 1):
+        crossing = found[stage].behind
+        assert crossing == found[stage + 1].before
+        whole, messages, across = counted(plan, stage, 4)
+        assert (crossing.whole, crossing.messages, crossing.across) == (pytest.approx(whole), messages, across)
+
+
+def test_equal_stages_hand_on_what_they_have():
+    (first, second) = placements_of(make_plan([(4, 2), (4, 2)]), 8)
+    assert first.behind.whole == first.share == second.share == 1.0
+    assert (first.behind.messages, first.behind.across, first.behind.sharing) == (1, False, 0.0)
+    assert first.before is None
+    assert second.behind is None
+
+
+def test_more_ranks_receive_less_each_but_a_sender_sends_it_all():
+    first, second = placements_of(make_plan([(1, 1), (4, 1)]), 8)
+    assert (first.share, second.share) == (1.0, 0.25)
+    assert (first.behind.whole, first.behind.messages) == (1.0, 4)
+
+
+def test_groups_and_the_nodes_that_they_span():
+    # Replicas of two stages lie in one node each; ranks with the same parameters in all.
+    first, second = placements_of(make_plan([(4, 1), (4, 1)]), 2)
+    assert (first.shard_nodes, second.shard_nodes, first.tied_nodes) == (4, 4, 1)
+    assert not first.behind.across
+    # Two stages of two devices on two nodes: each stage in a node of its own.
+    first, second = placements_of(make_plan([(1, 2), (1, 2)]), 2)
+    assert (first.shard_nodes, second.shard_nodes, first.tied_nodes) == (1, 1, 2)
+    assert first.behind.across
+    assert first.behind.sharing == 1.0
+    # Four stages on two nodes: of three boundaries one crosses, and one device of two sends over it.
+    middle = placements_of(make_plan([(1, 1)] * 4), 2)
+    assert [item.behind.across for item in middle[:-1]] == [False, True, False]
+    assert middle[0].behind.sharing == 0.5
+    # A stage of three devices lies partly in another node.
+    mixed = placements_of(make_plan([(3, 1), (1, 1)]), 2)
+    assert mixed[0].shard_nodes == 2
+    assert mixed[1].shard_nodes == 1
+
+
+def test_rings():
+    (only,) = placements_of(make_plan([(1, 2)], context=4), 8)
+    assert (only.ring_nodes, only.shard_nodes, only.share) == (1, 1, 0.25)
+    (only,) = placements_of(make_plan([(1, 2)], context=4), 4)
+    assert (only.ring_nodes, only.shard_nodes) == (2, 2)
+    (only,) = placements_of(make_plan([(2, 1)], context=2), 2)
+    assert (only.ring_nodes, only.shard_nodes) == (1, 2)
