@@ -36,6 +36,7 @@ Array axes
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -113,8 +114,8 @@ def copy_seconds(
     some, known_J = candidates.take(at_J), _known_of(known, at_J, is_deferred_K[at_J])
     loads, question_J = loads_of(memory, slot, some, known_J, rates)
 
-    def concurrent(*four: FloatArray) -> FloatArray:
-        return concurrent_seconds(*four, interference, across_nodes)
+    def concurrent(compute: FloatArray, network: FloatArray, to_device: FloatArray, to_host: FloatArray) -> FloatArray:
+        return concurrent_seconds(compute, network, to_device, to_host, interference, across_nodes)
 
     passes = _Passes(loads, question_J, some, covered(memory.spec, some.start_K, some.end_K), concurrent)
     found = {name: np.zeros(count) for name in ("copies", "forward_copies", "update_copies", "gather", "reduce")}
@@ -185,7 +186,7 @@ class _Passes:
         question_K: IntArray,
         candidates: StageCandidates,
         bounds: tuple[IntArray, IntArray],
-        concurrent: Callable[..., FloatArray],
+        concurrent: Callable[[FloatArray, FloatArray, FloatArray, FloatArray], FloatArray],
     ) -> None:
         self.loads, self.question_K, self.concurrent = loads, question_K, concurrent
         self.low_K, self.high_K = bounds
@@ -198,7 +199,7 @@ class _Passes:
         """Seconds of one forward."""
         low_K, high_K, q_K = self.low_K, self.high_K, self.question_K
         length_K = high_K - low_K
-        plain, kept = (self._prefix(lambda q, r, k=kept: self._forward(q, r, way, kept=k)) for kept in (False, True))
+        plain, kept = (self._prefix(partial(self._forward, way=way, kept=kept)) for kept in (False, True))
         # What goes away beside a unit is what the unit below it keeps.
         end_K = np.maximum(high_K - 2, low_K + 1)
         total_K = self._between(plain, low_K + 1, end_K)
@@ -266,9 +267,7 @@ class _Passes:
     def backward(self, way: _Way) -> FloatArray:
         """Seconds of one backward."""
         low_K, high_K, q_K = self.low_K, self.high_K, self.question_K
-        plain, kept = (
-            self._prefix(lambda q, r, k=kept: self._backward(q, r, way, again=k, kept=k)) for kept in (False, True)
-        )
+        plain, kept = (self._prefix(partial(self._backward, way=way, again=kept, kept=kept)) for kept in (False, True))
         last_K = high_K - 1
         total_K = self._between(plain, low_K + 1, last_K)
         total_K += self._exchanged(kept, plain, np.maximum(self.first_K, low_K + 1), self.middle_K, last_K)
@@ -372,7 +371,8 @@ def _neighbourhoods(loads: Loads) -> tuple[IntArray, IntArray]:
     kinds: dict[bytes, int] = {}
     kind_R = [kinds.setdefault(column.tobytes(), len(kinds)) for column in columns_RX]
     found: dict[tuple[int, ...], int] = {}
-    places, place_R = [], []
+    places: list[int] = []
+    place_R: list[int] = []
     for unit in range(len(kind_R) - BEFORE - BEHIND):
         around = tuple(kind_R[unit : unit + BEFORE + BEHIND + 1])
         if around not in found:

@@ -147,10 +147,10 @@ def _flows(plan: Plan, stage: int, devices_per_node: int) -> Iterator[_Flow]:
                 before.tensor_parallel_degree
             ):
                 continue
-            part = _common(sender.rows, receiver.rows) * _common(sender.sequence, receiver.sequence)
-            if part:
+            shared = _common(sender.rows, receiver.rows) * _common(sender.sequence, receiver.sequence)
+            if shared:
                 across = sender.device // devices_per_node != receiver.device // devices_per_node
-                yield _Flow(sender=sender.device, receiver=receiver.device, part=part, across=across)
+                yield _Flow(sender=sender.device, receiver=receiver.device, part=shared, across=across)
 
 
 def _crossing(flows: Sequence[_Flow], sharing: float) -> Crossing:
