@@ -11,18 +11,9 @@ from dataclasses import dataclass
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import Cluster, HardwareProfile, Interference
+from lightning_mist.hardware.interference import COEFFICIENTS
 
-FREE = Interference(
-    compute_network=0.0,
-    compute_to_device=0.0,
-    compute_to_host=0.0,
-    to_device_to_host=0.0,
-    network_to_device=0.0,
-    network_to_host=0.0,
-    across_to_device=0.0,
-    across_to_host=0.0,
-    source="not known, so none",
-)
+FREE = Interference(**dict.fromkeys(COEFFICIENTS, 0.0), source="not known, so none")
 """Channels that do not slow each other down."""
 
 
