@@ -1,9 +1,11 @@
 """What commands print: results on stdout, progress on stderr."""
 
+import json
 import shutil
 import sys
+from dataclasses import asdict
 
-from lightning_mist.plan import Plan, render
+from lightning_mist.plan import Plan, render, step_rates, to_json
 
 
 def terminal_width() -> int:
@@ -14,6 +16,13 @@ def terminal_width() -> int:
 def show_plan(found: Plan) -> None:
     """Print a plan as a table."""
     print(render(found, width=terminal_width(), color=sys.stdout.isatty()))
+
+
+def print_json(found: Plan, **more: object) -> None:
+    """Print a plan, what it achieves by its prediction, and whatever else there is to say, as JSON."""
+    rates = None if found.predicted is None else step_rates(found, found.predicted.step_seconds)
+    document = {"plan": json.loads(to_json(found)), "rates": None if rates is None else asdict(rates), **more}
+    sys.stdout.write(json.dumps(document, indent=1) + "\n")
 
 
 def say(text: str) -> None:

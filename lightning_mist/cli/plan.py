@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_mist.cli.machine import open_cluster, open_profile
 from lightning_mist.cli.network import NetworkRequest, trace_network
-from lightning_mist.cli.output import say, show_plan
+from lightning_mist.cli.output import print_json, say, show_plan
 from lightning_mist.plan import ScheduleName, fingerprint_of, save, split_notes
 from lightning_mist.units import parse_bytes
 
@@ -59,6 +59,7 @@ def plan(
     memory_limit: str | None = None,
     out: str | None = None,
     optimizer: str | None = None,
+    json: bool = False,
     options: SearchOptions,
 ) -> None:
     """Find the fastest plan that fits, by the cost model.
@@ -74,6 +75,7 @@ def plan(
         memory_limit: The most memory of each device that the plan may use, such as 22GiB.
         out: Where to write the plan file.
         optimizer: Class in torch.optim, by its default options; else what configure_optimizers makes, or AdamW.
+        json: Print JSON on stdout and nothing else there.
         options: Which plans are looked at.
     """
     from lightning_mist.cost import Estimator, estimate_plan
@@ -100,13 +102,17 @@ def plan(
     size = global_batch_size
     result = tune(spec, machine, profile=profile, global_batch_size=size, memory_limit=limit, search=search)
     found = replace(result.plan, fingerprint=_made_for(spec, machine, rows, precision))
-    show_plan(found)
     estimator = Estimator(spec, machine, limit or machine.device.memory_bytes)
-    print(estimate_plan(estimator, found, advise=False, replay="worst").headline())
-    print("\n" + "\n".join((*split_notes(found, spec.module_map), *result.explain())))
+    memory = estimate_plan(estimator, found, advise=False, replay="worst").headline()
+    notes = (*split_notes(found, spec.module_map), *result.explain())
+    if json:
+        print_json(found, memory=memory, notes=notes)
+    else:
+        show_plan(found)
+        print("\n".join((memory, "", *notes)))
     if out is not None:
         save(found, out)
-        print(f"plan written to {out}")
+        (say if json else print)(f"plan written to {out}")
 
 
 def rows_of_each(global_batch_size: int, machine: "Cluster") -> int:

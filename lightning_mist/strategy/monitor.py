@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_mist.plan import Plan
+from lightning_mist.plan import Plan, step_rates
 from lightning_mist.runtime.meter import meter_memory, state_tensors
 from lightning_mist.runtime.recorder import Recorder
 from lightning_mist.strategy.decision import Decision
@@ -181,6 +181,8 @@ class Monitor:
             timed_steps=len(slowest),
             stages=stages,
             planning_seconds=self.decision.planning_seconds,
+            predicted_rates=None if predicted is None else step_rates(plan, predicted.step_seconds),
+            measured_rates=step_rates(plan, middle),
         )
 
     def _stage(self, index: int, measured: Sequence[_Bytes]) -> StageReport:

@@ -1,12 +1,15 @@
 """Predicted against measured, as data and as a table."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from lightning_mist.plan import StepRates
+from lightning_mist.plan.render_seconds import per_second
 from lightning_mist.strategy.stage_times import NAMES, StageTimes
 from lightning_mist.units import format_bytes, format_seconds
 
@@ -57,6 +60,9 @@ class RunReport:
         timed_steps: Number of timed steps.
         stages: Memory and seconds of every stage.
         planning_seconds: From the first batch to the finished plan, profiling included.
+        predicted_rates: Rows and tokens per second, model FLOPs utilisation and distance from the roofline by the
+            predicted step, if there is one.
+        measured_rates: The same by the measured step; of a plan without a prediction only rows per second.
     """
 
     predicted_step_seconds: float | None
@@ -65,6 +71,8 @@ class RunReport:
     timed_steps: int
     stages: tuple[StageReport, ...]
     planning_seconds: float
+    predicted_rates: StepRates | None = None
+    measured_rates: StepRates | None = None
 
     def to_json(self) -> str:
         """The report as JSON; seconds and bytes."""
@@ -104,6 +112,16 @@ class RunReport:
             f"{format_seconds(self.measured_step_seconds)} ± {format_seconds(self.spread_seconds)}",
             _difference(self.predicted_step_seconds, self.measured_step_seconds),
         )
+        for name, attribute, formatter in _RATES:
+            measured_rate = getattr(self.measured_rates, attribute, None)
+            predicted_rate = getattr(self.predicted_rates, attribute, None)
+            if measured_rate is not None:
+                table.add_row(
+                    name,
+                    _text(predicted_rate, formatter),
+                    formatter(measured_rate),
+                    _difference(predicted_rate, measured_rate),
+                )
         for index, stage in enumerate(self.stages):
             for name, predicted, measured in stage.rows():
                 table.add_row(
@@ -113,6 +131,15 @@ class RunReport:
                     _difference(predicted, measured),
                 )
         return table
+
+
+_RATES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("rows/s", "rows_per_second", per_second),
+    ("tokens/s", "tokens_per_second", per_second),
+    ("model FLOPs utilisation", "utilisation", "{:.1%}".format),
+    ("times the roofline", "roofline_ratio", per_second),
+)
+"""Rows of the table: in words, which of the rates, its text."""
 
 
 def _text(value: float | None, formatter: Any) -> str:

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from lightning_mist.plan import load
+from lightning_mist.plan import from_json, load
 from tests.cli.networks import refused, run
 
 
@@ -32,6 +32,25 @@ def test_plan_of_a_function(tmp_path, capsys):
     assert "Fits in 22.5 GiB per device: stage 0 of" in text.out
     assert text.out.endswith(f"plan written to {out}\n")
     assert "tracing Net" in text.err
+
+
+def test_plan_as_json(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    run(*plan_arguments(out=out), "--json")
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    plan = load(out)
+    assert from_json(json.dumps(found["plan"])) == plan
+    rates, work = found["rates"], plan.predicted.work
+    assert rates["rows_per_second"] == pytest.approx(8 / plan.predicted.step_seconds)
+    assert rates["utilisation"] == pytest.approx(
+        work.model_flops / plan.predicted.step_seconds / 2 / work.peak_flops_per_second
+    )
+    assert rates["roofline_ratio"] >= 1
+    assert rates["tokens_per_second"] is None  # floating-point rows are no tokens
+    assert "Fits in" in found["memory"]
+    assert any("stage candidates" in note for note in found["notes"])
+    assert "plan written to" in shown.err
 
 
 def test_plan_limits_the_search(tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan, save
+from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan, from_json, save
 from tests.cli.networks import refused, run
 
 PLAN = Plan(
@@ -35,6 +35,20 @@ def files(tmp_path):
 def test_show(files, capsys):
     run("show", files[1])
     assert capsys.readouterr().out.startswith("2 stages on 2 devices, 1f1b: 8 rows in 4 microbatches\n")
+
+
+def test_show_as_json(files, tmp_path, capsys):
+    run("show", files[1], "--json", "--trace", tmp_path / "trace.json")
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert from_json(json.dumps(found["plan"])) == PREDICTED
+    assert found["rates"]["rows_per_second"] == 5.0
+    assert "changes" not in found
+    assert "simulated step" in shown.err
+    run("show", files[0], "--json", "--against", files[1])
+    found = json.loads(capsys.readouterr().out)
+    assert found["rates"] is None
+    assert len(found["changes"]) > 0
 
 
 def test_show_against_another(files, tmp_path, capsys):

@@ -58,6 +58,8 @@ def test_the_second_step_is_metered_and_later_ones_are_timed(tmp_path, capsys):
     assert report.stages[0].predicted_bytes == 5000
     assert (report.predicted_step_seconds, report.planning_seconds) == (1.0, 2.0)
     assert report.measured_step_seconds > 0
+    assert report.predicted_rates.rows_per_second == 1.0
+    assert report.measured_rates.rows_per_second == pytest.approx(1 / report.measured_step_seconds)
     assert json.loads(path.read_text())["timed_steps"] == 3
     assert "Predicted against measured" in capsys.readouterr().err
 

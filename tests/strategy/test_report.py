@@ -3,6 +3,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from lightning_mist.plan import StepRates
 from lightning_mist.strategy.report import RunReport, StageReport
 from lightning_mist.strategy.stage_times import StageTimes
 
@@ -32,6 +33,24 @@ def test_table_compares():
     assert "-20.0%" in shown
     assert "2.0 GiB" in shown
     assert "-50.0%" in shown
+
+
+def test_rates_are_compared():
+    def rates(seconds, **known):
+        return StepRates(step_seconds=seconds, rows_per_second=8 / seconds, **known)
+
+    known = {"tokens_per_second": 4000.0, "flops_per_second": 1e12, "utilisation": 0.4, "roofline_ratio": 2.0}
+    slower = {"tokens_per_second": 3200.0, "flops_per_second": 8e11, "utilisation": 0.32, "roofline_ratio": 2.5}
+    report = replace(make(), predicted_rates=rates(2.0, **known), measured_rates=rates(2.5, **slower))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text(report).splitlines() if "│" in line]
+    assert ["rows/s", "4", "3.2", "+25.0%"] in rows
+    assert ["tokens/s", "4,000", "3,200", "+25.0%"] in rows
+    assert ["model FLOPs utilisation", "40.0%", "32.0%", "+25.0%"] in rows
+    assert ["times the roofline", "2", "2.5", "-20.0%"] in rows
+    assert json.loads(report.to_json())["measured_rates"]["tokens_per_second"] == 3200.0
+    bare = text(replace(report, predicted_rates=None, measured_rates=rates(2.5)))
+    assert "rows/s" in bare
+    assert "tokens/s" not in bare
 
 
 def test_without_prediction_it_says_so():
