@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_mist.cost import MemoryEstimate
-from lightning_mist.hardware import Cluster
+from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.model import ModelSpec
 from lightning_mist.plan import ModuleMap, Plan, ZeroStage
 from lightning_mist.tuner import SearchSpace
 
@@ -24,6 +25,21 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """What a plan made here was predicted from; on rank 0 only.
+
+    Attributes:
+        spec: The network, with the seconds measured of its layers.
+        profile: What was measured of the machine.
+        cluster: The machine.
+    """
+
+    spec: ModelSpec
+    profile: HardwareProfile
+    cluster: Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """The plan of a fit, equal on every rank, and what its engine needs.
 
@@ -34,6 +50,7 @@ class Decision:
         planning_seconds: Time from the first batch to the plan.
         plan_path: Where rank 0 wrote the plan, if it made one.
         estimate: What the plan needs of every device, where that is known.
+        basis: What it was predicted from, if it was made here; on rank 0.
     """
 
     plan: Plan
@@ -42,6 +59,7 @@ class Decision:
     planning_seconds: float
     plan_path: Path | None
     estimate: MemoryEstimate | None = None
+    basis: Basis | None = None
 
     @property
     def is_plain(self) -> bool:

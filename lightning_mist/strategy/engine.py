@@ -6,6 +6,7 @@ multiplied by whatever gradient arrives there. So clearing, accumulation, scalin
 for any loss.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -209,6 +210,10 @@ class Engine:
         """
         if not self.is_filled:
             return
+        if self._parts:
+            # A graph that a reference cycle keeps (of a step that was tried, say) keeps the nodes that accumulate
+            # gradients, and these insist on the shapes that parameters had when they were made.
+            gc.collect()
         self.stages.hollow()
         for name in self._parts:
             self._take_part(name)

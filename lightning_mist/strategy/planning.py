@@ -46,7 +46,7 @@ from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.selfcheck import check_microbatch_invariance, check_stages
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.strategy import machine
-from lightning_mist.strategy.decision import Decision, PlanRequest
+from lightning_mist.strategy.decision import Basis, Decision, PlanRequest
 from lightning_mist.strategy.estimating import Budget, estimate_given, estimate_made
 from lightning_mist.strategy.evaluation import check_evaluation
 from lightning_mist.strategy.namespace import Namespace
@@ -72,6 +72,7 @@ class _Planner:
     call: Callable[[Any], Any]
     initial: InitialValues | None
     spec: ModelSpec | None = None
+    basis: Basis | None = None
 
     def lean(self, found: ModuleMap, *, alone: bool = False) -> AbstractContextManager[None]:
         """Inside, the module can run on real numbers, on every rank or on rank 0 alone."""
@@ -158,6 +159,7 @@ class _Planner:
         """The best plan; on rank 0."""
         spec = attach_seconds(self.trace(found), seconds)
         cluster = self.cluster()
+        self.basis = Basis(spec=spec, profile=profile, cluster=cluster)
         rows = batch_rows(self.batch) or 1
         self.progress.say(f"searching plans for {spec.num_layers} layers on {cluster.world_size} devices")
         return tune(
@@ -251,6 +253,7 @@ def decide(
         planning_seconds=perf_counter() - started,
         plan_path=path,
         estimate=estimate,
+        basis=planner.basis,
     )
 
 
