@@ -93,11 +93,31 @@ class StepOverheads:
         step_seconds: Once per optimizer step: Lightning's loop, exchanging batches and losses, installing gradients.
         action_seconds: Each forward or backward of a microbatch, or part of one, beyond what its operators take.
         message_seconds: Each message that is posted, at either end, beyond what its transfer takes.
+        exchange_seconds: Once per optimizer step where ranks of one replica (stages, tensor-parallel peers) tell each
+            other their batches and losses.
+        stand_in_seconds: Each operator before the first layer of a later stage, which runs there on stand-ins without
+            values, in every forward.
+        split_operator_seconds: Each operator on tensors that tensor-parallel ranks share out, in forward; half as much
+            again is spent on it in backward.
+        unit_seconds: Each layer's parameters that are unsharded, or gradients that are reduced, from ZeRO-2 on.
     """
 
     step_seconds: float = 0.0
     action_seconds: float = 0.0
     message_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    stand_in_seconds: float = 0.0
+    split_operator_seconds: float = 0.0
+    unit_seconds: float = 0.0
+
+    def once(self, *, shares_batches: bool) -> float:
+        """Seconds once per optimizer step.
+
+        Args:
+            shares_batches: Whether ranks of one replica tell each other their batches: those of a plan with several
+                stages or tensor parallelism.
+        """
+        return self.step_seconds + (self.exchange_seconds if shares_batches else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
