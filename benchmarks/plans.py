@@ -78,9 +78,7 @@ def tensor_parallel(
     """
     stage = StagePlan(
         layers=(0, layers),
-        mesh=StageMesh(
-            devices=tuple(range(devices)), tensor_parallel_degree=devices, sequence_parallel=sequence
-        ),
+        mesh=StageMesh(devices=tuple(range(devices)), tensor_parallel_degree=devices, sequence_parallel=sequence),
         microbatch_size=rows * devices // microbatches,
         checkpointing=Checkpointing(layers=checkpointed),
     )
@@ -112,9 +110,7 @@ def step_time_plans(layers: int, rows: int) -> dict[str, Plan]:
     plans = plans_for_two(layers, rows)
     for zero, count in ((1, 2), (2, 1), (2, 4), (3, 1), (3, 4)):
         plans[f"dp2 zero{zero} G={count}"] = data_parallel(layers, 2, rows, microbatches=count, zero=zero)
-    plans["dp2 zero3 all recomputed G=2"] = data_parallel(
-        layers, 2, rows, microbatches=2, zero=3, checkpointed=layers
-    )
+    plans["dp2 zero3 all recomputed G=2"] = data_parallel(layers, 2, rows, microbatches=2, zero=3, checkpointed=layers)
     plans["pp2 gpipe G=8"] = pipeline((half, half), rows, microbatches=8, schedule="gpipe")
     plans["pp2 zb-h1 G=4"] = pipeline((half, half), rows, microbatches=4, schedule="zb-h1")
     plans["pp2 zb-h1 uneven G=8"] = pipeline((layers - less, less), rows, microbatches=8, schedule="zb-h1")

@@ -1,4 +1,4 @@
-"""One network: a plan made by the strategy itself, predictions for many plans, and then all of them run, again and again.
+"""One network: a plan made by the strategy itself, predictions for many plans, and all of them run again and again.
 
 Started by :mod:`benchmarks.launch`. The processes stay up for all plans; each run is a ``Trainer.fit`` of its own. The
 first fit has ``plan="auto"``: what it measured of machine and layers is what all predictions are made from, before any

@@ -26,6 +26,8 @@ _SECONDS = (
     "update",
     "update_copies",
     "gather",
+    "overhead",
+    "once",
 )
 """Terms of a prediction; ``weight_seconds`` are part of ``backward_seconds``."""
 

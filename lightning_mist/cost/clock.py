@@ -59,7 +59,7 @@ def _actions(plan: Plan, stages: Sequence[StageSeconds], index: int) -> ActionSe
     def together(term: str) -> float:
         return sum(float(getattr(chunk, f"{term}_K")[0]) for chunk in chunks)
 
-    beside = {name: of(f"forward_{name}") for name in ("ring", "copies")}
+    beside = {name: of(f"forward_{name}") for name in ("ring", "copies", "overhead")}
     return ActionSeconds(
         forward=of("forward") + of("arrival") + of("unshard") / 2 + sum(beside.values()),
         backward=of("backward")
@@ -71,6 +71,6 @@ def _actions(plan: Plan, stages: Sequence[StageSeconds], index: int) -> ActionSe
         weight=of("weight"),
         reduce=together("reduce"),
         reduce_tied=together("tied"),
-        step=together("update") + together("update_copies"),
+        step=together("update") + together("update_copies") + of("once"),
         gather=together("gather"),
     )

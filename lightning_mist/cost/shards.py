@@ -54,8 +54,10 @@ def unit_seconds(profile: HardwareProfile, table: ParameterTable, degree: int, n
     # Every owner sends what it owns of a unit as one message.
     messages_R = np.minimum(degree, table.count_R)
     return UnitSeconds(
-        unshard_R=collective_seconds(profile, "broadcast", degree, nodes, table.used_R, messages_R),
-        reduce_R=collective_seconds(profile, "reduce", degree, nodes, table.trained_R, messages_R),
+        unshard_R=collective_seconds(profile, "broadcast", degree, nodes, table.used_R, messages_R)
+        + np.where(table.used_R > 0, profile.overheads.unit_seconds, 0.0),
+        reduce_R=collective_seconds(profile, "reduce", degree, nodes, table.trained_R, messages_R)
+        + np.where(table.trained_R > 0, profile.overheads.unit_seconds, 0.0),
     )
 
 

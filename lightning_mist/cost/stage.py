@@ -29,6 +29,7 @@ from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.needs import StageNeeds
 from lightning_mist.cost.offload_loads import WithoutCopies
 from lightning_mist.cost.offload_time import CopySeconds, copy_seconds, no_copies
+from lightning_mist.cost.overheads import overhead_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.ring_time import ring_seconds, stage_ring_seconds
 from lightning_mist.cost.shards import UnitSeconds, exposed_seconds, unit_seconds
@@ -67,6 +68,9 @@ class StageSeconds:
         update_K: The optimizer's step.
         update_copies_K: Copies between device and host that the optimizer's step waits for.
         gather_K: Giving out updated parameters.
+        overhead_K: What the runtime itself takes for one microbatch.
+        forward_overhead_K: The part of ``overhead_K`` in forward.
+        once_K: What it takes once per step.
     """
 
     forward_K: FloatArray
@@ -86,18 +90,21 @@ class StageSeconds:
     update_K: FloatArray
     update_copies_K: FloatArray
     gather_K: FloatArray
+    overhead_K: FloatArray
+    forward_overhead_K: FloatArray
+    once_K: FloatArray
 
     @property
     def steady_K(self) -> FloatArray:
         """Steady time ``t``."""
         computed_K = self.forward_K + self.backward_K + self.recompute_K
         exchanged_K = self.transfer_K + self.unshard_K + self.scatter_K + self.ring_K
-        return computed_K + exchanged_K + self.copies_K
+        return computed_K + exchanged_K + self.copies_K + self.overhead_K
 
     @property
     def boundary_K(self) -> FloatArray:
         """Boundary time ``d``."""
-        return self.reduce_K + self.tied_K + self.update_K + self.update_copies_K + self.gather_K
+        return self.reduce_K + self.tied_K + self.update_K + self.update_copies_K + self.gather_K + self.once_K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +207,13 @@ class StageCostModel:
             compute=compute, units=units, update_K=update_K, reduce_K=once.whole_K, gather_K=once.gather_K
         )
         copies = self._copies(slot, candidates, known)
+        overhead = overhead_seconds(
+            self.profile.overheads,
+            slot,
+            candidates,
+            num_layers=self.spec.num_layers,
+            head_operators=self.spec.head.forward_operators,
+        )
         found = StageSeconds(
             forward_K=forward_sum[high_K] - forward_sum[low_K],
             backward_K=backward_K,
@@ -218,6 +232,9 @@ class StageCostModel:
             update_K=update_K,
             update_copies_K=copies.update_copies_K,
             gather_K=np.where(copies.is_deferred_K, copies.gather_K, once.gather_K),
+            overhead_K=overhead.forward_K + overhead.backward_K,
+            forward_overhead_K=overhead.forward_K,
+            once_K=overhead.once_K,
         )
         return corrected_terms(self.profile, found)
 

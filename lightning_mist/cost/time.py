@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.operator_time import compute_dtype, work_seconds
+from lightning_mist.cost.overheads import SPLIT_BACKWARD
 from lightning_mist.cost.regions import Collectives, RegionCosts, regions_of
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import Cluster, CollectiveCost, HardwareProfile
@@ -59,6 +60,8 @@ def split_seconds(
         for spec, item in zip(specs, costs, strict=True)
     ]
     part = costs[1]
+    operators_R = np.array([region.forward_operators for region in regions_of(specs[0])], dtype=np.float64)
+    split_R = profile.overheads.split_operator_seconds * operators_R
 
     def scaled(name: str, exchanged: Collectives) -> FloatArray:
         before_R, after_R = (getattr(item, name) for item in rates)
@@ -69,8 +72,8 @@ def split_seconds(
         return result_R
 
     return RegionSeconds(
-        forward_R=scaled("forward_R", part.forward_collectives),
-        backward_R=scaled("backward_R", part.backward_collectives),
+        forward_R=scaled("forward_R", part.forward_collectives) + split_R,
+        backward_R=scaled("backward_R", part.backward_collectives) + SPLIT_BACKWARD * split_R,
         source=whole.source,
     )
 
@@ -143,8 +146,8 @@ def collective_seconds(
 
     Args:
         profile: The machine.
-        operation: A name of :class:`CollectiveCost`. ``"reduce"`` takes what ``"broadcast"`` takes: it is the same tree
-            run backwards.
+        operation: A name of :class:`CollectiveCost`. Where ``"reduce"`` is not known it takes what ``"broadcast"``
+            takes: it is the same tree run backwards.
         group_size: Number of ranks.
         num_nodes: Number of nodes they span.
         payload_K: Bytes of the whole un-sharded tensors.
@@ -156,7 +159,9 @@ def collective_seconds(
     payload = np.asarray(payload_K, dtype=np.float64)
     if group_size < 2:
         return np.zeros_like(payload)
-    cost = _nearest(profile, "broadcast" if operation == "reduce" else operation, group_size, num_nodes)
+    if operation == "reduce" and not any(cost.operation == operation for cost in profile.collectives):
+        operation = "broadcast"
+    cost = _nearest(profile, operation, group_size, num_nodes)
     # Other group sizes: a ring passes (n - 1) messages per rank, and moves (n - 1) / n of the payload over each link.
     steps = (group_size - 1) / (cost.group_size - 1)
     share = steps * cost.group_size / group_size

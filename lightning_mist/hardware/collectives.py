@@ -23,7 +23,7 @@ from lightning_mist.hardware.profile import CollectiveCost
 from lightning_mist.hardware.timing import MIN_SAMPLES, Session, measure
 from lightning_mist.units import format_bytes
 
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send_recv")
 """What is measured; sending and receiving only in pairs."""
 
 # torch 2.13 renamed these two and warns of the old names, which older releases need.
@@ -121,28 +121,37 @@ def collective_call(name: str, group: RankGroup, payload_bytes: int, device: tor
         ValueError: If the name is not one of the operations.
     """
     count, size = payload_bytes // 4, len(group.ranks)
-    whole = torch.zeros(count, device=device)
-    shard = torch.zeros(count // size, device=device)
     handle = group.handle
+    made = torch.zeros(count, device=device)
+
+    def whole() -> torch.Tensor:
+        # Training exchanges tensors that were just made. In host memory that matters: the first touch of a page takes
+        # about as long as sending it. On a device they come from the allocator's pool.
+        return torch.zeros(count) if device.type == "cpu" else made
+
+    shard = torch.zeros(count // size, device=device)
     if name == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=handle)
+        return lambda: dist.all_reduce(whole(), group=handle)
     if name == "all_gather":
-        return lambda: _all_gather(whole, shard, group=handle)
+        return lambda: _all_gather(whole(), shard, group=handle)
     if name == "reduce_scatter":
-        return lambda: _reduce_scatter(shard, whole, group=handle)
+        return lambda: _reduce_scatter(shard, whole(), group=handle)
     if name == "broadcast":
-        return lambda: dist.broadcast(whole, src=group.ranks[0], group=handle)
+        return lambda: dist.broadcast(whole(), src=group.ranks[0], group=handle)
+    if name == "reduce":
+        return lambda: dist.reduce(whole(), dst=group.ranks[0], group=handle)
     if name == "send_recv":
         return _ping_pong(whole, group)
     raise ValueError(f"{name!r} is not an operation: known are {', '.join(OPERATIONS)}")
 
 
-def _ping_pong(tensor: torch.Tensor, group: RankGroup) -> Callable[[], object]:
+def _ping_pong(make: Callable[[], torch.Tensor], group: RankGroup) -> Callable[[], object]:
     first, second = group.ranks
     leads = dist.get_rank() == first
     peer = second if leads else first
 
     def there_and_back() -> None:
+        tensor = make()
         for sending in (leads, not leads):
             if sending:
                 dist.send(tensor, dst=peer, group=group.handle)

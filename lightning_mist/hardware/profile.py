@@ -66,7 +66,7 @@ class CollectiveCost:
     """Time of one collective: ``latency + payload / bandwidth``, the payload being the whole un-sharded tensor.
 
     Attributes:
-        operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast`` or ``send_recv``.
+        operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``reduce`` or ``send_recv``.
         group_size: Number of ranks.
         num_nodes: Number of nodes the group spans.
         latency_seconds: Time of an empty message.

@@ -1,5 +1,6 @@
 """The profile of the machine at hand: from the cache, or measured by all ranks together."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from lightning_mist.hardware import (
     measuring_groups,
     save_profile,
 )
+from lightning_mist.strategy.overheads import measure_overheads
 from lightning_mist.strategy.progress import Progress
 
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
@@ -61,6 +63,8 @@ def machine_profile(
         profile = measure_profile(
             cluster=cluster, device=device, dtypes=dtypes, groups=groups, progress=progress.update
         )
+    progress.update("the runtime itself", 1.0)
+    profile = replace(profile, overheads=measure_overheads(profile, device, cluster.world_size))
     if dist.get_rank() == 0:
         save_profile(profile, directory, cluster)
     return profile

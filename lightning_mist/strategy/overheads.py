@@ -5,8 +5,9 @@ than another, and its recorder tells how long every action took without waiting 
 takes, measured without the engine, is taken off.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import gc
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -16,12 +17,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_mist.hardware import StepOverheads
+from lightning_mist.cost.overheads import SPLIT_BACKWARD
+from lightning_mist.cost.time import collective_seconds
+from lightning_mist.hardware import HardwareProfile, StepOverheads
 from lightning_mist.model import derive_splits, map_module
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.grid import plan_of
 from lightning_mist.runtime.recorder import Recorded
-from lightning_mist.runtime.transport import complete
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.strategy.engine import start_engine
 
@@ -32,7 +34,6 @@ LAYERS, WIDTH, LENGTH, ROWS = 4, 128, 256, 4
 """Sizes of the network: a layer's activations fill a core's own cache, so that the runtime's Python finds it cold after
 every layer, as in training (with 16 instead of 128 x 256 numbers per row it ran three times faster)."""
 
-_COMPUTATIONS = (ActionKind.FORWARD, ActionKind.BACKWARD)
 _MESSAGES = (
     ActionKind.SEND_ACTIVATION,
     ActionKind.RECV_ACTIVATION,
@@ -47,12 +48,12 @@ class _Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.down(F.gelu(self.up(self.norm(x))))
-        return x
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return result
 
 
 class _Network(nn.Module):
-    """A head of :data:`HEAD_OPERATORS` operators, blocks of :data:`BLOCK_OPERATORS`, and a loss."""
+    """A head of a few operators, blocks of a few more, and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,11 +64,12 @@ class _Network(nn.Module):
         x = self.embedding(batch) + self.position
         for block in self.blocks:
             x = block(x)
-        return x.square().mean()
+        loss: Tensor = x.square().mean()
+        return loss
 
 
 HEAD_OPERATORS, BLOCK_OPERATORS = 2, 5
-SPLIT_BACKWARD = 0.5
+"""Operators of the network's head and of each block in forward, as the trace counts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +87,20 @@ class _Run:
     seconds: dict[ActionKind, float]
 
 
-def measure_overheads(device: torch.device, world_size: int) -> StepOverheads:
+def measure_overheads(profile: HardwareProfile, device: torch.device, world_size: int) -> StepOverheads:
     """Measure the runtime on all ranks at once; every rank calls this and gets the same.
 
     On a CUDA device the host launches ahead of the device, so nothing is measured there: nothing is added.
 
     Args:
+        profile: What was measured of the machine so far; what its collectives take is no overhead.
         device: Where this rank computes.
         world_size: Number of ranks, all of the default process group.
     """
     if device.type == "cuda":
         return StepOverheads()
+    # Blocking garbage collections of what planning has left would be taken for the runtime's own.
+    gc.collect()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         module, batch = _Network().to(device), torch.randn(ROWS, LENGTH, WIDTH, device=device)
@@ -109,7 +114,7 @@ def measure_overheads(device: torch.device, world_size: int) -> StepOverheads:
                 runs["tensor"] = _run(module, split, batch, device, _plan(world_size, tensor_parallel_degree=2))
         if world_size > 1:
             runs["shards"] = _run(module, found, batch, device, _plan(world_size, zero_stage=3))
-    return _same(_overheads(runs, plain))
+    return _same(_overheads(profile, runs, plain), world_size)
 
 
 def _plan(world_size: int, **degrees: Any) -> Plan:
@@ -164,26 +169,45 @@ def _sort(records: Sequence[Recorded], kinds: dict[ActionKind, list[float]]) -> 
             kinds.setdefault(record.action.kind, []).append(record.seconds - record.waited_seconds)
 
 
-def _overheads(runs: dict[str, _Run], plain: tuple[float, float]) -> StepOverheads:
+def _overheads(profile: HardwareProfile, runs: dict[str, _Run], plain: tuple[float, float]) -> StepOverheads:
     """One rank's overheads."""
     data = runs["data"]
-    forward, backward = data.seconds[ActionKind.FORWARD], data.seconds[ActionKind.BACKWARD]
-    found = {
-        "step_seconds": data.around,
-        "action_seconds": (forward + backward - sum(plain)) / 2,
-    }
+    action = (_computing(data) - sum(plain)) / 2
+    found = {"step_seconds": data.around, "action_seconds": action}
     if (pipeline := runs.get("pipeline")) is not None:
         posts = [pipeline.seconds[kind] for kind in _MESSAGES if kind in pipeline.seconds]
         found["message_seconds"] = sum(posts) / len(posts)
         found["exchange_seconds"] = pipeline.around - data.around
         if not pipeline.first_stage:
-            # The layers of the second stage, and the head on stand-ins.
-            skipped = pipeline.seconds[ActionKind.FORWARD] - plain[0] / 2 - found["action_seconds"]
+            # Half of the layers, and the head on stand-ins.
+            skipped = pipeline.seconds[ActionKind.FORWARD] - plain[0] / 2 - action
             found["stand_in_seconds"] = skipped / HEAD_OPERATORS
     if (tensor := runs.get("tensor")) is not None:
-        more = sum(tensor.seconds[kind] - data.seconds[kind] for kind in _COMPUTATIONS)
+        # Each block's output is summed in forward, and the gradient of its input in backward.
+        exchanged = 2 * LAYERS * _collective(profile, "all_reduce", 4 * LENGTH * WIDTH)
+        more = _computing(tensor) - sum(plain) / 2 - 2 * action - exchanged
         found["split_operator_seconds"] = more / (1 + SPLIT_BACKWARD) / (LAYERS * BLOCK_OPERATORS)
     if (shards := runs.get("shards")) is not None:
-        more = sum(shards.seconds[kind] - data.seconds[kind] for kind in _COMPUTATIONS)
-        found["unit_seconds"] = more / (3 * (LAYERS + 1))
+        moved = 3 * (LAYERS + 1)
+        more = _computing(shards) - _computing(data)
+        found["unit_seconds"] = more / moved - 2 * _collective(profile, "broadcast", 4 * WIDTH * WIDTH)
     return StepOverheads(**{name: max(0.0, seconds) for name, seconds in found.items()})
+
+
+def _computing(run: _Run) -> float:
+    return run.seconds[ActionKind.FORWARD] + run.seconds[ActionKind.BACKWARD]
+
+
+def _collective(profile: HardwareProfile, operation: str, payload_bytes: int) -> float:
+    return float(collective_seconds(profile, operation, 2, 1, float(payload_bytes)))
+
+
+def _same(found: StepOverheads, world_size: int) -> StepOverheads:
+    """The median over the ranks of what each has measured; zeros are of ranks that did not measure a thing."""
+    if world_size == 1:
+        return found
+    every: list[Any] = [None] * world_size
+    dist.all_gather_object(every, asdict(found))
+    names = every[0]
+    known = {name: [item[name] for item in every if item[name] > 0] for name in names}
+    return StepOverheads(**{name: median(values) if values else 0.0 for name, values in known.items()})

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_mist.hardware import HardwareProfile, detect
+from lightning_mist.hardware import HardwareProfile, StepOverheads, detect
 from lightning_mist.hardware.profile import ComputeRate
 from lightning_mist.strategy import machine
 from lightning_mist.strategy.progress import Progress
@@ -30,6 +30,7 @@ def measured(monkeypatch):
         )
 
     monkeypatch.setattr(machine, "measure_profile", measure)
+    monkeypatch.setattr(machine, "measure_overheads", lambda *_: StepOverheads(step_seconds=0.5))
     return asked
 
 
@@ -41,6 +42,7 @@ def profile(directory, precision):
 def test_a_machine_is_measured_once(tmp_path, measured, capsys):
     first = profile(tmp_path / "cache", "32-true")
     assert profile(tmp_path / "cache", "32-true") == first
+    assert first.overheads.step_seconds == 0.5
     assert measured == [[torch.float32]]
     shown = capsys.readouterr().err
     assert "measuring this machine" in shown
