@@ -5,18 +5,26 @@ text between these marks in the files named, and with ``--check`` only says whet
 
     <!-- record: throughput_amd-epyc-2-cores_202611 -->
     <!-- end of record -->
+
+Of a record with samples of several kinds a mark may choose samples by a value and name the columns to show::
+
+    <!-- record: interference_amd-epyc-2-cores_202611, kind=own, columns machine error -->
 """
 
 import argparse
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.record import RECORDS, Record, Value, read_record
 from lightning_mist.units import format_bytes, format_rate, format_seconds
 
-MARKED = re.compile(r"(<!-- record: ([a-z0-9_-]+) -->\n).*?(<!-- end of record -->)", re.DOTALL)
+MARKED = re.compile(
+    r"(<!-- record: ([a-z0-9_-]+)(?:, (\w+)=([^,\n]+))?(?:, columns ([\w ]+))? -->\n).*?(<!-- end of record -->)",
+    re.DOTALL,
+)
 
 
 def show(name: str, value: Value) -> str:
@@ -25,6 +33,8 @@ def show(name: str, value: Value) -> str:
         return ""
     if isinstance(value, (str, bool)):
         return str(value)
+    if name == "error":  # a mean of absolute errors, without a sign
+        return f"{value:.1%}"
     for ending, text in (
         ("flops_per_second", lambda v: format_rate(v, "FLOP/s")),
         ("bytes_per_second", lambda v: format_rate(v, "B/s")),
@@ -62,19 +72,34 @@ def table(record: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
+def chosen(record: Record, name: str | None, value: str | None, columns: str | None) -> Record:
+    """A record with some of its samples and columns only.
+
+    Raises:
+        ValueError: If no sample has the value, or none a column.
+    """
+    samples = [sample for sample in record.samples if name is None or str(sample.get(name)) == value]
+    wanted = list(dict.fromkeys(key for sample in samples for key in sample)) if columns is None else columns.split()
+    missing = [key for key in wanted if not any(key in sample for sample in samples)]
+    if not samples or missing:
+        raise ValueError(f"no samples with {name} = {value} that have {', '.join(missing) or 'anything'}")
+    parts = [{key: sample[key] for key in wanted if key in sample} for sample in samples]
+    return replace(record, samples=tuple(parts))
+
+
 def fill(text: str, records: dict[str, Record]) -> str:
     """A document with the tables between its marks made new.
 
     Raises:
-        ValueError: If a mark names a record that is not there.
+        ValueError: If a mark names a record, samples or columns that are not there.
     """
 
-    def replace(match: re.Match[str]) -> str:
+    def replaced(match: re.Match[str]) -> str:
         if match[2] not in records:
             raise ValueError(f"no record {match[2]!r}: there are {', '.join(sorted(records)) or 'none'}")
-        return f"{match[1]}{table(records[match[2]])}{match[3]}"
+        return f"{match[1]}{table(chosen(records[match[2]], *match.group(3, 4, 5)))}{match[6]}"
 
-    return MARKED.sub(replace, text)
+    return MARKED.sub(replaced, text)
 
 
 def read_records(directory: Path = RECORDS) -> dict[str, Record]:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,16 @@ def test_unknown_record_is_said() -> None:
 def test_committed_records_make_tables() -> None:
     for record in read_records().values():
         assert table(record).count("|") > 6
+
+
+def test_a_mark_chooses_samples_and_columns() -> None:
+    samples = ({"kind": "own", "machine": "a", "error": 0.051, "x": 1}, {"kind": "other", "machine": "b", "error": 0.2})
+    records = {"both": replace(RECORD, samples=samples)}
+    mark = "<!-- record: both, kind=own, columns machine error -->\n"
+    filled = fill(f"{mark}<!-- end of record -->", records)
+    assert filled.startswith(f"{mark}| machine | error |\n| :-- | --: |\n| a | 5.1% |\n\n8xl4")
+    assert fill(filled, records) == filled
+    assert "| x |" in fill("<!-- record: both, kind=own -->\n<!-- end of record -->", records)
+    for wrong in ("kind=none", "kind=own, columns machine size"):
+        with pytest.raises(ValueError, match="no samples with kind"):
+            fill(f"<!-- record: both, {wrong} -->\n<!-- end of record -->", records)
