@@ -1,13 +1,21 @@
 """How much channels that run at the same time slow each other down, and how long loads on them take.
 
 A device works on four things at once: it computes, exchanges bytes with other devices, and copies from and to the host.
-Each pair of these channels has one coefficient between 0 (they run beside each other freely) and 1 (they take turns):
-while the set ``A`` of channels is active, channel ``j`` advances at the speed
+Each pair of these channels has one coefficient between 0 (they run beside each other freely) and 1 (they take turns).
+While the set ``A`` of channels is active, channel ``j`` advances at the speed
 
-    v_j(A) = 1 / (1 + sum over k in A, k != j, of a_jk),        a_jk = a_kj
+    v_j(A) = 1 / (1 + W_j(A))
 
-of what it does alone. Two channels with ``a = 1`` run at half their speed each, as if they took turns. As no
-coefficient is above 1, all speeds together are never below 1: running together is never slower than taking turns.
+of what it does alone: for every second of its own it waits ``W_j(A)`` seconds in which the others have their turns.
+Those are of ``a_jk`` seconds for each other channel ``k``, and the others do their turns together, as slow or fast as
+the very same rule lets them:
+
+    W_j({j, k}) = a_jk,        W_j(A) = T(loads a_jk of the channels k in A other than j),        a_jk = a_kj
+
+with ``T`` from below. Two channels with ``a = 1`` run at half their speed each, as if they took turns; a third one that
+takes turns with both of them waits for both, one after the other, if they take turns with each other, and for only one
+of them if they are free of each other. As no coefficient is above 1, ``W_j`` is at most the number of the others, and
+all speeds together are never below 1: running together is never slower than taking turns.
 
 Loads ``x_j``, the seconds that each channel would take alone, start together and flow like fluids until the last one
 is done:
@@ -116,8 +124,8 @@ def speed_table(interference: Interference | None, across_nodes: bool) -> NDArra
         across_nodes: Whether the network's group spans several nodes.
 
     Returns:
-        Sets times channels, read-only: bit ``i`` of a set's number is channel ``i`` of :data:`CHANNELS`; 1 for channels
-        that are not in a set.
+        ``v``, sets times channels, read-only: bit ``i`` of a set's number is channel ``i`` of :data:`CHANNELS`; 1 for
+        channels that are not in a set.
     """
     if interference is None:
         return _speeds(tuple([1.0] * len(COEFFICIENTS)), across_nodes)
@@ -132,8 +140,13 @@ def _speeds(coefficients: tuple[float, ...], across_nodes: bool) -> NDArray[np.f
         for low, first in enumerate(CHANNELS[:high]):
             name = f"{first}_{second}".replace("network", "across" if across_nodes else "network")
             slow[low, high] = slow[high, low] = value[name]
-    active = (np.arange(2 ** len(CHANNELS))[:, None] & _BITS) > 0
-    table: NDArray[np.float64] = np.where(active, 1.0 / (1.0 + active @ slow), 1.0)
+    bits = (np.arange(2 ** len(CHANNELS))[:, None] & _BITS) > 0
+    table: NDArray[np.float64] = np.ones(bits.shape)
+    for size in range(2, len(CHANNELS) + 1):
+        sets, waiting = np.nonzero(bits & (bits.sum(axis=1) == size)[:, None])
+        turns = np.where(bits[sets], slow[waiting], 0.0)
+        # The diagonal of ``slow`` is zero: a channel does not wait for itself, so that only smaller sets are active.
+        table[sets, waiting] = 1.0 / (1.0 + seconds_together(turns.T, table))
     table.setflags(write=False)
     return table
 

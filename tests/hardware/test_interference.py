@@ -1,4 +1,5 @@
 import dataclasses
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -44,15 +45,27 @@ def test_one_channel_has_no_coefficient() -> None:
         MACHINE.between("network", "network", across_nodes=False)
 
 
-def test_the_table_is_made_of_the_coefficients() -> None:
+def test_pairs_have_their_coefficient() -> None:
     for across in (False, True):
         table = speed_table(MACHINE, across)
-        for number in range(16):
-            active = [index for index in range(4) if number >> index & 1]
-            for index in range(4):
-                others = [other for other in active if other != index] if index in active else []
-                slow = sum(MACHINE.between(CHANNELS[index], CHANNELS[k], across_nodes=across) for k in others)
-                assert table[number, index] == pytest.approx(1 / (1 + slow))
+        for first, second in combinations(range(4), 2):
+            slow = MACHINE.between(CHANNELS[first], CHANNELS[second], across_nodes=across)
+            speed = table[1 << first | 1 << second]
+            assert speed[[first, second]].tolist() == pytest.approx([1 / (1 + slow)] * 2)
+            assert np.delete(speed, [first, second]).tolist() == [1.0, 1.0]
+
+
+def test_a_third_channel_waits_for_the_others_as_they_run() -> None:
+    free = Interference(**dict.fromkeys(COEFFICIENTS, 0.0), source="test")
+    copies = dict.fromkeys(("compute_to_device", "network_to_device"), 1.0)
+    beside = speed_table(dataclasses.replace(free, **copies), False)
+    # Computation and communication have their turns together, so that each of the three has every second one.
+    assert beside[0b0111, :3].tolist() == [0.5, 0.5, 0.5]
+    turns = speed_table(dataclasses.replace(free, compute_network=1.0, **copies), False)
+    assert turns[0b0111, :3].tolist() == pytest.approx([1 / 3] * 3)
+    # Turns of half a second, themselves at 1 / 1.5 of their speed: together they take 0.5 * 1.5.
+    half = dataclasses.replace(free, **dict.fromkeys(COEFFICIENTS, 0.5))
+    assert speed_table(half, False)[0b0111, :3].tolist() == pytest.approx([1 / 1.75] * 3)
 
 
 def test_the_table_cannot_be_changed() -> None:
