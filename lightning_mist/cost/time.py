@@ -142,7 +142,9 @@ def collective_seconds(
     payload_K: npt.ArrayLike,
     calls_K: npt.ArrayLike = 1,
 ) -> FloatArray:
-    """Seconds of a collective.
+    """Seconds of a collective: its calls' latencies, and its bytes at the rate of the nearest group that is known.
+
+    From that group's size to another they change as in a ring; see :func:`ring_steps`.
 
     Args:
         profile: The machine.
@@ -162,14 +164,32 @@ def collective_seconds(
     if operation == "reduce" and not any(cost.operation == operation for cost in profile.collectives):
         operation = "broadcast"
     cost = _nearest(profile, operation, group_size, num_nodes)
-    # Other group sizes: a ring passes (n - 1) messages per rank, and moves (n - 1) / n of the payload over each link.
-    steps = (group_size - 1) / (cost.group_size - 1)
-    share = steps * cost.group_size / group_size
-    if operation == "send_recv":
-        steps = share = 1.0
+    hops, crossings = ring_steps(operation, group_size)
+    measured_hops, measured_crossings = ring_steps(operation, cost.group_size)
+    steps, share = hops / measured_hops, crossings / measured_crossings
     used = np.where(payload > 0, np.asarray(calls_K) * cost.latency_seconds * steps, 0.0)
     result: FloatArray = used + payload * share / cost.bytes_per_second
     return result
+
+
+def ring_steps(operation: str, group_size: int) -> tuple[float, float]:
+    """How often a ring passes on a message of an operation, and how often the payload goes over each link.
+
+    Reducing and gathering are ``n - 1`` steps of an ``n``-th of the payload each, and all-reduce is one after the other
+    (nccl-tests, doc/PERFORMANCE.md). What goes from one rank to all, or from all to one, goes through the ring in small
+    pieces, once over each link.
+
+    Args:
+        operation: A name of :class:`CollectiveCost`, or ``"reduce"``.
+        group_size: Number of ranks, at least 2.
+    """
+    between = group_size - 1
+    if operation == "send_recv":
+        return 1.0, 1.0
+    if operation in ("broadcast", "reduce"):
+        return float(between), 1.0
+    rounds = 2.0 if operation == "all_reduce" else 1.0
+    return rounds * between, rounds * between / group_size
 
 
 def _nearest(profile: HardwareProfile, operation: str, group_size: int, num_nodes: int) -> CollectiveCost:

@@ -1,6 +1,6 @@
 """What the machine is: detected, described or from the catalog, and what was measured of it."""
 
-from lightning_mist.hardware.cluster import Cluster, Device, Link
+from lightning_mist.hardware.cluster import Cluster, Device, HostLink, Link
 from lightning_mist.hardware.correction_store import (
     CorrectionStore,
     correction_store,
@@ -36,6 +36,7 @@ __all__ = [
     "CorrectionStore",
     "Device",
     "HardwareProfile",
+    "HostLink",
     "Interference",
     "KernelRate",
     "Link",

@@ -49,7 +49,8 @@ class CatalogDevice:
         inter_node: What one node sends, as rented or built most often.
         inter_efficiency: Part of it that collectives reach.
         host_bytes_per_second: Line rate to the host, one direction; 0 for the host itself.
-        host_efficiency: Part of it that copies reach with all devices of a node copying.
+        host_efficiency: Part of it that copies of one device reach while the others do not copy.
+        host_node_efficiency: What all devices of a node together reach, as a multiple of one device's line rate.
         sources: Names in :data:`SOURCES`.
     """
 
@@ -66,6 +67,7 @@ class CatalogDevice:
     inter_efficiency: float
     host_bytes_per_second: float
     host_efficiency: float
+    host_node_efficiency: float
     sources: tuple[str, ...]
 
     @property
@@ -101,8 +103,14 @@ NVLINK_EFFICIENCY = 0.80
 NETWORK_EFFICIENCY = 0.9
 """Calculon's; the V100s of mist reach 0.83 of 100 Gbit/s (32 GB) and all of 25 Gbit/s (16 GB)."""
 
-HOST_EFFICIENCY = 0.19
-"""All devices copying at once: L4 5.75, A100 5.36 GiB/s of PCIe 4; V100 5.75 and 2.87 GiB/s of PCIe 3 (mist)."""
+HOST_EFFICIENCY = 0.80
+"""A100 25.1 GB/s of PCIe 4 (github.com/NVIDIA/nvbandwidth issue 42), RTX 4090 24 to 26 (issue 15), H100 52.8 GB/s of
+PCIe 5 to the host (issue 24)."""
+
+HOST_NODE_EFFICIENCY = 1.52
+"""Eight devices copying at once: L4 5.75, A100 5.36 GiB/s each of PCIe 4; V100 5.75 and 2.87 of PCIe 3 (mist), which is
+0.19 of the line rate of each. Sixteen V100s of a DGX-2 get 3.0 GB/s each, 48 together (Rajbhandari et al.,
+ZeRO-Infinity, 2021, figure 2b)."""
 
 BOARD_MATMUL, MODULE_MATMUL, GEFORCE_MATMUL = 0.58, 0.80, 0.96
 """Boards of 70 to 150 W throttle: L4 70 of 121 TFLOP/s over forward and backward (mist). SXM modules: A100 0.86, H100
@@ -145,6 +153,7 @@ def _device(
         inter_efficiency=NETWORK_EFFICIENCY,
         host_bytes_per_second=pcie,
         host_efficiency=HOST_EFFICIENCY,
+        host_node_efficiency=HOST_NODE_EFFICIENCY,
         sources=("datasheet", *sources),
     )
 
@@ -337,6 +346,7 @@ DEVICES: tuple[CatalogDevice, ...] = (
         inter_efficiency=NETWORK_EFFICIENCY,
         host_bytes_per_second=0.0,
         host_efficiency=0.0,
+        host_node_efficiency=0.0,
         sources=("measured", "calculon"),
     ),
 )

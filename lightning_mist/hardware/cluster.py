@@ -42,6 +42,31 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostLink:
+    """How fast devices copy from and to the pinned memory of their host.
+
+    Attributes:
+        to_device_bytes_per_second: What one device copies from the host while the others do not.
+        to_host_bytes_per_second: What it copies to the host.
+        node_bytes_per_second: What all devices of a node together copy in one direction; 0 for as much as they all can.
+    """
+
+    to_device_bytes_per_second: float
+    to_host_bytes_per_second: float
+    node_bytes_per_second: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the figures."""
+        rates = self.to_device_bytes_per_second, self.to_host_bytes_per_second
+        if not all(0 < rate < float("inf") for rate in rates) or not 0 <= self.node_bytes_per_second < float("inf"):
+            raise PlanError(
+                f"a host link of {rates[0]} bytes/s to the device, {rates[1]} to the host and "
+                f"{self.node_bytes_per_second} per node: rates must be positive and finite; leave the node's out if it "
+                "sets no limit"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """``num_nodes`` equal nodes with ``devices_per_node`` equal devices.
 
@@ -52,6 +77,7 @@ class Cluster:
         intra_node: What one device can send to the others of its node, if described; the catalog's otherwise.
         inter_node: What one node can send to the others, all its devices together, if described; the catalog's
             otherwise.
+        host: How fast devices copy from and to their host, if described; the catalog's otherwise.
     """
 
     num_nodes: int
@@ -59,6 +85,7 @@ class Cluster:
     device: Device
     intra_node: Link | None = None
     inter_node: Link | None = None
+    host: HostLink | None = None
 
     def __post_init__(self) -> None:
         """Check the counts."""

@@ -9,6 +9,10 @@ them required::
     memory: 22GiB                                     # of one device; the catalog's otherwise
     intra_node: {bandwidth: 32 GB/s, latency: 20 us}  # what one device sends inside its node
     inter_node: {bandwidth: 100 Gbit/s, latency: 50 us}  # what one node sends
+    host: {to_device: 25 GB/s, to_host: 26 GB/s, per_node: 100 GB/s}  # pinned copies
+
+Copies to the device and to the host are those of one device, ``per_node`` is what all of a node copy in one direction;
+without it they can all copy at once as fast as each alone.
 """
 
 import difflib
@@ -21,14 +25,17 @@ import yaml
 
 from lightning_mist.errors import PlanError, ProfileError
 from lightning_mist.hardware.catalog import CatalogDevice, find_device
-from lightning_mist.hardware.cluster import Cluster, Device, Link
+from lightning_mist.hardware.cluster import Cluster, Device, HostLink, Link
 from lightning_mist.units import parse_bytes, parse_rate, parse_seconds
 
-KEYS = ("nodes", "devices_per_node", "device", "memory", "intra_node", "inter_node")
+KEYS = ("nodes", "devices_per_node", "device", "memory", "intra_node", "inter_node", "host")
 """Keys of a cluster file."""
 
 LINK_KEYS = ("bandwidth", "latency")
 """Keys of a link."""
+
+HOST_KEYS = ("to_device", "to_host", "per_node")
+"""Keys of a host link, the last of them optional."""
 
 _TEXT = re.compile(r"^\s*(?:(?:(\d+)\s*x\s*)?(\d+)\s*x\s*)?([^:]+?)\s*(?::\s*(.+?)\s*)?$")
 
@@ -91,6 +98,7 @@ def read_cluster(path: Path) -> Cluster:
         device=_device(str(data["device"]), data.get("memory"), where),
         intra_node=_link(data.get("intra_node"), "intra_node", where),
         inter_node=_link(data.get("inter_node"), "inter_node", where),
+        host=_host(data.get("host"), where),
     )
 
 
@@ -131,6 +139,24 @@ def _link(value: Any, name: str, where: str) -> Link | None:
         return Link(bytes_per_second=parse_rate(data["bandwidth"]), latency_seconds=parse_seconds(data["latency"]))
     except ValueError as error:
         raise PlanError(f"{where}: {name}: {error}") from error
+
+
+def _host(value: Any, where: str) -> HostLink | None:
+    if value is None:
+        return None
+    data = _mapping(value, HOST_KEYS, f"{where}: host")
+    for key in HOST_KEYS[:2]:
+        if key not in data:
+            raise PlanError(f"{where}: host has no {key!r}: it needs {' and '.join(HOST_KEYS[:2])}")
+    try:
+        rates = {key: parse_rate(data[key]) for key in data}
+    except ValueError as error:
+        raise PlanError(f"{where}: host: {error}") from error
+    return HostLink(
+        to_device_bytes_per_second=rates["to_device"],
+        to_host_bytes_per_second=rates["to_host"],
+        node_bytes_per_second=rates.get("per_node", 0.0),
+    )
 
 
 def _count(value: Any, name: str, where: str) -> int:

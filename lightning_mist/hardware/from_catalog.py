@@ -8,11 +8,14 @@
 * Where collectives of such a machine have been measured (:data:`MEASURED`), their rates and latencies are taken
   instead, unless the cluster's description says otherwise.
 
+* A device copies from and to its host at an efficiency times its own line rate, and all devices of a node together at a
+  multiple of it, unless the cluster's description says otherwise.
+
 Its spreads are zero: nothing was measured here.
 """
 
 from lightning_mist.hardware.catalog import SOURCES, CatalogDevice, find_device
-from lightning_mist.hardware.cluster import Cluster
+from lightning_mist.hardware.cluster import Cluster, HostLink
 from lightning_mist.hardware.collectives import OPERATIONS
 from lightning_mist.hardware.groups import group_shapes
 from lightning_mist.hardware.interference_kinds import catalog_interference
@@ -109,7 +112,7 @@ def catalog_profile(cluster: Cluster) -> HardwareProfile:
     """
     device = find_device(cluster.device.name)
     launch = OPERATOR_SECONDS if device.kind == "cuda" else DISPATCH_SECONDS
-    host = device.host_bytes_per_second * device.host_efficiency
+    host = cluster.host or _host(device)
     return HardwareProfile(
         device=device.name,
         source="catalog: " + "; ".join(SOURCES[name] for name in device.sources),
@@ -122,9 +125,22 @@ def catalog_profile(cluster: Cluster) -> HardwareProfile:
             for operation in OPERATIONS
             if operation != "send_recv" or num_nodes * per_node == 2
         ),
-        host_to_device_bytes_per_second=host,
-        device_to_host_bytes_per_second=host,
+        host_to_device_bytes_per_second=host.to_device_bytes_per_second if host else 0.0,
+        device_to_host_bytes_per_second=host.to_host_bytes_per_second if host else 0.0,
+        host_bytes_per_second_per_node=host.node_bytes_per_second if host else 0.0,
         interference=catalog_interference(cluster),
+    )
+
+
+def _host(device: CatalogDevice) -> HostLink | None:
+    """What the catalog says of a device's copies; ``None`` of one that has no host beside it."""
+    if device.host_bytes_per_second == 0.0:
+        return None
+    alone = device.host_bytes_per_second * device.host_efficiency
+    return HostLink(
+        to_device_bytes_per_second=alone,
+        to_host_bytes_per_second=alone,
+        node_bytes_per_second=device.host_bytes_per_second * device.host_node_efficiency,
     )
 
 

@@ -111,6 +111,7 @@ def _rates(profile: HardwareProfile) -> Table:
     for name, rate in (
         ("host to device", profile.host_to_device_bytes_per_second),
         ("device to host", profile.device_to_host_bytes_per_second),
+        ("all devices of a node", profile.host_bytes_per_second_per_node),
     ):
         if rate:
             table.add_row(f"copies, {name}", format_rate(rate, "B/s"))

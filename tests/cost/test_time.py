@@ -2,9 +2,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_mist.cost.regions import compile_regions
-from lightning_mist.cost.time import collective_seconds, interpolate, region_seconds
+from lightning_mist.cost.time import collective_seconds, interpolate, region_seconds, ring_steps
 from lightning_mist.errors import ProfileError
 from tests.specs import cluster, profile, spec
 
@@ -60,6 +62,64 @@ def test_other_group_sizes_follow_a_ring():
     assert collective_seconds(machine, "all_reduce", 4, 1, 1e8) == pytest.approx(3e-4 + 1.5)
     # A message between two ranks is one, however many others there are.
     assert collective_seconds(machine, "send_recv", 2, 1, 1e8) == pytest.approx(1e-4 + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("operation", "size", "expected"),
+    [
+        ("all_gather", 2, (1, 1 / 2)),
+        ("all_gather", 8, (7, 7 / 8)),
+        ("reduce_scatter", 4, (3, 3 / 4)),
+        ("all_reduce", 2, (2, 1)),
+        ("all_reduce", 8, (14, 14 / 8)),
+        ("broadcast", 8, (7, 1)),
+        ("reduce", 4, (3, 1)),
+        ("send_recv", 2, (1, 1)),
+    ],
+)
+def test_steps_of_a_ring(operation, size, expected):
+    assert ring_steps(operation, size) == expected
+
+
+def test_a_broadcast_goes_over_each_link_once_however_many_ranks_there_are():
+    machine = profile(link=1e8, latency=1e-4)
+    assert collective_seconds(machine, "broadcast", 4, 1, 1e8) == pytest.approx(3e-4 + 1.0)
+    assert collective_seconds(machine, "reduce", 8, 1, 1e8) == pytest.approx(7e-4 + 1.0)
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
+    # Bytes per second of a link, as nccl-tests defines its bus bandwidth.
+    link, payload = 1e9, 1e8
+    machine = profile(latency=0.0)
+    per_link = {"all_reduce": 2 * 7 / 8, "all_gather": 7 / 8, "reduce_scatter": 7 / 8}
+    costs = tuple(
+        dataclasses.replace(item, group_size=8, bytes_per_second=link / per_link[item.operation])
+        for item in machine.collectives
+        if item.operation in per_link
+    )
+    machine = dataclasses.replace(machine, collectives=costs)
+    for size in (2, 4, 8, 16):
+        whole, *parts = (float(collective_seconds(machine, operation, size, 1, payload)) for operation in per_link)
+        assert whole == pytest.approx(sum(parts))
+        assert whole == pytest.approx(2 * (size - 1) / size * payload / link)
+
+
+@given(
+    operation=st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send_recv"]),
+    size=st.integers(2, 64),
+    payload=st.floats(1.0, 1e10),
+    calls=st.integers(1, 100),
+)
+def test_collectives_grow_with_bytes_and_messages_and_small_ones_cost_their_latency(operation, size, payload, calls):
+    machine = profile(link=1e8, latency=1e-4)
+
+    def seconds(payload, calls):
+        return float(collective_seconds(machine, operation, size, 1, payload, calls))
+
+    assert seconds(payload, calls) <= seconds(2 * payload, calls) <= 2 * seconds(payload, calls)
+    assert seconds(payload, calls) <= seconds(payload, calls + 1)
+    assert seconds(payload, calls) >= calls * 1e-4
+    assert seconds(0.0, calls) == 0.0
 
 
 def test_the_nearest_measurement_counts():

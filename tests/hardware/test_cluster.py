@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import Cluster, Device, Link
+from lightning_mist.hardware import Cluster, Device, HostLink, Link
 
 DEVICE = Device(name="L4", memory_bytes=2**34)
 
@@ -20,3 +20,12 @@ def test_counts_are_positive(nodes: int, devices: int) -> None:
 def test_links_have_sensible_figures(rate: float, latency: float) -> None:
     with pytest.raises(PlanError, match="the rate must be positive"):
         Link(bytes_per_second=rate, latency_seconds=latency)
+
+
+@pytest.mark.parametrize(
+    "rates", [(0.0, 1e9, 0.0), (1e9, float("inf"), 0.0), (1e9, 1e9, -1.0), (1e9, 1e9, float("nan"))]
+)
+def test_host_links_have_sensible_figures(rates: tuple[float, float, float]) -> None:
+    names = ("to_device_bytes_per_second", "to_host_bytes_per_second", "node_bytes_per_second")
+    with pytest.raises(PlanError, match="leave the node's out if it sets no limit"):
+        HostLink(**dict(zip(names, rates, strict=True)))

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from lightning_mist.errors import PlanError, ProfileError
-from lightning_mist.hardware import Cluster, Device, Link, parse_cluster
+from lightning_mist.hardware import Cluster, Device, HostLink, Link, parse_cluster
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,33 @@ def test_file(tmp_path: Path) -> None:
         intra_node=Link(bytes_per_second=32e9, latency_seconds=20e-6),
         inter_node=Link(bytes_per_second=12.5e9, latency_seconds=5e-5),
     )
+
+
+def test_host_link(tmp_path: Path) -> None:
+    machine = "nodes: 1\ndevices_per_node: 2\ndevice: L4\n"
+    both = "host: {to_device: 25 GB/s, to_host: 24 GB/s}"
+    assert parse_cluster(write(tmp_path, machine + both)).host == HostLink(
+        to_device_bytes_per_second=25e9, to_host_bytes_per_second=24e9
+    )
+    shared = "host: {to_device: 25 GB/s, to_host: 24 GB/s, per_node: 400 Gbit/s}"
+    assert parse_cluster(write(tmp_path, machine + shared)).host == HostLink(
+        to_device_bytes_per_second=25e9, to_host_bytes_per_second=24e9, node_bytes_per_second=50e9
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("{to_device: 25 GB/s}", "host has no 'to_host': it needs to_device and to_host"),
+        ("{to_device: 25 GB/s, to_hots: 1 GB/s}", "host has the key 'to_hots': .*; the nearest is 'to_host'"),
+        ("{to_device: 25 GB/s, to_host: fast}", "host: 'fast' is not a rate"),
+        ("{to_device: 0, to_host: 1 GB/s}", "a host link of 0.0 bytes/s to the device, 1000000000.0 to the host"),
+        ("25 GB/s", "host holds '25 GB/s': keys and values are needed, of to_device, to_host, per_node"),
+    ],
+)
+def test_wrong_host_link_says_what_is_needed(tmp_path: Path, host: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        parse_cluster(write(tmp_path, f"nodes: 1\ndevices_per_node: 2\ndevice: L4\nhost: {host}"))
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from lightning_mist.errors import ProfileError
@@ -6,6 +8,7 @@ from lightning_mist.hardware import (
     CollectiveCost,
     Device,
     HardwareProfile,
+    HostLink,
     Link,
     catalog_profile,
     parse_cluster,
@@ -50,6 +53,23 @@ def test_measured_machines_give_what_was_measured() -> None:
     )
     assert seconds(cost(profile, "all_reduce", 2, 2), payload) == pytest.approx(2.1 * 0.5 / 0.4895 / 2 + 0.0045)
     assert seconds(cost(profile, "send_recv", 2, 1), payload) == pytest.approx(0.5 / 2.964 + 0.0001)
+
+
+def test_devices_of_a_node_share_what_it_copies() -> None:
+    profile = catalog_profile(parse_cluster("4x8xL4"))
+    assert profile.host_to_device_bytes_per_second == profile.device_to_host_bytes_per_second == 0.80 * 31.5e9
+    # Eight that copy at once were measured at 5.75 GiB/s each from the host and at 6.13 to it.
+    each = profile.host_bytes_per_second_per_node / 8
+    assert 5.5 * GIB < each < 6.13 * GIB
+    assert catalog_profile(parse_cluster("2xcpu:8GiB")).host_bytes_per_second_per_node == 0.0
+
+
+def test_described_host_links_come_first() -> None:
+    link = HostLink(to_device_bytes_per_second=2e10, to_host_bytes_per_second=1e10, node_bytes_per_second=3e10)
+    profile = catalog_profile(dataclasses.replace(parse_cluster("8xL4"), host=link))
+    assert profile.host_to_device_bytes_per_second == 2e10
+    assert profile.device_to_host_bytes_per_second == 1e10
+    assert profile.host_bytes_per_second_per_node == 3e10
 
 
 def test_smaller_nodes_have_a_larger_share_of_the_network() -> None:

@@ -75,6 +75,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         collectives=tuple(draw(st.lists(costs, max_size=3))),
         host_to_device_bytes_per_second=draw(POSITIVE),
         device_to_host_bytes_per_second=draw(POSITIVE),
+        host_bytes_per_second_per_node=draw(st.one_of(st.just(0.0), POSITIVE)),
         interference=draw(st.none() | interferences),
         overheads=draw(overheads),
         rates=tuple(draw(st.lists(memories, max_size=2))),

@@ -1,0 +1,111 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from lightning_mist.cost import MemoryModel, StageCandidates, StageCostModel
+from lightning_mist.cost.candidates import placed_slots_of, slots_of
+from lightning_mist.cost.channels import FREE
+from lightning_mist.cost.exchange import reductions, shard_nodes, transfers
+from lightning_mist.cost.memory import BUCKET_BYTES
+from tests.cost.test_placement import make_plan
+from tests.specs import cluster, profile, spec
+
+NETWORK = spec(2)
+
+
+def machine(*, inside=1e9, across=1e8, latency=1e-4):
+    """A machine whose pairs in different nodes are slower."""
+    made = profile(link=inside, latency=latency)
+    between = tuple(dataclasses.replace(item, num_nodes=2, bytes_per_second=across) for item in made.collectives)
+    return dataclasses.replace(made, collectives=(*made.collectives, *between))
+
+
+def crossing(degrees, devices_per_node=8, *, hardware=None):
+    """Seconds of receiving the input of the second of two stages, and the gradient of the first one's output."""
+    plan = make_plan(degrees)
+    hardware = hardware or machine()
+    place = cluster(plan.world_size, nodes=max(1, plan.world_size // devices_per_node))
+    memory = MemoryModel(NETWORK)
+    found = [
+        transfers(hardware, place, slot, candidates, memory)
+        for slot, candidates in placed_slots_of(plan, devices_per_node)
+    ]
+    assert found[0][0][0] == found[1][1][0] == 0.0
+    return float(found[1][0][0]), float(found[0][1][0])
+
+
+def test_equal_stages_send_one_message():
+    # Two ranks with a row each; a row hands on 1000 bytes.
+    assert crossing([(2, 1), (2, 1)]) == pytest.approx((1e-4 + 1000 / 1e9,) * 2)
+
+
+def test_where_a_stage_has_fewer_ranks_they_send_and_receive_the_rows_of_all():
+    for degrees in ([(4, 1), (1, 1)], [(1, 1), (4, 1)]):
+        # Four rows in all, whoever has them, in four messages.
+        assert crossing(degrees) == pytest.approx((4e-4 + 4 * 1000 / 1e9,) * 2)
+
+
+def test_tensor_parallel_ranks_get_a_whole_each():
+    assert crossing([(1, 2), (1, 2)]) == pytest.approx((1e-4 + 1000 / 1e9,) * 2)
+    # A single sender serves four.
+    assert crossing([(1, 1), (1, 4)]) == pytest.approx((4e-4 + 4 * 1000 / 1e9,) * 2)
+
+
+def test_stages_share_the_network_between_nodes():
+    # All devices of a node send to the other: each gets what was measured with all of them sending.
+    assert crossing([(1, 2), (1, 2)], 2) == pytest.approx((1e-4 + 1000 / 1e8,) * 2)
+    # One of four does, and has it to itself.
+    plan = make_plan([(1, 1)] * 8)
+    hardware = machine()
+    memory = MemoryModel(spec(8))
+    found = [
+        float(transfers(hardware, cluster(8, nodes=2), slot, some, memory)[0][0])
+        for slot, some in placed_slots_of(plan, 4)
+    ]
+    inside = 1e-4 + 1000 / 1e9
+    assert found == pytest.approx([0.0, inside, inside, inside, 1e-4 + 250 / 1e8, inside, inside, inside])
+    # But no more than it can send.
+    fast = dataclasses.replace(hardware, collectives=machine(inside=1.5e8, across=1e8).collectives)
+    seconds = transfers(fast, cluster(8, nodes=2), *placed_slots_of(plan, 4)[4], memory)[0][0]
+    assert seconds == pytest.approx(1e-4 + 1000 / 1.5e8)
+
+
+def test_groups_are_where_the_plan_puts_them():
+    place = cluster(8, nodes=4)
+    plan = make_plan([(2, 1), (2, 2), (2, 1)])
+    slots = [slot for slot, _ in placed_slots_of(plan, 2)]
+    assert [shard_nodes(place, slot) for slot in slots] == [2, 2, 2]
+    # Of a search they are taken to be in as many nodes as they can.
+    assert [shard_nodes(place, slot) for slot, _ in slots_of(plan)] == [2, 2, 2]
+    plan = make_plan([(2, 1), (1, 2)])
+    assert [shard_nodes(cluster(4, nodes=2), slot) for slot, _ in placed_slots_of(plan, 2)] == [1, 1]
+    assert [shard_nodes(cluster(4, nodes=2), slot) for slot, _ in slots_of(plan)] == [2, 1]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_reduction_beside_a_backward_slows_it_down(share):
+    hardware = dataclasses.replace(
+        machine(inside=1e9, latency=0.0), interference=dataclasses.replace(FREE, compute_network=share)
+    )
+    uses = spec(2, edge_bytes=400 * 2**20)
+    model = StageCostModel(uses, hardware, cluster(2, kind="cuda"))
+    slot, _ = slots_of(make_plan([(2, 1)]))[0]
+    every = StageCandidates(
+        start_K=np.zeros(1, dtype=int),
+        end_K=np.full(1, 2),
+        checkpointed_K=np.zeros(1, dtype=int),
+        zero_stage_K=np.zeros(1, dtype=int),
+    )
+    held = model.memory(slot).holdings.of(every)
+    for backward in (0.1, 10.0):
+        found = reductions(hardware, model.cluster, slot, every, held, np.array([backward]))
+        whole = float(found.whole_K[0])
+        assert whole == pytest.approx(held.trained_K[0] / 1e9)
+        # Both advance at 1 / (1 + share) until the shorter one is done.
+        short, long = sorted((whole, backward))
+        both = short * (1 + share) + long - short
+        last = whole * BUCKET_BYTES / held.trained_K[0]
+        assert found.exposed_K[0] == pytest.approx(max(both - backward, last))
+    on_cpu = reductions(hardware, cluster(2), slot, every, held, np.array([10.0]))
+    assert on_cpu.exposed_K[0] == on_cpu.whole_K[0]
