@@ -9,9 +9,11 @@ For files of samples (see ``interference_data``), one for each machine:
   machines say as the prior; scored on all the others;
 * ``left_out``: what the other machines say of this one, by its two properties that need nothing measured together;
 * ``serial`` and ``free``: the sum and the largest of the loads, to compare with;
+* ``machine``: its kind, and how many samples were left out, by reason;
 * ``causes``: what is fitted to all machines, the constants of ``lightning_mist.hardware.interference_kinds``.
 
-Published tables of further machines take part in the training, and are left out with their family. Errors are mean
+Published tables of further machines take part in the training, and are left out with their family. The two properties
+themselves were chosen with all of these machines in view. Errors are mean
 absolute relative ones, of all samples with several loads but those that are left out, which are counted by reason.
 """
 
@@ -25,9 +27,9 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from benchmarks.hardware.interference_data import Machine, families, read_samples, table_machines
-from benchmarks.record import Sample, make_record, write_record
+from benchmarks.record import Sample, Value, make_record, write_record
 from lightning_mist.hardware.interference import COEFFICIENTS, Interference
-from lightning_mist.hardware.interference_fit import fit_interference, relative_errors, vector_of
+from lightning_mist.hardware.interference_fit import fit_interference, predicted_seconds, relative_errors, vector_of
 from lightning_mist.hardware.interference_kinds import Causes, interference_of_kind
 
 COUNTS = (6, 12, 18, 25, 50, 100)
@@ -121,19 +123,14 @@ def most_different(machine: Machine, free: Sequence[int], taken: Sequence[int], 
     return max(free, key=score)
 
 
-def errors(machine: Machine, interference: Interference, without: NDArray[np.int64]) -> Sample:
-    """Mean errors of all times but some: of all, by number of channels, by kind of group."""
+def errors(machine: Machine, predicted: NDArray[np.float64], without: NDArray[np.int64]) -> Sample:
+    """Mean errors of all predicted times but some: of all, by number of channels, by kind of group."""
     rest = np.setdiff1d(np.arange(len(machine.groups)), without)
-    times = machine.times.pick(rest)
-    error = np.abs(relative_errors(times, interference))
+    error = np.abs(predicted / machine.times.seconds - 1.0)[rest]
+    ways, across = machine.ways[rest], machine.times.across_nodes[rest]
     found: Sample = {"error": float(error.mean()), "scored": len(rest)}
-    for ways in (2, 3, 4):
-        if (machine.ways[rest] == ways).any():
-            found[f"error_{ways}_channels"] = float(error[machine.ways[rest] == ways].mean())
-    for name, mask in (("inside", ~times.across_nodes), ("across", times.across_nodes)):
-        if mask.any():
-            found[f"error_{name}"] = float(error[mask].mean())
-    return found
+    masks = {f"{count}_channels": ways == count for count in (2, 3, 4)} | {"inside": ~across, "across": across}
+    return found | {f"{name}_error": float(error[mask].mean()) for name, mask in masks.items() if mask.any()}
 
 
 def coefficients(interference: Interference) -> Sample:
@@ -141,36 +138,33 @@ def coefficients(interference: Interference) -> Sample:
     return {name: float(value) for name, value in zip(COEFFICIENTS, vector_of(interference), strict=True)}
 
 
-def baselines(machine: Machine) -> Sample:
-    """Errors of the sum and of the largest load."""
-    times = machine.times
-    serial, free = times.loads.sum(axis=0), times.loads.max(axis=0)
-    return {
-        "serial_error": float(np.abs(serial / times.seconds - 1).mean()),
-        "free_error": float(np.abs(free / times.seconds - 1).mean()),
-        "samples": len(times.seconds),
-        "staged": machine.staged,
-        "shared": machine.shared,
-        **{f"left_out_{reason}": count for reason, count in machine.left_out.items()},
-    }
-
-
 def evaluate(machine: Machine, prior: Interference) -> list[Sample]:
     """Rows of one machine; the prior is what the others say."""
-    everything = np.arange(len(machine.groups))
+    times, everything = machine.times, np.arange(len(machine.groups))
     nothing = everything[:0]
-    name = {"machine": machine.name}
-    rows: list[Sample] = [{"kind": "machine", **name, "is_table": machine.is_table, **baselines(machine)}]
-    rows.append({"kind": "left_out", **name, **errors(machine, prior, nothing), **coefficients(prior)})
+    reasons = {f"left_out_{reason}": count for reason, count in machine.left_out.items()}
+    kind: Sample = {"staged": machine.staged, "shared": machine.shared, "is_table": machine.is_table, **reasons}
+
+    def scored(name: str, interference: Interference, without: NDArray[np.int64], **more: int) -> Sample:
+        predicted = predicted_seconds(times, interference)
+        return row(name, **more, **errors(machine, predicted, without), **coefficients(interference))
+
+    def row(name: str, **more: Value) -> Sample:
+        return {"kind": name, "machine": machine.name, **more}
+
+    rows = [
+        row("machine", samples=len(times.seconds), **kind),
+        row("serial", **errors(machine, times.loads.sum(axis=0), nothing)),
+        row("free", **errors(machine, times.loads.max(axis=0), nothing)),
+        scored("left_out", prior, nothing),
+    ]
     if machine.is_table:
         return rows
     third = everything[::3]
-    own = fit_interference(machine.times.pick(third), prior, machine.name)
-    rows.append({"kind": "own", **name, **errors(machine, own, third), **coefficients(own)})
+    rows.append(scored("own", fit_interference(times.pick(third), prior, machine.name), third))
     for count in COUNTS:
         few = chosen(machine, count)
-        quick = fit_interference(machine.times.pick(few), prior, machine.name)
-        rows.append({"kind": "quick", **name, "count": count, **errors(machine, quick, few), **coefficients(quick)})
+        rows.append(scored("quick", fit_interference(times.pick(few), prior, machine.name), few, count=count))
     return rows
 
 
@@ -182,7 +176,7 @@ def prior_spread(rows: Sequence[Sample]) -> Sample:
         for (kind, machine), row in found.items()
         if kind == "own"
         for name in COEFFICIENTS
-        if "across" not in name or "error_across" in row
+        if "across" not in name or "across_error" in row
     ]
     return {"kind": "prior_spread", "root_mean_square": float(np.sqrt(np.mean(np.square(apart)))), "scored": len(apart)}
 
