@@ -24,7 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: What stands behind the command's name; by default, what the process was started with.
 
     Raises:
-        SystemExit: With code 2 after an error in the arguments, the files, or the plan asked for.
+        SystemExit: With code 2 after an error in the arguments, the files, or the plan asked for; with code 1 after one
+            of the user's own code.
     """
     parser = _parser()
     chosen = parser.parse_args(None if arguments is None else list(arguments))
@@ -43,6 +44,15 @@ def _run(name: str, function: Callable[..., None], values: Mapping[str, Any]) ->
     except (MistError, ValueError, OSError) as error:
         print(f"lightning-mist {name}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+    except Exception as error:
+        from lightning_mist.model.apart import RemoteTraceback
+
+        if not isinstance(error.__cause__, RemoteTraceback):
+            raise
+        # The user's own code failed, in a process of its own: where is said once, and not how the error came here.
+        print(str(error.__cause__).strip(), file=sys.stderr)
+        print(f"lightning-mist {name}: error: running the model: {type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
 
 
 def _call(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:

@@ -115,7 +115,10 @@ def estimate(
     settings = parse_allocator_settings(allocator, machine.device.memory_bytes)
     open_one = _Estimators(named, machine, limit, _degrees_of(given, points), settings, closed_form)
     if axes:
-        _print_sweep([_point(open_one, base, values) for values in combinations(axes)], json)
+        found = [_point(open_one, base, values) for values in combinations(axes)]
+        _print_sweep(found, json)
+        if all(point.estimate is None for point in found):
+            raise PlanError(f"sweep {sweep!r}: none of the {len(found)} combinations is a plan: {found[0].error}")
     else:
         estimator = open_one(seq_len, rows)
         _print_estimate(estimator, given or _plan(estimator.spec.num_layers, machine, base), json, picture)
@@ -270,14 +273,14 @@ def _point(open_one: _Estimators, base: Mapping[str, Any], values: tuple[tuple[s
 
     chosen = {**base, **dict(values)}
     length = None if chosen["seq_len"] is None else _number("seq_len", chosen["seq_len"])
-    estimator = open_one(length, _number("global_batch_size", chosen["global_batch_size"]))
     try:
+        estimator = open_one(length, _number("global_batch_size", chosen["global_batch_size"]))
         found = estimate_plan(
             estimator,
             _plan(estimator.spec.num_layers, estimator.cluster, chosen),
             advise=False,
         )
-    except PlanError as error:
+    except (PlanError, ValueError) as error:
         return SweepPoint(values=values, error=str(error))
     return SweepPoint(values=values, estimate=found)
 

@@ -101,8 +101,11 @@ def closed_network(request: NetworkRequest) -> "ModelSpec":
     """
     from lightning_mist.cost.estimate_closed import closed_spec
     from lightning_mist.model import describe_optimizer, optimizer_class
+    from lightning_mist.model.sources import check_name
 
     model, seq_len = request.model, request.seq_len
+    if ":" not in model:
+        check_name(model)
     if seq_len is None or seq_len < 1:
         raise ValueError(f"model {model!r} with seq_len = {seq_len}: tokens per row are needed; give --seq-len 2048")
     return closed_spec(

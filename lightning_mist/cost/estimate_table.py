@@ -79,12 +79,17 @@ def _stage_table(estimate: MemoryEstimate, stages: list[StageEstimate]) -> Table
     table.add_row("device total, 95 of 100", *(format_bytes(stage.device_total.p95) for stage in stages))
     table.add_row(
         f"of {format_bytes(estimate.memory_limit)}",
-        *(f"{stage.device_total.p95 / estimate.memory_limit:.0%}" for stage in stages),
+        *(_part(stage.device_total.p95 / estimate.memory_limit) for stage in stages),
     )
     if any(stage.host_bytes for stage in stages):
         table.add_row("host memory", *(format_bytes(stage.host_bytes) for stage in stages))
     table.add_row("at its peak in", *(stage.phase for stage in stages))
     return table
+
+
+def _part(ratio: float) -> str:
+    """A part of the limit; multiples of it are no percentages."""
+    return f"{ratio:.0%}" if ratio < 10 else f"{ratio:,.0f} times"
 
 
 def _tensor_table(title: str, tensors: Sequence[PeakTensor], *, together: bool = False) -> Table:

@@ -55,6 +55,7 @@ def open_model(text: str, *, batch_rows: int, sequence_length: int | None, preci
     context, kept = precision_context(precision), parameter_dtype(precision)
     if ":" in text:
         return _from_function(text, context, kept)
+    check_name(text)
     if sequence_length is None or sequence_length < 1:
         raise ValueError(
             f"model {text!r} with seq_len = {sequence_length}: tokens per row are needed; give --seq-len 2048"
@@ -62,14 +63,28 @@ def open_model(text: str, *, batch_rows: int, sequence_length: int | None, preci
     tokens = torch.zeros(batch_rows, sequence_length, dtype=torch.long)
     if text.endswith(".json"):
         return _from_configuration(Path(text), tokens, context, kept)
-    if text not in PRESETS:
+    module = hollow(lambda: LanguageModel(PRESETS[text], sequence_length), dtype=kept)
+    return ModelSource(name=text, module=module, batch=(tokens, tokens.clone()), call=_step(module, context))
+
+
+def check_name(text: str) -> None:
+    """Refuse what names neither a preset nor a file that is there.
+
+    Args:
+        text: The name of a preset, or the path of a configuration.
+
+    Raises:
+        ValueError: If there is no such preset or file.
+    """
+    if text.endswith(".json"):
+        if not Path(text).exists():
+            raise ValueError(f"model {text!r}: there is no such file; give the path of a config.json")
+    elif text not in PRESETS:
         near = get_close_matches(text, PRESETS, n=1, cutoff=0.0)[0]
         raise ValueError(
             f"model {text!r}: not a preset, a config.json or package.module:function; did you mean {near!r}? Presets: "
             f"{', '.join(PRESETS)}"
         )
-    module = hollow(lambda: LanguageModel(PRESETS[text], sequence_length), dtype=kept)
-    return ModelSource(name=text, module=module, batch=(tokens, tokens.clone()), call=_step(module, context))
 
 
 def precision_context(precision: str) -> Callable[[], AbstractContextManager[Any]]:

@@ -49,6 +49,10 @@ def make_own():
     return Own(), torch.ones(4, 8)
 
 
+def make_nothing():
+    return {}["nothing"]
+
+
 def run(*arguments):
     cli.main([str(argument) for argument in arguments])
 

@@ -70,6 +70,22 @@ def test_a_sweep(capsys):
     assert kept == [0, 4]
 
 
+def test_a_sweep_goes_on_where_one_value_is_impossible(capsys):
+    run(*arguments(model="llama-1.3b", closed_form=True, sweep="seq_len=0,8"))
+    shown = capsys.readouterr().out
+    assert "does not fit" in shown  # the other one
+    assert "seq_len = 0: tokens per row are needed" in shown
+
+
+def test_a_sweep_of_nothing_possible_is_an_error(capsys):
+    with pytest.raises(SystemExit) as error:
+        run(*arguments(sweep="pipeline_stages=3,5"))
+    assert error.value.code == 2
+    shown = capsys.readouterr()
+    assert "0 of 2 combinations fit" in shown.out
+    assert "sweep 'pipeline_stages=3,5': none of the 2 combinations is a plan: " in shown.err
+
+
 def test_a_picture(tmp_path, capsys):
     run(*arguments(pipeline_stages=2, picture=tmp_path / "bytes.png"))
     shown = capsys.readouterr()
@@ -132,6 +148,10 @@ def test_what_cannot_be_traced_has_a_closed_form_where_sizes_are_known(capsys, m
         ({"picture": "a.bmp"}, "picture 'a.bmp': write a name that ends in .png"),
         ({"picture": "a.png", "sweep": "zero_stage=1"}, "--picture a.png with --sweep: one picture shows one plan"),
         ({"model": "gpt5"}, "model 'gpt5': not a preset"),
+        ({"model": "gpt5", "seq_len": None}, "model 'gpt5': not a preset"),
+        ({"model": "gpt5", "seq_len": None, "closed_form": True}, "model 'gpt5': not a preset"),
+        ({"model": "none.json", "closed_form": True}, "model 'none.json': there is no such file"),
+        ({"model": "none.json", "seq_len": None}, "model 'none.json': there is no such file"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(capsys, changes, message):

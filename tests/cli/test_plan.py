@@ -90,6 +90,16 @@ def test_plan_refuses_without_a_traceback(capsys, changes, message):
     assert "Traceback" not in text
 
 
+def test_an_error_in_the_user_s_code_is_told_once(capsys):
+    with pytest.raises(SystemExit) as error:
+        run(*plan_arguments(model="tests.cli.networks:make_nothing"))
+    assert error.value.code == 1
+    text = capsys.readouterr().err
+    assert text.count("Traceback") == 1
+    assert 'return {}["nothing"]' in text
+    assert text.endswith("lightning-mist plan: error: running the model: KeyError: 'nothing'\n")
+
+
 def test_plan_looks_at_devices_that_share_layers(tmp_path, capsys):
     arguments = ("plan", "--cluster", "1x2xL4", "--global-batch-size", 8, "--out", tmp_path / "plan.json")
     asked = ("--max-stages", 1, "--tensor-parallel-degrees", "[2]")

@@ -1,7 +1,9 @@
 from dataclasses import replace
 
+import pytest
+
 from lightning_mist.cost.estimate_data import PeakTensor
-from lightning_mist.cost.estimate_table import render_estimate
+from lightning_mist.cost.estimate_table import _part, render_estimate
 from tests.cost.test_estimate_codec import FULL
 from tests.cost.test_estimate_data import ESTIMATE
 
@@ -38,3 +40,8 @@ def test_what_would_make_it_fit():
     small = replace(FULL, memory_limit=2**30)
     assert "what would make it fit\n  more: 4.0 GiB, up to 7.0 GiB (planned, not run yet)" in render_estimate(small)
     assert "nothing that was tried makes it fit" in render_estimate(replace(small, changes=()))
+
+
+@pytest.mark.parametrize(("ratio", "text"), [(0.94, "94%"), (9.99, "999%"), (46542943.76, "46,542,944 times")])
+def test_multiples_of_the_limit_are_no_percentages(ratio: float, text: str) -> None:
+    assert _part(ratio) == text
