@@ -5,14 +5,16 @@ correction is a factor ``f_t`` on every term of one kind, believed within a stan
 ran, ``f_t = 1`` and ``s_t = PRIOR_SPREAD``. One run observes sums of terms: seconds ``m`` where ``sum_t f_t r_t`` was
 expected, with relative standard deviation ``e`` between its own steps and stages. Runs of one plan differ too, so
 
-    R    = m^2 (BETWEEN_RUNS^2 + e^2)               variance of the observation
-    s_t  = min(PRIOR_SPREAD, sqrt(s_t^2 + DRIFT^2))   once per run: machines change
-    S    = sum_t s_t^2 r_t^2 + R
-    g_t  = s_t^2 r_t / S
-    f_t := f_t + g_t (m - sum_t f_t r_t)
-    s_t^2 := (1 - g_t r_t) s_t^2
+    s_t   := min(PRIOR_SPREAD, sqrt(s_t^2 + DRIFT^2))     once per run: machines change
+    p      = sum_t f_t r_t                                what is predicted
+    S      = sum_t s_t^2 r_t^2 + p^2 (BETWEEN_RUNS^2 + e^2)
+    g_t    = s_t^2 r_t / S
+    f_t   := f_t + g_t clip(m - p, -SURPRISE sqrt(S), SURPRISE sqrt(S))
+    s_t^2 := (1 - g_t r_t) s_t^2                          if nothing was clipped
+    s_t   := min(PRIOR_SPREAD, s_t + |change of f_t|)     if it was
 
-which is a Kalman filter that forgets how the errors of different terms are related. What matters of it:
+which is a Kalman filter that forgets how the errors of different terms are related, with Huber's bound on what one
+observation may do. What matters of it:
 
 * The prediction moves towards the measurement by the share ``sum_t g_t r_t < 1`` and never beyond it, so repeated
   predicting, measuring and correcting approaches a constant truth from one side. (Observations of one run that share
@@ -21,9 +23,11 @@ which is a Kalman filter that forgets how the errors of different terms are rela
 * Terms that make up more of the sum, and those that are less certain, take more of the difference.
 * The wider a run's steps scatter, the less it moves anything; factors start from 1 and stay near it until runs agree.
 * After many runs a single one still moves a factor by ``DRIFT / BETWEEN_RUNS`` of the difference, about.
+* A run that was disturbed (another program on the machine while layers were timed, or while it trained) moves factors
+  by no more than one that differs by ``SURPRISE`` standard deviations, however odd its seconds are. It also makes them
+  less certain, so that the next runs, if they agree with it, move them faster.
 
-Factors stay within ``BOUNDS``: what is wrong by more than that is no matter of calibration. A measurement counts as at
-most so far from the uncorrected prediction.
+Factors stay within ``BOUNDS``: what is wrong by more than that is no matter of calibration.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,6 +52,10 @@ PRIOR_SPREAD = 0.2
 BETWEEN_RUNS = 0.05
 """Relative standard deviation between runs of the same. Whole steps of one computation differ by 3.3 % (root mean
 square over the pairs of ``throughput-against-ddp_amd-epyc-2-cores_202611.json``), and a term by more than the step."""
+
+SURPRISE = 2.0
+"""Standard deviations from which on an observation is as good as any farther away. Of those that scatter as expected
+one in twenty lies beyond."""
 
 DRIFT = 0.01
 """How far a factor is taken to move from one run to the next: a fifth of what runs differ by, so that in the end the
@@ -131,14 +139,18 @@ def _total(observation: Observation) -> float:
 
 def _update(known: dict[str, Correction], observation: Observation) -> None:
     """One step of the filter."""
-    total = _total(observation)
-    measured = min(max(observation.seconds, BOUNDS[0] * total), BOUNDS[1] * total)
     raw: Mapping[str, float] = {term: seconds for term, seconds in observation.expected if seconds > 0}
-    difference = measured - sum(known[term].factor * seconds for term, seconds in raw.items())
-    noise = measured**2 * (BETWEEN_RUNS**2 + observation.spread**2)
+    predicted = sum(known[term].factor * seconds for term, seconds in raw.items())
+    noise = predicted**2 * (BETWEEN_RUNS**2 + observation.spread**2)
     variance = sum((known[term].spread * seconds) ** 2 for term, seconds in raw.items()) + noise
+    most = SURPRISE * variance**0.5
+    difference = min(max(observation.seconds - predicted, -most), most)
     for term, seconds in raw.items():
         before = known[term]
         gain = before.spread**2 * seconds / variance
         factor = min(max(before.factor + gain * difference, BOUNDS[0]), BOUNDS[1])
-        known[term] = replace(before, factor=factor, spread=before.spread * (1.0 - gain * seconds) ** 0.5)
+        if abs(difference) < most:
+            spread = before.spread * (1.0 - gain * seconds) ** 0.5
+        else:
+            spread = min(PRIOR_SPREAD, before.spread + gain * most)
+        known[term] = replace(before, factor=factor, spread=spread)

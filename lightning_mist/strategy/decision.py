@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_mist.cost import MemoryEstimate
-from lightning_mist.hardware import Cluster, HardwareProfile
-from lightning_mist.model import ModelSpec
+from lightning_mist.hardware import Cluster
 from lightning_mist.plan import ModuleMap, Plan, ZeroStage
+from lightning_mist.strategy.learning import Basis
 from lightning_mist.tuner import SearchSpace
 
 
@@ -21,27 +21,13 @@ class PlanRequest:
     blocks: str | None
     plan_path: str | None
     profile_directory: str | None
+    correct_profile: bool
     self_check: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Basis:
-    """What a plan made here was predicted from; on rank 0 only.
-
-    Attributes:
-        spec: The network, with the seconds measured of its layers.
-        profile: What was measured of the machine.
-        cluster: The machine.
-    """
-
-    spec: ModelSpec
-    profile: HardwareProfile
-    cluster: Cluster
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The plan of a fit, equal on every rank, and what its engine needs.
+    """The plan of a fit, equal on every rank, what its engine needs, and what rank 0 knows of how it was made.
 
     Attributes:
         plan: The plan.
@@ -50,7 +36,8 @@ class Decision:
         planning_seconds: Time from the first batch to the plan.
         plan_path: Where rank 0 wrote the plan, if it made one.
         estimate: What the plan needs of every device, where that is known.
-        basis: What it was predicted from, if it was made here; on rank 0.
+        basis: What the plan follows from, on rank 0, if it was made here.
+        search_seconds: How long it was searched, on rank 0.
     """
 
     plan: Plan
@@ -60,6 +47,7 @@ class Decision:
     plan_path: Path | None
     estimate: MemoryEstimate | None = None
     basis: Basis | None = None
+    search_seconds: float = 0.0
 
     @property
     def is_plain(self) -> bool:

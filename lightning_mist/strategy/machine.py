@@ -26,6 +26,11 @@ def default_directory() -> Path:
     return Path.home() / ".cache" / "lightning-mist"
 
 
+def directory_of(given: str | None) -> Path:
+    """Where profiles are kept if the user said so, or did not."""
+    return default_directory() if given is None else Path(given)
+
+
 def machine_profile(
     cluster: Cluster,
     device: torch.device,

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_mist.plan import Plan, step_rates
+from lightning_mist.plan import Plan, ZeroStage, step_rates
 from lightning_mist.runtime.meter import meter_memory, state_tensors
 from lightning_mist.runtime.recorder import Recorder
 from lightning_mist.strategy.decision import Decision
+from lightning_mist.strategy.learning import Learner
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.report import RunReport, StageReport
 from lightning_mist.strategy.stage_times import (
@@ -61,6 +62,20 @@ def _of_stages(plan: Plan, ranks: Sequence[Mapping[int, Measured]]) -> tuple[Mea
     )
 
 
+def _learner(decision: Decision, say: Callable[[str], None]) -> Learner | None:
+    """What learns from the run, where its plan was made."""
+    if decision.basis is None or decision.plan_path is None:
+        return None
+    return Learner(
+        decision.basis,
+        decision.plan,
+        is_plain=decision.is_plain,
+        search_seconds=decision.search_seconds,
+        path=decision.plan_path.with_name(f"{decision.plan_path.stem}_better.json"),
+        say=say,
+    )
+
+
 class Monitor:
     """Seconds and bytes of this run.
 
@@ -99,6 +114,9 @@ class Monitor:
         self._bytes: _Bytes | None = None
         self._times: list[dict[int, StageTimes]] = []
         self._first_stage = decision.plan.stage_of(dist.get_rank())
+        stage = decision.plan.stages[self._first_stage]
+        self._overlaps = stage.data_parallel_degree > 1 and stage.zero_stage < ZeroStage.GRADIENTS
+        self._learner = _learner(decision, self._progress.say)
         if device.type == "cuda":
             # What planning left with the allocator would count as reserved by training.
             torch.cuda.empty_cache()
@@ -128,7 +146,7 @@ class Monitor:
             if self._steps > _METERED_STEP:
                 self._seconds.append(perf_counter() - started)
             if self.recorder.is_on:
-                self._times.append(step_times(self.recorder.take(), self._first_stage))
+                self._times.append(step_times(self.recorder.take(), self._first_stage, overlaps=self._overlaps))
                 self.recorder.is_on = False
         self._steps += 1
 
@@ -144,6 +162,7 @@ class Monitor:
         if len(self._seconds) == _FIRST_COMPARISON:
             self._compare()
             self._show()
+            self._look_again(is_training=True)
 
     def finish(self) -> None:
         """Compare over the whole run, and write the report."""
@@ -152,6 +171,7 @@ class Monitor:
             return
         self._compare()
         self._show()
+        self._look_again(is_training=False)
         if self._report_path is not None and dist.get_rank() == 0 and self.report is not None:
             path = Path(self._report_path)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,6 +204,18 @@ class Monitor:
             predicted_rates=None if predicted is None else step_rates(plan, predicted.step_seconds),
             measured_rates=step_rates(plan, middle),
         )
+        if self._learner is not None:
+            self._learner.learn(self.measured)
+
+    def _look_again(self, *, is_training: bool) -> None:
+        """Say on rank 0 whether another plan would be better by what this run has taught."""
+        if self._learner is None or self.report is None:
+            return
+        self._learner.look_again(is_training=is_training)
+        corrections, better = self._learner.basis.corrections, self._learner.better
+        self.report = replace(self.report, corrections=corrections, better=better)
+        if better is not None:
+            self._progress.say(str(better))
 
     def _stage(self, index: int, measured: Sequence[_Bytes]) -> StageReport:
         """One stage: what was said of its most loaded rank, and the most that any of them needed."""

@@ -46,15 +46,16 @@ from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.selfcheck import check_microbatch_invariance, check_stages
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.strategy import machine
-from lightning_mist.strategy.decision import Basis, Decision, PlanRequest
+from lightning_mist.strategy.decision import Decision, PlanRequest
 from lightning_mist.strategy.estimating import Budget, estimate_given, estimate_made
 from lightning_mist.strategy.evaluation import check_evaluation
+from lightning_mist.strategy.learning import Basis, with_corrections
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.peek import peek_batch, silent, step_function
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.splitting import degrees_of, with_splits
 from lightning_mist.strategy.together import on_rank_zero, same_everywhere
-from lightning_mist.tuner import TuneResult, degrees_to_try, tune
+from lightning_mist.tuner import TuneResult, degrees_to_try
 
 _FEATURES: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing", "tensor", "sequence")
 
@@ -158,19 +159,21 @@ class _Planner:
     def tune(self, found: ModuleMap, profile: HardwareProfile, seconds: tuple[LayerSeconds, ...]) -> TuneResult:
         """The best plan; on rank 0."""
         spec = attach_seconds(self.trace(found), seconds)
-        cluster = self.cluster()
-        self.basis = Basis(spec=spec, profile=profile, cluster=cluster)
-        rows = batch_rows(self.batch) or 1
-        self.progress.say(f"searching plans for {spec.num_layers} layers on {cluster.world_size} devices")
-        return tune(
-            spec,
-            cluster,
+        cluster, request = self.cluster(), self.request
+        self.basis = Basis(
+            spec=spec,
             profile=profile,
-            global_batch_size=rows * cluster.world_size,
-            memory_limit=self.request.memory_limit,
+            cluster=cluster,
+            global_batch_size=(batch_rows(self.batch) or 1) * cluster.world_size,
+            memory_limit=request.memory_limit,
             # Plain data parallelism shards nothing either.
-            search=self.request.search if self.plain is None else replace(self.request.search, zero_stages=(0,)),
+            search=request.search if self.plain is None else replace(request.search, zero_stages=(0,)),
         )
+        if request.correct_profile:
+            directory, precision = machine.directory_of(request.profile_directory), str(self.trainer.precision)
+            self.basis = with_corrections(self.basis, directory, precision, self.progress.say)
+        self.progress.say(f"searching plans for {spec.num_layers} layers on {cluster.world_size} devices")
+        return self.basis.tune()
 
     def fingerprint(self, found: ModuleMap) -> Fingerprint:
         """What a plan made here is made for."""
@@ -254,6 +257,7 @@ def decide(
         plan_path=path,
         estimate=estimate,
         basis=planner.basis,
+        search_seconds=0.0 if made is None else made.stats.seconds,
     )
 
 
@@ -311,7 +315,7 @@ def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None,
         planner.cluster(),
         planner.strategy.root_device,
         str(planner.trainer.precision),
-        Path(request.profile_directory) if request.profile_directory else machine.default_directory(),
+        machine.directory_of(request.profile_directory),
         planner.progress,
     )
     seconds = planner.seconds(found)

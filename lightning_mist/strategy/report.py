@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from lightning_mist.hardware import Correction
 from lightning_mist.plan import StepRates
 from lightning_mist.plan.render_seconds import per_second
 from lightning_mist.strategy.stage_times import NAMES, StageTimes
@@ -50,6 +51,36 @@ class StageReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Better:
+    """Another plan than the one that ran, and what it would gain by what the run has taught.
+
+    Attributes:
+        name: Its name in a few words.
+        path: Where it was written.
+        current_seconds: Seconds of a step of the plan that ran, as predicted now.
+        step_seconds: Seconds of a step of the other.
+    """
+
+    name: str
+    path: str
+    current_seconds: float
+    step_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """Share of the step that it saves."""
+        return 1.0 - self.step_seconds / self.current_seconds
+
+    def __str__(self) -> str:
+        """Its name, the gain, and how to use it."""
+        return (
+            f"by what was measured another plan would now take {self.gain:.0%} less per step: {self.name}, "
+            f"{format_seconds(self.step_seconds)} instead of {format_seconds(self.current_seconds)}; it is written to "
+            f"{self.path}: use it with strategy.plan={self.path}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """What a run was predicted to need and what it needed.
 
@@ -63,6 +94,8 @@ class RunReport:
         predicted_rates: Rows and tokens per second, model FLOPs utilisation and distance from the roofline by the
             predicted step, if there is one.
         measured_rates: The same by the measured step; of a plan without a prediction only rows per second.
+        corrections: On rank 0, by what later predictions for this machine are multiplied, this run having taught it.
+        better: On rank 0, a plan that would now be better, if one was found.
     """
 
     predicted_step_seconds: float | None
@@ -73,6 +106,8 @@ class RunReport:
     planning_seconds: float
     predicted_rates: StepRates | None = None
     measured_rates: StepRates | None = None
+    corrections: tuple[Correction, ...] = ()
+    better: Better | None = None
 
     def to_json(self) -> str:
         """The report as JSON; seconds and bytes."""

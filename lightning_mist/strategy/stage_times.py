@@ -11,6 +11,9 @@ from lightning_mist.schedule import Action, ActionKind
 STEP, CLOSURE, FORWARD = "step", "closure", "forward"
 """What is recorded beside actions: an optimizer step, its forwards and backwards, without a schedule the forward."""
 
+_LAST_BACKWARDS = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT})
+"""The kinds of actions that complete gradients."""
+
 _FORWARDS = frozenset({ActionKind.FORWARD, ActionKind.RECV_ACTIVATION, ActionKind.SEND_ACTIVATION})
 
 
@@ -22,7 +25,8 @@ class StageTimes:
         forward_seconds: Forwards of all microbatches.
         backward_seconds: Their backwards, recomputation included.
         waiting_seconds: Waiting for other stages, and for tensors on their way from and to them.
-        reduction_seconds: Reducing gradients where nothing hides it.
+        reduction_seconds: Reducing gradients where nothing hides it: also by how much longer the last backward takes
+            than the others.
         optimizer_seconds: The optimizer's step, what comes between it and the last backward, and giving out parameters.
         other_seconds: Everything else.
     """
@@ -94,18 +98,20 @@ def _backward(plan: Plan, terms: Mapping[str, float]) -> float:
     return plan.num_microbatches * (seconds + terms["unshard_seconds"] / 2)
 
 
-def step_times(recorded: Iterable[Recorded], first: int) -> dict[int, StageTimes]:
+def step_times(recorded: Iterable[Recorded], first: int, *, overlaps: bool = False) -> dict[int, StageTimes]:
     """Where one step of a rank went, by stage.
 
     Args:
         recorded: What was recorded in the step: it and its closure, and the actions or the forward inside.
         first: The first stage of the rank.
+        overlaps: Whether gradients are reduced beside the last backward.
 
     Returns:
         Nothing if no forward was recorded: the module then steps by itself.
     """
     sums: dict[tuple[int, str], float] = {}
     phases: dict[str, float] = {}
+    backwards: dict[tuple[int, ActionKind], list[float]] = {}
 
     def add(stage: int, name: str, seconds: float) -> None:
         sums[stage, name] = sums.get((stage, name), 0.0) + seconds
@@ -113,6 +119,9 @@ def step_times(recorded: Iterable[Recorded], first: int) -> dict[int, StageTimes
     for item in recorded:
         if isinstance(item.action, Action):
             _add_action(item.action, item, first, add)
+            if item.action.kind in _LAST_BACKWARDS:
+                key = item.action.stage, item.action.kind
+                backwards.setdefault(key, []).append(item.seconds - item.waited_seconds)
         elif item.action in (STEP, CLOSURE, FORWARD):
             phases[item.action] = phases.get(item.action, 0.0) + item.seconds
         else:
@@ -122,6 +131,11 @@ def step_times(recorded: Iterable[Recorded], first: int) -> dict[int, StageTimes
         add(first, "backward_seconds", phases[CLOSURE] - phases[FORWARD])
     if not sums:
         return {}
+    if overlaps:
+        for (stage, _), each in backwards.items():
+            longer = max(0.0, each[-1] - median(each[:-1])) if len(each) > 1 else 0.0
+            add(stage, "backward_seconds", -longer)
+            add(first, "reduction_seconds", longer)
     add(first, "optimizer_seconds", phases[STEP] - phases[CLOSURE])
     add(first, "other_seconds", max(0.0, phases[STEP] - sum(sums.values())))
     stages = sorted({stage for stage, _ in sums})

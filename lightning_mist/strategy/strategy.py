@@ -61,6 +61,7 @@ class MistBase(_Base):
         plan_path: Where the plan is written; by default ``mist_plan.json`` in the Trainer's root directory.
         profile_directory: Where measurements of this machine are kept; by default ``lightning-mist`` in the user's
             cache directory.
+        correct_profile: Whether what runs measure corrects what is predicted for this machine from then on.
         report_path: Where the comparison of predicted and measured is written as JSON at the end, if anywhere.
         self_check: Whether to compare the cut module with the whole on one small batch before training.
         save_distributed_checkpoint: Whether to save sharded directories in place of one file. Not available yet: True
@@ -102,6 +103,7 @@ class MistBase(_Base):
         blocks: str | None = None,
         plan_path: str | None = None,
         profile_directory: str | None = None,
+        correct_profile: bool = True,
         report_path: str | None = None,
         self_check: bool = True,
         save_distributed_checkpoint: bool = False,
@@ -143,6 +145,7 @@ class MistBase(_Base):
             blocks=blocks,
             plan_path=plan_path,
             profile_directory=profile_directory,
+            correct_profile=correct_profile,
             self_check=self_check,
         )
         self._report_path, self._fitting = report_path, ExitStack()
@@ -204,7 +207,8 @@ class MistBase(_Base):
         if self._decision.is_plain:
             if self._initial is not None:
                 self._initial.give(self._initial.names)
-            self._ddp_kwargs["find_unused_parameters"] = self._finds_unused(self._decision)
+            given, found = self._find_unused_parameters, self._decision.has_unused_parameters
+            self._ddp_kwargs["find_unused_parameters"] = found if given is None else given
             self.configure_ddp()
             self._fitting.enter_context(no_caches(module, self._decision.module_map))
             if isinstance(self._ddp_comm_state, PostLocalSGDState):
@@ -238,11 +242,6 @@ class MistBase(_Base):
         if self._layer_sync is not None:
             return "sync_batchnorm computes collectives inside the step"
         return whole_module_reason(trainer, self.optimizers)
-
-    def _finds_unused(self, decision: Decision) -> bool:
-        if self._find_unused_parameters is not None:
-            return self._find_unused_parameters
-        return decision.has_unused_parameters
 
     def teardown(self) -> None:
         """Give the module all its values back, unless something went wrong and peers may be gone."""

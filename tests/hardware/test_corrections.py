@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mist.hardware import Observation, corrected, factor_of, learn
-from lightning_mist.hardware.corrections import BETWEEN_RUNS, BOUNDS, DRIFT, PRIOR_SPREAD, TERMS
+from lightning_mist.hardware.corrections import BETWEEN_RUNS, BOUNDS, DRIFT, PRIOR_SPREAD, SURPRISE, TERMS
 from lightning_mist.hardware.profile import Correction, StepOverheads
 from tests.specs import profile
 
@@ -39,17 +39,28 @@ def factors_of(corrections):
 
 
 def test_one_term_by_hand():
-    (found,) = learn((), [Observation(expected=(("update", 2.0),), seconds=3.0, spread=0.1)])
+    seen = Observation(expected=(("update", 2.0),), seconds=2.6, spread=0.1)
+    (found,) = learn((), [seen])
     variance = PRIOR_SPREAD**2
-    gain = variance * 2.0 / (variance * 4.0 + 9.0 * (BETWEEN_RUNS**2 + 0.1**2))
+    gain = variance * 2.0 / (variance * 4.0 + 4.0 * (BETWEEN_RUNS**2 + 0.1**2))
     assert (found.term, found.samples) == ("update", 1)
-    assert found.factor == pytest.approx(1.0 + gain * (3.0 - 2.0))
+    assert found.factor == pytest.approx(1.0 + gain * (2.6 - 2.0))
     assert found.spread == pytest.approx((variance * (1 - 2.0 * gain)) ** 0.5)
-    (again,) = learn([found], [Observation(expected=(("update", 2.0),), seconds=3.0, spread=0.1)])
+    (again,) = learn([found], [seen])
     variance = found.spread**2 + DRIFT**2
-    gain = variance * 2.0 / (variance * 4.0 + 9.0 * (BETWEEN_RUNS**2 + 0.1**2))
-    assert again.factor == pytest.approx(found.factor + gain * (3.0 - 2.0 * found.factor))
+    gain = variance * 2.0 / (variance * 4.0 + (2.0 * found.factor) ** 2 * (BETWEEN_RUNS**2 + 0.1**2))
+    assert again.factor == pytest.approx(found.factor + gain * (2.6 - 2.0 * found.factor))
     assert again.samples == 2
+
+
+def test_an_odd_observation_counts_as_one_at_the_edge_of_what_is_expected():
+    def moved(seconds):
+        (found,) = learn((), [Observation(expected=(("update", 2.0),), seconds=seconds, spread=0.1)])
+        return found
+
+    edge = 2.0 + SURPRISE * (4.0 * (PRIOR_SPREAD**2 + BETWEEN_RUNS**2 + 0.1**2)) ** 0.5
+    assert moved(edge).factor == pytest.approx(moved(10 * edge).factor)
+    assert moved(0.99 * edge).factor < moved(edge).factor
 
 
 def test_predictions_approach_a_machine_with_hidden_factors():
@@ -62,7 +73,7 @@ def test_predictions_approach_a_machine_with_hidden_factors():
     assert max(map(abs, last)) < 0.01
     # Nothing swings: errors shrink, but where observations share terms and one shifts the next by a little.
     for column in zip(*errors, strict=True):
-        assert all(abs(after) <= max(abs(before), 0.01) for before, after in pairwise(column))
+        assert all(abs(after) <= max(abs(before), 0.015) for before, after in pairwise(column))
     found = factors_of(corrections)
     # What is seen apart is known apart; what is only seen in sums, in sums.
     assert all(abs(found[term] - TRUTH[term]) < 0.01 for term in ("forward", "overhead"))
@@ -83,7 +94,7 @@ def test_a_constant_truth_is_approached_from_one_side(truth, seconds, spread, ru
         (found,) = corrections
         assert min(previous, reachable) - 1e-9 <= found.factor <= max(previous, reachable) + 1e-9
         assert BOUNDS[0] <= found.factor <= BOUNDS[1]
-        assert 0 < found.spread < PRIOR_SPREAD
+        assert 0 < found.spread <= PRIOR_SPREAD
         previous = found.factor
 
 
@@ -103,8 +114,19 @@ def test_one_odd_run_after_many_moves_little():
     for _ in range(30):
         corrections = learn(corrections, observe(dict.fromkeys(TERMS, 1.2)))
     before = factors_of(corrections)
-    after = factors_of(learn(corrections, observe(dict.fromkeys(TERMS, 2.4), spread=0.1)))
-    assert all(0 <= after[term] - before[term] < 0.15 for term in TERMS)
+    for odd in (0.1, 0.5, 2.4, 100.0):
+        after = factors_of(learn(corrections, observe(dict.fromkeys(TERMS, odd))))
+        assert all(0 <= (after[term] - before[term]) * (1 if odd > 1.2 else -1) < 0.06 for term in TERMS)
+
+
+def test_a_machine_that_has_changed_is_followed_in_a_few_runs():
+    corrections = ()
+    for _ in range(30):
+        corrections = learn(corrections, observe(dict.fromkeys(TERMS, 0.8)))
+    for _ in range(10):
+        corrections = learn(corrections, observe(dict.fromkeys(TERMS, 1.5)))
+    for terms in SUMS:
+        assert expected(factors_of(corrections), terms) == pytest.approx(1.5 * sum(terms.values()), rel=0.05)
 
 
 def test_the_less_is_known_the_less_moves():
@@ -114,7 +136,7 @@ def test_the_less_is_known_the_less_moves():
 
     steps = [moved(spread) for spread in (0.0, 0.1, 0.3, 1.0)]
     assert steps == sorted(steps, reverse=True)
-    assert 0.4 < steps[0] < 0.5
+    assert 0.35 < steps[0] < 0.5
     assert 0 < steps[-1] < 0.02
 
 

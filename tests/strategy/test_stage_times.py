@@ -66,6 +66,21 @@ def test_without_a_schedule_backward_is_what_follows_the_forward():
     assert found == {0: StageTimes(forward_seconds=3, backward_seconds=7, optimizer_seconds=2)}
 
 
+def test_what_the_last_backward_takes_longer_is_the_reduction_beside_it():
+    items = recorded(
+        *(("0B0", 4, 1), ("0B1", 5, 1), ("0B2", 4, 1), ("0B3", 9, 2)),
+        ("0REDUCE", 1, 1),
+        ("closure", 24, 0),
+        ("step", 24, 0),
+    )
+    plain, beside = (step_times(items, 0, overlaps=overlaps)[0] for overlaps in (False, True))
+    assert (plain.backward_seconds, plain.reduction_seconds) == (3 + 4 + 3 + 7, 1)
+    assert (beside.backward_seconds, beside.reduction_seconds) == (3 + 4 + 3 + 3, 5)
+    assert beside.total == plain.total
+    alone = recorded(("0B0", 4, 1), ("closure", 4, 0), ("step", 4, 0))
+    assert step_times(alone, 0, overlaps=True) == step_times(alone, 0)
+
+
 def test_a_module_that_steps_by_itself_is_not_taken_apart():
     assert step_times(recorded(("closure", 1, 0), ("step", 12, 0)), 0) == {}
 
