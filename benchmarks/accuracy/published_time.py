@@ -228,12 +228,8 @@ def sample_of(run: Run, machine: str) -> Sample:
     sample |= {"predicted_seconds": seconds}
     if run.measured_seconds is not None:
         sample |= {"error": seconds / run.measured_seconds - 1}
-    for index, stage in enumerate(stages):
-        sample |= {
-            f"stage{index}_steady_seconds": float(stage.steady_K[0]),
-            f"stage{index}_boundary_seconds": float(stage.boundary_K[0]),
-            f"stage{index}_update_seconds": float(stage.update_K[0]),
-        }
+    steady = [float(stage.steady_K[0]) for stage in stages]
+    sample |= {"slowest_stage": steady.index(max(steady)), "slowest_stage_seconds": max(steady)}
     return sample
 
 
