@@ -13,7 +13,8 @@ Their runtime differs from ours in the following, and what of that takes time is
 
 * every layer has one flat parameter, cut into views in every forward (the module that is traced has, too),
 * the optimizer keeps float32 copies, and looks at gradients for infinities,
-* flat parameters are shared out evenly, so that owners reduce and give out with reduce-scatters and all-gathers,
+* flat parameters are shared out evenly (:data:`PARTS`), so that owners reduce and give out with reduce-scatters and
+  all-gathers,
 * updated parameters are given out beside the forward of the next step's first microbatch, a layer ahead,
 * every transfer between stages is waited for at both ends, which is how our cost model charges transfers anyway.
 """
@@ -36,7 +37,9 @@ from benchmarks.accuracy.published_mist_module import MistNetwork
 from benchmarks.accuracy.published_rows import DATA, Row, UnpredictableError, mist_stage, read_plans
 from benchmarks.record import RECORDS, Sample, make_record, write_record
 from lightning_mist.cost.candidates import StageCandidates, StageSlot, slots_of
+from lightning_mist.cost.channels import interference_of
 from lightning_mist.cost.clock import clocked_seconds
+from lightning_mist.cost.overlap import concurrent_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.shards import unit_seconds
 from lightning_mist.cost.stage import StageCostModel, StageSeconds
@@ -61,6 +64,9 @@ _STEP_BYTES = (
     + _HALF  # the gradient set to zero
 )  # fmt: skip
 """Bytes that one update moves per parameter (``fused_adamw_step`` and what is around it)."""
+
+PARTS = 64
+"""Equal parts of a flat parameter: eighths, which ratios of offloading are multiples of, of eight ranks each."""
 
 OPTIMIZER = OptimizerSpec(
     name="FusedAdamW",
@@ -140,23 +146,39 @@ def traced(dims: MistDims, *, single_row: bool) -> ModelSpec:
         module = MistNetwork(dims, rows=1 if single_row else 2)
     tokens = torch.zeros(2, dims.length, dtype=torch.long)
     spec = trace_model(module, (tokens, tokens.clone()), precision="16-true", device_kind="cuda")
-    return replace(spec, optimizer=OPTIMIZER)
+    return _cut(replace(spec, optimizer=OPTIMIZER))
+
+
+def _cut(spec: ModelSpec) -> ModelSpec:
+    """Every flat parameter as equal parts, for theirs are shared out and moved to the host in parts, ours whole."""
+    uses = {use.name: use for use in spec.module_map.parameters}
+    numbers = range(PARTS)
+    return replace(
+        spec,
+        parameters=tuple(
+            replace(item, name=f"{item.name}.{number}", numel=item.numel // PARTS, bytes=item.bytes // PARTS)
+            for item in spec.parameters
+            for number in numbers
+        ),
+        module_map=replace(
+            spec.module_map,
+            parameters=tuple(
+                replace(uses[item.name], name=f"{item.name}.{number}", shape=(item.numel // PARTS,))
+                for item in spec.parameters
+                for number in numbers
+            ),
+        ),
+    )
 
 
 def as_executed(profile: HardwareProfile) -> HardwareProfile:
     """A machine on which what owners send one after another travels as evenly shared collectives."""
-    gathers = {
-        (cost.group_size, cost.num_nodes): cost for cost in profile.collectives if cost.operation == "all_gather"
-    }
-    return replace(
-        profile,
-        collectives=tuple(
-            replace(gathers[cost.group_size, cost.num_nodes], operation=cost.operation)
-            if cost.operation == "broadcast"
-            else cost
-            for cost in profile.collectives
-        ),
-    )
+    evenly = {"broadcast": "all_gather", "reduce": "reduce_scatter"}
+    kept = [cost for cost in profile.collectives if cost.operation not in evenly]
+    shared = [
+        replace(cost, operation=name) for cost in kept for name, instead in evenly.items() if cost.operation == instead
+    ]
+    return replace(profile, collectives=(*kept, *shared))
 
 
 def predicted_seconds(run: Run, profile: HardwareProfile) -> tuple[float, tuple[StageSeconds, ...]]:
@@ -183,8 +205,11 @@ def _executed(model: StageCostModel, slot: StageSlot, stage: StageCandidates) ->
     inside = slice(int(low[0]), int(high[0]))
     forward = model.region_seconds(slot.rows).forward_R[inside]
     given = unit_seconds(model.profile, model.memory(slot).holdings.table, degree, 1).unshard_R[inside]
-    beside = np.maximum(given[1:] - forward[:-1], 0.0).sum()
-    return replace(seconds, gather_K=np.array([given[0] + beside]))
+    interference = interference_of(model.profile, model.cluster)
+    assert interference is not None
+    none = np.zeros(1)
+    both = concurrent_seconds(forward[:-1], given[1:], none, none, interference, False)
+    return replace(seconds, gather_K=np.array([given[0] + (both - forward[:-1]).sum()]))
 
 
 def _without_update(run: Run, profile: HardwareProfile) -> float:

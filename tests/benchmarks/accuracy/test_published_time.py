@@ -8,6 +8,7 @@ import pytest
 from benchmarks.accuracy.published_rows import DATA, UnpredictableError, read_plans
 from benchmarks.accuracy.published_time import (
     MACHINES,
+    PARTS,
     WITHOUT,
     Run,
     lacking,
@@ -15,7 +16,9 @@ from benchmarks.accuracy.published_time import (
     run_of,
     sample_of,
     summary,
+    traced,
 )
+from lightning_mist.plan import OffloadRatios
 
 PLANS = read_plans([DATA / "mist_plans.json"])
 RUNS = {run.name: run for run in read_runs([DATA / "mist_plans.json"], [DATA / "mist_times.json"])}
@@ -60,6 +63,18 @@ def test_the_summary_has_every_machine_and_part(samples):
     text = summary([*samples.values(), *lacking([EXECUTED[TUNED]])])
     assert all(f"{machine}: mean error" in text for machine in MACHINES)
     assert all(f"without {name}" in text for name in WITHOUT)
+
+
+def test_state_on_the_host_is_moved_and_ranks_share_it_evenly(samples):
+    run = EXECUTED["gpt/7b-s_2048-v_50304-b_128-n_1-m_8-f_True"]
+    stages = [replace(stage, offload=OffloadRatios()) for stage in run.plan.stages]
+    without = replace(run, plan=replace(run.plan, stages=tuple(stages)))
+    assert sample_of(without, "measured")["predicted_seconds"] < samples[run.name, "measured"]["predicted_seconds"]
+    # Nine layers on two ranks, none of which has more than the other.
+    spec = traced(run.dims, single_row=True)
+    names = [item.name for item in spec.parameters if item.name.startswith("layers.3.")]
+    assert len(names) == PARTS
+    assert len({item.bytes for item in spec.parameters if item.name in names}) == 1
 
 
 def test_cases_become_plans():
