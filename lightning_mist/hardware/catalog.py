@@ -9,18 +9,19 @@ import re
 from dataclasses import dataclass
 
 from lightning_mist.errors import ProfileError
+from lightning_mist.hardware.catalog_rates import EFFICIENCIES, RATE_SOURCES, Efficiencies
 from lightning_mist.hardware.cluster import Link
 
 SOURCES = {
     "datasheet": "NVIDIA data sheets and whitepapers of the device; dense rates, without structured sparsity",
     "mist": "Mist artifact, github.com/Dazz993/Mist at d69e530, Apache-2.0: collectives, copies, operators",
     "mamf": "S. Bekman, ml-engineering, compute/accelerator: Maximum Achievable Matmul FLOPS",
-    "l4": "github.com/zzc0721/torch-performance-test-data issue 120: sustained products of an L4 under torch 2.9",
     "nccl": "S. Jeaugey in github.com/NVIDIA/nccl-tests issue 212: NVLink's protocol costs a fifth of its rate",
     "ec2": "AWS EC2 instance types: network of g4dn.metal, g5.48xlarge, g6.48xlarge, p3, p4d, p4de, p5, p5e, p6-b200",
     "mli": "github.com/mli/transformers-benchmarks issue 4: RTX 4090 and A800 matrix products and memory bandwidth",
     "calculon": "github.com/calculon-ai/calculon, systems/a100_80g.json: network efficiencies and latencies",
     "measured": "this project, 2 processes on 2 cores of a virtual AMD EPYC: python -m benchmarks.hardware.profile",
+    **RATE_SOURCES,
 }
 """Where figures come from, by the name used in comments and in a profile's ``source``."""
 
@@ -41,9 +42,8 @@ class CatalogDevice:
         cuda_names: Names under which CUDA knows it.
         memory_bytes: Memory that a program sees; None where it depends on the host.
         peak_flops: Peak FLOP/s by element type; ``float32`` without tensor cores, ``tfloat32`` with them.
-        matmul_efficiency: Part of the peak that large products reach.
         memory_bytes_per_second: Peak memory bandwidth.
-        memory_efficiency: Part of it that large element-wise operators reach.
+        efficiencies: Parts of these peaks that operators reach.
         intra_node: What one device sends inside a node, one direction.
         intra_efficiency: Part of it that collectives reach.
         inter_node: What one node sends, as rented or built most often.
@@ -58,9 +58,8 @@ class CatalogDevice:
     cuda_names: tuple[str, ...]
     memory_bytes: int | None
     peak_flops: tuple[tuple[str, float], ...]
-    matmul_efficiency: float
     memory_bytes_per_second: float
-    memory_efficiency: float
+    efficiencies: Efficiencies
     intra_node: Link
     intra_efficiency: float
     inter_node: Link
@@ -112,17 +111,6 @@ HOST_NODE_EFFICIENCY = 1.52
 0.19 of the line rate of each. Sixteen V100s of a DGX-2 get 3.0 GB/s each, 48 together (Rajbhandari et al.,
 ZeRO-Infinity, 2021, figure 2b)."""
 
-BOARD_MATMUL, MODULE_MATMUL, GEFORCE_MATMUL = 0.58, 0.80, 0.96
-"""Boards of 70 to 150 W throttle: L4 70 of 121 TFLOP/s over forward and backward (mist). SXM modules: A100 0.86, H100
-0.80, B200 0.78 (mamf). GeForce: RTX 4090 159 of 165 TFLOP/s (mli). All of large products, one device at work."""
-
-L4_MATMUL = 0.434
-"""Of 121 TFLOP/s in float16: 52.5 in products of 10240, 53.8 of 8192, 53.0 of 4096 (l4). Products of 2048 reach 68.8
-before the board is at its 72 W; a training step runs long enough. At 1050 MHz 54.4 (mist)."""
-
-BOARD_MEMORY, MODULE_MEMORY = 0.78, 0.89
-"""L4 235 of 300 GB/s in additions (mist); A800 1727 of 1935 GB/s (mli)."""
-
 
 def _device(
     name: str,
@@ -132,21 +120,19 @@ def _device(
     flops: tuple[tuple[str, float], ...],
     bandwidth: float,
     pcie: float,
-    matmul: float,
-    memory_efficiency: float,
     nvlink: float | None,
     network: float,
     sources: tuple[str, ...],
 ) -> CatalogDevice:
     """An NVIDIA device with the figures of its class; bandwidth and NVLink in GB/s, network in Gbit/s."""
+    efficiencies = EFFICIENCIES[name]
     return CatalogDevice(
         name=name,
         cuda_names=(cuda_name,),
         memory_bytes=int(memory),
         peak_flops=flops,
-        matmul_efficiency=matmul,
         memory_bytes_per_second=bandwidth * GB,
-        memory_efficiency=memory_efficiency,
+        efficiencies=efficiencies,
         intra_node=_intra(pcie / GB if nvlink is None else nvlink),
         intra_efficiency=PCIE_EFFICIENCY if nvlink is None else NVLINK_EFFICIENCY,
         inter_node=_inter(network),
@@ -154,7 +140,7 @@ def _device(
         host_bytes_per_second=pcie,
         host_efficiency=HOST_EFFICIENCY,
         host_node_efficiency=HOST_NODE_EFFICIENCY,
-        sources=("datasheet", *sources),
+        sources=("datasheet", *dict.fromkeys((*efficiencies.sources, *sources))),
     )
 
 
@@ -166,8 +152,6 @@ def _board(
     flops: tuple[tuple[str, float], ...],
     bandwidth: float,
     pcie: float,
-    matmul: float = BOARD_MATMUL,
-    sources: tuple[str, ...] = ("mist", "ec2"),
 ) -> CatalogDevice:
     """A PCIe board of a data centre, eight of them in a node with 100 Gbit/s (ec2)."""
     return _device(
@@ -177,11 +161,9 @@ def _board(
         flops=flops,
         bandwidth=bandwidth,
         pcie=pcie,
-        matmul=matmul,
-        memory_efficiency=BOARD_MEMORY,
         nvlink=None,
         network=100,
-        sources=sources,
+        sources=("mist", "ec2"),
     )
 
 
@@ -195,7 +177,6 @@ def _module(
     pcie: float,
     nvlink: float,
     network: float,
-    matmul: float = MODULE_MATMUL,
 ) -> CatalogDevice:
     """An SXM module with NVLink (GB/s in one direction)."""
     return _device(
@@ -205,11 +186,9 @@ def _module(
         flops=flops,
         bandwidth=bandwidth,
         pcie=pcie,
-        matmul=matmul,
-        memory_efficiency=MODULE_MEMORY,
         nvlink=nvlink,
         network=network,
-        sources=("mist", "mamf", "mli", "nccl", "ec2"),
+        sources=("mist", "nccl", "ec2"),
     )
 
 
@@ -222,11 +201,9 @@ def _geforce(name: str, cuda_name: str, *, flops: tuple[tuple[str, float], ...],
         flops=flops,
         bandwidth=bandwidth,
         pcie=PCIE4,
-        matmul=GEFORCE_MATMUL,
-        memory_efficiency=MODULE_MEMORY,
         nvlink=None,
         network=10,
-        sources=("mist", "mli"),
+        sources=("mist",),
     )
 
 
@@ -243,8 +220,6 @@ DEVICES: tuple[CatalogDevice, ...] = (
         flops=_flops(30.3, 60, 121, 121),
         bandwidth=300,
         pcie=PCIE4,
-        matmul=L4_MATMUL,
-        sources=("mist", "l4", "ec2"),
     ),
     # Memory as torch reports it on an A10: github.com/zai-org/CogVLM issue 236. Rates: AWS's data sheet of the A10G.
     _board("A10G", "NVIDIA A10G", memory=21.99 * GIB, flops=_flops(35, 35, 70, 70), bandwidth=600, pcie=PCIE4),
@@ -281,7 +256,6 @@ DEVICES: tuple[CatalogDevice, ...] = (
         pcie=PCIE4,
         nvlink=300,
         network=400,
-        matmul=0.86,
     ),
     _module(
         "A100-80",
@@ -292,7 +266,6 @@ DEVICES: tuple[CatalogDevice, ...] = (
         pcie=PCIE4,
         nvlink=300,
         network=400,
-        matmul=0.86,
     ),
     # Memory: github.com/vllm-project/vllm issue 27508.
     _module(
@@ -326,7 +299,6 @@ DEVICES: tuple[CatalogDevice, ...] = (
         pcie=PCIE5,
         nvlink=900,
         network=3200,
-        matmul=0.78,
     ),
     _geforce("RTX3090", "NVIDIA GeForce RTX 3090", flops=_flops(35.6, 35.6, 71, 71), bandwidth=936),
     _geforce("RTX4090", "NVIDIA GeForce RTX 4090", flops=_flops(82.6, 82.6, 165.2, 165.2), bandwidth=1008),
@@ -337,9 +309,8 @@ DEVICES: tuple[CatalogDevice, ...] = (
         cuda_names=(),
         memory_bytes=None,
         peak_flops=(("float32", 117e9), ("bfloat16", 490e9)),
-        matmul_efficiency=1.0,
         memory_bytes_per_second=20 * GB,
-        memory_efficiency=1.0,
+        efficiencies=EFFICIENCIES["cpu"],
         intra_node=Link(bytes_per_second=2.4 * GB, latency_seconds=1.5e-4),
         intra_efficiency=1.0,
         inter_node=_inter(10),

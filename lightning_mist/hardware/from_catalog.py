@@ -1,6 +1,11 @@
 """A profile of a machine that is not at hand, from the catalog.
 
-* A matrix product of ``f`` operations takes ``OPERATOR_SECONDS + f / (matmul_efficiency * peak)``.
+* A matrix product of ``f`` operations takes ``OPERATOR_SECONDS + f / (efficiency * peak)``, on devices longer by half a
+  wave: results are made in tiles of :data:`TILE` numbers, as many at a time as there are multiprocessors, and of the
+  last round about half stay idle (NVIDIA, Matrix Multiplication Background User's Guide, wave quantization).
+* What moves ``n`` bytes takes ``KERNEL_SECONDS + n / (efficiency * bandwidth)`` on a device, other kinds of operators
+  than element-wise ones at a part of their rate.
+* Fused attention in 16 bits computes at a part of the peak of its own.
 * A collective of payload ``p`` among ``n`` ranks takes ``latency + crossings(n) * p / rate``; ``crossings`` says how
   often the payload goes over a link.
 * Inside a node the rate is the efficiency times a device's own line rate; between nodes it is that of the node's
@@ -15,11 +20,19 @@ Its spreads are zero: nothing was measured here.
 """
 
 from lightning_mist.hardware.catalog import SOURCES, CatalogDevice, find_device
+from lightning_mist.hardware.catalog_rates import (
+    CPU_KERNELS,
+    CPU_RATES,
+    INDEX_BACKWARD,
+    INDEX_FORWARD,
+    KERNEL_SECONDS,
+    REDUCTION_BACKWARD,
+)
 from lightning_mist.hardware.cluster import Cluster, HostLink
 from lightning_mist.hardware.collectives import OPERATIONS
 from lightning_mist.hardware.groups import group_shapes
 from lightning_mist.hardware.interference_kinds import catalog_interference
-from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile
+from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile, KernelRate, MemoryRate
 
 DISPATCH_SECONDS = 2.3e-6
 """Launching one operator on a CPU from Python, autograd recording ("measured" in the catalog's sources)."""
@@ -33,6 +46,12 @@ doc/PERFORMANCE.md). Broadcasts and messages go over once."""
 
 MATMUL_EDGES = (256, 512, 1024, 2048, 4096, 8192)
 """Edges of the square products whose rates are listed."""
+
+TILE = 256 * 128
+"""Numbers of a result that a multiprocessor makes at a time; the most efficient tile (same guide)."""
+
+MEMORY_SIZES = tuple(float(2**power) for power in range(12, 33, 2))
+"""Bytes per operator whose rates are listed."""
 
 MEASURED_PER_NODE = 8
 """Devices in each node of the machines whose collectives were measured."""
@@ -117,7 +136,7 @@ def catalog_profile(cluster: Cluster) -> HardwareProfile:
         device=device.name,
         source="catalog: " + "; ".join(SOURCES[name] for name in device.sources),
         compute=tuple(_compute(device, dtype, peak, launch) for dtype, peak in device.peak_flops),
-        memory_bytes_per_second=device.memory_bytes_per_second * device.memory_efficiency,
+        memory_bytes_per_second=device.memory_bytes_per_second * device.efficiencies.memory,
         operator_seconds=launch,
         collectives=tuple(
             _collective(cluster, device, operation, num_nodes, per_node)
@@ -128,6 +147,8 @@ def catalog_profile(cluster: Cluster) -> HardwareProfile:
         host_to_device_bytes_per_second=host.to_device_bytes_per_second if host else 0.0,
         device_to_host_bytes_per_second=host.to_host_bytes_per_second if host else 0.0,
         host_bytes_per_second_per_node=host.node_bytes_per_second if host else 0.0,
+        rates=_memory_rates(device) if device.kind == "cuda" else CPU_RATES,
+        kernels=_kernel_rates(device) if device.kind == "cuda" else CPU_KERNELS,
         interference=catalog_interference(cluster),
     )
 
@@ -146,8 +167,63 @@ def _host(device: CatalogDevice) -> HostLink | None:
 
 def _compute(device: CatalogDevice, dtype: str, peak: float, launch: float) -> ComputeRate:
     flops = tuple(2.0 * edge**3 for edge in MATMUL_EDGES)
-    rates = tuple(count / (launch + count / (device.matmul_efficiency * peak)) for count in flops)
+    efficiency = device.efficiencies.single if dtype == "float32" else device.efficiencies.matmul
+    rates = tuple(
+        count / (launch + count / (efficiency * _filled(device, edge) * peak))
+        for edge, count in zip(MATMUL_EDGES, flops, strict=True)
+    )
     return ComputeRate(dtype=dtype, flops=flops, flops_per_second=rates, spread=0.0)
+
+
+def _filled(device: CatalogDevice, edge: int) -> float:
+    """Part of a device at work in square products of an edge, as against those that efficiencies are about."""
+
+    def part(size: int) -> float:
+        return 1 / (1 + TILE * device.efficiencies.multiprocessors / (2 * size**2))
+
+    return min(1.0, part(edge) / part(MATMUL_EDGES[-1]))
+
+
+def _memory_rates(device: CatalogDevice) -> tuple[MemoryRate, ...]:
+    large = device.memory_bytes_per_second * device.efficiencies.memory
+
+    def at(part: float) -> tuple[float, ...]:
+        return tuple(size / (KERNEL_SECONDS + size / (part * large)) for size in MEMORY_SIZES)
+
+    return tuple(
+        MemoryRate(
+            kind=kind,
+            bytes=MEMORY_SIZES,
+            forward_bytes_per_second=at(forward),
+            backward_bytes_per_second=at(backward),
+            spread=0.0,
+        )
+        for kind, forward, backward in (
+            ("elementwise", 1.0, 1.0),
+            ("reduction", 1.0, REDUCTION_BACKWARD),
+            ("index", INDEX_FORWARD, INDEX_BACKWARD),
+            ("copy", 1.0, 1.0),
+        )
+    )
+
+
+def _kernel_rates(device: CatalogDevice) -> tuple[KernelRate, ...]:
+    """Of fused attention in 16 bits, the only precision whose rates are published."""
+    return tuple(
+        KernelRate(
+            kind=kind,
+            dtype=dtype,
+            forward_flops_per_second=forward * peak,
+            backward_flops_per_second=backward * peak,
+            spread=0.0,
+        )
+        for dtype, peak in device.peak_flops
+        if dtype in ("float16", "bfloat16")
+        for kind, (forward, backward) in (
+            ("attention", device.efficiencies.attention),
+            ("causal_attention", device.efficiencies.causal),
+        )
+    )
 
 
 def _collective(

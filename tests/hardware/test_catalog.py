@@ -8,7 +8,8 @@ from lightning_mist.hardware.catalog import DEVICES, SOURCES, canonical_name, fi
 def test_every_figure_is_plausible_and_has_a_source(device) -> None:
     assert device.sources
     assert all(name in SOURCES for name in device.sources)
-    for efficiency in (device.matmul_efficiency, device.memory_efficiency, device.intra_efficiency):
+    rates = device.efficiencies
+    for efficiency in (rates.matmul, rates.single, rates.memory, device.intra_efficiency):
         assert 0 < efficiency <= 1
     peaks = dict(device.peak_flops)
     assert peaks["float32"] <= min(peaks.values())
