@@ -49,6 +49,14 @@ def rows(profiles: list[dict[str, Any]]) -> list[Sample]:
             add(f"matrix products in {rate['dtype']}", "flops_per_second", max(rate["flops_per_second"]))
         add("memory", "bytes_per_second", profile["memory_bytes_per_second"])
         add("launch of an operator", "latency_seconds", profile["operator_seconds"])
+        for rate in profile["rates"]:
+            for direction in ("forward", "backward"):
+                for size, speed in zip(rate["bytes"], rate[f"{direction}_bytes_per_second"], strict=True):
+                    add(f"{rate['kind']} of {size:.0f} bytes, {direction}", "bytes_per_second", speed)
+        for rate in profile["kernels"]:
+            for direction in ("forward", "backward"):
+                name = f"{rate['kind']} in {rate['dtype']}, {direction}"
+                add(name, "flops_per_second", rate[f"{direction}_flops_per_second"])
         for cost in profile["collectives"]:
             name = f"{cost['operation']} among {cost['group_size']}"
             add(name, "bytes_per_second", cost["bytes_per_second"])

@@ -115,8 +115,8 @@ _A10G = Efficiencies(
     sources=("sasank", "flash2", "a5000"),
 )
 
-# 257 of 312 TFLOP/s in products of 8192 random numbers, 271 at best (predictable, mamf); 19 of 19.5 (sasank); 1727 of an
-# A800's 1935 GB/s (mli).
+# 257 of 312 TFLOP/s in products of 8192 random numbers, 271 at best (predictable, mamf); 19 of 19.5 (sasank); 1727 of
+# an A800's 1935 GB/s (mli).
 _A100 = Efficiencies(
     matmul=0.825,
     single=0.97,
@@ -127,8 +127,8 @@ _A100 = Efficiencies(
     sources=("predictable", "mamf", "sasank", "mli", "flash2"),
 )
 
-# 673 of 989 TFLOP/s and 4277 of 4800 GB/s sustained on an H200 (h200), 766 to 794 in the best shape (mamf); 370 and 290 TFLOP/s without, 284 and 287 of
-# halved scores with a causal mask (hopper).
+# 673 of 989 TFLOP/s and 4277 of 4800 GB/s sustained on an H200 (h200), 766 to 794 in the best shape (mamf); attention
+# without a mask 370 and 290 TFLOP/s, with a causal one 284 and 287 of halved scores (hopper).
 _HOPPER = Efficiencies(
     matmul=0.68,
     single=0.68,
@@ -139,7 +139,7 @@ _HOPPER = Efficiencies(
     sources=("h200", "mamf", "hopper"),
 )
 
-# 1745 of 2250 TFLOP/s at best (mamf), and as much less sustained as Hopper; 381 and 302 TFLOP/s with FlashAttention-2 (b200).
+# 1745 of 2250 TFLOP/s at best (mamf), and as much less sustained as Hopper; attention 381 and 302 TFLOP/s (b200).
 _BLACKWELL = replace(
     _HOPPER,
     matmul=0.66,

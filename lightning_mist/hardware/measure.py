@@ -16,13 +16,15 @@ from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.hardware.collectives import measure_collectives
 from lightning_mist.hardware.device_bench import measure_on_device
 from lightning_mist.hardware.groups import RankGroup
+from lightning_mist.hardware.operators import kernel_rates, memory_rates
 from lightning_mist.hardware.profile import ComputeRate, HardwareProfile
 from lightning_mist.hardware.timing import MIN_SAMPLES, Session, measure
 
 Progress = Callable[[str, float], None]
 """Called with what is being measured and the fraction done, in [0, 1]."""
 
-MATMUL_SHARE, MEMORY_SHARE, OPERATOR_SHARE, COPY_SHARE, COLLECTIVE_SHARE = 0.3, 0.05, 0.05, 0.1, 0.4
+MATMUL_SHARE, MEMORY_SHARE, OPERATOR_SHARE, COPY_SHARE, COLLECTIVE_SHARE = 0.25, 0.05, 0.05, 0.1, 0.35
+KINDS_SHARE = 0.1
 """Parts of the time budget. The remaining tenth is for creating tensors, warming up and agreeing."""
 
 TOGETHER_SHARE = 0.1
@@ -73,9 +75,13 @@ def measure_profile(
     memory = memory_rate(session, budget_seconds * MEMORY_SHARE)
     report("operator launches", MATMUL_SHARE + MEMORY_SHARE)
     operator = operator_seconds(session, budget_seconds * OPERATOR_SHARE)
-    report("host copies", MATMUL_SHARE + MEMORY_SHARE + OPERATOR_SHARE)
+    before = MATMUL_SHARE + MEMORY_SHARE + OPERATOR_SHARE
+    report("kinds of operators", before)
+    rates = memory_rates(session, budget_seconds * KINDS_SHARE / 2)
+    kernels = kernel_rates(session, dtypes, budget_seconds * KINDS_SHARE / 2)
+    report("host copies", before + KINDS_SHARE)
     to_device, to_host = copy_rates(session, budget_seconds * COPY_SHARE)
-    before = MATMUL_SHARE + MEMORY_SHARE + OPERATOR_SHARE + COPY_SHARE
+    before += KINDS_SHARE + COPY_SHARE
     collectives = measure_collectives(
         session,
         groups,
@@ -100,6 +106,8 @@ def measure_profile(
         collectives=collectives,
         host_to_device_bytes_per_second=to_device,
         device_to_host_bytes_per_second=to_host,
+        rates=rates,
+        kernels=kernels,
         interference=interference,
     )
     return _from_first_rank(session, profile)

@@ -1,0 +1,177 @@
+"""Measuring how fast the machine at hand does other kinds of operators than matrix products.
+
+Bytes and floating-point operations are counted as when a network is traced: every tensor that an operator reads or
+writes once, every score of attention whether a mask hides it or not.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from lightning_mist.hardware.profile import KernelRate, MemoryRate
+from lightning_mist.hardware.timing import Session, measure
+
+aten = torch.ops.aten
+
+Operators = Callable[[], object]
+"""Runs some operators of one kind."""
+
+WIDTH, HEAD = 1024, 64
+"""Numbers in a row that is reduced or looked up, and in a head."""
+
+CPU_SIZES, DEVICE_SIZES = (2**16, 2**20, 2**23), (2**20, 2**25, 2**28)
+"""Bytes of the tensors: in a core's cache, in one that is shared, and in memory."""
+
+CPU_HEADS, DEVICE_HEADS = (1, 2, 512, 64), (4, 16, 2048, 128)
+"""Rows, heads, length and width of the attention that is measured."""
+
+CPU_IMAGES, DEVICE_IMAGES = (2, 32, 28, 28), (64, 256, 28, 28)
+"""Rows, channels, height and width of the convolution that is measured, by 3 x 3 filters into as many channels."""
+
+SCORES_BACKWARD, FILTERS_BACKWARD = 2.5, 2.0
+"""Operations of a backward over those of the forward: five products instead of two, and two instead of one."""
+
+
+def memory_rates(session: Session, budget_seconds: float) -> tuple[MemoryRate, ...]:
+    """Bytes per second of operators that memory limits, at several sizes.
+
+    Args:
+        session: Device and ranks.
+        budget_seconds: Roughly how long it may take.
+    """
+    sizes = DEVICE_SIZES if session.device.type == "cuda" else CPU_SIZES
+    rates: dict[str, tuple[list[float], list[float]]] = {}
+    moved: dict[str, list[float]] = {}
+    spreads: dict[str, float] = {}
+    for size in sizes:
+        for kind, forward, backward, calls in _memory_operators(session.device, size):
+            moved.setdefault(kind, []).append(forward[1] / calls)
+            for found, (run, amount) in zip(rates.setdefault(kind, ([], [])), (forward, backward), strict=True):
+                timing = measure(run, session=session, budget_seconds=budget_seconds / (8 * len(sizes)))
+                found.append(amount / timing.seconds)
+                spreads[kind] = max(spreads.get(kind, 0.0), timing.spread)
+    return tuple(
+        MemoryRate(
+            kind=kind,
+            bytes=tuple(moved[kind]),
+            forward_bytes_per_second=tuple(forward_rates),
+            backward_bytes_per_second=tuple(backward_rates),
+            spread=spreads[kind],
+        )
+        for kind, (forward_rates, backward_rates) in rates.items()
+    )
+
+
+def _memory_operators(
+    device: torch.device, size: int
+) -> Iterator[tuple[str, tuple[Operators, float], tuple[Operators, float], int]]:
+    """By kind, what runs in forward and in backward with the bytes that it moves, and how many operators it is."""
+    rows = size // 4 // WIDTH
+    # From a generator of its own, as the user's random state must not change.
+    random = torch.Generator(device=device).manual_seed(0)
+    x, y = (torch.randn(rows, WIDTH, generator=random, device=device) for _ in range(2))
+    weight = torch.ones(WIDTH, device=device)
+    order = torch.randperm(rows, generator=random, device=device)
+
+    def sums() -> None:
+        torch.add(x, y)
+        F.gelu(x)
+
+    def sums_backward() -> None:
+        torch.add(x, y)
+        aten.gelu_backward(x, y)
+
+    yield "elementwise", (sums, 5 * size), (sums_backward, 6 * size), 2
+    _, mean, deviation = aten.native_layer_norm(x, [WIDTH], weight, weight, 1e-5)
+    parts = torch.softmax(x, -1)
+
+    def norms() -> None:
+        aten.native_layer_norm(x, [WIDTH], weight, weight, 1e-5)
+        torch.softmax(x, -1)
+
+    def norms_backward() -> None:
+        aten.native_layer_norm_backward(y, x, [WIDTH], mean, deviation, weight, weight, [True, True, True])
+        aten._softmax_backward_data(y, parts, -1, torch.float32)
+
+    yield "reduction", (norms, 4 * size), (norms_backward, 6 * size), 2
+    looked_up = 2 * size + 8 * rows
+    yield (
+        "index",
+        (lambda: F.embedding(order, x), looked_up),
+        (lambda: aten.embedding_dense_backward(y, order, rows, -1, False), looked_up),
+        1,
+    )
+
+    def turned() -> object:
+        return x.view(rows, -1, HEAD).transpose(0, 1).contiguous()
+
+    yield "copy", (turned, 2 * size), (turned, 2 * size), 1
+
+
+def kernel_rates(session: Session, dtypes: Sequence[torch.dtype], budget_seconds: float) -> tuple[KernelRate, ...]:
+    """FLOP/s of fused attention and of convolutions.
+
+    Args:
+        session: Device and ranks.
+        dtypes: Element types.
+        budget_seconds: Roughly how long it may take.
+    """
+    return tuple(
+        _kernel_rate(session, kind, dtype, run, inputs, flops, ratio, budget_seconds / (3 * len(dtypes)))
+        for dtype in dtypes
+        for kind, run, inputs, flops, ratio in _kernels(session.device, dtype)
+    )
+
+
+Kernel = tuple[str, Callable[[], torch.Tensor], tuple[torch.Tensor, ...], float, float]
+"""Kind, what runs, on what, its operations in forward, and those in backward over them."""
+
+
+def _kernels(device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
+    random = torch.Generator(device=device).manual_seed(0)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random, device=device).to(dtype).requires_grad_()
+
+    heads, images = (DEVICE_HEADS, DEVICE_IMAGES) if device.type == "cuda" else (CPU_HEADS, CPU_IMAGES)
+    rows, count, length, width = heads
+    states = tuple(made(*heads) for _ in range(3))
+    scores = 4.0 * rows * count * length**2 * width
+    for kind, causal in (("attention", False), ("causal_attention", True)):
+
+        def attend(causal: bool = causal) -> torch.Tensor:
+            return F.scaled_dot_product_attention(*states, is_causal=causal)
+
+        yield kind, attend, states, scores, SCORES_BACKWARD
+    rows, channels, height, width = images
+    image, filters = made(*images), made(channels, channels, 3, 3)
+    flops = 2.0 * rows * height * width * channels**2 * 9
+    yield "convolution", lambda: F.conv2d(image, filters, padding=1), (image, filters), flops, FILTERS_BACKWARD
+
+
+def _kernel_rate(
+    session: Session,
+    kind: str,
+    dtype: torch.dtype,
+    run: Callable[[], torch.Tensor],
+    inputs: tuple[torch.Tensor, ...],
+    flops: float,
+    ratio: float,
+    budget_seconds: float,
+) -> KernelRate:
+    forward = measure(run, session=session, budget_seconds=budget_seconds / 3)
+    result = run()
+    gradient = torch.ones_like(result)
+    backward = measure(
+        lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True),
+        session=session,
+        budget_seconds=2 * budget_seconds / 3,
+    )
+    return KernelRate(
+        kind=kind,
+        dtype=str(dtype).removeprefix("torch."),
+        forward_flops_per_second=flops / forward.seconds,
+        backward_flops_per_second=ratio * flops / backward.seconds,
+        spread=max(forward.spread, backward.spread),
+    )
