@@ -14,6 +14,7 @@ from lightning_mist.hardware import (
     parse_cluster,
 )
 from lightning_mist.hardware.catalog import DEVICES
+from lightning_mist.hardware.from_catalog import MATMUL_EDGES
 from lightning_mist.hardware.groups import group_shapes
 
 GIB = 2**30
@@ -42,6 +43,36 @@ def test_every_device_gets_a_whole_profile(device) -> None:
     assert 0 < profile.memory_bytes_per_second < device.memory_bytes_per_second * 1.01
     assert (profile.host_to_device_bytes_per_second > 0) == (device.name != "cpu")
     assert profile.source.startswith("catalog: ")
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+def test_every_kind_of_operator_has_a_rate_on_every_device(device) -> None:
+    profile = catalog_profile(Cluster(num_nodes=1, devices_per_node=1, device=Device(name=device.name, memory_bytes=1)))
+    assert [rate.kind for rate in profile.rates] == ["elementwise", "reduction", "index", "copy"]
+    peaks = dict(device.peak_flops)
+    for rate in profile.rates:
+        for found in (rate.forward_bytes_per_second, rate.backward_bytes_per_second):
+            assert len(found) == len(rate.bytes)
+            assert list(rate.bytes) == sorted(rate.bytes)
+            # A CPU's caches are faster than its memory.
+            assert device.kind == "cpu" or max(found) <= profile.memory_bytes_per_second
+    computed = [dtype for dtype in peaks if dtype in ("float16", "bfloat16") or device.kind == "cpu"]
+    for kind in ("attention", "causal_attention"):
+        found = [rate for rate in profile.kernels if rate.kind == kind]
+        assert sorted(rate.dtype for rate in found) == sorted(computed)
+        for rate in found:
+            most = peaks[rate.dtype] * (2 if kind == "causal_attention" else 1)
+            assert 0 < rate.forward_flops_per_second < most
+            assert 0 < rate.backward_flops_per_second < most
+
+
+def test_the_last_round_of_tiles_leaves_a_part_of_a_device_idle() -> None:
+    cluster = parse_cluster("1xL4")
+    (rate,) = (rate for rate in catalog_profile(cluster).compute if rate.dtype == "float16")
+    found = dict(zip(MATMUL_EDGES, rate.flops_per_second, strict=True))
+    # 128 tiles of 256 x 128 on 58 multiprocessors are 2.2 rounds, half a round more is 81 % at work; 2048 of them 98.6 %.
+    assert found[2048] == pytest.approx(0.434 * 121e12 * 0.8153 / 0.9860, rel=0.02)
+    assert found[8192] == pytest.approx(0.434 * 121e12, rel=0.001)
 
 
 def test_measured_machines_give_what_was_measured() -> None:
