@@ -70,7 +70,7 @@ def test_the_last_round_of_tiles_leaves_a_part_of_a_device_idle() -> None:
     cluster = parse_cluster("1xL4")
     (rate,) = (rate for rate in catalog_profile(cluster).compute if rate.dtype == "float16")
     found = dict(zip(MATMUL_EDGES, rate.flops_per_second, strict=True))
-    # 128 tiles of 256 x 128 on 58 multiprocessors are 2.2 rounds, with half a round more 81 % at work; 2048 tiles 98.6 %.
+    # 2.2 rounds of tiles, with half a round more 81 % at work; 35 rounds, 98.6 %.
     assert found[2048] == pytest.approx(0.434 * 121e12 * 0.8153 / 0.9860, rel=0.02)
     assert found[8192] == pytest.approx(0.434 * 121e12, rel=0.001)
 
