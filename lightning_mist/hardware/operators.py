@@ -136,14 +136,14 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
 
     heads, images = (DEVICE_HEADS, DEVICE_IMAGES) if device.type == "cuda" else (CPU_HEADS, CPU_IMAGES)
     rows, count, length, width = heads
-    states = tuple(made(*heads) for _ in range(3))
+    query, key, value = made(*heads), made(*heads), made(*heads)
     scores = 4.0 * rows * count * length**2 * width
     for kind, causal in (("attention", False), ("causal_attention", True)):
 
         def attend(causal: bool = causal) -> torch.Tensor:
-            return F.scaled_dot_product_attention(*states, is_causal=causal)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
-        yield kind, attend, states, scores, SCORES_BACKWARD
+        yield kind, attend, (query, key, value), scores, SCORES_BACKWARD
     rows, channels, height, width = images
     image, filters = made(*images), made(channels, channels, 3, 3)
     flops = 2.0 * rows * height * width * channels**2 * 9
