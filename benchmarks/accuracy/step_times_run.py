@@ -6,6 +6,7 @@ other plan has run. Rounds follow each other over all plans, so that a disturban
 """
 
 import argparse
+import gc
 import json
 import tempfile
 import time
@@ -26,6 +27,8 @@ from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan, from_json, to_json
 
 PROCESSES = 2
+
+CHOSEN = "chosen by the planner"
 
 WARM_UP_STEPS = 3
 """Steps of a run that are left out: they make the optimizer's state, meter memory, and fill the allocator again."""
@@ -63,19 +66,22 @@ def fit(name: str, strategy: Any, steps: int) -> list[float]:
             num_sanity_val_steps=0,
         )
         trainer.fit(work.module, work.data)
+    # What a fit leaves in reference cycles would be collected in the steps of the next one.
+    del trainer, work
+    gc.collect()
     return ends.seconds()
 
 
 def predictions(name: str, profile_directory: Path) -> tuple[dict[str, Plan], dict[str, float]]:
     """Plans with their predictions, the chosen one first, and how long profiling and planning took; on every rank."""
-    strategy = MistStrategy(profile_directory=str(profile_directory), self_check=False)
+    strategy: Any = MistStrategy(profile_directory=str(profile_directory), self_check=False)
     fit(name, strategy, 1)
     decision = strategy._decision
     assert decision is not None
     box: list[Any] = [None, {"planning_seconds": decision.planning_seconds}]
     if decision.basis is not None:
         model = StageCostModel(decision.basis.spec, decision.basis.profile, decision.basis.cluster)
-        found = {"chosen": to_json(replace(decision.plan, fingerprint=()))}
+        found = {CHOSEN: to_json(replace(decision.plan, fingerprint=()))}
         for label, plan in step_time_plans(LAYERS, ROWS).items():
             try:
                 found[label] = to_json(replace(plan, predicted=predict_with(model, plan)))
@@ -92,29 +98,26 @@ def main() -> None:
     parser.add_argument("--network", choices=sorted(MAKERS), required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--only", nargs="*")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as directory:
         plans, timing = predictions(options.network, Path(directory))
-    wanted = {label: plan for label, plan in plans.items() if not options.only or label in options.only}
-    rounds: dict[str, list[list[float]]] = {label: [] for label in wanted}
+    rounds: dict[str, list[list[float]]] = {label: [] for label in plans}
     for _ in range(options.rounds):
-        for label, plan in wanted.items():
-            if dist.get_rank() == 0:
-                print("RUN", label, flush=True)
-            strategy = MistStrategy(plan=replace(plan, predicted=None), self_check=False)
+        for label, plan in plans.items():
+            strategy: Any = MistStrategy(plan=replace(plan, predicted=None), self_check=False)
             rounds[label].append(fit(options.network, strategy, options.steps))
     if dist.get_rank() == 0:
         found = [
             {
                 "plan": label,
-                "predicted_step_seconds": plan.predicted.step_seconds if plan.predicted is not None else None,
+                "predicted_step_seconds": plan.predicted.step_seconds,
                 "rounds": rounds[label],
                 "json": json.loads(to_json(plan)),
             }
-            for label, plan in wanted.items()
+            for label, plan in plans.items()
+            if plan.predicted is not None
         ]
         options.out.write_text(json.dumps({"network": options.network, **timing, "plans": found}))
     dist.destroy_process_group()

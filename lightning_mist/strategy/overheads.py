@@ -152,7 +152,7 @@ def _run(module: _Network, found: ModuleMap, batch: Tensor, device: torch.device
         module.zero_grad()
         records = engine.executor.recorder.take()
         if index >= WARM_UP:
-            around.append(seconds - sum(record.seconds for record in records))
+            around.append(seconds - sum(item.seconds for item in records if isinstance(item.action, Action)))
         _sort(records, kinds)
     engine.fill()
     engine.transport.close()  # type: ignore[attr-defined]
