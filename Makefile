@@ -41,7 +41,7 @@ lint: $(INSTALLED)
 # Writes records to benchmarks/records and brings the documents' tables up to date with them.
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.hardware.profile
-	$(BIN)/python -m benchmarks.accuracy.predicted_vs_measured
+	$(BIN)/python -m benchmarks.accuracy.step_times
 	$(BIN)/python -m benchmarks.accuracy.memory_limits
 	$(BIN)/python -m benchmarks.accuracy.larger_than_memory
 	$(BIN)/python -m benchmarks.planner.tuning

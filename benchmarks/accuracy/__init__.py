@@ -1,1 +1,1 @@
-"""The cost model against what runs: ``predicted_vs_measured`` executes plans of every kind."""
+"""The cost model against what runs: ``step_times`` executes plans of every kind."""

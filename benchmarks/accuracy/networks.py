@@ -122,7 +122,7 @@ def _encoder(processes: int) -> Workload:
 
 
 def _residual(processes: int) -> Workload:
-    images = torch.randn(processes * ROWS * BATCHES, 3, 32, 32)
+    images = torch.randn(processes * ROWS * BATCHES, 3, 56, 56)
     return Workload(module=Residual(), data=_loader(images, torch.randint(CLASSES, (len(images),))))
 
 

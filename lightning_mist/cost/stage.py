@@ -299,7 +299,10 @@ class StageCostModel:
             owned_K = np.where(zero_K >= ZeroStage.OPTIMIZER, shares.trained_K, held.trained_K)
         gradients_K = np.where(zero_K >= ZeroStage.GRADIENTS, owned_K, held.trained_K)
         optimizer = self.spec.optimizer
-        moved_K = optimizer.step_moved_bytes_per_parameter_byte * owned_K + 2 * GRADIENT_PASSES * gradients_K
+        passed_K = 2 * GRADIENT_PASSES * gradients_K
+        if optimizer.step_seconds_per_parameter_byte > 0:
+            return optimizer.step_seconds_per_parameter_byte * owned_K + passed_K / self.profile.memory_bytes_per_second
+        moved_K = optimizer.step_moved_bytes_per_parameter_byte * owned_K + passed_K
         # Only the loop implementations have temporaries of the size of one parameter.
         is_loop = optimizer.step_peak_bytes_per_largest > 0
         count_K = held.count_K * owned_K / np.maximum(held.trained_K, 1.0)

@@ -24,6 +24,7 @@ from lightning_mist.model.splits import derive_splits
 from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
 from lightning_mist.model.timing import attach_seconds, time_layers
 from lightning_mist.model.trace import trace_model
+from lightning_mist.model.update_timing import time_update
 
 __all__ = [
     "MICROBATCH",
@@ -55,6 +56,7 @@ __all__ = [
     "register_memory_rule",
     "run_apart",
     "time_layers",
+    "time_update",
     "trace_model",
     "whole_tensor_reason",
 ]

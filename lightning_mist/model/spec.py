@@ -232,6 +232,7 @@ class OptimizerSpec:
         step_moved_bytes_per_parameter_byte: Bytes read and written by one step per byte of parameters.
         step_left_bytes_per_parameter_byte: Of the temporaries of a loop those that are left until the next parameter's
             have been made, per byte of the parameter that left them.
+        step_seconds_per_parameter_byte: Seconds of one step per byte of parameters, measured; 0 if it was not.
     """
 
     name: str
@@ -240,6 +241,7 @@ class OptimizerSpec:
     step_peak_bytes_per_largest: float
     step_moved_bytes_per_parameter_byte: float
     step_left_bytes_per_parameter_byte: float = 0.0
+    step_seconds_per_parameter_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

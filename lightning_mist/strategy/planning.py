@@ -19,6 +19,7 @@ from lightning_mist.model import (
     attach_seconds,
     map_module,
     time_layers,
+    time_update,
     trace_model,
     whole_tensor_reason,
 )
@@ -141,6 +142,11 @@ class _Planner:
                 progress=self.progress.update,
             )
 
+    def update_seconds(self) -> float:
+        """Measured seconds of the optimizer's step per byte of parameters, every rank computing at the same time."""
+        dist.barrier()
+        return sum(time_update(item, device=self.strategy.root_device) for item in self.strategy.optimizers[:1])
+
     def trace(self, found: ModuleMap) -> ModelSpec:
         """What the module costs; on rank 0, kept for later."""
         self.progress.say("tracing the model")
@@ -156,9 +162,12 @@ class _Planner:
         )
         return self.spec
 
-    def tune(self, found: ModuleMap, profile: HardwareProfile, seconds: tuple[LayerSeconds, ...]) -> TuneResult:
+    def tune(
+        self, found: ModuleMap, profile: HardwareProfile, seconds: tuple[LayerSeconds, ...], update: float
+    ) -> TuneResult:
         """The best plan; on rank 0."""
         spec = attach_seconds(self.trace(found), seconds)
+        spec = replace(spec, optimizer=replace(spec.optimizer, step_seconds_per_parameter_byte=update))
         cluster, request = self.cluster(), self.request
         self.basis = Basis(
             spec=spec,
@@ -318,11 +327,11 @@ def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None,
         machine.directory_of(request.profile_directory),
         planner.progress,
     )
-    seconds = planner.seconds(found)
+    seconds, update = planner.seconds(found), planner.update_seconds()
     made: list[TuneResult] = []
 
     def make() -> str:
-        made.append(planner.tune(planner.with_invariance(found), profile, seconds))
+        made.append(planner.tune(planner.with_invariance(found), profile, seconds, update))
         return to_json(replace(made[0].plan, fingerprint=planner.fingerprint(found).pairs()))
 
     text = on_rank_zero(make)

@@ -186,3 +186,14 @@ def test_split_parameters_are_held_reduced_and_updated_in_part():
         model(network).seconds(split_slot(2), one(0, 4)).update_K[0]
         < model(network).seconds(slot(), one(0, 4)).update_K[0]
     )
+
+
+def test_a_measured_update_replaces_what_follows_from_bytes():
+    network = spec(4)
+    rate = 1e-3
+    timed = dataclasses.replace(
+        network, optimizer=dataclasses.replace(network.optimizer, step_seconds_per_parameter_byte=rate)
+    )
+    held = model(network).memory(slot()).holdings.of(one(0, 4))
+    passes = 2 * GRADIENT_PASSES * held.trained_K / profile().memory_bytes_per_second
+    assert model(timed).seconds(slot(), one(0, 4)).update_K == pytest.approx(rate * held.trained_K + passes)
