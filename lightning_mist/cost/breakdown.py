@@ -2,34 +2,13 @@
 
 from lightning_mist.cost.candidates import placed_slots_of
 from lightning_mist.cost.chunks import plan_memory
-from lightning_mist.cost.clock import clocked_seconds
-from lightning_mist.cost.pipeline import step_seconds
+from lightning_mist.cost.clock import rules_of, step_times, terms_of
 from lightning_mist.cost.roofline import step_work_of
-from lightning_mist.cost.stage import StageCostModel, StageSeconds
+from lightning_mist.cost.stage import StageCostModel
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, Predicted, PredictedStage
-
-_SECONDS = (
-    "forward",
-    "backward",
-    "recompute",
-    "weight",
-    "transfer",
-    "unshard",
-    "scatter",
-    "ring",
-    "copies",
-    "reduce",
-    "tied",
-    "update",
-    "update_copies",
-    "gather",
-    "overhead",
-    "once",
-)
-"""Terms of a prediction; ``weight_seconds`` are part of ``backward_seconds``."""
 
 
 def predict(spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, plan: Plan) -> Predicted:
@@ -54,6 +33,9 @@ def predict_with(model: StageCostModel, plan: Plan) -> Predicted:
     seconds = [
         model.seconds(slot, candidates) for slot, candidates in placed_slots_of(plan, model.cluster.devices_per_node)
     ]
+    terms = [terms_of(item) for item in seconds]
+    rules = rules_of(model.cluster, model.spec.precision)
+    times = step_times(plan, terms, rules)
     stages = [
         PredictedStage(
             steady_seconds=float(item.steady_K[0]),
@@ -61,24 +43,18 @@ def predict_with(model: StageCostModel, plan: Plan) -> Predicted:
             forward_seconds=float(item.forward_K[0]),
             backward_seconds=float(item.backward_K[0] + item.recompute_K[0]),
             peak_bytes=memory.peak_bytes,
-            breakdown=(
-                *((name, float(value)) for name, value in memory.terms),
-                *((f"{name}_seconds", _term(item, name)) for name in _SECONDS),
-            ),
+            breakdown=(*((name, float(value)) for name, value in memory.terms), *term.items()),
+            spent=spent.terms,
         )
-        for item, memory in zip(seconds, plan_memory(model.memory, plan), strict=True)
+        for item, term, spent, memory in zip(seconds, terms, times.spent, plan_memory(model.memory, plan), strict=True)
     ]
-    if plan.schedule in ("1f1b", "gpipe"):
-        steady, boundary = ([getattr(stage, f"{name}_seconds") for stage in stages] for name in ("steady", "boundary"))
-        total = step_seconds(steady, boundary, plan.num_microbatches)
-    else:
-        total = clocked_seconds(plan, seconds)
-    work = step_work_of(model.whole, model.profile, model.cluster, plan.global_batch_size)
-    return Predicted(step_seconds=total, stages=tuple(stages), work=work)
-
-
-def _term(seconds: StageSeconds, name: str) -> float:
-    return float(getattr(seconds, f"{name}_K")[0])
+    return Predicted(
+        step_seconds=times.step_seconds,
+        stages=tuple(stages),
+        work=step_work_of(model.whole, model.profile, model.cluster, plan.global_batch_size),
+        transfers=rules.transfers,
+        update_after=rules.update_after,
+    )
 
 
 def _check(model: StageCostModel, plan: Plan) -> None:

@@ -56,13 +56,17 @@ class StageSlot:
         return self.data_parallel_degree * self.context_parallel_degree
 
     @property
+    def world_size(self) -> int:
+        """Devices of the whole pipeline: each of them loads a batch."""
+        return self.num_microbatches * self.data_parallel_degree * self.rows // self.batch_rows
+
+    @property
     def batches_held(self) -> int:
         """The most batches, its own and those it computes on, that a rank has: whole ones travel inside a replica.
 
         A rank computes on one part of one batch per microbatch.
         """
-        world_size = self.num_microbatches * self.data_parallel_degree * self.rows // self.batch_rows
-        return min(world_size // self.replicas, self.num_microbatches + 1)
+        return min(self.world_size // self.replicas, self.num_microbatches + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,76 +1,147 @@
-"""Step seconds of a plan by running its own lists of actions on a clock, for schedules without a closed form.
+"""Step seconds of a plan by running its own lists of actions on a clock, and where these seconds go.
 
-Transfers are waited for where the closed form of 1F1B counts them: receiving an activation is part of a forward,
-receiving a gradient part of a backward. Lists grow with the number of microbatches, and once a pipeline is in its
-steady state ``P`` more microbatches over ``P`` groups of devices always take as long; so long lists are cut, and the
-rest follows from two of the cut lengths. Where stages differ much it takes longer until that state; what is cut then
-errs by less than half a percent.
+On a device transfers between stages run beside computation. On a CPU they are copied by the same cores, at either end:
+two processes that send each other messages while they compute take longer by the seconds of every message that they
+send or receive.
+
+The optimizer's step comes when Lightning's loop comes to it, behind the loss that the last stage brings home. On a
+device the host of every stage waits for that, so the last stage must have reduced its gradients; kernels of earlier
+batches may still run. Where the loss scale is looked after, all ranks agree on whether gradients are finite, and on a
+CPU the hosts themselves compute: there no stage goes on before all have reduced their gradients.
+
+Lists grow with the number of microbatches, and once a pipeline is in its steady state ``P`` more microbatches over
+``P`` groups of devices always take as long; so long lists are cut, and the rest follows from two of the cut lengths.
+Where stages differ much it takes longer until that state; what is cut then errs by less than half a percent.
+
+What a stage's devices do is added up; the rest of the step is split in two by running the lists once more with
+transfers that take no time. By as much as the step is longer with them, transfers show; what is left is the bubble.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
 
+from lightning_mist.cost.spent import StageSpent
 from lightning_mist.cost.stage import StageSeconds
-from lightning_mist.plan import Plan
-from lightning_mist.schedule import StageSeconds as ActionSeconds
-from lightning_mist.schedule import generate, simulate
-from lightning_mist.schedule.lower import add_transfers, add_update
+from lightning_mist.hardware import Cluster
+from lightning_mist.plan import Plan, ScheduleName
+from lightning_mist.schedule import StepRules
+from lightning_mist.schedule.clock import finish, run
+from lightning_mist.schedule.program import Program, program_of
+from lightning_mist.schedule.seconds import PlanSeconds, crossing_seconds, plan_seconds, slot_seconds
 
 ROUNDS, LEAST = 4, 32
 """Lists are cut to so many times as many microbatches as there are groups of devices, but not to fewer than these."""
 
+Terms = Mapping[str, float]
+"""Seconds of one stage by term."""
 
-def clocked_seconds(plan: Plan, stages: Sequence[StageSeconds]) -> float:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of one step of a plan, and where they go on each of its stages."""
+
+    step_seconds: float
+    spent: tuple[StageSpent, ...]
+
+
+def rules_of(cluster: Cluster, precision: str) -> StepRules:
+    """How a machine runs a step.
+
+    Args:
+        cluster: The machine.
+        precision: Lightning's name of the precision.
+    """
+    if cluster.device.kind != "cuda":
+        return StepRules(transfers="within", update_after="all")
+    return StepRules(transfers="beside", update_after="all" if precision == "16-mixed" else "last")
+
+
+def terms_of(seconds: StageSeconds) -> dict[str, float]:
+    """Seconds of a stage by term, of arrays with one candidate."""
+    return {f"{field.name[:-2]}_seconds": float(getattr(seconds, field.name)[0]) for field in fields(seconds)}
+
+
+def step_times(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> StepTimes:
     """Seconds of one step of a plan.
 
     Args:
         plan: The plan.
-        stages: Seconds of each of its stages, as one candidate each.
+        terms: Seconds of each of its stages by term; see :func:`terms_of`.
+        rules: How the machine runs a step.
     """
-    groups = plan.num_groups
+    seconds = plan_seconds(plan, terms)
+    crossings = crossing_seconds(seconds.activations, seconds.gradients)
+    step = _seconds(plan, seconds, crossings, rules)
+    still = _seconds(plan, seconds, [0.0] * len(crossings), rules) if any(crossings) else step
+    groups = [_spent(plan, group, terms, seconds, step, still) for group in range(plan.num_groups)]
+    return StepTimes(step_seconds=step, spent=tuple(groups[plan.group_of(stage)] for stage in range(plan.num_stages)))
+
+
+def _seconds(plan: Plan, seconds: PlanSeconds, crossings: Sequence[float], rules: StepRules) -> float:
+    """Seconds of one step, of long lists from two shorter ones."""
+    count, groups = plan.num_microbatches, plan.num_groups
     longest = max(ROUNDS * groups, LEAST)
-    if plan.num_microbatches <= longest + groups:
-        return _run(plan, stages, plan.num_microbatches)
+    if count <= 2 * longest + groups:
+        return _run(plan, seconds, crossings, rules, count)
     # What the shorter lists lack is a multiple of the groups.
-    shorter = longest + (plan.num_microbatches - longest) % groups
-    first, second = (_run(plan, stages, count) for count in (shorter, shorter + groups))
-    return first + (plan.num_microbatches - shorter) // groups * (second - first)
+    shorter = longest + (count - longest) % groups
+    first, second = (_run(plan, seconds, crossings, rules, cut) for cut in (shorter, shorter + groups))
+    return first + (count - shorter) // groups * (second - first)
 
 
-def _run(plan: Plan, stages: Sequence[StageSeconds], num_microbatches: int) -> float:
-    computations = generate(plan.num_stages, num_microbatches, plan.schedule, num_groups=plan.num_groups)
-    actions = [_actions(plan, stages, index) for index in range(plan.num_stages)]
-    once = actions[: plan.num_groups]
-    lists = add_update(
-        add_transfers(computations),
-        tied=plan.num_groups > 1 and any(seconds.reduce_tied > 0 for seconds in once),
-        gathers=[seconds.gather > 0 for seconds in once],
-    )
-    return simulate(lists, actions).makespan
+def _run(plan: Plan, seconds: PlanSeconds, crossings: Sequence[float], rules: StepRules, count: int) -> float:
+    program = _program(plan.num_stages, count, plan.schedule, plan.num_groups)
+    times = run(program, slot_seconds(seconds.stages), crossings, rules)
+    once = [stage.epilogue for stage in seconds.stages[: plan.num_groups]]
+    is_tied = plan.num_groups > 1 and any(item.tied > 0 for item in once)
+    return finish(program, times, once, rules, is_tied=is_tied).makespan
 
 
-def _actions(plan: Plan, stages: Sequence[StageSeconds], index: int) -> ActionSeconds:
-    """Seconds of a stage's actions; what its group does once per batch is done for all chunks together."""
-    stage = stages[index]
-    chunks = [stages[chunk] for chunk in plan.chunks(plan.group_of(index))]
+@lru_cache(maxsize=8)
+def _program(num_stages: int, num_microbatches: int, name: ScheduleName, num_groups: int) -> Program:
+    return program_of(num_stages, num_microbatches, name, num_groups=num_groups)
 
-    def of(term: str) -> float:
-        return float(getattr(stage, f"{term}_K")[0])
 
-    def together(term: str) -> float:
-        return sum(float(getattr(chunk, f"{term}_K")[0]) for chunk in chunks)
+def _spent(
+    plan: Plan, group: int, terms: Sequence[Terms], seconds: PlanSeconds, step: float, still: float
+) -> StageSpent:
+    """Where the seconds of a group of devices go.
 
-    beside = {name: of(f"forward_{name}") for name in ("ring", "copies", "overhead")}
-    return ActionSeconds(
-        forward=of("forward") + of("arrival") + of("unshard") / 2 + sum(beside.values()),
-        backward=of("backward")
-        + of("recompute")
-        + (of("transfer") - of("arrival"))
-        + of("unshard") / 2
-        + of("scatter")
-        + sum(of(name) - part for name, part in beside.items()),
-        weight=of("weight"),
-        reduce=together("reduce"),
-        reduce_tied=together("tied"),
-        step=together("update") + together("update_copies") + of("once"),
-        gather=together("gather"),
+    Args:
+        plan: The plan.
+        group: The group.
+        terms: Seconds of every stage by term.
+        seconds: Seconds of every action.
+        step: Seconds of the step.
+        still: Seconds of the step if transfers took no time.
+    """
+    chunks = [terms[chunk] for chunk in plan.chunks(group)]
+
+    def per_step(*names: str) -> float:
+        return plan.num_microbatches * sum(chunk.get(f"{name}_seconds", 0.0) for chunk in chunks for name in names)
+
+    def once(*names: str) -> float:
+        return sum(chunk.get(f"{name}_seconds", 0.0) for chunk in chunks for name in names)
+
+    tied = max(stage.reduce_tied for stage in seconds.stages) if plan.num_groups > 1 else 0.0
+    exchanged = per_step("exchange", "recompute_exchange")
+    # The first backward adds to no gradients.
+    compute = per_step("forward", "backward") - per_step("exchange") - once("accumulate")
+    recompute = per_step("recompute") - per_step("recompute_exchange")
+    inside = per_step("unshard", "scatter", "ring") + exchanged + once("reduce", "gather") + tied
+    copies = per_step("copies") + once("update_copies")
+    optimizer = once("update")
+    overhead = per_step("overhead") + max(chunk.get("once_seconds", 0.0) for chunk in chunks)
+    busy = compute + recompute + inside + copies + optimizer + overhead
+    # Lists that were cut may have come out shorter than what is in them, by less than they err.
+    bubble = max(0.0, still - busy)
+    return StageSpent(
+        compute_seconds=compute,
+        recompute_seconds=recompute,
+        communication_seconds=inside + (step - busy - bubble),
+        copies_seconds=copies,
+        optimizer_seconds=optimizer,
+        overhead_seconds=overhead,
+        bubble_seconds=bubble,
     )

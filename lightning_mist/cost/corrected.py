@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CORRECTED: tuple[tuple[Term, tuple[str, ...]], ...] = (
     (
         "communication",
-        ("transfer", "arrival", "unshard", "scatter", "ring", "forward_ring", "reduce", "tied", "gather"),
+        ("transfer", "arrival", "return", "unshard", "scatter", "ring", "forward_ring", "reduce", "tied", "gather"),
     ),
     ("update", ("update",)),
 )
@@ -28,10 +28,13 @@ def corrected_regions(spec: ModelSpec, profile: HardwareProfile, seconds: Region
     """Seconds of regions, corrected by direction where layers were measured."""
     if not spec.seconds or not profile.corrections:
         return seconds
+    forward, backward = (factor_of(profile.corrections, direction) for direction in ("forward", "backward"))
+    exchange = seconds.exchange
     return replace(
         seconds,
-        forward_R=seconds.forward_R * factor_of(profile.corrections, "forward"),
-        backward_R=seconds.backward_R * factor_of(profile.corrections, "backward"),
+        forward_R=seconds.forward_R * forward,
+        backward_R=seconds.backward_R * backward,
+        exchange=None if exchange is None else (exchange[0] * forward, exchange[1] * backward),
     )
 
 

@@ -121,6 +121,8 @@ def transfers(
     slot: StageSlot,
     candidates: StageCandidates,
     memory: MemoryModel,
+    *,
+    sending: bool = False,
 ) -> tuple[FloatArray, FloatArray]:
     """Receiving the input, and the gradient of the output; every live tensor is a message of its own.
 
@@ -130,18 +132,27 @@ def transfers(
         slot: The candidates' place.
         candidates: The stages.
         memory: The network, or one tensor-parallel rank's part of it.
+        sending: Whether to give instead what sending takes: the output, and the gradient of the input.
     """
     if slot.num_stages == 1:
         return np.zeros(len(candidates)), np.zeros(len(candidates))
-    spec = memory.spec
-    tensors_C = np.array([0, *(len(tensors) for tensors in spec.boundaries), 0][: spec.num_layers + 1])
-    costs = memory.costs(slot.rows, slot.context_parallel_degree)
-    sides = (slot.placement.before, slot.placement.behind) if slot.placement else (None, None)
-    arrival_C, return_C = (
+    costs, tensors_C = memory.costs(slot.rows, slot.context_parallel_degree), _tensors(memory)
+    before, behind = (slot.placement.before, slot.placement.behind) if slot.placement else (None, None)
+    sides = ((behind, candidates.end_K), (before, candidates.start_K))
+    activation, gradient = sides if sending else sides[::-1]
+    activation_C, gradient_C = (
         _crossing_seconds(profile, cluster, slot, side, payload_C, tensors_C)
-        for side, payload_C in zip(sides, (costs.boundary_C, costs.gradient_boundary_C), strict=True)
+        for (side, _), payload_C in zip(
+            (activation, gradient), (costs.boundary_C, costs.gradient_boundary_C), strict=True
+        )
     )
-    return arrival_C[candidates.start_K], return_C[candidates.end_K]
+    return activation_C[activation[1]], gradient_C[gradient[1]]
+
+
+def _tensors(memory: MemoryModel) -> FloatArray:
+    """Tensors that cross each cut."""
+    spec = memory.spec
+    return np.array([0.0, *(len(tensors) for tensors in spec.boundaries), 0.0][: spec.num_layers + 1])
 
 
 def _crossing_seconds(

@@ -24,7 +24,7 @@ class OverheadSeconds:
 
     Attributes:
         forward_K: In each microbatch's forward: the action, its messages, and what runs on stand-ins.
-        backward_K: In each microbatch's backward.
+        backward_K: In each microbatch's backward, or both parts of it.
         once_K: Once per step.
     """
 
@@ -54,6 +54,6 @@ def overhead_seconds(
     shares = slot.num_stages > 1 or slot.tensor_parallel_degree > 1
     return OverheadSeconds(
         forward_K=each_K + is_later_K * head_operators * overheads.stand_in_seconds,
-        backward_K=each_K,
+        backward_K=each_K + (overheads.action_seconds if slot.schedule == "zb-h1" else 0.0),
         once_K=np.full(len(candidates), overheads.once(shares_batches=shares)),
     )

@@ -2,13 +2,15 @@
 
 Steady time ``t`` of a stage: forward and backward of one microbatch, one more forward of every recomputed layer, and
 the transfers that it waits for; from ZeRO-2 on also the reduction of its gradients, under ZeRO-3 the unsharding of its
-parameters (:mod:`lightning_mist.cost.shards`). A pipeline with as many microbatches in flight as it has stages passes
-one of them around the loop of all stages in ``sum t_i`` and two transfers per boundary, so each stage is charged with
-receiving its input and the gradient of its output.
+parameters (:mod:`lightning_mist.cost.shards`); what the runtime's own Python takes, where that was measured. A pipeline
+with as many microbatches in flight as it has stages passes one of them around the loop of all stages in ``sum t_i`` and
+two transfers per boundary, so each stage is charged with receiving its input and the gradient of its output. On a CPU
+it is also charged with sending, which uses the same cores.
 
 Boundary time ``d``: averaging gradients over the data-parallel ranks, summing those of tied parameters, the optimizer's
-step, and under ZeRO-1 and ZeRO-2 giving out the updated parameters. On a device the reduction runs beside the last
-backward, and what cannot hide there counts; on a CPU both use the same cores, so all of it counts.
+step with all other passes over gradients (:mod:`lightning_mist.cost.update`), and under ZeRO-1 and ZeRO-2 giving out
+the updated parameters. On a device the reduction runs beside the last backward, and what cannot hide there counts; on a
+CPU both use the same cores, so all of it counts.
 
 Array axes
     K  candidates
@@ -21,10 +23,9 @@ import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.channels import copy_rates, interference_of
-from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.corrected import corrected_regions, corrected_terms
 from lightning_mist.cost.exchange import reductions, shard_nodes, transfers
-from lightning_mist.cost.held import HeldBytes
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.needs import StageNeeds
 from lightning_mist.cost.offload_loads import WithoutCopies
@@ -34,16 +35,10 @@ from lightning_mist.cost.regions import covered
 from lightning_mist.cost.ring_time import ring_seconds, stage_ring_seconds
 from lightning_mist.cost.shards import UnitSeconds, exposed_seconds, unit_seconds
 from lightning_mist.cost.time import RegionSeconds, region_seconds, split_seconds
+from lightning_mist.cost.update import update_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
-
-OPERATORS_PER_PARAMETER = 10
-"""Operators of a step in a loop over parameters: ``_single_tensor_adam`` in ``torch/optim/adam.py`` launches ten."""
-
-GRADIENT_PASSES = 2
-"""Times that complete gradients are read and written on their way to the optimizer: scaled to a mean, and by the
-gradient that arrives at the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +50,14 @@ class StageSeconds:
         backward_K: Backward of one microbatch without recomputation.
         recompute_K: Forwards that backward repeats.
         weight_K: The part of ``backward_K`` that makes gradients of matrices, which ZB-H1 puts off.
-        transfer_K: Receiving the input and the gradient of the output.
-        arrival_K: The part of ``transfer_K`` that is about the input.
+        exchange_K: The part of ``forward_K`` and ``backward_K`` in which tensor-parallel ranks exchange.
+        recompute_exchange_K: The same part of ``recompute_K``.
+        accumulate_K: The part of ``backward_K`` that adds gradients to those that exist, which the first microbatch
+            need not.
+        transfer_K: Receiving the input and the gradient of the output, and where the cores that compute do that, also
+            sending the output and the gradient of the input.
+        arrival_K: The part of ``transfer_K`` that receives the input.
+        return_K: The part of ``transfer_K`` that receives the gradient of the output.
         unshard_K: Unsharding parameters for one microbatch (ZeRO-3), as far as it does not hide in computation.
         scatter_K: Reducing the gradients of one microbatch to their owners (from ZeRO-2 on), as far as not hidden.
         ring_K: Exchanging keys and values among context-parallel ranks for one microbatch, as far as not hidden.
@@ -65,7 +66,7 @@ class StageSeconds:
         forward_copies_K: The part of ``copies_K`` that belongs to the forward.
         reduce_K: Averaging gradients over the data-parallel ranks, as far as it does not hide in the last backward.
         tied_K: Summing gradients of parameters that several stages hold.
-        update_K: The optimizer's step.
+        update_K: The optimizer's step, and the other passes over gradients and parameters of once per batch.
         update_copies_K: Copies between device and host that the optimizer's step waits for.
         gather_K: Giving out updated parameters.
         overhead_K: What the runtime itself takes for one microbatch.
@@ -77,8 +78,12 @@ class StageSeconds:
     backward_K: FloatArray
     recompute_K: FloatArray
     weight_K: FloatArray
+    exchange_K: FloatArray
+    recompute_exchange_K: FloatArray
+    accumulate_K: FloatArray
     transfer_K: FloatArray
     arrival_K: FloatArray
+    return_K: FloatArray
     unshard_K: FloatArray
     scatter_K: FloatArray
     ring_K: FloatArray
@@ -104,7 +109,12 @@ class StageSeconds:
     @property
     def boundary_K(self) -> FloatArray:
         """Boundary time ``d``."""
-        return self.reduce_K + self.tied_K + self.update_K + self.update_copies_K + self.gather_K + self.once_K
+        return self.reduce_K + self.together_K
+
+    @property
+    def together_K(self) -> FloatArray:
+        """The part of ``d`` that begins on all stages at once where the runtime makes them wait for each other."""
+        return self.tied_K + self.update_K + self.update_copies_K + self.once_K + self.gather_K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,10 +209,12 @@ class StageCostModel:
         units, unshard_K, scatter_K = self._shards(slot, candidates, compute)
         machine, memory = (self.profile, self.cluster), self.memory(slot)
         arrival_K, return_K = transfers(*machine, slot, candidates, memory)
+        forward_exchange_K, backward_exchange_K, recompute_exchange_K = _exchange(compute, candidates, low_K, high_K)
         forward_ring_K, ring_K = self._ring(slot, candidates, compute)
         held = memory.holdings.of(candidates)
         once = reductions(*machine, slot, candidates, held, backward_K + recompute_K)
-        update_K = self._update(slot, candidates, held)
+        passes = update_seconds(machine, self.spec, slot, candidates, memory.holdings)
+        update_K = passes.update_K
         known = WithoutCopies(
             compute=compute, units=units, update_K=update_K, reduce_K=once.whole_K, gather_K=once.gather_K
         )
@@ -216,11 +228,15 @@ class StageCostModel:
         )
         found = StageSeconds(
             forward_K=forward_sum[high_K] - forward_sum[low_K],
-            backward_K=backward_K,
+            backward_K=backward_K + passes.pass_K,
             recompute_K=recompute_K,
             weight_K=weight_sum[high_K] - weight_sum[low_K],
-            transfer_K=arrival_K + return_K,
+            exchange_K=forward_exchange_K + backward_exchange_K,
+            recompute_exchange_K=recompute_exchange_K,
+            accumulate_K=np.minimum(passes.accumulate_K, backward_K + passes.pass_K),
+            transfer_K=arrival_K + return_K + self._sending(slot, candidates),
             arrival_K=arrival_K,
+            return_K=return_K,
             unshard_K=unshard_K,
             scatter_K=scatter_K,
             ring_K=ring_K,
@@ -237,6 +253,13 @@ class StageCostModel:
             once_K=overhead.once_K,
         )
         return corrected_terms(self.profile, found)
+
+    def _sending(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
+        """What sending takes of the computing cores."""
+        if self.cluster.device.kind == "cuda":
+            return np.zeros(len(candidates))
+        sent = transfers(self.profile, self.cluster, slot, candidates, self.memory(slot), sending=True)
+        return sent[0] + sent[1]
 
     def _shards(
         self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds
@@ -291,27 +314,19 @@ class StageCostModel:
         share_R: FloatArray = np.minimum(1.0, costs.weight_flops_R / np.maximum(costs.backward_flops_R, 1.0))
         return share_R
 
-    def _update(self, slot: StageSlot, candidates: StageCandidates, held: HeldBytes) -> FloatArray:
-        """The optimizer's step over the owned parameters, and the passes over gradients before it."""
-        owned_K, zero_K, degree = held.trained_K, candidates.zero_stage_K, slot.shard_degree
-        if degree > 1:
-            shares = self.memory(slot).holdings.shares(candidates, degree)
-            owned_K = np.where(zero_K >= ZeroStage.OPTIMIZER, shares.trained_K, held.trained_K)
-        gradients_K = np.where(zero_K >= ZeroStage.GRADIENTS, owned_K, held.trained_K)
-        optimizer = self.spec.optimizer
-        passed_K = 2 * GRADIENT_PASSES * gradients_K
-        if optimizer.step_seconds_per_parameter_byte > 0:
-            return optimizer.step_seconds_per_parameter_byte * owned_K + passed_K / self.profile.memory_bytes_per_second
-        moved_K = optimizer.step_moved_bytes_per_parameter_byte * owned_K + passed_K
-        # Only the loop implementations have temporaries of the size of one parameter.
-        is_loop = optimizer.step_peak_bytes_per_largest > 0
-        count_K = held.count_K * owned_K / np.maximum(held.trained_K, 1.0)
-        operators_K = OPERATORS_PER_PARAMETER * (count_K if is_loop else np.minimum(held.count_K, 1.0))
-        busy_K = moved_K / self.profile.memory_bytes_per_second
-        launch_K = operators_K * self.profile.operator_seconds
-        result_K: FloatArray = np.maximum(busy_K, launch_K) if self.cluster.device.kind == "cuda" else busy_K + launch_K
-        return result_K
-
 
 def _prefix(values_R: FloatArray) -> FloatArray:
     return np.concatenate([[0.0], np.cumsum(values_R)])
+
+
+def _exchange(
+    compute: RegionSeconds, candidates: StageCandidates, low_K: IntArray, high_K: IntArray
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """What tensor-parallel ranks exchange in a forward, a backward, and what is recomputed."""
+    if compute.exchange is None:
+        none_K = np.zeros(len(candidates))
+        return none_K, none_K, none_K
+    forward_sum, backward_sum = (_prefix(exchange_R) for exchange_R in compute.exchange)
+    first_K = candidates.start_K + 1
+    again_K = forward_sum[first_K + candidates.checkpointed_K] - forward_sum[first_K]
+    return forward_sum[high_K] - forward_sum[low_K], backward_sum[high_K] - backward_sum[low_K], again_K

@@ -26,11 +26,19 @@ TimeSource = Literal["measured", "extrapolated", "rates"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionSeconds:
-    """Seconds of every region at one number of rows, and where they come from (the least certain one)."""
+    """Seconds of every region at one number of rows.
+
+    Attributes:
+        forward_R: Of one forward.
+        backward_R: Of one backward, without recomputation.
+        source: Where they come from; the least certain source counts.
+        exchange: The parts of both in which tensor-parallel ranks exchange; ``None`` without such ranks.
+    """
 
     forward_R: FloatArray
     backward_R: FloatArray
     source: TimeSource
+    exchange: tuple[FloatArray, FloatArray] | None = None
 
 
 def split_seconds(
@@ -63,18 +71,25 @@ def split_seconds(
     operators_R = np.array([region.forward_operators for region in regions_of(specs[0])], dtype=np.float64)
     split_R = profile.overheads.split_operator_seconds * operators_R
 
-    def scaled(name: str, exchanged: Collectives) -> FloatArray:
+    def scaled(name: str) -> FloatArray:
         before_R, after_R = (getattr(item, name) for item in rates)
-        seconds_R = getattr(whole, name) * np.where(before_R > 0, after_R / np.maximum(before_R, 1e-300), 1.0)
-        for operation, bytes_R, calls_R in exchanged:
-            seconds_R = seconds_R + collective_seconds(profile, operation, degree, 1, bytes_R, calls_R)
-        result_R: FloatArray = seconds_R
-        return result_R
+        seconds_R: FloatArray = getattr(whole, name) * np.where(
+            before_R > 0, after_R / np.maximum(before_R, 1e-300), 1.0
+        )
+        return seconds_R
 
+    def exchanged(collectives: Collectives) -> FloatArray:
+        seconds_R = np.zeros_like(whole.forward_R)
+        for operation, bytes_R, calls_R in collectives:
+            seconds_R = seconds_R + collective_seconds(profile, operation, degree, 1, bytes_R, calls_R)
+        return seconds_R
+
+    exchange = exchanged(part.forward_collectives), exchanged(part.backward_collectives)
     return RegionSeconds(
-        forward_R=scaled("forward_R", part.forward_collectives) + split_R,
-        backward_R=scaled("backward_R", part.backward_collectives) + SPLIT_BACKWARD * split_R,
+        forward_R=scaled("forward_R") + exchange[0] + split_R,
+        backward_R=scaled("backward_R") + exchange[1] + SPLIT_BACKWARD * split_R,
         source=whole.source,
+        exchange=exchange,
     )
 
 

@@ -105,7 +105,7 @@ ONCE = (
     "tied_seconds",
     "update_seconds",
     "update_copies_seconds",
-    "step_overhead_seconds",
+    "once_seconds",
     "gather_seconds",
 )
 """Terms of what happens once per batch."""
@@ -115,7 +115,7 @@ def plan_seconds(plan: Plan, terms: Sequence[Mapping[str, float]]) -> PlanSecond
     """How long everything in a plan takes.
 
     Terms are those that :class:`~lightning_mist.plan.PredictedStage` has in its ``breakdown``; one that is missing
-    takes no time. Unsharding is shared out evenly over forward and backward, and so is the overhead of a microbatch.
+    takes no time. Unsharding is shared out evenly over forward and backward.
 
     Args:
         plan: The plan.
@@ -140,10 +140,10 @@ def _stage_seconds(term: Mapping[str, float], once: Mapping[str, float]) -> Stag
     def of(name: str) -> float:
         return term.get(f"{name}_seconds", 0.0)
 
-    around = of("unshard") / 2 + of("overhead") / 2
-    forward = of("forward") + around + of("forward_ring") + of("forward_copies")
-    beside = of("ring") - of("forward_ring") + of("copies") - of("forward_copies")
-    backward = of("backward") + of("recompute") + around + of("scatter") + beside
+    parts = ("ring", "copies", "overhead")
+    forward = of("forward") + of("unshard") / 2 + sum(of(f"forward_{name}") for name in parts)
+    backward = of("backward") + of("recompute") + of("unshard") / 2 + of("scatter")
+    backward += sum(of(name) - of(f"forward_{name}") for name in parts)
     return StageSeconds(
         forward=forward,
         backward=backward,
@@ -151,13 +151,13 @@ def _stage_seconds(term: Mapping[str, float], once: Mapping[str, float]) -> Stag
         weight=of("weight"),
         reduce=once["reduce_seconds"],
         reduce_tied=once["tied_seconds"],
-        step=once["update_seconds"] + once["update_copies_seconds"] + once["step_overhead_seconds"],
+        step=once["update_seconds"] + once["update_copies_seconds"] + once["once_seconds"],
         gather=once["gather_seconds"],
     )
 
 
 def _combine(name: str, values: Sequence[float]) -> float:
-    return max(values) if name == "step_overhead_seconds" else sum(values)
+    return max(values) if name == "once_seconds" else sum(values)
 
 
 def predicted_terms(plan: Plan) -> list[dict[str, float]]:

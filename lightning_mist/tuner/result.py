@@ -51,11 +51,15 @@ class TuneResult:
 
     Attributes:
         plan: The plan, with its prediction.
-        status: ``"optimal"`` if no plan of the search space under the schedule of the exact search is faster by the
-            cost model, and no other schedule gains on the pipelines tried; ``"explored"`` if another schedule gained:
-            it is the fastest that was tried; ``"time limit"`` if time was up before a proof.
-        bound: No plan under the schedule of the exact search (1F1B or GPipe) takes fewer seconds by the cost model.
-        gap: ``(predicted - bound) / predicted``, 0 if the plan's other schedule takes less than the bound.
+        status: ``"optimal"`` if no plan of the search space under the schedule of the exact search (1F1B or GPipe) is
+            faster by the closed form of the cost model than the best that was found, of the plans found no other is
+            faster on the clock than the chosen one, and no other schedule gains on them; ``"explored"`` if another
+            schedule gained: it is the fastest that was tried; ``"time limit"`` if time was up before a proof.
+        bound: No plan under the schedule of the exact search takes fewer seconds by the closed form.
+        gap: How far the best plan by the closed form may be above the bound, as a share of its seconds. About seconds
+            on the clock, which ``predicted`` has, nothing is proven.
+        closed_form_seconds: The plan's seconds by the closed form; under another schedule those of the plan under the
+            schedule of the exact search that it competed with.
         predicted: Predicted seconds and bytes of the plan.
         alternatives: Plans of other numbers of stages, fastest first: one, half as many, one less, one more, twice as
             many; each the best of its number if there was time.
@@ -67,6 +71,7 @@ class TuneResult:
     status: Status
     bound: float
     gap: float
+    closed_form_seconds: float
     predicted: Predicted
     alternatives: tuple[Alternative, ...]
     stats: TuneStats
@@ -75,7 +80,7 @@ class TuneResult:
     def explain(self) -> tuple[str, ...]:
         """Why this plan: lines for people."""
         proof = {
-            "optimal": "no plan of the search space is faster by the cost model",
+            "optimal": "no plan of the search space is faster by the closed form of the cost model",
             "explored": f"{self.plan.schedule} gains on the pipelines that it was tried on; others may gain more",
             "time limit": f"time was up; a plan could be faster by at most {self.gap:.1%}",
         }[self.status]

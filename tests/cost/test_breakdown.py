@@ -4,7 +4,9 @@ import pytest
 
 from lightning_mist.cost import predict, stage_memory, step_seconds
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import OffloadRatios, StageMesh
+from lightning_mist.hardware import StepOverheads
+from lightning_mist.plan import OffloadRatios, StageMesh, from_json, to_json
+from lightning_mist.schedule import simulate_plan
 from tests.cost.test_context_parallel import sequences
 from tests.cost.test_memory import make_plan
 from tests.specs import cluster, profile, spec
@@ -26,12 +28,32 @@ def test_terms_add_up():
         assert sum(value for name, value in terms.items() if name.endswith("_bytes")) == stage.peak_bytes
         steady = sum(terms[f"{name}_seconds"] for name in ("forward", "backward", "recompute", "transfer"))
         assert stage.steady_seconds == pytest.approx(steady)
-        boundary = sum(terms[f"{name}_seconds"] for name in ("reduce", "tied", "update", "gather"))
+        boundary = sum(terms[f"{name}_seconds"] for name in ("reduce", "tied", "update", "once", "gather"))
         assert stage.boundary_seconds == pytest.approx(boundary)
         assert stage.forward_seconds + stage.backward_seconds == pytest.approx(steady - terms["transfer_seconds"])
+        assert sum(value for _, value in stage.spent) == pytest.approx(found.step_seconds)
     steady = [stage.steady_seconds for stage in found.stages]
     boundary = [stage.boundary_seconds for stage in found.stages]
-    assert found.step_seconds == step_seconds(steady, boundary, 4)
+    assert found.step_seconds == pytest.approx(step_seconds(steady, boundary, 4), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b"])
+def test_a_prediction_runs_on_a_clock_as_it_was_predicted(kind, schedule):
+    plan = make_plan([1, 2, 2, 1], degree=2, microbatches=4, rows=1, zero=1)
+    stages = plan.stages
+    if schedule == "interleaved-1f1b":
+        stages = tuple(dataclasses.replace(stage, mesh=stages[index % 2].mesh) for index, stage in enumerate(stages))
+    plan = dataclasses.replace(plan, schedule=schedule, stages=stages)
+    overheads = StepOverheads(step_seconds=1e-3, action_seconds=1e-4, message_seconds=1e-5)
+    machine = dataclasses.replace(profile(), overheads=overheads)
+    found = predict(NETWORK, machine, cluster(plan.world_size, kind=kind), plan)
+    simulated = simulate_plan(from_json(to_json(dataclasses.replace(plan, predicted=found))))
+    assert simulated.makespan == pytest.approx(found.step_seconds)
+    overhead = dict(found.stages[0].spent)["overhead_seconds"]
+    without = predict(NETWORK, profile(), cluster(plan.world_size, kind=kind), plan)
+    assert overhead > 1e-3 + 2 * 4 * 1e-4
+    assert found.step_seconds - without.step_seconds >= overhead * 0.99
 
 
 def changed(plan, **kwargs):

@@ -4,15 +4,19 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import clock, step_seconds
-from lightning_mist.cost.clock import clocked_seconds
+from lightning_mist.cost.clock import rules_of, step_times, terms_of
 from lightning_mist.cost.stage import StageSeconds
 from lightning_mist.plan import Plan, StageMesh, StagePlan
+from lightning_mist.schedule import StepRules
+from tests.specs import cluster
 
-NAMES = [field.name for field in dataclasses.fields(StageSeconds)]
+NAMES = [field.name[:-2] for field in dataclasses.fields(StageSeconds)]
+BESIDE = StepRules()
 
 
 def stage(**seconds):
-    return StageSeconds(**{name: np.array([float(seconds.get(name[:-2], 0.0))]) for name in NAMES})
+    assert set(seconds) <= set(NAMES)
+    return {f"{name}_seconds": float(seconds.get(name, 0.0)) for name in NAMES}
 
 
 def plan(schedule, groups, *, chunks=1, microbatches=4):
@@ -21,6 +25,10 @@ def plan(schedule, groups, *, chunks=1, microbatches=4):
         for index in range(groups * chunks)
     )
     return Plan(global_batch_size=microbatches, num_microbatches=microbatches, stages=stages, schedule=schedule)
+
+
+def clocked_seconds(plan, terms, rules=BESIDE):
+    return step_times(plan, terms, rules).step_seconds
 
 
 @pytest.mark.parametrize(("groups", "chunks", "microbatches"), [(2, 2, 4), (3, 2, 6), (2, 4, 8), (4, 2, 64)])
@@ -40,14 +48,45 @@ def test_zero_bubble_fills_the_bubble_with_weight_gradients(microbatches):
 
 
 def test_what_is_waited_for_is_part_of_what_waits():
-    plain, waiting = (
-        [stage(forward=1, backward=2, weight=1, **more)] * 2
-        for more in ({}, {"transfer": 3, "arrival": 1, "unshard": 2, "scatter": 4, "recompute": 1})
-    )
-    longer = [stage(forward=3, backward=10, weight=1)] * 2
+    terms = {
+        "unshard": 2,
+        "scatter": 4,
+        "recompute": 1,
+        "ring": 3,
+        "forward_ring": 1,
+        "overhead": 2,
+        "forward_overhead": 1,
+    }
+    plain, waiting = ([stage(forward=1, backward=2, weight=1, **more)] * 2 for more in ({}, terms))
+    longer = [stage(forward=4, backward=11, weight=1)] * 2
     zero_bubble = plan("zb-h1", 2)
     assert clocked_seconds(zero_bubble, waiting) == clocked_seconds(zero_bubble, longer)
     assert clocked_seconds(zero_bubble, plain) < clocked_seconds(zero_bubble, longer)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_transfers_show_as_far_as_nothing_is_computed_meanwhile(schedule):
+    bare = [stage(forward=1, backward=2, weight=1)] * 2
+    moving = [{**item, "arrival_seconds": 0.5, "return_seconds": 0.5} for item in bare]
+    free = clocked_seconds(plan(schedule, 2, microbatches=8), bare)
+    beside = clocked_seconds(plan(schedule, 2, microbatches=8), moving)
+    within = clocked_seconds(plan(schedule, 2, microbatches=8), moving, StepRules(transfers="within"))
+    assert free + 1 <= beside <= within <= free + 8 * 2 * 2 * 0.5
+
+
+def test_a_single_stage_takes_the_sum_of_everything():
+    terms = stage(forward=1, backward=2, recompute=3, accumulate=0.5, reduce=4, update=5, gather=6, once=7)
+    found = step_times(plan("1f1b", 1, microbatches=3), [terms], BESIDE)
+    assert found.step_seconds == 3 * 6 - 0.5 + 4 + 5 + 6 + 7
+    assert dict(found.spent[0].terms) == {
+        "compute_seconds": 8.5,
+        "recompute_seconds": 9.0,
+        "communication_seconds": 10.0,
+        "copies_seconds": 0.0,
+        "optimizer_seconds": 5.0,
+        "overhead_seconds": 7.0,
+        "bubble_seconds": 0.0,
+    }
 
 
 def test_chunks_update_together():
@@ -57,17 +96,78 @@ def test_chunks_update_together():
     assert clocked_seconds(interleaved, each) - clocked_seconds(interleaved, bare) == pytest.approx(2 * (1 + 2 + 3 + 4))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1"])
-@pytest.mark.parametrize("seed", range(6))
-def test_cut_lists_take_as_long_as_whole_ones(monkeypatch, schedule, seed):
+def random_terms(rng, count):
+    terms = []
+    for _ in range(count):
+        forward, weight, rest = rng.uniform(1, 3, 3)
+        per_batch = {name: rng.uniform(0, 5) for name in ("reduce", "tied", "update", "gather", "once")}
+        beside = {name: rng.uniform(0, 0.5) for name in ("arrival", "return", "unshard", "scatter", "overhead")}
+        parts = {
+            "exchange": 0.2 * forward,
+            "recompute": forward / 2,
+            "recompute_exchange": 0.1 * forward,
+            "accumulate": 0.1 * weight,
+            "copies": 0.5,
+            "forward_copies": 0.25,
+            "update_copies": 0.75,
+            "forward_overhead": beside["overhead"] / 3,
+        }
+        terms.append(stage(forward=forward, backward=weight + rest, weight=weight, **per_batch, **beside, **parts))
+    return terms
+
+
+CASES = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved-1f1b", 2)]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), CASES)
+@pytest.mark.parametrize("seed", range(4))
+def test_cut_lists_take_as_long_as_whole_ones(monkeypatch, schedule, chunks, seed):
     rng = np.random.default_rng(seed)
     groups = int(rng.integers(2, 4))
-    chunks = 2 if schedule == "interleaved-1f1b" else 1
-    stages = []
-    for _ in range(groups * chunks):
-        forward, weight, rest = rng.uniform(1, 3, 3)
-        stages.append(stage(forward=forward, backward=weight + rest, weight=weight, update=rng.uniform(0, 5)))
-    long = plan(schedule, groups, chunks=chunks, microbatches=30 * groups)
-    cut = clocked_seconds(long, stages)
+    stages = random_terms(rng, groups * chunks)
+    rules = StepRules(transfers=("beside", "within")[seed % 2], update_after="all")
+    long = plan(schedule, groups, chunks=chunks, microbatches=60 * groups)
+    cut = clocked_seconds(long, stages, rules)
     monkeypatch.setattr(clock, "LEAST", 10_000)
-    assert cut == pytest.approx(clocked_seconds(long, stages), rel=5e-3)
+    assert cut == pytest.approx(clocked_seconds(long, stages, rules), rel=5e-3)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), CASES)
+@pytest.mark.parametrize("transfers", ["beside", "within"])
+@pytest.mark.parametrize("microbatches", [6, 120])
+def test_what_is_spent_adds_up_to_the_step_on_every_stage(schedule, chunks, transfers, microbatches):
+    rng = np.random.default_rng(microbatches)
+    terms = random_terms(rng, 3 * chunks)
+    whole = plan(schedule, 3, chunks=chunks, microbatches=microbatches)
+    found = step_times(whole, terms, StepRules(transfers=transfers, update_after="last"))
+    assert len(found.spent) == whole.num_stages
+    for index, spent in enumerate(found.spent):
+        assert spent.step_seconds == pytest.approx(found.step_seconds)
+        assert min(seconds for _, seconds in spent.terms) >= 0.0
+        assert spent == found.spent[index % 3]
+        mine = [terms[chunk] for chunk in whole.chunks(index % 3)]
+        computed = sum(item["forward_seconds"] * 0.8 + item["backward_seconds"] for item in mine) * microbatches
+        assert spent.compute_seconds == pytest.approx(computed - sum(item["accumulate_seconds"] for item in mine))
+        assert spent.overhead_seconds > max(item["once_seconds"] for item in mine)
+        assert spent.optimizer_seconds == pytest.approx(sum(item["update_seconds"] for item in mine))
+
+
+def test_idle_stages_have_bubbles_and_transfers_are_no_bubbles():
+    even = [stage(forward=1, backward=2)] * 4
+    spent = step_times(plan("1f1b", 4, microbatches=8), even, BESIDE).spent
+    assert {item.bubble_seconds for item in spent} == {9.0}
+    moving = [{**item, "arrival_seconds": 0.25, "return_seconds": 0.25} for item in even]
+    found = step_times(plan("1f1b", 4, microbatches=8), moving, BESIDE)
+    assert {item.bubble_seconds for item in found.spent} == {9.0}
+    assert {item.communication_seconds for item in found.spent} == {found.step_seconds - 33.0}
+
+
+def test_machines_have_rules_of_their_own():
+    assert rules_of(cluster(2), "32-true") == StepRules(transfers="within", update_after="all")
+    assert rules_of(cluster(2, kind="cuda"), "bf16-mixed") == StepRules(transfers="beside", update_after="last")
+    assert rules_of(cluster(2, kind="cuda"), "16-mixed") == StepRules(transfers="beside", update_after="all")
+
+
+def test_terms_have_the_names_of_the_fields():
+    seconds = StageSeconds(**{f"{name}_K": np.array([float(index)]) for index, name in enumerate(NAMES)})
+    assert terms_of(seconds) == {f"{name}_seconds": float(index) for index, name in enumerate(NAMES)}

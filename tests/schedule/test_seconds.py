@@ -60,6 +60,7 @@ def test_terms_become_actions():
         "copies_seconds": 6e6,
         "forward_copies_seconds": 2e6,
         "overhead_seconds": 8e7,
+        "forward_overhead_seconds": 3e7,
         "accumulate_seconds": 5.0,
         "arrival_seconds": 0.25,
         "return_seconds": 0.5,
@@ -67,13 +68,13 @@ def test_terms_become_actions():
         "tied_seconds": 2.5,
         "update_seconds": 3.5,
         "update_copies_seconds": 0.125,
-        "step_overhead_seconds": 4.0,
+        "once_seconds": 4.0,
         "gather_seconds": 5.5,
     }
     found = plan_seconds(make_plan(), [term, term])
     stage = found.stages[1]
-    assert stage.forward == 1 + 1000 + 200_000 + 2e6 + 4e7
-    assert stage.backward == 20 + 300 + 1000 + 30_000 + 300_000 + 4e6 + 4e7
+    assert stage.forward == 1 + 1000 + 200_000 + 2e6 + 3e7
+    assert stage.backward == 20 + 300 + 1000 + 30_000 + 300_000 + 4e6 + 5e7
     assert stage.first_backward == stage.backward - 5
     assert stage.weight == 7
     assert (stage.reduce, stage.reduce_tied, stage.step, stage.gather) == (1.5, 2.5, 7.625, 5.5)
@@ -81,7 +82,7 @@ def test_terms_become_actions():
 
 
 def test_chunks_do_once_per_batch_what_all_of_them_need_in_one_loop():
-    terms = [{"update_seconds": float(index), "step_overhead_seconds": 10.0, "tied_seconds": 1.0} for index in range(4)]
+    terms = [{"update_seconds": float(index), "once_seconds": 10.0, "tied_seconds": 1.0} for index in range(4)]
     stages = plan_seconds(make_plan("interleaved-1f1b", chunks=2), terms).stages
     assert [stage.step for stage in stages] == [12, 14, 12, 14]
     assert [stage.reduce_tied for stage in stages] == [2] * 4

@@ -24,6 +24,7 @@ def result(status, **changes):
         status=status,
         bound=0.4,
         gap=0.2,
+        closed_form_seconds=0.5,
         predicted=best.predicted,
         alternatives=(Alternative(name="2 stages", plan=plan(0.75)),),
         stats=TuneStats(seconds=1.0, candidates=12, pipelines=3, solved=2),
@@ -34,7 +35,7 @@ def result(status, **changes):
 @pytest.mark.parametrize(
     ("status", "proof"),
     [
-        ("optimal", "no plan of the search space is faster by the cost model"),
+        ("optimal", "no plan of the search space is faster by the closed form of the cost model"),
         ("explored", "gpipe gains on the pipelines that it was tried on; others may gain more"),
         ("time limit", "time was up; a plan could be faster by at most 20.0%"),
     ],
