@@ -105,12 +105,20 @@ _BROKEN = {"microbatch": "micro-\nbatch", "checkpointed": "check-\npointed"}
 
 
 def fitted(table: Table, console: Console) -> Table:
-    """The table itself, with narrower columns if its words would not fit otherwise."""
-    if console.measure(table, options=console.options.update(width=10_000)).minimum > console.width:
-        table.padding = 0
+    """The table itself, narrowed if it would not fit: first its headings, then the space around cells."""
+    if _natural_width(table, console) > console.width:
         for column in table.columns:
-            column.header = _BROKEN.get(str(column.header), column.header)
+            heading = str(column.header)
+            column.header = _BROKEN.get(heading, heading.replace(" ", "\n"))
+            column.overflow = "fold"  # rich would cut words off
+    if _natural_width(table, console) > console.width:
+        table.padding = 0
     return table
+
+
+def _natural_width(table: Table, console: Console) -> int:
+    """Columns of text that a table takes if it may."""
+    return console.measure(table, options=console.options.update(width=10_000)).maximum
 
 
 def _title(plan: Plan) -> str:

@@ -50,7 +50,9 @@ def _share(seconds: float, scale: float, step_seconds: float) -> str:
     """Seconds in a unit, and their part of the step."""
     if seconds == 0:
         return "-"
-    return f"{seconds / scale:.4g} {seconds / step_seconds:4.0%}"
+    value = seconds / scale
+    text = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{text} {seconds / step_seconds:3.0%}"
 
 
 def rate_lines(plan: Plan) -> tuple[str, ...]:

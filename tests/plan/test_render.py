@@ -98,6 +98,16 @@ def test_chunks_show_their_group():
     assert "chunk" not in render(PLAN)
 
 
+def test_no_word_is_cut_off_where_there_are_many_columns():
+    mesh = StageMesh(devices=(2, 3), tensor_parallel_degree=2, sequence_parallel=True)
+    other = replace(PLAN.stages[0], mesh=mesh, microbatch_size=8)
+    for width in (80, 100, 120):
+        lines = render(replace(PLAN, stages=(other, PLAN.stages[1])), width=width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert "…" not in "".join(lines)
+    assert any("pointed" in line for line in lines)
+
+
 def test_scattered_devices():
     plan = Plan(
         global_batch_size=5,
