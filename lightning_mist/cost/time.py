@@ -136,17 +136,38 @@ def _source(seconds: LayerSeconds, rows: float) -> TimeSource:
 def interpolate(rows: Sequence[int], seconds: Sequence[float], wanted: float) -> float:
     """Seconds at a number of rows.
 
-    Linear between measured sizes. Above the largest, proportional to it. Below the smallest, the smallest's: what a
-    layer costs however few its rows are does not shrink with them.
+    Linear between measured sizes. Beyond them as ``a + b rows`` grows or shrinks from the nearest measured size: ``a``
+    is what a layer costs however few its rows are, neither it nor ``b`` is negative, and the line is the one with the
+    least squares of relative errors over all measured sizes. A single size says nothing of ``a``: then seconds are
+    taken to grow with the rows above it, and not to shrink below it.
 
     Args:
         rows: Measured sizes, ascending.
         seconds: Seconds at each.
         wanted: The size asked for.
     """
-    if wanted > rows[-1]:
-        return float(seconds[-1] * wanted / rows[-1])
-    return float(np.interp(wanted, rows, seconds))
+    if rows[0] <= wanted <= rows[-1]:
+        return float(np.interp(wanted, rows, seconds))
+    end = 0 if wanted < rows[0] else len(rows) - 1
+    if len(rows) == 1:
+        return float(seconds[0] * max(1.0, wanted / rows[0]))
+    fixed, each = _line(rows, seconds)
+    known = fixed + each * rows[end]
+    return float(seconds[end] * (fixed + each * wanted) / known) if known > 0 else 0.0
+
+
+def _line(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """``a`` and ``b``, neither negative, of the line ``a + b rows`` with the least squares of relative errors."""
+    sizes, found = np.asarray(rows, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    weights = np.where(found > 0, 1 / np.maximum(found, 1e-12), 0.0)
+    if not weights.any():
+        return 0.0, 0.0
+    (fixed, each), *_ = np.linalg.lstsq(np.stack([weights, weights * sizes], axis=1), weights * found, rcond=None)
+    if fixed < 0:
+        return 0.0, float((weights**2 * sizes * found).sum() / ((weights * sizes) ** 2).sum())
+    if each < 0:
+        return float((weights**2 * found).sum() / (weights**2).sum()), 0.0
+    return float(fixed), float(each)
 
 
 def collective_seconds(

@@ -11,12 +11,37 @@ from lightning_mist.errors import ProfileError
 from tests.specs import cluster, profile, spec
 
 
-@pytest.mark.parametrize(
-    ("rows", "seconds"),
-    [(1, 1.0), (2, 1.5), (3, 2.5), (4, 3.5), (8, 7.0), (0.5, 1.0)],
-)
-def test_interpolation(rows, seconds):
+@pytest.mark.parametrize(("rows", "seconds"), [(1, 1.0), (2, 1.5), (3, 2.5), (4, 3.5)])
+def test_between_measured_sizes_seconds_are_linear(rows, seconds):
     assert interpolate((1, 2, 4), (1.0, 1.5, 3.5), rows) == seconds
+
+
+@pytest.mark.parametrize("rows", [0.25, 0.5, 8, 64])
+@pytest.mark.parametrize(("fixed", "each"), [(0.0, 1.0), (2.0, 0.5), (3.0, 0.0)])
+def test_beyond_them_what_is_fixed_stays_and_the_rest_is_proportional(rows, fixed, each):
+    measured = tuple(fixed + each * size for size in (1, 2, 4))
+    assert interpolate((1, 2, 4), measured, rows) == pytest.approx(fixed + each * rows)
+
+
+def test_a_small_disturbance_changes_what_lies_far_beyond_by_little():
+    # The last two sizes alone would say 1.1 + 0.1 rows, and the first two 0.7 + 0.4 rows.
+    found = interpolate((1, 2, 3, 4), (1.1, 1.5, 1.4, 1.5), 40)
+    assert 3.0 < found < 1.5 * 40 / 4
+    assert interpolate((1, 2, 4), (1.0, 2.0, 4.1), 8) == pytest.approx(8.2, rel=0.01)
+
+
+def test_seconds_never_shrink_with_more_rows_nor_fall_below_nothing():
+    # Four rows were measured faster than one, and faster than proportionally slower.
+    assert interpolate((1, 4), (1.2, 1.0), 8) == pytest.approx(1.0)
+    assert interpolate((1, 4), (1.2, 1.0), 0.5) == pytest.approx(1.2)
+    assert interpolate((1, 2), (1.0, 3.0), 4) == pytest.approx(6.0)
+    assert interpolate((2, 4), (1.0, 3.0), 1) == pytest.approx(0.5)
+    assert interpolate((1, 2), (0.0, 0.0), 4) == 0.0
+
+
+def test_a_single_size_is_a_lower_bound_below_it():
+    assert interpolate((4,), (1.0,), 2) == 1.0
+    assert interpolate((4,), (1.0,), 8) == 2.0
 
 
 def test_measured_seconds_come_first():
