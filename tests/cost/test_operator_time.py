@@ -6,7 +6,8 @@ import pytest
 from lightning_mist.cost.operator_time import byte_rate, compute_dtype, compute_rate, operator_seconds, work_seconds
 from lightning_mist.cost.regions import RegionWork
 from lightning_mist.errors import ProfileError
-from lightning_mist.hardware import KernelRate, MemoryRate
+from lightning_mist.hardware import KernelRate, MemoryRate, catalog_profile, parse_cluster
+from tests.cost import paper_time
 from tests.specs import profile
 
 
@@ -113,3 +114,65 @@ def test_compute_dtype(precision, dtype):
 def test_an_unknown_precision_is_named():
     with pytest.raises(ValueError, match="'int3'"):
         compute_dtype("int3")
+
+
+HIDDEN, INNER, LENGTH, HEADS, WORDS = 2048, 8192, 2048, 16, 50304
+
+
+def gpt_operators(rows):
+    """Work of the operators of GPT 1.3B in 16 bits: kind, FLOPs, bytes of forward, and the last two of backward.
+
+    Timed alone, an embedding adds its gradient to one that exists. A causal softmax does not read what it hides; what
+    its backward was timed with is not known.
+    """
+    tokens = rows * LENGTH
+    state, scores = 2 * tokens * HIDDEN, 2 * rows * HEADS * LENGTH**2
+    found = {}
+    for inputs, outputs in ((2048, 2048), (2048, 6144), (2048, 8192), (8192, 2048), (2048, WORDS)):
+        flops, moved = 2.0 * tokens * inputs * outputs, 2.0 * (tokens * (inputs + outputs) + inputs * outputs)
+        found[f"linear {inputs} to {outputs}"] = ("matmul", flops, moved, 2 * flops, 2 * moved)
+    product = 2.0 * rows * HEADS * LENGTH**2 * HIDDEN / HEADS
+    for name in ("scores", "values"):
+        found[name] = ("matmul", product, 2 * state + scores, 2 * product, 2 * (2 * state + scores))
+    found["flash attention"] = ("causal_attention", 2 * product, 4 * state, 5 * product, 8 * state)
+    found["gelu"] = ("elementwise", 0.0, 2 * 4 * state, 0.0, 3 * 4 * state)
+    found["softmax"] = ("reduction", 0.0, 1.5 * scores, 0.0, 0.0)
+    found["layer norm"] = ("reduction", 0.0, 2 * state, 0.0, 3 * state)
+    table = 2 * WORDS * HIDDEN
+    found["embedding"] = ("index", 0.0, 2 * state, 0.0, state + table)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "rows", "most"),
+    [
+        ("matmul", ("linear 2048 to 2048", "linear 2048 to 6144", "linear 2048 to 8192"), (2, 8), 0.09),
+        ("matmul", ("linear 8192 to 2048", "linear 2048 to 50304"), (2, 8), 0.07),
+        ("matmul", ("scores", "values"), (2, 8), 0.08),
+        ("causal_attention", ("flash attention",), (2, 8), 0.04),
+        ("elementwise", ("gelu",), (2, 8), 0.08),
+        # Of fewer rows norms take as long as launching them does.
+        ("reduction", ("softmax",), (2, 8), 0.10),
+        ("reduction", ("layer norm",), (8,), 0.10),
+        ("index", ("embedding",), (2, 8), 0.06),
+    ],
+)
+def test_the_catalog_says_what_operators_take_on_an_l4(kind, names, rows, most):
+    """Against op timings at 1050 MHz (tests/cost/paper_time.py names their source)."""
+    found = catalog_profile(parse_cluster("1xL4"))
+    times = {(item["operator"], item["rows"]): item for item in paper_time.read()["operators"]}
+    errors = []
+    for size in rows:
+        for name in names:
+            found_kind, *forward, flops, moved = gpt_operators(size)[name]
+            assert found_kind == kind
+            for direction, amounts in (("forward", forward), ("backward", (flops, moved))):
+                if (name, direction) == ("softmax", "backward"):
+                    continue
+                calls = 2 if kind == "matmul" and direction == "backward" else 1
+                entries = [(0, kind, *amounts, calls)]
+                if name == "embedding" and direction == "backward":
+                    entries.append((0, "elementwise", 0.0, 3 * 2.0 * WORDS * HIDDEN, 1))
+                predicted = operator_seconds(found, work(*entries), "float16", direction).sum()
+                errors.append(predicted / times[name, size][direction] - 1)
+    assert np.abs(errors).mean() <= most
