@@ -88,8 +88,6 @@ def placements_of(plan: Plan, devices_per_node: int) -> tuple[Placement, ...]:
 class _Part:
     """What a device has of a microbatch of its replica."""
 
-    device: int
-    replica: int
     tensor_index: int
     rows: Interval
     sequence: Interval
@@ -106,24 +104,17 @@ class _Flow:
 
 
 def _parts(mesh: StageMesh, replicas: int) -> list[_Part]:
+    """What the devices of a replica have; it is the same in all replicas."""
     tensor, context = mesh.tensor_parallel_degree, mesh.context_parallel_degree
     per_replica = mesh.data_parallel_degree // replicas
     pieces = tensor if mesh.sequence_parallel else 1
     found = []
-    for place, device in enumerate(mesh.devices):
+    for place in range(len(mesh.devices) // replicas):
         others, tensor_index = divmod(place, tensor)
-        data_index, context_index = divmod(others, context)
-        replica, row = divmod(data_index, per_replica)
+        row, context_index = divmod(others, context)
         piece = context_index * pieces + tensor_index % pieces
-        found.append(
-            _Part(
-                device=device,
-                replica=replica,
-                tensor_index=tensor_index,
-                rows=_interval(row, per_replica),
-                sequence=_interval(piece, context * pieces),
-            )
-        )
+        rows, sequence = _interval(row, per_replica), _interval(piece, context * pieces)
+        found.append(_Part(tensor_index=tensor_index, rows=rows, sequence=sequence))
     return found
 
 
@@ -135,22 +126,28 @@ def _common(first: Interval, second: Interval) -> Fraction:
     return max(Fraction(0), min(first[1], second[1]) - max(first[0], second[0]))
 
 
-def _flows(plan: Plan, stage: int, devices_per_node: int) -> Iterator[_Flow]:
-    """What passes from a stage to the next in one microbatch."""
-    before, after = plan.stages[stage].mesh, plan.stages[stage + 1].mesh
-    senders: dict[int, list[_Part]] = {}
-    for part in _parts(before, plan.num_replicas):
-        senders.setdefault(part.replica, []).append(part)
-    for receiver in _parts(after, plan.num_replicas):
-        for sender in senders[receiver.replica]:
-            if not before.sequence_parallel and sender.tensor_index != receiver.tensor_index % (
-                before.tensor_parallel_degree
-            ):
+def _pairs(before: StageMesh, after: StageMesh, replicas: int) -> Iterator[tuple[int, int, Fraction]]:
+    """Places of senders and receivers in a replica, and what passes between them in one microbatch."""
+    senders, tensor = _parts(before, replicas), before.tensor_parallel_degree
+    for place, receiver in enumerate(_parts(after, replicas)):
+        for other, sender in enumerate(senders):
+            if not before.sequence_parallel and sender.tensor_index != receiver.tensor_index % tensor:
                 continue
             shared = _common(sender.rows, receiver.rows) * _common(sender.sequence, receiver.sequence)
             if shared:
-                across = sender.device // devices_per_node != receiver.device // devices_per_node
-                yield _Flow(sender=sender.device, receiver=receiver.device, part=shared, across=across)
+                yield other, place, shared
+
+
+def _flows(plan: Plan, stage: int, devices_per_node: int) -> Iterator[_Flow]:
+    """What passes from a stage to the next in one microbatch."""
+    before, after, replicas = plan.stages[stage].mesh, plan.stages[stage + 1].mesh, plan.num_replicas
+    pairs = list(_pairs(before, after, replicas))
+    for replica in range(replicas):
+        senders, receivers = (mesh.devices[replica * len(mesh.devices) // replicas :] for mesh in (before, after))
+        for other, place, shared in pairs:
+            sender, receiver = senders[other], receivers[place]
+            across = sender // devices_per_node != receiver // devices_per_node
+            yield _Flow(sender=sender, receiver=receiver, part=shared, across=across)
 
 
 def _crossing(flows: Sequence[_Flow], sharing: float) -> Crossing:

@@ -1,11 +1,13 @@
 """What stages cost: candidates in, arrays of seconds and bytes out.
 
 Steady time ``t`` of a stage: forward and backward of one microbatch, one more forward of every recomputed layer, and
-the transfers that it waits for; from ZeRO-2 on also the reduction of its gradients, under ZeRO-3 the unsharding of its
-parameters (:mod:`lightning_mist.cost.shards`); what the runtime's own Python takes, where that was measured. A pipeline
-with as many microbatches in flight as it has stages passes one of them around the loop of all stages in ``sum t_i`` and
-two transfers per boundary, so each stage is charged with receiving its input and the gradient of its output. On a CPU
-it is also charged with sending, which uses the same cores.
+the transfers that it waits for (:mod:`lightning_mist.cost.exchange`); from ZeRO-2 on also the reduction of its
+gradients, under ZeRO-3 the unsharding of its parameters (:mod:`lightning_mist.cost.shards`), with context parallelism
+the exchange of keys and values (:mod:`lightning_mist.cost.ring_time`), with offload the copies from and to the host
+(:mod:`lightning_mist.cost.offload_time`), each as far as it does not hide in computation; what the runtime's own Python
+takes, where that was measured. A pipeline with as many microbatches in flight as it has stages passes one of them
+around the loop of all stages in ``sum t_i`` and two transfers per boundary, so each stage is charged with receiving its
+input and the gradient of its output. On a CPU it is also charged with sending, which uses the same cores.
 
 Boundary time ``d``: averaging gradients over the data-parallel ranks, summing those of tied parameters, the optimizer's
 step with all other passes over gradients (:mod:`lightning_mist.cost.update`), and under ZeRO-1 and ZeRO-2 giving out

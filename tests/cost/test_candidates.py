@@ -1,8 +1,10 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 
-from lightning_mist.cost.candidates import StageCandidates, StageSlot, slots_of
+from lightning_mist.cost.candidates import StageCandidates, StageSlot, placed_slots_of, slots_of
 from lightning_mist.plan import replica_of, replica_ranks, row_slice
 from tests.plans import plans
 
@@ -63,3 +65,17 @@ def test_taking_candidates_keeps_their_columns_together():
     assert some.end_K.tolist() == [13, 11, 11]
     assert some.checkpointed_K.tolist() == [23, 21, 21]
     assert some.zero_stage_K.tolist() == [1, 1, 1]
+
+
+@given(plans())
+def test_slots_with_places_are_the_same_slots(plan):
+    for (slot_, one), (placed, same) in zip(slots_of(plan), placed_slots_of(plan, 2), strict=True):
+        assert placed.placement is not None
+        assert slot_.placement is None
+        assert dataclasses.replace(placed, placement=None) == slot_
+        assert one.start_K == same.start_K
+
+
+def test_devices_that_share_a_sequence_compute_as_much_as_on_a_part_of_the_rows():
+    assert slot(rows=4).whole_rows == 4
+    assert slot(rows=4, context_parallel_degree=8).whole_rows == 0.5
