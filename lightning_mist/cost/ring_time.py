@@ -51,7 +51,8 @@ def ring_seconds(
     heads = 1 if slot.sequence_parallel else slot.tensor_parallel_degree
     block = KEY_VALUE_STATES * hidden_state_bytes(part) / heads
     nodes = ring_nodes(cluster, slot)
-    step = float(collective_seconds(profile, "send_recv", 2, min(nodes, 2), block, KEY_VALUE_STATES))
+    # Keys and values travel together.
+    step = float(collective_seconds(profile, "send_recv", 2, min(nodes, 2), block))
     interference = interference_of(profile, cluster)
 
     def exposed(name: str, steps: int) -> FloatArray:

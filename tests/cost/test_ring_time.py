@@ -55,7 +55,7 @@ def block(rows=4, tokens=LENGTH // 2):
 
 
 def test_on_a_cpu_keys_and_values_go_around_beside_nothing():
-    step = 2 * 1e-5 + block() / 1e9
+    step = 1e-5 + block() / 1e9
     found = model().seconds(slot(), candidates(checkpointed=3))
     # Once in a forward of two devices; again in a backward, and their gradients twice, home to where they belong.
     assert found.forward_ring_K[0] == pytest.approx(4 * step)
@@ -64,7 +64,7 @@ def test_on_a_cpu_keys_and_values_go_around_beside_nothing():
         found.forward_K[0] + found.backward_K[0] + found.recompute_K[0] + found.ring_K[0]
     )
     four = model(devices=4).seconds(slot(4), candidates())
-    step = 2 * 1e-5 + block(tokens=LENGTH // 4) / 1e9
+    step = 1e-5 + block(tokens=LENGTH // 4) / 1e9
     assert four.ring_K[0] == pytest.approx(4 * (3 + 3 + 4) * step)
 
 
@@ -74,7 +74,8 @@ def test_every_device_does_an_equal_part_of_everything():
     # As much as half of the rows with the whole of their sequence.
     region = model().region_seconds(2)
     assert shared.forward_K[0] == pytest.approx(region.forward_R.sum())
-    assert shared.update_K[0] == alone.update_K[0]
+    plain = model().seconds(slot(1, data_parallel_degree=2), candidates())
+    assert shared.update_K[0] == plain.update_K[0]
 
 
 def test_on_a_device_attention_hides_the_ring():
@@ -102,7 +103,7 @@ def test_tensor_parallel_devices_have_a_part_of_the_heads():
     machine = model(uses)
     region, memory = machine.region_seconds(2), machine.memory(slot())
     shares = [
-        ring_seconds(machine.profile, machine.cluster, slot(**place), memory, region)[0][1] - 2e-5
+        ring_seconds(machine.profile, machine.cluster, slot(**place), memory, region)[0][1] - 1e-5
         for place in ({}, {"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 2, "sequence_parallel": True})
     ]
     assert shares[0] == pytest.approx(2 * shares[1])
