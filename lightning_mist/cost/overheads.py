@@ -10,7 +10,9 @@ import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.regions import covered, regions_of
 from lightning_mist.hardware import StepOverheads
+from lightning_mist.model.spec import ModelSpec
 
 SPLIT_BACKWARD = 0.5
 """What an operator on tensors that ranks share out takes in backward, as a share of what it takes in forward: there
@@ -34,7 +36,7 @@ class OverheadSeconds:
 
 
 def overhead_seconds(
-    overheads: StepOverheads, slot: StageSlot, candidates: StageCandidates, *, num_layers: int, head_operators: int
+    overheads: StepOverheads, slot: StageSlot, candidates: StageCandidates, spec: ModelSpec
 ) -> OverheadSeconds:
     """What the runtime itself takes in stages of a slot.
 
@@ -45,15 +47,26 @@ def overhead_seconds(
         overheads: What was measured of the runtime.
         slot: Where the stages are.
         candidates: The stages.
-        num_layers: Layers of the network.
-        head_operators: Operators of its head, which later stages run on stand-ins.
+        spec: The network; later stages run its head on stand-ins.
     """
     is_later_K = (candidates.start_K > 0).astype(np.float64)
-    boundaries_K = is_later_K + (candidates.end_K < num_layers)
+    boundaries_K = is_later_K + (candidates.end_K < spec.num_layers)
     each_K = overheads.action_seconds + boundaries_K * overheads.message_seconds
     shares = slot.num_stages > 1 or slot.tensor_parallel_degree > 1
+    backward_K = each_K + overheads.recomputed_layer_seconds * candidates.checkpointed_K
+    if slot.schedule == "zb-h1":
+        backward_K = backward_K + overheads.deferred_operator_seconds * _backward_operators(spec, candidates)
     return OverheadSeconds(
-        forward_K=each_K + is_later_K * head_operators * overheads.stand_in_seconds,
-        backward_K=each_K + (overheads.action_seconds if slot.schedule == "zb-h1" else 0.0),
+        forward_K=each_K + is_later_K * spec.head.forward_operators * overheads.stand_in_seconds,
+        backward_K=backward_K,
         once_K=np.full(len(candidates), overheads.once(shares_batches=shares)),
     )
+
+
+def _backward_operators(spec: ModelSpec, candidates: StageCandidates) -> FloatArray:
+    """Operators of the backwards of stages."""
+    operators_R = [region.backward_operators for region in regions_of(spec)]
+    before_R = np.concatenate([[0.0], np.cumsum(operators_R, dtype=np.float64)])
+    low_K, high_K = covered(spec, candidates.start_K, candidates.end_K)
+    result_K: FloatArray = before_R[high_K] - before_R[low_K]
+    return result_K

@@ -221,13 +221,7 @@ class StageCostModel:
             compute=compute, units=units, update_K=update_K, reduce_K=once.whole_K, gather_K=once.gather_K
         )
         copies = self._copies(slot, candidates, known)
-        overhead = overhead_seconds(
-            self.profile.overheads,
-            slot,
-            candidates,
-            num_layers=self.spec.num_layers,
-            head_operators=self.spec.head.forward_operators,
-        )
+        overhead = overhead_seconds(self.profile.overheads, slot, candidates, self.spec)
         found = StageSeconds(
             forward_K=forward_sum[high_K] - forward_sum[low_K],
             backward_K=backward_K + passes.pass_K,

@@ -100,6 +100,9 @@ class StepOverheads:
         split_operator_seconds: Each operator on tensors that tensor-parallel ranks share out, in forward; half as much
             again is spent on it in backward.
         unit_seconds: Each layer's parameters that are unsharded, or gradients that are reduced, from ZeRO-2 on.
+        recomputed_layer_seconds: Each recomputed layer, beyond its second forward.
+        deferred_operator_seconds: Each operator of a backward whose gradients of weights are put off (ZB-H1), which
+            makes it two actions.
     """
 
     step_seconds: float = 0.0
@@ -109,6 +112,8 @@ class StepOverheads:
     stand_in_seconds: float = 0.0
     split_operator_seconds: float = 0.0
     unit_seconds: float = 0.0
+    recomputed_layer_seconds: float = 0.0
+    deferred_operator_seconds: float = 0.0
 
     def once(self, *, shares_batches: bool) -> float:
         """Seconds once per optimizer step.

@@ -191,7 +191,7 @@ def time_layers(
     *,
     device: torch.device,
     progress: Callable[[str, float], None] | None = None,
-    budget_seconds: float = 6.0,
+    budget_seconds: float = 5.0,
 ) -> tuple[LayerSeconds, ...]:
     """Measure seconds of forward and backward of the head, of every kind of block, and of the tail.
 

@@ -68,8 +68,8 @@ class _Network(nn.Module):
         return loss
 
 
-HEAD_OPERATORS, BLOCK_OPERATORS = 2, 5
-"""Operators of the network's head and of each block in forward, as the trace counts them."""
+HEAD_OPERATORS, BLOCK_OPERATORS, BLOCK_BACKWARD_OPERATORS = 2, 5, 15
+"""Operators of the head and of a block in forward, and of a block in backward, as the trace counts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +107,12 @@ def measure_overheads(profile: HardwareProfile, device: torch.device, world_size
         found = map_module(module, module.training_step, batch, blocks="blocks")
         plain = _plain(module, batch[:1])
         runs = {"data": _run(module, found, batch, device, _plan(world_size, zero_stage=1))}
+        again = _plan(world_size, zero_stage=1, checkpointed_layers="all")
+        runs["recomputed"] = _run(module, found, batch, device, again)
         if world_size % 2 == 0:
             runs["pipeline"] = _run(module, found, batch, device, _plan(world_size, pipeline_stages=2))
+            put_off = _plan(world_size, pipeline_stages=2, schedule="zb-h1")
+            runs["put off"] = _run(module, found, batch, device, put_off)
             split = derive_splits(module, module.training_step, batch, found, (2,))
             if split.splits:
                 runs["tensor"] = _run(module, split, batch, device, _plan(world_size, tensor_parallel_degree=2))
@@ -174,6 +178,9 @@ def _overheads(profile: HardwareProfile, runs: dict[str, _Run], plain: tuple[flo
     data = runs["data"]
     action = (_computing(data) - sum(plain)) / 2
     found = {"step_seconds": data.around, "action_seconds": action}
+    if (recomputed := runs.get("recomputed")) is not None:
+        more = _computing(recomputed) - _computing(data) - plain[0]
+        found["recomputed_layer_seconds"] = more / LAYERS
     if (pipeline := runs.get("pipeline")) is not None:
         posts = [pipeline.seconds[kind] for kind in _MESSAGES if kind in pipeline.seconds]
         found["message_seconds"] = sum(posts) / len(posts)
@@ -182,6 +189,10 @@ def _overheads(profile: HardwareProfile, runs: dict[str, _Run], plain: tuple[flo
             # Half of the layers, and the head on stand-ins.
             skipped = pipeline.seconds[ActionKind.FORWARD] - plain[0] / 2 - action
             found["stand_in_seconds"] = skipped / HEAD_OPERATORS
+    if (put_off := runs.get("put off")) is not None:
+        apart = sum(put_off.seconds[kind] for kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT))
+        more = apart - runs["pipeline"].seconds[ActionKind.BACKWARD]
+        found["deferred_operator_seconds"] = more / (LAYERS / 2 * BLOCK_BACKWARD_OPERATORS)
     if (tensor := runs.get("tensor")) is not None:
         # Each block's output is summed in forward, and the gradient of its input in backward.
         exchanged = 2 * LAYERS * _collective(profile, "all_reduce", 4 * LENGTH * WIDTH)
@@ -195,6 +206,7 @@ def _overheads(profile: HardwareProfile, runs: dict[str, _Run], plain: tuple[flo
 
 
 def _computing(run: _Run) -> float:
+    """One forward and one backward."""
     return run.seconds[ActionKind.FORWARD] + run.seconds[ActionKind.BACKWARD]
 
 

@@ -16,32 +16,40 @@ OVERHEADS = StepOverheads(
     stand_in_seconds=10000.0,
     split_operator_seconds=5.0,
     unit_seconds=7.0,
+    recomputed_layer_seconds=0.25,
+    deferred_operator_seconds=0.125,
 )
 
 
-def slot(stages=3, *, degree=1, tensor=1):
+def slot(stages=3, *, degree=1, tensor=1, schedule="1f1b"):
     return StageSlot(
         stage_index=0,
         num_stages=stages,
         num_microbatches=4,
         data_parallel_degree=degree,
         tensor_parallel_degree=tensor,
+        schedule=schedule,
         rows=2,
         batch_rows=2,
         replicas=degree,
     )
 
 
-def candidates(bounds, zero=0):
+def candidates(bounds, zero=0, checkpointed=0):
     start_K, end_K = (np.array(column) for column in zip(*bounds, strict=True))
     same = np.full(len(bounds), zero)
-    return StageCandidates(start_K=start_K, end_K=end_K, checkpointed_K=0 * same, zero_stage_K=same)
+    return StageCandidates(start_K=start_K, end_K=end_K, checkpointed_K=0 * same + checkpointed, zero_stage_K=same)
+
+
+NETWORK = spec(6)
+HEAD = NETWORK.head.forward_operators
 
 
 def test_boundaries_post_messages_and_later_stages_run_the_head_on_stand_ins():
     stages = candidates([(0, 2), (2, 4), (4, 6)])
-    found = overhead_seconds(OVERHEADS, slot(), stages, num_layers=6, head_operators=3)
-    assert found.forward_K.tolist() == [110, 30210, 30110]
+    found = overhead_seconds(OVERHEADS, slot(), stages, NETWORK)
+    assert HEAD > 0
+    assert found.forward_K.tolist() == [110, 10000 * HEAD + 210, 10000 * HEAD + 110]
     assert found.backward_K.tolist() == [110, 210, 110]
     assert found.once_K.tolist() == [1001] * 3
 
@@ -49,9 +57,26 @@ def test_boundaries_post_messages_and_later_stages_run_the_head_on_stand_ins():
 @pytest.mark.parametrize(("stages", "degree", "seconds"), [(1, 1, 1), (2, 1, 1001), (1, 2, 1001)])
 def test_only_ranks_of_one_replica_exchange_batches(stages, degree, seconds):
     where = slot(stages, tensor=degree)
-    found = overhead_seconds(OVERHEADS, where, candidates([(0, 6)]), num_layers=6, head_operators=3)
+    found = overhead_seconds(OVERHEADS, where, candidates([(0, 6)]), NETWORK)
     assert found.once_K.tolist() == [seconds]
     assert found.forward_K.tolist() == [10]
+
+
+def test_recomputed_layers_take_longer_in_backward():
+    few, many = (
+        overhead_seconds(OVERHEADS, slot(1), candidates([(0, 6)], checkpointed=count), NETWORK) for count in (0, 4)
+    )
+    assert many.backward_K[0] - few.backward_K[0] == 4 * 0.25
+    assert many.forward_K.tolist() == few.forward_K.tolist()
+
+
+def test_backwards_in_two_parts_take_longer_by_their_operators():
+    stages = candidates([(0, 2), (2, 6)])
+    one, two = (overhead_seconds(OVERHEADS, slot(2, schedule=name), stages, NETWORK) for name in ("1f1b", "zb-h1"))
+    layer = NETWORK.layers[NETWORK.kinds[0]].backward_operators
+    ends = [NETWORK.head.backward_operators, NETWORK.tail.backward_operators]
+    wanted = [0.125 * (2 * layer + ends[0]), 0.125 * (4 * layer + ends[1])]
+    assert two.backward_K - one.backward_K == pytest.approx(wanted)
 
 
 def seconds_with(overheads, degree=1):

@@ -10,7 +10,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_mist.errors import ProfileError
-from lightning_mist.hardware import Cluster, Device, measure_profile, measuring_groups, read_profile, write_profile
+from lightning_mist.hardware import (
+    Cluster,
+    Device,
+    measure,
+    measure_profile,
+    measuring_groups,
+    read_profile,
+    timing,
+    write_profile,
+)
 from lightning_mist.hardware.collectives import OPERATIONS
 
 CPU = torch.device("cpu")
@@ -117,3 +126,27 @@ def test_device() -> None:
     )
     assert profile.host_to_device_bytes_per_second > 0
     assert profile.device_to_host_bytes_per_second > 0
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 1e-3, 0.04])
+def test_the_budget_is_kept_however_long_a_call_takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    now = [0.0]
+
+    def timed(function: object, calls: int, device: object) -> float:
+        now[0] += calls * seconds
+        return seconds
+
+    monkeypatch.setattr(timing, "_seconds", timed)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure, "LARGEST_MATMUL", 256)
+    seen: list[float] = []
+    measure_profile(
+        cluster=cluster(1),
+        device=CPU,
+        dtypes=[torch.float32],
+        progress=lambda _, fraction: seen.append(fraction),
+        budget_seconds=10.0,
+    )
+    assert 0 < now[0] <= 10.0
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0

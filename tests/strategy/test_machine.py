@@ -14,7 +14,8 @@ def measured(monkeypatch):
     """Replaces measuring, which takes many seconds, by figures; says with which element types it was asked."""
     asked = []
 
-    def measure(*, cluster, device, dtypes, groups, progress):
+    def measure(*, cluster, device, dtypes, groups, progress, budget_seconds):
+        assert budget_seconds <= 10
         asked.append(dtypes)
         rates = tuple(
             ComputeRate(dtype=str(dtype).removeprefix("torch."), flops=(1e6,), flops_per_second=(1e9,), spread=0.1)

@@ -28,6 +28,7 @@ def test_operators_are_counted_as_the_trace_counts_them():
     spec = trace_model(network, batch, call=network.training_step, module_map=found, optimizer=torch.optim.SGD)
     assert spec.head.forward_operators == overheads.HEAD_OPERATORS
     assert [layer.forward_operators for layer in spec.layers] == [overheads.BLOCK_OPERATORS]
+    assert [layer.backward_operators for layer in spec.layers] == [overheads.BLOCK_BACKWARD_OPERATORS]
     assert spec.num_layers == overheads.LAYERS
 
 
@@ -46,6 +47,20 @@ def test_a_later_stage_tells_of_stand_ins_and_messages():
     assert found.stand_in_seconds == pytest.approx((3.5 - 0.5) / overheads.HEAD_OPERATORS)
     assert found.message_seconds == pytest.approx(0.3)
     assert found.exchange_seconds == pytest.approx(2.0)
+
+
+def test_recomputation_is_more_than_the_second_forward():
+    runs = {"data": run(1.0, 2.0), "recomputed": run(1.25, 3.75)}
+    found = overheads._overheads(profile(), runs, (1.0, 2.0))
+    assert found.recomputed_layer_seconds == pytest.approx(1.0 / overheads.LAYERS)
+
+
+def test_putting_off_gradients_of_weights_is_counted_by_operator():
+    pipeline = run(1.0, 2.0, RECV_ACTIVATION=0.1)
+    put_off = run(1.0, 0.0, BACKWARD_INPUT=1.5, BACKWARD_WEIGHT=1.1)
+    found = overheads._overheads(profile(), {"data": pipeline, "pipeline": pipeline, "put off": put_off}, (1.0, 2.0))
+    operators = overheads.LAYERS / 2 * overheads.BLOCK_BACKWARD_OPERATORS
+    assert found.deferred_operator_seconds == pytest.approx(0.6 / operators)
 
 
 def test_collectives_of_the_profile_are_no_overhead():
