@@ -165,8 +165,12 @@ def _crossing_seconds(
 ) -> FloatArray:
     if slot.placement is None or crossing is None:
         return collective_seconds(profile, "send_recv", 2, _pipeline_nodes(cluster, slot), payload_C, tensors_C)
-    bytes_C = payload_C * (crossing.whole / slot.placement.share)
-    messages_C = tensors_C * crossing.messages
+    own = crossing is slot.placement.before
+    ends = ((crossing.sent, crossing.sent_messages), (crossing.received, crossing.received_messages))
+    # On a device both ends are busy until the last has what it gets; on a CPU each works for what it moves itself.
+    part, messages = ends[own] if cluster.device.kind == "cpu" else map(max, *ends)
+    bytes_C = payload_C * (part / slot.placement.share)
+    messages_C = tensors_C * messages
     inside_C = collective_seconds(profile, "send_recv", 2, 1, bytes_C, messages_C)
     if not crossing.across:
         return inside_C

@@ -23,14 +23,19 @@ class Crossing:
     """How one microbatch crosses a boundary between stages.
 
     Attributes:
-        whole: The most that one device sends or receives, as a part of what crosses in one replica of the pipeline.
-        messages: The most messages that one device sends or receives per tensor.
+        sent: The most that one device of the stage in front sends in a forward (and receives in a backward), as a part
+            of what crosses in one replica of the pipeline.
+        received: The most that one device of the stage behind receives (and sends).
+        sent_messages: The most messages per tensor that one device in front sends.
+        received_messages: The most messages per tensor that one device behind receives.
         across: Whether any of them goes to another node.
         sharing: Part of a node's devices that send to other nodes, over this boundary and others in this direction.
     """
 
-    whole: float
-    messages: int
+    sent: float
+    received: float
+    sent_messages: int
+    received_messages: int
     across: bool
     sharing: float
 
@@ -151,15 +156,15 @@ def _flows(plan: Plan, stage: int, devices_per_node: int) -> Iterator[_Flow]:
 
 
 def _crossing(flows: Sequence[_Flow], sharing: float) -> Crossing:
-    parts: dict[tuple[str, int], Fraction] = {}
-    messages: Counter[tuple[str, int]] = Counter()
+    sent, received = ({}, {})  # type: tuple[dict[int, Fraction], dict[int, Fraction]]
     for flow in flows:
-        for end in (("sends", flow.sender), ("receives", flow.receiver)):
-            parts[end] = parts.get(end, Fraction(0)) + flow.part
-            messages[end] += 1
+        sent[flow.sender] = sent.get(flow.sender, Fraction(0)) + flow.part
+        received[flow.receiver] = received.get(flow.receiver, Fraction(0)) + flow.part
     return Crossing(
-        whole=float(max(parts.values())),
-        messages=max(messages.values()),
+        sent=float(max(sent.values())),
+        received=float(max(received.values())),
+        sent_messages=max(Counter(flow.sender for flow in flows).values()),
+        received_messages=max(Counter(flow.receiver for flow in flows).values()),
         across=any(flow.across for flow in flows),
         sharing=sharing,
     )

@@ -21,18 +21,19 @@ def machine(*, inside=1e9, across=1e8, latency=1e-4):
     return dataclasses.replace(made, collectives=(*made.collectives, *between))
 
 
-def crossing(degrees, devices_per_node=8, *, hardware=None):
+def crossing(degrees, devices_per_node=8, *, hardware=None, kind="cuda", sending=False):
     """Seconds of receiving the input of the second of two stages, and the gradient of the first one's output."""
     plan = make_plan(degrees)
     hardware = hardware or machine()
-    place = cluster(plan.world_size, nodes=max(1, plan.world_size // devices_per_node))
+    place = cluster(plan.world_size, nodes=max(1, plan.world_size // devices_per_node), kind=kind)
     memory = MemoryModel(NETWORK)
     found = [
-        transfers(hardware, place, slot, candidates, memory)
+        transfers(hardware, place, slot, candidates, memory, sending=sending)
         for slot, candidates in placed_slots_of(plan, devices_per_node)
     ]
-    assert found[0][0][0] == found[1][1][0] == 0.0
-    return float(found[1][0][0]), float(found[0][1][0])
+    none, there = (1, 0) if sending else (0, 1)
+    assert found[none][0][0] == found[there][1][0] == 0.0
+    return float(found[there][0][0]), float(found[none][1][0])
 
 
 def test_equal_stages_send_one_message():
@@ -44,6 +45,14 @@ def test_where_a_stage_has_fewer_ranks_they_send_and_receive_the_rows_of_all():
     for degrees in ([(4, 1), (1, 1)], [(1, 1), (4, 1)]):
         # Four rows in all, whoever has them, in four messages.
         assert crossing(degrees) == pytest.approx((4e-4 + 4 * 1000 / 1e9,) * 2)
+
+
+def test_on_a_cpu_each_end_works_for_what_it_moves_itself():
+    for sending in (False, True):
+        ends = crossing([(4, 1), (1, 1)], kind="cpu", sending=sending)
+        few, many = 4e-4 + 4 * 1000 / 1e9, 1e-4 + 1000 / 1e9
+        # The single rank behind receives rows and sends gradients of all; each of the four in front has its own.
+        assert ends == pytest.approx((many, few) if sending else (few, many))
 
 
 def test_tensor_parallel_ranks_get_a_whole_each():

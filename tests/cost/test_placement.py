@@ -53,7 +53,8 @@ def counted(plan, stage, devices_per_node):
                 for end in (("s", sender), ("r", receiver)):
                     messages[end] = messages.get(end, 0) + 1
                 across |= sender // devices_per_node != receiver // devices_per_node
-    return max(*sends.values(), *receives.values()), max(messages.values()), across
+    counts = [max(count for (end, _), count in messages.items() if end == side) for side in ("s", "r")]
+    return max(sends.values()), max(receives.values()), *counts, across
 
 
 @pytest.mark.parametrize(
@@ -71,14 +72,16 @@ def test_crossings_are_what_the_runtime_sends(degrees, sequence):
     for stage in range(len(degrees) - 1):
         crossing = found[stage].behind
         assert crossing == found[stage + 1].before
-        whole, messages, across = counted(plan, stage, 4)
-        assert (crossing.whole, crossing.messages, crossing.across) == (pytest.approx(whole), messages, across)
+        sent, received, *rest = counted(plan, stage, 4)
+        assert (crossing.sent, crossing.received) == pytest.approx((sent, received))
+        assert [crossing.sent_messages, crossing.received_messages, crossing.across] == rest
 
 
 def test_equal_stages_hand_on_what_they_have():
     (first, second) = placements_of(make_plan([(4, 2), (4, 2)]), 8)
-    assert first.behind.whole == first.share == second.share == 1.0
-    assert (first.behind.messages, first.behind.across, first.behind.sharing) == (1, False, 0.0)
+    assert first.behind.sent == first.behind.received == first.share == second.share == 1.0
+    assert (first.behind.sent_messages, first.behind.received_messages) == (1, 1)
+    assert (first.behind.across, first.behind.sharing) == (False, 0.0)
     assert first.before is None
     assert second.behind is None
 
@@ -86,7 +89,8 @@ def test_equal_stages_hand_on_what_they_have():
 def test_more_ranks_receive_less_each_but_a_sender_sends_it_all():
     first, second = placements_of(make_plan([(1, 1), (4, 1)]), 8)
     assert (first.share, second.share) == (1.0, 0.25)
-    assert (first.behind.whole, first.behind.messages) == (1.0, 4)
+    assert (first.behind.sent, first.behind.sent_messages) == (1.0, 4)
+    assert (first.behind.received, first.behind.received_messages) == (0.25, 1)
 
 
 def test_groups_and_the_nodes_that_they_span():
