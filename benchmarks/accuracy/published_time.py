@@ -16,7 +16,7 @@ Their runtime differs from ours in the following, and what of that takes time is
 * flat parameters are shared out evenly (:data:`PARTS`), so that owners reduce and give out with reduce-scatters and
   all-gathers,
 * updated parameters are given out beside the forward of the next step's first microbatch, a layer ahead,
-* every transfer between stages is waited for at both ends, which is how our cost model charges transfers anyway.
+* every transfer between stages is waited for at both ends.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from benchmarks.accuracy.published_rows import DATA, Row, UnpredictableError, mi
 from benchmarks.record import RECORDS, Sample, make_record, write_record
 from lightning_mist.cost.candidates import StageCandidates, StageSlot, slots_of
 from lightning_mist.cost.channels import interference_of
-from lightning_mist.cost.clock import clocked_seconds
+from lightning_mist.cost.clock import step_times, terms_of
 from lightning_mist.cost.overlap import concurrent_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.shards import unit_seconds
@@ -48,12 +48,16 @@ from lightning_mist.hardware import HardwareProfile
 from lightning_mist.model import trace_model
 from lightning_mist.model.spec import ModelSpec, OptimizerSpec
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.schedule import StepRules
 
 MACHINES: Mapping[str, Callable[[int], HardwareProfile]] = {
     "measured": published_l4.measured,
     "catalog": published_l4.catalog,
 }
 """Ways to describe the machine, by name: the number of devices in its node, and what comes of it."""
+
+EXECUTED = StepRules(transfers="within", update_after="own")
+"""That runtime waits for every message at both ends, and its stages update each for itself."""
 
 _HALF, _SINGLE = 2, 4
 _STEP_BYTES = (
@@ -192,7 +196,12 @@ def predicted_seconds(run: Run, profile: HardwareProfile) -> tuple[float, tuple[
     spec = traced(run.dims, single_row=run.plan.stages[0].microbatch_size == 1)
     model = StageCostModel(spec, as_executed(profile), published_l4.cluster(devices))
     stages = tuple(_executed(model, slot, stage) for slot, stage in slots_of(run.plan))
-    return clocked_seconds(run.plan, stages), stages
+    return _clocked(run.plan, stages), stages
+
+
+def _clocked(plan: Plan, stages: Sequence[StageSeconds]) -> float:
+    """Seconds of one step on the clock, by the rules of the runtime that ran it."""
+    return step_times(plan, [terms_of(stage) for stage in stages], EXECUTED).step_seconds
 
 
 def _executed(model: StageCostModel, slot: StageSlot, stage: StageCandidates) -> StageSeconds:
@@ -214,7 +223,7 @@ def _executed(model: StageCostModel, slot: StageSlot, stage: StageCandidates) ->
 
 def _without_update(run: Run, profile: HardwareProfile) -> float:
     stages = predicted_seconds(run, profile)[1]
-    return clocked_seconds(run.plan, [replace(stage, update_K=np.zeros(1)) for stage in stages])
+    return _clocked(run.plan, [replace(stage, update_K=np.zeros(1)) for stage in stages])
 
 
 def _without_transfers(run: Run, profile: HardwareProfile) -> float:
@@ -227,7 +236,7 @@ def _without_transfers(run: Run, profile: HardwareProfile) -> float:
 
 def _without_sharing(run: Run, profile: HardwareProfile) -> float:
     stages = predicted_seconds(run, profile)[1]
-    return clocked_seconds(run.plan, [replace(stage, reduce_K=np.zeros(1), gather_K=np.zeros(1)) for stage in stages])
+    return _clocked(run.plan, [replace(stage, reduce_K=np.zeros(1), gather_K=np.zeros(1)) for stage in stages])
 
 
 def _without_limit(run: Run, profile: HardwareProfile) -> float:
