@@ -117,5 +117,5 @@ def compute_rate(profile: HardwareProfile, dtype: str, flops_E: FloatArray) -> F
     known = ", ".join(rate.dtype for rate in profile.compute) or "nothing"
     raise ProfileError(
         f"the profile of {profile.device} has no rate for {dtype}, which this precision computes in; it has {known}: "
-        f"measure it for {dtype}, or use a precision that it has"
+        f"measure it for {dtype} (lightning-mist profile --precision), or use a precision that it has"
     )

@@ -73,7 +73,8 @@ def measure_collectives(
     runs = [(key, name) for key in shapes for name in OPERATIONS if name != "send_recv" or key[0] == 2]
     costs = []
     for index, (key, name) in enumerate(runs):
-        progress(f"{name} among {key[0]} ranks on {key[1]} nodes", index / len(runs))
+        nodes = f" on {key[1]} nodes" if key[1] > 1 else ""
+        progress(f"{name} among {key[0]} ranks{nodes}", index / len(runs))
         costs.append(_measure_one(session, shapes[key], key, name, budget_seconds / len(runs)))
     return tuple(costs)
 

@@ -106,3 +106,13 @@ def test_processes_of_a_launcher_measure_together(monkeypatch, measured, tmp_pat
     found = measure_launched("auto", "32-true")
     assert (found.cluster.world_size, found.profile.source) == (1, "measurement 1")
     assert not dist.is_initialized()
+
+
+@pytest.mark.gpu
+def test_a_device_is_measured_by_a_process_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = measure_local(local_cluster("cuda", 1, "one device"), "bf16-mixed", is_fresh=True)
+    assert found.cluster.device.kind == "cuda"
+    assert {rate.dtype for rate in found.profile.compute} >= {"float32", "bfloat16"}
+    assert found.profile.host_to_device_bytes_per_second > 0
+    assert found.kept.exists()
