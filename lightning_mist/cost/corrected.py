@@ -24,11 +24,16 @@ CORRECTED: tuple[tuple[Term, tuple[str, ...]], ...] = (
 """Which terms of a stage's seconds a correction multiplies, beside those that are made of regions."""
 
 
+def computation_factor(spec: ModelSpec, profile: HardwareProfile, term: Term) -> float:
+    """The factor on computation in one direction; 1 where layers were not measured."""
+    return factor_of(profile.corrections, term) if spec.seconds else 1.0
+
+
 def corrected_regions(spec: ModelSpec, profile: HardwareProfile, seconds: RegionSeconds) -> RegionSeconds:
     """Seconds of regions, corrected by direction where layers were measured."""
-    if not spec.seconds or not profile.corrections:
+    forward, backward = (computation_factor(spec, profile, term) for term in ("forward", "backward"))
+    if forward == backward == 1.0:
         return seconds
-    forward, backward = (factor_of(profile.corrections, direction) for direction in ("forward", "backward"))
     exchange = seconds.exchange
     return replace(
         seconds,

@@ -26,7 +26,7 @@ import numpy as np
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.channels import copy_rates, interference_of
 from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.cost.corrected import corrected_regions, corrected_terms
+from lightning_mist.cost.corrected import computation_factor, corrected_regions, corrected_terms
 from lightning_mist.cost.exchange import reductions, shard_nodes, transfers
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.needs import StageNeeds
@@ -217,6 +217,8 @@ class StageCostModel:
         once = reductions(*machine, slot, candidates, held, backward_K + recompute_K)
         passes = update_seconds(machine, self.spec, slot, candidates, memory.holdings)
         update_K = passes.update_K
+        slower = computation_factor(self.spec, self.profile, "backward")
+        pass_K, accumulate_K = slower * passes.pass_K, slower * passes.accumulate_K
         known = WithoutCopies(
             compute=compute, units=units, update_K=update_K, reduce_K=once.whole_K, gather_K=once.gather_K
         )
@@ -224,12 +226,12 @@ class StageCostModel:
         overhead = overhead_seconds(self.profile.overheads, slot, candidates, self.spec)
         found = StageSeconds(
             forward_K=forward_sum[high_K] - forward_sum[low_K],
-            backward_K=backward_K + passes.pass_K,
+            backward_K=backward_K + pass_K,
             recompute_K=recompute_K,
             weight_K=weight_sum[high_K] - weight_sum[low_K],
             exchange_K=forward_exchange_K + backward_exchange_K,
             recompute_exchange_K=recompute_exchange_K,
-            accumulate_K=np.minimum(passes.accumulate_K, backward_K + passes.pass_K),
+            accumulate_K=np.minimum(accumulate_K, backward_K + pass_K),
             transfer_K=arrival_K + return_K + self._sending(slot, candidates),
             arrival_K=arrival_K,
             return_K=return_K,

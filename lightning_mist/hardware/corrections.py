@@ -31,7 +31,7 @@ Factors stay within ``BOUNDS``: what is wrong by more than that is no matter of 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from lightning_mist.hardware.profile import Correction, HardwareProfile, StepOverheads
@@ -103,11 +103,7 @@ def corrected(profile: HardwareProfile, corrections: Sequence[Correction]) -> Ha
         profile,
         source=f"{profile.source}, corrected by {runs} {'run' if runs == 1 else 'runs'}",
         corrections=tuple(corrections),
-        overheads=StepOverheads(
-            step_seconds=scale * before.step_seconds,
-            action_seconds=scale * before.action_seconds,
-            message_seconds=scale * before.message_seconds,
-        ),
+        overheads=StepOverheads(**{field.name: scale * getattr(before, field.name) for field in fields(before)}),
     )
 
 

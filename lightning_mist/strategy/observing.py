@@ -21,12 +21,12 @@ class _Prediction:
     Attributes:
         plan: The plan.
         corrections: Those that its terms contain.
-        action_seconds: Of the runtime's own Python, per action.
+        has_overheads: Whether the runtime's own Python runs.
     """
 
     plan: Plan
     corrections: Sequence[Correction]
-    action_seconds: float
+    has_overheads: bool
 
     def raw(self, index: int, name: str, term: Term) -> float:
         """An uncorrected term of a stage."""
@@ -37,6 +37,10 @@ class _Prediction:
     def shared(self, index: int, *names: str) -> float:
         """Uncorrected terms of what a stage's ranks exchange."""
         return sum(self.raw(index, name, "communication") for name in names)
+
+    def overhead(self, index: int, name: str) -> float:
+        """An uncorrected term of the runtime's own Python."""
+        return self.raw(index, name, "overhead") if self.has_overheads else 0.0
 
 
 _Terms = dict[Term, float]
@@ -65,15 +69,15 @@ def observe(
     times = [item for item in measured if item is not None]
     if plan.predicted is None or len(times) < plan.num_stages:
         return ()
-    action_seconds = 0.0 if overheads is None else overheads.action_seconds
-    prediction = _Prediction(plan=plan, corrections=corrections, action_seconds=action_seconds)
+    prediction = _Prediction(plan=plan, corrections=corrections, has_overheads=overheads is not None)
     found = []
     for expected, names in _kinds(plan, knows_layers):
         groups = [plan.chunks(group) for group in range(plan.num_groups)]
         pairs = [_pair([(expected(prediction, index), times[index]) for index in group], names) for group in groups]
         found.append(_over_groups(pairs))
     if overheads is not None:
-        # The least of all: a group may also have waited where nobody saw it.
+        # The least of all: a group may also have waited where nobody saw it. Telling each other batches and losses is
+        # recorded as waiting, which it mostly is.
         least = min(times[: plan.num_groups], key=lambda item: item.times.other_seconds)
         found.append(_over_groups([_pair([({"overhead": overheads.step_seconds}, least)], ("other_seconds",))]))
     return tuple(item for item in found if sum(seconds for _, seconds in item.expected) > 0 and item.seconds > 0)
@@ -102,20 +106,22 @@ def _forward(prediction: _Prediction, index: int) -> _Terms:
     count = prediction.plan.num_microbatches
     return {
         "forward": count * prediction.raw(index, "forward", "forward"),
-        "communication": count * prediction.shared(index, "unshard", "ring") / 2,
-        "overhead": count * prediction.action_seconds,
+        "communication": count * (prediction.shared(index, "unshard") / 2 + prediction.shared(index, "forward_ring")),
+        "overhead": count * prediction.overhead(index, "forward_overhead"),
     }
 
 
 def _backward(prediction: _Prediction, index: int) -> _Terms:
     count = prediction.plan.num_microbatches
-    every = prediction.shared(index, "unshard", "ring") / 2 + prediction.shared(index, "scatter")
-    actions = 2 if prediction.plan.schedule == "zb-h1" else 1
+    ring = prediction.shared(index, "ring") - prediction.shared(index, "forward_ring")
+    every = prediction.shared(index, "unshard") / 2 + prediction.shared(index, "scatter") + ring
+    overhead = prediction.overhead(index, "overhead") - prediction.overhead(index, "forward_overhead")
+    backward, first = (prediction.raw(index, name, "backward") for name in ("backward", "accumulate"))
     return {
-        "backward": count * prediction.raw(index, "backward", "backward"),
+        "backward": count * backward - first,
         "forward": count * prediction.raw(index, "recompute", "forward"),
         "communication": count * every,
-        "overhead": count * actions * prediction.action_seconds,
+        "overhead": count * overhead,
     }
 
 

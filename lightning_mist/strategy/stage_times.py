@@ -1,12 +1,13 @@
 """Where the seconds of a step go on each stage: as predicted, and as recorded."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from statistics import median
 
 from lightning_mist.plan import Plan
 from lightning_mist.runtime.recorder import Recorded
 from lightning_mist.schedule import Action, ActionKind
+from lightning_mist.schedule.seconds import StageSeconds, plan_seconds
 
 STEP, CLOSURE, FORWARD = "step", "closure", "forward"
 """What is recorded beside actions: an optimizer step, its forwards and backwards, without a schedule the forward."""
@@ -69,33 +70,33 @@ def predicted_times(plan: Plan) -> tuple[StageTimes, ...]:
     terms = [dict(stage.breakdown) for stage in plan.predicted.stages]
     if not all("forward_seconds" in stage for stage in terms):
         return ()
-    found = []
-    for index, stage in enumerate(terms):
-        is_first = index < plan.num_groups
-        chunks = [terms[chunk] for chunk in plan.chunks(index)] if is_first else []
-        reduction = sum(chunk["reduce_seconds"] + chunk["tied_seconds"] for chunk in chunks)
-        optimizer = sum(chunk["update_seconds"] + chunk["gather_seconds"] for chunk in chunks)
-        busy = sum(_forward(plan, chunk) + _backward(plan, chunk) for chunk in chunks) + reduction + optimizer
-        found.append(
-            StageTimes(
-                forward_seconds=_forward(plan, stage),
-                backward_seconds=_backward(plan, stage),
-                waiting_seconds=max(0.0, plan.predicted.step_seconds - busy) if is_first else 0.0,
-                reduction_seconds=reduction,
-                optimizer_seconds=optimizer,
-            )
+    every = plan_seconds(plan, terms).stages
+    found = [
+        StageTimes(
+            forward_seconds=plan.num_microbatches * stage.forward,
+            backward_seconds=_backwards(plan, stage),
+        )
+        for stage in every
+    ]
+    for group in range(plan.num_groups):
+        chunks, stage = plan.chunks(group), every[group]
+        once = max(terms[chunk].get("once_seconds", 0.0) for chunk in chunks)
+        reduction, optimizer = stage.reduce + stage.reduce_tied, stage.step - once + stage.gather
+        busy = sum(found[chunk].total for chunk in chunks) + reduction + optimizer + once
+        found[group] = replace(
+            found[group],
+            waiting_seconds=max(0.0, plan.predicted.step_seconds - busy),
+            reduction_seconds=reduction,
+            optimizer_seconds=optimizer,
+            other_seconds=once,
         )
     return tuple(found)
 
 
-def _forward(plan: Plan, terms: Mapping[str, float]) -> float:
-    # Parameters are unsharded once for the forward and once for the backward.
-    return plan.num_microbatches * (terms["forward_seconds"] + terms["unshard_seconds"] / 2)
-
-
-def _backward(plan: Plan, terms: Mapping[str, float]) -> float:
-    seconds = terms["backward_seconds"] + terms["recompute_seconds"] + terms["scatter_seconds"]
-    return plan.num_microbatches * (seconds + terms["unshard_seconds"] / 2)
+def _backwards(plan: Plan, stage: StageSeconds) -> float:
+    """Backwards of all microbatches; the first may be shorter."""
+    first = stage.backward if stage.first_backward is None else stage.first_backward
+    return first + (plan.num_microbatches - 1) * stage.backward
 
 
 def step_times(recorded: Iterable[Recorded], first: int, *, overlaps: bool = False) -> dict[int, StageTimes]:

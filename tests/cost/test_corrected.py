@@ -26,6 +26,7 @@ def test_every_term_takes_its_factor(zero):
     network, machine = spec(6, tied=True, measured=True), profile()
     term_of = {name: term for term, names in CORRECTED for name in names}
     term_of |= {"forward": "forward", "recompute": "forward", "backward": "backward", "weight": "backward"}
+    term_of["accumulate"] = "backward"
     for plain, found in zip(
         seconds(network, machine, plan), seconds(network, corrected(machine, CORRECTIONS), plan), strict=True
     ):

@@ -13,7 +13,7 @@ from lightning_mist.tuner import SearchSpace
 from tests.specs import cluster, profile, spec
 
 SEARCH = SearchSpace(num_stages=(1, 2), num_microbatches=(4,), schedules=("1f1b",), zero_stages=(0,))
-SLOW = 3e6
+SLOW = 4.4e6
 """Bytes per second between devices at which reducing gradients costs more than a pipeline."""
 
 

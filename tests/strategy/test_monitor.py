@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 from lightning_mist.cost import Interval, MemoryEstimate, StageEstimate
+from lightning_mist.hardware import Correction
 from lightning_mist.plan import ModuleMap, Plan, Predicted, PredictedStage, StageMesh, StagePlan
 from lightning_mist.strategy.decision import Decision
 from lightning_mist.strategy.monitor import Monitor
+from lightning_mist.strategy.report import Better
 from lightning_mist.strategy.stage_times import StageTimes
 
 FLOATS = 1000
@@ -127,3 +129,44 @@ def test_where_seconds_go_is_recorded_in_the_first_timed_steps_only(tmp_path, mo
     assert stage.predicted_times is None
     assert monitor.report.timed_steps == 13
     assert monitor.measured[0].steps == 10
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_what_was_learned_and_a_better_plan_are_in_the_report(tmp_path, capsys):
+    monitor, module, path = make(tmp_path)
+    learned = Correction(term="forward", factor=1.5, spread=0.1, samples=1)
+    better = Better(name="2 stages", path="better.json", current_seconds=2.0, step_seconds=1.5)
+    calls = []
+
+    class FakeLearner:
+        basis, better = SimpleNamespace(corrections=(learned,)), None
+
+        def learn(self, measured):
+            calls.append(len(measured))
+
+        def look_again(self, *, is_training):
+            calls.append(is_training)
+            self.better = better
+
+    monitor._learner = FakeLearner()
+    run(monitor, module, 14)
+    assert calls == [1, True]
+    assert monitor.report.better == better
+    assert monitor.report.corrections == (learned,)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "another plan would now take 25% less per step: 2 stages, 1.5 s instead of 2 s" in said
+    assert "use it with strategy.plan=better.json" in said
+    monitor.finish()
+    assert calls == [1, True, 1, False]
+    written = json.loads(path.read_text())
+    assert written["better"]["path"] == "better.json"
+    assert written["corrections"] == [{"term": "forward", "factor": 1.5, "spread": 0.1, "samples": 1}]
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_without_a_basis_nothing_is_learned(tmp_path):
+    monitor, module, _ = make(tmp_path)
+    assert monitor._learner is None
+    run(monitor, module, 14)
+    assert monitor.report.corrections == ()
+    assert monitor.report.better is None

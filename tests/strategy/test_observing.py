@@ -9,13 +9,13 @@ from lightning_mist.strategy.stage_times import Measured, StageTimes, predicted_
 from tests.cost.test_memory import make_plan
 from tests.specs import cluster, profile, spec
 
-OVERHEADS = StepOverheads(step_seconds=2.0, action_seconds=0.5)
+OVERHEADS = StepOverheads(step_seconds=2.0, action_seconds=0.5, message_seconds=0.25)
 NONE = StepOverheads()
 
 
 def planned(corrections=(), **kwargs):
+    machine = corrected(replace(profile(), overheads=kwargs.pop("overheads", NONE)), corrections)
     plan = make_plan(kwargs.pop("layers", [2, 4]), **kwargs)
-    machine = corrected(profile(), corrections)
     return replace(plan, predicted=predict(spec(6, measured=True), machine, cluster(plan.world_size), plan))
 
 
@@ -57,10 +57,13 @@ def test_corrections_that_a_prediction_contains_are_taken_out_of_what_is_expecte
 
 
 def test_overheads_are_expected_of_every_action_and_of_the_step():
-    plan = planned(microbatches=4)
+    plan = planned(microbatches=4, overheads=OVERHEADS)
     found = observe(plan, exactly(plan, other_seconds=3.0), corrections=(), overheads=OVERHEADS, knows_layers=True)
     overheads = [dict(item.expected).get("overhead", 0.0) for item in found]
-    assert overheads == [0.0, 2 * 4 * 0.5, 2 * 4 * 0.5, 2.0]
+    # Two stages of 4 forwards, or 4 backwards, at each of which a message is posted to or from the one boundary.
+    assert overheads == [0.0, 2 * 4 * (0.5 + 0.25), 2 * 4 * (0.5 + 0.25), 2.0]
+    for item in found[:-1]:
+        assert sum(seconds for _, seconds in item.expected) == pytest.approx(item.seconds)
     assert found[-1].seconds == 3.0
     plain = observe(plan, exactly(plan, other_seconds=3.0), corrections=(), overheads=None, knows_layers=True)
     assert not any(dict(item.expected).get("overhead") for item in plain)

@@ -1,6 +1,7 @@
 """One process: what a plan without stages does to an ordinary project, and what is refused or left to DDP."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import lightning.pytorch as pl
@@ -148,6 +149,30 @@ def test_an_automatic_plan_is_written_with_what_it_was_made_for(tmp_path, profil
     again, module = train(tmp_path, MistStrategy(plan=str(path)))
     assert again.strategy.plan == trainer.strategy.plan
     assert_equal(values(module), values(train(tmp_path, "ddp")[1]))
+
+
+def test_corrections_are_kept_and_used_unless_that_is_turned_off(tmp_path, profiles):
+    folder = tmp_path / "profiles"
+    shutil.copytree(profiles, folder)
+    for path in folder.glob("corrections-*"):
+        path.unlink()
+    found = {}
+    for wanted in (True, False):
+        strategy = MistStrategy(
+            profile_directory=str(folder), plan_path=str(tmp_path / "plan.json"), correct_profile=wanted
+        )
+        trainer, _ = train(tmp_path, strategy)
+        found[wanted] = trainer.strategy._decision.basis
+        (kept,) = folder.glob("corrections-*")
+        if wanted:
+            written = kept.read_text()
+            assert {item.term for item in trainer.strategy.report.corrections} >= {"forward", "backward", "update"}
+        else:
+            assert kept.read_text() == written
+            assert trainer.strategy.report.corrections == ()
+    assert found[True].store.path == kept
+    assert found[False].store is None
+    assert found[False].corrections == ()
 
 
 def test_a_limit_that_nothing_satisfies_says_what_binds(tmp_path, profiles):
