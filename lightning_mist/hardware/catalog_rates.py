@@ -49,6 +49,9 @@ class Efficiencies:
         causal: The same with a causal mask, all scores counted.
         multiprocessors: How many of them compute at a time (datasheet); 0 where nothing is computed in tiles.
         sources: Names in :data:`RATE_SOURCES` or in the catalog's.
+        burst: What large matrix products would reach of their peaks without the limit of power, which ``matmul`` is
+            about: smaller products, which leave multiprocessors idle, are held by it less, as these draw no power. The
+            same as ``matmul`` where nothing is known of that.
     """
 
     matmul: float
@@ -58,6 +61,7 @@ class Efficiencies:
     causal: tuple[float, float]
     multiprocessors: int
     sources: tuple[str, ...]
+    burst: float = 0.0
 
 
 def _faster(attention: tuple[float, float]) -> tuple[float, float]:
@@ -65,8 +69,9 @@ def _faster(attention: tuple[float, float]) -> tuple[float, float]:
 
 
 # Of 121 TFLOP/s 52.5 in float16 products of 10240, 53.8 of 8192, 54.9 to 59.4 in bfloat16, 10.9 in float32 (sustained),
-# while products of 2048 reach 68.8 before the board is at its 72 W; 54.4 at a clock locked at 1050 MHz
-# (mist). 235 to 247 of 300 GB/s; attention of heads of 128 numbers: 79.6 and 66 TFLOP/s of counted scores (mist).
+# while products of 2048 reach 68.8 before the board is at its 72 W, and single ones up to 85; 54.4 at a clock locked at
+# 1050 MHz (mist). 235 to 247 of 300 GB/s; attention of heads of 128 numbers: 79.6 and 66 TFLOP/s of counted scores
+# (mist).
 _L4 = Efficiencies(
     matmul=0.434,
     single=0.36,
@@ -75,6 +80,7 @@ _L4 = Efficiencies(
     causal=(0.66, 0.545),
     multiprocessors=58,
     sources=("sustained", "mist", "flash2"),
+    burst=0.70,
 )
 
 # 0.82 and 0.53 of what flash attention does (efficient), which on an L4 does 0.84 and 0.69 of what large products do.

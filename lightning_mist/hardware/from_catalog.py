@@ -2,7 +2,8 @@
 
 * A matrix product of ``f`` operations takes ``OPERATOR_SECONDS + f / (efficiency * peak)``, on devices longer by half a
   wave: results are made in tiles of :data:`TILE` numbers, as many at a time as there are multiprocessors, and of the
-  last round about half stay idle (NVIDIA, Matrix Multiplication Background User's Guide, wave quantization).
+  last round about half stay idle (NVIDIA, Matrix Multiplication Background User's Guide, wave quantization). Where the
+  limit of power is known to hold large products back, it is the faster rate without it that idle ones diminish.
 * What moves ``n`` bytes takes ``KERNEL_SECONDS + n / (efficiency * bandwidth)`` on a device, other kinds of operators
   than element-wise ones at a part of their rate.
 * Fused attention in 16 bits computes at a part of the peak of its own.
@@ -168,8 +169,9 @@ def _host(device: CatalogDevice) -> HostLink | None:
 def _compute(device: CatalogDevice, dtype: str, peak: float, launch: float) -> ComputeRate:
     flops = tuple(2.0 * edge**3 for edge in MATMUL_EDGES)
     efficiency = device.efficiencies.single if dtype == "float32" else device.efficiencies.matmul
+    burst = max(efficiency, 0.0 if dtype == "float32" else device.efficiencies.burst)
     rates = tuple(
-        count / (launch + count / (efficiency * _filled(device, edge) * peak))
+        count / (launch + count / (min(efficiency, burst * _filled(device, edge)) * peak))
         for edge, count in zip(MATMUL_EDGES, flops, strict=True)
     )
     return ComputeRate(dtype=dtype, flops=flops, flops_per_second=rates, spread=0.0)

@@ -67,12 +67,26 @@ def test_every_kind_of_operator_has_a_rate_on_every_device(device) -> None:
 
 
 def test_the_last_round_of_tiles_leaves_a_part_of_a_device_idle() -> None:
-    cluster = parse_cluster("1xL4")
-    (rate,) = (rate for rate in catalog_profile(cluster).compute if rate.dtype == "float16")
-    found = dict(zip(MATMUL_EDGES, rate.flops_per_second, strict=True))
-    # 2.2 rounds of tiles, with half a round more 81 % at work; 35 rounds, 98.6 %.
-    assert found[2048] == pytest.approx(0.434 * 121e12 * 0.8153 / 0.9860, rel=0.02)
+    found = half_rates("1xA100-80")
+    # 18.96 rounds of tiles, with half a round more 97.4 % at work; 1.19 rounds, 70.3 %.
+    assert found[2048] == pytest.approx(0.825 * 312e12 * 0.7033 / 0.9743, rel=0.1)
+    assert found[2048] < 0.8 * found[8192]
+    assert found[8192] == pytest.approx(0.825 * 312e12, rel=0.005)
+
+
+def test_idle_multiprocessors_leave_power_to_the_others() -> None:
+    # Sustained products of 4096 are as fast as larger ones on an L4, whose 72 W hold back both.
+    found = half_rates("1xL4")
     assert found[8192] == pytest.approx(0.434 * 121e12, rel=0.001)
+    assert found[4096] == pytest.approx(53.0e12, rel=0.02)
+    assert found[2048] > 0.95 * found[4096]
+    assert found[1024] < 0.9 * found[4096]
+
+
+def half_rates(text: str) -> dict[int, float]:
+    """Rates of square products in float16 by edge."""
+    (rate,) = (rate for rate in catalog_profile(parse_cluster(text)).compute if rate.dtype == "float16")
+    return dict(zip(MATMUL_EDGES, rate.flops_per_second, strict=True))
 
 
 def test_measured_machines_give_what_was_measured() -> None:
