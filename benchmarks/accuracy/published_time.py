@@ -16,7 +16,8 @@ Their runtime differs from ours in the following, and what of that takes time is
 * flat parameters are shared out evenly (:data:`PARTS`), so that owners reduce and give out with reduce-scatters and
   all-gathers,
 * updated parameters are given out beside the forward of the next step's first microbatch, a layer ahead,
-* every transfer between stages is waited for at both ends.
+* gradients are set to zero once and always added to,
+* stages wait for every exchange with a neighbour at both ends (:data:`RULES`).
 """
 
 import argparse
@@ -56,9 +57,6 @@ MACHINES: Mapping[str, Callable[[int], HardwareProfile]] = {
 }
 """Ways to describe the machine, by name: the number of devices in its node, and what comes of it."""
 
-EXECUTED = StepRules(transfers="within", update_after="own")
-"""That runtime waits for every message at both ends, and its stages update each for itself."""
-
 _HALF, _SINGLE = 2, 4
 _STEP_BYTES = (
     (_HALF + _SINGLE)  # the gradient cast to float32
@@ -68,6 +66,9 @@ _STEP_BYTES = (
     + _HALF  # the gradient set to zero
 )  # fmt: skip
 """Bytes that one update moves per parameter (``fused_adamw_step`` and what is around it)."""
+
+RULES = StepRules(transfers="within", update_after="own")
+"""Both ends of an exchange wait for it, then for the whole device; every stage steps when its own batch is done."""
 
 PARTS = 64
 """Equal parts of a flat parameter: eighths, which ratios of offloading are multiples of, of eight ranks each."""
@@ -196,17 +197,24 @@ def predicted_seconds(run: Run, profile: HardwareProfile) -> tuple[float, tuple[
     spec = traced(run.dims, single_row=run.plan.stages[0].microbatch_size == 1)
     model = StageCostModel(spec, as_executed(profile), published_l4.cluster(devices))
     stages = tuple(_executed(model, slot, stage) for slot, stage in slots_of(run.plan))
-    return _clocked(run.plan, stages), stages
+    return _step_seconds(run.plan, stages), stages
 
 
-def _clocked(plan: Plan, stages: Sequence[StageSeconds]) -> float:
-    """Seconds of one step on the clock, by the rules of the runtime that ran it."""
-    return step_times(plan, [terms_of(stage) for stage in stages], EXECUTED).step_seconds
+def _step_seconds(plan: Plan, stages: Sequence[StageSeconds]) -> float:
+    """Seconds of one step by their rules.
+
+    Neighbours exchange an activation and a gradient in one call, both at once: each takes half of the time of both.
+    """
+    halved = [
+        {name: value / 2 if name in ("arrival_seconds", "return_seconds") else value for name, value in term.items()}
+        for term in map(terms_of, stages)
+    ]
+    return step_times(plan, halved, RULES).step_seconds
 
 
 def _executed(model: StageCostModel, slot: StageSlot, stage: StageCandidates) -> StageSeconds:
     """Seconds of a stage whose parameters are given out beside the first forward, a layer ahead."""
-    seconds = model.seconds(slot, stage)
+    seconds = replace(model.seconds(slot, stage), accumulate_K=np.zeros(1))
     degree = slot.data_parallel_degree
     if degree == 1:
         return seconds
@@ -223,7 +231,7 @@ def _executed(model: StageCostModel, slot: StageSlot, stage: StageCandidates) ->
 
 def _without_update(run: Run, profile: HardwareProfile) -> float:
     stages = predicted_seconds(run, profile)[1]
-    return _clocked(run.plan, [replace(stage, update_K=np.zeros(1)) for stage in stages])
+    return _step_seconds(run.plan, [replace(stage, update_K=np.zeros(1)) for stage in stages])
 
 
 def _without_transfers(run: Run, profile: HardwareProfile) -> float:
@@ -236,7 +244,7 @@ def _without_transfers(run: Run, profile: HardwareProfile) -> float:
 
 def _without_sharing(run: Run, profile: HardwareProfile) -> float:
     stages = predicted_seconds(run, profile)[1]
-    return _clocked(run.plan, [replace(stage, reduce_K=np.zeros(1), gather_K=np.zeros(1)) for stage in stages])
+    return _step_seconds(run.plan, [replace(stage, reduce_K=np.zeros(1), gather_K=np.zeros(1)) for stage in stages])
 
 
 def _without_limit(run: Run, profile: HardwareProfile) -> float:
