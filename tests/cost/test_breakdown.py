@@ -9,6 +9,7 @@ from lightning_mist.plan import OffloadRatios, StageMesh, from_json, to_json
 from lightning_mist.schedule import simulate_plan
 from tests.cost.test_context_parallel import sequences
 from tests.cost.test_memory import make_plan
+from tests.cost.test_offload import make_plan as offloading
 from tests.specs import cluster, profile, spec
 
 NETWORK = spec(6, tied=True, measured=True)
@@ -99,3 +100,20 @@ def test_a_plan_for_something_else_is_refused():
         predicted(make_plan([5]))
     with pytest.raises(PlanError, match="the plan has 2 devices, the cluster 4"):
         predict(NETWORK, profile(), cluster(4), make_plan([6], degree=2))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved-1f1b", 2)])
+def test_copies_are_part_of_a_step_under_every_schedule(kind, schedule, chunks):
+    slow = dataclasses.replace(profile(), host_to_device_bytes_per_second=1e6, device_to_host_bytes_per_second=1e6)
+    everything = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 1.0)
+    plain, moving = (
+        predict(spec(8, measured=True), slow, cluster(2, kind=kind), offloading(schedule, chunks=chunks, **ratios))
+        for ratios in ({}, everything)
+    )
+    for stage in moving.stages:
+        spent = dict(stage.spent)
+        assert sum(spent.values()) == pytest.approx(moving.step_seconds)
+        assert spent["copies_seconds"] > 0.0
+    assert dict(plain.stages[0].spent)["copies_seconds"] == 0.0
+    assert moving.step_seconds > plain.step_seconds
