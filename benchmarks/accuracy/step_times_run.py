@@ -74,7 +74,7 @@ def fit(name: str, strategy: Any, steps: int) -> list[float]:
 
 def predictions(name: str, profile_directory: Path) -> tuple[dict[str, Plan], dict[str, float]]:
     """Plans with their predictions, the chosen one first, and how long profiling and planning took; on every rank."""
-    strategy: Any = MistStrategy(profile_directory=str(profile_directory), self_check=False)
+    strategy: Any = MistStrategy(profile_directory=str(profile_directory), self_check=False, correct_profile=False)
     fit(name, strategy, 1)
     decision = strategy._decision
     assert decision is not None
@@ -106,7 +106,8 @@ def main() -> None:
     rounds: dict[str, list[list[float]]] = {label: [] for label in plans}
     for _ in range(options.rounds):
         for label, plan in plans.items():
-            strategy: Any = MistStrategy(plan=replace(plan, predicted=None), self_check=False)
+            given = replace(plan, predicted=None)
+            strategy: Any = MistStrategy(plan=given, self_check=False, correct_profile=False)
             rounds[label].append(fit(options.network, strategy, options.steps))
     if dist.get_rank() == 0:
         found = [

@@ -120,9 +120,15 @@ def _rates(profile: HardwareProfile) -> Table:
         ("step", overheads.step_seconds),
         ("forward or backward", overheads.action_seconds),
         ("message", overheads.message_seconds),
+        ("step whose ranks exchange batches", overheads.exchange_seconds),
+        ("operator on a stand-in", overheads.stand_in_seconds),
+        ("operator on shared out tensors", overheads.split_operator_seconds),
+        ("layer's sharded parameters", overheads.unit_seconds),
+        ("recomputed layer", overheads.recomputed_layer_seconds),
+        ("operator of a backward in two parts", overheads.deferred_operator_seconds),
     ):
         if seconds:
-            table.add_row(f"overhead of a {name}", format_seconds(seconds))
+            table.add_row(f"overhead per {name}", format_seconds(seconds))
     return table
 
 

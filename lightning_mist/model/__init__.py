@@ -22,7 +22,7 @@ from lightning_mist.model.spec import (
 )
 from lightning_mist.model.splits import derive_splits
 from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
-from lightning_mist.model.timing import attach_seconds, time_layers
+from lightning_mist.model.timing import attach_seconds, measured_sizes, time_layers
 from lightning_mist.model.trace import trace_model
 from lightning_mist.model.update_timing import time_update
 
@@ -51,6 +51,7 @@ __all__ = [
     "device_operators",
     "find_blocks",
     "map_module",
+    "measured_sizes",
     "optimizer_class",
     "optimizer_to_describe",
     "register_memory_rule",

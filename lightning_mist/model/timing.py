@@ -236,13 +236,21 @@ def time_layers(
     return tuple(_layer_seconds(samples, sizes, kind, part, layers) for kind, part, layers in parts)
 
 
-def attach_seconds(spec: ModelSpec, seconds: Sequence[LayerSeconds]) -> ModelSpec:
+def measured_sizes(rows: int) -> list[int]:
+    """Which microbatches of a batch of so many rows to measure: its smallest and largest parts and two between."""
+    parts = [size for size in range(1, rows + 1) if rows % size == 0]
+    return sorted({parts[round(number * (len(parts) - 1) / 3)] for number in range(4)})
+
+
+def attach_seconds(spec: ModelSpec, seconds: Sequence[LayerSeconds], update_seconds_per_byte: float = 0.0) -> ModelSpec:
     """A specification with measured seconds, each of its kinds having those of the kind that its layers were timed in.
 
     Args:
         spec: The specification; it may tell more kinds apart than the measurement did.
         seconds: What :func:`time_layers` measured for the same module.
+        update_seconds_per_byte: What :func:`~lightning_mist.model.update_timing.time_update` measured of the optimizer.
     """
+    spec = replace(spec, optimizer=replace(spec.optimizer, step_seconds_per_parameter_byte=update_seconds_per_byte))
     if not seconds:
         return replace(spec, seconds=())
     by_name = {item.kind: item for item in seconds}

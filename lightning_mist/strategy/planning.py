@@ -18,6 +18,7 @@ from lightning_mist.model import (
     ModelSpec,
     attach_seconds,
     map_module,
+    measured_sizes,
     time_layers,
     time_update,
     trace_model,
@@ -124,12 +125,9 @@ class _Planner:
     def seconds(self, found: ModuleMap) -> tuple[LayerSeconds, ...]:
         """Measured seconds of the layers, every rank computing at the same time."""
         rows = batch_rows(self.batch)
-        sizes = [rows] if rows is not None else []
-        if rows is not None and not found.excludes("microbatches"):
-            sizes = sorted({1, rows, *(size for size in range(2, rows) if rows % size == 0 and size * size >= rows)})
-            sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
-        if not sizes:
+        if rows is None:
             return ()
+        sizes = [rows] if found.excludes("microbatches") else measured_sizes(rows)
         dist.barrier()
         with self.lean(found):
             return time_layers(
@@ -166,8 +164,7 @@ class _Planner:
         self, found: ModuleMap, profile: HardwareProfile, seconds: tuple[LayerSeconds, ...], update: float
     ) -> TuneResult:
         """The best plan; on rank 0."""
-        spec = attach_seconds(self.trace(found), seconds)
-        spec = replace(spec, optimizer=replace(spec.optimizer, step_seconds_per_parameter_byte=update))
+        spec = attach_seconds(self.trace(found), seconds, update)
         cluster, request = self.cluster(), self.request
         self.basis = Basis(
             spec=spec,

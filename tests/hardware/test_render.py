@@ -97,6 +97,6 @@ def test_what_runs_together():
 def test_overheads_that_were_measured():
     overheads = StepOverheads(step_seconds=2e-3, action_seconds=1e-4)
     shown = cells(render_profile(CLUSTER, replace(PROFILE, overheads=overheads)))
-    assert ["overhead of a step", "2 ms"] in shown
-    assert ["overhead of a forward or backward", "100 us"] in shown
-    assert "overhead of a message" not in str(shown)
+    assert ["overhead per step", "2 ms"] in shown
+    assert ["overhead per forward or backward", "100 us"] in shown
+    assert "overhead per message" not in str(shown)

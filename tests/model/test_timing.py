@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model import LayerSeconds, ModelSpec, attach_seconds, map_module, time_layers, trace_model
-from lightning_mist.model.timing import robust_median
+from lightning_mist.model.timing import measured_sizes, robust_median
 from tests import zoo
 
 CPU = torch.device("cpu")
@@ -145,3 +145,11 @@ def test_a_failing_step_and_no_sizes_are_refused() -> None:
         time_layers(module, found, lambda rows: torch.randn(rows, 5), [2], zoo.step(module), device=CPU)
     with pytest.raises(ValueError, match="rows is empty"):
         time_layers(module, found, make_batch, [], zoo.step(module), device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [(1, [1]), (2, [1, 2]), (7, [1, 7]), (8, [1, 2, 4, 8]), (12, [1, 3, 4, 12]), (64, [1, 4, 16, 64])],
+)
+def test_few_sizes_are_measured_between_the_smallest_and_the_largest(rows, sizes):
+    assert measured_sizes(rows) == sizes
