@@ -119,7 +119,7 @@ def _attention(
     if mask is not None:
         mask = _aligned(mask) if target.rounds else mask
         mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    return _Efficient.apply(query, key, value, mask, target.rounds)  # type: ignore[no-untyped-call]
+    return _Efficient.apply(query, key, value, mask, target.rounds, is_causal)  # type: ignore[no-untyped-call]
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, is_causal: bool, scale: float | None) -> Tensor:
@@ -183,13 +183,15 @@ class _Efficient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rounds: bool) -> Tensor:
-        ctx.rounds = rounds
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rounds: bool, is_causal: bool
+    ) -> Tensor:
+        ctx.rounds, ctx.is_causal = rounds, is_causal
         length = query.shape[2] if any(ctx.needs_input_grad) else 0
         wide = value.shape[-1] > 128 and query.dtype in _HALF
         buffer = [query.new_empty((*query.shape[:3], value.shape[-1]), dtype=torch.float32)] if wide else []
         length = _round_up(length, 32 if rounds else 1)
-        out, log_sum_exp, *state = fused_operators().fused_attention(query, key, value, mask, length)
+        out, log_sum_exp, *state = fused_operators().fused_attention(query, key, value, mask, length, is_causal)
         buffer.clear()
         ctx.save_for_backward(query, key, value, mask, out, log_sum_exp, *state)
         result: Tensor = out
@@ -205,10 +207,10 @@ class _Efficient(torch.autograd.Function):
             query.new_empty((rows, heads, _round_up(length, tile), _round_up(width, 64)), dtype=torch.float32),
         ]
         result = fused_operators().fused_attention_backward(
-            grads[0], query, key, value, mask, out, log_sum_exp, ctx.needs_input_grad[3]
+            grads[0], query, key, value, mask, out, log_sum_exp, ctx.needs_input_grad[3], ctx.is_causal
         )
         buffers.clear()
-        return (*result, None)
+        return (*result, None, None)
 
 
 KERNELS = (

@@ -44,7 +44,9 @@ def _wanted(mask: list[bool], *tensors: Tensor | None) -> tuple[Tensor | None, .
     return tuple(_like(t) if needed and t is not None else None for needed, t in zip(mask, tensors, strict=True))
 
 
-def _fused_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, length: int) -> Any:
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, length: int, is_causal: bool = False
+) -> Any:
     """Output with heads side by side, one 32-bit log-sum-exp for each of ``length`` rows, and a generator's state."""
     rows, heads, queries, _ = query.shape
     out = query.new_empty((rows, queries, heads, value.shape[-1])).transpose(1, 2)
@@ -61,6 +63,7 @@ def _fused_attention_backward(
     out: Tensor,
     log_sum_exp: Tensor,
     bias_mask: bool,
+    is_causal: bool = False,
 ) -> Any:
     made = (tensor.transpose(1, 2) for tensor in (query, key, value))
     gradients = (tensor.new_empty(tensor.shape).transpose(1, 2) for tensor in made)
@@ -74,10 +77,11 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "fused_layer_norm(Tensor x, Tensor? weight, Tensor? bias, int dims) -> (Tensor, Tensor, Tensor)": _fused_layer_norm,
     "fused_layer_norm_backward(Tensor grad, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, "
     "bool[3] mask) -> (Tensor?, Tensor?, Tensor?)": _fused_layer_norm_backward,
-    "fused_attention(Tensor query, Tensor key, Tensor value, Tensor? bias, int length) -> "
+    "fused_attention(Tensor query, Tensor key, Tensor value, Tensor? bias, int length, bool is_causal=False) -> "
     "(Tensor, Tensor, Tensor, Tensor)": _fused_attention,
     "fused_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor out, "
-    "Tensor log_sum_exp, bool bias_mask) -> (Tensor, Tensor, Tensor, Tensor?)": _fused_attention_backward,
+    "Tensor log_sum_exp, bool bias_mask, bool is_causal=False) -> "
+    "(Tensor, Tensor, Tensor, Tensor?)": _fused_attention_backward,
 }
 """Schema to kernel."""
 

@@ -6,7 +6,13 @@ import pytest
 
 from lightning_mist.cost.closed_form import CUDA
 from lightning_mist.cost.closed_spec import ClosedForm, closed_form_spec
+from lightning_mist.cost.regions import compile_regions
+from lightning_mist.cost.time import region_seconds
+from lightning_mist.hardware import catalog_profile, parse_cluster
+from lightning_mist.hardware.catalog import find_device
+from lightning_mist.model.presets import PRESETS
 from tests.cost.test_closed_spec import CASES, GELU, SWIGLU, at, both
+from tests.cost.transformers import GPT
 from tests.specs import ADAMW
 
 
@@ -55,3 +61,27 @@ def test_products_of_one_size_are_one_entry():
     # Queries, keys and values have the size of the output's; gate and up have one.
     assert sum(counts) == 7
     assert 2 in counts
+
+
+@pytest.mark.parametrize("device", ["A100-80", "H100"])
+@pytest.mark.parametrize("name", ["gpt3-1.3b", "gpt3-7b", "llama-7b"])
+def test_devices_of_the_catalog_train_at_plausible_rates(device, name):
+    """Forward and backward of 4 x 2048 tokens compute at a rate between 40 % of the peak and that of large products."""
+    shape = PRESETS[name]
+    dims = replace(
+        GPT,
+        hidden=shape.hidden,
+        ffn=shape.ffn,
+        heads=shape.heads,
+        layers=shape.layers,
+        vocabulary=shape.vocabulary,
+        feed_forward=shape.feed_forward,
+        positions=0,
+    )
+    spec = closed_form_spec(ClosedForm(dims=dims, optimizer=ADAMW, sequence_length=2048, precision="bf16-mixed"))
+    costs, profile = compile_regions(spec)(4), catalog_profile(parse_cluster(f"1x8x{device}"))
+    seconds = region_seconds(spec, profile, parse_cluster(f"1x8x{device}"), costs, 4)
+    flops = costs.forward_flops_R.sum() + costs.backward_flops_R.sum()
+    found, peak = find_device(device), dict(find_device(device).peak_flops)["bfloat16"]
+    utilisation = flops / (seconds.forward_R.sum() + seconds.backward_R.sum()) / peak
+    assert 0.40 < utilisation < found.efficiencies.matmul

@@ -90,7 +90,8 @@ def test_fused_kernels_of_devices() -> None:
     library = fused_operators()
     assert kind_of(library.fused_rms_norm_backward.default, (), {}) == "reduction"
     assert kind_of(library.fused_layer_norm.default, (), {}) == "reduction"
-    assert kind_of(library.fused_attention_backward.default, (), {}) == "attention"
+    assert kind_of(library.fused_attention.default, (X, X, X, None, 8, True), {}) == "causal_attention"
+    assert kind_of(library.fused_attention_backward.default, (*(X,) * 4, None, X, X, False, False), {}) == "attention"
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
     assert kind_of(flash, (X, X, X, 0.0, True), {}) == "causal_attention"
     assert kind_of(flash, (X, X, X), {"is_causal": True}) == "causal_attention"

@@ -1,0 +1,38 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_mist.hardware.catalog import DEVICES, SOURCES
+from lightning_mist.hardware.catalog_rates import CPU_KERNELS, CPU_RATES, EFFICIENCIES
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "time-model.md"
+
+
+def test_every_device_has_efficiencies_and_each_names_its_sources() -> None:
+    assert set(EFFICIENCIES) == {device.name for device in DEVICES}
+    for found in EFFICIENCIES.values():
+        assert found.sources
+        assert set(found.sources) <= set(SOURCES)
+
+
+@pytest.mark.parametrize("name", sorted(set(EFFICIENCIES) - {"cpu"}))
+def test_a_mask_makes_attention_faster_but_by_no_more_than_it_hides(name: str) -> None:
+    found = EFFICIENCIES[name]
+    for plain, causal in zip(found.attention, found.causal, strict=True):
+        assert 0 < plain < causal <= 2 * plain
+
+
+def test_a_cpu_has_rates_of_every_kind_at_ascending_sizes() -> None:
+    assert [rate.kind for rate in CPU_RATES] == ["elementwise", "reduction", "index", "copy"]
+    assert all(list(rate.bytes) == sorted(rate.bytes) for rate in CPU_RATES)
+    assert {rate.kind for rate in CPU_KERNELS} == {"attention", "causal_attention", "convolution"}
+
+
+def test_the_documentation_shows_these_figures() -> None:
+    rows = dict(re.findall(r"^\| (\S.*?) \| (\d+ %.*) \|$", DOCUMENT.read_text(), flags=re.MULTILINE))
+    shown = {name: row for names, row in rows.items() for name in names.split(", ")}
+    for name in set(EFFICIENCIES) - {"cpu"}:
+        found = EFFICIENCIES[name]
+        percents = [int(text.removesuffix(" %")) for text in shown[name].split(" | ")]
+        assert percents == pytest.approx([100 * x for x in (found.matmul, found.memory, *found.causal)], abs=0.51)
