@@ -42,6 +42,7 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.hardware.profile
 	$(BIN)/python -m benchmarks.accuracy.step_times
+	$(BIN)/python -m benchmarks.accuracy.published_time
 	$(BIN)/python -m benchmarks.accuracy.memory_limits
 	$(BIN)/python -m benchmarks.accuracy.larger_than_memory
 	$(BIN)/python -m benchmarks.planner.tuning
