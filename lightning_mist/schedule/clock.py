@@ -144,7 +144,8 @@ def _advance_beside(lane: _Lane, links: Sequence[_Link], slot_seconds: Sequence[
         for code in posts:
             link = links[code >> 1]
             (link.sent if code & 1 else link.ready).append(clock)
-            link.move()
+            if len(link.arrivals) < len(link.sent):
+                link.move()
         position += 1
     lane.position, lane.clock = position, clock
     return position > begin

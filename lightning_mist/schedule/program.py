@@ -113,46 +113,63 @@ def program_of_lists(schedule: Schedule) -> Program:
     return program if moves else replace(program, has_transfers=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What all computations of a kind on a stage have in common.
+
+    Attributes:
+        slot: Slot of those in the middle of a batch.
+        needed: The crossing of what they wait for; -1 if they wait for nothing.
+        sent: The crossing of what they send; -1 if they send nothing.
+    """
+
+    slot: int
+    needed: int
+    sent: int
+
+
+def _parts(num_stages: int) -> list[dict[ActionKind, _Part]]:
+    """What is common to each kind of computation, for each stage."""
+    last = num_stages - 1
+    found = []
+    for stage in range(num_stages):
+        input_of = 2 * stage - 2 if stage > 0 else -1
+        gradient_of = 2 * stage + 1 if stage < last else -1
+        handed, returned = (2 * stage if stage < last else -1), (2 * stage - 1 if stage > 0 else -1)
+        ends = {ActionKind.FORWARD: (input_of, handed), ActionKind.BACKWARD_WEIGHT: (-1, -1)}
+        ends |= dict.fromkeys(INPUT_BACKWARDS, (gradient_of, returned))
+        found.append({kind: _Part(slot_of(stage, kind, 1, 2), *ends[kind]) for kind in KINDS})
+    return found
+
+
 class _Links:
     """Numbers of links and of the messages on them."""
 
     def __init__(self, orders: Sequence[Order], num_stages: int, num_microbatches: int) -> None:
-        self.groups, self.last_stage = len(orders), num_stages - 1
-        self.num_microbatches = num_microbatches
+        self.groups, self.parts = len(orders), _parts(num_stages)
         self.numbers: dict[tuple[int, int], int] = {}
         self.crossings: list[list[int]] = []
-        # For each crossing the place of every microbatch among the messages of its link.
-        self.place = [[-1] * num_microbatches for _ in range(2 * self.last_stage)]
+        # Which message of its link carries a microbatch over a crossing, and the messages of every link.
+        self.place = [[-1] * num_microbatches for _ in range(2 * num_stages - 2)]
         self.order: list[list[tuple[int, int]]] = []
+        link_of: dict[int, int] = {}
         for order in orders:
             for stage, kind, microbatch in order:
-                crossing = self.sent_by(stage, kind)
-                if crossing >= 0:
-                    link = self.of(crossing)
-                    self.place[crossing][microbatch] = len(self.crossings[link])
-                    self.crossings[link].append(crossing)
-                    self.order[link].append((crossing, microbatch))
+                crossing = self.parts[stage][kind].sent
+                if crossing < 0:
+                    continue
+                if crossing not in link_of:
+                    link_of[crossing] = self._of(crossing)
+                link = link_of[crossing]
+                self.place[crossing][microbatch] = len(self.crossings[link])
+                self.crossings[link].append(crossing)
+                self.order[link].append((crossing, microbatch))
+        self.link = [link_of.get(crossing, -1) for crossing in range(2 * num_stages - 2)]
 
-    def sent_by(self, stage: int, kind: ActionKind) -> int:
-        """The crossing of what a computation sends; -1 if it sends nothing."""
-        if kind is ActionKind.FORWARD:
-            return 2 * stage if stage < self.last_stage else -1
-        return 2 * stage - 1 if kind in INPUT_BACKWARDS and stage > 0 else -1
-
-    def needed_by(self, stage: int, kind: ActionKind) -> int:
-        """The crossing of what a computation waits for; -1 if it waits for nothing."""
-        if kind is ActionKind.FORWARD:
-            return 2 * stage - 2 if stage > 0 else -1
-        return 2 * stage + 1 if kind in INPUT_BACKWARDS and stage < self.last_stage else -1
-
-    def ends(self, crossing: int) -> tuple[int, int]:
-        """The groups that send and receive on a crossing."""
+    def _of(self, crossing: int) -> int:
+        """The link between the groups that send and receive on a crossing."""
         before, after = crossing // 2 % self.groups, (crossing // 2 + 1) % self.groups
-        return (after, before) if crossing % 2 else (before, after)
-
-    def of(self, crossing: int) -> int:
-        """The link of a crossing."""
-        ends = self.ends(crossing)
+        ends = (after, before) if crossing % 2 else (before, after)
         if ends not in self.numbers:
             self.numbers[ends] = len(self.crossings)
             self.crossings.append([])
@@ -168,26 +185,13 @@ def _build(
 ) -> Program:
     """The program of orders of computations, with receives at given places, or where lowering puts them."""
     links = _Links(orders, num_stages, num_microbatches)
-    last = num_microbatches - 1
-    link_of = [
-        links.of(crossing) if any(p >= 0 for p in links.place[crossing]) else -1
-        for crossing in range(2 * num_stages - 2)
-    ]
     lines, first = [], []
     for group, order in enumerate(orders):
         posts: list[tuple[int, ...]] = [()] * (len(order) + 1)
         received = _lowered_receives(links, group, order) if places is None else _given_receives(links, places[group])
         for position, link in received:
             posts[position] += (2 * link,)
-        line: list[Step] = []
-        for position, (stage, kind, microbatch) in enumerate(order):
-            needed, sent = links.needed_by(stage, kind), links.sent_by(stage, kind)
-            behind = posts[position + 1]
-            if sent >= 0:
-                behind = (2 * link_of[sent] + 1, *behind)
-            waits, number = (-1, 0) if needed < 0 else (link_of[needed], links.place[needed][microbatch])
-            line.append((slot_of(stage, kind, microbatch, last), waits, number, behind))
-        lines.append(tuple(line))
+        lines.append(_line(links, order, posts, num_microbatches - 1))
         first.append(posts[0])
     return Program(
         num_stages=num_stages,
@@ -199,32 +203,50 @@ def _build(
     )
 
 
+def _line(links: _Links, order: Order, posts: Sequence[tuple[int, ...]], last: int) -> tuple[Step, ...]:
+    """The computations of a group, each with what is posted behind it."""
+    line: list[Step] = []
+    for position, (stage, kind, microbatch) in enumerate(order, 1):
+        part, behind = links.parts[stage][kind], posts[position]
+        if part.sent >= 0:
+            behind = (2 * links.link[part.sent] + 1, *behind)
+        slot = part.slot
+        if microbatch in (0, last):
+            slot = slot_of(stage, kind, microbatch, last)
+        needed = part.needed
+        if needed < 0:
+            line.append((slot, -1, 0, behind))
+        else:
+            line.append((slot, links.link[needed], links.place[needed][microbatch], behind))
+    return tuple(line)
+
+
 def _given_receives(links: _Links, places: Sequence[tuple[int, Action]]) -> list[tuple[int, int]]:
     """Position and link of receives that are in a list."""
     found = []
     for position, action in places:
         is_gradient = action.kind is ActionKind.RECV_GRADIENT
-        found.append((position, links.of(2 * action.stage + 1 if is_gradient else 2 * action.stage - 2)))
+        found.append((position, links.link[2 * action.stage + 1 if is_gradient else 2 * action.stage - 2]))
     return found
 
 
 def _lowered_receives(links: _Links, group: int, order: Order) -> list[tuple[int, int]]:
     """Position and link of the receives of a group as lowering places them."""
-    consumer: dict[tuple[int, int], int] = {}
-    forward: dict[tuple[int, int], int] = {}
+    consumer: dict[int, dict[int, int]] = {}
+    forward: dict[int, dict[int, int]] = {}
     for position, (stage, kind, microbatch) in enumerate(order):
         if kind is ActionKind.FORWARD:
-            forward[stage, microbatch] = position
-        needed = links.needed_by(stage, kind)
+            forward.setdefault(stage, {})[microbatch] = position
+        needed = links.parts[stage][kind].needed
         if needed >= 0:
-            consumer[needed, microbatch] = position
+            consumer.setdefault(needed, {})[microbatch] = position
     found = []
     for (_, receiver), link in links.numbers.items():
         if receiver != group:
             continue
         messages = links.order[link]
-        used = [consumer[message] for message in messages]
+        used = [consumer[crossing][index] for crossing, index in messages]
         # The gradient of a microbatch comes back to the stage before the boundary, behind its own forward there.
-        earliest = [forward[crossing // 2, index] + 1 if crossing % 2 else 0 for crossing, index in messages]
+        earliest = [forward[crossing // 2][index] + 1 if crossing % 2 else 0 for crossing, index in messages]
         found += [(position, link) for position in posting_positions(used, earliest)]
     return found
