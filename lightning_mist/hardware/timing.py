@@ -5,6 +5,7 @@ memory and links; a rank measured alone would be too fast. Every decision (how m
 figures that all ranks have agreed on, so that all do the same and collectives match.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ the sharing of cores. With 1 ms, 4 processes on 2 cores were measured twice too 
 
 MIN_SAMPLES, MAX_SAMPLES = 3, 15
 """Three are the least that can outvote one outlier; the median of 15 has a third of one sample's spread."""
+
+MOST_CALLS = 10_000
+"""Calls in one go, however short they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +109,23 @@ def _seconds(function: Callable[[], object], calls: int, device: torch.device) -
     return (time.perf_counter() - start) / calls
 
 
+def heating_calls(heat_seconds: float, seconds: float) -> int:
+    """How often a function that takes some seconds is called to keep a device busy for so long, within reason.
+
+    Args:
+        heat_seconds: How long.
+        seconds: What one call takes.
+    """
+    return min(MOST_CALLS, math.ceil(heat_seconds / seconds))
+
+
 def measure(
-    function: Callable[[], object] | None, *, session: Session, budget_seconds: float, aligned: bool = False
+    function: Callable[[], object] | None,
+    *,
+    session: Session,
+    budget_seconds: float,
+    aligned: bool = False,
+    heat_seconds: float = 0.0,
 ) -> Timing:
     """Time a function on all ranks at once; it counts as long as it took on the slowest rank.
 
@@ -116,6 +135,7 @@ def measure(
         budget_seconds: Roughly how long all samples may take; at least :data:`MIN_SAMPLES` are taken.
         aligned: True for collectives: the ranks start each sample together, and a sample lasts until the last one has
             ended. False for computations: they start together once, and the slowest rank is that of the largest median.
+        heat_seconds: How long it runs ahead of the samples, for rates that a device cannot hold for longer.
 
     Returns:
         Seconds of one call, the same on all ranks.
@@ -125,10 +145,12 @@ def measure(
     session.agree([0.0])
     (first,) = session.agree([_seconds(call, 1, session.device) if function is not None else 0.0])
     first = max(first, 1e-7)
-    calls = max(1, min(10_000, round(SAMPLE_SECONDS / first)))
+    calls = max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / first)))
     repeats = max(MIN_SAMPLES, min(MAX_SAMPLES, int(budget_seconds / (first * calls))))
     samples = []
     session.agree([0.0])
+    for _ in range(heating_calls(heat_seconds, first)):
+        call()
     for _ in range(repeats):
         if aligned:
             session.agree([0.0])

@@ -3,7 +3,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mist.hardware.timing import MAX_SAMPLES, MIN_SAMPLES, Session, measure, summarize
+from lightning_mist.hardware.timing import (
+    MAX_SAMPLES,
+    MIN_SAMPLES,
+    MOST_CALLS,
+    Session,
+    heating_calls,
+    measure,
+    summarize,
+)
 
 SINGLE = Session(device=torch.device("cpu"), world=None)
 
@@ -45,3 +53,19 @@ def test_short_functions_are_called_many_times_per_sample_long_ones_a_few_times(
 
 def test_a_single_process_agrees_with_itself() -> None:
     assert SINGLE.agree([1.0, 2.0]) == [1.0, 2.0]
+
+
+def test_a_device_is_heated_for_about_as_long_as_asked() -> None:
+    assert heating_calls(0.0, 1e-3) == 0
+    assert heating_calls(0.1, 3e-3) == 34
+    assert heating_calls(0.1, 1.0) == 1
+    assert heating_calls(0.1, 1e-7) == MOST_CALLS
+
+
+def test_heating_is_no_sample() -> None:
+    calls: list[None] = []
+
+    # A thousand seconds of what takes microseconds are more calls than the most.
+    timing = measure(lambda: calls.append(None), session=SINGLE, budget_seconds=1e-9, heat_seconds=1e3)
+    assert timing.samples + timing.outliers == MIN_SAMPLES
+    assert len(calls) >= MOST_CALLS
