@@ -141,7 +141,7 @@ class Learner:
             self._plan,
             measured,
             corrections=basis.corrections,
-            overheads=None if self._is_plain else basis.profile.overheads,
+            is_plain=self._is_plain,
             knows_layers=bool(basis.spec.seconds),
         )
         if not observations:

@@ -31,6 +31,7 @@ from lightning_mist.strategy.stage_times import (
     over_ranks,
     over_steps,
     predicted_times,
+    settled,
     step_times,
 )
 
@@ -56,10 +57,11 @@ def _most(values: Sequence[int | None]) -> int | None:
 
 def _of_stages(plan: Plan, ranks: Sequence[Mapping[int, Measured]]) -> tuple[Measured | None, ...]:
     """What each stage measured, from what each rank did."""
-    return tuple(
+    stages = [
         over_ranks([ranks[rank][index] for rank in stage.devices if index in ranks[rank]])
         for index, stage in enumerate(plan.stages)
-    )
+    ]
+    return settled(stages, plan.num_groups)
 
 
 def _learner(decision: Decision, say: Callable[[str], None]) -> Learner | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import mean, pstdev
 
-from lightning_mist.hardware import Correction, Observation, StepOverheads, Term, factor_of
+from lightning_mist.hardware import Correction, Observation, Term, factor_of
 from lightning_mist.plan import Plan
 from lightning_mist.strategy.stage_times import Measured
 
@@ -51,7 +51,7 @@ def observe(
     measured: Sequence[Measured | None],
     *,
     corrections: Sequence[Correction],
-    overheads: StepOverheads | None,
+    is_plain: bool,
     knows_layers: bool,
 ) -> tuple[Observation, ...]:
     """What a run observed, over all its stages: forwards, backwards, reduction of gradients, and updates.
@@ -63,23 +63,23 @@ def observe(
         plan: The plan that ran, with its prediction.
         measured: What each of its stages measured.
         corrections: Those that the prediction was made with; its terms are divided by them.
-        overheads: Uncorrected seconds of the runtime's own Python; None if the plan runs without the runtime.
+        is_plain: Whether the plan runs without the runtime.
         knows_layers: Whether computation was predicted from measured layers; if not, nothing is learned of it.
     """
     times = [item for item in measured if item is not None]
     if plan.predicted is None or len(times) < plan.num_stages:
         return ()
-    prediction = _Prediction(plan=plan, corrections=corrections, has_overheads=overheads is not None)
+    prediction = _Prediction(plan=plan, corrections=corrections, has_overheads=not is_plain)
     found = []
     for expected, names in _kinds(plan, knows_layers):
         groups = [plan.chunks(group) for group in range(plan.num_groups)]
         pairs = [_pair([(expected(prediction, index), times[index]) for index in group], names) for group in groups]
         found.append(_over_groups(pairs))
-    if overheads is not None:
-        # The least of all: a group may also have waited where nobody saw it. Telling each other batches and losses is
-        # recorded as waiting, which it mostly is.
-        least = min(times[: plan.num_groups], key=lambda item: item.times.other_seconds)
-        found.append(_over_groups([_pair([({"overhead": overheads.step_seconds}, least)], ("other_seconds",))]))
+    if not is_plain:
+        # The least of all: a group may also have waited where nobody saw it.
+        least = min(range(plan.num_groups), key=lambda index: times[index].times.other_seconds)
+        terms: _Terms = {"overhead": prediction.overhead(least, "once")}
+        found.append(_over_groups([_pair([(terms, times[least])], ("other_seconds",))]))
     return tuple(item for item in found if sum(seconds for _, seconds in item.expected) > 0 and item.seconds > 0)
 
 

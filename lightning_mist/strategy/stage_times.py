@@ -12,6 +12,9 @@ from lightning_mist.schedule.seconds import StageSeconds, plan_seconds
 STEP, CLOSURE, FORWARD = "step", "closure", "forward"
 """What is recorded beside actions: an optimizer step, its forwards and backwards, without a schedule the forward."""
 
+EXCHANGES = ("exchange", "results")
+"""What is recorded where ranks tell each other of batches, and of losses."""
+
 _LAST_BACKWARDS = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT})
 """The kinds of actions that complete gradients."""
 
@@ -29,6 +32,8 @@ class StageTimes:
         reduction_seconds: Reducing gradients where nothing hides it: also by how much longer the last backward takes
             than the others.
         optimizer_seconds: The optimizer's step, what comes between it and the last backward, and giving out parameters.
+        exchange_seconds: Telling other ranks of batches and losses, and waiting for theirs; nothing once it is settled
+            how much of that is waiting.
         other_seconds: Everything else.
     """
 
@@ -37,6 +42,7 @@ class StageTimes:
     waiting_seconds: float = 0.0
     reduction_seconds: float = 0.0
     optimizer_seconds: float = 0.0
+    exchange_seconds: float = 0.0
     other_seconds: float = 0.0
 
     @property
@@ -125,6 +131,8 @@ def step_times(recorded: Iterable[Recorded], first: int, *, overlaps: bool = Fal
                 backwards.setdefault(key, []).append(item.seconds - item.waited_seconds)
         elif item.action in (STEP, CLOSURE, FORWARD):
             phases[item.action] = phases.get(item.action, 0.0) + item.seconds
+        elif item.action in EXCHANGES:
+            add(first, "exchange_seconds", item.seconds)
         else:
             add(first, "waiting_seconds", item.waited_seconds)
     if FORWARD in phases:
@@ -180,6 +188,31 @@ def over_ranks(ranks: Sequence[Measured]) -> Measured | None:
         for items in ([rank.times for rank in ranks], [rank.spread for rank in ranks])
     )
     return Measured(times=times, spread=spread, steps=min(rank.steps for rank in ranks))
+
+
+def settled(stages: Sequence[Measured | None], num_groups: int) -> tuple[Measured | None, ...]:
+    """What stages measured, the exchange of batches and losses settled between them.
+
+    The group that comes to it last waits for nobody: what it takes there every group takes, and the rest is waiting.
+
+    Args:
+        stages: What was measured of each stage.
+        num_groups: Number of groups of devices; their first stages come first.
+    """
+    every = [item.times.exchange_seconds for item in stages[:num_groups] if item is not None]
+    least = min(every, default=0.0)
+
+    def settle(item: Measured) -> Measured:
+        times = item.times
+        changed = replace(
+            times,
+            exchange_seconds=0.0,
+            waiting_seconds=times.waiting_seconds + times.exchange_seconds - least,
+            other_seconds=times.other_seconds + least,
+        )
+        return replace(item, times=changed)
+
+    return tuple(settle(item) if item is not None and index < num_groups else item for index, item in enumerate(stages))
 
 
 def _times(values: Sequence[float]) -> StageTimes:

@@ -5,7 +5,15 @@ import pytest
 from lightning_mist.cost import predict
 from lightning_mist.runtime.recorder import Recorded
 from lightning_mist.schedule import Action
-from lightning_mist.strategy.stage_times import StageTimes, over_ranks, over_steps, predicted_times, step_times
+from lightning_mist.strategy.stage_times import (
+    Measured,
+    StageTimes,
+    over_ranks,
+    over_steps,
+    predicted_times,
+    settled,
+    step_times,
+)
 from tests.cost.test_memory import make_plan
 from tests.specs import cluster, profile, spec
 
@@ -83,6 +91,21 @@ def test_what_the_last_backward_takes_longer_is_the_reduction_beside_it():
 
 def test_a_module_that_steps_by_itself_is_not_taken_apart():
     assert step_times(recorded(("closure", 1, 0), ("step", 12, 0)), 0) == {}
+
+
+def test_who_comes_last_to_an_exchange_tells_what_it_takes():
+    found = step_times(
+        recorded(("exchange", 2, 1), ("results", 3, 3), ("0F0", 4, 0), ("closure", 9, 0), ("step", 9, 0)), 0
+    )
+    assert found == {0: StageTimes(forward_seconds=4, exchange_seconds=5)}
+    late = Measured(times=StageTimes(exchange_seconds=2, waiting_seconds=1), spread=StageTimes(), steps=1)
+    early = replace(late, times=StageTimes(exchange_seconds=5, other_seconds=1))
+    chunk = replace(late, times=StageTimes(forward_seconds=1))
+    first, second, third = settled([late, early, chunk], 2)
+    assert first.times == StageTimes(waiting_seconds=1, other_seconds=2)
+    assert second.times == StageTimes(waiting_seconds=3, other_seconds=3)
+    assert third == chunk
+    assert settled([None], 1) == (None,)
 
 
 def test_medians_over_steps_and_means_over_ranks():
