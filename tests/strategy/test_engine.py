@@ -6,9 +6,12 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
+from lightning_mist.model import derive_splits, map_module
+from lightning_mist.plan.grid import plan_of
 from lightning_mist.runtime.memory_transport import InMemoryWorld
 from lightning_mist.schedule import lower
-from lightning_mist.strategy.engine import Engine
+from lightning_mist.strategy import overheads
+from lightning_mist.strategy.engine import Engine, start_engine
 from tests.integration.parity import make_plan, map_of
 
 CPU = torch.device("cpu")
@@ -151,3 +154,28 @@ def test_parameters_have_one_name():
     values = engine.module_values()
     assert sorted(values) == sorted(names)
     assert all(torch.equal(values[name], p) for name, p in engine.module.named_parameters())
+
+
+def _train_after_a_graph_was_left():
+    """A step on parameters that are parts, where a reference cycle still holds the graph of a step on whole ones."""
+    module, batch = overheads._Network(), torch.randn(2, overheads.LENGTH, overheads.WIDTH)
+    found = map_module(module, module.training_step, batch, blocks="blocks")
+    found = derive_splits(module, module.training_step, batch, found, (2,))
+    assert found.splits
+    loss = module.training_step(batch)
+    cycle = [loss]
+    cycle.append(cycle)
+    del loss, cycle
+    plan = plan_of(overheads.LAYERS, world_size=2, global_batch_size=4, tensor_parallel_degree=2)
+    engine = start_engine(module, plan, found, device=torch.device("cpu"), timeout=None)
+    engine.begin(None)
+    _, loss = engine.train_batch(batch, module.training_step)
+    if loss is not None:
+        loss.backward()
+    shapes = [p.grad is not None and p.grad.shape == p.shape for p in engine.stages.parameters.values()]
+    engine.fill()
+    return all(shapes)
+
+
+def test_graphs_that_planning_left_behind_do_not_disturb_parts(gloo_workers):
+    assert gloo_workers.run(2, _train_after_a_graph_was_left) == [True, True]
