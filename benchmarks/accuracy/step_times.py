@@ -120,13 +120,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
     samples: list[Sample] = []
+    planning: list[str] = []
     for network in options.networks:
         arguments = ["--network", network, "--rounds", str(options.rounds), "--steps", str(options.steps)]
         module = "benchmarks.accuracy.step_times_run"
         found = run_module(module, arguments, processes=PROCESSES, timeout_seconds=TIMEOUT_SECONDS)
         samples += [sample_of(network, plan) for plan in found["plans"]]
-        print(summary(samples), flush=True)
-    print(write_record(make_record("gloo-accuracy", samples, notes=summary(samples))))
+        planning.append(f"{found['planning_seconds']:.0f} s ({network})")
+        print(summary(samples), planning[-1], flush=True)
+    notes = f"{summary(samples)}\n\nFrom the first batch to a plan, measuring included: {', '.join(planning)}."
+    print(write_record(make_record("gloo-accuracy", samples, notes=notes)))
 
 
 if __name__ == "__main__":
