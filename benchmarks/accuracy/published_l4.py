@@ -21,7 +21,7 @@ from statistics import median
 from lightning_mist.hardware import Cluster, ComputeRate, HardwareProfile, KernelRate, MemoryRate, catalog_profile
 from lightning_mist.hardware.describe import parse_cluster
 
-OPERATORS = Path(__file__).parent / "data" / "operators" / "mist_l4.json"
+OPERATORS = Path(__file__).parent / "data" / "mist_l4_operators.json"
 DTYPE = "float16"
 HALF_BYTES = 2
 

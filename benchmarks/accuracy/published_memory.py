@@ -181,7 +181,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the record")
     options = parser.parse_args()
-    known = sorted(path for path in DATA.glob("*.json") if path.name != "memory_points.json")
+    known = sorted(DATA.glob("*_plans.json"))
     plans = read_plans([*known, *options.plans])
     samples = []
     for row in read_points(options.points):
