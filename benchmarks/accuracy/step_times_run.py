@@ -47,9 +47,15 @@ class _Ends(pl.Callback):
         return [later - earlier for earlier, later in pairwise(self.ends[WARM_UP_STEPS - 1 :])]
 
 
+def _groups() -> list[Any]:
+    """All process groups of this process, in the order in which they were made."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 def fit(name: str, strategy: Any, steps: int) -> list[float]:
     """Train a new copy of a network for some steps; seconds of each after the warm-up."""
     work, ends = make(name, PROCESSES), _Ends()
+    before = _groups() if dist.is_initialized() else None
     with tempfile.TemporaryDirectory() as directory:
         trainer = pl.Trainer(
             strategy=strategy,
@@ -66,6 +72,11 @@ def fit(name: str, strategy: Any, steps: int) -> list[float]:
             num_sanity_val_steps=0,
         )
         trainer.fit(work.module, work.data)
+    if before is not None:
+        # The threads of groups that nobody uses any more would take their turns on the cores.
+        for group in _groups():
+            if group not in before:
+                dist.destroy_process_group(group)
     # What a fit leaves in reference cycles would be collected in the steps of the next one.
     del trainer, work
     gc.collect()
