@@ -124,7 +124,7 @@ def transfers(
     *,
     sending: bool = False,
 ) -> tuple[FloatArray, FloatArray]:
-    """Receiving the input, and the gradient of the output; every live tensor is a message of its own.
+    """Receiving the input, and the gradient of the output; every tensor that has one is a message of its own.
 
     Args:
         profile: The machine.
@@ -136,23 +136,25 @@ def transfers(
     """
     if slot.num_stages == 1:
         return np.zeros(len(candidates)), np.zeros(len(candidates))
-    costs, tensors_C = memory.costs(slot.rows, slot.context_parallel_degree), _tensors(memory)
+    costs = memory.costs(slot.rows, slot.context_parallel_degree)
     before, behind = (slot.placement.before, slot.placement.behind) if slot.placement else (None, None)
     sides = ((behind, candidates.end_K), (before, candidates.start_K))
     activation, gradient = sides if sending else sides[::-1]
     activation_C, gradient_C = (
         _crossing_seconds(profile, cluster, slot, side, payload_C, tensors_C)
-        for (side, _), payload_C in zip(
-            (activation, gradient), (costs.boundary_C, costs.gradient_boundary_C), strict=True
+        for side, payload_C, tensors_C in (
+            (activation[0], costs.boundary_C, _tensors(memory)),
+            (gradient[0], costs.gradient_boundary_C, _tensors(memory, trained=True)),
         )
     )
     return activation_C[activation[1]], gradient_C[gradient[1]]
 
 
-def _tensors(memory: MemoryModel) -> FloatArray:
-    """Tensors that cross each cut."""
+def _tensors(memory: MemoryModel, *, trained: bool = False) -> FloatArray:
+    """Tensors that cross each cut; if ``trained``, those whose gradients go back."""
     spec = memory.spec
-    return np.array([0.0, *(len(tensors) for tensors in spec.boundaries), 0.0][: spec.num_layers + 1])
+    counts = [sum(tensor.requires_grad or not trained for tensor in tensors) for tensors in spec.boundaries]
+    return np.array([0.0, *counts, 0.0][: spec.num_layers + 1])
 
 
 def _crossing_seconds(
@@ -166,14 +168,16 @@ def _crossing_seconds(
     if slot.placement is None or crossing is None:
         return collective_seconds(profile, "send_recv", 2, _pipeline_nodes(cluster, slot), payload_C, tensors_C)
     own = crossing is slot.placement.before
-    ends = ((crossing.sent, crossing.sent_messages), (crossing.received, crossing.received_messages))
+    ends = (
+        (crossing.sent, crossing.sent_messages, crossing.sent * crossing.sharing),
+        (crossing.received, crossing.received_messages, crossing.received * crossing.receiving),
+    )
     # On a device both ends are busy until the last has what it gets; on a CPU each works for what it moves itself.
-    part, messages = ends[own] if cluster.device.kind == "cpu" else map(max, *ends)
-    bytes_C = payload_C * (part / slot.placement.share)
-    messages_C = tensors_C * messages
-    inside_C = collective_seconds(profile, "send_recv", 2, 1, bytes_C, messages_C)
+    part, messages, load = ends[own] if cluster.device.kind == "cpu" else map(max, *ends)
+    whole_C, messages_C = payload_C / slot.placement.share, tensors_C * messages
+    inside_C = collective_seconds(profile, "send_recv", 2, 1, whole_C * part, messages_C)
     if not crossing.across:
         return inside_C
-    across_C = collective_seconds(profile, "send_recv", 2, 2, bytes_C * crossing.sharing, messages_C)
+    across_C = collective_seconds(profile, "send_recv", 2, 2, whole_C * load, messages_C)
     result_C: FloatArray = np.maximum(inside_C, across_C)
     return result_C

@@ -7,7 +7,7 @@ that have the same each send to some of those that ask (:class:`lightning_mist.p
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
@@ -29,7 +29,9 @@ class Crossing:
         sent_messages: The most messages per tensor that one device in front sends.
         received_messages: The most messages per tensor that one device behind receives.
         across: Whether any of them goes to another node.
-        sharing: Part of a node's devices that send to other nodes, over this boundary and others in this direction.
+        sharing: Part of a node's devices that send to other nodes in a forward (and receive in a backward), over this
+            boundary and others.
+        receiving: Part of a node's devices that receive from other nodes (and send), over this boundary and others.
     """
 
     sent: float
@@ -38,6 +40,7 @@ class Crossing:
     received_messages: int
     across: bool
     sharing: float
+    receiving: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +73,10 @@ def placements_of(plan: Plan, devices_per_node: int) -> tuple[Placement, ...]:
     """
     bounds = range(plan.num_stages - 1)
     flows = [tuple(_flows(plan, stage, devices_per_node)) for stage in bounds]
-    sending: Counter[int] = Counter()
-    for device in {flow.sender for found in flows for flow in found if flow.across}:
-        sending[device // devices_per_node] += 1
-    sharing = max(sending.values(), default=0) / devices_per_node
-    crossings = [_crossing(found, sharing) for found in flows]
+    across = [flow for found in flows for flow in found if flow.across]
+    sharing = _crowding({flow.sender for flow in across}, devices_per_node)
+    receiving = _crowding({flow.receiver for flow in across}, devices_per_node)
+    crossings = [_crossing(found, sharing, receiving) for found in flows]
     ends = [_column(plan.stages[stage].mesh, plan.num_replicas) for stage in (0, -1)]
     return tuple(
         Placement(
@@ -155,7 +157,13 @@ def _flows(plan: Plan, stage: int, devices_per_node: int) -> Iterator[_Flow]:
             yield _Flow(sender=sender, receiver=receiver, part=shared, across=across)
 
 
-def _crossing(flows: Sequence[_Flow], sharing: float) -> Crossing:
+def _crowding(devices: Iterable[int], devices_per_node: int) -> float:
+    """The most of one node's devices that are among some, as a part of a node's devices."""
+    counts = Counter(device // devices_per_node for device in devices)
+    return max(counts.values(), default=0) / devices_per_node
+
+
+def _crossing(flows: Sequence[_Flow], sharing: float, receiving: float) -> Crossing:
     sent, received = ({}, {})  # type: tuple[dict[int, Fraction], dict[int, Fraction]]
     for flow in flows:
         sent[flow.sender] = sent.get(flow.sender, Fraction(0)) + flow.part
@@ -167,6 +175,7 @@ def _crossing(flows: Sequence[_Flow], sharing: float) -> Crossing:
         received_messages=max(Counter(flow.receiver for flow in flows).values()),
         across=any(flow.across for flow in flows),
         sharing=sharing,
+        receiving=receiving,
     )
 
 

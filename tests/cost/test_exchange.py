@@ -21,12 +21,12 @@ def machine(*, inside=1e9, across=1e8, latency=1e-4):
     return dataclasses.replace(made, collectives=(*made.collectives, *between))
 
 
-def crossing(degrees, devices_per_node=8, *, hardware=None, kind="cuda", sending=False):
+def crossing(degrees, devices_per_node=8, *, hardware=None, kind="cuda", sending=False, network=NETWORK):
     """Seconds of receiving the input of the second of two stages, and the gradient of the first one's output."""
     plan = make_plan(degrees)
     hardware = hardware or machine()
     place = cluster(plan.world_size, nodes=max(1, plan.world_size // devices_per_node), kind=kind)
-    memory = MemoryModel(NETWORK)
+    memory = MemoryModel(network)
     found = [
         transfers(hardware, place, slot, candidates, memory, sending=sending)
         for slot, candidates in placed_slots_of(plan, devices_per_node)
@@ -78,6 +78,36 @@ def test_stages_share_the_network_between_nodes():
     fast = dataclasses.replace(hardware, collectives=machine(inside=1.5e8, across=1e8).collectives)
     seconds = transfers(fast, cluster(8, nodes=2), *placed_slots_of(plan, 4)[4], memory)[0][0]
     assert seconds == pytest.approx(1e-4 + 1000 / 1.5e8)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "boundary", "part"), [([(8, 1), (1, 4), (1, 4)], 0, 1 / 2), ([(1, 4), (1, 4), (8, 1)], 1, 1 / 8)]
+)
+def test_a_crowd_at_one_end_does_not_hold_up_what_the_other_end_moves(degrees, boundary, part):
+    # Four whole replicas' worth crosses from eight to four, a single one's from four to eight.
+    plan, hardware = make_plan(degrees), machine(inside=1e12, latency=0.0)
+    ends = [
+        transfers(hardware, cluster(16, nodes=2, kind="cuda"), slot, some, MemoryModel(spec(3)))
+        for slot, some in placed_slots_of(plan, 8)
+    ]
+    there, back = float(ends[boundary + 1][0][0]), float(ends[boundary][1][0])
+    # A replica hands on 8 rows of 1000 bytes; the rate is that of each of eight.
+    assert (there, back) == pytest.approx((part * 8000 / 1e8,) * 2)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_tensors_without_gradients_are_no_messages_on_the_way_back(kind):
+    def with_mask(trained):
+        (tensor,) = NETWORK.boundaries[0]
+        mask = dataclasses.replace(tensor, requires_grad=False)
+        output = dataclasses.replace(tensor, requires_grad=trained)
+        return dataclasses.replace(NETWORK, boundaries=((output, mask),))
+
+    there, back = crossing([(2, 1), (2, 1)], network=with_mask(True), kind=kind)
+    assert (there, back) == pytest.approx((2e-4 + 2000 / 1e9, 1e-4 + 1000 / 1e9))
+    there, back = crossing([(2, 1), (2, 1)], network=with_mask(False), kind=kind)
+    assert there == pytest.approx(2e-4 + 2000 / 1e9)
+    assert back == 0.0
 
 
 def test_groups_are_where_the_plan_puts_them():

@@ -81,7 +81,7 @@ def test_equal_stages_hand_on_what_they_have():
     (first, second) = placements_of(make_plan([(4, 2), (4, 2)]), 8)
     assert first.behind.sent == first.behind.received == first.share == second.share == 1.0
     assert (first.behind.sent_messages, first.behind.received_messages) == (1, 1)
-    assert (first.behind.across, first.behind.sharing) == (False, 0.0)
+    assert (first.behind.across, first.behind.sharing, first.behind.receiving) == (False, 0.0, 0.0)
     assert first.before is None
     assert second.behind is None
 
@@ -111,6 +111,15 @@ def test_groups_and_the_nodes_that_they_span():
     mixed = placements_of(make_plan([(3, 1), (1, 1)]), 2)
     assert mixed[0].shard_nodes == 2
     assert mixed[1].shard_nodes == 1
+
+
+def test_each_end_has_a_crowd_of_its_own():
+    # Eight devices of a node send to four of another, of whom the other four receive nothing from elsewhere.
+    first, middle, _ = placements_of(make_plan([(8, 1), (1, 4), (1, 4)]), 8)
+    assert (first.behind.across, middle.behind.across) == (True, False)
+    assert (first.behind.sent, first.behind.sharing) == (0.5, 1.0)
+    assert (first.behind.received, first.behind.receiving) == (1.0, 0.5)
+    assert (middle.behind.sharing, middle.behind.receiving) == (1.0, 0.5)
 
 
 def test_rings():
