@@ -123,14 +123,14 @@ def collective_call(name: str, group: RankGroup, payload_bytes: int, device: tor
     """
     count, size = payload_bytes // 4, len(group.ranks)
     handle = group.handle
-    made = torch.zeros(count, device=device)
+    made = torch.zeros(count, device=device, dtype=torch.float32)
 
     def whole() -> torch.Tensor:
         # Training exchanges tensors that were just made. In host memory that matters: the first touch of a page takes
         # about as long as sending it. On a device they come from the allocator's pool.
-        return torch.zeros(count) if device.type == "cpu" else made
+        return torch.zeros(count, dtype=torch.float32) if device.type == "cpu" else made
 
-    shard = torch.zeros(count // size, device=device)
+    shard = torch.zeros(count // size, device=device, dtype=torch.float32)
     if name == "all_reduce":
         return lambda: dist.all_reduce(whole(), group=handle)
     if name == "all_gather":

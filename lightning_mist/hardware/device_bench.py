@@ -45,7 +45,7 @@ class DeviceBench:
         self._right = torch.randn(shape, generator=random, device=device).half()
         self._out = torch.empty(shape, dtype=torch.float16, device=device)
         # Zeros: sums of them stay finite however often they are reduced.
-        self._message = torch.zeros(PAYLOAD_BYTES // 4, device=device)
+        self._message = torch.zeros(PAYLOAD_BYTES // 4, device=device, dtype=torch.float32)
         # Both directions have buffers of their own: a copy must not wait for another one's bytes.
         self._host = [torch.empty(PAYLOAD_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._device = [torch.empty(PAYLOAD_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -116,13 +116,17 @@ def measure_on_device(
         return None
     report()
     inside, across = network_groups(groups, 0 if session.world is None else dist.get_rank())
-    return measure_interference(
-        DeviceBench(session, inside, across),
-        networks=[far for far, group in ((False, inside), (True, across)) if group is not None],
-        prior=kind_of(*copies, collectives),
-        source="measured",
-        budget_seconds=budget_seconds,
-    )
+    try:
+        return measure_interference(
+            DeviceBench(session, inside, across),
+            networks=[far for far, group in ((False, inside), (True, across)) if group is not None],
+            prior=kind_of(*copies, collectives),
+            source="measured",
+            budget_seconds=budget_seconds,
+        )
+    finally:
+        # Products on a stream of their own got a workspace of their own, which torch gives back in no other way.
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def network_groups(groups: Sequence[RankGroup], rank: int) -> tuple[RankGroup | None, RankGroup | None]:

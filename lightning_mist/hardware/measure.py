@@ -104,7 +104,7 @@ def measure_profile(
     report("done", 1.0)
     profile = HardwareProfile(
         device=cluster.device.name,
-        source=f"measured on {socket.gethostname()}, {datetime.now(timezone.utc):%Y-%m-%d}",
+        source=f"measured on {socket.gethostname()}, {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S}",
         compute=compute,
         memory_bytes_per_second=memory,
         operator_seconds=operator,
@@ -171,9 +171,9 @@ def memory_rate(session: Session, budget_seconds: float) -> float:
     On a CPU a vector is 64 MiB, larger than last-level caches; on a device 256 MiB.
     """
     count = (2**28 if session.device.type == "cuda" else 2**26) // 4
-    left = torch.ones(count, device=session.device)
-    right = torch.ones(count, device=session.device)
-    out = torch.empty(count, device=session.device)
+    left = torch.ones(count, device=session.device, dtype=torch.float32)
+    right = torch.ones(count, device=session.device, dtype=torch.float32)
+    out = torch.empty(count, device=session.device, dtype=torch.float32)
     timing = measure(lambda: torch.add(left, right, out=out), session=session, budget_seconds=budget_seconds)
     return 3 * 4 * count / timing.seconds
 
@@ -183,7 +183,7 @@ def operator_seconds(session: Session, budget_seconds: float) -> float:
 
     On a device the clock stops when the last kernel is done, so this is the longer of launch and execution.
     """
-    start = torch.ones(16, device=session.device, requires_grad=True)
+    start = torch.ones(16, device=session.device, dtype=torch.float32, requires_grad=True)
 
     def chain() -> None:
         value = start

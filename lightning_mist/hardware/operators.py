@@ -70,8 +70,8 @@ def _memory_operators(
     rows = size // 4 // WIDTH
     # From a generator of its own, as the user's random state must not change.
     random = torch.Generator(device=device).manual_seed(0)
-    x, y = (torch.randn(rows, WIDTH, generator=random, device=device) for _ in range(2))
-    weight = torch.ones(WIDTH, device=device)
+    x, y = (torch.randn(rows, WIDTH, generator=random, device=device, dtype=torch.float32) for _ in range(2))
+    weight = torch.ones(WIDTH, device=device, dtype=torch.float32)
     order = torch.randperm(rows, generator=random, device=device)
 
     def sums() -> None:

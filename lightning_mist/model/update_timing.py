@@ -1,5 +1,11 @@
-"""Seconds of the optimizer's step, measured on copies of the parameters with the user's own optimizer and settings."""
+"""Seconds of the optimizer's step, measured on copies of the parameters with the user's own optimizer and settings.
 
+On a CPU a step's seconds over its bytes are what a byte takes. On a device part of them is the host's, launching a step
+that is over before the next one is launched, and does not grow with the parameters: two sizes are timed there, and what
+a byte takes is the difference.
+"""
+
+from copy import deepcopy
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -9,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 LARGEST_BYTES = 2**26
-"""Parameters beyond so many bytes are left out: with their gradients and states they are far larger than any cache, and
-what a byte of them takes no longer changes."""
+"""Parameters beyond so many bytes are left out, or copied in part: with their gradients and states they are far larger
+than any cache, and what a byte of them takes no longer changes."""
 
 WARM_UP, STEPS = 2, 5
 """Steps that make the state and find it warm, and steps that are timed."""
@@ -28,29 +34,44 @@ def time_update(optimizer: Optimizer, *, device: torch.device) -> float:
 
     Returns:
         The seconds, or 0 if the optimizer cannot be made or stepped like that (its class asks for more than groups, or
-        its step for a closure).
+        its step for a closure), or if what a byte takes is lost in what launching takes.
     """
-    groups, total = _copies(optimizer, device)
-    if total == 0:
-        return 0.0
-    made: Any = type(optimizer)
     try:
-        probe = made(groups)
-        seconds = []
-        for index in range(WARM_UP + STEPS):
-            _synchronize(device)
-            start = perf_counter()
-            probe.step()
-            _synchronize(device)
-            if index >= WARM_UP:
-                seconds.append(perf_counter() - start)
+        seconds, total = _step(optimizer, device, LARGEST_BYTES)
+        if total == 0 or device.type != "cuda":
+            return seconds / max(1, total)
+        less, part = _step(optimizer, device, total // 2)
     except Exception:
         # Whatever a foreign optimizer raises: its time then follows from the bytes it moves, as without measuring.
         return 0.0
-    return median(seconds) / total
+    return per_byte((part, less), (total, seconds))
 
 
-def _copies(optimizer: Optimizer, device: torch.device) -> tuple[list[dict[str, Any]], int]:
+def per_byte(smaller: tuple[int, float], larger: tuple[int, float]) -> float:
+    """Seconds of a byte, from bytes and seconds of two steps; 0 where the larger one took no longer."""
+    (part, less), (total, seconds) = smaller, larger
+    return max(0.0, seconds - less) / (total - part) if total > part else 0.0
+
+
+def _step(optimizer: Optimizer, device: torch.device, largest_bytes: int) -> tuple[float, int]:
+    """Seconds of one step of at most so many bytes of parameters, and the bytes."""
+    groups, total = _copies(optimizer, device, largest_bytes)
+    if total == 0:
+        return 0.0, 0
+    made: Any = type(optimizer)
+    probe = made(groups)
+    seconds = []
+    for index in range(WARM_UP + STEPS):
+        _synchronize(device)
+        start = perf_counter()
+        probe.step()
+        _synchronize(device)
+        if index >= WARM_UP:
+            seconds.append(perf_counter() - start)
+    return median(seconds), total
+
+
+def _copies(optimizer: Optimizer, device: torch.device, largest_bytes: int) -> tuple[list[dict[str, Any]], int]:
     """Groups with new parameters that have gradients, and their bytes."""
     groups: list[dict[str, Any]] = []
     total = 0
@@ -58,18 +79,25 @@ def _copies(optimizer: Optimizer, device: torch.device) -> tuple[list[dict[str, 
         parameters = []
         for parameter in group["params"]:
             size = parameter.numel() * parameter.element_size()
-            if not parameter.requires_grad or (total and total + size > LARGEST_BYTES):
+            if not parameter.requires_grad or (total and total + size > largest_bytes):
                 continue
-            total += size
-            parameters.append(_copy(parameter, device))
+            parameters.append(_copy(parameter, device, largest_bytes))
+            total += parameters[-1].numel() * parameters[-1].element_size()
         if parameters:
-            groups.append({**group, "params": parameters})
+            # Some optimizers keep scratch space in their groups, which is the user's.
+            settings = deepcopy({name: value for name, value in group.items() if name != "params"})
+            groups.append({**settings, "params": parameters})
     return groups, total
 
 
-def _copy(parameter: Tensor, device: torch.device) -> Tensor:
+def _copy(parameter: Tensor, device: torch.device, largest_bytes: int) -> Tensor:
+    shape = list(parameter.shape)
+    if shape and parameter.numel():
+        # Of one that is too large by itself, as many rows as there is room for.
+        row = parameter.numel() // shape[0] * parameter.element_size()
+        shape[0] = min(shape[0], max(1, largest_bytes // row))
     # Ones rather than random numbers: the user's random state must not change, and nothing here depends on values.
-    copy = torch.ones(parameter.shape, dtype=parameter.dtype, device=device).requires_grad_(True)
+    copy = torch.ones(shape, dtype=parameter.dtype, device=device).requires_grad_(True)
     copy.grad = torch.full_like(copy, 1e-3)
     return copy
 

@@ -118,7 +118,8 @@ def simulate_plan(plan: Plan) -> Simulation:
     """Run a plan's own schedule with the seconds that were predicted for it, by the rules of its prediction.
 
     What a prediction has no terms for is made up as :func:`~lightning_mist.schedule.seconds.predicted_terms` says. The
-    makespan is the predicted step, unless the prediction is of a version that did not run the schedule on a clock.
+    makespan is the predicted step, unless the prediction is of a version that did not run the schedule on a clock; of
+    lists so long that predicting cut them it is within half a percent.
 
     Raises:
         PlanError: If nothing was predicted.

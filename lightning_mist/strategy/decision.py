@@ -1,5 +1,6 @@
 """What a fit asks of planning, and what it gets."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class Decision:
         estimate: What the plan needs of every device, where that is known.
         basis: What the plan follows from, on rank 0, if it was made here.
         search_seconds: How long it was searched, on rank 0.
+        signature: What this rank's batch looked like that the plan was made for.
     """
 
     plan: Plan
@@ -48,6 +50,7 @@ class Decision:
     estimate: MemoryEstimate | None = None
     basis: Basis | None = None
     search_seconds: float = 0.0
+    signature: Hashable = None
 
     @property
     def is_plain(self) -> bool:

@@ -31,6 +31,9 @@ from lightning_mist.tuner import SearchSpace, TuneResult, tune
 LEAST_GAIN = 0.05
 """Share of the step that another plan must save by the corrected model to be spoken of."""
 
+LEAST_STEPS = 5
+"""A run of fewer recorded steps teaches nothing: the median of so few says little of how far they scatter."""
+
 QUICK_SECONDS = 2.0
 """A search that took longer is not repeated while training goes on."""
 
@@ -135,7 +138,8 @@ class Learner:
     def learn(self, measured: Sequence[Measured | None]) -> None:
         """Correct predictions by what the stages measured, once per run, and keep that for later runs."""
         basis = self.basis
-        if self._has_learned or basis.store is None:
+        fewest = min((item.steps for item in measured if item is not None), default=0)
+        if self._has_learned or basis.store is None or fewest < LEAST_STEPS:
             return
         observations = observe(
             self._plan,

@@ -62,15 +62,14 @@ def machine_profile(
     reduced = _DTYPES.get(precision.partition("-")[0])
     if reduced is not None:
         dtypes.append(reduced)
-    box: list[HardwareProfile | None] = [None]
+    box: list[tuple[HardwareProfile | None, list[torch.dtype]]] = [(None, dtypes)]
     if dist.get_rank() == 0 and not is_fresh:
-        box[0], warning = load_profile(directory, cluster, dtypes)
-        if warning is not None:
-            progress.say(warning)
+        box[0] = _kept(directory, cluster, dtypes, progress)
     dist.broadcast_object_list(box, 0)
-    if box[0] is not None:
-        progress.say(f"using what was {box[0].source}")
-        return box[0]
+    kept, dtypes = box[0]
+    if kept is not None:
+        progress.say(f"using what was {kept.source}")
+        return kept
     progress.say("measuring this machine (once; kept for later runs)")
     with measuring_groups(cluster) as groups:
         profile = measure_profile(
@@ -85,5 +84,29 @@ def machine_profile(
     profile = replace(profile, overheads=measure_overheads(profile, device, cluster.world_size))
     progress.update("the runtime itself", 1.0)
     if dist.get_rank() == 0:
-        save_profile(profile, directory, cluster)
+        _keep(profile, directory, cluster, progress, is_fresh=is_fresh)
     return profile
+
+
+def _kept(
+    directory: Path, cluster: Cluster, dtypes: list[torch.dtype], progress: Progress
+) -> tuple[HardwareProfile | None, list[torch.dtype]]:
+    """The kept profile if it has these rates, and else the rates to measure: those that it has are not given up."""
+    found, warning = load_profile(directory, cluster, dtypes)
+    if warning is not None:
+        progress.say(warning)
+    if found is None:
+        other, _ = load_profile(directory, cluster)
+        known = [] if other is None else [getattr(torch, rate.dtype) for rate in other.compute]
+        dtypes = dtypes + [dtype for dtype in known if dtype not in dtypes]
+    return found, dtypes
+
+
+def _keep(profile: HardwareProfile, directory: Path, cluster: Cluster, progress: Progress, *, is_fresh: bool) -> None:
+    """Keep a profile for later runs; training goes on without."""
+    try:
+        save_profile(profile, directory, cluster)
+    except OSError as error:
+        if is_fresh:
+            raise  # keeping it was the point
+        progress.say(f"what was measured is not kept for later runs: {error}")

@@ -19,6 +19,7 @@ from torch import nn
 from lightning_mist.plan import Plan, ZeroStage, step_rates
 from lightning_mist.runtime.meter import meter_memory, state_tensors
 from lightning_mist.runtime.recorder import Recorder
+from lightning_mist.runtime.signature import batch_signature
 from lightning_mist.strategy.decision import Decision
 from lightning_mist.strategy.learning import Learner
 from lightning_mist.strategy.progress import Progress
@@ -115,6 +116,7 @@ class Monitor:
         self._seconds: list[float] = []
         self._bytes: _Bytes | None = None
         self._times: list[dict[int, StageTimes]] = []
+        self._is_usual = True
         self._first_stage = decision.plan.stage_of(dist.get_rank())
         stage = decision.plan.stages[self._first_stage]
         self._overlaps = stage.data_parallel_degree > 1 and stage.zero_stage < ZeroStage.GRADIENTS
@@ -122,6 +124,15 @@ class Monitor:
         if device.type == "cuda":
             # What planning left with the allocator would count as reserved by training.
             torch.cuda.empty_cache()
+
+    def saw(self, batch: Any) -> None:
+        """Whether recorded steps are of batches like the one that was planned for; others teach nothing.
+
+        Args:
+            batch: What this rank loaded.
+        """
+        if self.recorder.is_on:
+            self._is_usual = self._is_usual and batch_signature(batch) == self.decision.signature
 
     @contextmanager
     def step(self, optimizer: Any, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
@@ -181,7 +192,8 @@ class Monitor:
 
     def _compare(self) -> None:
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (self._seconds, self._bytes, over_steps(self._times)), group=self._group)
+        mine = (self._seconds, self._bytes, self._is_usual, over_steps(self._times))
+        dist.all_gather_object(gathered, mine, group=self._group)
         slowest = [max(step) for step in zip(*(seconds for seconds, *_ in gathered), strict=True)]
         middle = median(slowest)
         plan = self.decision.plan
@@ -206,7 +218,7 @@ class Monitor:
             predicted_rates=None if predicted is None else step_rates(plan, predicted.step_seconds),
             measured_rates=step_rates(plan, middle),
         )
-        if self._learner is not None:
+        if self._learner is not None and all(is_usual for *_, is_usual, _ in gathered):
             self._learner.learn(self.measured)
 
     def _look_again(self, *, is_training: bool) -> None:

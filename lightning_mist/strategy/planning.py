@@ -46,6 +46,7 @@ from lightning_mist.plan import (
 )
 from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.selfcheck import check_microbatch_invariance, check_stages
+from lightning_mist.runtime.signature import batch_signature
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.strategy import machine
 from lightning_mist.strategy.decision import Decision, PlanRequest
@@ -232,11 +233,10 @@ def decide(
     """
     started = perf_counter()
     progress = Progress(enabled=strategy.is_global_zero)
-    module = strategy.lightning_module
-    with names.isolate_rng(), silent(module), progress:
+    with names.isolate_rng(), silent(strategy.lightning_module), progress:
         progress.say("looking at one batch and finding where the module can be cut")
         batch = peek_batch(trainer, strategy)
-        call = step_function(module, names, strategy.precision_plugin.train_step_context)
+        call = step_function(strategy.lightning_module, names, strategy.precision_plugin.train_step_context)
         planner = _Planner(
             trainer=trainer,
             strategy=strategy,
@@ -254,16 +254,16 @@ def decide(
         estimate = on_rank_zero(lambda: _estimate(planner, found, plan))
         _self_check(planner, found, plan)
         path = _publish(planner, found, plan, made, estimate)
-    used = [use.requires_grad and not use.regions for use in found.parameters]
     return Decision(
         plan=plan,
         module_map=found,
-        has_unused_parameters=any(used),
+        has_unused_parameters=any(use.requires_grad and not use.regions for use in found.parameters),
         planning_seconds=perf_counter() - started,
         plan_path=path,
         estimate=estimate,
         basis=planner.basis,
         search_seconds=0.0 if made is None else made.stats.seconds,
+        signature=batch_signature(batch),
     )
 
 

@@ -168,6 +168,8 @@ def _add_action(action: Action, item: Recorded, first: int, add: Callable[[int, 
 
 def over_steps(steps: Sequence[Mapping[int, StageTimes]]) -> dict[int, Measured]:
     """What a rank measured of each of its stages, from each of its steps."""
+    # Without a schedule a user's own ``optimizer_step`` may step now in one way, now in another.
+    steps = [step for step in steps if step]
     stages = steps[0] if steps else {}
     return {stage: _measured([step[stage] for step in steps]) for stage in stages}
 

@@ -279,11 +279,12 @@ class MistBase(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the batch through the plan; the returned loss installs the gradients in its backward."""
+        batch, *rest = (*args, *kwargs.values())
+        assert self._monitor is not None
+        self._monitor.saw(batch)
         if self._engine is None:
-            assert self._monitor is not None
             with self._monitor.recorder.phase(FORWARD):
                 return super().training_step(*args, **kwargs)
-        batch, *rest = (*args, *kwargs.values())
         module, context = self.lightning_module, self.precision_plugin.train_step_context
         assert module is not None
 

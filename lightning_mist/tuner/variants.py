@@ -18,7 +18,7 @@ from typing import NoReturn
 import numpy as np
 
 from lightning_mist.cost import StageCostModel, predict_with
-from lightning_mist.cost.candidates import placed_slots_of
+from lightning_mist.cost.candidates import StageCandidates, StageSlot, placed_slots_of
 from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Checkpointing, Plan, ScheduleName, ZeroStage
@@ -75,12 +75,18 @@ def _seconds(plan: Plan) -> float:
 
 
 def _busiest(model: StageCostModel, plan: Plan) -> float:
-    """Seconds that the busiest devices of a plan compute, which its step takes at least."""
-    slots = placed_slots_of(plan, model.cluster.devices_per_node)
-    steady = [float(model.seconds(slot, candidates).steady_K[0]) for slot, candidates in slots]
-    return plan.num_microbatches * max(
-        sum(steady[chunk] for chunk in plan.chunks(group)) for group in range(plan.num_groups)
-    )
+    """Seconds that the busiest devices of a plan compute, which its step takes at least.
+
+    Transfers may hide, and the first microbatch has no gradients to add to.
+    """
+
+    def busy(slot: StageSlot, candidates: StageCandidates) -> float:
+        found = model.seconds(slot, candidates)
+        lane = float((found.steady_K - found.transfer_K)[0])
+        return plan.num_microbatches * lane - float(found.accumulate_K[0])
+
+    each = [busy(*item) for item in placed_slots_of(plan, model.cluster.devices_per_node)]
+    return max(sum(each[chunk] for chunk in plan.chunks(group)) for group in range(plan.num_groups))
 
 
 def _variants(plan: Plan, space: Space) -> Iterator[Plan]:

@@ -45,12 +45,26 @@ def test_seconds_are_of_a_byte(monkeypatch):
     assert time_update(torch.optim.SGD(parameters, lr=0.1), device=CPU) == pytest.approx(1 / 100)
 
 
-def test_what_is_too_large_is_left_out(monkeypatch):
-    monkeypatch.setattr(update_timing, "LARGEST_BYTES", 100)
-    parameters = [nn.Parameter(torch.zeros(size)) for size in (50, 10, 20)]
-    groups, total = update_timing._copies(torch.optim.SGD(parameters, lr=0.1), CPU)
-    # The first always counts, however large it is.
-    assert ([len(p) for group in groups for p in group["params"]], total) == ([50], 200)
+def test_what_is_too_large_is_left_out_or_copied_in_part():
+    parameters = [nn.Parameter(torch.zeros(size, 2)) for size in (25, 10, 2)]
+    groups, total = update_timing._copies(torch.optim.SGD(parameters, lr=0.1), CPU, 100)
+    # Of the first, which is too large by itself, as many rows as there is room for.
+    assert ([p.shape[0] for group in groups for p in group["params"]], total) == ([12], 96)
+    groups, total = update_timing._copies(torch.optim.SGD(parameters[1:], lr=0.1), CPU, 100)
+    assert ([p.shape[0] for group in groups for p in group["params"]], total) == ([10, 2], 96)
+
+
+def test_what_groups_keep_for_themselves_is_not_shared():
+    group = {"params": [nn.Parameter(torch.zeros(3))], "scratch": [[0.0]]}
+    (copied,), _ = update_timing._copies(torch.optim.SGD([group], lr=0.1), CPU, 100)
+    copied["scratch"][0][0] = 1.0
+    assert group["scratch"] == [[0.0]]
+
+
+def test_launching_does_not_grow_with_the_parameters():
+    assert update_timing.per_byte((100, 1.5), (300, 2.5)) == 1 / 200
+    assert update_timing.per_byte((100, 1.5), (300, 1.5)) == 0.0
+    assert update_timing.per_byte((100, 1.5), (100, 1.5)) == 0.0
 
 
 def test_parameters_without_values_are_copied_too():

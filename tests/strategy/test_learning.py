@@ -7,7 +7,7 @@ from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import Correction, correction_store, factor_of, load_corrections, save_corrections
 from lightning_mist.plan import load
 from lightning_mist.plan.naming import short_name
-from lightning_mist.strategy.learning import LEAST_GAIN, QUICK_SECONDS, Basis, Learner, with_corrections
+from lightning_mist.strategy.learning import LEAST_GAIN, LEAST_STEPS, QUICK_SECONDS, Basis, Learner, with_corrections
 from lightning_mist.strategy.stage_times import Measured, StageTimes, predicted_times
 from lightning_mist.tuner import SearchSpace
 from tests.specs import cluster, profile, spec
@@ -178,3 +178,13 @@ def test_a_spoiled_file_is_ignored_and_replaced(tmp_path):
     teacher = Teacher(found, tmp_path)
     teacher.learner.learn(run(make_basis(forward=1.1), teacher.plan))
     assert json.loads(basis.store.path.read_text())["schema"] == 1
+
+
+def test_too_few_steps_teach_nothing(tmp_path):
+    basis = make_basis(tmp_path)
+    teacher = Teacher(basis, tmp_path)
+    measured = run(replace(basis, corrections=(correction("forward", 1.25),)), teacher.plan)
+    teacher.learner.learn([replace(item, steps=LEAST_STEPS - 1) for item in measured])
+    assert teacher.said == []
+    teacher.learner.learn([replace(item, steps=LEAST_STEPS) for item in measured])
+    assert len(teacher.said) == 1

@@ -63,3 +63,17 @@ def test_a_new_precision_is_measured_too(tmp_path, measured, precision, dtype):
 
 def test_the_default_directory_is_the_users():
     assert machine.default_directory().parts[-2:] == (".cache", "lightning-mist")
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_rates_that_are_known_are_not_given_up(tmp_path, measured):
+    for precision in ("bf16-mixed", "16-mixed", "bf16-mixed"):
+        profile(tmp_path / "cache", precision)
+    assert measured == [[torch.float32, torch.bfloat16], [torch.float32, torch.float16, torch.bfloat16]]
+
+
+@pytest.mark.usefixtures("single_rank", "measured")
+def test_training_goes_on_where_nothing_can_be_kept(tmp_path, capsys):
+    (tmp_path / "cache").write_text("a file where the directory should be")
+    assert profile(tmp_path / "cache", "32-true").source == "measured in a test"
+    assert "what was measured is not kept for later runs" in capsys.readouterr().err

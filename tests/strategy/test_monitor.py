@@ -9,6 +9,7 @@ from torch import nn
 from lightning_mist.cost import Interval, MemoryEstimate, StageEstimate
 from lightning_mist.hardware import Correction
 from lightning_mist.plan import ModuleMap, Plan, Predicted, PredictedStage, StageMesh, StagePlan
+from lightning_mist.runtime.signature import batch_signature
 from lightning_mist.strategy.decision import Decision
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.report import Better
@@ -170,3 +171,22 @@ def test_without_a_basis_nothing_is_learned(tmp_path):
     run(monitor, module, 14)
     assert monitor.report.corrections == ()
     assert monitor.report.better is None
+
+
+@pytest.mark.usefixtures("single_rank")
+@pytest.mark.parametrize(("rows", "lessons"), [(3, 1), (2, 0)])
+def test_batches_of_another_shape_teach_nothing(tmp_path, rows, lessons):
+    monitor, module, _ = make(tmp_path)
+    monitor.decision = replace(monitor.decision, signature=batch_signature(torch.zeros(3, 4)))
+    taught = []
+    monitor._learner = SimpleNamespace(
+        learn=taught.append, look_again=lambda is_training: None, basis=SimpleNamespace(corrections=()), better=None
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for index in range(14):
+        with monitor.step(optimizer, step) as closure:
+            # What comes before and after recording does not matter.
+            monitor.saw(torch.zeros(rows if index == 7 else 3 if 2 <= index < 12 else 1, 4))
+            closure()
+        monitor.after_step()
+    assert len(taught) == lessons

@@ -145,3 +145,10 @@ def test_nothing_is_predicted_of_a_plan_without_terms():
     assert predicted_times(replace(plan, predicted=None)) == ()
     bare = tuple(replace(stage, breakdown=()) for stage in plan.predicted.stages)
     assert predicted_times(replace(plan, predicted=replace(plan.predicted, stages=bare))) == ()
+
+
+def test_steps_that_a_module_took_by_itself_are_left_out():
+    times = StageTimes(forward_seconds=1.0)
+    assert over_steps([{0: times}, {}, {0: times}])[0].steps == 2
+    assert over_steps([{}, {0: times}])[0].times == times
+    assert over_steps([{}]) == {}

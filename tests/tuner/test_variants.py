@@ -2,11 +2,11 @@ import dataclasses
 
 import pytest
 
-from lightning_mist.cost import StageCostModel, predict
+from lightning_mist.cost import StageCostModel, predict, predict_with
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.schedule import check, lower
 from lightning_mist.tuner.space import SearchSpace, apply
-from lightning_mist.tuner.variants import best_variant
+from lightning_mist.tuner.variants import _busiest, _variants, best_variant
 from tests.specs import cluster, profile, spec
 from tests.tuner.test_tune import search
 
@@ -85,3 +85,16 @@ def test_sharded_gradients_stay_with_1f1b():
     stages = tuple(dataclasses.replace(stage, zero_stage=2) for stage in plan.stages)
     assert best_variant(model, space, 1e12, [plan]).schedule == "zb-h1"
     assert best_variant(model, space, 1e12, [dataclasses.replace(plan, stages=stages, predicted=None)]) is None
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-h1"])
+@pytest.mark.parametrize("latency", [1e-5, 1e-2])
+def test_what_devices_compute_is_never_more_than_the_step(kind, schedule, latency):
+    plain = found(("1f1b",)).plan
+    space = apply(SearchSpace(schedules=(schedule,)), NETWORK, cluster(2, kind=kind), 8)
+    model = StageCostModel(NETWORK, profile(link=1e6, latency=latency), cluster(2, kind=kind))
+    candidates = list(_variants(dataclasses.replace(plain, num_microbatches=2), space))
+    assert candidates
+    for plan in candidates:
+        assert _busiest(model, plan) <= predict_with(model, plan).step_seconds * (1 + 1e-12)
