@@ -92,7 +92,7 @@ def test_sharded_gradients_stay_with_1f1b():
 @pytest.mark.parametrize("latency", [1e-5, 1e-2])
 def test_what_devices_compute_is_never_more_than_the_step(kind, schedule, latency):
     plain = found(("1f1b",)).plan
-    space = apply(SearchSpace(schedules=(schedule,)), NETWORK, cluster(2, kind=kind), 8)
+    space = apply(SearchSpace(schedules=(schedule,)), NETWORK, 2, 4)
     model = StageCostModel(NETWORK, profile(link=1e6, latency=latency), cluster(2, kind=kind))
     candidates = list(_variants(dataclasses.replace(plain, num_microbatches=2), space))
     assert candidates
