@@ -28,7 +28,7 @@ from lightning_mist.plan import Plan, ScheduleName
 from lightning_mist.schedule import StepRules
 from lightning_mist.schedule.clock import finish, run
 from lightning_mist.schedule.program import Program, program_of
-from lightning_mist.schedule.seconds import PlanSeconds, crossing_seconds, plan_seconds, slot_seconds
+from lightning_mist.schedule.seconds import PlanSeconds, plan_seconds, slot_seconds
 
 ROUNDS, LEAST = 4, 32
 """Lists are cut to so many times as many microbatches as there are groups of devices, but not to fewer than these."""
@@ -71,28 +71,29 @@ def step_times(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> StepTime
         rules: How the machine runs a step.
     """
     seconds = plan_seconds(plan, terms)
-    crossings = crossing_seconds(seconds.activations, seconds.gradients)
-    step = _seconds(plan, seconds, crossings, rules)
-    still = _seconds(plan, seconds, [0.0] * len(crossings), rules) if any(crossings) else step
+    step = _seconds(plan, seconds, rules)
+    moves = any(seconds.crossings) or any(seconds.sent_crossings)
+    still = _seconds(plan, seconds.without_transfers(), rules) if moves else step
     groups = [_spent(plan, group, terms, seconds, step, still) for group in range(plan.num_groups)]
     return StepTimes(step_seconds=step, spent=tuple(groups[plan.group_of(stage)] for stage in range(plan.num_stages)))
 
 
-def _seconds(plan: Plan, seconds: PlanSeconds, crossings: Sequence[float], rules: StepRules) -> float:
+def _seconds(plan: Plan, seconds: PlanSeconds, rules: StepRules) -> float:
     """Seconds of one step, of long lists from two shorter ones."""
     count, groups = plan.num_microbatches, plan.num_groups
     longest = max(ROUNDS * groups, LEAST)
     if count <= 2 * longest + groups:
-        return _run(plan, seconds, crossings, rules, count)
+        return _run(plan, seconds, rules, count)
     # What the shorter lists lack is a multiple of the groups.
     shorter = longest + (count - longest) % groups
-    first, second = (_run(plan, seconds, crossings, rules, cut) for cut in (shorter, shorter + groups))
+    first, second = (_run(plan, seconds, rules, cut) for cut in (shorter, shorter + groups))
     return first + (count - shorter) // groups * (second - first)
 
 
-def _run(plan: Plan, seconds: PlanSeconds, crossings: Sequence[float], rules: StepRules, count: int) -> float:
+def _run(plan: Plan, seconds: PlanSeconds, rules: StepRules, count: int) -> float:
     program = _program(plan.num_stages, count, plan.schedule, plan.num_groups)
-    times = run(program, slot_seconds(seconds.stages), crossings, rules)
+    slots, sending = slot_seconds(seconds.stages), seconds.sent_crossings
+    times = run(program, slots, seconds.crossings, rules, sending_seconds=sending)
     once = [stage.epilogue for stage in seconds.stages[: plan.num_groups]]
     is_tied = plan.num_groups > 1 and any(item.tied > 0 for item in once)
     return finish(program, times, once, rules, is_tied=is_tied).makespan

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 CORRECTED: tuple[tuple[Term, tuple[str, ...]], ...] = (
     (
         "communication",
-        ("transfer", "arrival", "return", "unshard", "scatter", "ring", "forward_ring", "reduce", "tied", "gather"),
+        (
+            *("transfer", "arrival", "return", "send", "send_back"),
+            *("unshard", "scatter", "ring", "forward_ring", "reduce", "tied", "gather"),
+        ),
     ),
     ("update", ("update",)),
 )

@@ -60,6 +60,8 @@ class StageSeconds:
             sending the output and the gradient of the input.
         arrival_K: The part of ``transfer_K`` that receives the input.
         return_K: The part of ``transfer_K`` that receives the gradient of the output.
+        send_K: The part of ``transfer_K`` that sends the output.
+        send_back_K: The part of ``transfer_K`` that sends the gradient of the input.
         unshard_K: Unsharding parameters for one microbatch (ZeRO-3), as far as it does not hide in computation.
         scatter_K: Reducing the gradients of one microbatch to their owners (from ZeRO-2 on), as far as not hidden.
         ring_K: Exchanging keys and values among context-parallel ranks for one microbatch, as far as not hidden.
@@ -86,6 +88,8 @@ class StageSeconds:
     transfer_K: FloatArray
     arrival_K: FloatArray
     return_K: FloatArray
+    send_K: FloatArray
+    send_back_K: FloatArray
     unshard_K: FloatArray
     scatter_K: FloatArray
     ring_K: FloatArray
@@ -211,6 +215,7 @@ class StageCostModel:
         units, unshard_K, scatter_K = self._shards(slot, candidates, compute)
         machine, memory = (self.profile, self.cluster), self.memory(slot)
         arrival_K, return_K = transfers(*machine, slot, candidates, memory)
+        send_K, send_back_K = self._sending(slot, candidates)
         forward_exchange_K, backward_exchange_K, recompute_exchange_K = _exchange(compute, candidates, low_K, high_K)
         forward_ring_K, ring_K = self._ring(slot, candidates, compute)
         held = memory.holdings.of(candidates)
@@ -232,9 +237,11 @@ class StageCostModel:
             exchange_K=forward_exchange_K + backward_exchange_K,
             recompute_exchange_K=recompute_exchange_K,
             accumulate_K=np.minimum(accumulate_K, backward_K + pass_K),
-            transfer_K=arrival_K + return_K + self._sending(slot, candidates),
+            transfer_K=arrival_K + return_K + send_K + send_back_K,
             arrival_K=arrival_K,
             return_K=return_K,
+            send_K=send_K,
+            send_back_K=send_back_K,
             unshard_K=unshard_K,
             scatter_K=scatter_K,
             ring_K=ring_K,
@@ -252,12 +259,11 @@ class StageCostModel:
         )
         return corrected_terms(self.profile, found)
 
-    def _sending(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
-        """What sending takes of the computing cores."""
+    def _sending(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
+        """What sending the output takes of the computing cores, and sending the gradient of the input."""
         if self.cluster.device.kind == "cuda":
-            return np.zeros(len(candidates))
-        sent = transfers(self.profile, self.cluster, slot, candidates, self.memory(slot), sending=True)
-        return sent[0] + sent[1]
+            return np.zeros(len(candidates)), np.zeros(len(candidates))
+        return transfers(self.profile, self.cluster, slot, candidates, self.memory(slot), sending=True)
 
     def _shards(
         self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds

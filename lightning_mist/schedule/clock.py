@@ -3,8 +3,9 @@
 A group of devices has one lane of computation and runs its list in order. Transfers move *beside* computation, as
 between devices: sends and receives are posted and take no time of the lane; a transfer starts when both sides have
 posted it and the one before it on its link has ended. Or they move *within* it, as between processes that copy with the
-cores that they compute with: a send occupies the lane of its sender, and whatever is consumed that of its receiver, for
-as long as the transfer takes; a receiver that waits for the message anyway does so meanwhile.
+cores that they compute with: a send occupies the lane of its sender for as long as sending takes, and whatever is
+consumed that of its receiver for as long as receiving takes, which is another time where a stage has more ranks than
+its neighbour. A receiver that waits for the message anyway receives it meanwhile, but has it no sooner than it is sent.
 
 What comes after the last backward of a group: ``REDUCE``; ``REDUCE_TIED``, which starts on all groups at once;
 ``STEP``, which starts when everything that the group sent has arrived and, depending on the rules, when others have
@@ -63,9 +64,10 @@ class Times:
 
 @dataclass(slots=True)
 class _Link:
-    """What has been posted on a link, and what has moved."""
+    """What has been posted on a link, and what has moved; ``sending`` is what transfers take of the sender's lane."""
 
     seconds: list[float]
+    sending: list[float]
     sent: list[float] = field(default_factory=list)
     ready: list[float] = field(default_factory=list)
     departures: list[float] = field(default_factory=list)
@@ -82,19 +84,32 @@ class _Link:
             self.arrivals.append(start + self.seconds[number])
 
 
-def run(program: Program, slot_seconds: Sequence[float], crossing_seconds: Sequence[float], rules: StepRules) -> Times:
+def run(
+    program: Program,
+    slot_seconds: Sequence[float],
+    crossing_seconds: Sequence[float],
+    rules: StepRules,
+    *,
+    sending_seconds: Sequence[float] | None = None,
+) -> Times:
     """Run a program up to the last backward of every group.
 
     Args:
         program: The program.
         slot_seconds: How long the computations of every slot take.
-        crossing_seconds: How long one message of every crossing takes.
+        crossing_seconds: How long one message of every crossing takes, or its receiver where transfers move within
+            computation.
         rules: How transfers move.
+        sending_seconds: How long its sender takes there; as long as the receiver if ``None``.
 
     Raises:
         ScheduleError: If groups wait for each other for ever.
     """
-    links = [_Link([crossing_seconds[crossing] for crossing in crossings]) for crossings in program.links]
+    sending = crossing_seconds if sending_seconds is None else sending_seconds
+    links = [
+        _Link([crossing_seconds[crossing] for crossing in crossings], [sending[crossing] for crossing in crossings])
+        for crossings in program.links
+    ]
     advance = _advance_within if rules.transfers == "within" and program.has_transfers else _advance_beside
     if not program.has_transfers:
         for link in links:
@@ -160,14 +175,14 @@ def _advance_within(lane: _Lane, links: Sequence[_Link], slot_seconds: Sequence[
             source = links[waits]
             if number >= len(source.arrivals):
                 break
-            clock = max(clock + source.seconds[number], source.arrivals[number])
+            clock = max(max(clock, source.departures[number]) + source.seconds[number], source.arrivals[number])
         starts.append(clock)
         clock += slot_seconds[slot]
         for code in posts:
             if code & 1:
                 link = links[code >> 1]
                 link.departures.append(clock)
-                clock += link.seconds[len(link.arrivals)]
+                clock += link.sending[len(link.arrivals)]
                 link.arrivals.append(clock)
         position += 1
     lane.position, lane.clock = position, clock

@@ -1,7 +1,8 @@
 """How long actions take."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
@@ -91,13 +92,33 @@ class PlanSeconds:
 
     Attributes:
         stages: Each stage's actions; what a group of devices does once per batch, for all its chunks, at each of them.
-        activations: For each boundary the activations of one microbatch.
+        activations: For each boundary receiving the activations of one microbatch.
         gradients: The same for gradients on their way back.
+        sent_activations: For each boundary what sending the activations takes of the sender's computation, where
+            transfers move within it.
+        sent_gradients: The same for gradients.
     """
 
     stages: tuple[StageSeconds, ...]
     activations: tuple[float, ...]
     gradients: tuple[float, ...]
+    sent_activations: tuple[float, ...]
+    sent_gradients: tuple[float, ...]
+
+    @property
+    def crossings(self) -> list[float]:
+        """Receiving one message of every crossing of a program."""
+        return crossing_seconds(self.activations, self.gradients)
+
+    @property
+    def sent_crossings(self) -> list[float]:
+        """Sending one."""
+        return crossing_seconds(self.sent_activations, self.sent_gradients)
+
+    def without_transfers(self) -> "PlanSeconds":
+        """The same if transfers took no time."""
+        none = (0.0,) * len(self.activations)
+        return replace(self, activations=none, gradients=none, sent_activations=none, sent_gradients=none)
 
 
 ONCE = (
@@ -131,6 +152,8 @@ def plan_seconds(plan: Plan, terms: Sequence[Mapping[str, float]]) -> PlanSecond
         stages=stages,
         activations=tuple(term.get("arrival_seconds", 0.0) for term in terms[1:]),
         gradients=tuple(term.get("return_seconds", 0.0) for term in terms[:-1]),
+        sent_activations=tuple(term.get("send_seconds", 0.0) for term in terms[:-1]),
+        sent_gradients=tuple(term.get("send_back_seconds", 0.0) for term in terms[1:]),
     )
 
 
@@ -165,8 +188,9 @@ def predicted_terms(plan: Plan) -> list[dict[str, float]]:
 
     Without terms of the update ``STEP`` takes the stage's boundary time. Without those of single transfers, what a
     stage waits for on its receives is the time of its links: on the first and last stage of the one it receives from,
-    on others half of it each. ``W`` takes, if nothing else is known, as long as the forward, but at most half of the
-    backward: each of the two gradients of a matrix product takes as long as the product (Qi et al., 2023, table 1).
+    on others half of it each. Without those of sending a sender takes as long as its receiver. ``W`` takes, if nothing
+    else is known, as long as the forward, but at most half of the backward: each of the two gradients of a matrix
+    product takes as long as the product (Qi et al., 2023, table 1).
 
     Raises:
         PlanError: If nothing was predicted.
@@ -190,4 +214,7 @@ def predicted_terms(plan: Plan) -> list[dict[str, float]]:
             term["arrival_seconds"] = term["return_seconds"] = share
         term.setdefault("weight_seconds", min(stage.forward_seconds, stage.backward_seconds / 2))
         result.append(term)
+    for before, behind in pairwise(result):
+        before.setdefault("send_seconds", behind["arrival_seconds"])
+        behind.setdefault("send_back_seconds", before["return_seconds"])
     return result

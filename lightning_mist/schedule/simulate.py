@@ -70,6 +70,8 @@ def simulate(
     *,
     activation_seconds: Sequence[float] = (),
     gradient_seconds: Sequence[float] = (),
+    sent_activation_seconds: Sequence[float] = (),
+    sent_gradient_seconds: Sequence[float] = (),
     rules: StepRules | None = None,
 ) -> Simulation:
     """Run a schedule on a clock.
@@ -81,6 +83,9 @@ def simulate(
         activation_seconds: For each boundary between stages, how long the activations of one microbatch take to cross
             it; empty for no time.
         gradient_seconds: The same for gradients on their way back.
+        sent_activation_seconds: For each boundary, how long its sender takes where transfers move within computation;
+            empty for as long as its receiver, ``activation_seconds``.
+        sent_gradient_seconds: The same for gradients.
         rules: How transfers move, and whom the optimizer's step waits for; by default transfers move beside
             computation, and each group steps by itself.
 
@@ -92,10 +97,14 @@ def simulate(
     boundaries = num_stages - 1
     activation_seconds = tuple(activation_seconds) or (0.0,) * boundaries
     gradient_seconds = tuple(gradient_seconds) or (0.0,) * boundaries
+    sent_activation_seconds = tuple(sent_activation_seconds) or activation_seconds
+    sent_gradient_seconds = tuple(sent_gradient_seconds) or gradient_seconds
     for name, given, needed in (
         ("stages", len(stages), num_stages),
         ("activation_seconds", len(activation_seconds), boundaries),
         ("gradient_seconds", len(gradient_seconds), boundaries),
+        ("sent_activation_seconds", len(sent_activation_seconds), boundaries),
+        ("sent_gradient_seconds", len(sent_gradient_seconds), boundaries),
     ):
         if given != needed:
             raise ValueError(f"{name} has {given} entries: a schedule of {num_stages} stages needs {needed}")
@@ -105,8 +114,9 @@ def simulate(
     check(schedule, forwards)
     rules = rules or StepRules()
     program, crossings = program_of_lists(schedule), crossing_seconds(activation_seconds, gradient_seconds)
-    seconds = _Durations(stages, crossings, forwards - 1, schedule)
-    times = run(program, slot_seconds(stages), crossings, rules)
+    sending = crossing_seconds(sent_activation_seconds, sent_gradient_seconds)
+    seconds = _Durations(stages, crossings, sending, forwards - 1, schedule)
+    times = run(program, slot_seconds(stages), crossings, rules, sending_seconds=sending)
     present = {action.kind for actions in schedule for action in actions}
     epilogues = [seconds.epilogue(group, actions) for group, actions in enumerate(schedule)]
     end = finish(program, times, epilogues, rules, is_tied=ActionKind.REDUCE_TIED in present)
@@ -131,6 +141,8 @@ def simulate_plan(plan: Plan) -> Simulation:
         seconds.stages,
         activation_seconds=seconds.activations,
         gradient_seconds=seconds.gradients,
+        sent_activation_seconds=seconds.sent_activations,
+        sent_gradient_seconds=seconds.sent_gradients,
         rules=StepRules(transfers=plan.predicted.transfers, update_after=plan.predicted.update_after),
     )
 
@@ -139,21 +151,28 @@ class _Durations:
     """Seconds of every action; refuses those that are no times."""
 
     def __init__(
-        self, stages: Sequence[StageSeconds], crossings: Sequence[float], last: int, schedule: Schedule
+        self,
+        stages: Sequence[StageSeconds],
+        receiving: Sequence[float],
+        sending: Sequence[float],
+        last: int,
+        schedule: Schedule,
     ) -> None:
-        self._stages, self._crossings, self._last = stages, crossings, last
+        self._stages, self._receiving, self._sending, self._last = stages, receiving, sending, last
         for action in (action for actions in schedule for action in actions):
             duration = self.of(action)
             if not 0.0 <= duration < float("inf"):
                 raise ValueError(f"{action} takes {duration} seconds: times are finite and not negative")
 
     def of(self, action: Action) -> float:
-        """Seconds of an action; of a receive none, they are its send's."""
+        """Seconds of an action."""
         stage = self._stages[action.stage]
         if action.kind in COMPUTATIONS:
             return stage.of(action.kind, is_first=action.microbatch == 0, is_last=action.microbatch == self._last)
         if action.kind in SENDS:
-            return self._crossings[_crossing(action)]
+            return self._sending[_crossing(action)]
+        if action.kind in RECEIVES:
+            return self._receiving[_crossing(action)]
         return {
             ActionKind.REDUCE_GRADIENTS: stage.reduce,
             ActionKind.REDUCE_TIED: stage.reduce_tied,

@@ -10,6 +10,7 @@ from lightning_mist.schedule import simulate_plan
 from tests.cost.test_context_parallel import sequences
 from tests.cost.test_memory import make_plan
 from tests.cost.test_offload import make_plan as offloading
+from tests.cost.test_placement import make_plan as exchanging
 from tests.specs import cluster, profile, spec
 
 NETWORK = spec(6, tied=True, measured=True)
@@ -55,6 +56,29 @@ def test_a_prediction_runs_on_a_clock_as_it_was_predicted(kind, schedule):
     without = predict(NETWORK, profile(), cluster(plan.world_size, kind=kind), plan)
     assert overhead > 1e-3 + 2 * 4 * 1e-4
     assert found.step_seconds - without.step_seconds >= overhead * 0.99
+
+
+def test_one_rank_that_serves_four_sends_to_each_of_them():
+    plan, network = exchanging([(1, 1), (4, 1)]), spec(2, measured=True)
+    found, on_device = (
+        predict(network, profile(), cluster(plan.world_size, kind=kind), plan) for kind in ("cpu", "cuda")
+    )
+    front, behind = (dict(stage.breakdown) for stage in found.stages)
+    row = 1000 / 1e8
+    # Four rows in four messages on the one side, one in one on the other.
+    assert front["send_seconds"] == front["return_seconds"] == pytest.approx(4e-4 + 4 * row)
+    assert behind["arrival_seconds"] == behind["send_back_seconds"] == pytest.approx(1e-4 + row)
+    assert front["send_back_seconds"] == behind["send_seconds"] == 0.0
+    for term in (front, behind):
+        parts = sum(term[f"{name}_seconds"] for name in ("arrival", "return", "send", "send_back"))
+        assert term["transfer_seconds"] == pytest.approx(parts)
+    simulated = simulate_plan(from_json(to_json(dataclasses.replace(plan, predicted=found))))
+    assert simulated.makespan == pytest.approx(found.step_seconds)
+    # The one rank sends and receives for all of them, in every microbatch, and does nothing else meanwhile.
+    assert found.step_seconds > plan.num_microbatches * found.stages[0].steady_seconds
+    for stage in on_device.stages:
+        terms = dict(stage.breakdown)
+        assert terms["send_seconds"] == terms["send_back_seconds"] == 0.0
 
 
 def changed(plan, **kwargs):

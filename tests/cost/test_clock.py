@@ -67,11 +67,22 @@ def test_what_is_waited_for_is_part_of_what_waits():
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 def test_transfers_show_as_far_as_nothing_is_computed_meanwhile(schedule):
     bare = [stage(forward=1, backward=2, weight=1)] * 2
-    moving = [{**item, "arrival_seconds": 0.5, "return_seconds": 0.5} for item in bare]
+    transfers = ("arrival", "return", "send", "send_back")
+    moving = [{**item, **{f"{name}_seconds": 0.5 for name in transfers}} for item in bare]
     free = clocked_seconds(plan(schedule, 2, microbatches=8), bare)
     beside = clocked_seconds(plan(schedule, 2, microbatches=8), moving)
     within = clocked_seconds(plan(schedule, 2, microbatches=8), moving, StepRules(transfers="within"))
     assert free + 1 <= beside <= within <= free + 8 * 2 * 2 * 0.5
+
+
+def test_what_sending_takes_shows_though_receivers_take_nothing():
+    bare = [stage(forward=1, backward=2, weight=1)] * 2
+    sending = [stage(forward=1, backward=2, weight=1, send=0.5), stage(forward=1, backward=2, weight=1, send_back=0.25)]
+    free, sent = (step_times(plan("1f1b", 2), terms, StepRules(transfers="within")) for terms in (bare, sending))
+    assert sent.step_seconds > free.step_seconds
+    assert sent.spent[0].communication_seconds == pytest.approx(sent.step_seconds - free.step_seconds)
+    beside = step_times(plan("1f1b", 2), sending, BESIDE)
+    assert beside.step_seconds == free.step_seconds
 
 
 def test_a_single_stage_takes_the_sum_of_everything():
@@ -101,7 +112,8 @@ def random_terms(rng, count):
     for _ in range(count):
         forward, weight, rest = rng.uniform(1, 3, 3)
         per_batch = {name: rng.uniform(0, 5) for name in ("reduce", "tied", "update", "gather", "once")}
-        beside = {name: rng.uniform(0, 0.5) for name in ("arrival", "return", "unshard", "scatter", "overhead")}
+        transfers = ("arrival", "return", "send", "send_back")
+        beside = {name: rng.uniform(0, 0.5) for name in (*transfers, "unshard", "scatter", "overhead")}
         parts = {
             "exchange": 0.2 * forward,
             "recompute": forward / 2,

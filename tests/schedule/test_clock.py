@@ -14,10 +14,11 @@ seconds = st.integers(0, 20).map(float)
 WITHIN, BESIDE = StepRules(transfers="within"), StepRules()
 
 
-def slow_within(lists, stages, activations, gradients):
+def slow_within(lists, stages, received, sent):
     """The makespan where transfers use the lanes of both sides, action by action, from first principles."""
+    (activations, gradients), (sent_activations, sent_gradients) = received, sent
     clock = [0.0] * len(lists)
-    sent = {}
+    begun, there = {}, {}
     place = [0] * len(lists)
     last = len(stages) - 1
     while any(at < len(line) for at, line in zip(place, lists, strict=True)):
@@ -27,20 +28,23 @@ def slow_within(lists, stages, activations, gradients):
                 stage, index, letter = action.stage, action.microbatch, action.kind.value
                 if letter == "F":
                     source, takes = ((stage - 1, "F", index), activations[stage - 1]) if stage else (None, 0.0)
-                    target = activations[stage] if stage < last else None
+                    target = sent_activations[stage] if stage < last else None
                 elif letter in "BI":
                     source, takes = ((stage + 1, "B", index), gradients[stage]) if stage < last else (None, 0.0)
-                    target = gradients[stage - 1] if stage else None
+                    target = sent_gradients[stage - 1] if stage else None
                 else:
                     source, takes, target = None, 0.0, None
                 if source is not None:
-                    if source not in sent:
+                    if source not in there:
                         break
-                    clock[group] = max(clock[group] + takes, sent[source])
+                    # Nothing is received before it is being sent, and all of it only when all is sent.
+                    clock[group] = max(max(clock[group], begun[source]) + takes, there[source])
                 clock[group] += stages[stage].of(action.kind, is_first=False, is_last=False)
                 if target is not None:
+                    key = stage, "F" if letter == "F" else "B", index
+                    begun[key] = clock[group]
                     clock[group] += target
-                    sent[stage, "F" if letter == "F" else "B", index] = clock[group]
+                    there[key] = clock[group]
                 place[group] += 1
     return clock
 
@@ -57,10 +61,14 @@ def test_transfers_within_computation_take_both_lanes(shape, data):
     )
     crossing = st.lists(seconds, min_size=stages - 1, max_size=stages - 1)
     activations, gradients = data.draw(crossing), data.draw(crossing)
+    sent = data.draw(st.one_of(st.none(), st.tuples(crossing, crossing)))
     lists = generate(stages, microbatches, name, num_groups=groups)
     program = program_of(stages, microbatches, name, num_groups=groups)
-    times = run(program, slot_seconds(each), crossing_seconds(activations, gradients), WITHIN)
-    assert list(times.ends) == slow_within(lists, each, activations, gradients)
+    sending = None if sent is None else crossing_seconds(*sent)
+    crossings = crossing_seconds(activations, gradients)
+    times = run(program, slot_seconds(each), crossings, WITHIN, sending_seconds=sending)
+    assert list(times.ends) == slow_within(lists, each, (activations, gradients), sent or (activations, gradients))
+    times = run(program, slot_seconds(each), crossings, WITHIN)
     beside = run(program, slot_seconds(each), crossing_seconds(activations, gradients), BESIDE)
     free = run(program, slot_seconds(each), [0.0] * (2 * stages - 2), WITHIN)
     # Each receiver waits as long either way, and what uses its lane besides comes on top.
@@ -96,6 +104,21 @@ def test_a_program_takes_as_long_as_its_lists(shape, data):
     times = run(program, slot_seconds(each), crossing_seconds(activations, gradients), rules)
     found = finish(program, times, [stage.epilogue for stage in each[:groups]], rules, is_tied=False)
     assert found.makespan == wanted.makespan
+
+
+@pytest.mark.parametrize(
+    ("received", "sent", "wanted"),
+    [
+        # Sent from 1 to 5, computed on until 8, sent back until 12, computed on until 14; receiving hides in that.
+        (1.0, 4.0, (14.0, 12.0)),
+        # Sent from 1 to 2, received until 5, computed on until 8, sent back until 9, received from 8 until 12.
+        (4.0, 1.0, (14.0, 9.0)),
+    ],
+)
+def test_senders_and_receivers_are_each_busy_for_their_own_time(received, sent, wanted):
+    each = [StageSeconds(forward=1, backward=2)] * 2
+    times = run(program_of(2, 1), slot_seconds(each), [received] * 2, WITHIN, sending_seconds=[sent] * 2)
+    assert times.ends == wanted
 
 
 def ends_of(rules, *, is_tied=False):

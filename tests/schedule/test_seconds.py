@@ -64,6 +64,8 @@ def test_terms_become_actions():
         "accumulate_seconds": 5.0,
         "arrival_seconds": 0.25,
         "return_seconds": 0.5,
+        "send_seconds": 0.75,
+        "send_back_seconds": 0.875,
         "reduce_seconds": 1.5,
         "tied_seconds": 2.5,
         "update_seconds": 3.5,
@@ -79,6 +81,11 @@ def test_terms_become_actions():
     assert stage.weight == 7
     assert (stage.reduce, stage.reduce_tied, stage.step, stage.gather) == (1.5, 2.5, 7.625, 5.5)
     assert (found.activations, found.gradients) == ((0.25,), (0.5,))
+    assert (found.sent_activations, found.sent_gradients) == ((0.75,), (0.875,))
+    assert (found.crossings, found.sent_crossings) == ([0.25, 0.5], [0.75, 0.875])
+    still = found.without_transfers()
+    assert still.stages == found.stages
+    assert still.crossings == still.sent_crossings == [0.0, 0.0]
 
 
 def test_chunks_do_once_per_batch_what_all_of_them_need_in_one_loop():

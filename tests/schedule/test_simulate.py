@@ -226,6 +226,20 @@ def test_a_plan_runs_with_the_terms_of_its_prediction():
     assert [seconds[name] for name in names] == [0.25, 0.5, 0.25, 0.25]
 
 
+def test_predictions_without_terms_of_sending_send_as_long_as_they_receive():
+    def makespan(*terms):
+        plan = predicted_plan(terms)
+        return simulate_plan(replace(plan, predicted=replace(plan.predicted, transfers="within"))).makespan
+
+    received = [{"arrival_seconds": 0.0, "return_seconds": 4}, {"arrival_seconds": 2, "return_seconds": 8}]
+    received.append({"arrival_seconds": 1, "return_seconds": 0.0})
+    sent = [{"send_seconds": 2}, {"send_seconds": 1, "send_back_seconds": 4}, {"send_back_seconds": 8}]
+    both = [{**one, **other} for one, other in zip(received, sent, strict=True)]
+    assert makespan(*received) == makespan(*both) > 20
+    both[2]["send_back_seconds"] = 16
+    assert makespan(*both) >= makespan(*received) + 8
+
+
 def test_a_group_does_once_per_batch_what_its_chunks_are_predicted():
     stages = tuple(
         StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(index % 2,)), microbatch_size=1)
@@ -252,7 +266,10 @@ def test_a_plan_without_predictions_is_refused():
         ({"activation_seconds": [1, 2]}, "activation_seconds has 2 entries: a schedule of 2 stages needs 1"),
         ({"gradient_seconds": [1, 2]}, "gradient_seconds has 2 entries: a schedule of 2 stages needs 1"),
         ({"stages": [StageSeconds(forward=-1, backward=0)] * 2}, "0F0 takes -1 seconds: times are finite"),
-        ({"gradient_seconds": [float("nan")]}, "1SEND_B0 takes nan seconds"),
+        ({"sent_activation_seconds": [1, 2]}, "sent_activation_seconds has 2 entries: a schedule of 2 stages needs 1"),
+        ({"sent_gradient_seconds": [1, 2]}, "sent_gradient_seconds has 2 entries: a schedule of 2 stages needs 1"),
+        ({"gradient_seconds": [float("nan")]}, "0RECV_B0 takes nan seconds"),
+        ({"sent_gradient_seconds": [-1]}, "1SEND_B0 takes -1 seconds"),
     ],
 )
 def test_wrong_times_are_refused(arguments, message):
