@@ -42,6 +42,8 @@ def sample_of(network: str, found: dict[str, Any]) -> Sample:
         "largest_round_seconds": max(rounds),
         "steps": len(every),
         "spread": statistics.median(abs(seconds - measured) for seconds in every) / measured,
+        # Seconds of every step, rounds apart.
+        "all_steps": "; ".join(" ".join(f"{seconds:.5f}" for seconds in steps) for steps in found["rounds"]),
     }
 
 
@@ -90,10 +92,12 @@ def _columns(samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
 
 def _line(what: str, samples: Sequence[Sample]) -> str:
     predicted, measured = _columns(samples)
-    errors = [abs(float(sample["time_error"] or 0.0)) for sample in samples]
+    signed = [float(sample["time_error"] or 0.0) for sample in samples]
+    errors = [abs(error) for error in signed]
     right, count = clear_pairs(predicted, measured)
     return (
-        f"{what}: mean absolute error {statistics.mean(errors):.1%} (largest {max(errors):.1%}); rank correlation "
+        f"{what}: mean absolute error {statistics.mean(errors):.1%} (largest {max(errors):.1%}, with its sign "
+        f"{statistics.mean(signed):+.1%} on average); rank correlation "
         f"{spearman(predicted, measured):.3f} (Spearman), {kendall(predicted, measured):.2f} (Kendall); of {count} "
         f"pairs more than {CLEAR:.0%} apart {right / max(1, count):.1%} ordered rightly."
     )

@@ -16,6 +16,7 @@ def test_sample_is_over_all_steps_of_all_rounds():
     assert found["time_error"] == pytest.approx(-0.1)
     assert (found["least_round_seconds"], found["largest_round_seconds"], found["steps"]) == (0.9, 1.1, 6)
     assert found["spread"] == pytest.approx(0.1)
+    assert [len(steps.split()) for steps in found["all_steps"].split("; ")] == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_only_clear_differences_are_judged():
 def test_summary_says_how_near_the_choice_is_to_the_fastest():
     samples = [sample(CHOSEN, 1.0, [1.1]), sample("dp2", 1.2, [1.0]), sample("pp2", 2.0, [2.0])]
     first, second = summary(samples).split("\n\n")
-    assert first.startswith("3 plans of 1 networks: mean absolute error 9.7% (largest 20.0%)")
+    assert first.startswith("3 plans of 1 networks: mean absolute error 9.7% (largest 20.0%, with its sign ")
     assert second.endswith(
         f"The planner's choice took 10.0% more than the fastest, the plan predicted to be the fastest ({CHOSEN}) 10.0%."
     )
