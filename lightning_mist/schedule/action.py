@@ -87,7 +87,7 @@ class Action:
     ``RECV`` and ``SEND`` post a transfer with the neighbouring stage; ``F``, ``B``, ``I`` wait for what they consume.
     ``REDUCE`` averages gradients over the stage's data-parallel ranks (to the owning rank under ZeRO-1),
     ``REDUCE_TIED`` sums gradients of parameters that several stages hold, ``STEP`` is the optimizer's update and
-    ``GATHER`` distributes what the data-parallel ranks updated (ZeRO-1, ZeRO-2).
+    ``GATHER`` distributes what the ranks with the same parameters updated (ZeRO-1, ZeRO-2).
 
     With a *unit* (a layer, the head or the tail; see :mod:`~lightning_mist.schedule.units`) an action is about that
     unit of the stage alone: ``2F0:5`` computes layer 5, ``2REDUCE:5`` sums its gradients to their owners, and

@@ -25,12 +25,14 @@ def lower(plan: Plan, *, tied: bool) -> Schedule:
 
     Returns:
         One tuple of actions per group: transfers around computations, then ``REDUCE``, ``REDUCE_TIED`` (if ``tied``
-        and there is more than one group), ``STEP`` and, on groups under ZeRO-1 or ZeRO-2 with more than
-        one data-parallel rank, ``GATHER``.
+        and there is more than one group), ``STEP`` and, on groups under ZeRO-1 or ZeRO-2 where more than one rank has
+        the same parameters, ``GATHER``.
     """
     computations = generate(plan.num_stages, plan.num_microbatches, plan.schedule, num_groups=plan.num_groups)
     gathers = [
-        ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS and stage.data_parallel_degree > 1
+        # Ranks that share the sequence of a row have the same parameters too, and share out what ZeRO shards.
+        ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS
+        and stage.data_parallel_degree * stage.mesh.context_parallel_degree > 1
         for stage in plan.stages[: plan.num_groups]
     ]
     return add_update(add_transfers(computations), tied=tied and plan.num_groups > 1, gathers=gathers)

@@ -119,6 +119,16 @@ def test_what_is_not_run_yet_is_predicted():
         predicted(changed(plan, mesh=ring, microbatch_size=8))
 
 
+def test_giving_out_parameters_in_a_ring_is_part_of_the_simulated_step():
+    ring = StageMesh(devices=(0, 1), context_parallel_degree=2)
+    plan = changed(make_plan([6], degree=2, rows=4, zero=1), mesh=ring, microbatch_size=8)
+    found = predict(sequences(6), profile(), cluster(2), plan)
+    gather = dict(found.stages[0].breakdown)["gather_seconds"]
+    assert gather > 1e-3
+    simulated = simulate_plan(dataclasses.replace(plan, predicted=found))
+    assert simulated.makespan == pytest.approx(found.step_seconds)
+
+
 def test_a_plan_for_something_else_is_refused():
     with pytest.raises(PlanError, match="the plan has 5 layers, synthetic has 6"):
         predicted(make_plan([5]))

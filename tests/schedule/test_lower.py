@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,6 +61,14 @@ def test_nothing_to_gather_with_one_data_parallel_rank_and_nothing_tied_in_one_s
     assert show(lower(plan, tied=False)) == "0F0 0B0 0REDUCE 0STEP"
     plan = make_plan(1, 1, zero=ZeroStage.OPTIMIZER)
     assert show(lower(plan, tied=True)) == "0F0 0B0 0REDUCE 0STEP"
+
+
+@pytest.mark.parametrize(("zero", "ends"), [(0, "0STEP"), (1, "0GATHER"), (2, "0GATHER"), (3, "0STEP")])
+def test_ranks_that_share_a_sequence_gather_what_each_of_them_updated(zero, ends):
+    plan = make_plan(1, 1, degree=2, zero=ZeroStage(zero))
+    mesh = StageMesh(devices=(0, 1), data_parallel_degree=1, context_parallel_degree=2)
+    plan = replace(plan, stages=(replace(plan.stages[0], mesh=mesh, microbatch_size=2),))
+    assert show(lower(plan, tied=False)).split()[-1] == ends
 
 
 def test_stages_gather_each_for_itself():
