@@ -222,7 +222,7 @@ def test_the_batch_must_be_a_multiple_of_the_devices():
 
 def test_plans_from_the_catalog():
     network = spec(8, widths=(4_000_000,), parameter_bytes=50_000_000, edge_bytes=100_000_000)
-    found = tune(network, parse_cluster("1x4xL4"), global_batch_size=32)
+    found = tune(network, parse_cluster("1x4xL4"), global_batch_size=32, search=SearchSpace(schedules=("1f1b",)))
     assert found.status == "optimal"
     assert np.isfinite(found.predicted.step_seconds)
     source = catalog_profile(parse_cluster("1x4xL4")).source
