@@ -129,6 +129,7 @@ def loads_of(
         parts.owned_gradients_K,
         parts.optimizer_K,
         *per_byte,
+        memory.holdings.table.reduced_row_R[covered(memory.spec, candidates.start_K, candidates.end_K)[0]],
     )
     questions_QX, question_K = distinct_rows(*columns)
     return _Questions(memory, slot, questions_QX, known, rates).loads(), question_K
@@ -147,7 +148,7 @@ class _Questions:
     def loads(self) -> Loads:
         """Seconds of every unit."""
         zero_Q, parameters_Q, gradients_Q, optimizer_Q, activations_Q, *rest = self.columns
-        part_Q, gradient_Q, owned_Q, state_Q, update_Q, reduce_Q, gather_Q = (values[:, None] for values in rest)
+        part_Q, gradient_Q, owned_Q, state_Q, update_Q, reduce_Q, gather_Q = (values[:, None] for values in rest[:-1])
         table = self.memory.holdings.table
         costs = self.memory.costs(self.slot.rows, self.slot.context_parallel_degree)
         trains_P = table.trainable_P > 0
@@ -165,14 +166,16 @@ class _Questions:
         # The first microbatch of a batch has no gradients to fetch.
         again = 1.0 if self.slot.num_microbatches > 1 else 0.0
         compute, none_R = self.known.compute, np.zeros(len(costs.saved_R))
-        units = self.known.units or UnitSeconds(unshard_R=none_R, reduce_R=none_R)
+        units, reduced_row_Q = self.known.units, rest[-1].astype(np.int64)
+        unshard_R = none_R if units is None else units.unshard_R
+        reduce_QR = none_R if units is None else units.reduce_FR[reduced_row_Q]
         to_device, to_host = self.rates.to_device, self.rates.to_host
         found = {
             "forward_QR": compute.forward_R,
             "backward_QR": compute.backward_R,
             "update_QR": update_Q * table.trained_R,
-            "unshard_QR": (zero_Q >= ZeroStage.PARAMETERS)[:, None] * units.unshard_R,
-            "scatter_QR": (zero_Q >= ZeroStage.GRADIENTS)[:, None] * units.reduce_R,
+            "unshard_QR": (zero_Q >= ZeroStage.PARAMETERS)[:, None] * unshard_R,
+            "scatter_QR": (zero_Q >= ZeroStage.GRADIENTS)[:, None] * reduce_QR,
             "reduce_QR": reduce_Q * table.trained_R,
             "gather_QR": gather_Q * table.trained_R,
             "parameters_in_QR": part_Q * moved_QR / to_device,

@@ -271,6 +271,11 @@ class ParameterTable:
         single_R: Trained bytes of the parameters that exactly one region uses, by region.
         used_R: Bytes of the parameters that each region uses.
         trained_R: Bytes of the trained ones among them.
+        reduced_FR: Bytes of those gradients that are complete, in backward, with the one of region ``r``: of trained
+            parameters that no region before uses in a stage that begins with region ``f``. Stages whose first regions
+            make no difference share a row.
+        reductions_FR: Number of these parameters.
+        reduced_row_R: Row of these two for a stage that begins with each region.
         count_R: Number of the parameters that each region uses.
     """
 
@@ -282,6 +287,9 @@ class ParameterTable:
     single_R: FloatArray
     used_R: FloatArray
     trained_R: FloatArray
+    reduced_FR: FloatArray
+    reductions_FR: FloatArray
+    reduced_row_R: IntArray
     count_R: FloatArray
 
     @classmethod
@@ -304,14 +312,32 @@ class ParameterTable:
             p.name in known and len(known[p.name].shape) == 2 and 0 not in r
             for p, r in zip(spec.parameters, regions, strict=True)
         ]
+        uses_PR = np.concatenate([np.zeros((len(regions), 1), dtype=np.int64), used_PR.cumsum(axis=1)], axis=1)
+        rows, row_R = _first_uses(used_PR, uses_PR)
         return cls(
             bytes_P=bytes_P,
             trainable_P=trainable_P,
             dealt_P=np.array(dealt, dtype=np.float64),
             together_P=~np.array(apart, dtype=bool),
-            uses_PR=np.concatenate([np.zeros((len(regions), 1), dtype=np.int64), used_PR.cumsum(axis=1)], axis=1),
+            uses_PR=uses_PR,
             single_R=(trainable_P * alone_P) @ used_PR.astype(np.float64),
             used_R=bytes_P @ used_PR.astype(np.float64),
             trained_R=trainable_P @ used_PR.astype(np.float64),
+            reduced_FR=np.stack([trainable_P @ first_PR for first_PR in rows]),
+            reductions_FR=np.stack([(trainable_P > 0) @ first_PR.astype(np.float64) for first_PR in rows]),
+            reduced_row_R=row_R,
             count_R=used_PR.sum(axis=0).astype(np.float64),
         )
+
+
+def _first_uses(used_PR: IntArray, uses_PR: IntArray) -> tuple[list[BoolArray], IntArray]:
+    """Which regions are the first of a stage that use a parameter, by where the stage begins, and the row of each."""
+    rows: list[BoolArray] = []
+    row_R = np.zeros(used_PR.shape[1], dtype=np.int64)
+    again_P = used_PR.sum(axis=1) > 1
+    for low in range(used_PR.shape[1]):
+        # Only a stage that begins behind a use of a parameter with several differs from one that begins before it.
+        if low == 0 or (used_PR[:, low - 1] * again_P).any():
+            rows.append((used_PR > 0) & (uses_PR[:, :-1] <= uses_PR[:, low : low + 1]))
+        row_R[low] = len(rows) - 1
+    return rows, row_R

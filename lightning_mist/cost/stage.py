@@ -281,9 +281,11 @@ class StageCostModel:
         unshard_K, scatter_K = exposed_seconds(
             compute,
             units,
+            slot,
             candidates,
             low_K,
             high_K,
+            is_one_unit=rank.memory.holdings.is_one_unit,
             interference=interference_of(self.profile, self.cluster),
             across_nodes=nodes > 1,
         )

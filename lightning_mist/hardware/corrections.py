@@ -34,7 +34,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
-from lightning_mist.hardware.profile import Correction, HardwareProfile, StepOverheads
+from lightning_mist.hardware.profile import Correction, HardwareProfile
 
 Term = Literal["forward", "backward", "communication", "update", "overhead"]
 """Kinds of terms: computation by direction, where layers were measured; all that ranks exchange; the optimizer's
@@ -77,6 +77,10 @@ class Observation:
     spread: float
 
 
+_ELSEWHERE = ("unit_seconds", "split_operator_seconds")
+"""Overheads that predictions count in communication and in computation, whose factors they take."""
+
+
 def factor_of(corrections: Iterable[Correction], term: Term) -> float:
     """The factor on terms of one kind; 1 without a correction."""
     return next((item.factor for item in corrections if item.term == term), 1.0)
@@ -99,11 +103,12 @@ def corrected(profile: HardwareProfile, corrections: Sequence[Correction]) -> Ha
     runs = max(item.samples for item in corrections)
     scale = factor_of(corrections, "overhead")
     before = profile.overheads
+    names = [field.name for field in fields(before) if field.name not in _ELSEWHERE]
     return replace(
         profile,
         source=f"{profile.source}, corrected by {runs} {'run' if runs == 1 else 'runs'}",
         corrections=tuple(corrections),
-        overheads=StepOverheads(**{field.name: scale * getattr(before, field.name) for field in fields(before)}),
+        overheads=replace(before, **{name: scale * getattr(before, name) for name in names}),
     )
 
 

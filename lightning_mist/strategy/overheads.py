@@ -71,6 +71,10 @@ class _Network(nn.Module):
 HEAD_OPERATORS, BLOCK_OPERATORS, BLOCK_BACKWARD_OPERATORS = 2, 5, 15
 """Operators of the head and of a block in forward, and of a block in backward, as the trace counts them."""
 
+UNIT_MOVES = 3 * (LAYERS + 1) - 4
+"""Units that are unsharded and reduced in a forward and a backward between others under ZeRO-3: the two outermost units
+are there already where these follow each other."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
@@ -199,9 +203,8 @@ def _overheads(profile: HardwareProfile, runs: dict[str, _Run], plain: tuple[flo
         more = _computing(tensor) - sum(plain) / 2 - 2 * action - exchanged
         found["split_operator_seconds"] = more / (1 + SPLIT_BACKWARD) / (LAYERS * BLOCK_OPERATORS)
     if (shards := runs.get("shards")) is not None:
-        moved = 3 * (LAYERS + 1)
         more = _computing(shards) - _computing(data)
-        found["unit_seconds"] = more / moved - 2 * _collective(profile, "broadcast", 4 * WIDTH * WIDTH)
+        found["unit_seconds"] = more / UNIT_MOVES - 2 * _collective(profile, "broadcast", 4 * WIDTH * WIDTH)
     return StepOverheads(**{name: max(0.0, seconds) for name, seconds in found.items()})
 
 

@@ -4,63 +4,128 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates
+from lightning_mist.cost.candidates import StageSlot
 from lightning_mist.cost.channels import FREE
 from lightning_mist.cost.held import Holdings
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.shards import UnitSeconds, exposed_seconds, unit_seconds
 from lightning_mist.cost.time import RegionSeconds
+from lightning_mist.plan import ZeroStage
+from lightning_mist.schedule import ActionKind
+from lightning_mist.schedule.generate import generate
+from lightning_mist.schedule.units import StageUnits, expand
 from tests.specs import profile, spec
 
 NETWORK = spec(3)
 COMPUTE = RegionSeconds(
     forward_R=np.array([1.0, 2.0, 3.0, 2.0, 1.0]), backward_R=np.array([2.0, 4.0, 6.0, 4.0, 2.0]), source="measured"
 )
-UNITS = UnitSeconds(unshard_R=np.array([3.0, 5.0, 1.0, 4.0, 2.0]), reduce_R=np.array([1.0, 3.0, 2.0, 6.0, 5.0]))
+UNITS = UnitSeconds(
+    unshard_R=np.array([3.0, 5.0, 1.0, 4.0, 2.0]),
+    reduce_FR=np.array([[1.0, 3.0, 2.0, 6.0, 5.0]]),
+    row_R=np.zeros(5, dtype=np.int64),
+)
+TURNS = dataclasses.replace(FREE, compute_network=1.0)
 
 
-def exposed(start, end, *, checkpointed=0, zero=3, interference=FREE):
+def exposed(start, end, *, checkpointed=0, zero=3, interference=FREE, units=UNITS, is_one_unit=False, **place):
     candidates = StageCandidates(
         start_K=np.array([start]),
         end_K=np.array([end]),
         checkpointed_K=np.array([checkpointed]),
         zero_stage_K=np.array([zero]),
     )
+    default = {"stage_index": 0, "num_stages": 1, "num_microbatches": 1}
+    slot = StageSlot(data_parallel_degree=2, rows=1, batch_rows=1, **default | place)
     low_K, high_K = covered(NETWORK, candidates.start_K, candidates.end_K)
     unshard_K, reduce_K = exposed_seconds(
-        COMPUTE, UNITS, candidates, low_K, high_K, interference=interference, across_nodes=False
+        COMPUTE,
+        units,
+        slot,
+        candidates,
+        low_K,
+        high_K,
+        is_one_unit=is_one_unit,
+        interference=interference,
+        across_nodes=False,
     )
     return float(unshard_K[0]), float(reduce_K[0])
+
+
+def listed(name, stages, microbatches, order, groups=None):
+    """Seconds of all that the lists of a schedule unshard, by stage."""
+    found = dict.fromkeys(range(stages), 0.0)
+    for actions in generate(stages, microbatches, name, num_groups=groups):
+        known = {
+            action.stage: StageUnits(order=order, reduced=frozenset(order), zero_stage=ZeroStage.PARAMETERS)
+            for action in actions
+        }
+        for action in (action for line in expand(actions, known) for action in line):
+            if action.kind is ActionKind.UNSHARD:
+                found[action.stage] += UNITS.unshard_R[action.unit]
+    return found
 
 
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("checkpointed", [0, 2])
 def test_a_whole_network_equals_walking_through_its_units(zero, checkpointed):
-    unshard = UNITS.unshard_R if zero == 3 else np.zeros(5)
-    forward, backward = 0.0, 0.0
+    unshard, reduce = UNITS.unshard_R if zero == 3 else np.zeros(5), UNITS.reduce_FR[0]
+    total = 0.0
     for unit in range(5):
-        following = unshard[unit + 1] if unit < 4 else 0.0
-        forward += max(COMPUTE.forward_R[unit], following)
+        # The second unit comes in the first forward of a batch; the last two stay for the backward.
+        total += max(COMPUTE.forward_R[unit], unshard[unit + 1] if unit < 4 else 0.0)
         again = COMPUTE.forward_R[unit] if 1 <= unit <= checkpointed else 0.0
-        beside = (unshard[unit - 1] if unit else 0.0) + (UNITS.reduce_R[unit + 1] if unit < 4 else 0.0)
-        backward += max(COMPUTE.backward_R[unit] + again, beside)
-    forward += unshard[0]
-    backward += unshard[4] + UNITS.reduce_R[0]
-    computed = COMPUTE.forward_R.sum() * 1 + COMPUTE.backward_R.sum() + COMPUTE.forward_R[1 : 1 + checkpointed].sum()
-    assert sum(exposed(0, 3, checkpointed=checkpointed, zero=zero)) == pytest.approx(forward + backward - computed)
+        beside = (unshard[unit - 1] if 1 <= unit < 4 else 0.0) + (reduce[unit + 1] if unit < 4 else 0.0)
+        total += max(COMPUTE.backward_R[unit] + again, beside)
+    total += unshard[0] + reduce[0]
+    computed = COMPUTE.forward_R.sum() + COMPUTE.backward_R.sum() + COMPUTE.forward_R[1 : 1 + checkpointed].sum()
+    assert sum(exposed(0, 3, checkpointed=checkpointed, zero=zero)) == pytest.approx(total - computed)
 
 
 def test_where_channels_take_turns_beside_each_other_nothing_hides():
-    turns = dataclasses.replace(FREE, compute_network=1.0)
-    # Both ends count a unit beyond the stage too, which is then not free.
-    unshard, reduce = exposed(0, 3, interference=turns)
-    assert (unshard, reduce) == pytest.approx((2 * 15.0, 17.0))
+    unshard, reduce = exposed(0, 3, interference=TURNS)
+    assert (unshard, reduce) == pytest.approx((2 * 15.0 - 4 - 2, 17.0))
     half = exposed(0, 3, interference=dataclasses.replace(FREE, compute_network=0.5))
     assert sum(exposed(0, 3)) < sum(half) < unshard + reduce
 
 
-def test_on_a_cpu_all_of_it_counts():
-    assert exposed(1, 3, interference=None) == (2 * (1 + 4 + 2), 2 + 6 + 5)
-    assert exposed(1, 3, zero=2, interference=None) == (0.0, 13.0)
+def test_on_a_cpu_all_that_is_moved_counts():
+    assert exposed(1, 3, interference=None) == pytest.approx((2 * (1 + 4 + 2) - 4 - 2, 2 + 6 + 5))
+    assert exposed(1, 3, zero=2, interference=None) == pytest.approx((0.0, 13.0))
+
+
+@pytest.mark.parametrize("interference", [None, TURNS])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])
+def test_a_batch_unshards_what_its_lists_unshard(name, microbatches, stages, interference):
+    for (start, end), order in {(1, 2): (2,), (2, 3): (3, 4), (1, 3): (2, 3, 4), (0, 3): (0, 1, 2, 3, 4)}.items():
+        for stage, seconds in listed(name, stages, microbatches, order).items():
+            place = {"stage_index": stage, "num_stages": stages, "num_microbatches": microbatches, "schedule": name}
+            unshard, _ = exposed(start, end, interference=interference, **place)
+            assert microbatches * unshard == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_another_microbatch_of_1f1b_unshards_all_but_the_outermost_units_at_each_turn(stages):
+    place = {"interference": None, "num_stages": stages}
+    more = 6 * exposed(0, 3, num_microbatches=6, **place)[0] - 5 * exposed(0, 3, num_microbatches=5, **place)[0]
+    lists = [listed("1f1b", stages, count, (0, 1, 2, 3, 4))[0] for count in (5, 6)]
+    assert more == pytest.approx(2 * 15 - 3 - 5 - 4 - 2) == pytest.approx(lists[1] - lists[0])
+
+
+def test_chunks_of_a_group_are_never_charged_too_little():
+    for order, (start, end) in {(2,): (1, 2), (3, 4): (2, 3), (0, 1, 2, 3, 4): (0, 3)}.items():
+        for stage, seconds in listed("interleaved-1f1b", 4, 4, order, groups=2).items():
+            place = {"stage_index": stage, "num_stages": 4, "num_microbatches": 4, "schedule": "interleaved-1f1b"}
+            unshard, _ = exposed(start, end, interference=None, **place)
+            assert seconds <= 4 * unshard + 1e-9 <= 4 * 2 * UNITS.unshard_R[list(order)].sum() + 1e-6
+
+
+@pytest.mark.parametrize("interference", [FREE, None])
+def test_one_unit_comes_once_per_batch(interference):
+    unshard, _ = exposed(0, 3, interference=interference, is_one_unit=True, num_microbatches=5)
+    assert unshard == pytest.approx(15 / 5)
 
 
 @pytest.mark.parametrize("interference", [FREE, None])
@@ -74,4 +139,23 @@ def test_every_owner_of_a_unit_sends_a_message():
     seconds = unit_seconds(profile(link=1e8, latency=1e-4), table, 2, 1)
     assert seconds.unshard_R == pytest.approx([1e-4 + 1e-3, 2e-4 + 4.04e-4, 2e-4 + 4.04e-4, 1e-4 + 1e-3])
     # A frozen embedding has no gradient to reduce.
-    assert seconds.reduce_R == pytest.approx([0.0, 2e-4 + 4.04e-4, 2e-4 + 4.04e-4, 1e-4 + 1e-3])
+    assert seconds.reduce_FR[0] == pytest.approx([0.0, 2e-4 + 4.04e-4, 2e-4 + 4.04e-4, 1e-4 + 1e-3])
+
+
+@pytest.mark.parametrize("interference", [None, TURNS])
+def test_a_tied_gradient_is_reduced_once_in_a_stage(interference):
+    table = Holdings(spec(3, tied=True, parameter_bytes=40_000, edge_bytes=100_000)).table
+    units = unit_seconds(profile(link=1e8, latency=0.0), table, 2, 1)
+    np.testing.assert_allclose(units.unshard_R, table.used_R / 1e8)
+
+    def reduced(start, end):
+        return 1e8 * exposed(start, end, zero=2, units=units, interference=interference)[1]
+
+    for start, end in ((0, 3), (0, 1), (1, 3), (2, 3)):
+        low, high = (int(values[0]) for values in covered(NETWORK, np.array([start]), np.array([end])))
+        held = table.uses_PR[:, high] > table.uses_PR[:, low]
+        assert reduced(start, end) == pytest.approx(table.trainable_P @ held)
+    # The stage that begins with the embedding reduces it there, another one in its tail.
+    assert len(table.reduced_FR) == 2
+    assert table.trained_R.sum() - reduced(0, 3) == pytest.approx(table.trainable_P[(table.uses_PR[:, -1] > 1)].sum())
+    assert table.trained_R.sum() > table.reduced_FR[0].sum()

@@ -152,7 +152,8 @@ def test_what_was_not_observed_stays_and_what_is_not_there_teaches_nothing():
 
 def test_a_profile_says_that_it_is_corrected():
     plain = dataclasses.replace(
-        profile(), overheads=StepOverheads(step_seconds=1.0, action_seconds=2.0, unit_seconds=4.0)
+        profile(),
+        overheads=StepOverheads(step_seconds=1.0, action_seconds=2.0, unit_seconds=4.0, split_operator_seconds=3.0),
     )
     assert corrected(plain, ()) is plain
     corrections = (
@@ -163,6 +164,9 @@ def test_a_profile_says_that_it_is_corrected():
     assert found.source == "made up, corrected by 3 runs"
     assert corrected(plain, corrections[:1]).source == "made up, corrected by 1 run"
     assert found.corrections == corrections
-    assert found.overheads == StepOverheads(step_seconds=0.5, action_seconds=1.0, unit_seconds=2.0)
+    # The last two are parts of terms that have factors of their own.
+    assert found.overheads == StepOverheads(
+        step_seconds=0.5, action_seconds=1.0, unit_seconds=4.0, split_operator_seconds=3.0
+    )
     with pytest.raises(ValueError, match="has corrections already"):
         corrected(found, corrections)

@@ -1,4 +1,5 @@
 from dataclasses import asdict
+from statistics import median
 
 import pytest
 import torch
@@ -6,7 +7,10 @@ import torch
 from lightning_mist.cost.overheads import SPLIT_BACKWARD
 from lightning_mist.hardware import StepOverheads
 from lightning_mist.model import map_module, trace_model
+from lightning_mist.plan import ZeroStage
 from lightning_mist.schedule import ActionKind
+from lightning_mist.schedule.lower import lower
+from lightning_mist.schedule.units import expand, plan_units, stage_units
 from lightning_mist.strategy import overheads
 from tests.specs import profile
 
@@ -64,17 +68,33 @@ def test_putting_off_gradients_of_weights_is_counted_by_operator():
 
 
 def test_collectives_of_the_profile_are_no_overhead():
-    units, operators = overheads.LAYERS + 1, overheads.LAYERS * overheads.BLOCK_OPERATORS
+    operators = overheads.LAYERS * overheads.BLOCK_OPERATORS
     summed = 2 * overheads.LAYERS * collective("all_reduce", 4 * overheads.LENGTH * overheads.WIDTH)
-    given = 3 * units * 2 * collective("broadcast", 4 * overheads.WIDTH**2)
+    moves = overheads.UNIT_MOVES
+    given = moves * 2 * collective("broadcast", 4 * overheads.WIDTH**2)
     runs = {
         "data": run(1.0, 2.0),
         "tensor": run(0.5 + operators * 0.01, 1.0 + SPLIT_BACKWARD * operators * 0.01 + summed),
-        "shards": run(1.0 + units * 0.02, 2.0 + 2 * units * 0.02 + given),
+        "shards": run(1.0, 2.0 + moves * 0.02 + given),
     }
     found = overheads._overheads(profile(), runs, (1.0, 2.0))
     assert found.split_operator_seconds == pytest.approx(0.01)
     assert found.unit_seconds == pytest.approx(0.02)
+
+
+def test_units_are_counted_as_the_list_moves_them():
+    network, batch = overheads._Network(), torch.randn(overheads.ROWS, overheads.LENGTH, overheads.WIDTH)
+    found = map_module(network, network.training_step, batch, blocks="blocks")
+    plan = overheads._plan(2, zero_stage=3)
+    units = {0: stage_units(plan_units(plan, found, 0)[0], ZeroStage.PARAMETERS)}
+    (actions,) = lower(plan, tied=False)
+    moves = {FORWARD: [], BACKWARD: []}
+    for action, line in zip(actions, expand(actions, units), strict=True):
+        if action.kind in moves:
+            kinds = (ActionKind.UNSHARD, ActionKind.REDUCE_GRADIENTS)
+            moves[action.kind].append(sum(item.kind in kinds for item in line))
+    assert len(moves[FORWARD]) == overheads.ROWS
+    assert median(moves[FORWARD]) + median(moves[BACKWARD]) == overheads.UNIT_MOVES
 
 
 def test_nothing_is_negative():
