@@ -125,16 +125,13 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
     layer_expressions += [_handed(kind, recomputed=recomputed) for recomputed in (False, True) for kind in kinds]
     cuts: list[Sequence[TensorSpec]] = [(), *spec.boundaries, ()] if spec.num_layers else [()]
     crossing = [_bytes(tensors) for tensors in cuts]
-    returning = [_bytes([tensor for tensor in tensors if tensor.requires_grad]) for tensors in cuts]
+    crossing += [_bytes([tensor for tensor in tensors if tensor.requires_grad]) for tensors in cuts]
     collectives = [_collectives(kinds, direction) for direction in ("forward", "backward")]
     works = [[item for kind in kinds for item in getattr(kind, f"{name}_work")] for name in ("forward", "backward")]
     operators = [size for work in works for item in work for size in (item.flops, item.moved_bytes)]
     exchanged = [bytes_ for found in collectives for _, sizes, _ in found for bytes_ in sizes]
-    edges = (spec.batch_bytes, spec.shared_saved_bytes)
-    evaluate = compile_expressions(
-        [sympy.sympify(e) for e in (*operators, *layer_expressions, *crossing, *returning, *exchanged, *edges)],
-        [MICROBATCH, SEQUENCE],
-    )
+    every = (*operators, *layer_expressions, *crossing, *exchanged, spec.batch_bytes, spec.shared_saved_bytes)
+    evaluate = compile_expressions([sympy.sympify(e) for e in every], [MICROBATCH, SEQUENCE])
 
     def at(rows: float, context: int = 1) -> RegionCosts:
         # Without a sequence dimension no expression contains its symbol, so any number does.

@@ -6,6 +6,7 @@ All ranks measure at the same time and return the same profile: every figure is 
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 
 import torch
@@ -75,18 +76,40 @@ def measure_profile(
         raise ValueError(f"{len(dtypes)} element types, budget_seconds = {budget_seconds}: both must be positive")
     report = progress or _ignore
     session = Session(device=device, world=_world(cluster, groups))
+    profile = _computing(cluster, session, dtypes, budget_seconds, report)
+    return _from_first_rank(session, _moving(profile, session, groups, budget_seconds, report))
+
+
+def _computing(
+    cluster: Cluster, session: Session, dtypes: Sequence[torch.dtype], budget_seconds: float, report: Progress
+) -> HardwareProfile:
+    """A profile of what a device does by itself."""
     compute = _compute_rates(session, dtypes, budget_seconds * MATMUL_SHARE, report)
     report("memory bandwidth", MATMUL_SHARE)
     memory = memory_rate(session, budget_seconds * MEMORY_SHARE)
     report("operator launches", MATMUL_SHARE + MEMORY_SHARE)
     operator = operator_seconds(session, budget_seconds * OPERATOR_SHARE)
-    before = MATMUL_SHARE + MEMORY_SHARE + OPERATOR_SHARE
-    report("kinds of operators", before)
-    rates = memory_rates(session, budget_seconds * KINDS_SHARE / 2)
-    kernels = kernel_rates(session, dtypes, budget_seconds * KINDS_SHARE / 2)
-    report("host copies", before + KINDS_SHARE)
+    report("kinds of operators", MATMUL_SHARE + MEMORY_SHARE + OPERATOR_SHARE)
+    return HardwareProfile(
+        device=cluster.device.name,
+        source=f"measured on {socket.gethostname()}, {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S}",
+        compute=compute,
+        memory_bytes_per_second=memory,
+        operator_seconds=operator,
+        collectives=(),
+        rates=memory_rates(session, budget_seconds * KINDS_SHARE / 2),
+        kernels=kernel_rates(session, dtypes, budget_seconds * KINDS_SHARE / 2),
+    )
+
+
+def _moving(
+    profile: HardwareProfile, session: Session, groups: Sequence[RankGroup], budget_seconds: float, report: Progress
+) -> HardwareProfile:
+    """The profile with what devices exchange, with each other and with the host, and both beside computing."""
+    before = MATMUL_SHARE + MEMORY_SHARE + OPERATOR_SHARE + KINDS_SHARE
+    report("host copies", before)
     to_device, to_host = copy_rates(session, budget_seconds * COPY_SHARE)
-    before += KINDS_SHARE + COPY_SHARE
+    before += COPY_SHARE
     collectives = measure_collectives(
         session,
         groups,
@@ -102,20 +125,13 @@ def measure_profile(
         report=lambda: report("all of it together", 1.0),
     )
     report("done", 1.0)
-    profile = HardwareProfile(
-        device=cluster.device.name,
-        source=f"measured on {socket.gethostname()}, {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S}",
-        compute=compute,
-        memory_bytes_per_second=memory,
-        operator_seconds=operator,
+    return replace(
+        profile,
         collectives=collectives,
         host_to_device_bytes_per_second=to_device,
         device_to_host_bytes_per_second=to_host,
-        rates=rates,
-        kernels=kernels,
         interference=interference,
     )
-    return _from_first_rank(session, profile)
 
 
 def _compute_rates(
