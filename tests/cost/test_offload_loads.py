@@ -1,0 +1,57 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from lightning_mist.cost import StageCostModel
+from lightning_mist.cost.channels import CopyRates
+from lightning_mist.cost.offload_loads import BEFORE, BEHIND, WithoutCopies, loads_of
+from tests.cost.test_offload_time import candidates, machine, network, slot
+from tests.specs import cluster
+
+RATES = CopyRates(to_device=1e8, to_host=2e8)
+
+
+def loads(stages, net):
+    model, none_K = StageCostModel(net, machine(), cluster(1)), np.zeros(len(stages))
+    known = WithoutCopies(
+        compute=model.region_seconds(4), units=None, update_K=none_K, reduce_K=none_K, gather_K=none_K
+    )
+    return loads_of(model.memory(slot()), slot(), stages, known, RATES)
+
+
+def test_everything_that_is_moved_is_fetched_and_what_has_changed_is_written_back():
+    net = network()
+    found, rows = loads(candidates(parameters=1.0, gradients=1.0, optimizer=1.0), net)
+    total = sum(item.bytes for item in net.parameters)
+    trained = sum(item.bytes for item in net.parameters if item.trainable)
+    state = net.optimizer.state_bytes_per_parameter_byte * trained
+    (row,) = rows
+    assert found.parameters_in_QR[row].sum() * RATES.to_device == pytest.approx(total)
+    assert found.gradients_in_QR[row].sum() * RATES.to_device == pytest.approx(trained)
+    assert found.gradients_out_QR[row].sum() * RATES.to_host == pytest.approx(trained)
+    assert found.state_in_QR[row].sum() * RATES.to_device == pytest.approx(state + trained)
+    assert found.state_out_QR[row].sum() * RATES.to_host == pytest.approx(state + trained)
+    assert found.saved_in_QR[row].sum() == 0
+
+
+def test_units_that_are_made_up_have_nothing_and_ends_keep_their_activations():
+    found, _ = loads(candidates(activations=0.5), network())
+    table = found.table()
+    assert not table[:, :, :BEFORE].any()
+    assert not table[:, :, -BEHIND:].any()
+    (saved_R,) = found.saved_out_QR[:, BEFORE:-BEHIND]
+    assert saved_R[0] == saved_R[-1] == 0
+    assert (saved_R[1:-1] > 0).all()
+
+
+def test_equal_questions_are_answered_once():
+    one = candidates(parameters=0.5)
+    found, rows = loads(one.take(np.array([0, 0, 0])), network())
+    assert len(found.forward_QR) == 1
+    assert list(rows) == [0, 0, 0]
+
+
+def test_without_ratios_there_is_nothing_to_ask():
+    with pytest.raises(ValueError, match=r"candidates.offload = None: nothing is offloaded"):
+        loads(dataclasses.replace(candidates(), offload=None), network())
