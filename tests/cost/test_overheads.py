@@ -90,7 +90,9 @@ def test_every_unsharding_and_reduction_of_a_unit_takes_longer():
     units = (slow.scatter_K[0] - plain.scatter_K[0]) / OVERHEADS.unit_seconds
     assert units == pytest.approx(round(units))
     assert units >= 3
-    assert slow.unshard_K[0] - plain.unshard_K[0] == pytest.approx(2 * units * OVERHEADS.unit_seconds)
+    # At every turn the two outermost units are there already; those of the first forward come once per batch.
+    moves = 2 * units - 4 + 2 / slot(1).num_microbatches
+    assert slow.unshard_K[0] - plain.unshard_K[0] == pytest.approx(moves * OVERHEADS.unit_seconds)
 
 
 def test_steady_and_boundary_time_contain_them():
