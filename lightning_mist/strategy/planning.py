@@ -307,8 +307,7 @@ def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None,
     """The given plan, or the best one, and the map with the splits that were looked at; equal on every rank."""
     given = planner.request.plan
     if given != "auto":
-        read = on_rank_zero(lambda: to_json(given if isinstance(given, Plan) else load(Path(given))))
-        plan = from_json(read)
+        plan = from_json(on_rank_zero(lambda: to_json(given if isinstance(given, Plan) else load(Path(given)))))
         for line in differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found)):
             planner.progress.say(line)
         _refuse_unsafe_cuts(planner, found, plan)
