@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,12 @@ from benchmarks.record import ROOT
 
 
 def run_module(
-    module: str, arguments: Sequence[str], *, processes: int, timeout_seconds: float = 600.0
+    module: str,
+    arguments: Sequence[str],
+    *,
+    processes: int,
+    timeout_seconds: float = 600.0,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run ``python -m module *arguments --out FILE`` in several processes and read the file.
 
@@ -23,6 +28,7 @@ def run_module(
         arguments: Further arguments.
         processes: Number of processes, all on this machine, each with one thread unless ``OMP_NUM_THREADS`` says more.
         timeout_seconds: After this all processes are killed.
+        environment: Environment variables that they have besides those of this process.
 
     Returns:
         The object.
@@ -38,7 +44,7 @@ def run_module(
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

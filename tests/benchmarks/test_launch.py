@@ -6,7 +6,10 @@ from benchmarks.launch import run_module
 
 
 def test_processes_run_and_the_file_is_read() -> None:
-    assert run_module("tests.benchmarks.worker", ["--say", "hello"], processes=2) == {"said": "hello", "world": "2"}
+    found = run_module(
+        "tests.benchmarks.worker", ["--say", "hello"], processes=2, environment={"LAUNCHED_WITH": "care"}
+    )
+    assert found == {"said": "hello", "world": "2", "environment": "care"}
 
 
 def test_failure_shows_the_output() -> None:

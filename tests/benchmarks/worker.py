@@ -13,4 +13,12 @@ if __name__ == "__main__":
     if options.say == "fail":
         raise RuntimeError("the worker fails on purpose")
     if os.environ["RANK"] == "0":
-        options.out.write_text(json.dumps({"said": options.say, "world": os.environ["WORLD_SIZE"]}))
+        options.out.write_text(
+            json.dumps(
+                {
+                    "said": options.say,
+                    "world": os.environ["WORLD_SIZE"],
+                    "environment": os.environ.get("LAUNCHED_WITH", ""),
+                }
+            )
+        )
