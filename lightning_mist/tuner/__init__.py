@@ -1,8 +1,19 @@
 """Which plan: the search for the fastest one that fits."""
 
 from lightning_mist.tuner.baselines import Baseline, baselines
+from lightning_mist.tuner.explanation import Explanation
 from lightning_mist.tuner.result import Alternative, TuneResult, TuneStats
 from lightning_mist.tuner.space import SearchSpace, degrees_to_try
 from lightning_mist.tuner.tune import tune
 
-__all__ = ["Alternative", "Baseline", "SearchSpace", "TuneResult", "TuneStats", "baselines", "degrees_to_try", "tune"]
+__all__ = [
+    "Alternative",
+    "Baseline",
+    "Explanation",
+    "SearchSpace",
+    "TuneResult",
+    "TuneStats",
+    "baselines",
+    "degrees_to_try",
+    "tune",
+]

@@ -1,0 +1,186 @@
+"""Why a plan is what it is, as data: what binds, what each technique buys, what else there was, what more would buy."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_mist.plan import Plan, Predicted
+
+Limit = Literal["memory", "pace", "boundary", "host memory", "host link", "batch"]
+"""What can hold a stage back: memory of its devices, seconds of its microbatches, what it does once per step, memory of
+its node's host, copies between device and host, and the batch that has to come apart in equal parts."""
+
+OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
+"""Kinds of state that can live in host memory, named as in :class:`~lightning_mist.plan.OffloadRatios`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one limit means for one stage.
+
+    Attributes:
+        stage: The stage; ``None`` of the plan as a whole.
+        limit: The limit.
+        binds: Whether it holds the plan back.
+        values: The numbers behind the sentence, as ``(name, value)``; names of bytes end in ``_bytes``, of seconds in
+            ``_seconds``.
+        text: The sentence.
+    """
+
+    stage: int | None
+    limit: Limit
+    binds: bool
+    values: tuple[tuple[str, float], ...]
+    text: str
+
+    def value(self, name: str) -> float:
+        """One of its numbers."""
+        return dict(self.values)[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """A plan in place of the chosen one.
+
+    Attributes:
+        plan: The plan with its prediction; ``None`` if there is none.
+        missing_bytes: Bytes that it needs beyond what its devices may use, on the device that lacks most; 0 if it fits.
+        proven: Whether no better one of its kind exists by the closed form; True of a plan that was not searched for.
+        reason: Why there is none; empty if there is one.
+    """
+
+    plan: Plan | None
+    missing_bytes: int = 0
+    proven: bool = True
+    reason: str = ""
+
+    @property
+    def predicted(self) -> Predicted | None:
+        """Its prediction."""
+        return None if self.plan is None else self.plan.predicted
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of its step."""
+        return None if self.predicted is None else self.predicted.step_seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan, and it fits."""
+        return self.plan is not None and not self.missing_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TechniqueValue:
+    """What one technique of a plan buys.
+
+    Attributes:
+        name: The technique.
+        meaning: What it does, for who meets it here for the first time.
+        use: How much of it the plan uses and where.
+        switched_off: The same plan without it.
+        best_without: The best plan of the search space without it; ``None`` if it was not looked for.
+    """
+
+    name: str
+    meaning: str
+    use: str
+    switched_off: Version
+    best_without: Version | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Kind:
+    """What tells plans apart at first sight.
+
+    Attributes:
+        stages: Groups of devices that a batch passes.
+        tensor: Tensor-parallel degrees of the stages, ascending.
+        zero: ZeRO stages, ascending.
+        checkpointing: Whether any layer is recomputed.
+        offload: What is offloaded, of :data:`OFFLOADED`.
+        schedule: Name of the schedule; ``"1f1b"`` of a single stage, where schedules do not differ.
+    """
+
+    stages: int
+    tensor: tuple[int, ...]
+    zero: tuple[int, ...]
+    checkpointing: bool
+    offload: tuple[str, ...]
+    schedule: str
+
+
+def kind_of(plan: Plan) -> Kind:
+    """The kind of a plan."""
+    return Kind(
+        stages=plan.num_groups,
+        tensor=tuple(sorted({stage.mesh.tensor_parallel_degree for stage in plan.stages})),
+        zero=tuple(sorted({int(stage.zero_stage) for stage in plan.stages})),
+        checkpointing=any(stage.checkpointing.layers for stage in plan.stages),
+        offload=tuple(name for name in OFFLOADED if any(getattr(stage.offload, name) for stage in plan.stages)),
+        schedule=plan.schedule if plan.num_groups > 1 else "1f1b",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherPlan:
+    """The best plan that was found of another kind.
+
+    Attributes:
+        plan: The plan with its prediction.
+        differences: How its kind differs from the chosen plan's, in words.
+    """
+
+    plan: Plan
+    differences: tuple[str, ...]
+
+    @property
+    def predicted(self) -> Predicted:
+        """Its prediction."""
+        assert self.plan.predicted is not None
+        return self.plan.predicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """What a better machine would buy.
+
+    Attributes:
+        change: The change of the machine.
+        same_plan: The chosen plan on that machine; ``None`` if it cannot run there, or nothing about it changes.
+        best: The best plan for that machine; ``None`` if it was not looked for.
+    """
+
+    change: str
+    same_plan: Version | None
+    best: Version | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why this plan.
+
+    Attributes:
+        plan: The plan, with its prediction.
+        limits: Bytes that tensors may take on each device of each stage.
+        findings: What binds, and what does not.
+        techniques: What each technique that the plan uses buys.
+        others: The next best plans that differ in kind, fastest first.
+        what_ifs: What more memory, devices or bandwidth would buy.
+        left_out: What was not computed for want of time, or because it could not be.
+        seconds: Seconds that explaining took.
+    """
+
+    plan: Plan
+    limits: tuple[float, ...]
+    findings: tuple[Finding, ...]
+    techniques: tuple[TechniqueValue, ...] = ()
+    others: tuple[OtherPlan, ...] = ()
+    what_ifs: tuple[WhatIf, ...] = ()
+    left_out: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of the plan's step."""
+        assert self.plan.predicted is not None
+        return self.plan.predicted.step_seconds

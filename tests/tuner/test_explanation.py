@@ -1,0 +1,61 @@
+from dataclasses import replace
+
+import pytest
+
+from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.tuner.explanation import Finding, Kind, Version, kind_of
+
+
+def pipeline(**changes):
+    stages = tuple(
+        StagePlan(layers=(2 * at, 2 * at + 2), mesh=StageMesh(devices=(at,)), microbatch_size=1) for at in range(2)
+    )
+    return Plan(global_batch_size=4, num_microbatches=4, stages=stages, **changes)
+
+
+def changed(plan, at, **changes):
+    stages = list(plan.stages)
+    stages[at] = replace(stages[at], **changes)
+    return replace(plan, stages=tuple(stages))
+
+
+PLAIN = Kind(stages=2, tensor=(1,), zero=(0,), checkpointing=False, offload=(), schedule="1f1b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, {}),
+        ({"checkpointing": Checkpointing(layers=1)}, {"checkpointing": True}),
+        ({"offload": OffloadRatios(optimizer=0.5)}, {"offload": ("optimizer",)}),
+        ({"zero_stage": ZeroStage.PARAMETERS}, {"zero": (0, 3)}),
+    ],
+)
+def test_kind_says_what_any_stage_does(changes, kind):
+    assert kind_of(changed(pipeline(), 1, **changes)) == replace(PLAIN, **kind)
+
+
+def test_chunks_are_no_stages_of_their_own():
+    chunks = tuple(
+        StagePlan(layers=(at, at + 1), mesh=StageMesh(devices=(at % 2,)), microbatch_size=1) for at in range(4)
+    )
+    plan = Plan(global_batch_size=4, num_microbatches=4, stages=chunks, schedule="interleaved-1f1b")
+    assert kind_of(plan) == replace(PLAIN, schedule="interleaved-1f1b")
+
+
+def test_schedules_of_a_single_stage_are_one_kind():
+    stage = StagePlan(layers=(0, 4), mesh=StageMesh(devices=(0,)), microbatch_size=1)
+    one = Plan(global_batch_size=4, num_microbatches=4, stages=(stage,), schedule="zb-h1")
+    assert kind_of(one) == replace(PLAIN, stages=1)
+
+
+def test_what_lacks_memory_or_does_not_exist_does_not_fit():
+    assert Version(plan=pipeline()).fits
+    assert not Version(plan=pipeline(), missing_bytes=1).fits
+    assert not Version(plan=None, reason="nothing fits").fits
+    assert Version(plan=None, reason="nothing fits").seconds is None
+
+
+def test_numbers_of_a_finding_are_found_by_name():
+    finding = Finding(stage=0, limit="memory", binds=True, values=(("free_bytes", 5.0),), text="")
+    assert finding.value("free_bytes") == 5.0
