@@ -19,7 +19,8 @@ Array axes
     A  first layer of a stage, as an offset from the earliest possible
     E  one past its last layer, as an offset from the earliest possible
     Q  choices with the same layers and devices, by rising steady time
-    U  devices used by a suffix of the stages, in units of their greatest common divisor
+    U  devices of every part used by a suffix of the stages, in units of their greatest common divisors; several axes
+       if there are several parts
     K  choices of a slot
 """
 
@@ -31,7 +32,7 @@ from time import perf_counter
 import numpy as np
 
 from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.tuner.intra_stage import ANYWHERE, SlotChoices
+from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART, SlotChoices
 from lightning_mist.tuner.problem import Answer, InterStageProblem
 from lightning_mist.tuner.space import common_unit
 
@@ -43,9 +44,10 @@ _NONE = Answer(chosen=(), objective=np.inf, bound=np.inf)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Band:
-    """The choices of one slot with one number of devices and of layers; infinite where there is none.
+    """The choices of one slot with one number of devices of one part and of layers; infinite where there is none.
 
     Attributes:
+        part: Part of the cluster.
         units: Devices, in units.
         layers: Layers.
         first: Smallest A that has a choice.
@@ -56,6 +58,7 @@ class _Band:
         most: The largest, infinite if a choice is missing.
     """
 
+    part: int
     units: int
     layers: int
     first: int
@@ -100,7 +103,8 @@ def _solve_single(problem: InterStageProblem) -> Answer:
 def _least_of_single(problem: InterStageProblem, value_K: FloatArray) -> int | None:
     """The choice of a single stage with the least value."""
     slot = problem.slots[0]
-    fits_K = (slot.layers_K == problem.num_layers) & (slot.devices_K == problem.num_devices)
+    fits_K = (slot.layers_K == problem.num_layers) & (slot.devices_K == sum(problem.num_devices))
+    fits_K &= slot.part_K == (0 if len(problem.num_devices) == 1 else EVERY_PART)
     best = int(np.where(fits_K, value_K, np.inf).argmin())
     return best if fits_K[best] else None
 
@@ -111,26 +115,29 @@ class _Chain:
     def __init__(self, problem: InterStageProblem) -> None:
         self.problem = problem
         self.width = problem.num_layers - len(problem.slots) + 1
-        counts = {int(count) for slot in problem.slots for count in np.unique(slot.devices_K)}
-        self.unit = common_unit([*counts, problem.num_devices])
-        self.units = problem.num_devices // self.unit
+        parts = range(len(problem.num_devices))
+        counts = [
+            {int(n) for slot in problem.slots for n in np.unique(slot.devices_K[slot.part_K == p])} for p in parts
+        ]
+        self.unit = [common_unit([*counts[p], problem.num_devices[p]]) for p in parts]
+        self.units = tuple(total // unit for total, unit in zip(problem.num_devices, self.unit, strict=True))
         # More than the choices of any band, so that band and choice make one number.
         self._depth = 1 + max(len(slot) for slot in problem.slots)
         self.bands = [self._bands(index, slot) for index, slot in enumerate(problem.slots)]
 
     def _bands(self, stage: int, slot: SlotChoices) -> list[_Band]:
-        order_K = np.lexsort((slot.steady_K, slot.start_K, slot.layers_K, slot.devices_K))
-        devices_K, layers_K = slot.devices_K[order_K], slot.layers_K[order_K]
-        edges = np.flatnonzero((np.diff(devices_K) != 0) | (np.diff(layers_K) != 0)) + 1
+        order_K = np.lexsort((slot.steady_K, slot.start_K, slot.layers_K, slot.devices_K, slot.part_K))
+        kinds_K = np.stack([slot.part_K, slot.devices_K, slot.layers_K])[:, order_K]
+        edges = np.flatnonzero((np.diff(kinds_K, axis=1) != 0).any(axis=0)) + 1
         found = []
         for index_K in np.split(order_K, edges):
-            devices, layers = int(slot.devices_K[index_K[0]]), int(slot.layers_K[index_K[0]])
-            if devices // self.unit <= self.units and layers <= self.width:
-                band = self._band(stage, slot, index_K, devices // self.unit, layers)
+            part, devices, layers = (int(values[index_K[0]]) for values in (slot.part_K, slot.devices_K, slot.layers_K))
+            if part != EVERY_PART and devices <= self.problem.num_devices[part] and layers <= self.width:
+                band = self._band(stage, slot, index_K, part, layers)
                 found += [] if band is None else [band]
         return found
 
-    def _band(self, stage: int, slot: SlotChoices, index_K: IntArray, units: int, layers: int) -> _Band | None:
+    def _band(self, stage: int, slot: SlotChoices, index_K: IntArray, part: int, layers: int) -> _Band | None:
         """Stage ``i`` starts at layer ``i + a`` and ends before ``i + a + layers``, which is ``i + 1 + e``.
 
         The choices come by rising start, and of one start by rising steady time.
@@ -152,7 +159,8 @@ class _Chain:
             index_QA[rank, place_K - first] = index_K
         steady_QA = np.where(index_QA >= 0, slot.steady_K[index_QA], np.inf)
         return _Band(
-            units=units,
+            part=part,
+            units=int(slot.devices_K[index_K[0]]) // self.unit[part],
             layers=layers,
             first=first,
             steady_QA=steady_QA,
@@ -173,19 +181,20 @@ class _Chain:
 
     def _walk(self, slowest: float, cap: float | None) -> tuple[float, tuple[int, ...]] | None:
         """From the last stage to the first: the least suffix sums, with every ``suffix sum + d`` at most ``cap``."""
-        suffix_EU = np.full((self.width, self.units + 1), np.inf)
-        suffix_EU[-1, 0] = 0.0
+        shape = (self.width, *(units + 1 for units in self.units))
+        suffix_EU = np.full(shape, np.inf)
+        suffix_EU[(-1, *(0 for _ in self.units))] = 0.0
         steps: list[IntArray] = []
         for stage in range(len(self.bands) - 1, -1, -1):
-            best_AU = np.full((self.width, self.units + 1), np.inf)
+            best_AU = np.full(shape, np.inf)
             # Which band and which of its choices, as one number.
-            code_AU = np.full((self.width, self.units + 1), -1, dtype=np.int64)
+            code_AU = np.full(shape, -1, dtype=np.int64)
             for number, band in enumerate(self.bands[stage]):
                 if band.least <= slowest:
                     self._extend(stage == 0, number, band, (suffix_EU, best_AU, code_AU), slowest, cap)
             steps.append(code_AU)
             suffix_EU = best_AU
-        value = float(suffix_EU[0, self.units])
+        value = float(suffix_EU[(0, *self.units)])
         return (value, self._trace(steps[::-1])) if np.isfinite(value) else None
 
     def _extend(
@@ -199,20 +208,21 @@ class _Chain:
     ) -> None:
         """Put one band of a stage in front of all suffixes; improves the best sums and their codes in place."""
         suffix_EU, best_AU, code_AU = state
-        room = self.units + 1 - band.units
-        places = slice(band.first, band.first + band.steady_QA.shape[1])
-        end = band.first + band.layers - 1
-        suffix_EU = suffix_EU[end : end + band.steady_QA.shape[1], :room]
-        best_AU, code_AU = best_AU[places, band.units :], code_AU[places, band.units :]
+        count, end = band.steady_QA.shape[1], band.first + band.layers - 1
+        others = (slice(None),) * band.part
+        after = (slice(band.first, band.first + count), *others, slice(band.units, None))
+        before = (slice(end, end + count), *others, slice(self.units[band.part] + 1 - band.units))
+        suffix_EU, best_AU, code_AU = suffix_EU[before], best_AU[after], code_AU[after]
+        column = (count, *(1 for _ in self.units))
         for choice in range(len(band.steady_QA)):
-            steady_A1 = band.steady_QA[choice][:, None]
+            steady_A1 = band.steady_QA[choice].reshape(column)
             if band.most > slowest:
                 steady_A1 = np.where(steady_A1 <= slowest, steady_A1, np.inf)
             sum_AU = steady_A1 + suffix_EU
             if cap is not None:
-                sum_AU[sum_AU + band.boundary_QA[choice][:, None] > cap] = np.inf
+                sum_AU[sum_AU + band.boundary_QA[choice].reshape(column) > cap] = np.inf
             elif is_first:
-                sum_AU += np.maximum(band.boundary_QA[choice], 0.0)[:, None]
+                sum_AU += np.maximum(band.boundary_QA[choice], 0.0).reshape(column)
             better_AU = sum_AU < best_AU
             np.copyto(best_AU, sum_AU, where=better_AU)
             np.copyto(code_AU, number * self._depth + choice, where=better_AU)
@@ -220,12 +230,13 @@ class _Chain:
                 return  # Choices come by rising steady time, and nothing else counts here.
 
     def _trace(self, steps: list[IntArray]) -> tuple[int, ...]:
-        place, units, chosen = 0, self.units, []
+        place, units, chosen = 0, list(self.units), []
         for bands, code_AU in zip(self.bands, steps, strict=True):
-            number, choice = divmod(int(code_AU[place, units]), self._depth)
+            number, choice = divmod(int(code_AU[(place, *units)]), self._depth)
             band = bands[number]
             chosen.append(int(band.index_QA[choice, place - band.first]))
-            place, units = place + band.layers - 1, units - band.units
+            place += band.layers - 1
+            units[band.part] -= band.units
         return tuple(chosen)
 
 
@@ -275,7 +286,7 @@ class _Search:
 
         Stages cannot be faster than if all devices worked all the time at the best rate of any choice.
         """
-        rate_bound = self.problem.least_device_seconds() / self.problem.num_devices
+        rate_bound = self.problem.least_pace()
         low, high = int(np.searchsorted(self.slowest_K, rate_bound * (1 - PRECISION))), known
         while low < high and self.pace * float(self.slowest_K[low]) + value < self.objective:
             middle = (low + high) // 2

@@ -70,7 +70,7 @@ def _least(
             continue
         problem = InterStageProblem(
             num_layers=intra.space.num_layers,
-            num_devices=intra.space.world_size,
+            num_devices=(intra.space.world_size,),
             num_microbatches=num_microbatches,
             slots=slots,
         )

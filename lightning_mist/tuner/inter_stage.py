@@ -13,7 +13,7 @@ Minimise  (G - 1) T + sum_{i,c} t[i,c] x[i,c] + D
 subject to
     one choice         sum_c x[i,c] = 1                                                      for every i
     all layers         sum_{i,c} l[i,c] x[i,c] = L
-    all devices        sum_{i,c} n[i,c] x[i,c] = N
+    all devices        sum_{i, c in part p} n[i,c] x[i,c] = N_p                             for every part p
     slowest            T >= sum_c t[i,c] x[i,c]                                              for every i
     exposed            D >= sum_c d[i,c] x[i,c] - sum_{j<i} sum_c t[j,c] x[j,c]              for every i
     contiguous         sum_c a[i,c] x[i,c] = sum_{j<i} sum_c l[j,c] x[j,c]                   for the i below
@@ -25,7 +25,7 @@ the last one ends at L by "all layers". Memory does not appear: what does not fi
 import numpy as np
 
 from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.tuner.intra_stage import ANYWHERE
+from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART
 from lightning_mist.tuner.milp import Program
 from lightning_mist.tuner.problem import Answer, InterStageProblem
 
@@ -109,9 +109,12 @@ def add_all_layers(program: Program, problem: InterStageProblem, x: list[IntArra
 
 
 def add_all_devices(program: Program, problem: InterStageProblem, x: list[IntArray]) -> None:
-    """The stages' devices add up to the cluster's."""
+    """The stages' devices add up to those of every part of the cluster; the only stage may have them all."""
     devices = np.concatenate([slot.devices_K for slot in problem.slots]).astype(np.float64)
-    program.add_row(np.concatenate(x), devices, lower=problem.num_devices, upper=problem.num_devices)
+    part = np.concatenate([slot.part_K for slot in problem.slots])
+    for number, count in enumerate(problem.num_devices):
+        taken = np.where(part == number, devices, np.where(part == EVERY_PART, count, 0.0))
+        program.add_row(np.concatenate(x), taken, lower=count, upper=count)
 
 
 def add_slowest(program: Program, problem: InterStageProblem, x: list[IntArray], slowest: int) -> None:

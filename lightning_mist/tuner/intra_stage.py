@@ -30,6 +30,9 @@ from lightning_mist.tuner.space import Shape, Space
 ANYWHERE = -1
 """Start of a choice whose costs do not depend on where it lies."""
 
+EVERY_PART = -1
+"""Part of a choice that takes all devices of all parts of a cluster, as the only stage of a plan may."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotChoices:
@@ -39,6 +42,7 @@ class SlotChoices:
         start_K: First layer, or :data:`ANYWHERE`.
         layers_K: Number of layers.
         devices_K: Number of devices.
+        part_K: Part of the cluster that they lie in, 0 if it has one, or :data:`EVERY_PART`.
         steady_K: Steady seconds.
         boundary_K: Boundary seconds.
         peak_K: Peak bytes.
@@ -51,6 +55,7 @@ class SlotChoices:
     start_K: IntArray
     layers_K: IntArray
     devices_K: IntArray
+    part_K: IntArray
     steady_K: FloatArray
     boundary_K: FloatArray
     peak_K: FloatArray
@@ -153,6 +158,7 @@ def _as_choices(
         start_K=start_K,
         layers_K=lengths[index_K],
         devices_K=np.full(len(index_K), slot.data_parallel_degree * slot.tensor_parallel_degree),
+        part_K=np.zeros(len(index_K), dtype=np.int64),
         steady_K=prepared.steady_K[index_K],
         boundary_K=prepared.boundary_K[index_K],
         peak_K=peak_K[index_K],

@@ -6,7 +6,7 @@ import numpy as np
 
 from lightning_mist.cost import step_seconds
 from lightning_mist.cost.compile import FloatArray
-from lightning_mist.tuner.intra_stage import ANYWHERE, SlotChoices
+from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART, SlotChoices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,13 +15,15 @@ class InterStageProblem:
 
     Attributes:
         num_layers: Layers to deal out, in order.
-        num_devices: Devices to deal out.
+        num_devices: Devices to deal out, of every part of the cluster.
         num_microbatches: Microbatches per batch.
-        slots: The choices of every stage.
+        slots: The choices of every stage. A stage takes devices of one part; a choice of
+            :data:`~lightning_mist.tuner.intra_stage.EVERY_PART` takes all devices there are, so that it can only be
+            the only stage.
     """
 
     num_layers: int
-    num_devices: int
+    num_devices: tuple[int, ...]
     num_microbatches: int
     slots: tuple[SlotChoices, ...]
 
@@ -37,10 +39,22 @@ class InterStageProblem:
         """Step seconds of one choice per slot."""
         return step_seconds(self.steady(chosen), self.boundary(chosen), self.num_microbatches)
 
-    def least_device_seconds(self) -> float:
-        """Seconds times devices that all layers take at least in one microbatch, at the best rate of any choice."""
-        rates = (slot.steady_K * slot.devices_K / np.maximum(slot.layers_K, 1) for slot in self.slots)
-        return max(1, self.num_layers) * min(float(rate.min()) for rate in rates)
+    def least_pace(self) -> float:
+        """Seconds that the slowest stage takes at least per microbatch.
+
+        With ``r_p`` the least seconds times devices per layer of any choice in part ``p``, a stage of ``n`` of its
+        devices that takes at most ``T`` holds at most ``T n / r_p`` layers; all stages together ``T sum_p N_p / r_p``.
+        """
+        layers = max(1, self.num_layers)
+        least_P = np.full(len(self.num_devices), np.inf)
+        whole = np.inf
+        for slot in self.slots:
+            rate_K = slot.steady_K * slot.devices_K / np.maximum(slot.layers_K, 1)
+            np.minimum.at(least_P, slot.part_K[slot.part_K != EVERY_PART], rate_K[slot.part_K != EVERY_PART])
+            whole = min(whole, float(slot.steady_K[slot.part_K == EVERY_PART].min(initial=np.inf)))
+        with np.errstate(divide="ignore"):
+            speed = float((np.array(self.num_devices) / least_P).sum())
+        return min(whole, layers / speed if speed > 0 else np.inf)
 
     def least_seconds(self) -> float:
         """Seconds that one microbatch takes at least through all layers, at the least time per layer of any choice."""
@@ -51,18 +65,24 @@ class InterStageProblem:
         """Step seconds that no answer goes below; infinite if a stage has no choice."""
         if any(not len(slot) for slot in self.slots):
             return float(np.inf)
-        slowest = self.least_device_seconds() / self.num_devices
+        slowest = self.least_pace()
         return (self.num_microbatches - 1) * slowest + max(self.least_seconds(), slowest)
 
     def is_feasible(self, chosen: tuple[int, ...]) -> bool:
-        """Whether the choices cover every layer once, in order, and use every device."""
-        position, devices = 0, 0
+        """Whether the choices cover every layer once, in order, and use every device of every part."""
+        position, left = 0, list(self.num_devices)
         for slot, index in zip(self.slots, chosen, strict=True):
             if slot.start_K[index] not in (ANYWHERE, position):
                 return False
             position += int(slot.layers_K[index])
-            devices += int(slot.devices_K[index])
-        return position == self.num_layers and devices == self.num_devices
+            part, devices = int(slot.part_K[index]), int(slot.devices_K[index])
+            if part != EVERY_PART:
+                left[part] -= devices
+            elif devices == sum(self.num_devices) and left == list(self.num_devices):
+                left = [0] * len(left)
+            else:
+                return False
+        return position == self.num_layers and not any(left)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -308,7 +308,7 @@ def _problem(
     slowest = below / num_microbatches
     return InterStageProblem(
         num_layers=space.num_layers,
-        num_devices=space.world_size,
+        num_devices=(space.world_size,),
         num_microbatches=num_microbatches,
         slots=tuple(intra.frontier(index, num_stages, num_microbatches, slowest) for index in range(num_stages)),
     )

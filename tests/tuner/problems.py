@@ -4,17 +4,18 @@ import itertools
 
 import numpy as np
 
-from lightning_mist.tuner.intra_stage import ANYWHERE, SlotChoices
+from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART, SlotChoices
 from lightning_mist.tuner.problem import InterStageProblem
 
 
-def slot(start, layers, devices, steady, boundary):
+def slot(start, layers, devices, steady, boundary, part=None):
     """Choices from sequences; bytes and savings do not matter to the problem."""
     zeros = np.zeros(len(start), dtype=np.int64)
     return SlotChoices(
         start_K=np.asarray(start, dtype=np.int64),
         layers_K=np.asarray(layers, dtype=np.int64),
         devices_K=np.asarray(devices, dtype=np.int64),
+        part_K=zeros if part is None else np.asarray(part, dtype=np.int64),
         steady_K=np.asarray(steady, dtype=np.float64),
         boundary_K=np.asarray(boundary, dtype=np.float64),
         peak_K=zeros.astype(np.float64),
@@ -26,12 +27,15 @@ def slot(start, layers, devices, steady, boundary):
 
 
 def random_problem(seed):
-    """A problem with up to 4 stages; starts are open, fixed, or so few choices that nothing may fit."""
+    """Up to 4 stages on 1 to 3 parts; starts are open, fixed, or so few choices that nothing may fit."""
     rng = np.random.default_rng(seed)
     num_stages = int(rng.integers(1, 5))
     num_layers = int(rng.integers(num_stages, 8))
-    num_devices = int(rng.integers(num_stages, 7))
-    counts = [c for c in (1, 2, 3) if c <= num_devices] if num_stages > 1 else [num_devices]
+    num_parts = int(rng.choice([1, 2, 3], p=[0.6, 0.25, 0.15]))
+    num_devices = random_devices(rng, num_stages, num_parts)
+    kinds = [(c, part) for part, of in enumerate(num_devices) for c in (1, 2, 3) if c <= of]
+    if num_stages == 1:
+        kinds = [(sum(num_devices), 0 if num_parts == 1 else EVERY_PART)]
     scale = 10.0 ** rng.integers(-6, 3)
     # Boundary times from negligible to far longer than the whole pipeline.
     weight = 10.0 ** rng.uniform(-2, 1.5)
@@ -45,9 +49,9 @@ def random_problem(seed):
                 length = num_layers  # noqa: PLW2901
             starts = [0] if first else [num_layers - length] if last else [ANYWHERE] if is_open else range(num_layers)
             for start in starts:
-                for count, _ in itertools.product(counts, range(2)):
-                    base = (length + rng.random()) / count * (1 + (start if start > 0 else 0) * 0.3)
-                    rows.append((start, length, count, base * scale, weight * base * rng.random() * scale))
+                for (count, part), _ in itertools.product(kinds, range(2)):
+                    base = (length + rng.random()) / count * (1 + (start if start > 0 else 0) * 0.3) * (1 + abs(part))
+                    rows.append((start, length, count, base * scale, weight * base * rng.random() * scale, part))
         rows = [row for row in rows if rng.random() < kept] or rows[:1]
         slots.append(slot(*zip(*rows, strict=True)))
     return InterStageProblem(
@@ -56,6 +60,13 @@ def random_problem(seed):
         num_microbatches=int(rng.choice([1, 2, 5, 40])),
         slots=tuple(slots),
     )
+
+
+def random_devices(rng, num_stages, num_parts):
+    """Devices of every part, at least one in each and in all at least as many as stages."""
+    least = max(num_stages, num_parts)
+    extra = rng.multinomial(int(rng.integers(least, 7)) - num_parts, [1 / num_parts] * num_parts)
+    return tuple(int(more) + 1 for more in extra)
 
 
 def small_seeds(count):

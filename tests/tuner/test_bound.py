@@ -68,7 +68,7 @@ def test_the_least_peak_equals_trying_everything(seed):
 def test_a_slot_without_choices_has_no_answer():
     problem = InterStageProblem(
         num_layers=2,
-        num_devices=2,
+        num_devices=(2,),
         num_microbatches=1,
         slots=(slot([0], [1], [1], [1.0], [0.0]), slot([], [], [], [], [])),
     )
@@ -83,7 +83,7 @@ def test_hidden_boundary_time_costs_nothing():
         slot([0, 0], [1, 1], [1, 1], [1.0, 1.1], [5.0, 0.0]),
         slot([1, 1], [1, 1], [1, 1], [1.0, 1.3], [1.05, 0.0]),
     )
-    problem = InterStageProblem(num_layers=2, num_devices=2, num_microbatches=10, slots=slots)
+    problem = InterStageProblem(num_layers=2, num_devices=(2,), num_microbatches=10, slots=slots)
     answer = solve(problem)
     assert answer.chosen == (1, 0)
     assert answer.objective == pytest.approx(9 * 1.1 + 2.1)
@@ -95,5 +95,5 @@ def test_an_open_start_may_lie_anywhere():
         slot([ANYWHERE, ANYWHERE], [1, 2], [1, 1], [1.0, 2.0], [0.0, 0.0]),
         slot([4], [1], [1], [1.0], [0.0]),
     )
-    problem = InterStageProblem(num_layers=5, num_devices=3, num_microbatches=2, slots=slots)
+    problem = InterStageProblem(num_layers=5, num_devices=(3,), num_microbatches=2, slots=slots)
     assert solve(problem).chosen == (0, 1, 0)

@@ -10,7 +10,7 @@ def problem(microbatches=5):
     """Two stages of 2 + 2 or 1 + 3 layers on 1 + 2 or 2 + 1 devices."""
     return InterStageProblem(
         num_layers=4,
-        num_devices=3,
+        num_devices=(3,),
         num_microbatches=microbatches,
         slots=(
             slot([0, 0], [2, 1], [1, 2], [4.0, 1.0], [0.5, 0.0]),
@@ -47,7 +47,7 @@ def test_layers_and_devices_are_used_up_in_order(chosen, fits):
 def test_the_least_that_anything_takes():
     made = problem()
     assert made.least_seconds() == 4 * 1.0  # 2 seconds for 2 layers, or 1 for 1
-    assert made.least_device_seconds() == 4 * 2.0  # 4 seconds on one device for 2 layers, as 2 on two, 1 on two for 1
+    assert made.least_pace() == 4 * 2.0 / 3  # 4 seconds on one device for 2 layers, as 2 on two, 1 on two for 1
     assert made.lower_bound() == 4 * 8.0 / 3 + 4.0
 
 
@@ -60,6 +60,6 @@ def test_no_answer_goes_below_the_bound(seed):
 def test_without_choices_there_is_no_answer():
     made = problem()
     empty = made.slots[1].take(np.zeros(3, dtype=bool))
-    none = InterStageProblem(num_layers=4, num_devices=3, num_microbatches=5, slots=(made.slots[0], empty))
+    none = InterStageProblem(num_layers=4, num_devices=(3,), num_microbatches=5, slots=(made.slots[0], empty))
     assert none.lower_bound() == np.inf
     assert brute_force(none) == np.inf
