@@ -183,7 +183,7 @@ class _Chain:
         """From the last stage to the first: the least suffix sums, with every ``suffix sum + d`` at most ``cap``."""
         shape = (self.width, *(units + 1 for units in self.units))
         suffix_EU = np.full(shape, np.inf)
-        suffix_EU[(-1, *(0 for _ in self.units))] = 0.0
+        suffix_EU[-1].flat[0] = 0.0
         steps: list[IntArray] = []
         for stage in range(len(self.bands) - 1, -1, -1):
             best_AU = np.full(shape, np.inf)
@@ -194,7 +194,7 @@ class _Chain:
                     self._extend(stage == 0, number, band, (suffix_EU, best_AU, code_AU), slowest, cap)
             steps.append(code_AU)
             suffix_EU = best_AU
-        value = float(suffix_EU[(0, *self.units)])
+        value = float(suffix_EU[0].flat[-1])
         return (value, self._trace(steps[::-1])) if np.isfinite(value) else None
 
     def _extend(
@@ -232,7 +232,7 @@ class _Chain:
     def _trace(self, steps: list[IntArray]) -> tuple[int, ...]:
         place, units, chosen = 0, list(self.units), []
         for bands, code_AU in zip(self.bands, steps, strict=True):
-            number, choice = divmod(int(code_AU[(place, *units)]), self._depth)
+            number, choice = divmod(int(code_AU[place][tuple(units)]), self._depth)
             band = bands[number]
             chosen.append(int(band.index_QA[choice, place - band.first]))
             place += band.layers - 1
