@@ -98,10 +98,11 @@ def estimate(
     from lightning_mist.cost.allocator_text import parse_allocator_settings
     from lightning_mist.cost.estimate import limit_of
     from lightning_mist.cost.estimate_sweep import combinations, parse_sweep
+    from lightning_mist.hardware import single
 
     _check_picture(picture, sweep)
     given = _given(plan, asdict(degrees), sweep)
-    machine = open_cluster(cluster)
+    machine = single(open_cluster(cluster), "an estimate")
     limit = limit_of(machine, memory_limit)
     axes = {} if sweep is None else parse_sweep(sweep, ("global_batch_size", "seq_len", *_DEGREES))
     rows = global_batch_size if global_batch_size is not None else _rows(given, machine)

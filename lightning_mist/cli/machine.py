@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_mist.hardware import Cluster, HardwareProfile
+    from lightning_mist.hardware import AnyCluster, HardwareProfile
 
 _LOCAL = "local"
 
@@ -19,7 +19,7 @@ def is_measured(text: str) -> bool:
     return text.lower().endswith(".json")
 
 
-def open_cluster(text: str) -> "Cluster":
+def open_cluster(text: str) -> "AnyCluster":
     """The cluster that a text describes, or this machine."""
     from lightning_mist.cli.measuring import local_cluster
     from lightning_mist.hardware import parse_cluster, read_machine
@@ -34,7 +34,7 @@ def open_cluster(text: str) -> "Cluster":
     return local_cluster("auto", int(count) if count else None, f"cluster {text!r}")
 
 
-def open_profile(text: str, cluster: "Cluster", precision: str) -> "HardwareProfile | None":
+def open_profile(text: str, cluster: "AnyCluster", precision: str) -> "HardwareProfile | None":
     """What was measured of the machine that a text names: in a file, or of this one; None if it is only described.
 
     Args:
@@ -43,8 +43,8 @@ def open_profile(text: str, cluster: "Cluster", precision: str) -> "HardwareProf
         precision: Lightning's name of the precision.
     """
     from lightning_mist.cli.measuring import measure_local
-    from lightning_mist.hardware import read_machine
+    from lightning_mist.hardware import read_machine, single
 
     if is_measured(text):
         return read_machine(Path(text))[1]
-    return measure_local(cluster, precision).profile if is_local(text) else None
+    return measure_local(single(cluster, "measuring"), precision).profile if is_local(text) else None

@@ -79,12 +79,13 @@ def plan(
         options: Which plans are looked at.
     """
     from lightning_mist.cost import Estimator, estimate_plan
+    from lightning_mist.hardware import single
     from lightning_mist.hardware.capability import capability_of
     from lightning_mist.tuner import degrees_to_try, tune
 
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     search = options.space()
-    machine = open_cluster(cluster)
+    machine = single(open_cluster(cluster), "a plan")
     rows = rows_of_each(global_batch_size, machine)
     degrees = degrees_to_try(search, machine.devices_per_node)
     request = NetworkRequest(

@@ -14,7 +14,7 @@ from lightning_mist.cost.estimate_closed import closed_spec, module_dims, with_s
 from lightning_mist.cost.estimate_data import MemoryEstimate, StageEstimate, verdict_of
 from lightning_mist.cost.estimate_stages import Estimator, Replaying, describe_cluster, what_is_not_run, worst_of
 from lightning_mist.errors import TraceError
-from lightning_mist.hardware import Cluster, parse_cluster
+from lightning_mist.hardware import Cluster, parse_cluster, single
 from lightning_mist.hardware.capability import capability_of
 from lightning_mist.model import (
     DeviceOperators,
@@ -70,7 +70,7 @@ def estimate_memory(
         TypeError: If an argument is of none of these types.
     """
     _check_types(module_or_spec, plan, cluster, optimizer, allocator)
-    machine = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    machine = single(parse_cluster(cluster) if isinstance(cluster, str) else cluster, "an estimate")
     given = load(plan) if isinstance(plan, (str, Path)) else plan
     source = "traced"
     if isinstance(module_or_spec, ModelSpec):

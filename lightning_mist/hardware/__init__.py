@@ -1,6 +1,7 @@
 """What the machine is: detected, described or from the catalog, and what was measured of it."""
 
 from lightning_mist.hardware.cluster import Cluster, Device, HostLink, Link
+from lightning_mist.hardware.cluster_mixed import AnyCluster, MixedCluster, cluster_of, single
 from lightning_mist.hardware.correction_store import (
     CorrectionStore,
     correction_store,
@@ -28,6 +29,7 @@ from lightning_mist.hardware.store import load_profile, read_profile, save_profi
 
 __all__ = [
     "CHANNELS",
+    "AnyCluster",
     "Channel",
     "Cluster",
     "CollectiveCost",
@@ -41,11 +43,13 @@ __all__ = [
     "KernelRate",
     "Link",
     "MemoryRate",
+    "MixedCluster",
     "Observation",
     "RankGroup",
     "StepOverheads",
     "Term",
     "catalog_profile",
+    "cluster_of",
     "corrected",
     "correction_store",
     "detect",
@@ -60,5 +64,6 @@ __all__ = [
     "read_profile",
     "save_corrections",
     "save_profile",
+    "single",
     "write_profile",
 ]

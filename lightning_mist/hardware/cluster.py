@@ -96,3 +96,27 @@ class Cluster:
     def world_size(self) -> int:
         """Number of devices."""
         return self.num_nodes * self.devices_per_node
+
+    @property
+    def kind(self) -> str:
+        """``"cuda"`` or ``"cpu"``."""
+        return self.device.kind
+
+    @property
+    def parts(self) -> tuple["Cluster", ...]:
+        """The cluster itself, which has one part; see :class:`~lightning_mist.hardware.MixedCluster`."""
+        return (self,)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The first rank of its only part."""
+        return (0,)
+
+    @property
+    def text(self) -> str:
+        """The cluster in one line, without memory and links: ``4x8xL4``."""
+        return f"{self.num_nodes}x{self.devices_per_node}x{self.device.name}"
+
+    def part_of(self, rank: int) -> int:
+        """Index of the part that a rank belongs to: there is one."""
+        return 0

@@ -1,7 +1,7 @@
-"""Clusters described in text: ``"4x8xL4"``, or a YAML file.
+"""Clusters described in text: ``"4x8xL4"``, ``"1x8xA100-40+2x8xV100-32"``, or a YAML file.
 
-Text is ``[nodes x] [devices per node x] device [: memory per device]``. A YAML file has these keys, the first three of
-them required::
+Text is ``[nodes x] [devices per node x] device [: memory per device]``, or several of these with ``+`` between them for
+a cluster of unlike devices. A YAML file has these keys, the first three of them required::
 
     nodes: 4
     devices_per_node: 8
@@ -13,6 +13,15 @@ them required::
 
 Copies to the device and to the host are those of one device, ``per_node`` is what all of a node copy in one direction;
 without it they can all copy at once as fast as each alone.
+
+A file of a cluster of unlike devices has a list of parts, each with these keys, and may say what connects them::
+
+    parts:
+      - {nodes: 1, devices_per_node: 8, device: A100-40}
+      - {nodes: 2, devices_per_node: 8, device: V100-32}
+    link: {bandwidth: 25 Gbit/s, latency: 50 us}      # what one node sends to nodes of other parts
+
+Without a link every node sends to nodes of other parts as it sends to those of its own, and the slower end counts.
 """
 
 import difflib
@@ -26,6 +35,7 @@ import yaml
 from lightning_mist.errors import PlanError, ProfileError
 from lightning_mist.hardware.catalog import CatalogDevice, find_device
 from lightning_mist.hardware.cluster import Cluster, Device, HostLink, Link
+from lightning_mist.hardware.cluster_mixed import AnyCluster, cluster_of
 from lightning_mist.units import parse_bytes, parse_rate, parse_seconds
 
 KEYS = ("nodes", "devices_per_node", "device", "memory", "intra_node", "inter_node", "host")
@@ -34,18 +44,21 @@ KEYS = ("nodes", "devices_per_node", "device", "memory", "intra_node", "inter_no
 LINK_KEYS = ("bandwidth", "latency")
 """Keys of a link."""
 
+MIXED_KEYS = ("parts", "link")
+"""Keys of the file of a cluster of unlike devices, the last of them optional."""
+
 HOST_KEYS = ("to_device", "to_host", "per_node")
 """Keys of a host link, the last of them optional."""
 
 _TEXT = re.compile(r"^\s*(?:(?:(\d+)\s*x\s*)?(\d+)\s*x\s*)?([^:]+?)\s*(?::\s*(.+?)\s*)?$")
 
 
-def parse_cluster(value: str) -> Cluster:
+def parse_cluster(value: str) -> AnyCluster:
     """The cluster that a text or a YAML file describes; see the module's text.
 
     Args:
-        value: For example ``"4x8xL4"``, ``"8xA100-40"``, ``"2xcpu:8GiB"``, or the name of a file that ends in ``.yaml``
-            or ``.yml``.
+        value: For example ``"4x8xL4"``, ``"8xA100-40"``, ``"2xcpu:8GiB"``, ``"8xA100-40+2x8xV100-32"``, or the name of
+            a file that ends in ``.yaml`` or ``.yml``.
 
     Returns:
         The cluster.
@@ -56,13 +69,18 @@ def parse_cluster(value: str) -> Cluster:
     """
     if value.lower().endswith((".yaml", ".yml")):
         return read_cluster(Path(value))
-    match = _TEXT.match(value)
+    return cluster_of([_text_part(text, f"cluster {value!r}") for text in value.split("+")])
+
+
+def _text_part(text: str, where: str) -> Cluster:
+    """Equal devices, described in text."""
+    match = _TEXT.match(text)
     if match is None:
         raise PlanError(
-            f"cluster {value!r}: write nodes x devices x device, for example '4x8xL4', or name a .yaml file"
+            f"{where}: write nodes x devices x device, for example '4x8xL4', with + between unlike parts, or name a "
+            ".yaml file"
         )
     nodes, devices, name, memory = match.groups()
-    where = f"cluster {value!r}"
     return Cluster(
         num_nodes=int(nodes or 1),
         devices_per_node=int(devices or 1),
@@ -70,7 +88,7 @@ def parse_cluster(value: str) -> Cluster:
     )
 
 
-def read_cluster(path: Path) -> Cluster:
+def read_cluster(path: Path) -> AnyCluster:
     """The cluster that a YAML file describes.
 
     Args:
@@ -88,6 +106,18 @@ def read_cluster(path: Path) -> Cluster:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise PlanError(f"cluster file {path} cannot be read: {error}") from error
     where = f"cluster file {path}"
+    if not isinstance(content, Mapping) or "parts" not in content:
+        return _part(content, where)
+    data = _mapping(content, MIXED_KEYS, where)
+    parts = data["parts"]
+    if not isinstance(parts, list) or not parts:
+        raise PlanError(f"{where}: parts = {parts!r}: a list of parts is needed, each with {', '.join(KEYS[:3])}")
+    link = _link(data.get("link"), "link", where)
+    return cluster_of([_part(part, f"{where}: parts[{index}]") for index, part in enumerate(parts)], link)
+
+
+def _part(content: Any, where: str) -> Cluster:
+    """Equal devices, described in a file."""
     data = _mapping(content, KEYS, where)
     for key in KEYS[:3]:
         if key not in data:

@@ -1,7 +1,8 @@
-"""The profile of the machine at hand: from the cache, or measured by all ranks together."""
+"""The machine at hand: its devices, and its profile, from the cache or measured by all ranks together."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,10 +10,13 @@ import torch.distributed as dist
 from lightning_mist.hardware import (
     Cluster,
     HardwareProfile,
+    detect,
     load_profile,
     measure_profile,
     measuring_groups,
+    parse_cluster,
     save_profile,
+    single,
 )
 from lightning_mist.strategy.overheads import measure_overheads
 from lightning_mist.strategy.progress import Progress
@@ -27,6 +31,32 @@ MACHINE_SECONDS = 9.0
 
 MACHINE_PART = 0.7
 """The part of measuring, in time, that is the machine's and not the runtime's."""
+
+
+MEASURING = "planning while training, which measures one kind of device,"
+"""What a mixed cluster cannot be used for here."""
+
+
+def cluster_for(wanted: str | Cluster | None, strategy: Any) -> Cluster:
+    """The cluster to plan for.
+
+    Args:
+        wanted: What the user asked for; by default this rank's device, supposing that all are like it.
+        strategy: The strategy, its processes running.
+
+    Raises:
+        PlanError: If it is a cluster of unlike devices.
+        ValueError: If it has not as many devices as processes run.
+    """
+    if wanted is None:
+        return detect(strategy.world_size, strategy.num_nodes, strategy.root_device.type)
+    cluster = single(parse_cluster(wanted) if isinstance(wanted, str) else wanted, MEASURING)
+    if cluster.world_size != strategy.world_size:
+        raise ValueError(
+            f"cluster={wanted!r} has {cluster.world_size} devices, but {strategy.world_size} processes run: plan "
+            "for the cluster at hand, or use `lightning-mist plan` for another"
+        )
+    return cluster
 
 
 def default_directory() -> Path:

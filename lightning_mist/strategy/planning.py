@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_mist.cost import MemoryEstimate
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import Cluster, HardwareProfile, detect, parse_cluster
+from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model import (
     LayerSeconds,
     ModelSpec,
@@ -57,7 +57,7 @@ from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.peek import peek_batch, silent, step_function
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.splitting import degrees_of, with_splits
-from lightning_mist.strategy.together import on_rank_zero, same_everywhere
+from lightning_mist.strategy.together import on_rank_zero, same_devices, same_everywhere
 from lightning_mist.tuner import TuneResult, degrees_to_try
 
 _FEATURES: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing", "tensor", "sequence")
@@ -194,17 +194,7 @@ class _Planner:
 
     def cluster(self) -> Cluster:
         """The cluster to plan for."""
-        wanted = self.request.cluster
-        strategy = self.strategy
-        if wanted is None:
-            return detect(strategy.world_size, strategy.num_nodes, strategy.root_device.type)
-        cluster = parse_cluster(wanted) if isinstance(wanted, str) else wanted
-        if cluster.world_size != strategy.world_size:
-            raise ValueError(
-                f"cluster={wanted!r} has {cluster.world_size} devices, but {strategy.world_size} processes run: plan "
-                "for the cluster at hand, or use `lightning-mist plan` for another"
-            )
-        return cluster
+        return machine.cluster_for(self.request.cluster, self.strategy)
 
 
 def decide(
@@ -249,6 +239,8 @@ def decide(
         )
         found = planner.map()
         same_everywhere(found)
+        if request.plan == "auto" and request.cluster is None:
+            same_devices(planner.cluster())
         plan, made, found = _plan(planner, found)
         _check(planner, found, plan)
         estimate = on_rank_zero(lambda: _estimate(planner, found, plan))

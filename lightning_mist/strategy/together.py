@@ -1,7 +1,8 @@
 """What all ranks do together before they train: start alike, hear of rank 0's result or error, compare what is seen."""
 
 import pickle
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mist.errors import PlanError
+from lightning_mist.hardware import Cluster, cluster_of
 from lightning_mist.plan import ModuleMap
 
 T = TypeVar("T")
@@ -64,3 +66,43 @@ def same_everywhere(found: ModuleMap) -> None:
             f"ranks {different} see another module than rank 0 (blocks, parameters or values between them differ): "
             "every rank must build the same module and take the same branches; seed what is random in its construction"
         )
+
+
+def same_devices(mine: Cluster) -> None:
+    """Raise on every rank if ranks run on unlike devices, which nothing measured here would describe.
+
+    Args:
+        mine: What this rank takes the cluster for, by its own device.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    if len({cluster.device.name for cluster in found}) > 1:
+        raise PlanError(unlike_devices(found))
+
+
+def unlike_devices(found: Sequence[Cluster]) -> str:
+    """What to say of ranks that run on unlike devices.
+
+    Args:
+        found: What every rank takes the cluster for, by its own device.
+    """
+    runs: list[list[int]] = []
+    for rank, cluster in enumerate(found):
+        if runs and found[runs[-1][0]].device.name == cluster.device.name:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = []
+    for run in runs:
+        cluster, per_node = found[run[0]], min(len(run), found[run[0]].devices_per_node)
+        per_node = per_node if len(run) % per_node == 0 else 1
+        parts.append(replace(cluster, num_nodes=len(run) // per_node, devices_per_node=per_node))
+    where = "; ".join(
+        f"rank{'s' if len(run) > 1 else ''} {run[0]}{f' to {run[-1]}' if len(run) > 1 else ''} on "
+        f"{found[run[0]].device.name}"
+        for run in runs
+    )
+    return (
+        f"unlike devices: {where}. What is measured for a plan here is measured of one kind of device: make the plan "
+        f"with `lightning-mist plan --cluster {cluster_of(parts).text} --out plan.json` and train with plan='plan.json'"
+    )

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from lightning_mist.errors import PlanError, ProfileError
-from lightning_mist.hardware import Cluster, Device, HostLink, Link, parse_cluster
+from lightning_mist.hardware import Cluster, Device, HostLink, Link, MixedCluster, parse_cluster
 
 
 @pytest.mark.parametrize(
@@ -126,3 +126,55 @@ def test_wrong_file_says_where_and_what(tmp_path: Path, text: str, message: str)
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"cannot be read: .*No such file"):
         parse_cluster(str(tmp_path / "nowhere.yml"))
+
+
+def test_unlike_parts() -> None:
+    found = parse_cluster("8xA100-40 + 2x8xV100-32:30GiB")
+    assert isinstance(found, MixedCluster)
+    first, second = found.parts
+    assert (first.num_nodes, first.devices_per_node, first.device.name) == (1, 8, "A100-40")
+    assert (second.num_nodes, second.devices_per_node, second.device.memory_bytes) == (2, 8, 30 * 2**30)
+    assert found.link is None
+    assert found.text == "1x8xA100-40+2x8xV100-32"
+
+
+def test_alike_parts_are_one() -> None:
+    assert parse_cluster("8xL4+3x8xL4") == parse_cluster("4x8xL4")
+
+
+def test_wrong_part_says_which_text() -> None:
+    with pytest.raises(PlanError, match=r"cluster '8xL4\+': write nodes x devices x device, .* with \+ between"):
+        parse_cluster("8xL4+")
+
+
+PARTS = """
+parts:
+  - {nodes: 1, devices_per_node: 8, device: A100-40}
+  - {nodes: 2, devices_per_node: 8, device: V100-32, inter_node: {bandwidth: 50 Gbit/s, latency: 1 ms}}
+"""
+
+
+def test_file_of_parts(tmp_path: Path) -> None:
+    found = parse_cluster(write(tmp_path, PARTS + "link: {bandwidth: 10 Gbit/s, latency: 2 ms}\n"))
+    assert isinstance(found, MixedCluster)
+    assert [part.text for part in found.parts] == ["1x8xA100-40", "2x8xV100-32"]
+    assert found.parts[1].inter_node == Link(bytes_per_second=6.25e9, latency_seconds=1e-3)
+    assert found.link == Link(bytes_per_second=1.25e9, latency_seconds=2e-3)
+    one = write(tmp_path, "parts: [{nodes: 4, devices_per_node: 8, device: L4}]")
+    assert parse_cluster(one) == parse_cluster("4x8xL4")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("parts: []", r"parts = \[\]: a list of parts is needed"),
+        ("parts: {nodes: 1}", "a list of parts is needed"),
+        ("parts: [{nodes: 1, device: L4}]", r"parts\[0\] has no 'devices_per_node'"),
+        (PARTS + "lnk: 1", "has the key 'lnk': known keys are parts, link"),
+        (PARTS + "nodes: 1", "has the key 'nodes': known keys are parts, link"),
+        (PARTS + "link: {latency: 1 ms}", "link has no 'bandwidth'"),
+    ],
+)
+def test_wrong_file_of_parts(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        parse_cluster(write(tmp_path, text))

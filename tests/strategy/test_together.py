@@ -4,8 +4,9 @@ import pytest
 import torch.distributed as dist
 
 from lightning_mist.errors import InfeasibleError, PlanError
+from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import ModuleMap
-from lightning_mist.strategy.together import on_rank_zero, same_everywhere
+from lightning_mist.strategy.together import on_rank_zero, same_devices, same_everywhere, unlike_devices
 
 MAP = ModuleMap(step="training_step", blocks=("a", "b"), outputs=(), cuts=((),), parameters=())
 
@@ -47,3 +48,26 @@ def test_ranks_that_see_another_module_are_named(gloo_workers):
     first, second = gloo_workers.run(2, _see, True)
     assert first == second
     assert "ranks [1] see another module than rank 0" in first
+
+
+def _run_on(names):
+    try:
+        same_devices(parse_cluster(f"2x{names[dist.get_rank()]}"))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_on_unlike_devices_hear_of_a_way_out(gloo_workers):
+    assert gloo_workers.run(2, _run_on, ("L4", "L4")) == ["", ""]
+    first, second = gloo_workers.run(2, _run_on, ("L4", "T4"))
+    assert first == second
+    assert "unlike devices: rank 0 on L4; rank 1 on T4" in first
+    assert "plan --cluster 1x1xL4+1x1xT4 --out plan.json" in first
+
+
+def test_unlike_devices_are_described_by_nodes():
+    fast, slow = parse_cluster("3x8xA100-40"), parse_cluster("3x8xV100-32")
+    said = unlike_devices([*[fast] * 8, *[slow] * 16])
+    assert "ranks 0 to 7 on A100-40; ranks 8 to 23 on V100-32" in said
+    assert "--cluster 1x8xA100-40+2x8xV100-32 " in said
