@@ -4,7 +4,7 @@ import importlib.metadata
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lightning_mist.cli.machine import open_cluster, open_profile
+from lightning_mist.cli.machine import is_local, open_cluster, open_profile
 from lightning_mist.cli.network import NetworkRequest, trace_network
 from lightning_mist.cli.output import print_json, say, show_plan
 from lightning_mist.plan import ScheduleName, fingerprint_of, save, split_notes
@@ -81,10 +81,13 @@ def plan(
     from lightning_mist.cost import Estimator, estimate_plan
     from lightning_mist.hardware import single
     from lightning_mist.hardware.capability import capability_of
+    from lightning_mist.runtime.support import EXECUTED
     from lightning_mist.tuner import degrees_to_try, tune
 
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     search = options.space()
+    if is_local(cluster):
+        search = replace(search, **EXECUTED)  # A plan for this machine is to be executed.
     machine = single(open_cluster(cluster), "a plan")
     rows = rows_of_each(global_batch_size, machine)
     degrees = degrees_to_try(search, machine.devices_per_node)

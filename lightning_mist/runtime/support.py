@@ -1,7 +1,15 @@
 """What this version can run; everything else a plan may say is refused."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import ModuleMap, Plan, StagePlan, check_split
+
+EXECUTED: Mapping[str, tuple[str, ...]] = MappingProxyType({"offload": ()})
+"""Fields of a search space, and what plans that are to be executed may use of them: nothing is offloaded yet."""
+
+_OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
 
 
 def check_supported(plan: Plan, module_map: ModuleMap) -> None:
@@ -14,7 +22,7 @@ def check_supported(plan: Plan, module_map: ModuleMap) -> None:
     Raises:
         PlanError: Naming the stage, the setting and the nearest setting that runs.
     """
-    if plan.num_stages > 1 and plan.num_groups == 1:
+    if _is_alone(plan):
         raise PlanError(
             f"schedule = {plan.schedule!r} with {plan.num_stages} stages on one group of devices: chunks are passed "
             "from group to group, so at least 2 are needed; use one stage with all layers"
@@ -24,6 +32,27 @@ def check_supported(plan: Plan, module_map: ModuleMap) -> None:
         check_split(index, stage, module_map)
 
 
+def unsupported(plan: Plan) -> tuple[str, ...]:
+    """What the runtime does not execute yet of a plan, for people; empty if it executes all of it.
+
+    How a module can be split is another question: :func:`check_supported` asks it too.
+
+    Args:
+        plan: The plan.
+    """
+    found = [f"schedule {plan.schedule} with {plan.num_stages} stages on one group of devices"] * _is_alone(plan)
+    for index, stage in enumerate(plan.stages):
+        if stage.mesh.context_parallel_degree > 1:
+            found.append(f"stages[{index}].context_parallel_degree = {stage.mesh.context_parallel_degree}")
+        ratios = [(name, getattr(stage.offload, name)) for name in _OFFLOADED]
+        found += [f"stages[{index}].offload.{name} = {ratio}" for name, ratio in ratios if ratio > 0.0]
+    return tuple(found)
+
+
+def _is_alone(plan: Plan) -> bool:
+    return plan.num_stages > 1 and plan.num_groups == 1
+
+
 def _check_stage(index: int, stage: StagePlan) -> None:
     mesh = stage.mesh
     if mesh.context_parallel_degree > 1:
@@ -31,7 +60,7 @@ def _check_stage(index: int, stage: StagePlan) -> None:
             f"stages[{index}].context_parallel_degree = {mesh.context_parallel_degree}: the runtime needs 1; use "
             f"data_parallel_degree={len(mesh.devices)} or more stages for these {len(mesh.devices)} devices"
         )
-    for name in ("parameters", "gradients", "optimizer", "activations"):
+    for name in _OFFLOADED:
         ratio = getattr(stage.offload, name)
         if ratio > 0.0:
             raise PlanError(

@@ -23,6 +23,7 @@ from lightning_mist.hardware import (
 from lightning_mist.model import ModelSpec
 from lightning_mist.plan import Plan, Predicted, save
 from lightning_mist.plan.naming import short_name
+from lightning_mist.runtime.support import EXECUTED
 from lightning_mist.strategy.observing import observe
 from lightning_mist.strategy.report import Better
 from lightning_mist.strategy.stage_times import Measured
@@ -73,7 +74,7 @@ class Basis:
             profile=corrected(self.profile, self.corrections),
             global_batch_size=self.global_batch_size,
             memory_limit=self.memory_limit,
-            search=self.search,
+            search=replace(self.search, **EXECUTED),  # The plan is to be executed here.
         )
 
     def predict(self, plan: Plan) -> Predicted:

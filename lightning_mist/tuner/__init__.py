@@ -2,6 +2,7 @@
 
 from lightning_mist.tuner.baselines import Baseline, baselines
 from lightning_mist.tuner.explanation import Explanation
+from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.result import Alternative, TuneResult, TuneStats
 from lightning_mist.tuner.space import SearchSpace, degrees_to_try
 from lightning_mist.tuner.tune import tune
@@ -10,6 +11,7 @@ __all__ = [
     "Alternative",
     "Baseline",
     "Explanation",
+    "Planner",
     "SearchSpace",
     "TuneResult",
     "TuneStats",

@@ -1,4 +1,4 @@
-"""What of a device's memory is left for the tensors of a plan."""
+"""What of a device's memory, and of its host's, is left for the tensors of a plan."""
 
 from lightning_mist.hardware import Cluster
 
@@ -21,3 +21,23 @@ def usable_bytes(cluster: Cluster, memory_limit: int | None) -> float:
 def tensor_share(cluster: Cluster) -> float:
     """The share of a memory limit that is left for tensors."""
     return USABLE_MEMORY if cluster.device.kind == "cuda" else 1.0
+
+
+def host_bytes_of_each(cluster: Cluster, host_memory_limit: int | None) -> float:
+    """Bytes of host memory that each device may use for what it offloads; infinite without a limit.
+
+    Args:
+        cluster: The devices.
+        host_memory_limit: Bytes of each node, which all its devices share equally.
+
+    Raises:
+        ValueError: If the limit is negative.
+    """
+    if host_memory_limit is None:
+        return float("inf")
+    if host_memory_limit < 0:
+        raise ValueError(
+            f"host_memory_limit={host_memory_limit}: bytes of host memory of a node are not negative; give 0 for no "
+            "offload, or None for no limit"
+        )
+    return host_memory_limit / cluster.devices_per_node

@@ -10,6 +10,7 @@ lie, so each such window is evaluated once. If all layers are alike the start of
 
 Array axes
     K  choices or candidates
+    O  kinds of state, in the order of ``OFFLOADED``
     W  windows: runs of layers
 """
 
@@ -24,8 +25,9 @@ from lightning_mist.cost.needs import StageNeeds
 from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.cost.regions import parameter_regions
 from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import OffloadRatios
 from lightning_mist.tuner.pareto import Order, non_dominated, sort_points
-from lightning_mist.tuner.space import Shape, Space
+from lightning_mist.tuner.space import OFFLOADED, Shape, Space
 
 ANYWHERE = -1
 """Start of a choice whose costs do not depend on where it lies."""
@@ -50,6 +52,7 @@ class SlotChoices:
         zero_stage_K: 0 to 3.
         tensor_K: Tensor-parallel degree.
         sequence_K: 1 if tensor-parallel devices are sequence-parallel too, else 0.
+        offload_KO: What part of parameters, gradients, optimizer state and activations is in host memory.
     """
 
     start_K: IntArray
@@ -63,6 +66,7 @@ class SlotChoices:
     zero_stage_K: IntArray
     tensor_K: IntArray
     sequence_K: IntArray
+    offload_KO: FloatArray
 
     def __len__(self) -> int:
         """Number of choices."""
@@ -73,6 +77,10 @@ class SlotChoices:
         tensor = int(self.tensor_K[index])
         return Shape(int(self.devices_K[index]) // tensor, tensor, bool(self.sequence_K[index]))
 
+    def offload(self, index: int) -> OffloadRatios:
+        """What one choice keeps in host memory."""
+        return OffloadRatios(**dict(zip(OFFLOADED, self.offload_KO[index].tolist(), strict=True)))
+
     def take(self, index: IntArray | BoolArray) -> "SlotChoices":
         """The choices at some indices, or where a mask is true."""
         return SlotChoices(**{name: getattr(self, name)[index] for name in self.__slots__})
@@ -81,7 +89,8 @@ class SlotChoices:
     def none(cls) -> "SlotChoices":
         """No choices."""
         floats = ("steady_K", "boundary_K", "peak_K")
-        return cls(**{name: np.empty(0, dtype=float if name in floats else np.int64) for name in cls.__slots__})
+        empty = {name: np.empty(0, dtype=float if name in floats else np.int64) for name in cls.__slots__}
+        return cls(**{**empty, "offload_KO": np.empty((0, len(OFFLOADED)))})
 
     @classmethod
     def joined(cls, parts: list["SlotChoices"]) -> "SlotChoices":
@@ -166,6 +175,7 @@ def _as_choices(
         zero_stage_K=candidates.zero_stage_K[index_K],
         tensor_K=np.full(len(index_K), slot.tensor_parallel_degree),
         sequence_K=np.full(len(index_K), int(slot.sequence_parallel)),
+        offload_KO=np.zeros((len(index_K), len(OFFLOADED))),
     )
 
 
@@ -176,10 +186,12 @@ class IntraStage:
         model: The cost model.
         space: The search space.
         memory_limit: Bytes that a device may use.
+        host_limit: Bytes of host memory that it may use for what it offloads.
     """
 
-    def __init__(self, model: StageCostModel, space: Space, memory_limit: float) -> None:
-        self.model, self.space, self.memory_limit = model, space, memory_limit
+    def __init__(self, model: StageCostModel, space: Space, memory_limit: float, *, host_limit: float = np.inf) -> None:
+        self.model, self.space = model, space
+        self.memory_limit, self.host_limit = memory_limit, host_limit
         self.evaluated = 0
         self._classes = layer_classes(model.spec)
         self._kept: dict[tuple[str, int, Shape, bool], _Prepared] = {}

@@ -24,6 +24,9 @@ _FEATURE_WORDS: dict[Feature, str] = {
     "checkpointing": "activation checkpointing",
 }
 
+OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
+"""Kinds of state that may be in host memory."""
+
 _MOST_SHARING = 8
 """The most devices that are tried to share layers. Narayanan et al., 2021, section 3, advise as many as a node has, and
 theirs have 8."""
@@ -46,6 +49,9 @@ class SearchSpace:
         sequence_parallel: Whether devices that share layers also share what lies between them along the sequence:
             always, never, or ``None`` for what is faster.
         checkpointing: Whether layers may be recomputed in backward to save memory.
+        offload: Which kinds of state may be in host memory: of ``"parameters"``, ``"gradients"``, ``"optimizer"`` and
+            ``"activations"``. What the runtime does not execute yet is for forecasts only.
+        offload_ratios: Which parts of each of these may be there, fractions in [0, 1]; 0 is always among them.
         schedules: Pipeline schedules to choose from. The search is exact for ``"1f1b"`` and ``"gpipe"`` (which is never
             faster and keeps more); ``"interleaved-1f1b"`` and ``"zb-h1"`` are tried on the pipelines that it finds.
         solver_seconds: The most seconds that the search may spend on solving. When they are over the best plan found
@@ -60,6 +66,8 @@ class SearchSpace:
     tensor_parallel_degrees: tuple[int, ...] | None = None
     sequence_parallel: bool | None = None
     checkpointing: bool = True
+    offload: tuple[str, ...] = OFFLOADED
+    offload_ratios: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1")
     solver_seconds: float = 60.0
 
@@ -73,6 +81,10 @@ class SearchSpace:
                 raise ValueError(f"{name}={values}: give at least one number, each at least 1, or None for all")
         if not self.zero_stages or not set(self.zero_stages) <= {0, 1, 2, 3}:
             raise ValueError(f"zero_stages={self.zero_stages}: ZeRO has stages 0 to 3; give for example (0, 1, 2, 3)")
+        if not set(self.offload) <= set(OFFLOADED):
+            raise ValueError(f"offload={self.offload}: of {', '.join(OFFLOADED)}; give () to offload nothing")
+        if not all(0.0 <= ratio <= 1.0 for ratio in self.offload_ratios):
+            raise ValueError(f"offload_ratios={self.offload_ratios}: each lies in [0, 1], for example (0.0, 0.5, 1.0)")
         if not self.schedules or not set(self.schedules) <= set(SCHEDULES):
             raise ValueError(f"schedules={self.schedules}: give at least one; known are {', '.join(SCHEDULES)}")
         if not self.solver_seconds > 0:

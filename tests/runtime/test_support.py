@@ -4,7 +4,8 @@ import pytest
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Exclusion, OffloadRatios, Plan, SequenceSplit, StageMesh, StagePlan, ZeroStage
-from lightning_mist.runtime.support import check_supported
+from lightning_mist.runtime.support import EXECUTED, check_supported, unsupported
+from lightning_mist.tuner import SearchSpace
 from tests.plan.test_mesh import make_map
 
 STAGE = StagePlan(layers=(0, 2), mesh=StageMesh(devices=(0, 1), data_parallel_degree=2), microbatch_size=1)
@@ -57,3 +58,15 @@ def test_chunks_need_two_groups_of_devices():
     plan = Plan(global_batch_size=2, num_microbatches=2, stages=stages, schedule="interleaved-1f1b")
     with pytest.raises(PlanError, match=r"'interleaved-1f1b' with 2 stages on one group of devices: .* at least 2"):
         check_supported(plan, make_map(2))
+
+
+def test_what_is_not_executed_yet_is_named():
+    assert unsupported(_plan(STAGE)) == ()
+    ring = replace(STAGE, mesh=StageMesh(devices=(0, 1), context_parallel_degree=2))
+    assert unsupported(_plan(ring)) == ("stages[0].context_parallel_degree = 2",)
+    moved = replace(STAGE, offload=OffloadRatios(optimizer=0.5, activations=1.0))
+    assert unsupported(_plan(moved)) == ("stages[0].offload.optimizer = 0.5", "stages[0].offload.activations = 1.0")
+
+
+def test_a_search_space_can_be_kept_to_what_is_executed():
+    assert replace(SearchSpace(), **EXECUTED).offload == ()

@@ -1,6 +1,5 @@
 import itertools
 from dataclasses import replace
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from lightning_mist.errors import PlanError
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, row_slice, to_json
 from lightning_mist.plan.layout import rank_layout
-from lightning_mist.tuner import SearchSpace, tune
+from lightning_mist.tuner import SearchSpace, planner, tune
 from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.space import apply
 from tests.specs import cluster, profile, spec, with_splits
@@ -125,8 +124,7 @@ def test_of_the_best_by_the_closed_form_the_fastest_on_the_clock_is_chosen(monke
             return predicted
         return replace(predicted, step_seconds=10 * predicted.step_seconds)
 
-    # The package's attribute of this name is the function.
-    monkeypatch.setattr(import_module("lightning_mist.tuner.tune"), "predict_with", slower)
+    monkeypatch.setattr(planner, "predict_with", slower)
     other = search(network)
     assert (other.plan.num_stages, other.plan.num_microbatches) != slow
     assert (other.bound, other.status) == (found.bound, "optimal")

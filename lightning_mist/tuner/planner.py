@@ -1,0 +1,260 @@
+"""A planner of one network on one machine, which may be asked again.
+
+The pipelines of a search (:mod:`lightning_mist.tuner.search`) are solved by the closed form of the step. The best
+answers that were found on the way, one for every pipeline, are then run on the clock, and the fastest there is the
+winner. Other schedules are tried on the pipelines that were found (:mod:`lightning_mist.tuner.variants`).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import numpy as np
+
+from lightning_mist.cost import StageCostModel, predict_with
+from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
+from lightning_mist.plan.layout import rank_layout
+from lightning_mist.tuner import space as search_space
+from lightning_mist.tuner.bound import PRECISION
+from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, usable_bytes
+from lightning_mist.tuner.infeasible import explain_infeasible
+from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.problem import InterStageProblem
+from lightning_mist.tuner.result import Alternative, Status, TuneResult, TuneStats
+from lightning_mist.tuner.search import Outcome, search_pipelines
+from lightning_mist.tuner.space import SearchSpace, Space
+from lightning_mist.tuner.variants import best_variant, refuse_without_variant
+from lightning_mist.units import format_bytes
+
+CLOCKED = 8
+"""Pipelines that are run on the clock, the best by the closed form."""
+
+LEAST_GAIN = 0.01
+"""Share of the step that another schedule than that of the exact search must gain by the cost model to be chosen: less
+than this lies between runs of one and the same plan (the steps of DDP in the record
+``throughput-against-ddp_amd-epyc-2-cores_202611.json``, but for one outlier)."""
+
+
+class Planner:
+    """Finds plans for one network on one machine; keeps what it has computed from one question to the next.
+
+    Args:
+        spec: The network.
+        cluster: The devices.
+        profile: How fast they are; by default from the catalog.
+    """
+
+    def __init__(self, spec: ModelSpec, cluster: Cluster, *, profile: HardwareProfile | None = None) -> None:
+        self.spec, self.cluster = spec, cluster
+        self.profile = profile or catalog_profile(cluster)
+        self.model = StageCostModel(spec, self.profile, cluster)
+
+    def space(self, global_batch_size: int, search: SearchSpace | None = None) -> Space:
+        """The search space at a batch size.
+
+        Raises:
+            PlanError: If the batch does not come in equal parts from the devices.
+        """
+        near = self.cluster.devices_per_node
+        return search_space.apply(
+            search or SearchSpace(), self.spec, self.cluster.world_size, global_batch_size, devices_per_node=near
+        )
+
+    def stages(self, space: Space, memory_limit: int | None = None, host_memory_limit: int | None = None) -> IntraStage:
+        """What stages may be and cost; the same for a search and for what it is compared with."""
+        return IntraStage(
+            self.model,
+            space,
+            usable_bytes(self.cluster, memory_limit),
+            host_limit=host_bytes_of_each(self.cluster, host_memory_limit),
+        )
+
+    def tune(
+        self,
+        *,
+        global_batch_size: int,
+        memory_limit: int | None = None,
+        host_memory_limit: int | None = None,
+        search: SearchSpace | None = None,
+    ) -> TuneResult:
+        """The fastest plan that fits.
+
+        Args:
+            global_batch_size: Rows that one Lightning batch brings over all devices.
+            memory_limit: Bytes of each device that may be used in all; see :func:`usable_bytes`.
+            host_memory_limit: Bytes of host memory of each node that offloading may take; by default as many as it
+                wants. Every device of a node may take an equal part.
+            search: Limits of the search; by default none.
+
+        Raises:
+            InfeasibleError: If no plan fits, with the least that any needs and what binds.
+            PlanError: If the batch does not come in equal parts from the devices.
+            ProfileError: If the profile lacks what the cost model needs.
+        """
+        began, search = perf_counter(), search or SearchSpace()
+        space = self.space(global_batch_size, search)
+        intra = self.stages(space, memory_limit, host_memory_limit)
+        outcome = search_pipelines(intra, space, began + search.solver_seconds)
+        if outcome.winner is None:
+            explain_infeasible(intra, lambda problem, chosen: make_plan(space, problem, chosen))
+        return _result(intra, outcome, began, memory_limit)
+
+
+def _result(intra: IntraStage, outcome: Outcome, began: float, memory_limit: int | None) -> TuneResult:
+    """The plan that an outcome leads to, and why."""
+    assert outcome.winner is not None
+    model, space = intra.model, intra.space
+    clocked = _clocked(model, space, outcome)
+    plans = dict(clocked.plans)
+    chosen = _with_schedule(intra, plans, plans.pop(clocked.best))
+    plan, least = chosen.plan, outcome.best[outcome.winner].answer.objective
+    bound = min(outcome.bound, least)
+    gap = max(0.0, (least - bound) / least)
+    alternatives = [Alternative(name=_stages(count), plan=other) for count, other in plans.items()]
+    if plan is not chosen.base and space.schedule in space.search.schedules:
+        alternatives.append(Alternative(name=space.schedule, plan=chosen.base))
+    status: Status = "optimal" if gap <= 10 * PRECISION else "time limit"
+    assert plan.predicted is not None
+    return TuneResult(
+        plan=plan,
+        status=status if plan is chosen.base else "explored",
+        bound=bound,
+        gap=gap,
+        closed_form_seconds=clocked.closed_form_seconds,
+        predicted=plan.predicted,
+        alternatives=tuple(sorted(alternatives, key=lambda item: item.predicted.step_seconds)),
+        stats=TuneStats(
+            seconds=perf_counter() - began,
+            candidates=intra.evaluated,
+            pipelines=outcome.pipelines,
+            solved=outcome.solved,
+        ),
+        notes=(*space.notes, *clocked.notes, *chosen.notes, *_numbers(model, plan, intra.memory_limit, memory_limit)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chosen:
+    """The plan, the one of the exact search that it competed with, and what to say of other schedules."""
+
+    plan: Plan
+    base: Plan
+    notes: tuple[str, ...] = ()
+
+
+def _with_schedule(intra: IntraStage, others: Mapping[int, Plan], base: Plan) -> _Chosen:
+    """The best plan of the exact search, or one under another schedule that gains by it."""
+    space = intra.space
+    tried = tuple(name for name in space.search.schedules if name not in ("1f1b", "gpipe"))
+    if not tried:
+        return _Chosen(plan=base, base=base)
+    is_asked = space.schedule in space.search.schedules
+    below = _seconds(base) * (1 - LEAST_GAIN) if is_asked else np.inf
+    found = best_variant(intra.model, space, intra.memory_limit, [base, *others.values()], below=below)
+    if not is_asked:
+        return _Chosen(plan=found if found is not None else refuse_without_variant(tried), base=base)
+    if found is not None and _seconds(found) <= below:
+        return _Chosen(plan=found, base=base)
+    note = f"no pipeline that was tried gains {LEAST_GAIN:.0%} under {' or '.join(tried)}"
+    return _Chosen(plan=base, base=base, notes=(note,) if base.num_stages > 1 else ())
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.step_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Clocked:
+    """The plan of each number of stages that is fastest on the clock, the fastest of all, and notes."""
+
+    plans: dict[int, Plan]
+    best: int
+    closed_form_seconds: float
+    notes: tuple[str, ...]
+
+
+def _clocked(model: StageCostModel, space: Space, outcome: Outcome) -> _Clocked:
+    """Run the best answers by the closed form on the clock."""
+    assert outcome.winner is not None
+    near = sorted(outcome.found.values(), key=lambda found: found.answer.objective)[:CLOCKED]
+    best: dict[int, tuple[Plan, float]] = {}
+    first: Plan | None = None
+    for found in (outcome.best[outcome.winner], *outcome.best.values(), *near):
+        plan = _predicted(model, make_plan(space, found.problem, found.answer.chosen))
+        first = first or plan
+        if plan.num_stages not in best or _seconds(plan) < _seconds(best[plan.num_stages][0]):
+            best[plan.num_stages] = plan, found.answer.objective
+    assert first is not None
+    winner, seconds = min(best.values(), key=lambda item: _seconds(item[0]))
+    gain = 1 - _seconds(winner) / _seconds(first)
+    note = (
+        f"{_stages(winner.num_stages)} with {winner.num_microbatches} microbatches take {gain:.1%} less on the clock "
+        "than the best plan by the closed form"
+    )
+    return _Clocked(
+        plans={count: plan for count, (plan, _) in best.items()},
+        best=winner.num_stages,
+        closed_form_seconds=seconds,
+        notes=(note,) if gain > 0 else (),
+    )
+
+
+def make_plan(space: Space, problem: InterStageProblem, chosen: tuple[int, ...]) -> Plan:
+    """The plan that one choice per stage describes."""
+    picked = [(slot, index) for slot, index in zip(problem.slots, chosen, strict=True)]
+    shapes = [slot.shape(index) for slot, index in picked]
+    layout = rank_layout([(shape.data, shape.tensor) for shape in shapes], space.devices_per_node)
+    stages, first = [], 0
+    for (slot, index), shape, devices in zip(picked, shapes, layout, strict=True):
+        end = first + int(slot.layers_K[index])
+        stages.append(
+            StagePlan(
+                layers=(first, end),
+                mesh=shape.mesh(devices),
+                microbatch_size=space.rows(problem.num_microbatches, shape.data),
+                zero_stage=ZeroStage(int(slot.zero_stage_K[index])),
+                checkpointing=Checkpointing(layers=int(slot.checkpointed_K[index])),
+                offload=slot.offload(index),
+            )
+        )
+        first = end
+    return Plan(
+        global_batch_size=space.batch_rows * space.world_size,
+        num_microbatches=problem.num_microbatches,
+        stages=tuple(stages),
+        schedule=space.schedule,
+    )
+
+
+def _predicted(model: StageCostModel, plan: Plan) -> Plan:
+    return replace(plan, predicted=predict_with(model, plan))
+
+
+def _stages(count: int) -> str:
+    return "1 stage (data parallel)" if count == 1 else f"{count} stages"
+
+
+def _numbers(model: StageCostModel, plan: Plan, limit: float, asked: int | None) -> Iterable[str]:
+    """Where the numbers behind a plan come from."""
+    sources = {model.region_seconds(stage.microbatch_size).source for stage in plan.stages}
+    if any(stage.mesh.tensor_parallel_degree > 1 for stage in plan.stages) and model.spec.seconds:
+        yield "seconds of split layers shrink as their FLOPs and bytes do; tensor parallelism is not measured"
+    words = {
+        "rates": f"seconds of layers follow from FLOPs and bytes and the profile's rates ({model.profile.source})",
+        "extrapolated": "seconds of layers are extrapolated from measured microbatch sizes",
+        "measured": "seconds of layers are measured",
+    }
+    yield from (words[name] for name in words if name in sources)
+    if asked is None:
+        yield (
+            f"memory_limit is {format_bytes(limit)} per device, {USABLE_MEMORY:.0%} of the memory of "
+            f"{model.cluster.device.name}"
+        )
+    elif limit < asked:
+        yield (
+            f"tensors may take {format_bytes(limit)} per device, {USABLE_MEMORY:.0%} of memory_limit: the rest is for "
+            "the context, communicators and what the allocator keeps free"
+        )

@@ -1,0 +1,20 @@
+import pytest
+
+from lightning_mist.tuner import Planner, SearchSpace, tune
+from tests.specs import cluster, profile, spec
+
+ALIKE = spec(6, tied=True, measured=True)
+
+
+def test_asked_again_a_planner_answers_as_a_new_one():
+    planner = Planner(ALIKE, cluster(4), profile=profile())
+    for limit, rows in ((10**7, 4), (10**6, 4), (10**6, 8), (8 * 10**5, 8)):
+        again = planner.tune(global_batch_size=4 * rows, memory_limit=limit, search=SearchSpace())
+        fresh = tune(ALIKE, cluster(4), profile=profile(), global_batch_size=4 * rows, memory_limit=limit)
+        assert again.plan == fresh.plan
+        assert (again.bound, again.status) == (fresh.bound, fresh.status)
+
+
+def test_host_memory_is_not_negative():
+    with pytest.raises(ValueError, match="host_memory_limit=-1: bytes of host memory of a node are not negative"):
+        tune(ALIKE, cluster(4), profile=profile(), global_batch_size=16, host_memory_limit=-1)
