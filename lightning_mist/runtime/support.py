@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import ModuleMap, Plan, StagePlan, check_split
 
-EXECUTED: Mapping[str, tuple[str, ...]] = MappingProxyType({"offload": ()})
+EXECUTED: Mapping[str, Any] = MappingProxyType({"offload": ()})
 """Fields of a search space, and what plans that are to be executed may use of them: nothing is offloaded yet."""
 
 _OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
