@@ -142,6 +142,7 @@ def _predicted(draw, num_stages):
         peak_bytes=st.integers(0, 2**50),
         breakdown=st.dictionaries(_names, finite, max_size=3).map(lambda d: tuple(d.items())),
         spent=st.dictionaries(_names, finite, max_size=3).map(lambda d: tuple(d.items())),
+        needs=st.dictionaries(_names, finite, max_size=3).map(lambda d: tuple(d.items())),
     )
     stages = draw(st.lists(stage, min_size=num_stages, max_size=num_stages))
     return Predicted(

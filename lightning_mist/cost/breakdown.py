@@ -1,7 +1,7 @@
 """A plan's predicted seconds and bytes, in total and by term."""
 
 from lightning_mist.cost.candidates import placed_slots_of
-from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost.chunks import plan_needs
 from lightning_mist.cost.clock import rules_of, step_times, terms_of
 from lightning_mist.cost.roofline import step_work_of
 from lightning_mist.cost.stage import StageCostModel
@@ -45,8 +45,11 @@ def predict_with(model: StageCostModel, plan: Plan) -> Predicted:
             peak_bytes=memory.peak_bytes,
             breakdown=(*((name, float(value)) for name, value in memory.terms), *term.items()),
             spent=spent.terms,
+            needs=needs,
         )
-        for item, term, spent, memory in zip(seconds, terms, times.spent, plan_memory(model.memory, plan), strict=True)
+        for item, term, spent, (memory, needs) in zip(
+            seconds, terms, times.spent, plan_needs(model.memory, plan), strict=True
+        )
     ]
     return Predicted(
         step_seconds=times.step_seconds,

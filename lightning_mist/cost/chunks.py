@@ -15,6 +15,7 @@ import numpy as np
 from lightning_mist.cost.candidates import StageCandidates, StageSlot, slots_of
 from lightning_mist.cost.held import SharedOut
 from lightning_mist.cost.memory import TERMS, MemoryModel, StageMemory
+from lightning_mist.cost.need_terms import NeedTerms, need_terms
 from lightning_mist.cost.needs import StageNeeds
 from lightning_mist.cost.offload import host_microbatch_bytes, host_state_bytes
 from lightning_mist.model.spec import ModelSpec
@@ -51,11 +52,31 @@ def stage_memory(spec: ModelSpec, plan: Plan) -> tuple[StageMemory, ...]:
 
 def plan_memory(model: Callable[[StageSlot], MemoryModel], plan: Plan) -> tuple[StageMemory, ...]:
     """As :func:`stage_memory`, with models that exist already, by slot."""
+    return tuple(memory for memory, _ in plan_needs(model, plan))
+
+
+def plan_needs(model: Callable[[StageSlot], MemoryModel], plan: Plan) -> tuple[tuple[StageMemory, NeedTerms], ...]:
+    """The peak memory of every stage of a plan, and what its devices' memory is made of.
+
+    Args:
+        model: Memory of stages of the plan's network, by slot.
+        plan: The plan.
+    """
     slots = slots_of(plan)
     if plan.schedule != "interleaved-1f1b":
-        return tuple(model(slot).breakdown(slot, candidates)[0] for slot, candidates in slots)
-    groups = [group_memory(model(slots[group][0]), plan, group) for group in range(plan.num_groups)]
-    return tuple(groups[plan.group_of(stage)] for stage in range(plan.num_stages))
+        result = []
+        for slot, candidates in slots:
+            needs = model(slot).needs(slot, candidates)
+            result.append((model(slot).breakdown(slot, candidates, needs)[0], need_terms(needs)))
+        return tuple(result)
+    found = []
+    for group in range(plan.num_groups):
+        used = model(slots[group][0])
+        needs_of_chunks, always = _of_group(used, plan, group)
+        memory = _group_memory(used, plan, group, needs_of_chunks, always)
+        found.append((memory, {stage: need_terms(item, always) for stage, item in needs_of_chunks.items()}))
+    groups = [found[plan.group_of(stage)] for stage in range(plan.num_stages)]
+    return tuple((memory, terms[stage]) for stage, (memory, terms) in enumerate(groups))
 
 
 def group_memory(model: MemoryModel, plan: Plan, group: int) -> StageMemory:
@@ -66,19 +87,29 @@ def group_memory(model: MemoryModel, plan: Plan, group: int) -> StageMemory:
         plan: An interleaved plan.
         group: The group of devices.
     """
+    return _group_memory(model, plan, group, *_of_group(model, plan, group))
+
+
+def _of_group(model: MemoryModel, plan: Plan, group: int) -> tuple[dict[int, StageNeeds], dict[str, float]]:
+    """What each chunk of a group needs, and what is there all the time."""
     slots = slots_of(plan)
     needs = _needs(model, [slots[stage] for stage in plan.chunks(group)], plan.chunks(group))
-    always = _always(model, plan, group, needs)
+    return needs, _always(model, plan, group, needs)
+
+
+def _group_memory(
+    model: MemoryModel, plan: Plan, group: int, needs: Mapping[int, StageNeeds], always: Mapping[str, float]
+) -> StageMemory:
     count = min(plan.num_microbatches, ROUNDS * plan.num_groups)
     best: StageMemory | None = None
     for situation in _situations(plan.num_stages, plan.num_groups, count)[group]:
-        terms = {name: always.get(name, 0.0) + value for name, value in _around(needs, situation).items()}
+        terms = {name: always.get(name, 0.0) + value for name, value in situation_terms(needs, situation).items()}
         found = StageMemory(
             phase="forward" if situation[1] else "backward",
             terms=tuple((name, round(terms.get(name, always.get(name, 0.0)))) for name in TERMS),
         )
         best = found if best is None or found.peak_bytes > best.peak_bytes else best
-    for name, update in _updates(needs):
+    for name, update in update_terms(needs):
         terms = {term: always.get(term, 0.0) + update.get(term, 0.0) for term in TERMS}
         found = StageMemory(phase=name, terms=tuple((term, round(terms[term])) for term in TERMS))
         best = found if best is None or found.peak_bytes > best.peak_bytes else best
@@ -158,8 +189,13 @@ def _always(model: MemoryModel, plan: Plan, group: int, needs: Mapping[int, Stag
     }
 
 
-def _around(needs: Mapping[int, StageNeeds], situation: Situation) -> dict[str, float]:
-    """What changes over a batch, by term."""
+def situation_terms(needs: Mapping[int, StageNeeds], situation: Situation) -> dict[str, float]:
+    """What changes over a batch, by term.
+
+    Args:
+        needs: Those of the chunks of a group of devices, by stage.
+        situation: What there is of each of them.
+    """
     stage, is_forward, made, counts = situation
     of = {
         "others": "saved_K",
@@ -188,8 +224,12 @@ def _around(needs: Mapping[int, StageNeeds], situation: Situation) -> dict[str, 
     }
 
 
-def _updates(needs: Mapping[int, StageNeeds]) -> list[tuple[str, dict[str, float]]]:
-    """What comes after the last backward: all chunks' gradients, and the most that one chunk needs beside them."""
+def update_terms(needs: Mapping[int, StageNeeds]) -> list[tuple[str, dict[str, float]]]:
+    """What comes after the last backward: all chunks' gradients, and the most that one chunk needs beside them.
+
+    Args:
+        needs: Those of the chunks of a group of devices, by stage.
+    """
     names = dict.fromkeys(name for item in needs.values() for name, _ in item.update)
     result = []
     for name in names:
@@ -215,11 +255,22 @@ def _situations(num_stages: int, num_groups: int, num_microbatches: int) -> tupl
     """The situations around the computations of every group of devices."""
     lists = add_transfers(generate(num_stages, num_microbatches, "interleaved-1f1b", num_groups=num_groups))
     arrivals = arrived_sends(lists)
-    return tuple(tuple(dict.fromkeys(_of_list(actions, arrivals[group]))) for group, actions in enumerate(lists))
+    return tuple(
+        tuple(dict.fromkeys(situation for _, situation in situations_in_order(actions, arrivals[group])))
+        for group, actions in enumerate(lists)
+    )
 
 
-def _of_list(actions: Sequence[Action], arrivals: Mapping[Action, Sequence[Action]]) -> list[Situation]:
-    found: list[Situation] = []
+def situations_in_order(
+    actions: Sequence[Action], arrivals: Mapping[Action, Sequence[Action]]
+) -> list[tuple[Action, Situation]]:
+    """The situation around each computation of a list, in its order.
+
+    Args:
+        actions: The list, with transfers.
+        arrivals: Which sends each computation finds arrived; see :func:`~lightning_mist.schedule.arrived_sends`.
+    """
+    found: list[tuple[Action, Situation]] = []
     there: Counter[tuple[str, int]] = Counter()
     made: set[int] = set()
     receives = {ActionKind.RECV_ACTIVATION: "received", ActionKind.RECV_GRADIENT: "gradients"}
@@ -242,7 +293,7 @@ def _of_list(actions: Sequence[Action], arrivals: Mapping[Action, Sequence[Actio
                 there["others", stage] -= 1
                 there["gradients", stage] -= there["gradients", stage] > 0
             counts = tuple((kind, at, n) for (kind, at), n in sorted(there.items()) if n)
-            found.append((stage, is_forward, frozenset(made), counts))
+            found.append((action, (stage, is_forward, frozenset(made), counts)))
             if is_forward:
                 there["others", stage] += 1
             else:

@@ -265,9 +265,11 @@ class MemoryModel:
         """Peak bytes of each candidate."""
         return self.needs(slot, candidates).peaks(_phases(slot))
 
-    def breakdown(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageMemory, ...]:
-        """The peak of each candidate, by term."""
-        needs = self.needs(slot, candidates)
+    def breakdown(
+        self, slot: StageSlot, candidates: StageCandidates, needs: StageNeeds | None = None
+    ) -> tuple[StageMemory, ...]:
+        """The peak of each candidate, by term; ``needs`` are theirs, if they are known already."""
+        needs = self.needs(slot, candidates) if needs is None else needs
         situations, host_K = needs.situations(_phases(slot)), host_bytes(self, slot, candidates, needs, _phases(slot))
         terms_XTK = np.zeros((len(situations), len(TERMS), len(candidates)))
         for situation, (_, values) in enumerate(situations):

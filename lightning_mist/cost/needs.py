@@ -72,12 +72,12 @@ class StageNeeds:
 
     def situations(self, phases: Iterable[Phase]) -> list[tuple[str, Mapping[str, Bytes]]]:
         """Every situation with its bytes by term, ``always`` included."""
-        found: list[tuple[str, Mapping[str, Bytes]]] = [(phase.kind, self._around(phase)) for phase in phases]
+        found: list[tuple[str, Mapping[str, Bytes]]] = [(phase.kind, self.around(phase)) for phase in phases]
         return [(name, {**self.always, **terms}) for name, terms in (*found, *self.update)]
 
     def peaks(self, phases: Sequence[Phase]) -> FloatArray:
         """Peak bytes over all situations."""
-        # One matrix product instead of as many sums as there are situations: what :meth:`_around` says, by factors.
+        # One matrix product instead of as many sums as there are situations: what :meth:`around` says, by factors.
         peak_K = np.zeros(len(self.gradients_K))
         parts_FK = np.stack(
             [
@@ -108,7 +108,7 @@ class StageNeeds:
         found: FloatArray = getattr(self, f"{kind.replace(' ', '_')}_K")
         return found
 
-    def _around(self, phase: Phase) -> dict[str, Bytes]:
+    def around(self, phase: Phase) -> dict[str, Bytes]:
         """What changes over a batch, by term."""
         gradients, pending, others, waiting, received, ahead, sent, handed, together = _factors(phase)
         gradients_K: Bytes = self.gradients_K * gradients + self.pending_K * pending + self.together_K * together

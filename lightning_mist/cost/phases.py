@@ -79,15 +79,22 @@ def _phases_of_stages(num_stages: int, num_microbatches: int, schedule: Schedule
     result = []
     lists = add_transfers(generate(num_stages, num_microbatches, schedule))
     for stage_index, (actions, arrivals) in enumerate(zip(lists, arrived_sends(lists), strict=True)):
-        found = list(dict.fromkeys(_situations(actions, stage_index > 0, arrivals)))
+        walked = phases_in_order(actions, sends_gradients=stage_index > 0, arrivals=arrivals)
+        found = list(dict.fromkeys(phase for _, phase in walked))
         result.append(tuple(phase for phase in found if not any(o.dominates(phase) and o != phase for o in found)))
     return tuple(result)
 
 
-def _situations(
-    actions: Sequence[Action], sends_gradients: bool, arrivals: Mapping[Action, Sequence[Action]]
-) -> Iterator[Phase]:
-    """The situation at each computation of a list."""
+def phases_in_order(
+    actions: Sequence[Action], *, sends_gradients: bool, arrivals: Mapping[Action, Sequence[Action]]
+) -> Iterator[tuple[Action, Phase]]:
+    """The situation at each computation of a list, in its order; before it the one while it waits, if that differs.
+
+    Args:
+        actions: The list, with transfers.
+        sends_gradients: Whether there is a stage before.
+        arrivals: Which sends each computation finds arrived; see :func:`~lightning_mist.schedule.arrived_sends`.
+    """
     open_microbatches, waiting, received, received_gradients, backwards = 0, 0, 0, 0, 0
     sent: set[int | None] = set()
     handed: set[int | None] = set()
@@ -102,27 +109,33 @@ def _situations(
             forward, weights = action.kind is ActionKind.FORWARD, action.kind is ActionKind.BACKWARD_WEIGHT
             arrived = arrivals.get(action, ())
             if arrived:
-                yield Phase(
-                    kind="transfer",
+                yield (
+                    action,
+                    Phase(
+                        kind="transfer",
+                        gradients=backwards > 0,
+                        others=open_microbatches,
+                        waiting=waiting,
+                        received=received,
+                        received_gradients=received_gradients,
+                        sent_gradients=len(sent),
+                        sent_activations=len(handed),
+                    ),
+                )
+            sent -= {send.microbatch for send in arrived if send.kind is ActionKind.SEND_GRADIENT}
+            handed -= {send.microbatch for send in arrived if send.kind is ActionKind.SEND_ACTIVATION}
+            yield (
+                action,
+                Phase(
+                    kind=_kind(action.kind, backwards > 0),
                     gradients=backwards > 0,
-                    others=open_microbatches,
-                    waiting=waiting,
+                    others=open_microbatches - (action.kind in INPUT_BACKWARDS),
+                    waiting=waiting - weights,
                     received=received,
                     received_gradients=received_gradients,
                     sent_gradients=len(sent),
                     sent_activations=len(handed),
-                )
-            sent -= {send.microbatch for send in arrived if send.kind is ActionKind.SEND_GRADIENT}
-            handed -= {send.microbatch for send in arrived if send.kind is ActionKind.SEND_ACTIVATION}
-            yield Phase(
-                kind=_kind(action.kind, backwards > 0),
-                gradients=backwards > 0,
-                others=open_microbatches - (action.kind in INPUT_BACKWARDS),
-                waiting=waiting - weights,
-                received=received,
-                received_gradients=received_gradients,
-                sent_gradients=len(sent),
-                sent_activations=len(handed),
+                ),
             )
             # The whole backward, or its second half, leaves gradients behind.
             backwards += action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)

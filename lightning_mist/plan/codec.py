@@ -113,6 +113,7 @@ def _predicted_document(predicted: Predicted | None) -> dict[str, object]:
             "peak_bytes": stage.peak_bytes,
             "breakdown": dict(stage.breakdown),
             **({"spent": dict(stage.spent)} if stage.spent else {}),
+            **({"needs": dict(stage.needs)} if stage.needs else {}),
         }
         for stage in predicted.stages
     ]
@@ -303,7 +304,7 @@ _STAGE_KEYS = (
 
 def _predicted_stage(value: object, path: str) -> PredictedStage:
     reader = _Reader.of(value, path)
-    reader.only(*_SECONDS_KEYS, "peak_bytes", "breakdown", "spent")
+    reader.only(*_SECONDS_KEYS, "peak_bytes", "breakdown", "spent", "needs")
     return PredictedStage(
         steady_seconds=reader.get("steady_seconds", _number),
         boundary_seconds=reader.get("boundary_seconds", _number),
@@ -312,6 +313,7 @@ def _predicted_stage(value: object, path: str) -> PredictedStage:
         peak_bytes=reader.get("peak_bytes", _integer),
         breakdown=reader.get("breakdown", _mapping(_number), ()),
         spent=reader.get("spent", _mapping(_number), ()),
+        needs=reader.get("needs", _mapping(_number), ()),
     )
 
 

@@ -88,6 +88,9 @@ class PredictedStage:
         spent: Where the seconds of one step of the stage's devices go, as ``(name, seconds)``; they add up to the step.
             Names are those of :class:`~lightning_mist.cost.spent.StageSpent`. Chunks that share devices all have those
             of these devices. Empty in plans that were predicted before this was known.
+        needs: What the memory of the stage's devices is made of, as ``(name, bytes)``: see
+            :mod:`~lightning_mist.cost.need_terms`. From it and the schedule follow the bytes over the step. Empty in
+            plans that were predicted before this was known.
     """
 
     steady_seconds: float
@@ -97,6 +100,7 @@ class PredictedStage:
     peak_bytes: int
     breakdown: tuple[tuple[str, float], ...] = ()
     spent: tuple[tuple[str, float], ...] = ()
+    needs: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,212 @@
+"""Bytes of every stage over one step: what the memory model says of each action, at the time when it runs.
+
+The memory model takes the maximum over situations (:mod:`lightning_mist.cost.phases`). Here they are laid out in time
+instead, so the maximum over a curve is the peak that was predicted. While a device waits it holds the parameters,
+gradients, saved activations and buffers of transfers of the situation that follows, and no working set.
+
+Array axes
+    E  pieces of a curve, in order
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_mist.cost.chunks import Situation, situation_terms, situations_in_order, update_terms
+from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.memory import TERMS
+from lightning_mist.cost.need_terms import needs_of
+from lightning_mist.cost.needs import StageNeeds
+from lightning_mist.cost.phases import Phase, phases_in_order
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import Plan
+from lightning_mist.schedule import Action, ActionKind, Schedule, Simulation, Span, arrived_sends
+from lightning_mist.schedule.action import COMPUTATIONS
+
+Terms = Mapping[str, float]
+"""Bytes by term."""
+
+_UPDATES = {
+    "gradient reduction": ActionKind.REDUCE_GRADIENTS,
+    "tied gradients": ActionKind.REDUCE_TIED,
+    "optimizer step": ActionKind.OPTIMIZER_STEP,
+    "parameter gathering": ActionKind.GATHER_PARAMETERS,
+}
+"""What is done in each situation after the last backward, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryCurve:
+    """Bytes of the most loaded device of a group over one step; each piece lasts until the next begins.
+
+    Attributes:
+        group: The group of devices, whose first stage has the same index.
+        times_E: When each piece begins, in seconds since the step's start.
+        end: When the step ends.
+        names: What each piece is: an action as text, ``"waiting"``, or a situation after the last backward.
+        terms: Bytes by term, as ``(name, array)`` in the order of :data:`~lightning_mist.cost.memory.TERMS`.
+    """
+
+    group: int
+    times_E: FloatArray
+    end: float
+    names: tuple[str, ...]
+    terms: tuple[tuple[str, FloatArray], ...]
+
+    @property
+    def total_E(self) -> FloatArray:
+        """Bytes of all terms."""
+        total_E: FloatArray = np.sum([values_E for _, values_E in self.terms], axis=0)
+        return total_E
+
+    @property
+    def peak_index(self) -> int:
+        """The piece with the most bytes, the first of several."""
+        return int(self.total_E.argmax())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes, each term rounded as predictions are."""
+        return sum(round(float(values_E[self.peak_index])) for _, values_E in self.terms)
+
+    @property
+    def kept_E(self) -> FloatArray:
+        """Bytes without working sets."""
+        return self.total_E - dict(self.terms)["working_bytes"]
+
+
+def memory_curves(plan: Plan, simulation: Simulation) -> tuple[MemoryCurve, ...]:
+    """Bytes over one step, for each group of devices.
+
+    Args:
+        plan: A plan with a prediction.
+        simulation: The plan's schedule on a clock; see :func:`~lightning_mist.schedule.simulate_plan`.
+
+    Raises:
+        PlanError: If the prediction does not say what the memory of stages is made of.
+    """
+    if plan.predicted is None or not all(stage.needs for stage in plan.predicted.stages):
+        raise PlanError(
+            "the plan does not say what the memory of its stages is made of (predicted.stages[..].needs): a curve "
+            "over the step needs that; plan again with this version of `lightning-mist plan`"
+        )
+    needs = [needs_of(stage.needs) for stage in plan.predicted.stages]
+    lists: Schedule = tuple(tuple(span.action for span in line) for line in simulation.spans)
+    return tuple(
+        _curve(plan, group, {stage: needs[stage] for stage in plan.chunks(group)}, line, arrivals, simulation.makespan)
+        for group, (line, arrivals) in enumerate(zip(simulation.spans, arrived_sends(lists), strict=True))
+    )
+
+
+def _curve(
+    plan: Plan,
+    group: int,
+    needs: Mapping[int, StageNeeds],
+    spans: Sequence[Span],
+    arrivals: Mapping[Action, Sequence[Action]],
+    end: float,
+) -> MemoryCurve:
+    actions = [span.action for span in spans]
+    at = {span.action: span for span in spans}
+    if plan.schedule == "interleaved-1f1b":
+        around = _around_chunks(needs, actions, arrivals)
+        updates = [(name, dict(terms)) for name, terms in update_terms(needs)]
+    else:
+        around = _around_stage(needs[group], actions, group > 0, arrivals)
+        updates = [(name, _numbers(terms)) for name, terms in needs[group].update]
+    pieces: list[tuple[float, str, Terms]] = []
+    last = 0.0
+    for action, waiting, computing in around:
+        span = at[action]
+        pieces.append((last, "waiting", waiting))
+        pieces.append((span.start, str(action), computing))
+        last = span.end
+    kept = _kept_after(pieces[-1][2], updates)
+    spent = {span.action.kind: span for span in spans if span.action.kind not in COMPUTATIONS}
+    for name, terms in sorted(updates, key=lambda item: list(_UPDATES).index(item[0])):
+        # What this plan does not do takes no time, but the memory model counts it all the same.
+        span = spent.get(_UPDATES[name])
+        start, stop = (last, last) if span is None else (max(last, span.start), span.end)
+        pieces += [(last, "waiting", kept), (start, name, terms)]
+        last = stop
+    pieces.append((last, "waiting", kept))
+    return _assembled(group, pieces, needs[group].always, end)
+
+
+def _kept_after(computing: Terms, updates: Sequence[tuple[str, Terms]]) -> Terms:
+    """What changes over a batch and is there between the last backward and the next batch: gradients, as the optimizer
+    finds them."""
+    found = dict(updates).get("optimizer step", computing)
+    return {"gradient_bytes": found.get("gradient_bytes", 0.0)}
+
+
+def _around_stage(
+    needs: StageNeeds, actions: Sequence[Action], sends_gradients: bool, arrivals: Mapping[Action, Sequence[Action]]
+) -> list[tuple[Action, Terms, Terms]]:
+    """For each computation of a stage, what is there before and during it."""
+    known: dict[Phase, Terms] = {}
+
+    def terms(phase: Phase) -> Terms:
+        if phase not in known:
+            known[phase] = _numbers(needs.around(phase))
+        return known[phase]
+
+    result: list[tuple[Action, Terms, Terms]] = []
+    waits: Phase | None = None
+    for action, phase in phases_in_order(actions, sends_gradients=sends_gradients, arrivals=arrivals):
+        if phase.kind == "transfer":
+            waits = phase
+            continue
+        result.append((action, terms(waits or _before(phase)), terms(phase)))
+        waits = None
+    return result
+
+
+def _before(phase: Phase) -> Phase:
+    """The situation before a computation, where nothing else tells."""
+    is_weights = phase.kind == "weight backward"
+    is_backward = not is_weights and phase.kind != "forward"
+    return replace(phase, kind="transfer", others=phase.others + is_backward, waiting=phase.waiting + is_weights)
+
+
+def _around_chunks(
+    needs: Mapping[int, StageNeeds], actions: Sequence[Action], arrivals: Mapping[Action, Sequence[Action]]
+) -> list[tuple[Action, Terms, Terms]]:
+    """The same of devices that run several stages."""
+    known: dict[Situation, tuple[Terms, Terms]] = {}
+    result: list[tuple[Action, Terms, Terms]] = []
+    for action, situation in situations_in_order(actions, arrivals):
+        if situation not in known:
+            stage, is_forward, made, counts = situation
+            own = () if is_forward else (("others", stage, 1),)
+            before = situation_terms(needs, (stage, True, made, (*counts, *own)))
+            known[situation] = {**before, "working_bytes": 0.0}, situation_terms(needs, situation)
+        result.append((action, *known[situation]))
+    return result
+
+
+def _numbers(terms: Mapping[str, object]) -> dict[str, float]:
+    return {name: float(np.asarray(value).reshape(-1)[0]) for name, value in terms.items()}
+
+
+def _assembled(
+    group: int, pieces: Sequence[tuple[float, str, Terms]], always: Mapping[str, object], end: float
+) -> MemoryCurve:
+    """A curve of its pieces, without those that last no time and hold no more than the next."""
+    base = _numbers(always)
+    shown = [
+        piece
+        for piece, behind in zip(pieces, [*pieces[1:], (end, "", {})], strict=True)
+        if piece[1] != "waiting" or behind[0] > piece[0]
+    ]
+    terms = tuple(
+        (name, np.array([base.get(name, 0.0) + piece[2].get(name, 0.0) for piece in shown])) for name in TERMS
+    )
+    return MemoryCurve(
+        group=group,
+        times_E=np.array([piece[0] for piece in shown]),
+        end=end,
+        names=tuple(piece[1] for piece in shown),
+        terms=terms,
+    )
