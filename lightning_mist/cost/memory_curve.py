@@ -126,8 +126,8 @@ def _curve(
     spent = {span.action.kind: span for span in spans if span.action.kind not in COMPUTATIONS}
     for name, terms in sorted(updates, key=lambda item: list(_UPDATES).index(item[0])):
         # What this plan does not do takes no time, but the memory model counts it all the same.
-        span = spent.get(_UPDATES[name])
-        start, stop = (last, last) if span is None else (max(last, span.start), span.end)
+        done = spent.get(_UPDATES[name])
+        start, stop = (last, last) if done is None else (max(last, done.start), done.end)
         pieces += [(last, "waiting", kept), (start, name, terms)]
         last = stop
     pieces.append((last, "waiting", kept))
@@ -135,8 +135,7 @@ def _curve(
 
 
 def _kept_after(computing: Terms, updates: Sequence[tuple[str, Terms]]) -> Terms:
-    """What changes over a batch and is there between the last backward and the next batch: gradients, as the optimizer
-    finds them."""
+    """What changes over a batch and stays until its end: gradients, as the optimizer finds them."""
     found = dict(updates).get("optimizer step", computing)
     return {"gradient_bytes": found.get("gradient_bytes", 0.0)}
 

@@ -45,8 +45,11 @@ class Phase:
 
     def dominates(self, other: "Phase") -> bool:
         """Whether everything of the other situation exists in this one too."""
+        # An input backward that finds no gradients makes some, which may be more than there are later (ZeRO-2).
+        comparable = self.kind != "input backward" or self.gradients == other.gradients
         return (
             self.kind == other.kind
+            and comparable
             and self.gradients >= other.gradients
             and self.others >= other.others
             and self.waiting >= other.waiting

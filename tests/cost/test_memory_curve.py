@@ -10,7 +10,6 @@ from lightning_mist.plan import OffloadRatios, from_json, plan_of, to_json
 from lightning_mist.schedule import simulate_plan
 from tests.specs import cluster, profile, spec
 
-
 COPYING = dataclasses.replace(profile(), host_to_device_bytes_per_second=1e9, device_to_host_bytes_per_second=1e9)
 
 
@@ -38,13 +37,10 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize("checkpointed", [0, 1])
-@pytest.mark.parametrize("microbatches", [4, 12])
+@pytest.mark.parametrize(("microbatches", "checkpointed"), [(4, 1), (12, 0)])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 def test_the_highest_point_is_the_predicted_peak(pipeline, zero, microbatches, checkpointed):
-    if pipeline.get("schedule") == "zb-h1" and zero == 3:
-        zero = 2
     plan = predicted(**pipeline, zero_stage=zero, num_microbatches=microbatches, checkpointed_layers=checkpointed)
     for curve in curves(plan):
         stage = plan.predicted.stages[curve.group]

@@ -3,8 +3,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.candidates import slots_of
+from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.need_terms import need_terms, needs_of
 from lightning_mist.cost.needs import StageNeeds
 from lightning_mist.errors import PlanError
