@@ -1,0 +1,52 @@
+"""The whole planner against trying everything; ``benchmarks/planner/against_brute_force.py`` does more of the same."""
+
+import numpy as np
+import pytest
+
+from lightning_mist.tuner.bound import PRECISION
+from lightning_mist.units import format_bytes
+from tests.tuner.whole_space import by_trying_everything, random_instance, verdict_of
+
+SEEDS = 40
+FEW = 1000
+"""Plans of which every one can be looked at in a test."""
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 8))
+def test_no_plan_of_the_whole_space_is_faster(first):
+    for seed in range(first, first + 8):
+        instance = random_instance(seed)
+        verdict = verdict_of(instance)
+        assert verdict.difference <= PRECISION, seed
+        assert verdict.bound <= verdict.seconds * (1 + PRECISION), seed
+        assert verdict.status == ("optimal" if np.isfinite(verdict.wanted.seconds) else "infeasible"), seed
+        if verdict.status == "infeasible":
+            explains(instance, verdict)
+
+
+def explains(instance, verdict):
+    """What cannot be met is named, with the least that it takes."""
+    if not verdict.wanted.plans:
+        assert "no plan of the search space" in verdict.message
+        return
+    assert f"The least that any plan needs is {format_bytes(verdict.wanted.peak)}, on stage" in verdict.message
+    assert f"memory_limit is {format_bytes(instance.memory_limit)} per device" in verdict.message
+
+
+def test_instances_are_met_and_not_met():
+    feasible = [np.isfinite(by_trying_everything(random_instance(seed)).seconds) for seed in range(16)]
+    assert 0 < sum(feasible) < len(feasible)
+
+
+def test_leaving_out_dominated_stages_changes_nothing():
+    compared = 0
+    for seed in range(SEEDS):
+        instance = random_instance(seed)
+        few = by_trying_everything(instance)
+        if not 1 < few.plans <= FEW:
+            continue
+        every = by_trying_everything(instance, reduced=False)
+        assert every.seconds == pytest.approx(few.seconds, rel=1e-12), seed
+        assert (every.plans, every.peak) == (few.plans, few.peak)
+        compared += 1
+    assert compared > SEEDS // 8
