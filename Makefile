@@ -28,6 +28,9 @@ $(INSTALLED): constraints.txt setup.cfg pyproject.toml
 demo: $(INSTALLED)
 	$(BIN)/python examples/byte_gpt/train.py --strategy mist --accelerator cpu --devices 2
 
+# Two processes that each take whole files: what a file prepares once for all of its tests stays prepared once.
+PYTEST_ARGS ?= -n 2 --dist loadfile
+
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
