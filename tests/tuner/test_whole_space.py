@@ -5,7 +5,7 @@ import pytest
 
 from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.units import format_bytes
-from tests.tuner.whole_space import by_trying_everything, random_instance, verdict_of
+from tests.tuner.whole_space import asked_before, by_trying_everything, random_instance, verdict_of
 
 SEEDS = 40
 FEW = 1000
@@ -22,6 +22,12 @@ def test_no_plan_of_the_whole_space_is_faster(first):
         assert verdict.status == ("optimal" if np.isfinite(verdict.wanted.seconds) else "infeasible"), seed
         if verdict.status == "infeasible":
             explains(instance, verdict)
+
+
+def test_a_planner_that_was_asked_before_answers_the_same():
+    for seed in range(SEEDS, SEEDS + 8):
+        instance = random_instance(seed)
+        assert verdict_of(instance, asked_before(instance)).difference <= PRECISION, seed
 
 
 def explains(instance, verdict):

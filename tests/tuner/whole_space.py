@@ -13,6 +13,7 @@ second rises by one.
 
 import itertools
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import gcd
 
@@ -23,7 +24,7 @@ from lightning_mist.cost.phases import stage_phases
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.tuner import SearchSpace, tune
+from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.budget import USABLE_MEMORY
 from tests.specs import cluster, profile, spec, with_splits
 
@@ -58,11 +59,17 @@ class Instance:
         """Bytes that tensors may take on each device."""
         return self.memory_limit * (USABLE_MEMORY if self.machine.device.kind == "cuda" else 1.0)
 
-    def tune(self):
-        return tune(
-            self.network,
-            self.machine,
-            profile=self.rates,
+    def planner(self):
+        """A planner that knows nothing yet."""
+        return Planner(self.network, self.machine, profile=self.rates)
+
+    def tune(self, planner=None):
+        """The planner's answer.
+
+        Args:
+            planner: One that may have been asked before; by default a new one.
+        """
+        return (planner or self.planner()).tune(
             global_batch_size=self.rows * self.machine.world_size,
             memory_limit=self.memory_limit,
             search=self.search,
@@ -365,11 +372,25 @@ class Verdict:
         return abs(self.seconds / self.wanted.seconds - 1) if np.isfinite(self.wanted.seconds) else np.inf
 
 
-def verdict_of(instance):
-    """Ask the planner, and try everything."""
+def asked_before(instance):
+    """A planner that has been asked with other memory and another batch."""
+    planner = instance.planner()
+    for other in (replace(instance, memory_limit=2 * instance.memory_limit), replace(instance, rows=2 * instance.rows)):
+        with suppress(InfeasibleError):
+            other.tune(planner)
+    return planner
+
+
+def verdict_of(instance, planner=None):
+    """Ask the planner, and try everything.
+
+    Args:
+        instance: The question.
+        planner: The planner to ask; by default a new one.
+    """
     wanted = by_trying_everything(instance)
     try:
-        found = instance.tune()
+        found = instance.tune(planner)
     except InfeasibleError as error:
         return Verdict(wanted=wanted, seconds=np.inf, bound=np.inf, status="infeasible", message=str(error))
     return Verdict(wanted=wanted, seconds=found.bound / (1 - found.gap), bound=found.bound, status=found.status)
