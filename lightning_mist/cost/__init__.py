@@ -12,6 +12,7 @@ from lightning_mist.cost.estimate_stages import Estimator
 from lightning_mist.cost.estimate_table import render_estimate
 from lightning_mist.cost.interval import Interval
 from lightning_mist.cost.memory import MemoryModel, StageMemory
+from lightning_mist.cost.mixed import CostModel, MixedCostModel, Profiles, cost_model
 from lightning_mist.cost.pipeline import step_seconds, step_seconds_of
 from lightning_mist.cost.replay import Alive, Replay, replay_group, replay_plan, replay_rank
 from lightning_mist.cost.roofline import step_work
@@ -21,11 +22,14 @@ from lightning_mist.cost.stage import StageCostModel, StageCosts, StageSeconds
 __all__ = [
     "Alive",
     "Change",
+    "CostModel",
     "Estimator",
     "Interval",
     "MemoryEstimate",
     "MemoryModel",
+    "MixedCostModel",
     "PeakTensor",
+    "Profiles",
     "Replay",
     "StageCandidates",
     "StageCostModel",
@@ -36,6 +40,7 @@ __all__ = [
     "StageSlot",
     "StageSpent",
     "compile_expressions",
+    "cost_model",
     "estimate_from_json",
     "estimate_memory",
     "estimate_plan",

@@ -3,20 +3,20 @@
 from lightning_mist.cost.candidates import placed_slots_of
 from lightning_mist.cost.chunks import plan_needs
 from lightning_mist.cost.clock import rules_of, step_times, terms_of
-from lightning_mist.cost.roofline import step_work_of
-from lightning_mist.cost.stage import StageCostModel
+from lightning_mist.cost.mixed import CostModel, MixedCostModel, Profiles, cost_model
+from lightning_mist.cost.roofline import step_work_among
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, Predicted, PredictedStage
 
 
-def predict(spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, plan: Plan) -> Predicted:
+def predict(spec: ModelSpec, profile: Profiles, cluster: AnyCluster, plan: Plan) -> Predicted:
     """Seconds of one step of a plan, and the seconds and peak bytes of its stages, each by term.
 
     Args:
         spec: The network.
-        profile: How fast the machine is.
+        profile: How fast the machine is; one for each part if its devices are unlike.
         cluster: How many devices it has.
         plan: The plan.
 
@@ -24,15 +24,13 @@ def predict(spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, plan: P
         PlanError: If the plan does not fit the network or the cluster, or shares out a sequence that it cannot.
         ProfileError: If the profile lacks what the plan needs.
     """
-    return predict_with(StageCostModel(spec, profile, cluster), plan)
+    return predict_with(cost_model(spec, profile, cluster), plan)
 
 
-def predict_with(model: StageCostModel, plan: Plan) -> Predicted:
+def predict_with(model: CostModel, plan: Plan) -> Predicted:
     """As :func:`predict`, with a cost model that exists already."""
     _check(model, plan)
-    seconds = [
-        model.seconds(slot, candidates) for slot, candidates in placed_slots_of(plan, model.cluster.devices_per_node)
-    ]
+    seconds = [model.seconds(slot, candidates) for slot, candidates in placed_slots_of(plan, model.cluster)]
     terms = [terms_of(item) for item in seconds]
     rules = rules_of(model.cluster, model.spec.precision)
     times = step_times(plan, terms, rules)
@@ -54,13 +52,13 @@ def predict_with(model: StageCostModel, plan: Plan) -> Predicted:
     return Predicted(
         step_seconds=times.step_seconds,
         stages=tuple(stages),
-        work=step_work_of(model.whole, model.profile, model.cluster, plan.global_batch_size),
+        work=step_work_among(model.whole, _kinds(model), plan.global_batch_size),
         transfers=rules.transfers,
         update_after=rules.update_after,
     )
 
 
-def _check(model: StageCostModel, plan: Plan) -> None:
+def _check(model: CostModel, plan: Plan) -> None:
     if plan.num_layers != model.spec.num_layers:
         raise PlanError(
             f"the plan has {plan.num_layers} layers, {model.spec.name} has {model.spec.num_layers}: "
@@ -71,11 +69,17 @@ def _check(model: StageCostModel, plan: Plan) -> None:
             f"the plan has {plan.world_size} devices, the cluster {model.cluster.world_size}: "
             "a plan uses every device; plan again for this cluster"
         )
+    parts = model.cluster.parts
     for index, stage in enumerate(plan.stages):
-        mesh = stage.mesh
-        if mesh.tensor_parallel_degree > model.cluster.devices_per_node:
+        near = min(parts[model.cluster.part_of(device)].devices_per_node for device in stage.devices)
+        if stage.mesh.tensor_parallel_degree > near:
             raise PlanError(
-                f"stages[{index}] has tensor_parallel_degree {mesh.tensor_parallel_degree} with "
-                f"{model.cluster.devices_per_node} devices per node: tensor-parallel ranks are modelled within one "
-                f"node; use at most {model.cluster.devices_per_node}"
+                f"stages[{index}] has tensor_parallel_degree {stage.mesh.tensor_parallel_degree} with {near} devices "
+                f"per node: tensor-parallel ranks are modelled within one node; use at most {near}"
             )
+
+
+def _kinds(model: CostModel) -> tuple[tuple[HardwareProfile, int], ...]:
+    """The profile of every part, and how many devices it has."""
+    profiles = model.profiles if isinstance(model, MixedCostModel) else (model.profile,)
+    return tuple(zip(profiles, (part.world_size for part in model.cluster.parts), strict=True))

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.cost.placement import Placement, placements_of
+from lightning_mist.cost.placement import Placement, parts_of, placements_of
+from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.plan import OffloadRatios, Plan, ScheduleName
 
 
@@ -26,6 +27,8 @@ class StageSlot:
         tensor_parallel_degree: Devices that share every layer for each data-parallel rank.
         sequence_parallel: Whether these share activations along the sequence too.
         context_parallel_degree: Devices that share the sequence of every row for each data-parallel rank.
+        parts: The part of a cluster of unlike devices in which each stage of the pipeline lies; nothing if devices are
+            alike, or the only stage has all of them.
         placement: Where the devices lie, if that is known.
     """
 
@@ -40,7 +43,24 @@ class StageSlot:
     tensor_parallel_degree: int = 1
     sequence_parallel: bool = False
     context_parallel_degree: int = 1
+    parts: tuple[int, ...] = ()
     placement: Placement | None = None
+
+    @property
+    def part(self) -> int:
+        """The part of the cluster in which the stage lies."""
+        return self.parts[self.stage_index] if self.parts else 0
+
+    @property
+    def near_stages(self) -> int:
+        """Stages of the pipeline in the same part of the cluster."""
+        return self.parts.count(self.part) if self.parts else self.num_stages
+
+    def seam(self, first: int, second: int) -> tuple[int, int] | None:
+        """The parts in which two stages lie, if they differ."""
+        if not self.parts or self.parts[first] == self.parts[second]:
+            return None
+        return self.parts[first], self.parts[second]
 
     @property
     def whole_rows(self) -> float:
@@ -140,17 +160,30 @@ class StageCandidates:
         )
 
 
-def placed_slots_of(plan: Plan, devices_per_node: int) -> tuple[tuple[StageSlot, StageCandidates], ...]:
-    """As :func:`slots_of`, with the places of devices on nodes of equal size."""
-    placements = placements_of(plan, devices_per_node)
+def placed_slots_of(plan: Plan, cluster: AnyCluster | int) -> tuple[tuple[StageSlot, StageCandidates], ...]:
+    """As :func:`slots_of`, with the places of devices on the nodes of a cluster, or on nodes of one size.
+
+    Raises:
+        PlanError: If one of several stages lies in several parts of the cluster.
+    """
+    placements = placements_of(plan, cluster)
     return tuple(
         (replace(slot, placement=placement), candidates)
-        for (slot, candidates), placement in zip(slots_of(plan), placements, strict=True)
+        for (slot, candidates), placement in zip(slots_of(plan, cluster), placements, strict=True)
     )
 
 
-def slots_of(plan: Plan) -> tuple[tuple[StageSlot, StageCandidates], ...]:
-    """Each stage of a plan as a slot with one candidate."""
+def slots_of(plan: Plan, cluster: AnyCluster | int = 1) -> tuple[tuple[StageSlot, StageCandidates], ...]:
+    """Each stage of a plan as a slot with one candidate.
+
+    Args:
+        plan: The plan.
+        cluster: The machine, of which its parts count, if it has several.
+
+    Raises:
+        PlanError: If one of several stages lies in several parts of the cluster.
+    """
+    parts = parts_of(plan, cluster) if isinstance(cluster, MixedCluster) else ()
     return tuple(
         (
             StageSlot(
@@ -165,6 +198,7 @@ def slots_of(plan: Plan) -> tuple[tuple[StageSlot, StageCandidates], ...]:
                 tensor_parallel_degree=stage.mesh.tensor_parallel_degree,
                 sequence_parallel=stage.mesh.sequence_parallel,
                 context_parallel_degree=stage.mesh.context_parallel_degree,
+                parts=parts,
             ),
             StageCandidates(
                 start_K=np.array([stage.layers[0]]),

@@ -23,7 +23,7 @@ from functools import lru_cache
 
 from lightning_mist.cost.spent import StageSpent
 from lightning_mist.cost.stage import StageSeconds
-from lightning_mist.hardware import Cluster
+from lightning_mist.hardware import AnyCluster
 from lightning_mist.plan import Plan, ScheduleName
 from lightning_mist.schedule import StepRules
 from lightning_mist.schedule.clock import finish, run
@@ -45,14 +45,14 @@ class StepTimes:
     spent: tuple[StageSpent, ...]
 
 
-def rules_of(cluster: Cluster, precision: str) -> StepRules:
+def rules_of(cluster: AnyCluster, precision: str) -> StepRules:
     """How a machine runs a step.
 
     Args:
         cluster: The machine.
         precision: Lightning's name of the precision.
     """
-    if cluster.device.kind != "cuda":
+    if cluster.kind != "cuda":
         return StepRules(transfers="within", update_after="all")
     return StepRules(transfers="beside", update_after="all" if precision == "16-mixed" else "last")
 

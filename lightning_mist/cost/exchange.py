@@ -7,14 +7,19 @@ and boundaries of a pipeline longer than a node go to another one.
 A pair of devices in different nodes is measured, or catalogued, with all devices of the node communicating. If fewer do
 each gets more of the node's network, up to what a device can send inside its node.
 
+Between unlike parts of a cluster there are two ends with networks of their own, and the slower one sets the pace. What
+each of them does with nodes of other parts is in a profile of its own (``seams``).
+
 Array axes
     K  candidates
     C  cuts between layers
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.channels import interference_of
@@ -52,7 +57,16 @@ def shard_nodes(cluster: Cluster, slot: StageSlot) -> int:
 
 def _pipeline_nodes(cluster: Cluster, slot: StageSlot) -> int:
     """Nodes that neighbouring stages span, if nothing more is known."""
-    return 1 if slot.num_stages <= cluster.devices_per_node else 2
+    return 1 if slot.near_stages <= cluster.devices_per_node else 2
+
+
+def _over_seam(
+    ends: Sequence[HardwareProfile], operation: str, payload_K: npt.ArrayLike, calls_K: npt.ArrayLike = 1
+) -> FloatArray:
+    """Seconds of something between two devices in unlike parts: those of the slower end."""
+    seconds = [collective_seconds(profile, operation, 2, 2, payload_K, calls_K) for profile in ends]
+    result_K: FloatArray = np.maximum(*seconds)
+    return result_K
 
 
 def reductions(
@@ -62,6 +76,7 @@ def reductions(
     candidates: StageCandidates,
     held: HeldBytes,
     backward_K: FloatArray,
+    seams: Sequence[HardwareProfile] = (),
 ) -> Reductions:
     """Seconds of reducing gradients and giving out parameters.
 
@@ -72,6 +87,7 @@ def reductions(
         candidates: The stages.
         held: What they hold.
         backward_K: Seconds of computing one backward.
+        seams: What devices of every part of a cluster do with nodes of other parts; nothing if devices are alike.
     """
     degree, zero_K, none_K = slot.shard_degree, candidates.zero_stage_K, np.zeros(len(candidates))
     whole_K = exposed_K = gather_K = none_K
@@ -89,7 +105,10 @@ def reductions(
         exposed_K = _exposed(profile, cluster, whole_K, held.trained_K, backward_K, across=nodes > 1)
         gather_K = np.where(shards_K & (zero_K < ZeroStage.PARAMETERS), bucketed("broadcast", degree), 0.0)
     tied_K = none_K
-    if slot.num_stages > 1:
+    ends = _ends(slot, seams, 0, slot.num_stages - 1)
+    if ends:
+        tied_K = _over_seam(ends, "all_reduce", held.shared_K)
+    elif slot.num_stages > 1:
         nodes = slot.placement.tied_nodes if slot.placement else _pipeline_nodes(cluster, slot)
         tied_K = collective_seconds(profile, "all_reduce", 2, nodes, held.shared_K)
     return Reductions(whole_K=whole_K, exposed_K=exposed_K, gather_K=gather_K, tied_K=tied_K)
@@ -123,6 +142,7 @@ def transfers(
     memory: MemoryModel,
     *,
     sending: bool = False,
+    seams: Sequence[HardwareProfile] = (),
 ) -> tuple[FloatArray, FloatArray]:
     """Receiving the input, and the gradient of the output; every tensor that has one is a message of its own.
 
@@ -133,21 +153,34 @@ def transfers(
         candidates: The stages.
         memory: The network, or one tensor-parallel rank's part of it.
         sending: Whether to give instead what sending takes: the output, and the gradient of the input.
+        seams: As for :func:`reductions`.
     """
     if slot.num_stages == 1:
         return np.zeros(len(candidates)), np.zeros(len(candidates))
     costs = memory.costs(slot.rows, slot.context_parallel_degree)
     before, behind = (slot.placement.before, slot.placement.behind) if slot.placement else (None, None)
-    sides = ((behind, candidates.end_K), (before, candidates.start_K))
+    index = slot.stage_index
+    sides = (
+        (behind, candidates.end_K, _ends(slot, seams, index, index + 1)),
+        (before, candidates.start_K, _ends(slot, seams, index - 1, index)),
+    )
     activation, gradient = sides if sending else sides[::-1]
     activation_C, gradient_C = (
-        _crossing_seconds(profile, cluster, slot, side, payload_C, tensors_C)
-        for side, payload_C, tensors_C in (
-            (activation[0], costs.boundary_C, _tensors(memory)),
-            (gradient[0], costs.gradient_boundary_C, _tensors(memory, trained=True)),
+        _crossing_seconds(profile, cluster, slot, side, ends, payload_C, tensors_C)
+        for (side, _, ends), payload_C, tensors_C in (
+            (activation, costs.boundary_C, _tensors(memory)),
+            (gradient, costs.gradient_boundary_C, _tensors(memory, trained=True)),
         )
     )
     return activation_C[activation[1]], gradient_C[gradient[1]]
+
+
+def _ends(slot: StageSlot, seams: Sequence[HardwareProfile], first: int, second: int) -> tuple[HardwareProfile, ...]:
+    """What the devices of two stages do with other parts, if the stages exist and lie in unlike parts."""
+    if not seams or first < 0 or second >= slot.num_stages:
+        return ()
+    parts = slot.seam(first, second)
+    return () if parts is None else tuple(seams[part] for part in parts)
 
 
 def _tensors(memory: MemoryModel, *, trained: bool = False) -> FloatArray:
@@ -162,9 +195,12 @@ def _crossing_seconds(
     cluster: Cluster,
     slot: StageSlot,
     crossing: Crossing | None,
+    seam: Sequence[HardwareProfile],
     payload_C: FloatArray,
     tensors_C: FloatArray,
 ) -> FloatArray:
+    if seam and crossing is None:
+        return _over_seam(seam, "send_recv", payload_C, tensors_C)
     if slot.placement is None or crossing is None:
         return collective_seconds(profile, "send_recv", 2, _pipeline_nodes(cluster, slot), payload_C, tensors_C)
     own = crossing is slot.placement.before
@@ -172,6 +208,17 @@ def _crossing_seconds(
         (crossing.sent, crossing.sent_messages, crossing.sent * crossing.sharing),
         (crossing.received, crossing.received_messages, crossing.received * crossing.receiving),
     )
+    if seam:
+        # Both ends wait for the slower one, on a CPU too.
+        share, count = (max(end[place] for end in ends) for place in (0, 1))
+        whole_C, messages_C = payload_C / slot.placement.share, tensors_C * count
+        inside = [collective_seconds(end, "send_recv", 2, 1, whole_C * share, messages_C) for end in seam]
+        across = [
+            collective_seconds(profile, "send_recv", 2, 2, whole_C * end[2], messages_C)
+            for profile, end in zip(seam, ends, strict=True)
+        ]
+        slower_C: FloatArray = np.maximum.reduce([*inside, *across])
+        return slower_C
     # On a device both ends are busy until the last has what it gets; on a CPU each works for what it moves itself.
     part, messages, load = ends[own] if cluster.device.kind == "cpu" else map(max, *ends)
     whole_C, messages_C = payload_C / slot.placement.share, tensors_C * messages

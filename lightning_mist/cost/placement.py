@@ -1,6 +1,7 @@
 """Where the devices of a plan's stages lie, as far as what they exchange depends on it.
 
-Devices are numbered node by node. What crosses a boundary is worked out device by device: a device has an interval of
+Devices are numbered node by node, in a cluster of unlike devices part by part. A stage lies within one part, unless it
+is the only one. What crosses a boundary is worked out device by device: a device has an interval of
 the rows of a microbatch and one of their sequence, of which context-parallel devices have parts, and sequence-parallel
 ones parts of these. It receives what its own intervals share with those of the stage before. Tensor-parallel devices
 that have the same each send to some of those that ask (:class:`lightning_mist.plan.mesh.Side`).
@@ -12,10 +13,44 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
+from lightning_mist.errors import PlanError
+from lightning_mist.hardware import AnyCluster
 from lightning_mist.plan import Plan, StageMesh
 
 Interval: TypeAlias = tuple[Fraction, Fraction]
 """A half-open part of something whose length is 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """Which devices are in one node.
+
+    Attributes:
+        parts: Number of devices of every part and of each of its nodes; the last part takes all that are left.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, cluster: "AnyCluster | Nodes | int") -> "Nodes":
+        """The nodes of a cluster, or nodes of one size, of which the devices of each are given."""
+        if isinstance(cluster, Nodes):
+            return cluster
+        if isinstance(cluster, int):
+            return cls(parts=((cluster, cluster),))
+        return cls(parts=tuple((part.world_size, part.devices_per_node) for part in cluster.parts))
+
+    def place(self, device: int) -> tuple[int, int]:
+        """The part and the node of a device; nodes of different parts have different pairs of these."""
+        for part, (count, per_node) in enumerate(self.parts[:-1]):
+            if device < count:
+                return part, device // per_node
+            device -= count
+        return len(self.parts) - 1, device // self.parts[-1][1]
+
+    def per_node(self, part: int) -> int:
+        """Devices of each node of a part."""
+        return self.parts[part][1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +67,7 @@ class Crossing:
         sharing: Part of a node's devices that send to other nodes in a forward (and receive in a backward), over this
             boundary and others.
         receiving: Part of a node's devices that receive from other nodes (and send), over this boundary and others.
+        parts: Parts of the cluster in which the stages in front and behind lie.
     """
 
     sent: float
@@ -41,6 +77,7 @@ class Crossing:
     across: bool
     sharing: float
     receiving: float
+    parts: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,25 +101,53 @@ class Placement:
     behind: Crossing | None
 
 
-def placements_of(plan: Plan, devices_per_node: int) -> tuple[Placement, ...]:
+def parts_of(plan: Plan, cluster: AnyCluster | Nodes | int) -> tuple[int, ...]:
+    """The part of the cluster in which each stage of a plan lies; nothing if the only stage lies in several.
+
+    Args:
+        plan: The plan.
+        cluster: Where its devices lie; see :meth:`Nodes.of`.
+
+    Raises:
+        PlanError: If one of several stages lies in several parts.
+    """
+    nodes = Nodes.of(cluster)
+    found = [sorted({nodes.place(device)[0] for device in stage.devices}) for stage in plan.stages]
+    if plan.num_stages == 1 and len(found[0]) > 1:
+        return ()
+    for index, parts in enumerate(found):
+        if len(parts) > 1:
+            raise PlanError(
+                f"stages[{index}] has devices in parts {parts} of the cluster: the devices of a stage of a pipeline "
+                "are alike; deal the devices of each part out to stages of their own"
+            )
+    return tuple(parts[0] for parts in found)
+
+
+def placements_of(plan: Plan, cluster: AnyCluster | Nodes | int) -> tuple[Placement, ...]:
     """The placement of every stage of a plan.
 
     Args:
         plan: The plan.
-        devices_per_node: Devices of each node.
+        cluster: Where its devices lie; see :meth:`Nodes.of`.
+
+    Raises:
+        PlanError: If one of several stages lies in several parts of the cluster.
     """
+    nodes = Nodes.of(cluster)
+    parts = parts_of(plan, nodes)
     bounds = range(plan.num_stages - 1)
-    flows = [tuple(_flows(plan, stage, devices_per_node)) for stage in bounds]
+    flows = [tuple(_flows(plan, stage, nodes)) for stage in bounds]
     across = [flow for found in flows for flow in found if flow.across]
-    sharing = _crowding({flow.sender for flow in across}, devices_per_node)
-    receiving = _crowding({flow.receiver for flow in across}, devices_per_node)
-    crossings = [_crossing(found, sharing, receiving) for found in flows]
+    sharing = _crowding({flow.sender for flow in across}, nodes)
+    receiving = _crowding({flow.receiver for flow in across}, nodes)
+    crossings = [_crossing(flows[stage], sharing, receiving, (parts[stage], parts[stage + 1])) for stage in bounds]
     ends = [_column(plan.stages[stage].mesh, plan.num_replicas) for stage in (0, -1)]
     return tuple(
         Placement(
-            shard_nodes=max(_nodes(group, devices_per_node) for group in _sharing_parameters(stage.mesh)),
-            ring_nodes=max(_nodes(group, devices_per_node) for group in _sharing_rows(stage.mesh)),
-            tied_nodes=min(2, _nodes([device for end in ends for device in end], devices_per_node)),
+            shard_nodes=max(_count(group, nodes) for group in _sharing_parameters(stage.mesh)),
+            ring_nodes=max(_count(group, nodes) for group in _sharing_rows(stage.mesh)),
+            tied_nodes=min(2, _count([device for end in ends for device in end], nodes)),
             share=_share(stage.mesh, plan.num_replicas),
             before=crossings[index - 1] if index else None,
             behind=crossings[index] if index < len(crossings) else None,
@@ -145,7 +210,7 @@ def _pairs(before: StageMesh, after: StageMesh, replicas: int) -> Iterator[tuple
                 yield other, place, shared
 
 
-def _flows(plan: Plan, stage: int, devices_per_node: int) -> Iterator[_Flow]:
+def _flows(plan: Plan, stage: int, nodes: Nodes) -> Iterator[_Flow]:
     """What passes from a stage to the next in one microbatch."""
     before, after, replicas = plan.stages[stage].mesh, plan.stages[stage + 1].mesh, plan.num_replicas
     pairs = list(_pairs(before, after, replicas))
@@ -153,17 +218,22 @@ def _flows(plan: Plan, stage: int, devices_per_node: int) -> Iterator[_Flow]:
         senders, receivers = (mesh.devices[replica * len(mesh.devices) // replicas :] for mesh in (before, after))
         for other, place, shared in pairs:
             sender, receiver = senders[other], receivers[place]
-            across = sender // devices_per_node != receiver // devices_per_node
+            across = nodes.place(sender) != nodes.place(receiver)
             yield _Flow(sender=sender, receiver=receiver, part=shared, across=across)
 
 
-def _crowding(devices: Iterable[int], devices_per_node: int) -> float:
-    """The most of one node's devices that are among some, as a part of a node's devices."""
-    counts = Counter(device // devices_per_node for device in devices)
-    return max(counts.values(), default=0) / devices_per_node
+def _crowding(devices: Iterable[int], nodes: Nodes) -> tuple[float, ...]:
+    """For every part, the most of one node's devices that are among some, as a part of a node's devices."""
+    counts = Counter(nodes.place(device) for device in devices)
+    return tuple(
+        max((count for (own, _), count in counts.items() if own == part), default=0) / nodes.per_node(part)
+        for part in range(len(nodes.parts))
+    )
 
 
-def _crossing(flows: Sequence[_Flow], sharing: float, receiving: float) -> Crossing:
+def _crossing(
+    flows: Sequence[_Flow], sharing: Sequence[float], receiving: Sequence[float], parts: tuple[int, int]
+) -> Crossing:
     sent, received = ({}, {})  # type: tuple[dict[int, Fraction], dict[int, Fraction]]
     for flow in flows:
         sent[flow.sender] = sent.get(flow.sender, Fraction(0)) + flow.part
@@ -174,8 +244,9 @@ def _crossing(flows: Sequence[_Flow], sharing: float, receiving: float) -> Cross
         sent_messages=max(Counter(flow.sender for flow in flows).values()),
         received_messages=max(Counter(flow.receiver for flow in flows).values()),
         across=any(flow.across for flow in flows),
-        sharing=sharing,
-        receiving=receiving,
+        sharing=sharing[parts[0]],
+        receiving=receiving[parts[1]],
+        parts=parts,
     )
 
 
@@ -204,5 +275,6 @@ def _column(mesh: StageMesh, replicas: int) -> tuple[int, ...]:
     return mesh.devices[: len(mesh.devices) // replicas]
 
 
-def _nodes(devices: Sequence[int], devices_per_node: int) -> int:
-    return len({device // devices_per_node for device in devices})
+def _count(devices: Sequence[int], nodes: Nodes) -> int:
+    """Nodes in which some devices lie."""
+    return len({nodes.place(device) for device in devices})

@@ -8,6 +8,11 @@ over ``N`` devices that share the work evenly, without communication, launches o
 through an operator at once, so that parameters are read once: no cut of the batch reads fewer bytes. So no plan goes
 below it, unless operators find their operands in caches, which the bandwidth is not about.
 
+Of unlike devices those of kind ``p`` would take ``s_p`` seconds each for everything. Weighed by ``v_p``, their time per
+second of another kind's, every operator costs at least what it costs where it is cheapest, and all devices together
+have ``sum n_p v_p`` to spend in each second of the step (linear programming duality); with ``v_p = s_1 / s_p`` that is
+their combined speed.
+
 The peaks are those of the data sheet for devices of the catalog with a data sheet. Of others (a CPU) they are the
 fastest matrix product and the bandwidth of the profile.
 
@@ -15,6 +20,9 @@ Array axes
     R  regions
     E  operators of one kind (and size) in one direction of a kind of region
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -46,28 +54,62 @@ def step_work(spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, rows:
 
 def step_work_of(memory: MemoryModel, profile: HardwareProfile, cluster: Cluster, rows: int) -> StepWork:
     """As :func:`step_work`, with the whole network's compiled expressions."""
+    return step_work_among(memory, ((profile, cluster.world_size),), rows)
+
+
+def step_work_among(memory: MemoryModel, kinds: Sequence[tuple[HardwareProfile, int]], rows: int) -> StepWork:
+    """As :func:`step_work`, among unlike devices.
+
+    Args:
+        memory: The whole network's compiled expressions.
+        kinds: How fast each kind of device was measured to be, and how many there are.
+        rows: Rows of the step over all devices.
+    """
     spec, costs = memory.spec, memory.costs(rows)
-    sheet = _data_sheet(profile)
-    peak, source = _peak(sheet, profile, spec.precision)
-    bandwidth = _bandwidth(profile) if sheet is None else sheet.memory_bytes_per_second
     trained = sum(item.bytes for item in spec.parameters if item.trainable)
-    update = spec.optimizer.step_moved_bytes_per_parameter_byte * trained / bandwidth
+    limits, names = [], []
+    for profile, _ in kinds:
+        sheet = _data_sheet(profile)
+        peak, source = _peak(sheet, profile, spec.precision)
+        bandwidth = _bandwidth(profile) if sheet is None else sheet.memory_bytes_per_second
+        update = spec.optimizer.step_moved_bytes_per_parameter_byte * trained / bandwidth
+        limits.append(_Limit(peak=peak, bandwidth=bandwidth, update=update))
+        names.append(source)
+    alone = [float(_least_seconds(costs, (item,), (1.0,)).sum()) + item.update for item in limits]
+    weights = [alone[0] / seconds if seconds > 0 else 1.0 for seconds in alone]
+    spent = float(_least_seconds(costs, limits, weights).sum())
+    spent += min(weight * item.update for weight, item in zip(weights, limits, strict=True))
+    devices, names = sum(count for _, count in kinds), list(dict.fromkeys(names))
+    is_known = all(item.peak > 0 for item in limits)
+    peak = sum(item.peak * count for item, (_, count) in zip(limits, kinds, strict=True)) / devices if is_known else 0.0
     return StepWork(
         model_flops=float(costs.forward_flops_R.sum() + costs.backward_flops_R.sum()),
         peak_flops_per_second=peak,
-        peak_source=source,
-        roofline_seconds=(float(_least_seconds(costs, peak, bandwidth).sum()) + update) / cluster.world_size,
+        peak_source=names[0] if len(names) == 1 else f"on average of all devices: {'; '.join(names)}",
+        roofline_seconds=spent / sum(weight * count for weight, (_, count) in zip(weights, kinds, strict=True)),
         sequence_length=spec.sequence_length,
     )
 
 
-def _least_seconds(costs: RegionCosts, peak: float, bandwidth: float) -> FloatArray:
-    """The least seconds of forward and backward of every region."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limit:
+    """What a kind of device can do at most: FLOP/s, bytes per second, and the seconds of an optimizer's step on one."""
+
+    peak: float
+    bandwidth: float
+    update: float
+
+
+def _least_seconds(costs: RegionCosts, limits: Sequence[_Limit], weights: Sequence[float]) -> FloatArray:
+    """The least seconds of forward and backward of every region, each operator on the kind where it weighs least."""
     total_R = np.zeros_like(costs.forward_flops_R)
     for work in (costs.forward_work, costs.backward_work):
         needed_E = work.flops_E * np.array([_NEEDED.get(kind, 1.0) for kind in work.kinds])
-        busy_E = needed_E / peak if peak > 0 else np.zeros_like(needed_E)
-        total_R = total_R + work.sums(np.maximum(busy_E, work.moved_E / bandwidth))
+        least_E = np.full_like(needed_E, np.inf)
+        for item, weight in zip(limits, weights, strict=True):
+            busy_E = needed_E / item.peak if item.peak > 0 else np.zeros_like(needed_E)
+            least_E = np.minimum(least_E, weight * np.maximum(busy_E, work.moved_E / item.bandwidth))
+        total_R = total_R + work.sums(least_E)
     return total_R
 
 

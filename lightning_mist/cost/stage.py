@@ -19,6 +19,7 @@ Array axes
     R  regions
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,8 +136,8 @@ class StageCosts:
 class _Rank:
     """What one rank of a stage costs under one degree of tensor parallelism; keeps what it has computed."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec, self.memory = spec, MemoryModel(spec)
+    def __init__(self, spec: ModelSpec, memory: MemoryModel) -> None:
+        self.spec, self.memory = spec, memory
         self.seconds: dict[float, RegionSeconds] = {}
         self.units: dict[tuple[int, int], UnitSeconds] = {}
 
@@ -148,16 +149,32 @@ class StageCostModel:
         spec: The network.
         profile: How fast the machine is.
         cluster: How many devices it has.
+        seams: If the machine is one part of a cluster of unlike devices: what devices of every part do with nodes of
+            other parts.
+        memories: What stages hold by tensor and sequence parallelism, shared with models of other machines.
     """
 
-    def __init__(self, spec: ModelSpec, profile: HardwareProfile, cluster: Cluster) -> None:
-        self.spec, self.profile, self.cluster = spec, profile, cluster
+    def __init__(
+        self,
+        spec: ModelSpec,
+        profile: HardwareProfile,
+        cluster: Cluster,
+        *,
+        seams: Sequence[HardwareProfile] = (),
+        memories: dict[tuple[int, bool], MemoryModel] | None = None,
+    ) -> None:
+        self.spec, self.profile, self.cluster, self.seams = spec, profile, cluster, tuple(seams)
+        self._memories = {} if memories is None else memories
         self._ranks: dict[tuple[int, bool], _Rank] = {}
 
     def _rank(self, degree: int, sequence: bool) -> _Rank:
-        if (degree, sequence) not in self._ranks:
-            self._ranks[degree, sequence] = _Rank(self.spec.split(degree, sequence))
-        return self._ranks[degree, sequence]
+        key = (degree, sequence)
+        if key not in self._ranks:
+            spec = self.spec.split(degree, sequence)
+            if key not in self._memories:
+                self._memories[key] = MemoryModel(spec)
+            self._ranks[key] = _Rank(spec, self._memories[key])
+        return self._ranks[key]
 
     def _of(self, slot: StageSlot) -> _Rank:
         return self._rank(slot.tensor_parallel_degree, slot.sequence_parallel)
@@ -214,12 +231,12 @@ class StageCostModel:
         weight_sum = _prefix(self._weights(slot) * compute.backward_R)
         units, unshard_K, scatter_K = self._shards(slot, candidates, compute)
         machine, memory = (self.profile, self.cluster), self.memory(slot)
-        arrival_K, return_K = transfers(*machine, slot, candidates, memory)
+        arrival_K, return_K = transfers(*machine, slot, candidates, memory, seams=self.seams)
         send_K, send_back_K = self._sending(slot, candidates)
         forward_exchange_K, backward_exchange_K, recompute_exchange_K = _exchange(compute, candidates, low_K, high_K)
         forward_ring_K, ring_K = self._ring(slot, candidates, compute)
         held = memory.holdings.of(candidates)
-        once = reductions(*machine, slot, candidates, held, backward_K + recompute_K)
+        once = reductions(*machine, slot, candidates, held, backward_K + recompute_K, self.seams)
         passes = update_seconds(machine, self.spec, slot, candidates, memory.holdings)
         update_K = passes.update_K
         slower = computation_factor(self.spec, self.profile, "backward")
@@ -263,7 +280,8 @@ class StageCostModel:
         """What sending the output takes of the computing cores, and sending the gradient of the input."""
         if self.cluster.device.kind == "cuda":
             return np.zeros(len(candidates)), np.zeros(len(candidates))
-        return transfers(self.profile, self.cluster, slot, candidates, self.memory(slot), sending=True)
+        memory = self.memory(slot)
+        return transfers(self.profile, self.cluster, slot, candidates, memory, sending=True, seams=self.seams)
 
     def _shards(
         self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds

@@ -85,7 +85,7 @@ def _busiest(model: StageCostModel, plan: Plan) -> float:
         lane = float((found.steady_K - found.transfer_K)[0])
         return plan.num_microbatches * lane - float(found.accumulate_K[0])
 
-    each = [busy(*item) for item in placed_slots_of(plan, model.cluster.devices_per_node)]
+    each = [busy(*item) for item in placed_slots_of(plan, model.cluster)]
     return max(sum(each[chunk] for chunk in plan.chunks(group)) for group in range(plan.num_groups))
 
 

@@ -1,0 +1,164 @@
+"""What stages cost on clusters of unlike devices: one model for every part.
+
+A stage of a pipeline lies within one part, whose model prices it; what crosses to another part goes over the link
+between them (:mod:`lightning_mist.cost.exchange`). The only stage of a plan has the devices of all parts. They share
+its rows evenly and wait for each other, so each of its terms is that of the part where it takes longest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from lightning_mist.cost.candidates import StageCandidates, StageSlot
+from lightning_mist.cost.memory import MemoryModel
+from lightning_mist.cost.stage import StageCostModel, StageCosts, StageSeconds
+from lightning_mist.errors import ProfileError
+from lightning_mist.hardware import (
+    AnyCluster,
+    Cluster,
+    CollectiveCost,
+    HardwareProfile,
+    Link,
+    MixedCluster,
+    catalog_profile,
+)
+from lightning_mist.model.spec import ModelSpec
+
+Profiles: TypeAlias = HardwareProfile | Sequence[HardwareProfile] | None
+"""How fast a machine is: of a cluster of unlike devices one profile for every part; ``None`` for the catalog's."""
+
+
+class MixedCostModel:
+    """Seconds and bytes of stages of one network on unlike devices; keeps what it has computed.
+
+    Args:
+        spec: The network.
+        profiles: How fast the devices of every part are; by default from the catalog.
+        cluster: The parts.
+
+    Raises:
+        ProfileError: If there are not as many profiles as parts, a device is not in the catalog, or the network's
+            layers were measured, which would be on one kind of device.
+    """
+
+    def __init__(self, spec: ModelSpec, profiles: Profiles, cluster: MixedCluster) -> None:
+        if spec.seconds or spec.optimizer.step_seconds_per_parameter_byte > 0:
+            raise ProfileError(
+                f"{spec.name} with measured seconds on {cluster.text}: they were measured on one kind of device; trace "
+                "it without measuring, so that they follow from the profile of every part"
+            )
+        self.spec, self.cluster = spec, cluster
+        given = _of_every_part(profiles, cluster)
+        self.profiles = tuple(
+            catalog_profile(part) if profile is None else profile
+            for part, profile in zip(cluster.parts, given, strict=True)
+        )
+        memories: dict[tuple[int, bool], MemoryModel] = {}
+        seams = [_outside(part, profile, cluster) for part, profile in zip(cluster.parts, given, strict=True)]
+        self.parts = tuple(
+            StageCostModel(spec, profile, part, seams=[found for found, _ in seams], memories=memories)
+            for part, profile in zip(cluster.parts, self.profiles, strict=True)
+        )
+        self._together = tuple(StageCostModel(spec, profile, whole, memories=memories) for profile, whole in seams)
+
+    def memory(self, slot: StageSlot) -> MemoryModel:
+        """What stages of a slot's tensor-parallel degree hold, whatever the device.
+
+        Raises:
+            PlanError: If the costs of that degree are not known.
+        """
+        return self.parts[0].memory(slot)
+
+    @property
+    def whole(self) -> MemoryModel:
+        """What the network holds and does where nothing is split."""
+        return self.parts[0].whole
+
+    def models(self, slot: StageSlot) -> tuple[StageCostModel, ...]:
+        """The models of the devices that run a slot: one, or those of all parts."""
+        return (self.parts[slot.part],) if slot.parts else self._together
+
+    def evaluate(self, slot: StageSlot, candidates: StageCandidates) -> StageCosts:
+        """Seconds and bytes of candidates for a slot."""
+        seconds = self.seconds(slot, candidates)
+        return StageCosts(
+            steady_K=seconds.steady_K,
+            boundary_K=seconds.boundary_K,
+            needs=self.memory(slot).needs(slot, candidates),
+        )
+
+    def seconds(self, slot: StageSlot, candidates: StageCandidates) -> StageSeconds:
+        """Seconds of candidates for a slot, by term; of the only stage every term of the part where it is longest."""
+        found = [model.seconds(slot, candidates) for model in self.models(slot)]
+        if len(found) == 1:
+            return found[0]
+        names = [field.name for field in fields(StageSeconds)]
+        return StageSeconds(**{name: np.maximum.reduce([getattr(item, name) for item in found]) for name in names})
+
+
+CostModel: TypeAlias = StageCostModel | MixedCostModel
+"""Prices the stages of plans for one cluster."""
+
+
+def cost_model(spec: ModelSpec, profiles: Profiles, cluster: AnyCluster) -> CostModel:
+    """The cost model of a network on a machine.
+
+    Args:
+        spec: The network.
+        profiles: How fast the machine is; by default from the catalog.
+        cluster: The machine.
+
+    Raises:
+        ProfileError: If there are not as many profiles as parts, or a device is not in the catalog.
+    """
+    if isinstance(cluster, MixedCluster):
+        return MixedCostModel(spec, profiles, cluster)
+    (profile,) = _of_every_part(profiles, cluster)
+    return StageCostModel(spec, profile or catalog_profile(cluster), cluster)
+
+
+def _of_every_part(profiles: Profiles, cluster: AnyCluster) -> tuple[HardwareProfile | None, ...]:
+    if profiles is None:
+        return (None,) * len(cluster.parts)
+    given = (profiles,) if isinstance(profiles, HardwareProfile) else tuple(profiles)
+    if len(given) != len(cluster.parts):
+        raise ProfileError(
+            f"{len(given)} profile{'s' if len(given) > 1 else ''} ({', '.join(item.device for item in given)}) for the "
+            f"{len(cluster.parts)} parts of {cluster.text}: a profile is of one kind of device; give one for every "
+            "part, or none for the catalog's"
+        )
+    return given
+
+
+def _outside(part: Cluster, profile: HardwareProfile | None, cluster: MixedCluster) -> tuple[HardwareProfile, Cluster]:
+    """A part as seen from the others: what its devices do with nodes beyond it, in a cluster of nothing but its kind.
+
+    Args:
+        part: The part.
+        profile: What was measured of it; ``None`` for the catalog's.
+        cluster: All parts.
+    """
+    nodes = max(2, -(-cluster.world_size // part.devices_per_node))
+    whole = replace(part, num_nodes=nodes, inter_node=cluster.link or part.inter_node)
+    if profile is None:
+        return catalog_profile(whole), whole
+    if cluster.link is None:
+        return profile, whole
+    inside = tuple(item for item in profile.collectives if item.num_nodes == 1)
+    known = {item.operation for item in profile.collectives}
+    between = tuple(_over(cluster.link, part, operation) for operation in sorted(known))
+    return replace(profile, collectives=(*inside, *between)), whole
+
+
+def _over(link: Link, part: Cluster, operation: str) -> CollectiveCost:
+    """A pair of devices in different nodes, all devices of the node communicating over the link."""
+    return CollectiveCost(
+        operation=operation,
+        group_size=2,
+        num_nodes=2,
+        latency_seconds=link.latency_seconds,
+        bytes_per_second=link.bytes_per_second / part.devices_per_node,
+        spread=0.0,
+    )
