@@ -1,6 +1,8 @@
 """Which plan: the search for the fastest one that fits."""
 
 from lightning_mist.tuner.baselines import Baseline, baselines
+from lightning_mist.tuner.explain import explain_plan
+from lightning_mist.tuner.explain_text import explanation_data, explanation_sections
 from lightning_mist.tuner.explanation import Explanation
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.result import Alternative, TuneResult, TuneStats
@@ -17,5 +19,8 @@ __all__ = [
     "TuneStats",
     "baselines",
     "degrees_to_try",
+    "explain_plan",
+    "explanation_data",
+    "explanation_sections",
     "tune",
 ]

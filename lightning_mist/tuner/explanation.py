@@ -4,13 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_mist.plan import Plan, Predicted
+from lightning_mist.tuner.space import OFFLOADED
 
 Limit = Literal["memory", "pace", "boundary", "host memory", "host link", "batch"]
 """What can hold a stage back: memory of its devices, seconds of its microbatches, what it does once per step, memory of
 its node's host, copies between device and host, and the batch that has to come apart in equal parts."""
-
-OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
-"""Kinds of state that can live in host memory, named as in :class:`~lightning_mist.plan.OffloadRatios`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +95,7 @@ class Kind:
         tensor: Tensor-parallel degrees of the stages, ascending.
         zero: ZeRO stages, ascending.
         checkpointing: Whether any layer is recomputed.
-        offload: What is offloaded, of :data:`OFFLOADED`.
+        offload: What is offloaded, of :data:`~lightning_mist.tuner.space.OFFLOADED`.
         schedule: Name of the schedule; ``"1f1b"`` of a single stage, where schedules do not differ.
     """
 

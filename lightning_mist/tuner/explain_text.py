@@ -1,0 +1,182 @@
+"""An explanation as sentences, and as data for other programs."""
+
+import json
+from typing import Any
+
+from lightning_mist.plan import Plan, to_json
+from lightning_mist.tuner.explanation import Explanation, OtherPlan, TechniqueValue, Version, WhatIf
+from lightning_mist.tuner.result import LEAST_SHARE
+from lightning_mist.units import format_bytes, format_seconds
+
+Section = tuple[str, tuple[str, ...]]
+"""A title and its sentences."""
+
+
+def explanation_sections(explanation: Explanation, *, full: bool = True) -> tuple[Section, ...]:
+    """An explanation as titles with sentences; sections without any are left out.
+
+    Args:
+        explanation: The explanation.
+        full: Whether to say also what does not bind, and what was left out.
+    """
+    step = explanation.step_seconds
+    findings = [f"{finding.text}." for finding in explanation.findings if full or finding.binds]
+    sections: list[Section] = [
+        ("what binds" if not full else "what binds and what does not", tuple(findings)),
+        ("what each technique buys", tuple(technique_line(item, step) for item in explanation.techniques)),
+        (
+            "the best plans found of other kinds",
+            tuple(_other(item, step) for item in explanation.others),
+        ),
+        ("what a better machine would buy", tuple(what_if_line(item, step) for item in explanation.what_ifs)),
+    ]
+    if full:
+        sections.append(("left out", tuple(f"{text}." for text in explanation.left_out)))
+    return tuple((title, lines) for title, lines in sections if lines)
+
+
+def technique_line(value: TechniqueValue, step_seconds: float) -> str:
+    """What a technique buys.
+
+    Args:
+        value: The technique.
+        step_seconds: Seconds of the plan that uses it.
+    """
+    off = value.switched_off
+    if off.plan is None:
+        text = f"It cannot be switched off by itself ({_sentence(off.reason)})"
+    elif off.missing_bytes:
+        text = f"Without it the plan needs {format_bytes(off.missing_bytes)} more per device than there is"
+        text += f"; with that much memory it would take {_against(off, step_seconds)}"
+    else:
+        text = f"Without it the plan takes {_against(off, step_seconds)}"
+    line = f"{value.name} ({value.meaning}): {value.use}. {text}"
+    best = value.best_without
+    if best is None:
+        return f"{line}."
+    if best.plan is None:
+        return f"{line}. The search space has no plan without it that fits."
+    return f"{line}. The best plan {_found(best)}without it takes {_against(best, step_seconds)}."
+
+
+def what_if_line(item: WhatIf, step_seconds: float) -> str:
+    """What a better machine would buy.
+
+    Args:
+        item: The question and its answers.
+        step_seconds: Seconds of the plan for the machine at hand.
+    """
+    same, best = item.same_plan, item.best
+    seconds = [version.seconds for version in (same, best) if version is not None and version.fits]
+    known = [value for value in seconds if value is not None]
+    if not known:
+        reason = next((version.reason for version in (best, same) if version is not None and version.reason), "")
+        return f"{item.change}: " + (_sentence(reason) if reason else "not looked for") + "."
+    least = min(known)
+    if 1 - least / step_seconds < LEAST_SHARE:
+        looked = "" if best is not None else " by this plan; others were not looked for"
+        return f"{item.change}: no gain{looked}."
+    line = f"{item.change}: {format_seconds(least)} per step ({least / step_seconds - 1:+.1%})"
+    if best is None:
+        return f"{line} by this plan; a better one was not looked for."
+    if same is not None and same.fits and same.seconds is not None:
+        if same.seconds <= least * (1 + LEAST_SHARE):
+            return f"{line}, without changing the plan."
+        if abs(same.seconds / step_seconds - 1) >= LEAST_SHARE:
+            return f"{line} by another plan; this one would take {_against(same, step_seconds)}."
+    return f"{line}, by another plan."
+
+
+def _other(item: OtherPlan, step_seconds: float) -> str:
+    seconds = item.predicted.step_seconds
+    peak = max(stage.peak_bytes for stage in item.predicted.stages)
+    change = f"{format_seconds(seconds)} per step ({seconds / step_seconds - 1:+.1%}), peak {format_bytes(peak)}"
+    return f"{change}: {', '.join(item.differences)}."
+
+
+def _against(version: Version, step_seconds: float) -> str:
+    """Seconds per step, and how far they are from those of the plan."""
+    assert version.seconds is not None
+    share = version.seconds / step_seconds - 1
+    if abs(share) < LEAST_SHARE:
+        return f"as long, {format_seconds(version.seconds)} per step"
+    return f"{format_seconds(version.seconds)} per step ({share:+.1%})"
+
+
+def _found(version: Version) -> str:
+    return "" if version.proven else "that was found "
+
+
+def _sentence(text: str) -> str:
+    """An error's first sentence, without its point."""
+    return text.split(". ", maxsplit=1)[0].rstrip(".")
+
+
+def explanation_data(explanation: Explanation) -> dict[str, Any]:
+    """An explanation for other programs: numbers in seconds and bytes, plans as in plan files, and the sentences.
+
+    Args:
+        explanation: The explanation.
+    """
+    step = explanation.step_seconds
+    return {
+        "step_seconds": step,
+        "limit_bytes": list(explanation.limits),
+        "findings": [
+            {
+                "stage": item.stage,
+                "limit": item.limit,
+                "binds": item.binds,
+                "values": dict(item.values),
+                "text": item.text,
+            }
+            for item in explanation.findings
+        ],
+        "techniques": [
+            {
+                "name": item.name,
+                "meaning": item.meaning,
+                "use": item.use,
+                "switched_off": _version(item.switched_off),
+                "best_without": _version(item.best_without),
+                "text": technique_line(item, step),
+            }
+            for item in explanation.techniques
+        ],
+        "others": [
+            {
+                "plan": _plan(item.plan),
+                "step_seconds": item.predicted.step_seconds,
+                "differences": list(item.differences),
+                "text": _other(item, step),
+            }
+            for item in explanation.others
+        ],
+        "what_ifs": [
+            {
+                "change": item.change,
+                "same_plan": _version(item.same_plan),
+                "best": _version(item.best),
+                "text": what_if_line(item, step),
+            }
+            for item in explanation.what_ifs
+        ],
+        "left_out": list(explanation.left_out),
+        "seconds": explanation.seconds,
+    }
+
+
+def _version(version: Version | None) -> dict[str, Any] | None:
+    if version is None:
+        return None
+    return {
+        "plan": None if version.plan is None else _plan(version.plan),
+        "step_seconds": version.seconds,
+        "missing_bytes": version.missing_bytes,
+        "proven": version.proven,
+        "reason": version.reason,
+    }
+
+
+def _plan(plan: Plan) -> Any:
+    return json.loads(to_json(plan))

@@ -1,0 +1,311 @@
+"""What binds on each stage of a plan: what its next better version would need, and who waits for whom.
+
+A stage is held back by memory if versions of it that take less time (a layer fewer recomputed, a lower ZeRO stage, less
+offloaded) all need more than there is. What a stage does once per step hides as far as the stages before it are still
+busy (:mod:`lightning_mist.cost.pipeline`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from lightning_mist.cost import StageCostModel, StageMemory
+from lightning_mist.cost.candidates import placed_slots_of
+from lightning_mist.cost.channels import copy_rates
+from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost.estimate_data import WORDS
+from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
+from lightning_mist.tuner.explanation import Finding, Version
+from lightning_mist.tuner.space import OFFLOADED
+from lightning_mist.tuner.techniques import changed_stage
+from lightning_mist.units import format_bytes, format_rate, format_seconds
+
+BY_CLOSED_FORM = ("1f1b", "gpipe")
+"""Schedules of which the closed form says what hides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What every stage of a plan costs.
+
+    Attributes:
+        plan: The plan.
+        memory: The peak of every stage.
+        steady: Steady seconds of every stage.
+        boundary: Boundary seconds of every stage.
+    """
+
+    plan: Plan
+    memory: tuple[StageMemory, ...]
+    steady: tuple[float, ...]
+    boundary: tuple[float, ...]
+
+    def group(self, seconds: Sequence[float], group: int) -> float:
+        """Seconds of all stages that share the devices of a group."""
+        return sum(seconds[stage] for stage in self.plan.chunks(group))
+
+    def alone(self, stage: int) -> float:
+        """Seconds that a stage's devices take for one step, waiting for nobody."""
+        group = self.plan.group_of(stage)
+        return self.plan.num_microbatches * self.group(self.steady, group) + self.group(self.boundary, group)
+
+
+def costs_of(model: StageCostModel, plan: Plan) -> Costs:
+    """What every stage of a plan costs."""
+    placed = placed_slots_of(plan, model.cluster.devices_per_node)
+    seconds = [model.seconds(slot, candidates) for slot, candidates in placed]
+    return Costs(
+        plan=plan,
+        memory=plan_memory(model.memory, plan),
+        steady=tuple(float(item.steady_K[0]) for item in seconds),
+        boundary=tuple(float(item.boundary_K[0]) for item in seconds),
+    )
+
+
+def findings_of(
+    model: StageCostModel,
+    plan: Plan,
+    *,
+    limits: Sequence[float],
+    host_limit: float = float("inf"),
+    ratios: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+) -> tuple[Finding, ...]:
+    """What binds on every stage, and what does not.
+
+    Args:
+        model: What stages cost.
+        plan: The plan, with its prediction.
+        limits: Bytes that tensors may take on each device, by stage.
+        host_limit: Bytes of host memory that each device may use.
+        ratios: Parts of a kind of state that may be offloaded.
+    """
+    costs = costs_of(model, plan)
+    found: list[Finding] = []
+    for group in range(plan.num_groups):
+        found.append(_memory(model, costs, group, limits[group], ratios))
+        if plan.num_groups > 1:
+            found.append(_pace(costs, group))
+        if plan.schedule in BY_CLOSED_FORM:
+            found.append(_boundary(costs, group))
+        if plan.stages[group].offload.any:
+            found.append(_host_memory(model, costs, group, host_limit, ratios))
+            found.append(_host_link(model, plan, group))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Relaxed:
+    """A stage that saves less memory, in words."""
+
+    text: str
+    stage: StagePlan
+
+
+def _relaxed(stage: StagePlan, ratios: Sequence[float]) -> Iterator[_Relaxed]:
+    """Versions of a stage that each save one step less of memory."""
+    kept = stage.checkpointing.layers
+    if kept:
+        yield _Relaxed("with one layer fewer recomputed", replace(stage, checkpointing=Checkpointing(layers=kept - 1)))
+    if stage.zero_stage:
+        lower = ZeroStage(stage.zero_stage - 1)
+        text = f"with ZeRO-{int(lower)} in place of ZeRO-{int(stage.zero_stage)}"
+        yield _Relaxed(text, replace(stage, zero_stage=lower))
+    for kind in OFFLOADED:
+        ratio = getattr(stage.offload, kind)
+        if ratio:
+            less = max((value for value in ratios if value < ratio), default=0.0)
+            words = "optimizer state" if kind == "optimizer" else kind
+            text = f"with {less:.0%} of its {words} in host memory in place of {ratio:.0%}"
+            yield _Relaxed(text, replace(stage, offload=replace(stage.offload, **{kind: less})))
+
+
+def _changed_group(plan: Plan, group: int, stage: StagePlan) -> Plan:
+    """A plan whose group of devices does with its first stage as told; chunks agree in all but recomputed layers."""
+    changed = changed_stage(plan, group, stage)
+    for index in plan.chunks(group)[1:]:
+        agreed = replace(changed.stages[index], zero_stage=stage.zero_stage, offload=stage.offload)
+        changed = replace(changed, stages=(*changed.stages[:index], agreed, *changed.stages[index + 1 :]))
+    return changed
+
+
+def _memory(model: StageCostModel, costs: Costs, group: int, limit: float, ratios: Sequence[float]) -> Finding:
+    memory, plan = costs.memory[group], costs.plan
+    peak, (largest, size) = memory.peak_bytes, max(memory.terms, key=lambda item: item[1])
+    free = limit - peak
+    head = (
+        f"{_does(plan, group, 'need')} {format_bytes(peak)} of the {format_bytes(limit)} that tensors may take on each "
+        f"device, most of it for {WORDS[largest]} ({format_bytes(size)}), at its peak in its {memory.phase}"
+    )
+    values = (
+        ("peak_bytes", float(peak)),
+        ("limit_bytes", limit),
+        ("free_bytes", free),
+        (largest.replace("_bytes", "_at_peak_bytes"), float(size)),
+    )
+    faster = [item for item in _versions(model, costs, group, ratios) if item.gain > 0]
+    lacking = [item for item in faster if item.peak > limit]
+    if faster and len(lacking) == len(faster):
+        least = min(lacking, key=lambda item: item.peak)
+        over = least.peak - limit
+        text = (
+            f"{head}. Memory holds it back: {least.text} it would take {format_seconds(least.gain)} less per step, but "
+            f"need {format_bytes(over)} more than there is"
+        )
+        more = (("missing_bytes", over), ("gain_seconds", least.gain))
+        return Finding(stage=group, limit="memory", binds=True, values=(*values, *more), text=text)
+    fitting = next((item.text for item in faster if item.peak <= limit), None)
+    text = f"{head}; {format_bytes(free)} are free. "
+    why = "No technique that saves memory slows it down"
+    text += why if fitting is None else f"Memory does not hold it back: {fitting} it would fit too"
+    return Finding(stage=group, limit="memory", binds=False, values=values, text=text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """A relaxed version with its peak bytes and the seconds per step that its devices take less."""
+
+    text: str
+    peak: int
+    gain: float
+
+
+def _versions(model: StageCostModel, costs: Costs, group: int, ratios: Sequence[float]) -> Iterator[_Cost]:
+    for item in _relaxed(costs.plan.stages[group], ratios):
+        found = costs_of(model, _changed_group(costs.plan, group, item.stage))
+        yield _Cost(item.text, found.memory[group].peak_bytes, costs.alone(group) - found.alone(group))
+
+
+def _pace(costs: Costs, group: int) -> Finding:
+    plan = costs.plan
+    seconds = [costs.group(costs.steady, index) for index in range(plan.num_groups)]
+    slowest = max(range(plan.num_groups), key=lambda index: seconds[index])
+    mine, behind = seconds[group], max(seconds) - seconds[group]
+    head = f"{_does(plan, group, 'take')} {format_seconds(mine)} for forward and backward of one microbatch"
+    values: tuple[tuple[str, float], ...] = (("steady_seconds", mine), ("slowest_seconds", seconds[slowest]))
+    if group != slowest:
+        text = f"{head}, {format_seconds(behind)} less than {_lower(_stage(plan, slowest))}, for which it waits"
+        if behind <= 0:
+            text = f"{head}, as long as any"
+        return Finding(stage=group, limit="pace", binds=behind <= 0, values=values, text=text)
+    next_one = max(value for index, value in enumerate(seconds) if index != group)
+    text = f"{head}: no stage takes longer, so it sets the pace"
+    if mine > next_one:
+        text += f"; the next takes {format_seconds(mine - next_one)} ({1 - next_one / mine:.1%}) less"
+    values += (("next_seconds", next_one),)
+    return Finding(stage=group, limit="pace", binds=True, values=values, text=text)
+
+
+def _boundary(costs: Costs, group: int) -> Finding:
+    plan = costs.plan
+    before = [0.0, *accumulate(costs.steady)]
+    exposed = [max(0.0, mine - earlier) for mine, earlier in zip(costs.boundary, before, strict=False)]
+    mine, shown = costs.boundary[group], exposed[group]
+    hidden = mine - shown
+    head = (
+        f"{_does(plan, group, 'take')} {format_seconds(mine)} once per step, to reduce gradients, "
+        "update and give out parameters"
+    )
+    binds = shown > 0 and shown == max(exposed)
+    if not shown:
+        text = f"{head}; it hides behind the stages before it"
+    elif binds:
+        text = f"{head}; {format_seconds(shown)} of it lengthen the step"
+        text += f", {format_seconds(hidden)} hide behind the stages before it" if hidden > 0 else ""
+    else:
+        text = f"{head}; it ends before that of {_lower(_stage(plan, exposed.index(max(exposed))))}"
+    values = (("boundary_seconds", mine), ("exposed_seconds", shown))
+    return Finding(stage=group, limit="boundary", binds=binds, values=values, text=text)
+
+
+def _host_memory(
+    model: StageCostModel, costs: Costs, group: int, host_limit: float, ratios: Sequence[float]
+) -> Finding:
+    plan, held = costs.plan, costs.memory[group].host_bytes
+    head = f"{_does(plan, group, 'keep')} {format_bytes(held)} per device in host memory"
+    if host_limit == float("inf"):
+        text = f"{head}, of which no limit is known"
+        known = (("host_bytes", float(held)),)
+        return Finding(stage=group, limit="host memory", binds=False, values=known, text=text)
+    more = [
+        costs_of(model, _changed_group(plan, group, stage)) for stage in _more_offloaded(plan.stages[group], ratios)
+    ]
+    binds = any(item.memory[group].host_bytes > host_limit for item in more)
+    values = (("host_bytes", float(held)), ("host_limit_bytes", host_limit))
+    text = f"{head}, of {format_bytes(host_limit)} that each may use"
+    text += "; there is no room for the next larger part of all that it offloads" if binds else ""
+    return Finding(stage=group, limit="host memory", binds=binds, values=values, text=text)
+
+
+def _more_offloaded(stage: StagePlan, ratios: Sequence[float]) -> Iterator[StagePlan]:
+    """A stage with one step more of each kind that it offloads."""
+    for kind in OFFLOADED:
+        ratio = getattr(stage.offload, kind)
+        more = min((value for value in ratios if value > ratio), default=None)
+        if ratio and more is not None:
+            yield replace(stage, offload=replace(stage.offload, **{kind: more}))
+
+
+def _host_link(model: StageCostModel, plan: Plan, group: int) -> Finding:
+    assert plan.predicted is not None
+    seconds = dict(plan.predicted.stages[group].spent).get("copies_seconds", 0.0)
+    rates, alone = copy_rates(model.profile, model.cluster), model.profile.host_to_device_bytes_per_second
+    values = (("copies_seconds", seconds), ("to_device_bytes", rates.to_device), ("to_host_bytes", rates.to_host))
+    text = (
+        f"{_does(plan, group, 'wait')} {format_seconds(seconds)} per step for copies from and to the host, at "
+        f"{format_rate(rates.to_device, 'B/s')} and {format_rate(rates.to_host, 'B/s')} per device"
+    )
+    if 0 < rates.to_device < alone:
+        text += f", as all devices of a node copy at once (one alone: {format_rate(alone, 'B/s')})"
+    if not seconds:
+        text = f"{_does(plan, group, 'wait')} for no copies from and to the host"
+    return Finding(stage=group, limit="host link", binds=seconds > 0, values=values, text=text)
+
+
+def _stage(plan: Plan, group: int) -> str:
+    """The stages of a group of devices, to begin a sentence with."""
+    if plan.num_stages == 1:
+        return "The only stage"
+    chunks = plan.chunks(group)
+    return f"Stage {group}" if len(chunks) == 1 else f"Stages {', '.join(map(str, chunks[:-1]))} and {chunks[-1]}"
+
+
+def _does(plan: Plan, group: int, verb: str) -> str:
+    """The stages of a group of devices and what they do."""
+    return f"{_stage(plan, group)} {verb}" + ("" if plan.num_groups < plan.num_stages else "s")
+
+
+def _lower(text: str) -> str:
+    return text[0].lower() + text[1:]
+
+
+def batch_finding(plan: Plan, versions: Sequence[tuple[int, Version]]) -> Finding:
+    """What the next smaller and larger numbers of microbatches would take on the same stages.
+
+    Args:
+        plan: The plan, with its prediction.
+        versions: For each such number the same plan with it.
+    """
+    assert plan.predicted is not None
+    rows, step = plan.global_batch_size // plan.world_size, plan.predicted.step_seconds
+    sizes = sorted({stage.microbatch_size for stage in plan.stages})
+    size = "1 row" if sizes == [1] else f"{' or '.join(map(str, sizes))} rows"
+    text = (
+        f"Every device loads {rows} {'row' if rows == 1 else 'rows'}, and all must come apart in equal parts: "
+        f"{plan.num_microbatches} microbatches of {size} per data-parallel device"
+    )
+    values: list[tuple[str, float]] = [("num_microbatches", float(plan.num_microbatches))]
+    for count, version in versions:
+        if version.seconds is None:
+            text += f"; {count} cannot be: {version.reason}"
+            continue
+        values.append((f"step_with_{count}_seconds", version.seconds))
+        change = f"{format_seconds(version.seconds)} per step ({version.seconds / step - 1:+.1%})"
+        if version.missing_bytes:
+            values.append((f"missing_with_{count}_bytes", float(version.missing_bytes)))
+            change += f", but would need {format_bytes(version.missing_bytes)} more per device than there is"
+        text += f"; {count} would take {change}"
+    if not versions:
+        text += "; on these stages no other number is possible"
+    # Held back: a number of microbatches that is faster is ruled out, or there is no other.
+    ruled_out = any(item.missing_bytes and item.seconds is not None and item.seconds < step for _, item in versions)
+    return Finding(stage=None, limit="batch", binds=ruled_out or not versions, values=tuple(values), text=text)

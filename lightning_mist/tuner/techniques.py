@@ -1,0 +1,400 @@
+"""The techniques that plans use: where a plan uses each, the plan without it, and the search space without it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import Checkpointing, Plan, ScheduleName, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan.layout import rank_layout
+from lightning_mist.tuner.space import OFFLOADED, SearchSpace, divisors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What the changes of a plan have to keep to.
+
+    Attributes:
+        devices_per_node: Devices of each node, within which tensor-parallel ranks lie.
+        cuts_batches: Whether a batch may be cut.
+        search: The search space.
+    """
+
+    devices_per_node: int
+    cuts_batches: bool
+    search: SearchSpace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Technique:
+    """One technique.
+
+    Attributes:
+        name: What it is called.
+        meaning: What it does.
+        use: How much of it a plan uses and where; empty if it does not.
+        off: The plan without it, all else as it is. Raises ``PlanError`` if there is none.
+        without: The search space without it; ``None`` if that leaves nothing, or cannot be said.
+    """
+
+    name: str
+    meaning: str
+    use: Callable[[Plan], str]
+    off: Callable[[Plan, Ground], Plan]
+    without: Callable[[Plan, SearchSpace], SearchSpace | None]
+
+
+def microbatch_counts(plan: Plan, data_degrees: Sequence[int], ground: Ground) -> tuple[int, ...]:
+    """Numbers of microbatches for which every stage cuts every device's batch into equal parts, ascending.
+
+    Args:
+        plan: Says how large the batch is, and how many devices there are.
+        data_degrees: Data-parallel degree of every stage.
+        ground: What to keep to.
+    """
+    total, world = plan.global_batch_size, plan.world_size
+    batch_rows = total // world
+
+    def is_equal(count: int, degree: int) -> bool:
+        parts, rest = divmod(count * degree, world)
+        return rest == 0 and parts >= 1 and batch_rows % parts == 0 and (parts == 1 or ground.cuts_batches)
+
+    asked = ground.search.num_microbatches
+    return tuple(
+        count
+        for count in divisors(total)
+        if all(is_equal(count, degree) for degree in data_degrees)
+        and (asked is None or count in asked)
+        and (plan.schedule != "interleaved-1f1b" or count % plan.num_groups == 0)
+    )
+
+
+def with_microbatches(plan: Plan, count: int) -> Plan:
+    """The same plan with another number of microbatches."""
+    stages = tuple(
+        replace(stage, microbatch_size=plan.global_batch_size // (count * stage.data_parallel_degree))
+        for stage in plan.stages
+    )
+    return replace(plan, num_microbatches=count, stages=stages, predicted=None)
+
+
+def changed_stage(plan: Plan, index: int, stage: StagePlan) -> Plan:
+    """The same plan with one other stage; without its prediction."""
+    stages = (*plan.stages[:index], stage, *plan.stages[index + 1 :])
+    return replace(plan, stages=stages, predicted=None)
+
+
+def places(plan: Plan, is_used: Callable[[StagePlan], bool]) -> str:
+    """The stages where something is so, for people: ``stage 0``, ``stages 1 to 3``, ``every stage``."""
+    found = [index for index, stage in enumerate(plan.stages) if is_used(stage)]
+    if len(found) == plan.num_stages:
+        return "the only stage" if len(found) == 1 else "every stage"
+    runs: list[list[int]] = []
+    for index in found:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    text = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in runs)
+    return f"stage {text}" if len(found) == 1 else f"stages {text}"
+
+
+def _rearranged(
+    plan: Plan, stages: Sequence[StagePlan], shapes: Sequence[tuple[int, int, bool]], ground: Ground
+) -> Plan:
+    """Stages on other arrangements of devices, ``(data, tensor, sequence)``, with microbatches as large as they can be.
+
+    No larger than those of the plan, if there are such.
+    """
+    degrees = [data for data, _, _ in shapes]
+    most = max(stage.microbatch_size for stage in plan.stages)
+    counts = microbatch_counts(plan, degrees, ground)
+    if not counts:
+        raise PlanError(
+            f"data-parallel degrees {degrees} with {plan.global_batch_size} rows on {plan.world_size} devices: no "
+            "number of microbatches cuts every device's batch into equal parts"
+        )
+    rows = {count: plan.global_batch_size // (count * min(degrees)) for count in counts}
+    count = min(counts, key=lambda count: (rows[count] > most, abs(rows[count] - most)))
+    layout = rank_layout([(data, tensor) for data, tensor, _ in shapes], ground.devices_per_node)
+    made = tuple(
+        replace(
+            stage,
+            mesh=StageMesh(
+                devices=devices, data_parallel_degree=data, tensor_parallel_degree=tensor, sequence_parallel=sequence
+            ),
+            microbatch_size=plan.global_batch_size // (count * data),
+            zero_stage=stage.zero_stage if data > 1 else ZeroStage.NONE,
+        )
+        for stage, (data, tensor, sequence), devices in zip(stages, shapes, layout, strict=True)
+    )
+    return replace(plan, num_microbatches=count, stages=made, predicted=None)
+
+
+def _one_stage(plan: Plan, ground: Ground) -> Plan:
+    """Everything on all devices, with as much of every other technique as any stage uses."""
+    tensor = max(stage.mesh.tensor_parallel_degree for stage in plan.stages)
+    sequence = any(stage.mesh.sequence_parallel for stage in plan.stages)
+    most = {name: max(getattr(stage.offload, name) for stage in plan.stages) for name in OFFLOADED}
+    stage = replace(
+        plan.stages[0],
+        layers=(0, plan.num_layers),
+        zero_stage=max(stage.zero_stage for stage in plan.stages),
+        checkpointing=Checkpointing(layers=sum(stage.checkpointing.layers for stage in plan.stages)),
+        offload=replace(plan.stages[0].offload, **most),
+    )
+    data, rest = divmod(plan.world_size, tensor)
+    if rest:
+        raise PlanError(f"tensor-parallel degree {tensor} does not divide {plan.world_size} devices")
+    return _rearranged(_plain(plan), (stage,), [(data, tensor, sequence)], ground)
+
+
+def _plain(plan: Plan) -> Plan:
+    """An interleaved plan's devices as they are, with one stage each, under 1F1B."""
+    if plan.schedule != "interleaved-1f1b":
+        return replace(plan, schedule="1f1b" if plan.schedule == "zb-h1" else plan.schedule, predicted=None)
+    stages, first = [], 0
+    for group in range(plan.num_groups):
+        chunks = [plan.stages[index] for index in plan.chunks(group)]
+        end = first + sum(chunk.num_layers for chunk in chunks)
+        kept = Checkpointing(layers=sum(chunk.checkpointing.layers for chunk in chunks))
+        stages.append(replace(chunks[0], layers=(first, end), checkpointing=kept))
+        first = end
+    return replace(plan, stages=tuple(stages), schedule="1f1b", predicted=None)
+
+
+def _whole_layers(plan: Plan, ground: Ground) -> Plan:
+    shapes = [(len(stage.devices), 1, False) for stage in plan.stages[: plan.num_groups]]
+    if plan.num_groups == plan.num_stages:
+        return _rearranged(plan, plan.stages, shapes, ground)
+    chunks = len(plan.stages) // plan.num_groups
+    made = _rearranged(_plain(plan), _plain(plan).stages, shapes, ground)
+    if made.num_microbatches % plan.num_groups:
+        raise PlanError("microbatches go through chunks in rounds of as many as there are groups of devices")
+    stages = tuple(
+        replace(stage, mesh=mine.mesh, microbatch_size=mine.microbatch_size)
+        for stage, mine in zip(plan.stages, made.stages * chunks, strict=True)
+    )
+    return replace(plan, num_microbatches=made.num_microbatches, stages=stages, predicted=None)
+
+
+def _every_stage(plan: Plan, change: Callable[[StagePlan], StagePlan]) -> Plan:
+    return replace(plan, stages=tuple(map(change, plan.stages)), predicted=None)
+
+
+def _even(plan: Plan) -> tuple[int, ...]:
+    """Layers of every stage if they are dealt out evenly."""
+    count, stages = plan.num_layers, plan.num_stages
+    return tuple(count * (index + 1) // stages - count * index // stages for index in range(stages))
+
+
+def _with_layers(plan: Plan, lengths: Sequence[int]) -> Plan:
+    stages, first = [], 0
+    for stage, length in zip(plan.stages, lengths, strict=True):
+        kept = Checkpointing(layers=min(length, stage.checkpointing.layers))
+        stages.append(replace(stage, layers=(first, first + length), checkpointing=kept))
+        first += length
+    return replace(plan, stages=tuple(stages), predicted=None)
+
+
+def _within(asked: tuple[int, ...] | None, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Those of some numbers that were asked for; None if there are none."""
+    return tuple(number for number in wanted if asked is None or number in asked) or None
+
+
+def _pipeline() -> Technique:
+    def use(plan: Plan) -> str:
+        return f"{plan.num_groups} stages" if plan.num_groups > 1 else ""
+
+    def without(plan: Plan, search: SearchSpace) -> SearchSpace | None:
+        left = _within(search.num_stages, (1,))
+        return None if left is None else replace(search, num_stages=left)
+
+    return Technique(
+        name="pipeline stages",
+        meaning="groups of devices hold different layers and work on different microbatches at a time",
+        use=use,
+        off=_one_stage,
+        without=without,
+    )
+
+
+def _tensor() -> Technique:
+    def use(plan: Plan) -> str:
+        degrees = sorted({stage.mesh.tensor_parallel_degree for stage in plan.stages} - {1})
+        where = places(plan, lambda stage: stage.mesh.tensor_parallel_degree > 1)
+        return f"{' and '.join(map(str, degrees))} devices share every layer on {where}" if degrees else ""
+
+    def without(plan: Plan, search: SearchSpace) -> SearchSpace | None:
+        left = _within(search.tensor_parallel_degrees, (1,))
+        return None if left is None else replace(search, tensor_parallel_degrees=left)
+
+    return Technique(
+        name="tensor parallelism",
+        meaning="several devices share every layer and exchange parts of its results",
+        use=use,
+        off=_whole_layers,
+        without=without,
+    )
+
+
+def _sequence() -> Technique:
+    def use(plan: Plan) -> str:
+        used = any(stage.mesh.sequence_parallel for stage in plan.stages)
+        return f"on {places(plan, lambda stage: stage.mesh.sequence_parallel)}" if used else ""
+
+    def off(plan: Plan, ground: Ground) -> Plan:
+        return _every_stage(plan, lambda stage: replace(stage, mesh=replace(stage.mesh, sequence_parallel=False)))
+
+    def without(plan: Plan, search: SearchSpace) -> SearchSpace | None:
+        return None if search.sequence_parallel else replace(search, sequence_parallel=False)
+
+    return Technique(
+        name="sequence parallelism",
+        meaning="devices that share layers also share what lies between them along the sequence",
+        use=use,
+        off=off,
+        without=without,
+    )
+
+
+_SHARDED = {1: "optimizer state", 2: "gradients", 3: "parameters"}
+
+
+def _zero(level: int) -> Technique:
+    def use(plan: Plan) -> str:
+        used = any(stage.zero_stage >= level for stage in plan.stages)
+        return f"on {places(plan, lambda stage: stage.zero_stage >= level)}" if used else ""
+
+    def off(plan: Plan, ground: Ground) -> Plan:
+        return _every_stage(
+            plan, lambda stage: replace(stage, zero_stage=ZeroStage(min(level - 1, int(stage.zero_stage))))
+        )
+
+    def without(plan: Plan, search: SearchSpace) -> SearchSpace | None:
+        left = tuple(number for number in search.zero_stages if number < level)
+        return replace(search, zero_stages=left) if left else None
+
+    return Technique(
+        name=f"ZeRO-{level}" if level == 3 else f"ZeRO-{level} or more",
+        meaning=f"data-parallel devices keep a part of the {_SHARDED[level]} each",
+        use=use,
+        off=off,
+        without=without,
+    )
+
+
+def _checkpointing() -> Technique:
+    def use(plan: Plan) -> str:
+        used = [(index, stage) for index, stage in enumerate(plan.stages) if stage.checkpointing.layers]
+        if len({(stage.checkpointing.layers, stage.num_layers) for _, stage in used}) == 1:
+            stage = used[0][1]
+            where = places(plan, lambda stage: stage.checkpointing.layers > 0)
+            return f"{stage.checkpointing.layers} of {stage.num_layers} layers on {where}"
+        return ", ".join(
+            f"{stage.checkpointing.layers} of {stage.num_layers} layers on stage {index}" for index, stage in used
+        )
+
+    def off(plan: Plan, ground: Ground) -> Plan:
+        return _every_stage(plan, lambda stage: replace(stage, checkpointing=Checkpointing()))
+
+    return Technique(
+        name="activation checkpointing",
+        meaning="backward computes what layers would have to keep in memory a second time",
+        use=use,
+        off=off,
+        without=lambda plan, search: replace(search, checkpointing=False),
+    )
+
+
+def _offload(kind: str) -> Technique:
+    def ratio(stage: StagePlan) -> float:
+        value: float = getattr(stage.offload, kind)
+        return value
+
+    def use(plan: Plan) -> str:
+        used = sorted({ratio(stage) for stage in plan.stages} - {0.0})
+        shares = " and ".join(f"{value:.0%}" for value in used)
+        return f"{shares} on {places(plan, lambda stage: ratio(stage) > 0)}" if used else ""
+
+    def off(plan: Plan, ground: Ground) -> Plan:
+        return _every_stage(plan, lambda stage: replace(stage, offload=replace(stage.offload, **{kind: 0.0})))
+
+    def without(plan: Plan, search: SearchSpace) -> SearchSpace | None:
+        return replace(search, offload=tuple(name for name in search.offload if name != kind))
+
+    words = "optimizer state" if kind == "optimizer" else kind
+    return Technique(
+        name=f"offload of {words}",
+        meaning=f"a part of the {words} waits in the memory of the host and is copied when it is needed",
+        use=use,
+        off=off,
+        without=without,
+    )
+
+
+def _uneven() -> Technique:
+    def use(plan: Plan) -> str:
+        lengths = [stage.num_layers for stage in plan.stages]
+        if max(lengths) - min(lengths) <= 1:
+            return ""
+        return f"{min(lengths)} to {max(lengths)} layers per stage"
+
+    return Technique(
+        name="uneven stages",
+        meaning="stages have different numbers of layers, more where there is more speed or room",
+        use=use,
+        off=lambda plan, ground: _with_layers(plan, _even(plan)),
+        without=lambda plan, search: None,
+    )
+
+
+def _schedule(name: ScheduleName, meaning: str) -> Technique:
+    def without(plan: Plan, search: SearchSpace) -> SearchSpace | None:
+        left = tuple(item for item in search.schedules if item != name)
+        return replace(search, schedules=left) if left else None
+
+    return Technique(
+        name=name,
+        meaning=meaning,
+        use=lambda plan: f"{plan.num_stages} stages" if plan.schedule == name and plan.num_groups > 1 else "",
+        off=lambda plan, ground: _plain(plan),
+        without=without,
+    )
+
+
+def _microbatches() -> Technique:
+    def least(plan: Plan) -> int:
+        """The fewest microbatches of any plan on these stages: no device's batch is cut if that can be."""
+        ground = Ground(devices_per_node=plan.world_size, cuts_batches=True, search=SearchSpace())
+        return microbatch_counts(plan, [stage.data_parallel_degree for stage in plan.stages], ground)[0]
+
+    def use(plan: Plan) -> str:
+        fewest = least(plan)
+        return f"{plan.num_microbatches} where {fewest} would do" if plan.num_microbatches > fewest else ""
+
+    def without(plan: Plan, search: SearchSpace) -> SearchSpace | None:
+        left = _within(search.num_microbatches, tuple(range(1, least(plan) + 1)))
+        return None if left is None else replace(search, num_microbatches=left)
+
+    return Technique(
+        name="more microbatches",
+        meaning="batches are cut into smaller parts, which need less memory each and keep all stages busy",
+        use=use,
+        off=lambda plan, ground: with_microbatches(plan, least(plan)),
+        without=without,
+    )
+
+
+TECHNIQUES: tuple[Technique, ...] = (
+    _pipeline(),
+    _schedule("interleaved-1f1b", "every group of devices holds several runs of layers, so that it waits less"),
+    _schedule("zb-h1", "gradients of weights are put off to fill waiting time"),
+    _uneven(),
+    _microbatches(),
+    _tensor(),
+    _sequence(),
+    *(_zero(level) for level in (3, 2, 1)),
+    _checkpointing(),
+    *(_offload(kind) for kind in OFFLOADED),
+)
+"""Every technique, in the order in which people are told of them."""

@@ -1,0 +1,131 @@
+from dataclasses import replace
+
+import pytest
+
+from lightning_mist.cost import predict, predict_with
+from lightning_mist.tuner import SearchSpace
+from lightning_mist.tuner.explain import explain_plan
+from lightning_mist.tuner.explanation import kind_of
+from lightning_mist.tuner.planner import Planner
+from lightning_mist.tuner.techniques import TECHNIQUES
+from tests.specs import cluster, profile, spec
+
+NETWORK = spec(6, measured=True, widths=(4000,))
+SPACE = SearchSpace(offload=(), schedules=("1f1b",))
+TIGHT = 1_200_000
+"""Bytes with which the network needs both a pipeline and recomputation."""
+
+
+def explained(network=NETWORK, *, devices=2, rows=8, memory=TIGHT, search=SPACE, seconds=60.0, machine=None):
+    planner = Planner(network, cluster(devices), profile=machine or profile())
+    asked = {"global_batch_size": rows * devices, "memory_limit": memory, "search": search}
+    result = planner.tune(**asked)
+    return planner, result, explain_plan(planner, result, **asked, seconds=seconds)
+
+
+def test_every_technique_that_the_plan_uses_is_explained_and_no_other():
+    _, result, found = explained()
+    used = [technique.name for technique in TECHNIQUES if technique.use(result.plan)]
+    assert [item.name for item in found.techniques] == used
+    assert "activation checkpointing" in used
+    _, roomy, free = explained(memory=10**9)
+    assert not any(stage.checkpointing.layers for stage in roomy.plan.stages)
+    assert "activation checkpointing" not in [item.name for item in free.techniques]
+
+
+def test_the_plan_without_a_technique_is_predicted_as_by_hand():
+    planner, result, found = explained()
+    by_name = {item.name: item for item in found.techniques}
+    item = by_name["activation checkpointing"]
+    bare = replace(
+        result.plan,
+        predicted=None,
+        stages=tuple(
+            replace(stage, checkpointing=replace(stage.checkpointing, layers=0)) for stage in result.plan.stages
+        ),
+    )
+    expected = predict(NETWORK, planner.profile, planner.cluster, bare)
+    assert item.switched_off.predicted == expected
+    assert item.switched_off.missing_bytes == max(stage.peak_bytes for stage in expected.stages) - TIGHT > 0
+
+
+def test_the_best_plan_without_a_technique_is_that_of_a_search_without_it():
+    planner, result, found = explained()
+    item = next(item for item in found.techniques if item.name == "activation checkpointing")
+    again = planner.tune(global_batch_size=16, memory_limit=TIGHT, search=replace(SPACE, checkpointing=False))
+    assert item.best_without.seconds == again.predicted.step_seconds > result.predicted.step_seconds
+    assert item.best_without.fits
+
+
+def test_a_technique_without_which_nothing_fits_is_so_explained():
+    _, _, found = explained(memory=950_000)
+    item = next(item for item in found.techniques if item.name == "activation checkpointing")
+    assert item.best_without.plan is None
+    assert item.best_without.reason.startswith("no plan fits. The least that any plan needs is")
+
+
+def test_other_plans_are_of_other_kinds_fit_and_come_fastest_first():
+    _, result, found = explained()
+    kinds = [kind_of(result.plan), *(kind_of(item.plan) for item in found.others)]
+    assert len(set(kinds)) == len(kinds) > 1
+    seconds = [item.predicted.step_seconds for item in found.others]
+    assert seconds == sorted(seconds)
+    assert all(stage.peak_bytes <= TIGHT for item in found.others for stage in item.predicted.stages)
+    assert all(item.differences for item in found.others)
+
+
+def test_more_memory_buys_what_a_search_with_it_finds():
+    planner, result, found = explained()
+    item = found.what_ifs[0]
+    assert item.change == "1.0 GiB more memory per device"
+    again = planner.tune(global_batch_size=16, memory_limit=TIGHT + 2**30, search=SPACE)
+    assert item.best.seconds == again.predicted.step_seconds < result.predicted.step_seconds
+    assert item.same_plan.seconds == result.predicted.step_seconds
+
+
+def test_a_faster_link_is_predicted_for_the_same_plan_and_searched_for():
+    planner, result, found = explained()
+    item = next(item for item in found.what_ifs if "between the devices of a node" in item.change)
+    faster = replace(
+        planner.profile,
+        collectives=tuple(replace(cost, bytes_per_second=2e8) for cost in planner.profile.collectives),
+    )
+    other = Planner(NETWORK, planner.cluster, profile=faster)
+    assert item.same_plan.predicted == predict_with(other.model, replace(result.plan, predicted=None))
+    again = other.tune(global_batch_size=16, memory_limit=TIGHT, search=SPACE)
+    assert item.best.seconds == again.predicted.step_seconds
+
+
+def test_without_time_only_what_needs_no_search_is_said():
+    _, result, found = explained(seconds=0)
+    assert found.findings
+    assert [item.name for item in found.techniques] == [item.name for item in TECHNIQUES if item.use(result.plan)]
+    assert all(item.best_without is None for item in found.techniques)
+    assert not found.what_ifs
+    assert not found.left_out
+
+
+def test_what_there_was_no_time_for_is_listed():
+    _, result, found = explained(seconds=1e-9)
+    assert all(item.best_without is None for item in found.techniques)
+    for item in found.techniques:
+        assert f"the best plan without {item.name}: there was no time for another search" in found.left_out
+    assert "1.0 GiB more memory per device: there was no time for another search" in found.left_out
+    assert all(item.best is None for item in found.what_ifs)
+    assert [kind_of(item.plan) for item in found.others] != [kind_of(result.plan)]
+
+
+def test_a_measured_machine_says_why_it_does_not_grow():
+    assert "more devices: how a larger machine communicates was not measured" in explained()[2].left_out
+
+
+def test_a_technique_that_is_insisted_on_has_no_best_plan_without_it():
+    _, _, found = explained(search=replace(SPACE, num_stages=(2,)))
+    pipeline = next(item for item in found.techniques if item.name == "pipeline stages")
+    assert pipeline.best_without is None
+    assert pipeline.switched_off.plan.num_stages == 1
+
+
+def test_less_than_no_time_is_refused():
+    with pytest.raises(ValueError, match="seconds=-1: explaining takes some time"):
+        explained(seconds=-1)

@@ -1,0 +1,167 @@
+from dataclasses import replace
+
+import pytest
+
+from lightning_mist.errors import PlanError
+from lightning_mist.tuner import SearchSpace
+from lightning_mist.tuner.techniques import TECHNIQUES, Ground, microbatch_counts, places
+from tests.tuner.plans import pipeline
+
+BY_NAME = {technique.name: technique for technique in TECHNIQUES}
+GROUND = Ground(devices_per_node=4, cuts_batches=True, search=SearchSpace())
+PLAIN = pipeline({"layers": 3}, {"layers": 3}, microbatches=2, rows=1)
+EVERYTHING = pipeline(
+    {"layers": 2, "data": 2, "tensor": 2, "sequence": True, "zero": 3, "checkpointed": 1},
+    {"layers": 5, "data": 4, "zero": 1, "checkpointed": 5, "offload": dict.fromkeys(["optimizer", "activations"], 0.5)},
+    microbatches=8,
+    rows=4,
+)
+
+
+def test_a_plan_is_credited_with_nothing_that_it_does_not_use():
+    assert [name for name, item in BY_NAME.items() if item.use(PLAIN)] == ["pipeline stages"]
+    alone = pipeline({"layers": 6, "data": 2}, microbatches=1, rows=1)
+    assert not [name for name, item in BY_NAME.items() if item.use(alone)]
+
+
+def test_it_is_said_how_much_of_each_technique_is_used_and_where():
+    assert {name: item.use(EVERYTHING) for name, item in BY_NAME.items() if item.use(EVERYTHING)} == {
+        "pipeline stages": "2 stages",
+        "uneven stages": "2 to 5 layers per stage",
+        "more microbatches": "8 where 4 would do",
+        "tensor parallelism": "2 devices share every layer on stage 0",
+        "sequence parallelism": "on stage 0",
+        "ZeRO-3": "on stage 0",
+        "ZeRO-2 or more": "on stage 0",
+        "ZeRO-1 or more": "on every stage",
+        "activation checkpointing": "1 of 2 layers on stage 0, 5 of 5 layers on stage 1",
+        "offload of optimizer state": "50% on stage 1",
+        "offload of activations": "50% on stage 1",
+    }
+
+
+@pytest.mark.parametrize("name", [name for name, item in BY_NAME.items() if item.use(EVERYTHING)])
+def test_what_is_switched_off_is_used_no_more_and_the_batch_stays(name):
+    technique = BY_NAME[name]
+    off = technique.off(EVERYTHING, GROUND)
+    assert not technique.use(off)
+    assert off.global_batch_size == EVERYTHING.global_batch_size
+    assert off.world_size == EVERYTHING.world_size
+    assert off.predicted is None
+
+
+@pytest.mark.parametrize(
+    "name", ["sequence parallelism", "activation checkpointing", "ZeRO-3", "offload of activations"]
+)
+def test_all_else_stays_as_it_is(name):
+    off = BY_NAME[name].off(EVERYTHING, GROUND)
+    same = ("layers", "devices", "microbatch_size")
+    for stage, before in zip(off.stages, EVERYTHING.stages, strict=True):
+        assert all(getattr(stage, item) == getattr(before, item) for item in same)
+    others = [item for item in TECHNIQUES if item.name != name and not item.name.startswith("ZeRO")]
+    assert [item.use(off) for item in others] == [item.use(EVERYTHING) for item in others]
+
+
+def test_without_zero_3_the_level_below_remains():
+    levels = [
+        [int(stage.zero_stage) for stage in BY_NAME[f"ZeRO-{name}"].off(EVERYTHING, GROUND).stages]
+        for name in ("3", "2 or more", "1 or more")
+    ]
+    assert levels == [[2, 1], [1, 1], [0, 0]]
+
+
+def test_one_stage_takes_the_most_of_what_any_stage_does():
+    off = BY_NAME["pipeline stages"].off(EVERYTHING, GROUND)
+    (stage,) = off.stages
+    assert stage.layers == (0, 7)
+    assert stage.mesh.tensor_parallel_degree == 2
+    assert stage.data_parallel_degree == 4
+    assert int(stage.zero_stage) == 3
+    assert stage.checkpointing.layers == 6
+    assert stage.offload.optimizer == 0.5
+    assert stage.microbatch_size == 2  # as the most before
+
+
+def test_whole_layers_have_microbatches_that_are_no_larger():
+    off = BY_NAME["tensor parallelism"].off(EVERYTHING, GROUND)
+    assert [stage.data_parallel_degree for stage in off.stages] == [4, 4]
+    assert max(stage.microbatch_size for stage in off.stages) <= 2
+
+
+def test_chunks_become_one_stage_again():
+    chunks = [{"layers": 1, "checkpointed": at % 2} for at in range(6)]
+    plan = pipeline(*chunks, groups=2, schedule="interleaved-1f1b", microbatches=4, rows=2)
+    off = BY_NAME["interleaved-1f1b"].off(plan, GROUND)
+    assert off.bounds == ((0, 3), (3, 6))
+    assert off.schedule == "1f1b"
+    assert [stage.checkpointing.layers for stage in off.stages] == [0, 3]
+    assert not BY_NAME["interleaved-1f1b"].use(off)
+    assert BY_NAME["interleaved-1f1b"].use(plan) == "6 stages"
+
+
+def test_chunks_stay_where_only_their_layers_are_made_whole():
+    chunks = [{"layers": 1, "tensor": 2} for _ in range(4)]
+    plan = pipeline(*chunks, groups=2, schedule="interleaved-1f1b", microbatches=4, rows=2)
+    off = BY_NAME["tensor parallelism"].off(plan, GROUND)
+    assert off.num_stages == 4
+    assert off.num_groups == 2
+    assert off.num_microbatches % 2 == 0
+    assert {stage.data_parallel_degree for stage in off.stages} == {2}
+
+
+def test_a_batch_that_is_not_cut_leaves_one_number_of_microbatches():
+    whole = replace(GROUND, cuts_batches=False)
+    assert microbatch_counts(PLAIN, [1, 1], whole) == (2,)
+    cut = pipeline({"layers": 6, "data": 2}, microbatches=4, rows=4)
+    assert microbatch_counts(cut, [2], GROUND) == (1, 2, 4)
+    assert microbatch_counts(cut, [2], whole) == (1,)
+
+
+def test_only_asked_numbers_of_microbatches_are_looked_at():
+    asked = replace(GROUND, search=SearchSpace(num_microbatches=(2, 3)))
+    assert microbatch_counts(pipeline({"layers": 6, "data": 2}, rows=4), [2], asked) == (2,)
+
+
+def test_what_cannot_be_arranged_says_so():
+    odd = pipeline({"layers": 3, "data": 2, "tensor": 2}, {"layers": 3, "data": 2}, microbatches=3, rows=1)
+    with pytest.raises(PlanError, match="no number of microbatches cuts every device's batch"):
+        BY_NAME["tensor parallelism"].off(odd, replace(GROUND, search=SearchSpace(num_microbatches=(3,))))
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("pipeline stages", "num_stages", (1,)),
+        ("tensor parallelism", "tensor_parallel_degrees", (1,)),
+        ("sequence parallelism", "sequence_parallel", False),
+        ("ZeRO-2 or more", "zero_stages", (0, 1)),
+        ("activation checkpointing", "checkpointing", False),
+        ("offload of activations", "offload", ("parameters", "gradients", "optimizer")),
+        ("zb-h1", "schedules", ("1f1b", "interleaved-1f1b")),
+        ("more microbatches", "num_microbatches", (1, 2, 3, 4)),
+    ],
+)
+def test_the_space_without_a_technique_is_smaller_in_that_alone(name, field, value):
+    assert BY_NAME[name].without(EVERYTHING, SearchSpace()) == replace(SearchSpace(), **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("pipeline stages", {"num_stages": (2, 4)}),
+        ("tensor parallelism", {"tensor_parallel_degrees": (2,)}),
+        ("sequence parallelism", {"sequence_parallel": True}),
+        ("ZeRO-3", {"zero_stages": (3,)}),
+        ("zb-h1", {"schedules": ("zb-h1",)}),
+        ("more microbatches", {"num_microbatches": (8,)}),
+    ],
+)
+def test_what_is_insisted_on_cannot_be_left_out(name, limits):
+    assert BY_NAME[name].without(EVERYTHING, SearchSpace(**limits)) is None
+
+
+def test_places_are_runs_of_stages():
+    plan = pipeline(*({"layers": 1, "checkpointed": at in (0, 2, 3, 4)} for at in range(6)), microbatches=6, rows=1)
+    assert places(plan, lambda stage: stage.checkpointing.layers > 0) == "stages 0, 2 to 4"
+    assert places(plan, lambda stage: stage.layers[0] == 5) == "stage 5"
+    assert places(plan, lambda stage: True) == "every stage"
