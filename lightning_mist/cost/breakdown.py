@@ -3,7 +3,7 @@
 from lightning_mist.cost.candidates import placed_slots_of
 from lightning_mist.cost.chunks import plan_needs
 from lightning_mist.cost.clock import rules_of, step_times, terms_of
-from lightning_mist.cost.mixed import CostModel, MixedCostModel, Profiles, cost_model
+from lightning_mist.cost.mixed import CostModel, Profiles, cost_model, profiles_of
 from lightning_mist.cost.roofline import step_work_among
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, HardwareProfile
@@ -81,5 +81,4 @@ def _check(model: CostModel, plan: Plan) -> None:
 
 def _kinds(model: CostModel) -> tuple[tuple[HardwareProfile, int], ...]:
     """The profile of every part, and how many devices it has."""
-    profiles = model.profiles if isinstance(model, MixedCostModel) else (model.profile,)
-    return tuple(zip(profiles, (part.world_size for part in model.cluster.parts), strict=True))
+    return tuple(zip(profiles_of(model), (part.world_size for part in model.cluster.parts), strict=True))

@@ -63,6 +63,13 @@ class StageSlot:
         return self.parts[first], self.parts[second]
 
     @property
+    def seams(self) -> tuple[tuple[int, int] | None, ...]:
+        """Over which pairs of unlike parts it exchanges: with the stages in front and behind, and tied parameters."""
+        index, last = self.stage_index, self.num_stages - 1
+        pairs = ((index - 1, index), (index, index + 1), (0, last))
+        return tuple(self.seam(*pair) if pair[0] >= 0 and pair[1] <= last else None for pair in pairs)
+
+    @property
     def whole_rows(self) -> float:
         """Rows with as many tokens as a device computes on in one microbatch.
 

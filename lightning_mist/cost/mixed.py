@@ -14,6 +14,7 @@ import numpy as np
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.stage import StageCostModel, StageCosts, StageSeconds
+from lightning_mist.cost.time import RegionSeconds
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import (
     AnyCluster,
@@ -80,6 +81,16 @@ class MixedCostModel:
         """The models of the devices that run a slot: one, or those of all parts."""
         return (self.parts[slot.part],) if slot.parts else self._together
 
+    def region_seconds(self, rows: float, degree: int = 1, sequence: bool = False) -> RegionSeconds:
+        """Seconds of every region where it takes longest, at a number of rows; as of a :class:`StageCostModel`."""
+        found = [model.region_seconds(rows, degree, sequence) for model in self._together]
+        order = ("rates", "extrapolated", "measured")
+        return RegionSeconds(
+            forward_R=np.maximum.reduce([item.forward_R for item in found]),
+            backward_R=np.maximum.reduce([item.backward_R for item in found]),
+            source=min((item.source for item in found), key=order.index),
+        )
+
     def evaluate(self, slot: StageSlot, candidates: StageCandidates) -> StageCosts:
         """Seconds and bytes of candidates for a slot."""
         seconds = self.seconds(slot, candidates)
@@ -117,6 +128,11 @@ def cost_model(spec: ModelSpec, profiles: Profiles, cluster: AnyCluster) -> Cost
         return MixedCostModel(spec, profiles, cluster)
     (profile,) = _of_every_part(profiles, cluster)
     return StageCostModel(spec, profile or catalog_profile(cluster), cluster)
+
+
+def profiles_of(model: CostModel) -> tuple[HardwareProfile, ...]:
+    """How fast the devices of every part are."""
+    return model.profiles if isinstance(model, MixedCostModel) else (model.profile,)
 
 
 def _of_every_part(profiles: Profiles, cluster: AnyCluster) -> tuple[HardwareProfile | None, ...]:

@@ -1,6 +1,6 @@
 """What of a device's memory, and of its host's, is left for the tensors of a plan."""
 
-from lightning_mist.hardware import Cluster
+from lightning_mist.hardware import AnyCluster, Cluster
 
 USABLE_MEMORY = 0.8
 """Share of a device's memory that plans use by default. What a prediction leaves out (context, communicators,
@@ -18,9 +18,9 @@ def usable_bytes(cluster: Cluster, memory_limit: int | None) -> float:
     return float(memory_limit) * tensor_share(cluster)
 
 
-def tensor_share(cluster: Cluster) -> float:
+def tensor_share(cluster: AnyCluster) -> float:
     """The share of a memory limit that is left for tensors."""
-    return USABLE_MEMORY if cluster.device.kind == "cuda" else 1.0
+    return USABLE_MEMORY if cluster.kind == "cuda" else 1.0
 
 
 def host_bytes_of_each(cluster: Cluster, host_memory_limit: int | None) -> float:

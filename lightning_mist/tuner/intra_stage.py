@@ -19,15 +19,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
+from lightning_mist.cost import CostModel, StageCandidates, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.needs import StageNeeds
 from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.cost.regions import parameter_regions
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import OffloadRatios
+from lightning_mist.plan import OffloadRatios, Plan
 from lightning_mist.tuner.pareto import Order, non_dominated, sort_points
-from lightning_mist.tuner.space import OFFLOADED, Shape, Space
+from lightning_mist.tuner.space import OFFLOADED, Shape, Space, common_unit
 
 ANYWHERE = -1
 """Start of a choice whose costs do not depend on where it lies."""
@@ -187,22 +187,49 @@ class IntraStage:
         space: The search space.
         memory_limit: Bytes that a device may use.
         host_limit: Bytes of host memory that it may use for what it offloads.
+        elsewhere: The search spaces of other parts of the cluster, if it has unlike ones.
     """
 
-    def __init__(self, model: StageCostModel, space: Space, memory_limit: float, *, host_limit: float = np.inf) -> None:
-        self.model, self.space = model, space
+    def __init__(
+        self,
+        model: CostModel,
+        space: Space,
+        memory_limit: float,
+        *,
+        host_limit: float = np.inf,
+        elsewhere: tuple[Space, ...] = (),
+    ) -> None:
+        self.model, self.space, self._elsewhere = model, space, elsewhere
         self.memory_limit, self.host_limit = memory_limit, host_limit
         self.evaluated = 0
         self._classes = layer_classes(model.spec)
-        self._kept: dict[tuple[str, int, Shape, bool], _Prepared] = {}
+        self._kept: dict[Hashable, _Prepared] = {}
+
+    def limits(self, plan: Plan) -> tuple[float, ...]:
+        """Bytes that the devices of every stage of a plan may use."""
+        return (self.memory_limit,) * plan.num_stages
 
     def frontier(
-        self, stage_index: int, num_stages: int, num_microbatches: int, slowest: float = np.inf
+        self,
+        stage_index: int,
+        num_stages: int,
+        num_microbatches: int,
+        slowest: float = np.inf,
+        *,
+        pipeline: tuple[int, ...] = (),
     ) -> SlotChoices:
-        """The choices of one slot that fit, take at most ``slowest`` seconds per microbatch and are not dominated."""
+        """The choices of one slot that fit, take at most ``slowest`` seconds per microbatch and are not dominated.
+
+        Args:
+            stage_index: Index of the stage.
+            num_stages: Number of stages.
+            num_microbatches: Number of microbatches.
+            slowest: The most steady seconds.
+            pipeline: The part of the cluster in which every stage lies, if it has unlike ones.
+        """
         parts = []
         for shape in self.space.shapes(num_microbatches):
-            slot = self.slot(stage_index, num_stages, num_microbatches, shape)
+            slot = self.slot(stage_index, num_stages, num_microbatches, shape, pipeline)
             prepared = self._prepare(slot)
             count = int(np.searchsorted(prepared.steady_K, slowest, side="right"))
             if not count:
@@ -236,9 +263,18 @@ class IntraStage:
             prepared.needs = self.model.memory(slot).needs(slot, some)
         return prepared.needs.first(count).peaks(_phases(slot))
 
-    def slot(self, stage_index: int, num_stages: int, num_microbatches: int, shape: Shape) -> StageSlot:
+    def slot(
+        self,
+        stage_index: int,
+        num_stages: int,
+        num_microbatches: int,
+        shape: Shape,
+        pipeline: tuple[int, ...] = (),
+    ) -> StageSlot:
         """A slot with an arrangement of devices."""
-        replicas = shape.data if num_stages == 1 else self.space.least_replicas(num_microbatches)
+        spaces = (self.space, *self._elsewhere)
+        replicas = common_unit(space.least_replicas(num_microbatches) for space in spaces)
+        replicas = shape.data if num_stages == 1 else replicas
         return StageSlot(
             stage_index=stage_index,
             num_stages=num_stages,
@@ -250,15 +286,16 @@ class IntraStage:
             schedule=self.space.schedule,
             tensor_parallel_degree=shape.tensor,
             sequence_parallel=shape.sequence,
+            parts=pipeline,
         )
 
     def _prepare(self, slot: StageSlot) -> _Prepared:
         """Everything about a slot's candidates but how many microbatches are in flight, which slots share."""
         role = self._role(slot)
         # Between nodes a transfer costs more; all else depends on the number of stages only through the situations.
-        inside = slot.num_stages <= self.model.cluster.devices_per_node
+        inside = slot.near_stages <= self.model.cluster.devices_per_node
         shape = Shape(slot.data_parallel_degree, slot.tensor_parallel_degree, slot.sequence_parallel)
-        key = (role, slot.num_microbatches, shape, inside)
+        key = (role, slot.num_microbatches, shape, inside, slot.seams)
         if key not in self._kept:
             self._kept[key] = self._evaluate(slot, role)
         return self._kept[key]

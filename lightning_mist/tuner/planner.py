@@ -11,7 +11,7 @@ from time import perf_counter
 
 import numpy as np
 
-from lightning_mist.cost import StageCostModel, predict_with
+from lightning_mist.cost import CostModel, StageCostModel, predict_with, profiles_of
 from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
@@ -131,7 +131,7 @@ def _result(intra: IntraStage, outcome: Outcome, began: float, memory_limit: int
             pipelines=outcome.pipelines,
             solved=outcome.solved,
         ),
-        notes=(*space.notes, *clocked.notes, *chosen.notes, *_numbers(model, plan, intra.memory_limit, memory_limit)),
+        notes=(*space.notes, *clocked.notes, *chosen.notes, *_numbers(model, plan, intra.limits(plan), memory_limit)),
     )
 
 
@@ -152,7 +152,7 @@ def _with_schedule(intra: IntraStage, others: Mapping[int, Plan], base: Plan) ->
         return _Chosen(plan=base, base=base)
     is_asked = space.schedule in space.search.schedules
     below = _seconds(base) * (1 - LEAST_GAIN) if is_asked else np.inf
-    found = best_variant(intra.model, space, intra.memory_limit, [base, *others.values()], below=below)
+    found = best_variant(intra.model, space, intra.limits, [base, *others.values()], below=below)
     if not is_asked:
         return _Chosen(plan=found if found is not None else refuse_without_variant(tried), base=base)
     if found is not None and _seconds(found) <= below:
@@ -176,7 +176,7 @@ class _Clocked:
     notes: tuple[str, ...]
 
 
-def _clocked(model: StageCostModel, space: Space, outcome: Outcome) -> _Clocked:
+def _clocked(model: CostModel, space: Space, outcome: Outcome) -> _Clocked:
     """Run the best answers by the closed form on the clock."""
     assert outcome.winner is not None
     near = sorted(outcome.found.values(), key=lambda found: found.answer.objective)[:CLOCKED]
@@ -229,7 +229,7 @@ def make_plan(space: Space, problem: InterStageProblem, chosen: tuple[int, ...])
     )
 
 
-def _predicted(model: StageCostModel, plan: Plan) -> Plan:
+def _predicted(model: CostModel, plan: Plan) -> Plan:
     return replace(plan, predicted=predict_with(model, plan))
 
 
@@ -237,24 +237,24 @@ def _stages(count: int) -> str:
     return "1 stage (data parallel)" if count == 1 else f"{count} stages"
 
 
-def _numbers(model: StageCostModel, plan: Plan, limit: float, asked: int | None) -> Iterable[str]:
-    """Where the numbers behind a plan come from."""
+def _numbers(model: CostModel, plan: Plan, limits: Iterable[float], asked: int | None) -> Iterable[str]:
+    """Where the numbers behind a plan come from, and what its devices may use."""
     sources = {model.region_seconds(stage.microbatch_size).source for stage in plan.stages}
     if any(stage.mesh.tensor_parallel_degree > 1 for stage in plan.stages) and model.spec.seconds:
         yield "seconds of split layers shrink as their FLOPs and bytes do; tensor parallelism is not measured"
+    profiles = dict.fromkeys(item.source for item in profiles_of(model))
     words = {
-        "rates": f"seconds of layers follow from FLOPs and bytes and the profile's rates ({model.profile.source})",
+        "rates": f"seconds of layers follow from FLOPs and bytes and the profile's rates ({'; '.join(profiles)})",
         "extrapolated": "seconds of layers are extrapolated from measured microbatch sizes",
         "measured": "seconds of layers are measured",
     }
     yield from (words[name] for name in words if name in sources)
-    if asked is None:
-        yield (
-            f"memory_limit is {format_bytes(limit)} per device, {USABLE_MEMORY:.0%} of the memory of "
-            f"{model.cluster.device.name}"
-        )
-    elif limit < asked:
-        yield (
-            f"tensors may take {format_bytes(limit)} per device, {USABLE_MEMORY:.0%} of memory_limit: the rest is for "
-            "the context, communicators and what the allocator keeps free"
-        )
+    names = (model.cluster.parts[model.cluster.part_of(stage.devices[0])].device.name for stage in plan.stages)
+    for name, limit in sorted(set(zip(names, limits, strict=True))):
+        if asked is None:
+            yield f"memory_limit is {format_bytes(limit)} per device, {USABLE_MEMORY:.0%} of the memory of {name}"
+        elif limit < asked:
+            yield (
+                f"tensors may take {format_bytes(limit)} per device, {USABLE_MEMORY:.0%} of memory_limit: the rest is "
+                "for the context, communicators and what the allocator keeps free"
+            )

@@ -11,13 +11,13 @@ Each is predicted exactly, by its own lists of actions. If it does not fit, ever
 it does. What comes out is never slower than what went in, and nothing is proven about other pipelines.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
 
-from lightning_mist.cost import StageCostModel, predict_with
+from lightning_mist.cost import CostModel, predict_with
 from lightning_mist.cost.candidates import StageCandidates, StageSlot, placed_slots_of
 from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.errors import InfeasibleError
@@ -30,14 +30,19 @@ MOST_CHUNKS = 4
 
 
 def best_variant(
-    model: StageCostModel, space: Space, memory_limit: float, plans: Iterable[Plan], *, below: float = np.inf
+    model: CostModel,
+    space: Space,
+    limits: Callable[[Plan], Sequence[float]],
+    plans: Iterable[Plan],
+    *,
+    below: float = np.inf,
 ) -> Plan | None:
     """The fastest plan that fits under a schedule other than that of the search, with its prediction.
 
     Args:
         model: The cost model.
         space: The search space, whose schedules count.
-        memory_limit: Bytes that a plan may use of each device.
+        limits: Bytes that the devices of every stage of a plan may use.
         plans: Pipelines under the schedule of the search.
         below: Plans that do not take fewer seconds are of no interest.
     """
@@ -47,7 +52,7 @@ def best_variant(
             least = _busiest(model, candidate)
             if least >= below or (best is not None and least >= _seconds(best)):
                 continue
-            found = _fitted(model, space, memory_limit, candidate)
+            found = _fitted(model, space, limits, candidate)
             if found is None:
                 continue
             found = replace(found, predicted=predict_with(model, found))
@@ -74,7 +79,7 @@ def _seconds(plan: Plan) -> float:
     return plan.predicted.step_seconds
 
 
-def _busiest(model: StageCostModel, plan: Plan) -> float:
+def _busiest(model: CostModel, plan: Plan) -> float:
     """Seconds that the busiest devices of a plan compute, which its step takes at least.
 
     Transfers may hide, and the first microbatch has no gradients to add to.
@@ -119,12 +124,13 @@ def _parts(count: int, chunks: int) -> list[int]:
     return [count * (chunk + 1) // chunks - count * chunk // chunks for chunk in range(chunks)]
 
 
-def _fitted(model: StageCostModel, space: Space, memory_limit: float, plan: Plan) -> Plan | None:
+def _fitted(model: CostModel, space: Space, limits: Callable[[Plan], Sequence[float]], plan: Plan) -> Plan | None:
     """The plan with as few more recomputed layers per stage as make it fit."""
     most = max(stage.num_layers - stage.checkpointing.layers for stage in plan.stages) if space.checkpointing else 0
 
     def fits(item: Plan) -> bool:
-        return all(memory.peak_bytes <= memory_limit for memory in plan_memory(model.memory, item))
+        found = zip(plan_memory(model.memory, item), limits(item), strict=True)
+        return all(memory.peak_bytes <= limit for memory, limit in found)
 
     if not fits(_recomputing(plan, most)) and not fits(plan):
         return None

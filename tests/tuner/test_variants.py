@@ -83,8 +83,9 @@ def test_sharded_gradients_stay_with_1f1b():
     model = StageCostModel(NETWORK, FAST, cluster(2))
     plan = found(("1f1b",)).plan
     stages = tuple(dataclasses.replace(stage, zero_stage=2) for stage in plan.stages)
-    assert best_variant(model, space, 1e12, [plan]).schedule == "zb-h1"
-    assert best_variant(model, space, 1e12, [dataclasses.replace(plan, stages=stages, predicted=None)]) is None
+    plenty = lambda item: (1e12,) * item.num_stages  # noqa: E731
+    assert best_variant(model, space, plenty, [plan]).schedule == "zb-h1"
+    assert best_variant(model, space, plenty, [dataclasses.replace(plan, stages=stages, predicted=None)]) is None
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
