@@ -49,6 +49,9 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.accuracy.memory_limits
 	$(BIN)/python -m benchmarks.accuracy.larger_than_memory
 	$(BIN)/python -m benchmarks.planner.tuning
+	$(BIN)/python -m benchmarks.planner.search_times
+	$(BIN)/python -m benchmarks.planner.growth
+	$(BIN)/python -m benchmarks.planner.against_brute_force
 	$(BIN)/python -m benchmarks.throughput.against_ddp
 	$(BIN)/python -m benchmarks.parity.table
 	$(BIN)/python -m benchmarks.parity.random

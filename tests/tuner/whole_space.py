@@ -12,7 +12,6 @@ second rises by one.
 """
 
 import itertools
-from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import gcd
@@ -20,16 +19,23 @@ from math import gcd
 import numpy as np
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot, step_seconds_of
+from lightning_mist.cost.candidates import OffloadCandidates
+from lightning_mist.cost.offload import host_bytes
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.budget import USABLE_MEMORY
+from lightning_mist.tuner.space import OFFLOADED
 from tests.specs import cluster, profile, spec, with_splits
 
 MOST_CANDIDATES = 15_000
 """Stage candidates that an instance may have, so that each takes a fraction of a second."""
+
+
+OFFLOADING = 0.0
+"""Share of instances whose spaces offload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,8 @@ class Instance:
         rates: How fast they are.
         rows: Rows of the batch that each device loads.
         memory_limit: Bytes of each device.
+        host_memory_limit: Bytes of each node's host memory that offloading may take, its devices equal parts of it;
+            ``None`` for as many as it wants.
         search: The space.
         known: What stage candidates cost, which does not depend on limits.
     """
@@ -52,12 +60,24 @@ class Instance:
     rows: int
     memory_limit: int
     search: SearchSpace
+    host_memory_limit: int | None = None
     known: dict = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def limit(self):
         """Bytes that tensors may take on each device."""
         return self.memory_limit * (USABLE_MEMORY if self.machine.device.kind == "cuda" else 1.0)
+
+    @property
+    def host_limit(self):
+        """Bytes of host memory that each device may take."""
+        limit = self.host_memory_limit
+        return np.inf if limit is None else limit / self.machine.devices_per_node
+
+    @property
+    def kind(self):
+        """What sets it apart from others."""
+        return "with offload" if self.search.offload else "without offload"
 
     def planner(self):
         """A planner that knows nothing yet."""
@@ -72,6 +92,7 @@ class Instance:
         return (planner or self.planner()).tune(
             global_batch_size=self.rows * self.machine.world_size,
             memory_limit=self.memory_limit,
+            host_memory_limit=self.host_memory_limit,
             search=self.search,
         )
 
@@ -160,8 +181,10 @@ def slot_of(instance, count, stages, index, kind):
 
 
 def candidates_of(instance, stages, index, kind):
-    """Every range of layers that leaves one for each other stage, recomputed layers, ZeRO stages."""
+    """Every range of layers that leaves one for each other stage, recomputed layers, ZeRO stages, offloaded shares."""
     layers, search = instance.network.num_layers, instance.search
+    shares = tuple(sorted({0.0, *search.offload_ratios}))
+    offload = list(itertools.product(*(shares if name in search.offload else (0.0,) for name in OFFLOADED)))
     rows = []
     for start, end in itertools.combinations_with_replacement(range(layers + 1), 2):
         if (start == end and layers) or (start == 0) != (index == 0) or (end == layers) != (index == stages - 1):
@@ -170,30 +193,59 @@ def candidates_of(instance, stages, index, kind):
             continue
         recomputed = range(end - start + 1) if search.checkpointing else (0,)
         levels = search.zero_stages if kind.data > 1 else (0,)
-        rows += itertools.product((start,), (end,), recomputed, levels)
-    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+        rows += [(*row, *moved) for row in itertools.product((start,), (end,), recomputed, levels) for moved in offload]
+    return np.array(rows, dtype=np.float64).reshape(-1, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Stage candidates of one place with what they cost.
+
+    Attributes:
+        range_K2: First layer and one past the last.
+        steady_K: Steady seconds.
+        boundary_K: Boundary seconds.
+        peak_K: Peak bytes of a device.
+        host_K: Bytes of host memory of a device.
+    """
+
+    range_K2: np.ndarray
+    steady_K: np.ndarray
+    boundary_K: np.ndarray
+    peak_K: np.ndarray
+    host_K: np.ndarray
 
 
 def priced(instance, count, stages, index, kind):
-    """Candidates of a place with their steady and boundary seconds and peak bytes."""
+    """Everything that a place may have, and what it costs."""
     if "model" not in instance.known:
         instance.known["model"] = StageCostModel(instance.network, instance.rates, instance.machine)
     key = (count, stages, index, kind)
     if key not in instance.known:
         rows = candidates_of(instance, stages, index, kind)
-        found = _costs(instance.known["model"], slot_of(instance, count, stages, index, kind), rows)
-        instance.known[key] = (rows, *found)
+        slot = slot_of(instance, count, stages, index, kind)
+        instance.known[key] = _prices(instance.known["model"], slot, rows, bool(instance.search.offload))
     return instance.known[key]
 
 
-def _costs(model, slot, rows):
+def _prices(model, slot, rows, offloads):
+    range_K2 = rows[:, :2].astype(np.int64)
     if not len(rows):
-        return (np.empty(0),) * 3
-    start_K, end_K, recomputed_K, zero_K = rows.T
+        return Prices(range_K2=range_K2, **dict.fromkeys(("steady_K", "boundary_K", "peak_K", "host_K"), np.empty(0)))
+    start_K, end_K, recomputed_K, zero_K = rows[:, :4].T.astype(np.int64)
     candidates = StageCandidates(start_K=start_K, end_K=end_K, checkpointed_K=recomputed_K, zero_stage_K=zero_K)
+    if offloads:
+        ratios = dict(zip((f"{name}_K" for name in OFFLOADED), rows[:, 4:].T, strict=True))
+        candidates = replace(candidates, offload=OffloadCandidates(**ratios))
     costs = model.evaluate(slot, candidates)
-    peak_K = costs.needs.peaks(stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule))
-    return costs.steady_K, costs.boundary_K, peak_K
+    phases = stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
+    return Prices(
+        range_K2=range_K2,
+        steady_K=costs.steady_K,
+        boundary_K=costs.boundary_K,
+        peak_K=costs.needs.peaks(phases),
+        host_K=host_bytes(model.memory(slot), slot, candidates, costs.needs, phases),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,22 +270,21 @@ def undominated(steady_K, boundary_K):
 
 def options_of(instance, count, stages, index, kind, *, reduced):
     """By range of layers: what a stage may be; and how many candidates there are."""
-    rows, steady_K, boundary_K, peak_K = priced(instance, count, stages, index, kind)
-    places = defaultdict(list)
-    for place, (start, end, *_) in enumerate(rows.tolist()):
-        places[start, end].append(place)
+    prices = priced(instance, count, stages, index, kind)
     found = {}
-    for key, members in places.items():
-        fit_J = np.array([place for place in members if peak_K[place] <= instance.limit], dtype=np.int64)
+    for start, end in np.unique(prices.range_K2, axis=0).tolist():
+        here_K = (prices.range_K2 == (start, end)).all(axis=1)
+        allowed_K = here_K & (prices.host_K <= instance.host_limit)
+        fit_J = np.flatnonzero(allowed_K & (prices.peak_K <= instance.limit))
         if reduced:
-            fit_J = fit_J[undominated(steady_K[fit_J], boundary_K[fit_J])]
-        found[key] = Options(
-            steady_K=steady_K[fit_J],
-            boundary_K=boundary_K[fit_J],
-            peak=float(peak_K[members].min()),
-            count=len(members),
+            fit_J = fit_J[undominated(prices.steady_K[fit_J], prices.boundary_K[fit_J])]
+        found[start, end] = Options(
+            steady_K=prices.steady_K[fit_J],
+            boundary_K=prices.boundary_K[fit_J],
+            peak=float(prices.peak_K[allowed_K].min()),
+            count=int(here_K.sum()),
         )
-    return found, len(rows)
+    return found, len(prices.steady_K)
 
 
 def together(chosen, count):
@@ -299,7 +350,10 @@ def _random_instance(rng):
         flops_per_second=10 ** rng.uniform(9, 11.5), link=10 ** rng.uniform(6, 10), latency=10 ** rng.uniform(-6, -3)
     )
     levels = tuple(sorted({int(level) for level in rng.integers(0, 4, size=int(rng.integers(1, 4)))}))
+    copies = {f"{way}_bytes_per_second": 10 ** rng.uniform(6, 10) for way in ("host_to_device", "device_to_host")}
+    rates = replace(rates, **copies, host_bytes_per_second_per_node=float(rng.choice([0.0, 1e8])))
     rows = int(rng.choice([1, 2, 4]))
+    offload, ratios = _offload(rng)
     return Instance(
         network=with_splits(network, *splits) if splits else network,
         machine=machine,
@@ -310,9 +364,19 @@ def _random_instance(rng):
             zero_stages=levels,
             checkpointing=bool(rng.random() < 0.8),
             num_stages=None if rng.random() < 0.8 else (int(rng.integers(1, devices + 1)),),
+            offload=offload,
+            offload_ratios=ratios,
             schedules=("1f1b",),
         ),
     )
+
+
+def _offload(rng):
+    """Kinds of state that may be offloaded, and shares; the more kinds the fewer shares."""
+    if rng.random() >= OFFLOADING:
+        return (), (0.0, 1.0)
+    kinds = tuple(name for name in OFFLOADED if rng.random() < 0.5)
+    return kinds, (0.0, 0.5, 1.0) if len(kinds) < 3 else (0.0, 0.6)
 
 
 def _network(rng):
@@ -334,7 +398,7 @@ def _network(rng):
 def _limited(question, rng):
     """The question with a limit between what the least and the most demanding stages need, or a little below."""
     peaks = [
-        priced(question, count, stages, index, kind)[3]
+        priced(question, count, stages, index, kind).peak_K
         for count, stages, arrangements in pipelines(question)
         for index, kind in itertools.product(range(stages), {kind for row in arrangements for kind in row})
     ]
@@ -342,8 +406,11 @@ def _limited(question, rng):
         return question
     peak_K = np.sort(np.concatenate(peaks))
     share = 1.0 if question.machine.device.kind == "cpu" else USABLE_MEMORY
+    host = None
+    if question.search.offload and rng.random() < 0.5:
+        host = int(10 ** rng.uniform(3, 6.5)) * question.machine.devices_per_node
     wanted = peak_K[int(rng.random() * (len(peak_K) - 1))] * rng.choice([0.6, 1.0, 1.02, 1.3])
-    return replace(question, memory_limit=max(1, int(wanted / share)))
+    return replace(question, memory_limit=max(1, int(wanted / share)), host_memory_limit=host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

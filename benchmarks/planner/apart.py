@@ -1,0 +1,133 @@
+"""A search in a process of its own: what it takes from the first question on, and what it asks of memory.
+
+The specification is made before, by the network's sizes alone, and handed over; imports are done before the clock
+starts. Memory is what the kernel says of the process (``VmRSS`` before, ``VmHWM`` after, in /proc/self/status): its
+greatest resident size belongs to the process alone, unlike what ``getrusage`` says after a fork.
+"""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from lightning_mist.hardware import parse_cluster
+from lightning_mist.tuner import Planner, SearchSpace, degrees_to_try
+
+if TYPE_CHECKING:
+    from lightning_mist.model.reference import LanguageModelShape
+    from lightning_mist.model.spec import ModelSpec
+
+PRECISION = "bf16-true"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One plan that is asked for.
+
+    Attributes:
+        global_batch_size: Rows of the batch over all devices.
+        memory_limit: Bytes of each device; by default the planner's own share of its memory.
+    """
+
+    global_batch_size: int
+    memory_limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What one question took and came to.
+
+    Attributes:
+        seconds: From the question to the plan.
+        status: The planner's.
+        gap: The proven gap.
+        candidates: Stage candidates that were priced for all questions so far.
+        stages: Stages of the plan.
+        step_seconds: Predicted seconds of the plan.
+    """
+
+    seconds: float
+    status: str
+    gap: float
+    candidates: int
+    stages: int
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """Replies to several questions to one planner, and what its process took of memory.
+
+    Attributes:
+        replies: One for each question.
+        rise_bytes: Greatest resident size above that before the first question.
+        peak_bytes: Greatest resident size, imports included.
+    """
+
+    replies: tuple[Reply, ...]
+    rise_bytes: int
+    peak_bytes: int
+
+
+def spec_of(
+    shape: "LanguageModelShape", name: str, cluster_text: str, *, rows: int, sequence_length: int
+) -> "ModelSpec":
+    """The network by its sizes, split over all degrees that the cluster allows.
+
+    What this imports is not needed for searching, so the process that searches does not import it here.
+    """
+    import torch
+
+    from lightning_mist.cost.estimate_closed import closed_spec, shape_dims
+    from lightning_mist.model import describe_optimizer
+
+    cluster = parse_cluster(cluster_text)
+    return closed_spec(
+        shape_dims(shape, sequence_length),
+        optimizer=describe_optimizer(torch.optim.AdamW, device_kind=cluster.device.kind),
+        precision=PRECISION,
+        rows=rows,
+        sequence_length=sequence_length,
+        degrees=degrees_to_try(SearchSpace(), cluster.devices_per_node),
+        device_kind=cluster.device.kind,
+        name=name,
+    )
+
+
+def ask_apart(
+    spec: "ModelSpec", cluster_text: str, questions: tuple[Question, ...], search: SearchSpace | None = None
+) -> Session:
+    """Put questions to a new planner, one after another, in a new process."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_ask, spec, cluster_text, questions, search or SearchSpace()).result()
+
+
+def _ask(spec: "ModelSpec", cluster_text: str, questions: tuple[Question, ...], search: SearchSpace) -> Session:
+    cluster = parse_cluster(cluster_text)
+    before, replies, planner = _memory("VmRSS"), [], None
+    for question in questions:
+        started = perf_counter()
+        planner = planner or Planner(spec, cluster)
+        found = planner.tune(
+            global_batch_size=question.global_batch_size, memory_limit=question.memory_limit, search=search
+        )
+        replies.append(
+            Reply(
+                seconds=perf_counter() - started,
+                status=found.status,
+                gap=found.gap,
+                candidates=found.stats.candidates,
+                stages=found.plan.num_stages,
+                step_seconds=found.predicted.step_seconds,
+            )
+        )
+    peak = _memory("VmHWM")
+    return Session(replies=tuple(replies), rise_bytes=max(0, peak - before), peak_bytes=peak)
+
+
+def _memory(name: str) -> int:
+    """A line of /proc/self/status, which is in KiB, in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024

@@ -1,0 +1,25 @@
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.planner.against_brute_force import compared, sample_of
+from lightning_mist.tuner.bound import PRECISION
+
+
+def test_instances_are_compared_and_counted() -> None:
+    found = [compared(seed) for seed in range(6)]
+    assert [seed for seed, _, _ in found] == list(range(6))
+    verdicts = [verdict for _, _, verdict in found]
+    sample = sample_of("some", verdicts)
+    assert sample["instances"] == sample["equal"] == 6
+    assert sample["of these infeasible"] == sum(item.status == "infeasible" for item in verdicts)
+    assert sample["largest difference"] <= PRECISION
+
+
+def test_what_differs_does_not_count_as_equal() -> None:
+    verdict = next(verdict for seed in range(20) for _, _, verdict in [compared(seed)] if np.isfinite(verdict.seconds))
+    worse = replace(verdict, seconds=1.001 * verdict.seconds)
+    missing = replace(verdict, seconds=np.inf, status="infeasible")
+    sample = sample_of("some", [verdict, worse, missing])
+    assert (sample["equal"], sample["proven optimal"]) == (1, 2)
+    assert sample["largest difference"] == np.inf
