@@ -9,12 +9,13 @@ from lightning_mist.schedule.in_flight import Held, held_counts, in_flight, in_f
 from lightning_mist.schedule.lower import lower
 from lightning_mist.schedule.seconds import StageSeconds
 from lightning_mist.schedule.simulate import Simulation, simulate, simulate_plan
-from lightning_mist.schedule.trace import Span, to_chrome_trace
+from lightning_mist.schedule.trace import Level, Span, to_chrome_trace
 
 __all__ = [
     "Action",
     "ActionKind",
     "Held",
+    "Level",
     "Schedule",
     "Simulation",
     "Span",

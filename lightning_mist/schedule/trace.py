@@ -1,7 +1,7 @@
 """Who did what when, as a Chrome trace that Perfetto and ``chrome://tracing`` open.
 
-Format: the JSON object form of the Trace Event Format (Google, "Trace Event Format", complete events ``"ph": "X"`` and
-metadata events ``"ph": "M"``); its times are microseconds.
+Format: the JSON object form of the Trace Event Format (Google, "Trace Event Format", complete events ``"ph": "X"``, metadata
+events ``"ph": "M"`` and counter events ``"ph": "C"``); its times are microseconds.
 """
 
 import json
@@ -32,12 +32,25 @@ class Span:
     end: float
 
 
-def to_chrome_trace(spans: Iterable[Span], *, names: Mapping[int, str] | None = None) -> str:
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Amounts of one rank from a time on, drawn on top of each other under one name until the next of this name."""
+
+    rank: int
+    name: str
+    time: float
+    amounts: tuple[tuple[str, float], ...]
+
+
+def to_chrome_trace(
+    spans: Iterable[Span], *, names: Mapping[int, str] | None = None, levels: Iterable[Level] = ()
+) -> str:
     """A trace as JSON text: one process per rank, with a lane each for computing, receiving and sending.
 
     Args:
         spans: What happened, in any order, simulated or measured.
         names: What to call each rank; ``"rank 3"`` where it says nothing.
+        levels: What to draw beside, such as bytes by term.
     """
     spans = sorted(spans, key=lambda span: (span.rank, span.start, span.end))
     events: list[dict[str, object]] = []
@@ -47,6 +60,10 @@ def to_chrome_trace(spans: Iterable[Span], *, names: Mapping[int, str] | None = 
         events.append(_metadata(rank, 0, "process_sort_index", sort_index=rank))
         events += [_metadata(rank, lane, "thread_name", name=text) for lane, text in enumerate(_LANES)]
     events += [_event(span) for span in spans]
+    events += [
+        {"name": level.name, "ph": "C", "ts": level.time * _MICROSECONDS, "pid": level.rank, "args": dict(level.amounts)}
+        for level in levels
+    ]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False) + "\n"
 
 

@@ -1,0 +1,198 @@
+"""A picture of the bytes of every stage over one step, by term."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.memory_curve import MemoryCurve
+from lightning_mist.report.figures import INK, PAPER, left_out, panels, save, style, time_unit
+from lightning_mist.report.memory import MemoryPicture, moments
+from lightning_mist.report.timeline import Window, windows_of
+from lightning_mist.units import format_bytes
+
+# Okabe and Ito, 2008, and two dark ones: told apart by colour-blind readers too. What stays is at the bottom.
+COLORS = {
+    "parameter_bytes": "#0072b2",
+    "buffer_bytes": "#003f63",
+    "optimizer_bytes": "#56b4e9",
+    "batch_bytes": "#999999",
+    "gradient_bytes": "#e69f00",
+    "activation_bytes": "#009e73",
+    "transfer_bytes": "#f0e442",
+    "offload_bytes": "#882255",
+    "working_bytes": "#cc79a7",
+}
+
+WORDS = {
+    "parameter_bytes": "parameters",
+    "buffer_bytes": "buffers of the module",
+    "optimizer_bytes": "optimizer state",
+    "batch_bytes": "batch",
+    "gradient_bytes": "gradients",
+    "activation_bytes": "activations of microbatches in flight",
+    "transfer_bytes": "sent and received",
+    "offload_bytes": "buffers of host copies",
+    "working_bytes": "working set of what is computed",
+}
+
+LEAST_SHARE = 2e-3
+"""Terms that never reach this share of the highest peak are too thin to be seen and are left out."""
+
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 1.15, 0.2, 0.62, 1.05
+_UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
+
+
+def draw_memory(picture: MemoryPicture, path: str) -> None:
+    """Draw the bytes over a step to a file.
+
+    Args:
+        picture: The bytes.
+        path: The file, whose name says the kind: one of :data:`~lightning_mist.report.figures.FORMATS`.
+    """
+    from matplotlib import rc_context
+
+    with rc_context(style("memory")):
+        save(memory_figure(picture), path)
+
+
+def memory_figure(picture: MemoryPicture) -> Any:
+    """The picture of the bytes over a step, as a figure of matplotlib."""
+    from matplotlib.figure import Figure
+
+    shown = picture.shown
+    windows = windows_of(picture.timeline, moments(shown))
+    row = 2.4 if len(shown) == 1 else 1.7 if len(shown) <= 4 else 1.3
+    height = _TOP + _BOTTOM + row * len(shown)
+    figure = Figure(figsize=(_WIDTH, height))
+    figure.subplots_adjust(
+        left=_LEFT / _WIDTH, right=1 - _RIGHT / _WIDTH, bottom=_BOTTOM / height, top=1 - _TOP / height, hspace=0.12
+    )
+    axes = panels(figure, len(shown), windows)
+    highest = max(picture.worst.peak_bytes, picture.memory_limit or 0.0)
+    unit, scale = next((item for item in _UNITS if highest >= item[1]), _UNITS[-1])
+    terms = _present(picture)
+    for line, curve in zip(axes, shown, strict=True):
+        for axis, window in zip(line, windows, strict=True):
+            _draw(axis, curve, terms, window, scale, picture)
+            axis.set_ylim(0, highest / scale * 1.16)
+        line[0].set_ylabel(f"{picture.timeline.lanes[curve.group].label}\n{unit}", fontsize=8)
+        _mark_peak(line, curve, windows, scale, picture)
+    _title(figure, picture, shown, windows, height)
+    _legend(figure, axes[0, 0])
+    return figure
+
+
+def _present(picture: MemoryPicture) -> list[str]:
+    """Terms that are high enough to be seen, in the order of the legend."""
+    least = LEAST_SHARE * picture.worst.peak_bytes
+    highest: dict[str, float] = {}
+    for curve in picture.curves:
+        for name, values_E in curve.terms:
+            highest[name] = max(highest.get(name, 0.0), float(values_E.max()))
+    return [name for name in COLORS if highest.get(name, 0.0) > least]
+
+
+def _draw(
+    axis: Any, curve: MemoryCurve, terms: Sequence[str], window: Window, scale: float, picture: MemoryPicture
+) -> None:
+    """One part of the step of one group of devices."""
+    _, factor = time_unit(picture.timeline.step_seconds)
+    times_E, index_E = _pieces(curve, window)
+    values = dict(curve.terms)
+    axis.stackplot(
+        times_E * factor,
+        [values[name][index_E] / scale for name in terms],
+        labels=[WORDS[name] for name in terms],
+        colors=[COLORS[name] for name in terms],
+        step="post",
+        linewidth=0,
+    )
+    if picture.memory_limit is not None:
+        axis.axhline(picture.memory_limit / scale, color="#d55e00", linewidth=1.4, label="limit for tensors")
+
+
+def _pieces(curve: MemoryCurve, window: Window) -> tuple[FloatArray, Any]:
+    """When the pieces of a curve that lie in a part of the step begin, its end behind them, and which they are."""
+    first = max(0, int(np.searchsorted(curve.times_E, window[0], side="right")) - 1)
+    last = int(np.searchsorted(curve.times_E, window[1], side="left"))
+    index_E = np.arange(first, max(last, first + 1))
+    times_E = np.clip(np.append(curve.times_E[index_E], window[1]), *window)
+    return times_E, np.append(index_E, index_E[-1])
+
+
+def _mark_peak(
+    line: Any, curve: MemoryCurve, windows: Sequence[Window], scale: float, picture: MemoryPicture
+) -> None:
+    """Say how high the highest point is, and where."""
+    _, factor = time_unit(picture.timeline.step_seconds)
+    at = curve.peak_index
+    begin = float(curve.times_E[at])
+    end = float(curve.times_E[at + 1]) if at + 1 < len(curve.times_E) else curve.end
+    column = next(index for index, (start, stop) in enumerate(windows) if start <= begin <= stop)
+    start, stop = windows[column]
+    middle, height = min((begin + end) / 2, stop), curve.peak_bytes / scale
+    share = (middle - start) / (stop - start)
+    line[column].plot(middle * factor, height, marker="v", color=INK, markersize=5, clip_on=False)
+    line[column].annotate(
+        f"peak {format_bytes(curve.peak_bytes)}: {say_piece(curve.names[at])}",
+        (middle * factor, height),
+        xytext=(0, 5),
+        textcoords="offset points",
+        ha="left" if share < 0.25 else "right" if share > 0.75 else "center",
+        fontsize=8,
+        bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 0.8, "alpha": 0.85},
+    )
+
+
+def say_piece(name: str) -> str:
+    """A piece of a curve in words."""
+    from lightning_mist.errors import ScheduleError
+    from lightning_mist.schedule import Action, ActionKind
+
+    try:
+        action = Action.parse(name)
+    except ScheduleError:
+        return name
+    words = {
+        ActionKind.FORWARD: "forward",
+        ActionKind.BACKWARD: "backward",
+        ActionKind.BACKWARD_INPUT: "gradients of inputs",
+        ActionKind.BACKWARD_WEIGHT: "gradients of weights",
+    }
+    return f"{words[action.kind]} of microbatch {action.microbatch}"
+
+
+def _title(
+    figure: Any, picture: MemoryPicture, shown: Sequence[MemoryCurve], windows: Sequence[Window], height: float
+) -> None:
+    worst, limit = picture.worst, picture.memory_limit
+    label = picture.timeline.lanes[worst.group].label
+    head = f"memory over one step: {label} needs most, {format_bytes(worst.peak_bytes)} per device"
+    if limit is not None:
+        head += f" of {format_bytes(limit)}"
+    lanes, count = len(picture.timeline.lanes), picture.timeline.num_microbatches
+    each = picture.timeline.step_seconds / (count + lanes - 1)
+    hidden = f"{len(shown)} of {lanes} groups of devices are shown" if len(shown) < lanes else ""
+    parts = f"{picture.timeline.schedule}, {count} microbatch{'es' * (count > 1)}"
+    more = [parts, hidden, left_out(windows, each)]
+    at = _LEFT / _WIDTH
+    figure.text(at, 1 - 0.22 / height, head, fontsize=11, fontweight="bold", va="center")
+    figure.text(at, 1 - 0.44 / height, "; ".join(text for text in more if text), fontsize=8.5, va="center")
+
+
+def _legend(figure: Any, axis: Any) -> None:
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="lower left",
+        bbox_to_anchor=(_LEFT / _WIDTH - 0.005, 0.0),
+        ncols=4,
+        fontsize=8,
+        frameon=False,
+        handlelength=1.2,
+        columnspacing=1.4,
+        labelcolor=INK,
+    )

@@ -1,0 +1,204 @@
+"""A picture of a schedule: one lane for each group of devices, time from left to right."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_mist.report.figures import INK, SHADE, left_out, panels, save, style, time_unit
+from lightning_mist.report.timeline import Bar, BarKind, Lane, Timeline, Window, windows_of
+from lightning_mist.units import format_seconds
+
+# Okabe and Ito, 2008: told apart by colour-blind readers too.
+COLORS: dict[BarKind, str] = {
+    "forward": "#56b4e9",
+    "recompute": "#f0e442",
+    "backward": "#0072b2",
+    "input backward": "#0072b2",
+    "weight backward": "#009e73",
+    "collectives": "#cc79a7",
+    "copies": "#882255",
+    "optimizer": "#e69f00",
+    "send": "#999999",
+}
+
+WORDS: dict[BarKind, str] = {
+    "forward": "forward",
+    "recompute": "recomputed forward",
+    "backward": "backward",
+    "input backward": "backward, gradients of inputs",
+    "weight backward": "backward, gradients of weights",
+    "collectives": "collectives waited for",
+    "copies": "host copies waited for",
+    "optimizer": "optimizer",
+    "send": "transfers to other stages",
+}
+
+LEAST_IDLE = 1e-6
+"""Less of a step in which devices wait is what sums of floating-point numbers leave."""
+
+_DARK = frozenset({"backward", "input backward", "weight backward"})
+_NUMBERED = frozenset({"forward", "backward", "input backward", "weight backward"})
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 1.15, 0.2, 0.62, 0.85
+_DIGIT = 0.068
+"""Inches of a digit of the smallest text."""
+
+
+def draw_timeline(timeline: Timeline, path: str) -> None:
+    """Draw a step to a file.
+
+    Args:
+        timeline: The step.
+        path: The file, whose name says the kind: one of :data:`~lightning_mist.report.figures.FORMATS`.
+    """
+    from matplotlib import rc_context
+
+    with rc_context(style("timeline")):
+        save(timeline_figure(timeline), path)
+
+
+def timeline_figure(timeline: Timeline) -> Any:
+    """The picture of a step, as a figure of matplotlib.
+
+    Many microbatches do not fit: then the first and the last of the step are shown.
+    """
+    from matplotlib.figure import Figure
+
+    windows, count = windows_of(timeline), len(timeline.lanes)
+    lane = min(0.62, max(0.16, 7.0 / count))
+    height = _TOP + _BOTTOM + lane * count
+    figure = Figure(figsize=(_WIDTH, height))
+    left, right = _LEFT / _WIDTH, 1 - _RIGHT / _WIDTH
+    figure.subplots_adjust(left=left, right=right, bottom=_BOTTOM / height, top=1 - _TOP / height)
+    axes = panels(figure, 1, windows)[0]
+    inches = (_WIDTH - _LEFT - _RIGHT) * (0.95 if len(windows) > 1 else 1.0)
+    scale = inches / sum(end - start for start, end in windows)
+    for axis, window in zip(axes, windows, strict=True):
+        _draw_lanes(axis, timeline, window, scale, lane)
+    _label_lanes(axes[0], timeline, lane)
+    _title(figure, timeline, windows, height)
+    _legend(figure, timeline, height)
+    return figure
+
+
+def _draw_lanes(axis: Any, timeline: Timeline, window: Window, scale: float, height: float) -> None:
+    """One part of the step: what takes time in colour on grey, with the numbers of microbatches where there is room."""
+    _, factor = time_unit(timeline.step_seconds)
+    sends = any(lane.sends for lane in timeline.lanes)
+    top, bottom = (0.9, 0.24) if sends else (0.9, 0.1)
+    chunks = 1 + max(bar.chunk for lane in timeline.lanes for bar in lane.work)
+    for index, lane in enumerate(timeline.lanes):
+        base = len(timeline.lanes) - 1 - index
+        axis.broken_barh(
+            [(window[0] * factor, (window[1] - window[0]) * factor)],
+            (base + bottom, top - bottom),
+            facecolors=SHADE,
+            linewidth=0,
+        )
+        place = base + bottom, top - bottom
+        _draw_bars(axis, [bar for bar in lane.work if _is_in(bar, window)], place, factor, chunks)
+        _draw_bars(axis, [bar for bar in lane.sends if _is_in(bar, window)], (base + 0.06, 0.12), factor, 1)
+        if height >= 0.16:
+            _number(axis, lane, window, base + (top + bottom) / 2, scale, factor, height)
+    axis.set_ylim(0, len(timeline.lanes))
+
+
+def _is_in(bar: Bar, window: Window) -> bool:
+    return bar.end > window[0] and bar.start < window[1]
+
+
+def _draw_bars(axis: Any, bars: Sequence[Bar], place: tuple[float, float], factor: float, chunks: int) -> None:
+    """Bars of one lane, all of a colour at once."""
+    by_color: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for bar in bars:
+        extent = bar.start * factor, (bar.end - bar.start) * factor
+        by_color[_shade(COLORS[bar.kind], bar.chunk, chunks)].append(extent)
+    for color, extents in by_color.items():
+        # What is on its way takes so little time that an edge would hide it.
+        edge = color if color == COLORS["send"] else "white"
+        axis.broken_barh(extents, place, facecolors=color, edgecolor=edge, linewidth=0.25)
+
+
+def _shade(color: str, chunk: int, chunks: int) -> str:
+    """The colour of a chunk: later ones are lighter."""
+    if chunks == 1:
+        return color
+    share = 0.45 * chunk / (chunks - 1)
+    parts = [int(color[at : at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
+
+
+def _number(
+    axis: Any, lane: Lane, window: Window, middle: float, scale: float, factor: float, height: float
+) -> None:
+    """Write the number of every microbatch into its bar, if there is room."""
+    size = min(8.0, 72 * height * 0.5)
+    numbered = [bar for bar in lane.work if bar.kind in _NUMBERED and _is_in(bar, window)]
+    digits = max((len(str(bar.microbatch)) for bar in numbered), default=0)
+    for bar in numbered:
+        start, end = max(bar.start, window[0]), min(bar.end, window[1])
+        text = str(bar.microbatch)
+        if (end - start) * scale >= _DIGIT * size / 8 * (digits + 0.6):
+            axis.text(
+                (start + end) / 2 * factor,
+                middle,
+                text,
+                ha="center",
+                va="center",
+                fontsize=size,
+                color="white" if bar.kind in _DARK and not bar.chunk else "black",
+                clip_on=True,
+            )
+
+
+def _label_lanes(axis: Any, timeline: Timeline, height: float) -> None:
+    count = len(timeline.lanes)
+    labels = [
+        f"{lane.label}\nrank{'s' * (not lane.devices.isdecimal())} {lane.devices}" if height >= 0.4 else lane.label
+        for lane in timeline.lanes
+    ]
+    size = 8 if height >= 0.2 else 6
+    axis.set_yticks([count - 1 - index + 0.57 for index in range(count)], [_short(text) for text in labels])
+    axis.tick_params(axis="y", length=0, labelsize=size)
+
+
+def _short(text: str, most: int = 20) -> str:
+    """Lines of a label cut to a length."""
+    return "\n".join(line if len(line) <= most else line[: most - 3] + "..." for line in text.splitlines())
+
+
+def _title(figure: Any, timeline: Timeline, windows: Sequence[Window], height: float) -> None:
+    lanes, count = len(timeline.lanes), timeline.num_microbatches
+    idle = f"devices wait for {timeline.idle_share:.1%} of it (bubble)" if lanes > 1 else "one stage, no pipeline"
+    head = f"one step: {format_seconds(timeline.step_seconds)}, {idle}"
+    each = timeline.step_seconds / (count + lanes - 1)
+    is_shaded = any(bar.chunk for lane in timeline.lanes for bar in lane.work)
+    more = [
+        f"{timeline.schedule}, {count} microbatch{'es' * (count > 1)}",
+        "lighter: later stages of the same devices" * is_shaded,
+        left_out(windows, each),
+    ]
+    at = _LEFT / _WIDTH
+    figure.text(at, 1 - 0.22 / height, head, fontsize=11, fontweight="bold", va="center")
+    figure.text(at, 1 - 0.44 / height, "; ".join(text for text in more if text), fontsize=8.5, va="center")
+
+
+def _legend(figure: Any, timeline: Timeline, height: float) -> None:
+    """What colours mean, of those that are there."""
+    from matplotlib.patches import Patch
+
+    bars = [bar for lane in timeline.lanes for bar in (*lane.work, *lane.sends)]
+    present = {bar.kind for bar in bars}
+    entries = [Patch(facecolor=COLORS[kind], label=WORDS[kind]) for kind in COLORS if kind in present]
+    if timeline.idle_share > LEAST_IDLE:
+        entries.append(Patch(facecolor=SHADE, label="waiting"))
+    figure.legend(
+        handles=entries,
+        loc="lower left",
+        bbox_to_anchor=(_LEFT / _WIDTH - 0.005, 0.0),
+        ncols=len(entries) if len(entries) <= 6 else -(-len(entries) // 2),
+        fontsize=8,
+        frameon=False,
+        handlelength=1.2,
+        columnspacing=1.4,
+        labelcolor=INK,
+    )

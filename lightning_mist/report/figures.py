@@ -1,0 +1,142 @@
+"""What pictures have in common: how they look, where they go, and panels that leave out the middle of a step."""
+
+from collections.abc import Sequence
+from io import StringIO
+from typing import Any
+
+from lightning_mist.cost.picture import FORMATS, check_picture
+from lightning_mist.report.timeline import Window
+from lightning_mist.units import format_seconds
+
+__all__ = ["FORMATS", "INK", "PAPER", "SHADE", "check_picture", "inline_svg", "panels", "save", "time_unit"]
+
+INK = "#1a1a1b"
+"""Text and lines."""
+
+SHADE = "#e8e8e9"
+"""Where nothing happens."""
+
+PAPER = "#fefeff"
+"""What is behind text that stands on a picture."""
+
+_IN_PAGE = {INK: "currentColor", SHADE: "var(--shade)", PAPER: "var(--paper)"}
+"""Colours that a page chooses: they differ on light and dark screens."""
+
+_RC: dict[str, Any] = {
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.linewidth": 0.6,
+    "hatch.linewidth": 0.5,
+}
+
+
+def style(name: str, *, is_text: bool = False) -> dict[str, Any]:
+    """Settings of matplotlib for a picture, to be used in its ``rc_context``.
+
+    Args:
+        name: Name of the picture: identifiers in SVG files follow from it, so that equal pictures are equal files.
+        is_text: Whether text in SVG stays text, which follows the font of the page around it.
+    """
+    return {**_RC, "svg.hashsalt": name, "svg.fonttype": "none" if is_text else "path"}
+
+
+def save(figure: Any, path: str) -> None:
+    """Write a picture to a file; its name says the kind."""
+    metadata = {"Date": None} if path.lower().endswith(".svg") else None
+    figure.savefig(path, dpi=150, facecolor="white", metadata=metadata)
+
+
+def inline_svg(figure: Any, description: str) -> str:
+    """A picture as part of a page: as wide as there is room, in the page's font and its colours.
+
+    Args:
+        figure: The picture.
+        description: What it shows, for readers that cannot see it.
+    """
+    from html import escape
+
+    text = StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    head, _, body = svg.partition(">")
+    view = head[head.index('viewBox="') :].split('"')[1]
+    for color, ours in _IN_PAGE.items():
+        body = body.replace(color, ours)
+    body = body[: body.index("<metadata>")] + body[body.index("</metadata>") + len("</metadata>") :]
+    label = escape(description, quote=True)
+    return (
+        f'<svg class="picture" role="img" aria-label="{label}" viewBox="{view}" xmlns="http://www.w3.org/2000/svg" '
+        f'xmlns:xlink="http://www.w3.org/1999/xlink">{body}'
+    )
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The unit for an axis of so many seconds, and how many of it a second has."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1:
+            return unit, factor
+    return "ns", 1e9
+
+
+def panels(figure: Any, rows: int, windows: Sequence[Window], *, height_ratios: Sequence[float] | None = None) -> Any:
+    """Axes for several rows of one step, side by side for each part that is shown of it.
+
+    Args:
+        figure: The picture.
+        rows: How many lie above each other.
+        windows: Parts of the step, in order.
+        height_ratios: How high rows are.
+
+    Returns:
+        An array of axes, by row and part.
+    """
+    spans = [end - start for start, end in windows]
+    axes = figure.subplots(
+        rows,
+        len(windows),
+        squeeze=False,
+        sharey="row",
+        gridspec_kw={"width_ratios": spans, "height_ratios": height_ratios, "wspace": 0.05 if len(windows) > 1 else 0},
+    )
+    unit, factor = time_unit(windows[-1][1])
+    for row in range(rows):
+        for column, (start, end) in enumerate(windows):
+            axis = axes[row, column]
+            axis.set_xlim(start * factor, end * factor)
+            axis.patch.set_visible(False)  # else a panel hides what is written across its edge
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.xaxis.set_major_locator(_ticks(len(windows)))
+            if column:
+                axis.spines["left"].set_linestyle((0, (1, 2)))
+                axis.tick_params(axis="y", length=0)
+            if column < len(windows) - 1:
+                axis.spines["right"].set(visible=True, linestyle=(0, (1, 2)))
+            if row < rows - 1:
+                axis.tick_params(axis="x", labelbottom=False)
+    axes[-1, 0].set_xlabel(f"time ({unit})", loc="left", labelpad=2)
+    return axes
+
+
+def left_out(windows: Sequence[Window], each: float) -> str:
+    """What is not shown of a step, in words; nothing if it is shown whole.
+
+    Args:
+        windows: What is shown.
+        each: Seconds in which one microbatch follows another.
+    """
+    hidden = [end[0] - start[1] for start, end in zip(windows[:-1], windows[1:], strict=True)]
+    if not hidden:
+        return ""
+    times = " and ".join(format_seconds(seconds) for seconds in hidden)
+    return f"left out: {times} between, about {sum(hidden) / each:.0f} microbatches like those beside"
+
+
+def _ticks(parts: int) -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=10 if parts == 1 else 6 - parts, steps=[1, 2, 2.5, 5, 10])

@@ -1,0 +1,217 @@
+"""What every group of devices does when, as bars in lanes: the data of a picture of the schedule."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_mist.plan import Plan
+from lightning_mist.schedule import ActionKind, Simulation, Span, simulate_plan
+from lightning_mist.schedule.action import SENDS
+
+BarKind = Literal[
+    "forward", "backward", "input backward", "weight backward", "recompute", "collectives", "copies", "optimizer", "send"
+]
+"""What a bar stands for: ``"collectives"`` are those of ZeRO and of shared sequences that computation waits for, and
+averaging gradients; ``"copies"`` those between device and host that it waits for; ``"send"`` is on its way to a
+neighbouring stage."""
+
+_COMPUTE: dict[ActionKind, BarKind] = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "input backward",
+    ActionKind.BACKWARD_WEIGHT: "weight backward",
+    ActionKind.REDUCE_GRADIENTS: "collectives",
+    ActionKind.REDUCE_TIED: "collectives",
+    ActionKind.OPTIMIZER_STEP: "optimizer",
+    ActionKind.GATHER_PARAMETERS: "collectives",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Something that takes time.
+
+    Attributes:
+        kind: What it is.
+        start: When it begins, in seconds since the step's start.
+        end: When it ends.
+        chunk: Which of the stages of its devices it is of, counted from 0.
+        microbatch: The microbatch that it is about, if it is about one.
+    """
+
+    kind: BarKind
+    start: float
+    end: float
+    chunk: int = 0
+    microbatch: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """A group of devices.
+
+    Attributes:
+        label: Its stages.
+        devices: Its ranks, in words.
+        work: What its devices do, in order; they wait where there is nothing.
+        sends: What is on its way from them to other groups.
+    """
+
+    label: str
+    devices: str
+    work: tuple[Bar, ...]
+    sends: tuple[Bar, ...]
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the devices do anything."""
+        return sum(bar.end - bar.start for bar in self.work)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One step of a plan.
+
+    Attributes:
+        lanes: One for each group of devices.
+        step_seconds: How long the step takes.
+        num_microbatches: Parts of the batch.
+        schedule: Name of the schedule.
+    """
+
+    lanes: tuple[Lane, ...]
+    step_seconds: float
+    num_microbatches: int
+    schedule: str
+
+    @property
+    def idle_share(self) -> float:
+        """Part of the step, on average over groups of devices, in which these do nothing."""
+        if self.step_seconds <= 0:
+            return 0.0
+        return 1 - sum(lane.busy_seconds for lane in self.lanes) / (self.step_seconds * len(self.lanes))
+
+
+def timeline_of(plan: Plan, simulation: Simulation | None = None) -> Timeline:
+    """A plan's step by its prediction.
+
+    Args:
+        plan: A plan with a prediction.
+        simulation: Its schedule on a clock; by default it is run.
+
+    Raises:
+        PlanError: If nothing was predicted.
+    """
+    simulation = simulation or simulate_plan(plan)
+    assert plan.predicted is not None
+    terms = [dict(stage.breakdown) for stage in plan.predicted.stages]
+    return Timeline(
+        lanes=tuple(_lane(plan, group, spans, terms) for group, spans in enumerate(simulation.spans)),
+        step_seconds=simulation.makespan,
+        num_microbatches=plan.num_microbatches,
+        schedule=plan.schedule,
+    )
+
+
+def _lane(plan: Plan, group: int, spans: Sequence[Span], terms: Sequence[dict[str, float]]) -> Lane:
+    chunks = plan.chunks(group)
+    return Lane(
+        label=f"stage{'s' * (len(chunks) > 1)} {', '.join(map(str, chunks))}",
+        devices=rank_text(plan.stages[group].devices),
+        work=tuple(bar for span in spans if span.action.kind in _COMPUTE for bar in _bars(plan, span, terms)),
+        sends=tuple(
+            Bar("send", span.start, span.end, span.action.stage // plan.num_groups, span.action.microbatch)
+            for span in spans
+            if span.action.kind in SENDS and span.end > span.start
+        ),
+    )
+
+
+def _bars(plan: Plan, span: Span, terms: Sequence[dict[str, float]]) -> Iterator[Bar]:
+    """An action in its parts: what is recomputed comes first, what computation waits for last."""
+    action = span.action
+    chunk, microbatch = action.stage // plan.num_groups, action.microbatch
+    at, kind = span.start, _COMPUTE[action.kind]
+    before, behind = _parts(action.kind, terms[action.stage], span.end - span.start)
+    compute = span.end - span.start - sum(seconds for _, seconds in (*before, *behind))
+    for part, seconds in (*before, (kind, compute), *behind):
+        if seconds > 0:
+            yield Bar(part, at, min(at + seconds, span.end), chunk, microbatch)
+            at += seconds
+
+
+_Parts = list[tuple[BarKind, float]]
+
+
+def _parts(kind: ActionKind, terms: dict[str, float], seconds: float) -> tuple[_Parts, _Parts]:
+    """What an action has before and behind what it is named for, as ``(kind, seconds)``; never more than it takes."""
+
+    def of(*names: str) -> float:
+        return sum(terms.get(f"{name}_seconds", 0.0) for name in names)
+
+    before: _Parts = []
+    behind: _Parts = []
+    if kind is ActionKind.FORWARD:
+        behind = [("collectives", of("unshard") / 2 + of("forward_ring")), ("copies", of("forward_copies"))]
+    elif kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
+        before = [("recompute", of("recompute"))]
+        behind = [
+            ("collectives", of("unshard") / 2 + of("scatter", "ring") - of("forward_ring")),
+            ("copies", of("copies") - of("forward_copies")),
+        ]
+    elif kind is ActionKind.OPTIMIZER_STEP:
+        behind = [("copies", of("update_copies"))]
+    total = sum(value for _, value in (*before, *behind))
+    if total > seconds > 0:
+        before, behind = ([(name, value * seconds / total) for name, value in part] for part in (before, behind))
+    return before, behind
+
+
+def rank_text(ranks: Iterable[int]) -> str:
+    """Ranks as people write them: ``0-3, 8``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+Window = tuple[float, float]
+"""A part of a step, from one second to another."""
+
+AROUND = 8
+"""Microbatches that are shown beyond the filling, or the draining, of the pipeline."""
+
+WHOLE = 0.7
+"""If the parts to show make up so much of a step, it is shown whole."""
+
+
+def windows_of(timeline: Timeline, points: Iterable[float] = ()) -> tuple[Window, ...]:
+    """What to show of a step: all of it, or of many microbatches the first, the last, and those around some points.
+
+    Args:
+        timeline: The step.
+        points: Seconds that must be shown.
+    """
+    groups, step = len(timeline.lanes), timeline.step_seconds
+    each = step / (timeline.num_microbatches + groups - 1)
+    width = (groups + AROUND) * each
+    epilogue = step - max((bar.end for lane in timeline.lanes for bar in lane.work if bar.microbatch is not None))
+    wanted = [(0.0, width), (step - width - epilogue, step)]
+    found = _merged([*wanted, *((point - width / 4, point + width / 4) for point in points)], step)
+    if sum(end - start for start, end in found) >= WHOLE * step:
+        return ((0.0, step),)
+    return found
+
+
+def _merged(windows: Iterable[Window], step: float) -> tuple[Window, ...]:
+    """Windows in order, those that touch as one, within the step."""
+    result: list[Window] = []
+    for start, end in sorted((max(0.0, start), min(end, step)) for start, end in windows):
+        if result and start <= result[-1][1]:
+            result[-1] = result[-1][0], max(end, result[-1][1])
+        else:
+            result.append((start, end))
+    return tuple(result)
