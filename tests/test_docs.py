@@ -46,7 +46,7 @@ def test_options_of_the_readme_exist() -> None:
 
 def test_commands_of_the_readme_parse(capsys: pytest.CaptureFixture[str]) -> None:
     commands = re.findall(r"^lightning-mist (\w+) (.*)$", (ROOT / "README.md").read_text(), re.M)
-    assert {name for name, _ in commands} == {"plan", "show", "estimate", "profile"}
+    assert {name for name, _ in commands} == {"plan", "show", "simulate", "estimate", "profile"}
     for name, arguments in commands:
         with pytest.raises(SystemExit) as ended:
             main([name, "--help"])

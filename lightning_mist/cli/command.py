@@ -14,6 +14,7 @@ from lightning_mist.cli.estimate import estimate
 from lightning_mist.cli.plan import plan
 from lightning_mist.cli.profile import profile
 from lightning_mist.cli.show import show
+from lightning_mist.cli.simulate import simulate
 from lightning_mist.errors import MistError
 
 
@@ -71,6 +72,7 @@ def _call(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
 _COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan,
     "show": show,
+    "simulate": simulate,
     "estimate": estimate,
     "profile": profile,
 }

@@ -1,47 +1,98 @@
-"""``lightning-mist show``: a plan file as a table, beside another one, on a clock."""
+"""``lightning-mist show``: a plan file as a table, beside another one, as pictures."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from lightning_mist.cli.output import print_json, say, show_plan
-from lightning_mist.plan import describe_changes, load
-from lightning_mist.units import format_seconds
+from lightning_mist.plan import Plan, describe_changes, load
+from lightning_mist.units import format_bytes, format_seconds, parse_bytes
+
+_TRACE = ".json"
 
 
-def show(plan: str, /, against: str | None = None, trace: str | None = None, json: bool = False) -> None:
-    """Show a plan file as a table.
+def show(
+    plan: str,
+    /,
+    against: str | None = None,
+    timeline: str | None = None,
+    memory: str | None = None,
+    memory_limit: str | None = None,
+    json: bool = False,
+) -> None:
+    """Show a plan file as a table, and as pictures.
 
     Args:
         plan: The plan file.
         against: Another plan file, to show what changes from the first to it.
-        trace: Where to write a Chrome trace of the plan's schedule, run on a clock with its predicted seconds. Open it
-            with https://ui.perfetto.dev or chrome://tracing.
+        timeline: Where to draw what every stage does when, by the plan's prediction, as .png, .pdf or .svg; or, as
+            .json, to write it as a trace for https://ui.perfetto.dev.
+        memory: Where to draw the bytes of every stage over one step, as .png, .pdf or .svg.
+        memory_limit: Bytes that tensors of each device may take, such as 20GiB, to draw beside them.
         json: Print JSON on stdout and nothing else there.
     """
     first = load(plan)
     other = None if against is None else load(against)
     changes = None if other is None else describe_changes(first, other)
+    limit = None if memory_limit is None else float(parse_bytes(memory_limit))
+    if limit is not None and memory is None:
+        raise ValueError(f"memory_limit = {memory_limit!r}: it is drawn beside bytes; give --memory memory.png too")
+    _check(timeline, memory)
     if json:
         print_json(first, **({} if changes is None else {"changes": changes.splitlines()}))
     else:
         show_plan(first)
         if changes is not None:
             print(f"\nfrom {plan} to {against}:\n{changes}")
-    if trace is not None:
-        from lightning_mist.schedule import simulate_plan, to_chrome_trace
+    tell: Callable[[str], None] = say if json else _print_below
+    if timeline is not None:
+        tell(_draw_timeline(first, timeline))
+    if memory is not None:
+        tell(_draw_memory(first, memory, limit))
 
-        result = simulate_plan(first)
-        names = {
-            group: f"stage {' and '.join(map(str, first.chunks(group)))} (ranks {', '.join(map(str, stage.devices))})"
-            for group, stage in enumerate(first.stages[: first.num_groups])
-        }
-        text = to_chrome_trace((span for spans in result.spans for span in spans), names=names)
-        Path(trace).write_text(text, encoding="utf-8")
-        idle = max(result.bubble) / result.makespan if result.makespan else 0.0
-        said = (
-            f"simulated step: {format_seconds(result.makespan)}, the idlest stage idles for {idle:.0%} of it; "
-            f"trace written to {trace}"
-        )
-        if json:
-            say(said)
-        else:
-            print(f"\n{said}")
+
+def _print_below(text: str) -> None:
+    print(f"\n{text}")
+
+
+def _check(timeline: str | None, memory: str | None) -> None:
+    """Refuse files that cannot be drawn, before anything is shown."""
+    if timeline is not None and not timeline.endswith(_TRACE):
+        from lightning_mist.report.figures import check_picture
+
+        check_picture(timeline)
+    if memory is not None:
+        from lightning_mist.report.figures import check_picture
+
+        check_picture(memory)
+
+
+def _draw_timeline(plan: Plan, path: str) -> str:
+    """Draw the schedule; what to say of it."""
+    from lightning_mist.report.timeline import timeline_of
+    from lightning_mist.schedule import simulate_plan
+
+    simulation = simulate_plan(plan)
+    if path.endswith(_TRACE):
+        from lightning_mist.report.trace import trace_text
+
+        Path(path).write_text(trace_text(plan, simulation), encoding="utf-8")
+    else:
+        from lightning_mist.report.draw_timeline import draw_timeline
+
+        draw_timeline(timeline_of(plan, simulation), path)
+    idle = max(simulation.bubble) / simulation.makespan if simulation.makespan else 0.0
+    return (
+        f"simulated step: {format_seconds(simulation.makespan)}, the idlest stage idles for {idle:.0%} of it; "
+        f"{'trace' if path.endswith(_TRACE) else 'timeline'} written to {path}"
+    )
+
+
+def _draw_memory(plan: Plan, path: str, limit: float | None) -> str:
+    """Draw the bytes over the step; what to say of them."""
+    from lightning_mist.report.draw_memory import draw_memory
+    from lightning_mist.report.memory import memory_picture
+
+    picture = memory_picture(plan, limit)
+    draw_memory(picture, path)
+    label = picture.timeline.lanes[picture.worst.group].label
+    return f"{label} needs most, {format_bytes(picture.worst.peak_bytes)} per device; memory written to {path}"

@@ -7,9 +7,9 @@ import numpy as np
 
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.memory_curve import MemoryCurve
-from lightning_mist.report.figures import INK, PAPER, left_out, panels, save, style, time_unit
+from lightning_mist.report.figures import INK, PAPER, panels, save, styled, time_unit
 from lightning_mist.report.memory import MemoryPicture, moments
-from lightning_mist.report.timeline import Window, windows_of
+from lightning_mist.report.timeline import Window, left_out, windows_of
 from lightning_mist.units import format_bytes
 
 # Okabe and Ito, 2008, and two dark ones: told apart by colour-blind readers too. What stays is at the bottom.
@@ -51,9 +51,7 @@ def draw_memory(picture: MemoryPicture, path: str) -> None:
         picture: The bytes.
         path: The file, whose name says the kind: one of :data:`~lightning_mist.report.figures.FORMATS`.
     """
-    from matplotlib import rc_context
-
-    with rc_context(style("memory")):
+    with styled("memory"):
         save(memory_figure(picture), path)
 
 
@@ -122,9 +120,7 @@ def _pieces(curve: MemoryCurve, window: Window) -> tuple[FloatArray, Any]:
     return times_E, np.append(index_E, index_E[-1])
 
 
-def _mark_peak(
-    line: Any, curve: MemoryCurve, windows: Sequence[Window], scale: float, picture: MemoryPicture
-) -> None:
+def _mark_peak(line: Any, curve: MemoryCurve, windows: Sequence[Window], scale: float, picture: MemoryPicture) -> None:
     """Say how high the highest point is, and where."""
     _, factor = time_unit(picture.timeline.step_seconds)
     at = curve.peak_index

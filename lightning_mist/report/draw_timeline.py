@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_mist.report.figures import INK, SHADE, left_out, panels, save, style, time_unit
-from lightning_mist.report.timeline import Bar, BarKind, Lane, Timeline, Window, windows_of
+from lightning_mist.report.figures import INK, SHADE, panels, save, styled, time_unit
+from lightning_mist.report.timeline import LEAST_IDLE, Bar, BarKind, Lane, Timeline, Window, left_out, windows_of
 from lightning_mist.units import format_seconds
 
 # Okabe and Ito, 2008: told apart by colour-blind readers too.
@@ -33,9 +33,6 @@ WORDS: dict[BarKind, str] = {
     "send": "transfers to other stages",
 }
 
-LEAST_IDLE = 1e-6
-"""Less of a step in which devices wait is what sums of floating-point numbers leave."""
-
 _DARK = frozenset({"backward", "input backward", "weight backward"})
 _NUMBERED = frozenset({"forward", "backward", "input backward", "weight backward"})
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 1.15, 0.2, 0.62, 0.85
@@ -50,9 +47,7 @@ def draw_timeline(timeline: Timeline, path: str) -> None:
         timeline: The step.
         path: The file, whose name says the kind: one of :data:`~lightning_mist.report.figures.FORMATS`.
     """
-    from matplotlib import rc_context
-
-    with rc_context(style("timeline")):
+    with styled("timeline"):
         save(timeline_figure(timeline), path)
 
 
@@ -127,9 +122,7 @@ def _shade(color: str, chunk: int, chunks: int) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
-def _number(
-    axis: Any, lane: Lane, window: Window, middle: float, scale: float, factor: float, height: float
-) -> None:
+def _number(axis: Any, lane: Lane, window: Window, middle: float, scale: float, factor: float, height: float) -> None:
     """Write the number of every microbatch into its bar, if there is room."""
     size = min(8.0, 72 * height * 0.5)
     numbered = [bar for bar in lane.work if bar.kind in _NUMBERED and _is_in(bar, window)]

@@ -1,14 +1,14 @@
 """What pictures have in common: how they look, where they go, and panels that leave out the middle of a step."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from io import StringIO
 from typing import Any
 
 from lightning_mist.cost.picture import FORMATS, check_picture
 from lightning_mist.report.timeline import Window
-from lightning_mist.units import format_seconds
 
-__all__ = ["FORMATS", "INK", "PAPER", "SHADE", "check_picture", "inline_svg", "panels", "save", "time_unit"]
+__all__ = ["FORMATS", "INK", "PAPER", "SHADE", "check_picture", "inline_svg", "panels", "save", "styled", "time_unit"]
 
 INK = "#1a1a1b"
 """Text and lines."""
@@ -34,14 +34,17 @@ _RC: dict[str, Any] = {
 }
 
 
-def style(name: str, *, is_text: bool = False) -> dict[str, Any]:
-    """Settings of matplotlib for a picture, to be used in its ``rc_context``.
+def styled(name: str, *, is_text: bool = False) -> AbstractContextManager[None]:
+    """How pictures look, within a ``with``.
 
     Args:
         name: Name of the picture: identifiers in SVG files follow from it, so that equal pictures are equal files.
         is_text: Whether text in SVG stays text, which follows the font of the page around it.
     """
-    return {**_RC, "svg.hashsalt": name, "svg.fonttype": "none" if is_text else "path"}
+    from matplotlib import rc_context
+
+    settings: Any = {**_RC, "svg.hashsalt": name, "svg.fonttype": "none" if is_text else "path"}
+    return rc_context(settings)
 
 
 def save(figure: Any, path: str) -> None:
@@ -120,20 +123,6 @@ def panels(figure: Any, rows: int, windows: Sequence[Window], *, height_ratios: 
                 axis.tick_params(axis="x", labelbottom=False)
     axes[-1, 0].set_xlabel(f"time ({unit})", loc="left", labelpad=2)
     return axes
-
-
-def left_out(windows: Sequence[Window], each: float) -> str:
-    """What is not shown of a step, in words; nothing if it is shown whole.
-
-    Args:
-        windows: What is shown.
-        each: Seconds in which one microbatch follows another.
-    """
-    hidden = [end[0] - start[1] for start, end in zip(windows[:-1], windows[1:], strict=True)]
-    if not hidden:
-        return ""
-    times = " and ".join(format_seconds(seconds) for seconds in hidden)
-    return f"left out: {times} between, about {sum(hidden) / each:.0f} microbatches like those beside"
 
 
 def _ticks(parts: int) -> Any:

@@ -2,14 +2,24 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from lightning_mist.plan import Plan
 from lightning_mist.schedule import ActionKind, Simulation, Span, simulate_plan
 from lightning_mist.schedule.action import SENDS
+from lightning_mist.units import format_seconds
 
 BarKind = Literal[
-    "forward", "backward", "input backward", "weight backward", "recompute", "collectives", "copies", "optimizer", "send"
+    "forward",
+    "backward",
+    "input backward",
+    "weight backward",
+    "recompute",
+    "collectives",
+    "copies",
+    "optimizer",
+    "send",
 ]
 """What a bar stands for: ``"collectives"`` are those of ZeRO and of shared sequences that computation waits for, and
 averaging gradients; ``"copies"`` those between device and host that it waits for; ``"send"`` is on its way to a
@@ -178,6 +188,9 @@ def rank_text(ranks: Iterable[int]) -> str:
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
+LEAST_IDLE = 1e-6
+"""Less of a step in which devices wait is what sums of floating-point numbers leave."""
+
 Window = tuple[float, float]
 """A part of a step, from one second to another."""
 
@@ -198,7 +211,7 @@ def windows_of(timeline: Timeline, points: Iterable[float] = ()) -> tuple[Window
     groups, step = len(timeline.lanes), timeline.step_seconds
     each = step / (timeline.num_microbatches + groups - 1)
     width = (groups + AROUND) * each
-    epilogue = step - max((bar.end for lane in timeline.lanes for bar in lane.work if bar.microbatch is not None))
+    epilogue = step - max(bar.end for lane in timeline.lanes for bar in lane.work if bar.microbatch is not None)
     wanted = [(0.0, width), (step - width - epilogue, step)]
     found = _merged([*wanted, *((point - width / 4, point + width / 4) for point in points)], step)
     if sum(end - start for start, end in found) >= WHOLE * step:
@@ -215,3 +228,17 @@ def _merged(windows: Iterable[Window], step: float) -> tuple[Window, ...]:
         else:
             result.append((start, end))
     return tuple(result)
+
+
+def left_out(windows: Sequence[Window], each: float) -> str:
+    """What is not shown of a step, in words; nothing if it is shown whole.
+
+    Args:
+        windows: What is shown.
+        each: Seconds in which one microbatch follows another.
+    """
+    hidden = [end[0] - start[1] for start, end in pairwise(windows)]
+    if not hidden:
+        return ""
+    times = " and ".join(format_seconds(seconds) for seconds in hidden)
+    return f"left out: {times} between, about {sum(hidden) / each:.0f} microbatches like those beside"

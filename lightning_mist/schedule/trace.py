@@ -1,7 +1,7 @@
 """Who did what when, as a Chrome trace that Perfetto and ``chrome://tracing`` open.
 
-Format: the JSON object form of the Trace Event Format (Google, "Trace Event Format", complete events ``"ph": "X"``, metadata
-events ``"ph": "M"`` and counter events ``"ph": "C"``); its times are microseconds.
+Format: the JSON object form of the Trace Event Format (Google, "Trace Event Format", complete events ``"ph": "X"``,
+metadata events ``"ph": "M"`` and counter events ``"ph": "C"``); its times are microseconds.
 """
 
 import json
@@ -61,7 +61,13 @@ def to_chrome_trace(
         events += [_metadata(rank, lane, "thread_name", name=text) for lane, text in enumerate(_LANES)]
     events += [_event(span) for span in spans]
     events += [
-        {"name": level.name, "ph": "C", "ts": level.time * _MICROSECONDS, "pid": level.rank, "args": dict(level.amounts)}
+        {
+            "name": level.name,
+            "ph": "C",
+            "ts": level.time * _MICROSECONDS,
+            "pid": level.rank,
+            "args": dict(level.amounts),
+        }
         for level in levels
     ]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False) + "\n"
@@ -69,6 +75,11 @@ def to_chrome_trace(
 
 def _metadata(rank: int, lane: int, kind: str, **arguments: object) -> dict[str, object]:
     return {"name": kind, "ph": "M", "pid": rank, "tid": lane, "args": arguments}
+
+
+def _counter(level: Level) -> dict[str, object]:
+    time = level.time * _MICROSECONDS
+    return {"name": level.name, "ph": "C", "ts": time, "pid": level.rank, "args": dict(level.amounts)}
 
 
 def _event(span: Span) -> dict[str, object]:

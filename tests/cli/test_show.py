@@ -7,6 +7,7 @@ import pytest
 
 from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan, from_json, save
 from tests.cli.networks import refused, run
+from tests.report.networks import predicted
 
 PLAN = Plan(
     global_batch_size=8,
@@ -38,7 +39,7 @@ def test_show(files, capsys):
 
 
 def test_show_as_json(files, tmp_path, capsys):
-    run("show", files[1], "--json", "--trace", tmp_path / "trace.json")
+    run("show", files[1], "--json", "--timeline", tmp_path / "trace.json")
     shown = capsys.readouterr()
     found = json.loads(shown.out)
     assert from_json(json.dumps(found["plan"])) == PREDICTED
@@ -60,7 +61,7 @@ def test_show_against_another(files, tmp_path, capsys):
 
 
 def test_show_writes_a_trace(files, tmp_path, capsys):
-    run("show", files[1], "--trace", tmp_path / "trace.json")
+    run("show", files[1], "--timeline", tmp_path / "trace.json")
     assert "simulated step: 1.6 s, the idlest stage idles for" in capsys.readouterr().out
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {"0F3", "1B0", "0STEP"} <= {event["name"] for event in events}
@@ -74,10 +75,12 @@ def test_show_refuses_in_one_line(files, tmp_path, capsys):
     assert refused(capsys, "show", tmp_path / "none.json").startswith("lightning-mist show: error: plan file '")
     (tmp_path / "bad.json").write_text('{"schema": 1, "stages": [], "stage": 1}')
     assert "this key is not known; did you mean 'stages'?" in refused(capsys, "show", tmp_path / "bad.json")
-    text = refused(capsys, "show", files[0], "--trace", tmp_path / "trace.json")
+    text = refused(capsys, "show", files[0], "--timeline", tmp_path / "trace.json")
     assert "the plan has no predicted seconds" in text
     assert text.count("\n") == 1
-    assert "No such file or directory" in refused(capsys, "show", files[1], "--trace", tmp_path / "none" / "trace.json")
+    assert "No such file or directory" in refused(
+        capsys, "show", files[1], "--timeline", tmp_path / "none" / "trace.json"
+    )
 
 
 def test_installed_command_needs_neither_torch_nor_lightning_to_show(files):
@@ -90,3 +93,21 @@ def test_installed_command_needs_neither_torch_nor_lightning_to_show(files):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("2 stages on 2 devices")
+
+
+def test_show_draws_pictures(tmp_path, capsys):
+    save(predicted(2, 4), tmp_path / "plan.json")
+    timeline, memory = tmp_path / "timeline.png", tmp_path / "memory.svg"
+    run("show", tmp_path / "plan.json", "--timeline", timeline, "--memory", memory, "--memory-limit", "4MiB")
+    assert timeline.read_bytes().startswith(b"\x89PNG")
+    assert memory.read_bytes().startswith(b"<?xml")
+    shown = capsys.readouterr().out
+    assert f"timeline written to {timeline}" in shown
+    assert f"per device; memory written to {memory}" in shown
+
+
+def test_pictures_are_refused_before_anything_is_shown(files, tmp_path, capsys):
+    assert "write a name that ends in .png" in refused(capsys, "show", files[1], "--timeline", tmp_path / "a.gif")
+    assert "there is no folder" in refused(capsys, "show", files[1], "--memory", tmp_path / "none" / "a.png")
+    assert "give --memory memory.png too" in refused(capsys, "show", files[1], "--memory-limit", "4GiB")
+    assert "made of" in refused(capsys, "show", files[1], "--memory", tmp_path / "a.png")

@@ -1,0 +1,294 @@
+"""A plan's schedule on a clock, as text: who works when, who waits for how long, and what the step hangs on."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_mist.plan import Plan
+from lightning_mist.plan.render import fitted
+from lightning_mist.report.timeline import (
+    LEAST_IDLE,
+    BarKind,
+    Lane,
+    Timeline,
+    Window,
+    left_out,
+    timeline_of,
+    windows_of,
+)
+from lightning_mist.schedule import simulate_plan
+from lightning_mist.schedule.critical import CriticalPath, critical_path
+from lightning_mist.units import format_seconds
+
+LETTERS: dict[BarKind, str] = {
+    "forward": "F",
+    "recompute": "r",
+    "backward": "B",
+    "input backward": "I",
+    "weight backward": "W",
+    "collectives": "c",
+    "copies": "h",
+    "optimizer": "u",
+}
+"""How each kind of work is written."""
+
+WORDS: dict[BarKind, str] = {
+    "forward": "forward",
+    "recompute": "recomputed forward",
+    "backward": "backward",
+    "input backward": "gradients of inputs",
+    "weight backward": "gradients of weights",
+    "collectives": "collectives",
+    "copies": "host copies",
+    "optimizer": "optimizer",
+}
+
+WAITING = "."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupClock:
+    """What one group of devices does of a step.
+
+    Attributes:
+        stages: Its stages.
+        devices: Its ranks.
+        work_seconds: Seconds by kind of work, as ``(kind, seconds)``.
+        busy_seconds: Their sum.
+        waiting_seconds: The rest of the step.
+        longest_wait: The longest time in one piece in which it waits.
+        most_in_flight: The most microbatches at once whose forward has begun and whose backward has not ended.
+    """
+
+    stages: tuple[int, ...]
+    devices: tuple[int, ...]
+    work_seconds: tuple[tuple[str, float], ...]
+    busy_seconds: float
+    waiting_seconds: float
+    longest_wait: float
+    most_in_flight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocked:
+    """A plan's schedule on a clock.
+
+    Attributes:
+        step_seconds: How long the step takes.
+        groups: What each group of devices does.
+        timeline: Who does what when.
+        path: What the step hangs on.
+    """
+
+    step_seconds: float
+    groups: tuple[GroupClock, ...]
+    timeline: Timeline
+    path: CriticalPath
+
+    @property
+    def busiest(self) -> int:
+        """The group that works longest."""
+        return max(range(len(self.groups)), key=lambda group: self.groups[group].busy_seconds)
+
+
+def clock(plan: Plan) -> Clocked:
+    """Run a plan's schedule with the seconds that were predicted for it.
+
+    Raises:
+        PlanError: If nothing was predicted.
+    """
+    simulation = simulate_plan(plan)
+    timeline = timeline_of(plan, simulation)
+    groups = []
+    for group, lane in enumerate(timeline.lanes):
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for bar in lane.work:
+            seconds[bar.kind] += bar.end - bar.start
+        busy = sum(seconds.values())
+        groups.append(
+            GroupClock(
+                stages=plan.chunks(group),
+                devices=plan.stages[group].devices,
+                work_seconds=tuple((kind, seconds[kind]) for kind in LETTERS if kind in seconds),
+                busy_seconds=busy,
+                waiting_seconds=_seen(simulation.makespan - busy, simulation.makespan),
+                longest_wait=_longest_wait(lane, simulation.makespan),
+                most_in_flight=max((count for _, count in simulation.in_flight[group]), default=0),
+            )
+        )
+    return Clocked(
+        step_seconds=simulation.makespan,
+        groups=tuple(groups),
+        timeline=timeline,
+        path=critical_path(simulation),
+    )
+
+
+def _longest_wait(lane: Lane, step: float) -> float:
+    at, longest = 0.0, 0.0
+    for bar in lane.work:
+        longest, at = max(longest, bar.start - at), bar.end
+    return _seen(max(longest, step - at), step)
+
+
+def _seen(seconds: float, step: float) -> float:
+    """Seconds, or none if they are what sums of floating-point numbers leave."""
+    return seconds if seconds > LEAST_IDLE * step else 0.0
+
+
+def render_clock(found: Clocked, *, width: int = 120, color: bool = False) -> str:
+    """A schedule on a clock as text.
+
+    Args:
+        found: What it showed.
+        width: Columns of text at most.
+        color: Whether to add ANSI escapes.
+    """
+    text = StringIO()
+    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
+    idle = f", devices wait for {found.timeline.idle_share:.1%} of it" if len(found.groups) > 1 else ""
+    console.print(f"one step on a clock: {format_seconds(found.step_seconds)}{idle}", style="bold", markup=False)
+    for line in grid_lines(found.timeline, width):
+        console.print(line, markup=False, no_wrap=True, overflow="crop")
+    console.print(_legend(found.timeline) + "\n", markup=False)
+    console.print(fitted(_table(found), console), markup=False)
+    for line in path_lines(found):
+        console.print(line, markup=False)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def grid_lines(timeline: Timeline, width: int) -> list[str]:
+    """Lanes of letters: each says what its group of devices does most of that part of the step.
+
+    Of many microbatches the first and the last are shown, as in pictures.
+
+    Args:
+        timeline: The step.
+        width: Columns of text at most.
+    """
+    head = max(len(lane.label) for lane in timeline.lanes) + 2
+    windows = windows_of(timeline)
+    room = max(10 * len(windows), width - head - len(_LEFT_OUT) * (len(windows) - 1))
+    each = sum(end - start for start, end in windows) / room
+    columns = [max(1, round((end - start) / each)) for start, end in windows]
+    columns[-1] += room - sum(columns)
+    lines = []
+    for lane in timeline.lanes:
+        parts = (_letters(lane, window, count) for window, count in zip(windows, columns, strict=True))
+        lines.append(f"{lane.label:<{head}}{_LEFT_OUT.join(parts)}")
+    return lines
+
+
+_LEFT_OUT = " ~ "
+
+
+def _legend(timeline: Timeline) -> str:
+    """What letters mean, and what is left out between them."""
+    kinds = {bar.kind for lane in timeline.lanes for bar in lane.work}
+    known = ", ".join(f"{LETTERS[kind]} {WORDS[kind]}" for kind in LETTERS if kind in kinds)
+    windows = windows_of(timeline)
+    each = timeline.step_seconds / (timeline.num_microbatches + len(timeline.lanes) - 1)
+    hidden = left_out(windows, each)
+    return f"{known}, {WAITING} waiting" + (f";{_LEFT_OUT}{hidden}" if hidden else "")
+
+
+def _letters(lane: Lane, window: Window, columns: int) -> str:
+    """What takes most of each column's time."""
+    start, each = window[0], (window[1] - window[0]) / columns
+    shares: list[dict[str, float]] = [dict.fromkeys(WAITING, each) for _ in range(columns)]
+    for bar in lane.work:
+        if bar.end <= start or bar.start >= window[1]:
+            continue
+        first, last = max(0, int((bar.start - start) / each)), min(int((bar.end - start) / each), columns - 1)
+        for column in range(first, last + 1):
+            inside = min(bar.end, start + (column + 1) * each) - max(bar.start, start + column * each)
+            share, letter = shares[column], LETTERS[bar.kind]
+            share[letter] = share.get(letter, 0.0) + inside
+            share[WAITING] -= inside
+    return "".join(max(share, key=lambda letter: share[letter]) for share in shares)
+
+
+def _table(found: Clocked) -> Table:
+    table = Table()
+    kinds = [kind for kind in LETTERS if any(kind in dict(group.work_seconds) for group in found.groups)]
+    for heading in ("stage", *(WORDS[kind] for kind in kinds), "in all", "waiting", "longest wait", "most in flight"):
+        table.add_column(heading, justify="right")
+    for group in found.groups:
+        seconds = dict(group.work_seconds)
+        table.add_row(
+            " and ".join(map(str, group.stages)),
+            *(format_seconds(seconds[kind]) if kind in seconds else "-" for kind in kinds),
+            format_seconds(group.busy_seconds),
+            f"{format_seconds(group.waiting_seconds)} {_share(group.waiting_seconds, found.step_seconds)}",
+            format_seconds(group.longest_wait),
+            str(group.most_in_flight),
+        )
+    return table
+
+
+def _share(seconds: float, step: float) -> str:
+    """Part of a step, in words that never say that something is nothing."""
+    if step <= 0:
+        return ""
+    return "(<1%)" if 0 < seconds < 0.005 * step else f"({seconds / step:.0%})"
+
+
+def path_lines(found: Clocked) -> list[str]:
+    """What the step hangs on, in words."""
+    busiest, step, path = found.groups[found.busiest], found.step_seconds, found.path
+    lines = []
+    if len(found.groups) > 1:
+        share = _share(busiest.busy_seconds, step)
+        lines.append(f"busiest: {_name(busiest.stages)}, {format_seconds(busiest.busy_seconds)} {share}")
+    parts = [
+        (seconds, f"{_name(group.stages)} {_verb(group.stages)} for {format_seconds(seconds)} {_share(seconds, step)}")
+        for group, seconds in zip(found.groups, path.work_seconds, strict=True)
+        if seconds > 0
+    ]
+    others = [(path.transfer_seconds, "transfers between stages take"), (path.other_seconds, "receiving takes")]
+    parts += [
+        (seconds, f"{words} {format_seconds(seconds)} {_share(seconds, step)}")
+        for seconds, words in others
+        if seconds > _SEEN * step
+    ]
+    ordered = [words for _, words in sorted(parts, reverse=True)]
+    shown, rest = ordered[:_MOST], len(ordered) - _MOST
+    more = f"; and {rest} more" if rest > 0 else ""
+    lines.append(f"critical path, which the step is as long as: {'; '.join(shown)}{more}")
+    lines.append(f"  {_chain(path, found.groups)}")
+    return lines
+
+
+_MOST = 6
+"""Parts of a critical path that are told."""
+
+_SEEN = 1e-4
+"""Part of a step that is worth telling."""
+
+
+def _name(stages: Sequence[int]) -> str:
+    return f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
+
+
+def _verb(stages: Sequence[int]) -> str:
+    return "work" if len(stages) > 1 else "works"
+
+
+def _chain(path: CriticalPath, groups: Sequence[GroupClock]) -> str:
+    """Which groups the path goes through, in order, with the first and last action on each; many are cut."""
+    runs: list[list[str | int]] = []
+    for span in path.spans:
+        if span.action.kind.value.startswith(("RECV", "SEND")):
+            continue
+        if runs and runs[-1][0] == span.rank:
+            runs[-1][2] = str(span.action)
+        else:
+            runs.append([span.rank, str(span.action), str(span.action)])
+    words = [str(first) if first == last else f"{first} to {last}" for _, first, last in runs]
+    if len(words) > 2 * _MOST:
+        words = [*words[:_MOST], f"... {len(words) - 2 * _MOST} more ...", *words[-_MOST:]]
+    return ", then ".join(words) + f" ({len(path.spans)} actions)"
