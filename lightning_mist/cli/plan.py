@@ -2,8 +2,9 @@
 
 import importlib.metadata
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lightning_mist.cli.explaining import explanation_of, show_explanation
 from lightning_mist.cli.machine import is_local, open_cluster, open_profile
 from lightning_mist.cli.network import NetworkRequest, trace_network
 from lightning_mist.cli.output import print_json, say, show_plan
@@ -60,6 +61,7 @@ def plan(
     out: str | None = None,
     optimizer: str | None = None,
     json: bool = False,
+    explain: bool = False,
     options: SearchOptions,
 ) -> None:
     """Find the fastest plan that fits, by the cost model.
@@ -76,13 +78,15 @@ def plan(
         out: Where to write the plan file.
         optimizer: Class in torch.optim, by its default options; else what configure_optimizers makes, or AdamW.
         json: Print JSON on stdout and nothing else there.
+        explain: Say all about why: what binds, what each technique buys against the best plan without it, the best
+            plans of other kinds, and what a better machine would buy. Takes about 10 seconds more.
         options: Which plans are looked at.
     """
     from lightning_mist.cost import Estimator, estimate_plan
     from lightning_mist.hardware import single
     from lightning_mist.hardware.capability import capability_of
     from lightning_mist.runtime.support import EXECUTED
-    from lightning_mist.tuner import degrees_to_try, tune
+    from lightning_mist.tuner import Planner, degrees_to_try, explanation_data
 
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     search = options.space()
@@ -103,17 +107,22 @@ def plan(
     spec = trace_network(request, capability_of(machine.device.name))
     profile = open_profile(cluster, machine, precision)
     say(f"searching plans for {spec.num_layers} layers on {machine.world_size} devices")
-    size = global_batch_size
-    result = tune(spec, machine, profile=profile, global_batch_size=size, memory_limit=limit, search=search)
+    planner = Planner(spec, machine, profile=profile)
+    asked: dict[str, Any] = {"global_batch_size": global_batch_size, "memory_limit": limit, "search": search}
+    result = planner.tune(**asked)
     found = replace(result.plan, fingerprint=_made_for(spec, machine, rows, precision))
     estimator = Estimator(spec, machine, limit or machine.device.memory_bytes)
     memory = estimate_plan(estimator, found, advise=False, replay="worst").headline()
     notes = (*split_notes(found, spec.module_map), *result.explain())
+    why = explanation_of(planner, result, full=explain, **asked)
     if json:
-        print_json(found, memory=memory, notes=notes)
+        more = {"explanation": explanation_data(why)} if explain else {}
+        print_json(found, memory=memory, notes=notes, **more)
     else:
         show_plan(found)
-        print("\n".join((memory, "", *notes)))
+        print(memory, end="\n\n")
+        show_explanation(why, full=explain)
+        print("\n".join(("", *notes)))
     if out is not None:
         save(found, out)
         (say if json else print)(f"plan written to {out}")

@@ -2,6 +2,7 @@
 
 from lightning_mist.tuner.baselines import Baseline, baselines
 from lightning_mist.tuner.explain import explain_plan
+from lightning_mist.tuner.explain_render import render_explanation
 from lightning_mist.tuner.explain_text import explanation_data, explanation_sections
 from lightning_mist.tuner.explanation import Explanation
 from lightning_mist.tuner.planner import Planner
@@ -22,5 +23,6 @@ __all__ = [
     "explain_plan",
     "explanation_data",
     "explanation_sections",
+    "render_explanation",
     "tune",
 ]

@@ -110,3 +110,28 @@ def test_plan_looks_at_devices_that_share_layers(tmp_path, capsys):
     shown = capsys.readouterr()
     assert "without tensor parallelism: Sequential stays whole: no two linear layers" in shown.out
     assert {stage.mesh.tensor_parallel_degree for stage in load(tmp_path / "plan.json").stages} == {1}
+
+
+def test_plan_says_in_short_why_and_all_of_it_when_asked(capsys):
+    run(*plan_arguments(schedules='["1f1b"]'))
+    short = capsys.readouterr().out
+    assert "what binds\n- " in short
+    assert "more about this, other plans and better machines: --explain" in short
+    assert "what a better machine would buy" not in short
+    run(*plan_arguments(schedules='["1f1b"]'), "--explain")
+    full = capsys.readouterr().out
+    assert "bytes of the most loaded device at its peak, by stage" in full
+    assert "what binds and what does not\n- " in full
+    assert "what a better machine would buy\n- 1.0 GiB more memory per device: " in full
+    assert "--explain" not in full
+
+
+def test_plan_as_json_explains_when_asked(capsys):
+    run(*plan_arguments(schedules='["1f1b"]'), "--json")
+    assert "explanation" not in json.loads(capsys.readouterr().out)
+    run(*plan_arguments(schedules='["1f1b"]'), "--json", "--explain")
+    found = json.loads(capsys.readouterr().out)
+    why = found["explanation"]
+    assert why["step_seconds"] == found["plan"]["predicted"]["step_seconds"]
+    assert {item["limit"] for item in why["findings"]} >= {"memory", "batch"}
+    assert why["what_ifs"][0]["change"] == "1.0 GiB more memory per device"

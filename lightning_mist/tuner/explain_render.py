@@ -1,0 +1,72 @@
+"""An explanation for people at a terminal."""
+
+from io import StringIO
+from textwrap import wrap
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_mist.cost.estimate_data import WORDS
+from lightning_mist.plan import Plan
+from lightning_mist.plan.render import fitted
+from lightning_mist.tuner.explain_text import explanation_sections
+from lightning_mist.tuner.explanation import Explanation
+from lightning_mist.units import format_bytes
+
+LEAST_SHARE = 0.005
+"""Terms that take a smaller share of every stage's peak have no column of their own."""
+
+
+def render_explanation(explanation: Explanation, *, full: bool = True, width: int = 120, color: bool = False) -> str:
+    """An explanation as text: titles with sentences, and in full also the bytes of every stage by term.
+
+    Args:
+        explanation: The explanation.
+        full: Whether to say all of it.
+        width: Columns of text at most.
+        color: Whether to add ANSI escapes.
+    """
+    text = StringIO()
+    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
+    if full:
+        title, table = memory_table(explanation.plan)
+        console.print(title, style="bold italic", markup=False)
+        console.print(fitted(table, console), markup=False)
+    for title, lines in explanation_sections(explanation, full=full):
+        console.print(title, style="bold italic", markup=False)
+        for line in lines:
+            for number, part in enumerate(wrap(line, width - 2, break_long_words=False, break_on_hyphens=False)):
+                console.print(f"{'  ' if number else '- '}{part}", markup=False, soft_wrap=True)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def memory_table(plan: Plan) -> tuple[str, Table]:
+    """What the peak of every group of devices is made of, one row for each.
+
+    Args:
+        plan: A plan with its prediction.
+
+    Returns:
+        A title, and the table.
+    """
+    assert plan.predicted is not None
+    stages = [plan.predicted.stages[group] for group in range(plan.num_groups)]
+    rows = [{name: size for name, size in stage.breakdown if name in WORDS} for stage in stages]
+    shown = [
+        name
+        for name in WORDS
+        if any(row.get(name, 0.0) > LEAST_SHARE * stage.peak_bytes for row, stage in zip(rows, stages, strict=True))
+    ]
+    table = Table()
+    table.add_column("stage", justify="right")
+    for name in shown:
+        table.add_column(WORDS[name], justify="right")
+    table.add_column("others", justify="right")
+    table.add_column("peak", justify="right")
+    for group, (row, stage) in enumerate(zip(rows, stages, strict=True)):
+        others = stage.peak_bytes - sum(row.get(name, 0.0) for name in shown)
+        cells = [*(row.get(name, 0.0) for name in shown), others, float(stage.peak_bytes)]
+        table.add_row(
+            " and ".join(map(str, plan.chunks(group))), *(format_bytes(size) if size else "-" for size in cells)
+        )
+    return "bytes of the most loaded device at its peak, by stage", table
