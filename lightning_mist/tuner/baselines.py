@@ -1,35 +1,86 @@
-"""What a person would choose, under the same cost model: the plans that a found one has to beat.
+"""What people would choose, under the same cost model and the same limits: the plans that a found one has to beat.
 
-Every baseline may choose how many layers it recomputes, except the two that are named for it: a comparison with
-recomputation where none is needed would say nothing.
+Each baseline is at its best: everything that its own tool leaves to the user is tried, and that includes how many
+layers are recomputed, and how small microbatches are. A comparison with recomputation where none is needed would say
+nothing.
 
-Array axes
-    S  stages
-    K  settings that all stages share
+``DDP``
+    Data parallelism as torch's DistributedDataParallel does it: every device has everything, each batch is one
+    microbatch, nothing is recomputed. ``DDP, tuned`` also cuts batches into microbatches and recomputes layers.
+``FSDP``
+    torch's FullyShardedDataParallel: one stage under ZeRO-3 (full shard) or ZeRO-2 (shard gradients and optimizer).
+``ZeRO-Offload``
+    One stage under ZeRO-2 or ZeRO-3 whose optimizer state, or optimizer state and gradients, are in host memory (Ren et
+    al., 2021). The update itself is priced on the device, through which the state passes.
+``ZeRO-Infinity``
+    One stage under ZeRO-3 whose parameters and optimizer state are in host memory, with or without gradients, and
+    if all layers are recomputed with or without what these keep (Rajbhandari et al., 2021).
+``Megatron-LM``
+    Stages of equally many layers, all with the same degrees of data and tensor parallelism, with or without sequence
+    parallelism, under ZeRO-0 or ZeRO-1 (its distributed optimizer), in one piece or in interleaved chunks (Narayanan et
+    al., 2021; Korthikanti et al., 2022). Three times: with no layer recomputed, with all, and with as many of every
+    stage as are best.
+``Aceso``
+    Stages of their own sizes and arrangements of devices, with their own recomputed layers; nothing is sharded or
+    offloaded (Liu et al., 2024).
+``Mist's space``
+    The published space of Zhu et al., 2025 (:mod:`lightning_mist.tuner.published`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
-from lightning_mist.cost import StageCandidates, predict_with, step_seconds_of
-from lightning_mist.cost.compile import IntArray
+from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import Cluster, HardwareProfile
-from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
-from lightning_mist.plan.layout import rank_layout
-from lightning_mist.tuner import space as search_space
-from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.space import SearchSpace, Shape
-from lightning_mist.tuner.tune import stages_of
+from lightning_mist.model.spec import LayerSpec, ModelSpec
+from lightning_mist.plan import OffloadRatios, Plan
+from lightning_mist.tuner.planner import Planner
+from lightning_mist.tuner.published import Asked, published_plan
+from lightning_mist.tuner.space import SearchSpace
+from lightning_mist.tuner.uniform import Family, Limits, Uniform, UniformSearch
 from lightning_mist.units import format_bytes
+
+_OPTIMIZER = (OffloadRatios(optimizer=1.0), OffloadRatios(optimizer=1.0, gradients=1.0))
+_WITH_PARAMETERS = tuple(replace(item, parameters=1.0) for item in _OPTIMIZER)
+_GRID = Family(zero_stages=(0, 1), has_stages=True, splits_layers=True, has_chunks=True)
+
+FAMILIES: tuple[tuple[str, Family], ...] = (
+    ("DDP", Family(zero_stages=(0,), recomputes="none", cuts_batches=False)),
+    ("DDP, tuned", Family(zero_stages=(0,))),
+    ("FSDP", Family(zero_stages=(2, 3))),
+    ("ZeRO-Offload", Family(zero_stages=(2, 3), offloads=_OPTIMIZER)),
+    (
+        "ZeRO-Infinity",
+        Family(
+            zero_stages=(3,),
+            offloads=_WITH_PARAMETERS,
+            offloads_if_all_recomputed=tuple(replace(item, activations=1.0) for item in _WITH_PARAMETERS),
+        ),
+    ),
+    ("Megatron-LM, nothing recomputed", replace(_GRID, recomputes="none")),
+    ("Megatron-LM, all recomputed", replace(_GRID, recomputes="all")),
+    ("Megatron-LM, tuned", _GRID),
+)
+"""Baselines whose stages are all alike."""
+
+_LEAST_OF_ACESO = Family(zero_stages=(0,), has_stages=True, splits_layers=True, recomputes="all")
+"""Plans of Aceso's that need little memory."""
+
+_LEAST_OF_MIST = Family(
+    zero_stages=(1, 2, 3),
+    has_stages=True,
+    splits_layers=True,
+    recomputes="all",
+    offloads=(OffloadRatios(parameters=1.0, gradients=1.0, optimizer=1.0, activations=1.0),),
+)
+"""Plans of the published space that need little memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """One plan that a person would choose.
+    """The best plan that a person or a tool would choose.
 
     Attributes:
         name: What it is.
@@ -42,27 +93,6 @@ class Baseline:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """Plans among which a baseline is the fastest that fits.
-
-    Attributes:
-        name: Name of the baseline.
-        stages: Numbers of stages.
-        checkpointed: The most and the least layers of a stage that may be recomputed, as fractions of its layers.
-        zero_stages: ZeRO stages.
-        cuts_batches: Whether one batch of a device may be cut into several microbatches.
-        splits_layers: Whether all stages have several devices that share every layer, or none has.
-    """
-
-    name: str
-    stages: tuple[int, ...]
-    checkpointed: tuple[float, float]
-    zero_stages: tuple[int, ...]
-    cuts_batches: bool
-    splits_layers: bool = False
-
-
 def baselines(
     spec: ModelSpec,
     cluster: Cluster,
@@ -70,12 +100,10 @@ def baselines(
     profile: HardwareProfile | None = None,
     global_batch_size: int,
     memory_limit: int | None = None,
+    host_memory_limit: int | None = None,
     search: SearchSpace | None = None,
 ) -> tuple[Baseline, ...]:
-    """Data parallelism plain, with everything recomputed, at its best, and with everything sharded; and the best grid.
-
-    A grid has stages of as many layers as possible alike, all with the same degrees of data and tensor parallelism, as
-    Megatron-LM runs it (Narayanan et al., 2021).
+    """The best plan of every baseline; see the module.
 
     Args:
         spec: The network.
@@ -83,150 +111,118 @@ def baselines(
         profile: How fast they are; by default from the catalog.
         global_batch_size: Rows that one Lightning batch brings over all devices.
         memory_limit: Bytes that a plan may use of each device; the same default as for a search.
-        search: Limits, of which the schedule and those of tensor parallelism count.
+        host_memory_limit: Bytes of host memory of each node that offloading may take.
+        search: Limits, of which those of tensor parallelism, the offload ratios and the seconds of solving count.
 
     Raises:
         PlanError: If the batch does not come in equal parts from the devices.
         ProfileError: If the profile lacks what the cost model needs.
     """
-    space = search_space.apply(
-        search or SearchSpace(),
-        spec,
-        cluster.world_size,
-        global_batch_size,
-        devices_per_node=cluster.devices_per_node,
-    )
-    intra = stages_of(space, spec, cluster, profile, memory_limit)
-    even = tuple(count for count in search_space.divisors(cluster.world_size) if 1 < count <= space.max_stages)
-    return tuple(_best(intra, family) for family in _families(even))
-
-
-def _families(even: tuple[int, ...]) -> tuple[_Family, ...]:
-    """What people would choose from, where pipelines may have these numbers of equal stages."""
-    return (
-        _Family(name="data parallel", stages=(1,), checkpointed=(0, 0), zero_stages=(0,), cuts_batches=False),
-        _Family(
-            name="data parallel, all layers recomputed",
-            stages=(1,),
-            checkpointed=(1, 1),
-            zero_stages=(0,),
-            cuts_batches=False,
-        ),
-        _Family(
-            name="data parallel, best recomputation and ZeRO stage",
-            stages=(1,),
-            checkpointed=(0, 1),
-            zero_stages=(0, 1),
-            cuts_batches=True,
-        ),
-        _Family(
-            name="data parallel, everything sharded",
-            stages=(1,),
-            checkpointed=(0, 1),
-            zero_stages=(3,),
-            cuts_batches=True,
-        ),
-        _Family(name="even pipeline", stages=even, checkpointed=(0, 1), zero_stages=(0, 1), cuts_batches=True),
-        _Family(
-            name="even grid of tensor, data and pipeline parallelism",
-            stages=(1, *even),
-            checkpointed=(0, 1),
-            zero_stages=(0, 1),
-            cuts_batches=True,
-            splits_layers=True,
-        ),
+    return baselines_with(
+        Planner(spec, cluster, profile=profile),
+        global_batch_size=global_batch_size,
+        memory_limit=memory_limit,
+        host_memory_limit=host_memory_limit,
+        search=search,
     )
 
 
-def _best(intra: IntraStage, family: _Family) -> Baseline:
-    """The fastest plan of a family that fits."""
-    best, seconds, least = None, np.inf, np.inf
-    for num_stages, num_microbatches, shape in _pipelines(intra, family):
-        found, found_seconds, found_peak = _settings(intra, family, num_stages, num_microbatches, shape)
-        least = min(least, found_peak)
-        if found is not None and found_seconds < seconds:
-            best, seconds = found, found_seconds
-    if best is not None:
-        return Baseline(name=family.name, plan=replace(best, predicted=predict_with(intra.model, best)))
-    if np.isinf(least):
-        return Baseline(name=family.name, plan=None, reason="the module or the batch does not allow any")
-    reason = f"needs at least {format_bytes(least)} of {format_bytes(intra.memory_limit)} per device"
-    return Baseline(name=family.name, plan=None, reason=reason)
+def baselines_with(
+    planner: Planner,
+    *,
+    global_batch_size: int,
+    memory_limit: int | None = None,
+    host_memory_limit: int | None = None,
+    search: SearchSpace | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> tuple[Baseline, ...]:
+    """As :func:`baselines`, with a planner that exists already.
+
+    Args:
+        planner: The planner.
+        global_batch_size: Rows that one Lightning batch brings over all devices.
+        memory_limit: Bytes that a plan may use of each device.
+        host_memory_limit: Bytes of host memory of each node that offloading may take.
+        search: Limits; see :func:`baselines`.
+        tell: Is told what is being looked at.
+    """
+    given, say = search or SearchSpace(), tell or _silent
+    asked = Asked(
+        global_batch_size=global_batch_size,
+        memory_limit=memory_limit,
+        host_memory_limit=host_memory_limit,
+        search=replace(
+            SearchSpace(),
+            tensor_parallel_degrees=given.tensor_parallel_degrees,
+            offload_ratios=given.offload_ratios,
+            solver_seconds=given.solver_seconds,
+        ),
+    )
+    intra = planner.stages(planner.space(global_batch_size, asked.search), memory_limit, host_memory_limit)
+    alike = UniformSearch(intra.model, intra.space, Limits(device_bytes=intra.memory_limit, host_bytes=intra.host_limit))
+    result = []
+    for name, family in FAMILIES:
+        say(f"comparing with {name}")
+        result.append(_baseline(name, alike.best(family), alike.limits))
+    say("comparing with Aceso")
+    result.append(_searched("Aceso", _aceso(planner, asked), alike, _LEAST_OF_ACESO))
+    say("comparing with Mist's space")
+    result.append(_searched("Mist's space", published_plan(planner, asked), alike, _LEAST_OF_MIST))
+    return tuple(result)
 
 
-def _pipelines(intra: IntraStage, family: _Family) -> Iterator[tuple[int, int, Shape]]:
-    """Numbers of stages and microbatches, and how the devices of every stage are arranged."""
-    space = intra.space
-    if family.checkpointed[0] > 0 and not space.checkpointing:
-        return
-    for num_stages in family.stages:
-        parts = search_space.divisors(space.batch_rows) if family.cuts_batches and space.cuts_batches else (1,)
-        kinds = [kind for kind in space.tensor if (kind[0] > 1) == family.splits_layers]
-        for tensor, sequence in kinds:
-            data, rest = divmod(space.world_size // num_stages, tensor)
-            for part in parts if rest == 0 else ():
-                yield num_stages, part * num_stages * tensor, Shape(data, tensor, sequence)
-
-
-def _settings(
-    intra: IntraStage, family: _Family, num_stages: int, num_microbatches: int, shape: Shape
-) -> tuple[Plan | None, float, float]:
-    """The fastest setting that fits, its seconds, and the least peak of any setting."""
-    space = intra.space
-    edges = [round(index * space.num_layers / num_stages) for index in range(num_stages + 1)]
-    counts = [end - start for start, end in pairwise(edges)]
-    recomputed, zero_K = _options(intra, family, max(counts), shape.data)
-    steady, boundary, peaks, kept = [], [], [], []
-    for index, (start, count) in enumerate(zip(edges, counts, strict=False)):
-        checkpointed_K = np.minimum(recomputed, count)
-        candidates = StageCandidates(
-            start_K=np.full(len(zero_K), start),
-            end_K=np.full(len(zero_K), start + count),
-            checkpointed_K=checkpointed_K,
-            zero_stage_K=zero_K,
+def _aceso(planner: Planner, asked: Asked) -> Plan | None:
+    """The best plan that Aceso could choose; None if none fits."""
+    search = replace(
+        asked.search, zero_stages=(0,), sequence_parallel=False, offload=(), offload_ratios=(0.0,), schedules=("1f1b",)
+    )
+    try:
+        found = planner.tune(
+            global_batch_size=asked.global_batch_size,
+            memory_limit=asked.memory_limit,
+            host_memory_limit=asked.host_memory_limit,
+            search=search,
         )
-        slot = replace(intra.slot(index, num_stages, num_microbatches, shape), replicas=shape.data)
-        costs = intra.model.evaluate(slot, candidates)
-        steady.append(costs.steady_K)
-        boundary.append(costs.boundary_K)
-        peaks.append(intra.model.memory(slot).peaks(slot, candidates))
-        kept.append(checkpointed_K)
-    seconds_K = step_seconds_of(np.stack(steady), np.stack(boundary), num_microbatches)
-    peak_K = np.stack(peaks).max(axis=0)
-    seconds_K = np.where(peak_K <= intra.memory_limit, seconds_K, np.inf)
-    best = int(seconds_K.argmin())
-    if np.isinf(seconds_K[best]):
-        return None, np.inf, float(peak_K.min())
-    checkpointed = [int(item[best]) for item in kept]
-    plan = _plan(intra, edges, num_microbatches, shape, checkpointed, int(zero_K[best]))
-    return plan, float(seconds_K[best]), float(peak_K.min())
+    except InfeasibleError:
+        return None
+    return found.plan
 
 
-def _options(intra: IntraStage, family: _Family, longest: int, data: int) -> tuple[IntArray, IntArray]:
-    """Recomputed layers and ZeRO stages, every combination."""
-    low, high = (round(fraction * longest) for fraction in family.checkpointed)
-    recomputed = np.arange(low, high + 1) if intra.space.checkpointing else np.array([0])
-    zeros = np.array(family.zero_stages) if data > 1 else np.array([0])
-    return np.tile(recomputed, len(zeros)), np.repeat(zeros, len(recomputed))
+def _silent(text: str) -> None:
+    """Nobody listens."""
 
 
-def _plan(
-    intra: IntraStage, edges: list[int], num_microbatches: int, shape: Shape, checkpointed: list[int], zero: int
-) -> Plan:
-    space, num_stages = intra.space, len(checkpointed)
-    layout = rank_layout([(shape.data, shape.tensor)] * num_stages, space.devices_per_node)
-    return Plan(
-        global_batch_size=space.batch_rows * space.world_size,
-        num_microbatches=num_microbatches,
-        stages=tuple(
-            StagePlan(
-                layers=(edges[index], edges[index + 1]),
-                mesh=shape.mesh(ranks),
-                microbatch_size=space.rows(num_microbatches, shape.data),
-                zero_stage=ZeroStage(zero),
-                checkpointing=Checkpointing(layers=checkpointed[index]),
-            )
-            for index, ranks in enumerate(layout)
-        ),
-        schedule=space.schedule,
-    )
+def _searched(name: str, plan: Plan | None, alike: UniformSearch, least: Family) -> Baseline:
+    """A baseline whose stages may differ; if nothing fits, with the least that stages need that are alike."""
+    if plan is not None:
+        return Baseline(name=name, plan=plan)
+    needed = _baseline(name, replace(alike.best(least), plan=None), alike.limits)
+    return replace(needed, reason=f"{needed.reason}, with stages that are alike")
+
+
+def _baseline(name: str, found: Uniform, limits: Limits) -> Baseline:
+    """A baseline whose stages are all alike."""
+    if found.plan is not None:
+        return Baseline(name=name, plan=found.plan)
+    if np.isinf(found.least_bytes):
+        return Baseline(name=name, plan=None, reason="the module or the batch does not allow any")
+    if found.least_bytes > limits.device_bytes:
+        reason = f"needs {format_bytes(found.least_bytes)} of {format_bytes(limits.device_bytes)} per device"
+    else:
+        least, most = format_bytes(found.least_host_bytes), format_bytes(limits.host_bytes)
+        reason = f"needs {least} of {most} of host memory per device"
+    return Baseline(name=name, plan=None, reason=reason)
+
+
+def baseline_notes(spec: ModelSpec) -> tuple[str, ...]:
+    """What to know of the baselines of a network, for people."""
+    attention = "Megatron-LM's selective recomputation repeats attention's scores"
+    if any(_is_fused(layer) for layer in spec.layers):
+        selective = f"{attention}: the fused attention of these layers keeps none, so it is the same as none recomputed"
+    else:
+        selective = f"{attention}: these layers have no fused attention, and parts of layers are not recomputed here"
+    return (selective, "ZeRO-Offload and ZeRO-Infinity: the update runs on the device, through which the state passes")
+
+
+def _is_fused(layer: LayerSpec) -> bool:
+    return any(item.kind in ("attention", "causal_attention") for item in layer.forward_work)

@@ -1,0 +1,99 @@
+"""What a plan does, in one line of words."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from lightning_mist.plan.plan import Plan, StagePlan
+
+_OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
+
+
+def settings_of(plan: Plan) -> str:
+    """Stages, devices, microbatches and what every stage does to fit, in words; what is not used is not mentioned.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        For example ``"4 stages, each data parallel 2 x tensor parallel 4; 64 microbatches of 2 rows; ZeRO-1; recompute
+        12, 9, 6, 3 of 12 layers"``.
+    """
+    stages = plan.stages[: plan.num_groups]
+    parts = [
+        _places(plan),
+        _microbatches(plan),
+        _zero(plan.stages),
+        _recomputed(plan),
+        *(_offloaded(plan.stages, kind) for kind in _OFFLOADED),
+    ]
+    uneven = len({stage.num_layers for stage in stages}) > 1
+    layers = f"layers {_listed(_per_group(plan, lambda stage: stage.num_layers))}" if uneven else ""
+    return "; ".join(part for part in (parts[0], layers, *parts[1:]) if part)
+
+
+def _places(plan: Plan) -> str:
+    """Numbers of stages and of chunks, and how their devices are arranged."""
+    stages = plan.stages[: plan.num_groups]
+    kinds = [_mesh(stage) for stage in stages]
+    if len(stages) == 1:
+        head = "1 stage"
+    elif plan.num_groups < plan.num_stages:
+        head = f"{len(stages)} stages of {plan.num_stages // plan.num_groups} interleaved chunks"
+    else:
+        head = f"{len(stages)} stages" + {"1f1b": "", "interleaved-1f1b": ""}.get(plan.schedule, f" ({plan.schedule})")
+    if len(set(kinds)) == 1:
+        each = ", each" if len(stages) > 1 else ","
+        return f"{head}{each} {kinds[0]}" if kinds[0] else head
+    runs = [(kind, len(list(run))) for kind, run in groupby(kinds)]
+    return f"{head}: " + ", then ".join(f"{count} with {kind or '1 device'}" for kind, count in runs)
+
+
+def _mesh(stage: StagePlan) -> str:
+    mesh, words = stage.mesh, []
+    if mesh.data_parallel_degree > 1:
+        words.append(f"data {mesh.data_parallel_degree}")
+    if mesh.tensor_parallel_degree > 1:
+        words.append(f"tensor {mesh.tensor_parallel_degree}" + (" + sequence" if mesh.sequence_parallel else ""))
+    if mesh.context_parallel_degree > 1:
+        words.append(f"context {mesh.context_parallel_degree}")
+    return " x ".join(words)
+
+
+def _microbatches(plan: Plan) -> str:
+    rows = _listed([stage.microbatch_size for stage in plan.stages[: plan.num_groups]])
+    many = "1 microbatch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} microbatches"
+    return f"{many} of {rows} {'row' if rows == '1' else 'rows'}"
+
+
+def _zero(stages: Sequence[StagePlan]) -> str:
+    levels = [int(stage.zero_stage) for stage in stages]
+    return f"ZeRO-{_listed(levels)}" if any(levels) else ""
+
+
+def _recomputed(plan: Plan) -> str:
+    counts = _per_group(plan, lambda stage: stage.checkpointing.layers)
+    layers = _per_group(plan, lambda stage: stage.num_layers)
+    if not any(counts):
+        return ""
+    if counts == layers:
+        return "recompute all layers"
+    return f"recompute {_listed(counts)} of {_listed(layers)} layers"
+
+
+def _offloaded(stages: Sequence[StagePlan], kind: str) -> str:
+    ratios = [getattr(stage.offload, kind) for stage in stages]
+    return f"{kind} {_listed([f'{ratio:.0%}' for ratio in ratios])} on the host" if any(ratios) else ""
+
+
+def _per_group(plan: Plan, value: Callable[[StagePlan], int]) -> list[int]:
+    """A sum over the chunks of every group of devices."""
+    groups = range(plan.num_groups)
+    return [sum(value(plan.stages[chunk]) for chunk in plan.chunks(group)) for group in groups]
+
+
+def _listed(values: Sequence[int | str]) -> str:
+    """One value if all are alike, else all of them, runs shortened: ``3, 2 (4 times), 1``."""
+    runs = [(value, len(list(run))) for value, run in groupby(values)]
+    if len(runs) == 1:
+        return str(runs[0][0])
+    return ", ".join(str(value) if count == 1 else f"{value} ({count} times)" for value, count in runs)

@@ -1,0 +1,128 @@
+"""The best plan of the space that the paper of Mist searches (Zhu et al., 2025).
+
+All stages have the same devices, arranged alike, without sequence parallelism; microbatches have 1, 2 or 4 rows on each
+device, and their number is a power of two. Under these, every stage has its own layers (at most two more or fewer than
+an even share), recomputed layers, ZeRO stage from 1 to 3 (0 without data-parallel ranks) and offload ratios; the
+schedule is 1F1B. The ratios are those of the grid that the search for a plan uses.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import numpy as np
+
+from lightning_mist.cost import predict_with
+from lightning_mist.plan import Plan
+from lightning_mist.tuner.bound import solve
+from lightning_mist.tuner.intra_stage import IntraStage, SlotChoices
+from lightning_mist.tuner.planner import Planner, make_plan
+from lightning_mist.tuner.problem import Answer, InterStageProblem
+from lightning_mist.tuner.space import SearchSpace, Space, divisors
+
+CLOCKED = 8
+"""Pipelines that are run on the clock, as many as in the search for a plan."""
+
+UNEVEN_LAYERS = 2
+"""Layers by which a stage may differ from an even share (``layers_offset`` of the published tuner)."""
+
+MICROBATCH_ROWS = (1, 2, 4)
+"""Rows of a microbatch on each device."""
+
+ZERO_STAGES = (1, 2, 3)
+"""ZeRO stages of data-parallel ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a plan of the published space is asked for.
+
+    Attributes:
+        global_batch_size: Rows that one Lightning batch brings over all devices.
+        memory_limit: Bytes that a plan may use of each device.
+        host_memory_limit: Bytes of host memory of each node that offloading may take.
+        search: Limits, of which those of tensor parallelism, the offload ratios and the seconds of solving count.
+    """
+
+    global_batch_size: int
+    memory_limit: int | None
+    host_memory_limit: int | None
+    search: SearchSpace
+
+
+def published_plan(planner: Planner, asked: Asked) -> Plan | None:
+    """The fastest plan of the published space that fits, with its prediction; None if none does.
+
+    Pipelines are compared by the closed form of the step, and the best are run on the clock.
+    """
+    deadline = perf_counter() + asked.search.solver_seconds
+    least, found = np.inf, []
+    stages: dict[Space, IntraStage] = {}
+    for bound, space, key in sorted(_pipelines(planner, asked), key=lambda item: (item[0], item[2])):
+        if bound >= least or (found and perf_counter() > deadline):
+            break
+        if space not in stages:
+            stages[space] = planner.stages(space, asked.memory_limit, asked.host_memory_limit)
+        problem = _problem(stages[space], *key, below=least)
+        if problem.lower_bound() >= least:
+            continue
+        answer = solve(problem, below=least, deadline=deadline)
+        if answer.chosen:
+            least = min(least, answer.objective)
+            found.append((space, problem, answer))
+    plans = [make_plan(space, problem, answer.chosen) for space, problem, answer in _best(found)]
+    clocked = [(predict_with(planner.model, plan), plan) for plan in plans]
+    if not clocked:
+        return None
+    predicted, plan = min(clocked, key=lambda item: item[0].step_seconds)
+    return replace(plan, predicted=predicted)
+
+
+def _best(found: list[tuple[Space, InterStageProblem, Answer]]) -> list[tuple[Space, InterStageProblem, Answer]]:
+    return sorted(found, key=lambda item: item[2].objective)[:CLOCKED]
+
+
+def _pipelines(planner: Planner, asked: Asked) -> Iterator[tuple[float, Space, tuple[int, int]]]:
+    """Every uniform pipeline ``(S, G)`` in a space of its own, with seconds that none of its plans goes below."""
+    batch, wide = asked.global_batch_size, planner.space(asked.global_batch_size, asked.search)
+    for num_stages in divisors(wide.world_size):
+        devices = wide.world_size // num_stages
+        for tensor in sorted({degree for degree, _ in wide.tensor if devices % degree == 0}):
+            data = devices // tensor
+            counts = {batch // (rows * data) for rows in MICROBATCH_ROWS if batch % (rows * data) == 0}
+            powers = tuple(sorted(count for count in counts if count & (count - 1) == 0))
+            if num_stages > wide.max_stages or not powers:
+                continue
+            space = planner.space(
+                batch,
+                SearchSpace(
+                    num_stages=(num_stages,),
+                    num_microbatches=powers,
+                    devices_per_stage=(devices,),
+                    zero_stages=ZERO_STAGES,
+                    tensor_parallel_degrees=(tensor,),
+                    sequence_parallel=False,
+                    offload_ratios=asked.search.offload_ratios,
+                    schedules=("1f1b",),
+                ),
+            )
+            for key in space.pipelines():
+                seconds = planner.model.region_seconds(space.rows(key[1], data), tensor)
+                once = float((seconds.forward_R + seconds.backward_R).sum())
+                yield (key[1] - 1) * once / num_stages + once, space, key
+
+
+def _problem(intra: IntraStage, num_stages: int, num_microbatches: int, *, below: float) -> InterStageProblem:
+    """The choices of every stage that plans of fewer seconds can have, with as many layers as they may have."""
+    space, slowest = intra.space, below / num_microbatches
+
+    def near(slot: SlotChoices) -> SlotChoices:
+        even = round(space.num_layers / num_stages)
+        return slot.take(np.abs(slot.layers_K - even) <= UNEVEN_LAYERS)
+
+    return InterStageProblem(
+        num_layers=space.num_layers,
+        num_devices=(space.world_size,),
+        num_microbatches=num_microbatches,
+        slots=tuple(near(intra.frontier(index, num_stages, num_microbatches, slowest)) for index in range(num_stages)),
+    )

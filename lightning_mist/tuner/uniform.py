@@ -1,0 +1,384 @@
+"""The fastest plan whose stages are all alike: as many layers each, one arrangement of devices, one set of savings.
+
+This is what people choose by hand. With one stage it is data parallelism with or without sharding; with several it is
+the grid of tensor, data and pipeline parallelism of Megatron-LM (Narayanan et al., 2021), whose stages may be dealt out
+in chunks (interleaved 1F1B). Everything that a family leaves open is tried: numbers of stages and microbatches,
+arrangements, recomputed layers, ZeRO stages, offload.
+
+As in the search for a plan, settings are compared by the closed form of the step first, and the best are run on the
+clock. Chunks have no closed form; they are tried in the order of a bound of their seconds, until it is no better than
+the best on the clock. They keep at least as much in memory as the same layers in one piece, so that as many layers are
+recomputed as these need, or more.
+
+Array axes
+    S  stages
+    K  settings that all stages share
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot, predict_with, step_seconds_of
+from lightning_mist.cost.candidates import OffloadCandidates
+from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.offload import host_bytes
+from lightning_mist.cost.phases import stage_phases
+from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
+from lightning_mist.plan.layout import rank_layout
+from lightning_mist.tuner.intra_stage import layer_classes
+from lightning_mist.tuner.space import Shape, Space, divisors
+
+CLOCKED = 8
+"""Settings that are run on the clock, the best by the closed form; as many as in the search for a plan."""
+
+TRIED = 24
+"""The most settings with chunks whose memory is looked at, the best by the bound of their seconds."""
+
+MOST_CHUNKS = 4
+"""The most chunks of one group of devices, as in the search for a plan."""
+
+NO_OFFLOAD = OffloadRatios()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Plans with stages that are all alike.
+
+    Attributes:
+        zero_stages: ZeRO stages that may be used where there are data-parallel ranks; without them there is nothing to
+            shard, and the stage is 0.
+        has_stages: Whether there may be several stages.
+        splits_layers: Whether devices may share layers (tensor parallelism).
+        recomputes: Whether layers are recomputed: ``"none"``, ``"all"``, or as many of every stage as are ``"best"``.
+        cuts_batches: Whether one batch of a device may be cut into several microbatches.
+        has_chunks: Whether stages may be dealt out in chunks.
+        offloads: What may live in host memory.
+        offloads_if_all_recomputed: What else may, where all layers are recomputed.
+    """
+
+    zero_stages: tuple[int, ...]
+    has_stages: bool = False
+    splits_layers: bool = False
+    recomputes: Literal["none", "all", "best"] = "best"
+    cuts_batches: bool = True
+    has_chunks: bool = False
+    offloads: tuple[OffloadRatios, ...] = (NO_OFFLOAD,)
+    offloads_if_all_recomputed: tuple[OffloadRatios, ...] = ()
+
+    @property
+    def every_offload(self) -> tuple[OffloadRatios, ...]:
+        """All that may live in host memory."""
+        return (*self.offloads, *self.offloads_if_all_recomputed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a plan may use.
+
+    Attributes:
+        device_bytes: Bytes of every device.
+        host_bytes: Bytes of every device's part of its node's memory.
+    """
+
+    device_bytes: float
+    host_bytes: float = np.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uniform:
+    """The fastest plan of a family.
+
+    Attributes:
+        plan: The plan with its prediction; None if none fits.
+        least_bytes: The least peak of any setting, infinite if there is none; by which nothing fits if there is no
+            plan.
+        least_host_bytes: The least host memory per device of any setting whose peak fits.
+    """
+
+    plan: Plan | None
+    least_bytes: float
+    least_host_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grid:
+    """Stages, microbatches, and the arrangement of every stage's devices."""
+
+    num_stages: int
+    num_microbatches: int
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    """One plan of a family, by its seconds in closed form or a bound of them."""
+
+    seconds: float
+    grid: _Grid
+    checkpointed: int
+    zero_stage: int
+    offload: OffloadRatios
+    chunks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Costs:
+    """What all settings of one grid cost.
+
+    Attributes:
+        checkpointed_K, zero_K, offload_K: The settings; of offload the index among the family's.
+        seconds_K: Step seconds in closed form.
+        busy_SK: Seconds that every stage's devices are busy with one microbatch, without transfers.
+        accumulate_SK: What of these the first microbatch saves.
+        peak_K: Peak bytes of the most loaded device.
+        host_K: Host bytes of the device that has most there.
+    """
+
+    checkpointed_K: IntArray
+    zero_K: IntArray
+    offload_K: IntArray
+    seconds_K: FloatArray
+    busy_SK: FloatArray
+    accumulate_SK: FloatArray
+    peak_K: FloatArray
+    host_K: FloatArray
+
+    def fits(self, limits: Limits) -> BoolArray:
+        """Which settings fit; axis ``K``."""
+        fits_K: BoolArray = (self.peak_K <= limits.device_bytes) & (self.host_K <= limits.host_bytes)
+        return fits_K
+
+    def bound(self, index: int, num_microbatches: int, chunks: int) -> float:
+        """Seconds that one setting takes at least with its stages in chunks.
+
+        A group of devices starts when the first microbatch has come through the first chunk of all groups before it,
+        and these have as much to do when it has ended.
+        """
+        busy_S = self.busy_SK[:, index]
+        before_S = (np.cumsum(busy_S) - busy_S) / chunks
+        return float((before_S + num_microbatches * busy_S - self.accumulate_SK[:, index]).max())
+
+
+class UniformSearch:
+    """Finds the fastest plan of families; keeps what several families share.
+
+    Args:
+        model: The cost model.
+        space: The network's batch, devices, and how its layers can be split.
+        limits: What a plan may use.
+    """
+
+    def __init__(self, model: StageCostModel, space: Space, limits: Limits) -> None:
+        self.model, self.space, self.limits = model, space, limits
+        self._classes = layer_classes(model.spec)
+        self._kept: dict[Hashable, _Costs] = {}
+
+    def best(self, family: Family) -> Uniform:
+        """The fastest plan of a family that fits."""
+        settings: list[_Setting] = []
+        chunked: list[_Setting] = []
+        least, least_host = np.inf, np.inf
+        for grid in self._grids(family):
+            costs = self._costs(grid, family)
+            fits_K = costs.fits(self.limits)
+            on_device_K = costs.peak_K <= self.limits.device_bytes
+            least = min(least, float(costs.peak_K.min()))
+            least_host = min(least_host, float(costs.host_K[on_device_K].min(initial=np.inf)))
+            settings += _closed(grid, family, costs, fits_K)
+            if family.has_chunks:
+                chunked += self._chunked(grid, family, costs, fits_K)
+        settings.sort(key=lambda item: item.seconds)
+        best = self._fastest(self._plan(item) for item in settings[:CLOCKED])
+        best = self._with_chunks(family, chunked, best)
+        return Uniform(plan=best, least_bytes=least, least_host_bytes=least_host)
+
+    def _fastest(self, plans: Iterator[Plan]) -> Plan | None:
+        """The fastest of some plans on the clock, with its prediction."""
+        predicted = [replace(plan, predicted=predict_with(self.model, plan)) for plan in plans]
+        return min(predicted, key=_seconds, default=None)
+
+    def _grids(self, family: Family) -> Iterator[_Grid]:
+        space = self.space
+        if family.recomputes == "all" and not space.checkpointing:
+            return
+        counts = [count for count in divisors(space.world_size) if count <= space.max_stages]
+        # A stage alone has any number of layers, several have as many each.
+        counts = [count for count in counts if count == 1 or (family.has_stages and space.num_layers % count == 0)]
+        parts = divisors(space.batch_rows) if family.cuts_batches and space.cuts_batches else (1,)
+        kinds = [kind for kind in space.tensor if kind[0] == 1 or family.splits_layers]
+        for num_stages in counts:
+            for tensor, sequence in kinds:
+                data, rest = divmod(space.world_size // num_stages, tensor)
+                for part in parts if rest == 0 and data else ():
+                    shape = Shape(data, tensor, sequence)
+                    yield _Grid(num_stages=num_stages, num_microbatches=part * num_stages * tensor, shape=shape)
+
+    def _costs(self, grid: _Grid, family: Family) -> _Costs:
+        key = (grid, family.zero_stages, family.recomputes, family.every_offload)
+        if key not in self._kept:
+            self._kept[key] = self._evaluate(grid, family)
+        return self._kept[key]
+
+    def _evaluate(self, grid: _Grid, family: Family) -> _Costs:
+        """What all settings of a grid cost; stages with the same layers in the same role are looked at once."""
+        count = self.space.num_layers // grid.num_stages
+        checkpointed_K, zero_K, offload_K = self._options(grid, family, count)
+        ratios = [family.every_offload[index] for index in offload_K]
+        known: dict[Hashable, tuple[FloatArray, ...]] = {}
+        steady, boundary, busy, accumulate = [], [], [], []
+        peak_K, host_K = np.zeros(len(zero_K)), np.zeros(len(zero_K))
+        for index in range(grid.num_stages):
+            slot, first = self._slot(grid, index), index * count
+            candidates = StageCandidates(
+                start_K=np.full(len(zero_K), first),
+                end_K=np.full(len(zero_K), first + count),
+                checkpointed_K=checkpointed_K,
+                zero_stage_K=zero_K,
+                offload=_offload(ratios) if any(item.any for item in family.every_offload) else None,
+            )
+            # The layer before tells what is received.
+            role = (index == 0, index == grid.num_stages - 1, self._classes[max(0, first - 1) : first + count])
+            if role not in known:
+                seconds = self.model.seconds(slot, candidates)
+                without_K = seconds.steady_K - seconds.transfer_K
+                known[role] = (seconds.steady_K, seconds.boundary_K, without_K, seconds.accumulate_K)
+            for found, values_K in zip((steady, boundary, busy, accumulate), known[role], strict=True):
+                found.append(values_K)
+            memory = self.model.memory(slot)
+            needs = memory.needs(slot, candidates)
+            phases = stage_phases(index, grid.num_stages, grid.num_microbatches, "1f1b")
+            peak_K = np.maximum(peak_K, needs.peaks(phases))
+            host_K = np.maximum(host_K, host_bytes(memory, slot, candidates, needs, phases))
+        return _Costs(
+            checkpointed_K=checkpointed_K,
+            zero_K=zero_K,
+            offload_K=offload_K,
+            seconds_K=step_seconds_of(np.stack(steady), np.stack(boundary), grid.num_microbatches),
+            busy_SK=np.stack(busy),
+            accumulate_SK=np.stack(accumulate),
+            peak_K=peak_K,
+            host_K=host_K,
+        )
+
+    def _options(self, grid: _Grid, family: Family, count: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Recomputed layers, ZeRO stages and kinds of offload, every combination."""
+        recomputed = {"none": [0], "all": [count], "best": range(count + 1)}[family.recomputes]
+        layers = np.array(recomputed) if self.space.checkpointing else np.array([0])
+        zeros = np.array(sorted(set(family.zero_stages)) if grid.shape.data > 1 else [0])
+        found = np.meshgrid(layers, zeros, np.arange(len(family.every_offload)), indexing="ij")
+        checkpointed_K, zero_K, offload_K = (item.reshape(-1) for item in found)
+        kept_K = (offload_K < len(family.offloads)) | (checkpointed_K == count)
+        return checkpointed_K[kept_K], zero_K[kept_K], offload_K[kept_K]
+
+    def _slot(self, grid: _Grid, index: int) -> StageSlot:
+        space, shape = self.space, grid.shape
+        return StageSlot(
+            stage_index=index,
+            num_stages=grid.num_stages,
+            num_microbatches=grid.num_microbatches,
+            data_parallel_degree=shape.data,
+            rows=space.rows(grid.num_microbatches, shape.data),
+            batch_rows=space.batch_rows,
+            replicas=shape.data,
+            tensor_parallel_degree=shape.tensor,
+            sequence_parallel=shape.sequence,
+        )
+
+    def _chunked(self, grid: _Grid, family: Family, costs: _Costs, fits_K: BoolArray) -> Iterator[_Setting]:
+        """The same stages in chunks, with as few recomputed layers as let them fit in one piece."""
+        layers, rest = divmod(self.space.num_layers, grid.num_stages)
+        if grid.num_stages < 2 or rest or grid.num_microbatches % grid.num_stages:
+            return
+        for zero, offload in dict.fromkeys(zip(costs.zero_K.tolist(), costs.offload_K.tolist(), strict=True)):
+            same_K = fits_K & (costs.zero_K == zero) & (costs.offload_K == offload)
+            for chunks in range(2, MOST_CHUNKS + 1) if same_K.any() else ():
+                at_K = np.flatnonzero(same_K & (costs.checkpointed_K % chunks == 0))
+                if layers % chunks or not len(at_K):
+                    continue
+                index = int(at_K[costs.checkpointed_K[at_K].argmin()])
+                yield _Setting(
+                    seconds=costs.bound(index, grid.num_microbatches, chunks),
+                    grid=grid,
+                    checkpointed=int(costs.checkpointed_K[index]),
+                    zero_stage=zero,
+                    offload=family.every_offload[offload],
+                    chunks=chunks,
+                )
+
+    def _with_chunks(self, family: Family, chunked: Sequence[_Setting], best: Plan | None) -> Plan | None:
+        """The best plan, or a faster one with chunks."""
+        for setting in sorted(chunked, key=lambda item: item.seconds)[:TRIED]:
+            if best is not None and setting.seconds >= _seconds(best):
+                break
+            plan = self._fitted(family, setting)
+            if plan is not None:
+                found = replace(plan, predicted=predict_with(self.model, plan))
+                best = found if best is None or _seconds(found) < _seconds(best) else best
+        return best
+
+    def _fitted(self, family: Family, setting: _Setting) -> Plan | None:
+        """The plan of a setting, with as many more recomputed layers of every chunk as it needs to fit."""
+        layers = self.space.num_layers // setting.grid.num_stages
+        more = range(setting.checkpointed, layers + 1, setting.chunks) if self.space.checkpointing else [0]
+        for checkpointed in more if family.recomputes == "best" else [setting.checkpointed]:
+            plan = self._plan(replace(setting, checkpointed=checkpointed))
+            found = plan_memory(self.model.memory, plan)
+            if all(
+                item.peak_bytes <= self.limits.device_bytes and item.host_bytes <= self.limits.host_bytes
+                for item in found
+            ):
+                return plan
+        return None
+
+    def _plan(self, setting: _Setting) -> Plan:
+        space, grid = self.space, setting.grid
+        layout = rank_layout([(grid.shape.data, grid.shape.tensor)] * grid.num_stages, space.devices_per_node)
+        count = space.num_layers // (grid.num_stages * setting.chunks)
+        return Plan(
+            global_batch_size=space.batch_rows * space.world_size,
+            num_microbatches=grid.num_microbatches,
+            stages=tuple(
+                StagePlan(
+                    layers=(index * count, (index + 1) * count),
+                    mesh=grid.shape.mesh(layout[index % grid.num_stages]),
+                    microbatch_size=space.rows(grid.num_microbatches, grid.shape.data),
+                    zero_stage=ZeroStage(setting.zero_stage),
+                    checkpointing=Checkpointing(layers=setting.checkpointed // setting.chunks),
+                    offload=setting.offload,
+                )
+                for index in range(grid.num_stages * setting.chunks)
+            ),
+            schedule="1f1b" if setting.chunks == 1 else "interleaved-1f1b",
+        )
+
+
+def _closed(grid: _Grid, family: Family, costs: _Costs, fits_K: BoolArray) -> Iterator[_Setting]:
+    """The best settings of a grid by the closed form, of which not more than so many are ever run on the clock."""
+    seconds_K = np.where(fits_K, costs.seconds_K, np.inf)
+    for index in np.argsort(seconds_K, kind="stable")[:CLOCKED].tolist():
+        if np.isfinite(seconds_K[index]):
+            yield _Setting(
+                seconds=float(seconds_K[index]),
+                grid=grid,
+                checkpointed=int(costs.checkpointed_K[index]),
+                zero_stage=int(costs.zero_K[index]),
+                offload=family.every_offload[int(costs.offload_K[index])],
+            )
+
+
+def _offload(ratios: Sequence[OffloadRatios]) -> OffloadCandidates:
+    return OffloadCandidates(
+        parameters_K=np.array([item.parameters for item in ratios]),
+        gradients_K=np.array([item.gradients for item in ratios]),
+        optimizer_K=np.array([item.optimizer for item in ratios]),
+        activations_K=np.array([item.activations for item in ratios]),
+    )
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.step_seconds
