@@ -24,7 +24,7 @@ def settings_of(plan: Plan) -> str:
         _microbatches(plan),
         _zero(plan.stages),
         _recomputed(plan),
-        *(_offloaded(plan.stages, kind) for kind in _OFFLOADED),
+        _offloaded(plan.stages),
     ]
     uneven = len({stage.num_layers for stage in stages}) > 1
     layers = f"layers {_listed(_per_group(plan, lambda stage: stage.num_layers))}" if uneven else ""
@@ -80,9 +80,15 @@ def _recomputed(plan: Plan) -> str:
     return f"recompute {_listed(counts)} of {_listed(layers)} layers"
 
 
-def _offloaded(stages: Sequence[StagePlan], kind: str) -> str:
-    ratios = [getattr(stage.offload, kind) for stage in stages]
-    return f"{kind} {_listed([f'{ratio:.0%}' for ratio in ratios])} on the host" if any(ratios) else ""
+def _offloaded(stages: Sequence[StagePlan]) -> str:
+    """What is in host memory: all of a kind where nothing else is said."""
+    found = []
+    for kind in _OFFLOADED:
+        ratios = [getattr(stage.offload, kind) for stage in stages]
+        if any(ratios):
+            share = "" if min(ratios) == 1.0 else " " + _listed([f"{ratio:.0%}" for ratio in ratios])
+            found.append(f"{kind}{share}")
+    return f"on the host: {', '.join(found)}" if found else ""
 
 
 def _per_group(plan: Plan, value: Callable[[StagePlan], int]) -> list[int]:

@@ -23,7 +23,6 @@ import numpy as np
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot, predict_with, step_seconds_of
 from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.offload import host_bytes
 from lightning_mist.cost.phases import stage_phases
@@ -36,7 +35,7 @@ CLOCKED = 8
 """Settings that are run on the clock, the best by the closed form; as many as in the search for a plan."""
 
 TRIED = 24
-"""The most settings with chunks whose memory is looked at, the best by the bound of their seconds."""
+"""The most settings with chunks that are run on the clock, the best by the bound of their seconds."""
 
 MOST_CHUNKS = 4
 """The most chunks of one group of devices, as in the search for a plan."""
@@ -55,7 +54,7 @@ class Family:
         splits_layers: Whether devices may share layers (tensor parallelism).
         recomputes: Whether layers are recomputed: ``"none"``, ``"all"``, or as many of every stage as are ``"best"``.
         cuts_batches: Whether one batch of a device may be cut into several microbatches.
-        has_chunks: Whether stages may be dealt out in chunks.
+        has_chunks: Whether stages may be dealt out in chunks, as far as nothing is offloaded.
         offloads: What may live in host memory.
         offloads_if_all_recomputed: What else may, where all layers are recomputed.
     """
@@ -176,6 +175,7 @@ class UniformSearch:
         self.model, self.space, self.limits = model, space, limits
         self._classes = layer_classes(model.spec)
         self._kept: dict[Hashable, _Costs] = {}
+        self._predicted: dict[Hashable, Plan] = {}
 
     def best(self, family: Family) -> Uniform:
         """The fastest plan of a family that fits."""
@@ -192,14 +192,17 @@ class UniformSearch:
             if family.has_chunks:
                 chunked += self._chunked(grid, family, costs, fits_K)
         settings.sort(key=lambda item: item.seconds)
-        best = self._fastest(self._plan(item) for item in settings[:CLOCKED])
-        best = self._with_chunks(family, chunked, best)
+        plans = [self._predict(item) for item in settings[:CLOCKED]]
+        best = self._with_chunks(family, chunked, min(plans, key=_seconds, default=None))
         return Uniform(plan=best, least_bytes=least, least_host_bytes=least_host)
 
-    def _fastest(self, plans: Iterator[Plan]) -> Plan | None:
-        """The fastest of some plans on the clock, with its prediction."""
-        predicted = [replace(plan, predicted=predict_with(self.model, plan)) for plan in plans]
-        return min(predicted, key=_seconds, default=None)
+    def _predict(self, setting: _Setting) -> Plan:
+        """The plan of a setting with its prediction."""
+        key = replace(setting, seconds=0.0)
+        if key not in self._predicted:
+            plan = self._plan(setting)
+            self._predicted[key] = replace(plan, predicted=predict_with(self.model, plan))
+        return self._predicted[key]
 
     def _grids(self, family: Family) -> Iterator[_Grid]:
         space = self.space
@@ -294,6 +297,8 @@ class UniformSearch:
         if grid.num_stages < 2 or rest or grid.num_microbatches % grid.num_stages:
             return
         for zero, offload in dict.fromkeys(zip(costs.zero_K.tolist(), costs.offload_K.tolist(), strict=True)):
+            if family.every_offload[offload].any:
+                continue
             same_K = fits_K & (costs.zero_K == zero) & (costs.offload_K == offload)
             for chunks in range(2, MOST_CHUNKS + 1) if same_K.any() else ():
                 at_K = np.flatnonzero(same_K & (costs.checkpointed_K % chunks == 0))
@@ -314,10 +319,9 @@ class UniformSearch:
         for setting in sorted(chunked, key=lambda item: item.seconds)[:TRIED]:
             if best is not None and setting.seconds >= _seconds(best):
                 break
-            plan = self._fitted(family, setting)
-            if plan is not None:
-                found = replace(plan, predicted=predict_with(self.model, plan))
-                best = found if best is None or _seconds(found) < _seconds(best) else best
+            found = self._fitted(family, setting)
+            if found is not None and (best is None or _seconds(found) < _seconds(best)):
+                best = found
         return best
 
     def _fitted(self, family: Family, setting: _Setting) -> Plan | None:
@@ -325,12 +329,10 @@ class UniformSearch:
         layers = self.space.num_layers // setting.grid.num_stages
         more = range(setting.checkpointed, layers + 1, setting.chunks) if self.space.checkpointing else [0]
         for checkpointed in more if family.recomputes == "best" else [setting.checkpointed]:
-            plan = self._plan(replace(setting, checkpointed=checkpointed))
-            found = plan_memory(self.model.memory, plan)
-            if all(
-                item.peak_bytes <= self.limits.device_bytes and item.host_bytes <= self.limits.host_bytes
-                for item in found
-            ):
+            plan = self._predict(replace(setting, checkpointed=checkpointed))
+            assert plan.predicted is not None
+            # Chunks are not offloaded, so there is nothing on the host.
+            if all(stage.peak_bytes <= self.limits.device_bytes for stage in plan.predicted.stages):
                 return plan
         return None
 

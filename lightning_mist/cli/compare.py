@@ -1,0 +1,83 @@
+"""``lightning-mist plan --compare``: the plan beside what people would have chosen."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_mist.plan import Plan, to_json
+from lightning_mist.plan.render_seconds import per_second
+from lightning_mist.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lightning_mist.tuner.comparison import ComparedPlan
+
+TITLE = "what people would have chosen, each at its best by the same cost model"
+"""What the table says it is."""
+
+
+def render_comparison(
+    items: "Sequence[ComparedPlan]", notes: Sequence[str] = (), *, width: int = 120, color: bool = False
+) -> str:
+    """A comparison as a table, with notes under it.
+
+    Args:
+        items: The plan, and what it is compared with.
+        notes: What to know of them.
+        width: Columns of text at most.
+        color: Whether to add ANSI escapes.
+    """
+    table = Table(title=TITLE, title_justify="left")
+    table.add_column("plan", min_width=16)
+    has_tokens = any(item.tokens_per_second is not None for item in items)
+    for heading in ("step", "times\nours", "tokens/s" if has_tokens else "rows/s", "peak\nmemory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("settings", ratio=1, overflow="fold")
+    known: dict[Plan, str] = {}
+    for item in items:
+        if item.plan is None:
+            table.add_row(item.name, "-", "-", "-", "-", f"does not fit: {item.reason}")
+            continue
+        first = known.setdefault(replace(item.plan, predicted=None, fingerprint=()), item.name)
+        settings = item.settings if first == item.name else f"the same plan as {first}"
+        mark = " *" if not_executed(item) else ""
+        table.add_row(f"{item.name}{mark}", *_cells(item, has_tokens), settings)
+    text = StringIO()
+    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
+    console.print(table, markup=False)
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    if any(not_executed(item) for item in items):
+        lines.append("* a forecast: the runtime does not execute all of this plan yet")
+    return "\n".join((*lines, *notes))
+
+
+def not_executed(item: "ComparedPlan") -> tuple[str, ...]:
+    """What the runtime does not execute yet of a line's plan."""
+    from lightning_mist.runtime.support import unsupported
+
+    return () if item.plan is None else unsupported(item.plan)
+
+
+def comparison_json(items: "Sequence[ComparedPlan]") -> list[dict[str, object]]:
+    """A comparison for machines: every figure, and the plans as in plan files."""
+    return [
+        {
+            **{field.name: getattr(item, field.name) for field in fields(item)},
+            "plan": None if item.plan is None else json.loads(to_json(item.plan)),
+            "not_executed": not_executed(item),
+        }
+        for item in items
+    ]
+
+
+def _cells(item: "ComparedPlan", has_tokens: bool) -> tuple[str, ...]:
+    assert item.step_seconds is not None
+    assert item.ratio is not None
+    assert item.peak_bytes is not None
+    rate = item.tokens_per_second if has_tokens else item.rows_per_second
+    shown = "-" if rate is None else per_second(rate)
+    return format_seconds(item.step_seconds), f"{item.ratio:.2f}", shown, format_bytes(item.peak_bytes)

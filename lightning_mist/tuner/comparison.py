@@ -1,0 +1,72 @@
+"""A plan beside what people would have chosen: figures for whoever shows them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_mist.plan import Plan, step_rates
+from lightning_mist.plan.settings import settings_of
+from lightning_mist.tuner.baselines import Baseline
+
+OURS = "this plan"
+"""What the plan itself is called."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedPlan:
+    """One line of a comparison.
+
+    Attributes:
+        name: What it is.
+        plan: The plan with its prediction; None if none fits.
+        settings: The plan in words; empty without one.
+        reason: Why there is no plan; empty with one.
+        step_seconds: Seconds of one step on the clock.
+        ratio: How many times as long as the plan that all are compared with.
+        rows_per_second: Rows (samples) over all devices.
+        tokens_per_second: Tokens over all devices, where rows are sequences of tokens.
+        peak_bytes: Peak memory of the most loaded device.
+    """
+
+    name: str
+    plan: Plan | None
+    settings: str = ""
+    reason: str = ""
+    step_seconds: float | None = None
+    ratio: float | None = None
+    rows_per_second: float | None = None
+    tokens_per_second: float | None = None
+    peak_bytes: int | None = None
+
+
+def compare_plans(ours: Plan, others: Iterable[Baseline]) -> tuple[ComparedPlan, ...]:
+    """A plan and others, in seconds, rates and bytes; the plan comes first, the others in their order.
+
+    Args:
+        ours: The plan, with its prediction.
+        others: What it is compared with.
+
+    Raises:
+        ValueError: If the plan has no prediction, or takes no time by it.
+    """
+    if ours.predicted is None or ours.predicted.step_seconds <= 0:
+        raise ValueError("plan.predicted = None or 0 s: only plans whose seconds are predicted can be compared")
+    seconds = ours.predicted.step_seconds
+    return tuple(_compared(item, seconds) for item in (Baseline(name=OURS, plan=ours), *others))
+
+
+def _compared(item: Baseline, seconds: float) -> ComparedPlan:
+    plan = item.plan
+    if plan is None or plan.predicted is None:
+        return ComparedPlan(name=item.name, plan=None, reason=item.reason)
+    found = plan.predicted.step_seconds
+    rates = step_rates(plan, found)
+    return ComparedPlan(
+        name=item.name,
+        plan=plan,
+        settings=settings_of(plan),
+        step_seconds=found,
+        ratio=found / seconds,
+        rows_per_second=None if rates is None else rates.rows_per_second,
+        tokens_per_second=None if rates is None else rates.tokens_per_second,
+        peak_bytes=max(stage.peak_bytes for stage in plan.predicted.stages),
+    )
