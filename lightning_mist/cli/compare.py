@@ -43,7 +43,13 @@ def render_comparison(
             table.add_row(item.name, "-", "-", "-", "-", f"does not fit: {item.reason}")
             continue
         first = known.setdefault(replace(item.plan, predicted=None, fingerprint=()), item.name)
-        settings = item.settings if first == item.name else f"the same plan as {first}"
+        settings = (
+            item.settings
+            if first == item.name
+            else "the same plan"
+            if first == items[0].name
+            else f"the same plan as {first}"
+        )
         mark = " *" if not_executed(item) else ""
         table.add_row(f"{item.name}{mark}", *_cells(item, has_tokens), settings)
     text = StringIO()

@@ -23,7 +23,7 @@ nothing.
 ``Aceso``
     Stages of their own sizes and arrangements of devices, with their own recomputed layers; nothing is sharded or
     offloaded (Liu et al., 2024).
-``Mist's space``
+``Mist paper's space``
     The published space of Zhu et al., 2025 (:mod:`lightning_mist.tuner.published`).
 """
 
@@ -32,7 +32,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_mist.errors import InfeasibleError
+from lightning_mist.cost.channels import copy_rates
+from lightning_mist.errors import InfeasibleError, ProfileError
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import LayerSpec, ModelSpec
 from lightning_mist.plan import OffloadRatios, Plan
@@ -76,6 +77,9 @@ _LEAST_OF_MIST = Family(
     offloads=(OffloadRatios(parameters=1.0, gradients=1.0, optimizer=1.0, activations=1.0),),
 )
 """Plans of the published space that need little memory."""
+
+_LEAST_WITHOUT_OFFLOAD = replace(_LEAST_OF_MIST, offloads=(OffloadRatios(),))
+"""The same where nothing can be offloaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,16 +163,37 @@ def baselines_with(
         ),
     )
     intra = planner.stages(planner.space(global_batch_size, asked.search), memory_limit, host_memory_limit)
-    alike = UniformSearch(intra.model, intra.space, Limits(device_bytes=intra.memory_limit, host_bytes=intra.host_limit))
+    alike = UniformSearch(
+        intra.model, intra.space, Limits(device_bytes=intra.memory_limit, host_bytes=intra.host_limit)
+    )
     result = []
+    refused = _why_no_offload(planner)
     for name, family in FAMILIES:
         say(f"comparing with {name}")
+        if refused and all(item.any for item in family.offloads):
+            result.append(Baseline(name=name, plan=None, reason=refused))
+            continue
         result.append(_baseline(name, alike.best(family), alike.limits))
     say("comparing with Aceso")
     result.append(_searched("Aceso", _aceso(planner, asked), alike, _LEAST_OF_ACESO))
-    say("comparing with Mist's space")
-    result.append(_searched("Mist's space", published_plan(planner, asked), alike, _LEAST_OF_MIST))
+    say("comparing with the Mist paper's space")
+    if refused:
+        asked, least = replace(asked, search=replace(asked.search, offload=())), _LEAST_WITHOUT_OFFLOAD
+    else:
+        least = _LEAST_OF_MIST
+    result.append(_searched("Mist paper's space", published_plan(planner, asked), alike, least))
     return tuple(result)
+
+
+def _why_no_offload(planner: Planner) -> str:
+    """Why nothing can be moved to host memory; empty if it can."""
+    if planner.cluster.device.kind != "cuda":
+        return "these devices compute in host memory, so there is nothing to move there"
+    try:
+        copy_rates(planner.profile, planner.cluster)
+    except ProfileError as error:
+        return str(error)
+    return ""
 
 
 def _aceso(planner: Planner, asked: Asked) -> Plan | None:

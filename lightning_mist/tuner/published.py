@@ -41,7 +41,7 @@ class Asked:
         global_batch_size: Rows that one Lightning batch brings over all devices.
         memory_limit: Bytes that a plan may use of each device.
         host_memory_limit: Bytes of host memory of each node that offloading may take.
-        search: Limits, of which those of tensor parallelism, the offload ratios and the seconds of solving count.
+        search: Limits, of which those of tensor parallelism, offload and the seconds of solving count.
     """
 
     global_batch_size: int
@@ -102,6 +102,7 @@ def _pipelines(planner: Planner, asked: Asked) -> Iterator[tuple[float, Space, t
                     zero_stages=ZERO_STAGES,
                     tensor_parallel_degrees=(tensor,),
                     sequence_parallel=False,
+                    offload=asked.search.offload,
                     offload_ratios=asked.search.offload_ratios,
                     schedules=("1f1b",),
                 ),

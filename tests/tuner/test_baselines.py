@@ -1,90 +1,184 @@
-import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from lightning_mist.cost import predict
+from lightning_mist.cost import predict, step_seconds
 from lightning_mist.plan import row_slice
-from lightning_mist.tuner import SearchSpace, baselines, tune
+from lightning_mist.tuner import Planner, SearchSpace, baselines, tune
+from lightning_mist.tuner.baselines import baseline_notes, baselines_with
 from tests.specs import cluster, profile, spec, with_splits
 
 NAMES = [
-    "data parallel",
-    "data parallel, all layers recomputed",
-    "data parallel, best recomputation and ZeRO stage",
-    "data parallel, everything sharded",
-    "even pipeline",
-    "even grid of tensor, data and pipeline parallelism",
+    "DDP",
+    "DDP, tuned",
+    "FSDP",
+    "ZeRO-Offload",
+    "ZeRO-Infinity",
+    "Megatron-LM, nothing recomputed",
+    "Megatron-LM, all recomputed",
+    "Megatron-LM, tuned",
+    "Aceso",
+    "Mist paper's space",
 ]
+MACHINE = replace(
+    profile(),
+    host_to_device_bytes_per_second=2e8,
+    device_to_host_bytes_per_second=1e8,
+    host_bytes_per_second_per_node=0,
+)
+NETWORK = with_splits(
+    spec(8, tied=True, measured=True, parameter_bytes=400_000), (2, False), (2, True), (4, False), (4, True)
+)
+SMALL = SearchSpace(offload_ratios=(0.0, 1.0))
 
 
-EVERYTHING = SearchSpace(zero_stages=(0, 1, 2, 3), tensor_parallel_degrees=None)
-
-
-def found(network, *, devices=4, rows=4, memory=10**12):
+def found(network=NETWORK, *, devices=4, rows=4, memory=10**12, kind="cuda", **more):
     items = baselines(
         network,
-        cluster(devices),
-        profile=profile(),
+        cluster(devices, kind=kind),
+        profile=MACHINE,
         global_batch_size=rows * devices,
         memory_limit=memory,
-        search=EVERYTHING,
+        search=SMALL,
+        **more,
     )
     assert [item.name for item in items] == NAMES
-    return items
-
-
-NETWORK = with_splits(spec(7, tied=True, measured=True), (2, False), (2, True), (4, False))
+    assert all((item.plan is None) == bool(item.reason) for item in items)
+    return {item.name: item for item in items}
 
 
 def test_each_is_what_it_says():
-    plain, recomputed, best, sharded, even, grid = (item.plan for item in found(NETWORK))
-    assert (plain.num_stages, plain.num_microbatches, plain.stages[0].checkpointing.layers) == (1, 1, 0)
-    assert recomputed.stages[0].checkpointing.layers == 7
-    assert best.num_stages == 1
-    sizes = [stage.num_layers for stage in even.stages]
-    assert even.num_stages > 1
-    assert max(sizes) - min(sizes) <= 1
-    assert len({stage.data_parallel_degree for stage in even.stages}) == 1
-    assert (sharded.num_stages, int(sharded.stages[0].zero_stage)) == (1, 3)
-    (mesh,) = {replace(stage.mesh, devices=tuple(range(len(stage.devices)))) for stage in grid.stages}
-    assert mesh.tensor_parallel_degree > 1
+    items = {name: item.plan for name, item in found().items()}
+    ddp, sharded, moved, infinite = (items[name] for name in ("DDP", "FSDP", "ZeRO-Offload", "ZeRO-Infinity"))
+    assert (ddp.num_stages, ddp.num_microbatches, ddp.stages[0].checkpointing.layers) == (1, 1, 0)
+    assert {int(items[name].stages[0].zero_stage) for name in ("DDP", "DDP, tuned")} == {0}
+    assert (sharded.num_stages, sharded.stages[0].offload.any) == (1, False)
+    assert int(sharded.stages[0].zero_stage) in (2, 3)
+    assert (moved.num_stages, moved.stages[0].offload.optimizer, moved.stages[0].offload.parameters) == (1, 1.0, 0.0)
+    assert (infinite.stages[0].offload.optimizer, infinite.stages[0].offload.parameters) == (1.0, 1.0)
+    for name in NAMES[5:8]:
+        assert len({stage.num_layers for stage in items[name].stages}) == 1
+        assert {int(stage.zero_stage) for stage in items[name].stages} <= {0, 1}
+    assert all(stage.checkpointing.layers == 0 for stage in items[NAMES[5]].stages)
+    assert all(stage.checkpointing.layers == stage.num_layers for stage in items[NAMES[6]].stages)
+    for stage in items["Aceso"].stages:
+        assert (int(stage.zero_stage), stage.mesh.sequence_parallel, stage.offload.any) == (0, False, False)
+    for item in items.values():
+        assert item.predicted == predict(NETWORK, MACHINE, cluster(4, kind="cuda"), item)
+        row_slice(item, 3, item.num_microbatches - 1)
 
 
-@pytest.mark.parametrize("memory", [10**12, 1_500_000, 1_000_000])
-def test_a_search_is_never_slower(memory):
-    plan = tune(NETWORK, cluster(4), profile=profile(), global_batch_size=16, memory_limit=memory, search=EVERYTHING)
-    plan = plan.predicted
-    items = [item for item in found(NETWORK, memory=memory) if item.plan is not None]
-    assert items
-    for item in items:
-        assert plan.step_seconds <= item.plan.predicted.step_seconds * (1 + 1e-9)
-        assert item.plan.predicted == predict(NETWORK, profile(), cluster(4), item.plan)
-        assert max(stage.peak_bytes for stage in item.plan.predicted.stages) <= memory
+def test_tuned_ones_are_no_slower_than_those_they_contain():
+    for memory in (10**12, 2_000_000, 1_500_000):
+        items = found(memory=memory)
+        for name, others in (("DDP, tuned", NAMES[:1]), ("Megatron-LM, tuned", [*NAMES[:2], *NAMES[5:7]])):
+            for other in others:
+                if items[other].plan is not None:
+                    least = items[name].plan.predicted.step_seconds
+                    # What is compared by the closed form may be turned round on the clock.
+                    assert least <= items[other].plan.predicted.step_seconds * 1.02
+
+
+def closed_form(plan):
+    stages = plan.predicted.stages
+    times = ([stage.steady_seconds for stage in stages], [stage.boundary_seconds for stage in stages])
+    return step_seconds(*times, plan.num_microbatches)
+
+
+def _offloads(plan):
+    return any(stage.offload.any for stage in plan.stages)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_search_is_never_slower(seed):
+    """No baseline whose plan is one of those searched is faster by the form that the search minimises."""
+    random = np.random.default_rng(seed)
+    layers, rows = int(random.integers(2, 9)), int(random.choice([1, 2, 4]))
+    network = spec(
+        layers,
+        tied=bool(random.integers(2)),
+        measured=bool(random.integers(2)),
+        parameter_bytes=int(random.choice([40_000, 400_000])),
+        widths=(int(random.choice([1000, 10_000])),),
+    )
+    network = with_splits(network, (2, False), (2, True))
+    plain = found(network, rows=rows)["DDP"].plan
+    memory = int(plain.predicted.stages[0].peak_bytes / 0.8 * random.uniform(0.4, 1.2))
+    compared = 0
+    items = found(network, rows=rows, memory=memory)
+    if all(item.plan is None for item in items.values()):
+        return
+    result = tune(
+        network, cluster(4, kind="cuda"), profile=MACHINE, global_batch_size=4 * rows, memory_limit=memory, search=SMALL
+    )
+    assert result.status != "time limit"
+    for item in items.values():
+        if item.plan is not None and item.plan.schedule == "1f1b" and not _offloads(item.plan):
+            assert closed_form(item.plan) >= result.bound * (1 - 1e-9), item.name
+            assert max(stage.peak_bytes for stage in item.plan.predicted.stages) <= 0.8 * memory
+            compared += 1
+    assert compared
 
 
 def test_recomputation_is_tuned_and_not_all_or_nothing():
     wide = spec(8, widths=(10_000,), parameter_bytes=4000, edge_bytes=4000, measured=True)
-    recomputed = found(wide, devices=1, rows=1)[1]
-    plain = found(wide, devices=1, rows=1)[0].plan.predicted.stages[0].peak_bytes
-    memory = (plain + recomputed.plan.predicted.stages[0].peak_bytes) // 2
-    none, everything, best, *_ = found(wide, devices=1, rows=1, memory=memory)
-    assert none.plan is None
-    assert "needs at least" in none.reason
-    assert 0 < best.plan.stages[0].checkpointing.layers < 8
-    assert best.plan.predicted.step_seconds < everything.plan.predicted.step_seconds
+    plain = found(wide, devices=1, rows=1, kind="cpu")
+    least = plain["Megatron-LM, all recomputed"].plan.predicted
+    most = plain["DDP"].plan.predicted.stages[0].peak_bytes
+    memory = (most + least.stages[0].peak_bytes) // 2
+    items = found(wide, devices=1, rows=1, memory=memory, kind="cpu")
+    assert items["DDP"].plan is None
+    assert items["DDP"].reason.startswith("needs ")
+    best = items["DDP, tuned"].plan
+    assert 0 < best.stages[0].checkpointing.layers < 8
+    assert best.predicted.step_seconds < items["Megatron-LM, all recomputed"].plan.predicted.step_seconds
+
+
+def test_what_does_not_fit_says_what_it_needs():
+    items = found(memory=100_000)
+    for name in NAMES:
+        assert items[name].plan is None
+        assert "of 78.1 KiB per device" in items[name].reason
+    assert items["Aceso"].reason.endswith("with stages that are alike")
+
+
+def test_host_memory_limits_what_is_offloaded():
+    items = found(host_memory_limit=0)
+    assert items["FSDP"].plan is not None
+    for name in ("ZeRO-Offload", "ZeRO-Infinity"):
+        assert items[name].reason.endswith("of 0 B of host memory per device")
 
 
 def test_what_a_module_does_not_allow_is_said():
     network = spec(4, measured=True, exclusions=[("pipeline", "x"), ("checkpointing", "y")])
-    items = {item.name: item for item in found(network)}
-    for name in ("even pipeline", "data parallel, all layers recomputed", NAMES[-1]):
-        assert items[name].plan is None
-        assert "does not allow" in items[name].reason
-    assert items["data parallel"].plan is not None
+    items = found(network)
+    assert "does not allow" in items["Megatron-LM, all recomputed"].reason
+    assert items["Megatron-LM, tuned"].plan.num_stages == 1
+    assert items["DDP"].plan is not None
 
 
-def test_even_pipelines_keep_the_row_rules():
-    for item in found(NETWORK, devices=6, rows=4)[-2:]:
-        for rank, index in itertools.product(range(6), range(item.plan.num_microbatches)):
-            row_slice(item.plan, rank, index)
+def test_devices_that_have_no_host():
+    items = found(kind="cpu")
+    for name in ("ZeRO-Offload", "ZeRO-Infinity"):
+        assert "compute in host memory" in items[name].reason
+    assert not any(stage.offload.any for stage in items["Mist paper's space"].plan.stages)
+    slow = Planner(NETWORK, cluster(4, kind="cuda"), profile=profile())
+    items = {item.name: item for item in baselines_with(slow, global_batch_size=16, memory_limit=10**12)}
+    assert "offload needs both rates" in items["ZeRO-Offload"].reason
+
+
+def test_progress_is_told():
+    said = []
+    baselines_with(
+        Planner(NETWORK, cluster(2), profile=profile()), global_batch_size=2, memory_limit=10**12, tell=said.append
+    )
+    assert len(said) == len(NAMES)
+
+
+def test_selective_recomputation_is_explained():
+    assert "have no fused attention" in baseline_notes(NETWORK)[0]
+    block = NETWORK.layers[0]
+    work = tuple(replace(item, kind="causal_attention") for item in block.forward_work)
+    fused = replace(NETWORK, layers=(replace(block, forward_work=work),))
+    assert "the same as none recomputed" in baseline_notes(fused)[0]

@@ -1,0 +1,60 @@
+import json
+from dataclasses import replace
+
+from lightning_mist.cli.compare import comparison_json, render_comparison
+from lightning_mist.plan import OffloadRatios, from_json
+from lightning_mist.tuner.baselines import Baseline
+from lightning_mist.tuner.comparison import compare_plans
+from tests.tuner.test_comparison import plan
+
+
+def moved():
+    made = plan(4.0, tokens=16)
+    first = replace(made.stages[0], offload=OffloadRatios(optimizer=1.0))
+    return replace(made, stages=(first, made.stages[1]))
+
+
+def compared():
+    others = [
+        Baseline(name="same", plan=plan(2.0, tokens=16)),
+        Baseline(name="moved", plan=moved()),
+        Baseline(name="again", plan=moved()),
+        Baseline(name="none", plan=None, reason="needs 3 GiB of 2 GiB per device"),
+    ]
+    return compare_plans(plan(2.0, tokens=16), others)
+
+
+def test_table():
+    text = render_comparison(compared(), ["to know"])
+    lines = {line.strip("│").split("│")[0].strip(): line for line in text.splitlines() if line.startswith("│")}
+    assert "1.00" in lines["this plan"]
+    assert "2 stages; 2 microbatches of 4 rows" in lines["this plan"]
+    assert "the same plan " in lines["same"]
+    for words in ("4 s", "2.00", "32", "2.9 KiB", "on the host: optimizer"):
+        assert words in lines["moved *"]
+    assert "the same plan as moved" in lines["again *"]
+    assert "does not fit: needs 3 GiB of 2 GiB per device" in lines["none"]
+    assert text.splitlines()[-2:] == ["* a forecast: the runtime does not execute all of this plan yet", "to know"]
+    assert "tokens/s" in text
+
+
+def test_narrow_tables_lose_nothing():
+    text = render_comparison(compared(), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    for words in ("host:", "optimizer", "32", "2.9 KiB", "2.00"):
+        assert words in text
+
+
+def test_rows_per_second_where_there_are_no_tokens():
+    text = render_comparison(compare_plans(plan(2.0), []))
+    assert "rows/s" in text
+    assert "a forecast" not in text
+
+
+def test_json():
+    found = json.loads(json.dumps(comparison_json(compared())))
+    assert [item["name"] for item in found] == ["this plan", "same", "moved", "again", "none"]
+    assert from_json(json.dumps(found[2]["plan"])) == moved()
+    assert found[2]["ratio"] == 2.0
+    assert found[2]["not_executed"] == ["stages[0].offload.optimizer = 1.0"]
+    assert (found[4]["plan"], found[4]["reason"]) == (None, "needs 3 GiB of 2 GiB per device")

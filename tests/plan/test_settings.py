@@ -1,0 +1,66 @@
+from dataclasses import replace
+
+import pytest
+
+from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan.settings import settings_of
+
+
+def stage(first, count, devices, rows=1, *, tensor=1, sequence=False, zero=0, recompute=0, **offload):
+    return StagePlan(
+        layers=(first, first + count),
+        mesh=StageMesh(
+            devices=devices,
+            data_parallel_degree=len(devices) // tensor,
+            tensor_parallel_degree=tensor,
+            sequence_parallel=sequence,
+        ),
+        microbatch_size=rows,
+        zero_stage=ZeroStage(zero),
+        checkpointing=Checkpointing(layers=recompute),
+        offload=OffloadRatios(**offload),
+    )
+
+
+def plan(microbatches, *stages, schedule="1f1b"):
+    rows = stages[0].microbatch_size * stages[0].data_parallel_degree * microbatches
+    return Plan(global_batch_size=rows, num_microbatches=microbatches, stages=stages, schedule=schedule)
+
+
+ALONE = plan(1, stage(0, 4, (0,)))
+PAIR = plan(2, stage(0, 2, (2, 3)), stage(2, 2, (0, 1)))
+CHUNKS = plan(
+    2,
+    stage(0, 1, (1,), recompute=1),
+    stage(1, 1, (0,)),
+    stage(2, 1, (1,)),
+    stage(3, 1, (0,), recompute=1),
+    schedule="interleaved-1f1b",
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (ALONE, "1 stage; 1 microbatch of 1 row"),
+        (plan(4, stage(0, 4, (0, 1), 2, zero=3)), "1 stage, data 2; 4 microbatches of 2 rows; ZeRO-3"),
+        (PAIR, "2 stages, each data 2; 2 microbatches of 1 row"),
+        (replace(PAIR, schedule="zb-h1"), "2 stages (zb-h1), each data 2; 2 microbatches of 1 row"),
+        (CHUNKS, "2 stages of 2 interleaved chunks; 2 microbatches of 1 row; recompute 1 of 2 layers"),
+        (
+            plan(
+                2,
+                stage(0, 3, (2, 3), 2, tensor=2, sequence=True, recompute=3, optimizer=1.0, activations=0.25),
+                stage(3, 2, (0, 1), zero=1, recompute=2, optimizer=1.0),
+            ),
+            "2 stages: 1 with tensor 2 + sequence, then 1 with data 2; layers 3, 2; 2 microbatches of 2, 1 rows; "
+            "ZeRO-0, 1; recompute all layers; on the host: optimizer, activations 25%, 0%",
+        ),
+        (
+            plan(3, *(stage(index, 1, (3 - index,), recompute=index < 1) for index in range(4))),
+            "4 stages; 3 microbatches of 1 row; recompute 1, 0 (3 times) of 1 layers",
+        ),
+    ],
+)
+def test_words(given, words):
+    assert settings_of(given) == words

@@ -1,0 +1,166 @@
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_mist.cost import StageCostModel, predict_with, step_seconds
+from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
+from lightning_mist.plan.layout import rank_layout
+from lightning_mist.tuner.space import SearchSpace, Shape, apply, divisors
+from lightning_mist.tuner.uniform import Family, Limits, UniformSearch
+from tests.specs import cluster, profile, spec, with_splits
+
+NETWORK = with_splits(
+    spec(8, tied=True, measured=True, parameter_bytes=400_000), (2, False), (2, True), (4, False), (4, True)
+)
+MACHINE = replace(
+    profile(),
+    host_to_device_bytes_per_second=2e8,
+    device_to_host_bytes_per_second=1e8,
+    host_bytes_per_second_per_node=0,
+)
+OFFLOADS = (OffloadRatios(optimizer=1.0), OffloadRatios(optimizer=1.0, gradients=1.0))
+GRID = Family(zero_stages=(0, 1), has_stages=True, splits_layers=True, has_chunks=True)
+DEVICES, ROWS = 4, 4
+
+
+def searching(network=NETWORK, memory=np.inf, host=np.inf, kind="cuda", devices=DEVICES):
+    hardware = cluster(devices, kind=kind)
+    space = apply(SearchSpace(), network, devices, ROWS * devices, devices_per_node=devices)
+    model = StageCostModel(network, MACHINE, hardware)
+    return UniformSearch(model, space, Limits(device_bytes=memory, host_bytes=host))
+
+
+def alike(stages, microbatches, shape, checkpointed, zero, offload=None, chunks=1):
+    layout, count = rank_layout([(shape.data, shape.tensor)] * stages), 8 // (stages * chunks)
+    return Plan(
+        global_batch_size=ROWS * DEVICES,
+        num_microbatches=microbatches,
+        stages=tuple(
+            StagePlan(
+                layers=(index * count, (index + 1) * count),
+                mesh=shape.mesh(layout[index % stages]),
+                microbatch_size=ROWS * DEVICES // (microbatches * shape.data),
+                zero_stage=ZeroStage(zero),
+                checkpointing=Checkpointing(layers=checkpointed),
+                offload=offload or OffloadRatios(),
+            )
+            for index in range(stages * chunks)
+        ),
+        schedule="1f1b" if chunks == 1 else "interleaved-1f1b",
+    )
+
+
+def everything(family, search):
+    """Every plan of a family, with its prediction."""
+    kinds = [(1, False), (2, False), (2, True), (4, False), (4, True)] if family.splits_layers else [(1, False)]
+    counts = divisors(DEVICES) if family.has_stages else (1,)
+    for stages, (tensor, sequence), part in itertools.product(counts, kinds, divisors(ROWS)):
+        if DEVICES % (stages * tensor) or (part > 1 and not family.cuts_batches):
+            continue
+        shape, microbatches = Shape(DEVICES // (stages * tensor), tensor, sequence), part * stages * tensor
+        for chunks in (1, 2, 4) if family.has_chunks and stages > 1 else (1,):
+            count = 8 // (stages * chunks)
+            if chunks * stages > 8 or microbatches % stages:
+                continue
+            recomputed = {"none": [0], "all": [count], "best": range(count + 1)}[family.recomputes]
+            zeros = family.zero_stages if shape.data > 1 else (0,)
+            for checkpointed, zero in itertools.product(recomputed, zeros):
+                more = family.offloads_if_all_recomputed if checkpointed == count else ()
+                for offload in (*family.offloads, *more):
+                    plan = alike(stages, microbatches, shape, checkpointed, zero, offload, chunks)
+                    yield replace(plan, predicted=predict_with(search.model, plan))
+
+
+def peak(plan):
+    return max(stage.peak_bytes for stage in plan.predicted.stages)
+
+
+def closed_form(plan):
+    stages = plan.predicted.stages
+    times = ([stage.steady_seconds for stage in stages], [stage.boundary_seconds for stage in stages])
+    return step_seconds(*times, plan.num_microbatches)
+
+
+ONE_STAGE = [
+    Family(zero_stages=(0,), recomputes="none", cuts_batches=False),
+    Family(zero_stages=(0,), recomputes="all"),
+    Family(zero_stages=(2, 3)),
+    Family(zero_stages=(2, 3), offloads=OFFLOADS),
+    Family(
+        zero_stages=(3,),
+        offloads=(OffloadRatios(optimizer=1.0, parameters=1.0),),
+        offloads_if_all_recomputed=(OffloadRatios(optimizer=1.0, parameters=1.0, activations=1.0),),
+    ),
+]
+
+
+@pytest.mark.parametrize("family", ONE_STAGE)
+def test_one_stage_is_the_best_of_all(family):
+    every = sorted(everything(family, searching()), key=peak)
+    # Without a limit, with one that half of the plans keep, and with one that none does.
+    for limit in (np.inf, peak(every[len(every) // 2]), peak(every[0]) - 1):
+        found = searching(memory=limit).best(family)
+        fitting = [plan for plan in every if peak(plan) <= limit]
+        assert found.least_bytes == peak(every[0])
+        if not fitting:
+            assert found.plan is None
+            continue
+        assert found.plan.predicted.step_seconds == pytest.approx(
+            min(plan.predicted.step_seconds for plan in fitting), rel=1e-12
+        )
+        assert found.plan in fitting
+
+
+@pytest.mark.parametrize("recomputes", ["none", "all", "best"])
+def test_a_grid_is_as_fast_as_the_best_by_the_closed_form_and_as_any_with_chunks(recomputes):
+    family = replace(GRID, recomputes=recomputes)
+    every = sorted(everything(family, searching()), key=peak)
+    used = set()
+    for limit in (np.inf, *(peak(every[int(part * (len(every) - 1))]) for part in (0.75, 0.5, 0.25, 0.0))):
+        found = searching(memory=limit).best(family).plan
+        fitting = [plan for plan in every if peak(plan) <= limit]
+        assert found in fitting
+        used.add(found.schedule)
+        whole = [plan for plan in fitting if plan.schedule == "1f1b"]
+        chunked = [plan for plan in fitting if plan.schedule != "1f1b"]
+        rivals = sorted(whole, key=closed_form)[:1] + chunked
+        assert found.predicted.step_seconds <= min(plan.predicted.step_seconds for plan in rivals) * (1 + 1e-12)
+    assert used == {"1f1b", "interleaved-1f1b"}
+
+
+def test_chunks_shorten_a_bubble():
+    whole = searching().best(replace(GRID, has_chunks=False)).plan
+    chunked = searching().best(GRID).plan
+    assert (whole.schedule, chunked.schedule) == ("1f1b", "interleaved-1f1b")
+    assert chunked.predicted.step_seconds < whole.predicted.step_seconds
+
+
+def test_host_memory_is_a_limit():
+    family = Family(zero_stages=(2, 3), offloads=OFFLOADS)
+    search = searching()
+    least = search.best(family).least_host_bytes
+    assert least > 0
+    assert searching(host=least).best(family).plan.stages[0].offload == OFFLOADS[0]
+    refused = searching(host=least - 1).best(family)
+    assert refused.plan is None
+    assert refused.least_host_bytes == least
+
+
+def test_stages_have_equally_many_layers():
+    # 6 layers cannot be dealt out to 4 equal stages.
+    network = spec(6, measured=True)
+    slow = replace(GRID, splits_layers=False, has_chunks=False)
+    for limit in (np.inf, 1_400_000, 1_100_000):
+        found = searching(network, memory=limit).best(slow).plan
+        assert found is None or found.num_stages in (1, 2)
+
+
+def test_what_a_module_does_not_allow():
+    network = spec(4, measured=True, exclusions=[("pipeline", "x"), ("checkpointing", "y"), ("microbatches", "z")])
+    nothing = searching(network).best(replace(GRID, recomputes="all"))
+    assert nothing.plan is None
+    assert np.isinf(nothing.least_bytes)
+    plan = searching(network).best(GRID).plan
+    assert (plan.num_stages, plan.num_microbatches, plan.stages[0].checkpointing.layers) == (1, 1, 0)
