@@ -1,6 +1,7 @@
 """``lightning-mist plan --compare``: the plan beside what people would have chosen."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from io import StringIO
@@ -9,15 +10,57 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from lightning_mist.cli.output import say, terminal_width
 from lightning_mist.plan import Plan, to_json
 from lightning_mist.plan.render_seconds import per_second
 from lightning_mist.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from lightning_mist.model import ModelSpec
+    from lightning_mist.tuner import Planner, SearchSpace
     from lightning_mist.tuner.comparison import ComparedPlan
 
 TITLE = "what people would have chosen, each at its best by the same cost model"
 """What the table says it is."""
+
+
+def compare_with_others(
+    planner: "Planner",
+    found: Plan,
+    *,
+    memory_limit: int | None = None,
+    host_memory_limit: int | None = None,
+    search: "SearchSpace | None" = None,
+) -> "tuple[ComparedPlan, ...]":
+    """A plan and the best of what people would have chosen for the same batch, under the same limits.
+
+    Args:
+        planner: Has found the plan, and knows what stages cost.
+        found: The plan, with its prediction.
+        memory_limit: Bytes of each device that may be used.
+        host_memory_limit: Bytes of host memory of each node that offloading may take.
+        search: What the plan was searched for in; see :func:`~lightning_mist.tuner.baselines.baselines`.
+    """
+    from lightning_mist.tuner.baselines import baselines_with
+    from lightning_mist.tuner.comparison import compare_plans
+
+    others = baselines_with(
+        planner,
+        global_batch_size=found.global_batch_size,
+        memory_limit=memory_limit,
+        host_memory_limit=host_memory_limit,
+        search=search,
+        tell=say,
+    )
+    return compare_plans(found, others)
+
+
+def print_comparison(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> None:
+    """Print a comparison as a table, with what to know of it."""
+    from lightning_mist.tuner.baselines import baseline_notes
+
+    print()
+    print(render_comparison(items, baseline_notes(spec), width=terminal_width(), color=sys.stdout.isatty()))
 
 
 def render_comparison(

@@ -4,6 +4,7 @@ import importlib.metadata
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from lightning_mist.cli.compare import compare_with_others, comparison_json, print_comparison
 from lightning_mist.cli.explaining import explanation_of, show_explanation
 from lightning_mist.cli.machine import is_local, open_cluster, open_profile
 from lightning_mist.cli.network import NetworkRequest, trace_network
@@ -62,6 +63,7 @@ def plan(
     optimizer: str | None = None,
     json: bool = False,
     explain: bool = False,
+    compare: bool = False,
     options: SearchOptions,
 ) -> None:
     """Find the fastest plan that fits, by the cost model.
@@ -80,6 +82,7 @@ def plan(
         json: Print JSON on stdout and nothing else there.
         explain: Say all about why: what binds, what each technique buys against the best plan without it, the best
             plans of other kinds, and what a better machine would buy. Takes about 10 seconds more.
+        compare: Also tune what people would have chosen (DDP, FSDP, Megatron-LM ...), and print how they compare.
         options: Which plans are looked at.
     """
     from lightning_mist.cost import Estimator, estimate_plan
@@ -115,13 +118,18 @@ def plan(
     memory = estimate_plan(estimator, found, advise=False, replay="worst").headline()
     notes = (*split_notes(found, spec.module_map), *result.explain())
     why = explanation_of(planner, result, full=explain, **asked)
+    compared = compare_with_others(planner, found, memory_limit=limit, search=search) if compare else None
     if json:
-        more = {"explanation": explanation_data(why)} if explain else {}
+        more: dict[str, Any] = {"explanation": explanation_data(why)} if explain else {}
+        if compared is not None:
+            more["compare"] = comparison_json(compared)
         print_json(found, memory=memory, notes=notes, **more)
     else:
         show_plan(found)
         print(memory, end="\n\n")
         show_explanation(why, full=explain)
+        if compared is not None:
+            print_comparison(compared, spec)
         print("\n".join(("", *notes)))
     if out is not None:
         save(found, out)

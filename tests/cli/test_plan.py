@@ -53,6 +53,20 @@ def test_plan_as_json(tmp_path, capsys):
     assert "plan written to" in shown.err
 
 
+def test_plan_beside_others(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    run(*plan_arguments(out=out, zero_stages="[0]"), "--compare")
+    text = capsys.readouterr()
+    assert "what people would have chosen" in text.out
+    assert "Megatron-LM" in text.out
+    assert "comparing with FSDP" in text.err
+    run(*plan_arguments(zero_stages="[0]"), "--compare", "--json")
+    found = json.loads(capsys.readouterr().out)["compare"]
+    assert found[0]["ratio"] == 1.0
+    assert from_json(json.dumps(found[0]["plan"])) == load(out)
+    assert {"DDP", "FSDP", "Aceso"} <= {item["name"] for item in found}
+
+
 def test_plan_limits_the_search(tmp_path):
     out = tmp_path / "plan.json"
     run(*plan_arguments(out=out, max_stages=1, memory_limit="1GiB"))
