@@ -9,6 +9,7 @@ schedule is 1F1B. The ratios are those of the grid that the search for a plan us
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import TypeAlias
 
 import numpy as np
 
@@ -50,13 +51,17 @@ class Asked:
     search: SearchSpace
 
 
+_Solved: TypeAlias = tuple[Space, InterStageProblem, Answer]
+"""A pipeline's problem and its answer."""
+
+
 def published_plan(planner: Planner, asked: Asked) -> Plan | None:
     """The fastest plan of the published space that fits, with its prediction; None if none does.
 
     Pipelines are compared by the closed form of the step, and the best are run on the clock.
     """
     deadline = perf_counter() + asked.search.solver_seconds
-    least, found = np.inf, []
+    least, found = np.inf, list[_Solved]()
     stages: dict[Space, IntraStage] = {}
     for bound, space, key in sorted(_pipelines(planner, asked), key=lambda item: (item[0], item[2])):
         if bound >= least or (found and perf_counter() > deadline):
@@ -78,7 +83,7 @@ def published_plan(planner: Planner, asked: Asked) -> Plan | None:
     return replace(plan, predicted=predicted)
 
 
-def _best(found: list[tuple[Space, InterStageProblem, Answer]]) -> list[tuple[Space, InterStageProblem, Answer]]:
+def _best(found: list[_Solved]) -> list[_Solved]:
     return sorted(found, key=lambda item: item[2].objective)[:CLOCKED]
 
 

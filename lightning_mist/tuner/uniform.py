@@ -232,7 +232,7 @@ class UniformSearch:
         checkpointed_K, zero_K, offload_K = self._options(grid, family, count)
         ratios = [family.every_offload[index] for index in offload_K]
         known: dict[Hashable, tuple[FloatArray, ...]] = {}
-        steady, boundary, busy, accumulate = [], [], [], []
+        each: tuple[list[FloatArray], ...] = ([], [], [], [])
         peak_K, host_K = np.zeros(len(zero_K)), np.zeros(len(zero_K))
         for index in range(grid.num_stages):
             slot, first = self._slot(grid, index), index * count
@@ -249,20 +249,21 @@ class UniformSearch:
                 seconds = self.model.seconds(slot, candidates)
                 without_K = seconds.steady_K - seconds.transfer_K
                 known[role] = (seconds.steady_K, seconds.boundary_K, without_K, seconds.accumulate_K)
-            for found, values_K in zip((steady, boundary, busy, accumulate), known[role], strict=True):
+            for found, values_K in zip(each, known[role], strict=True):
                 found.append(values_K)
             memory = self.model.memory(slot)
             needs = memory.needs(slot, candidates)
             phases = stage_phases(index, grid.num_stages, grid.num_microbatches, "1f1b")
             peak_K = np.maximum(peak_K, needs.peaks(phases))
             host_K = np.maximum(host_K, host_bytes(memory, slot, candidates, needs, phases))
+        steady_SK, boundary_SK, busy_SK, accumulate_SK = (np.stack(found) for found in each)
         return _Costs(
             checkpointed_K=checkpointed_K,
             zero_K=zero_K,
             offload_K=offload_K,
-            seconds_K=step_seconds_of(np.stack(steady), np.stack(boundary), grid.num_microbatches),
-            busy_SK=np.stack(busy),
-            accumulate_SK=np.stack(accumulate),
+            seconds_K=step_seconds_of(steady_SK, boundary_SK, grid.num_microbatches),
+            busy_SK=busy_SK,
+            accumulate_SK=accumulate_SK,
             peak_K=peak_K,
             host_K=host_K,
         )
