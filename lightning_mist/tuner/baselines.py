@@ -164,9 +164,7 @@ def baselines_with(
     )
     intra = planner.stages(planner.space(global_batch_size, asked.search), memory_limit, host_memory_limit)
     limits = Limits(device_bytes=intra.memory_limit, host_bytes=intra.host_limit)
-    alike = UniformSearch(
-        intra.model, intra.space, Limits(device_bytes=intra.memory_limit, host_bytes=intra.host_limit)
-    )
+    alike = UniformSearch(planner.model, intra.space, limits)
     result = []
     refused = _why_no_offload(planner)
     for name, family in FAMILIES:
