@@ -132,7 +132,6 @@ class _Asker:
     def ground(self) -> Ground:
         """What changes of plans keep to."""
         return Ground(
-            devices_per_node=self.machine.cluster.devices_per_node,
             cuts_batches=not self.planner.spec.module_map.excludes("microbatches"),
             search=self.search,
         )

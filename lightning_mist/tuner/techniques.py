@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Checkpointing, Plan, ScheduleName, StageMesh, StagePlan, ZeroStage
-from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner.space import OFFLOADED, SearchSpace, divisors
 
 
@@ -14,12 +13,10 @@ class Ground:
     """What the changes of a plan have to keep to.
 
     Attributes:
-        devices_per_node: Devices of each node, within which tensor-parallel ranks lie.
         cuts_batches: Whether a batch may be cut.
         search: The search space.
     """
 
-    devices_per_node: int
     cuts_batches: bool
     search: SearchSpace
 
@@ -101,9 +98,9 @@ def places(plan: Plan, is_used: Callable[[StagePlan], bool]) -> str:
 def _rearranged(
     plan: Plan, stages: Sequence[StagePlan], shapes: Sequence[tuple[int, int, bool]], ground: Ground
 ) -> Plan:
-    """Stages on other arrangements of devices, ``(data, tensor, sequence)``, with microbatches as large as they can be.
+    """Stages whose devices are arranged otherwise, ``(data, tensor, sequence)``, and stay where they are.
 
-    No larger than those of the plan, if there are such.
+    Microbatches are as large as they can be, but no larger than those of the plan, if there are such.
     """
     degrees = [data for data, _, _ in shapes]
     most = max(stage.microbatch_size for stage in plan.stages)
@@ -115,17 +112,19 @@ def _rearranged(
         )
     rows = {count: plan.global_batch_size // (count * min(degrees)) for count in counts}
     count = min(counts, key=lambda count: (rows[count] > most, abs(rows[count] - most)))
-    layout = rank_layout([(data, tensor) for data, tensor, _ in shapes], ground.devices_per_node)
     made = tuple(
         replace(
             stage,
             mesh=StageMesh(
-                devices=devices, data_parallel_degree=data, tensor_parallel_degree=tensor, sequence_parallel=sequence
+                devices=stage.devices,
+                data_parallel_degree=data,
+                tensor_parallel_degree=tensor,
+                sequence_parallel=sequence,
             ),
             microbatch_size=plan.global_batch_size // (count * data),
             zero_stage=stage.zero_stage if data > 1 else ZeroStage.NONE,
         )
-        for stage, (data, tensor, sequence), devices in zip(stages, shapes, layout, strict=True)
+        for stage, (data, tensor, sequence) in zip(stages, shapes, strict=True)
     )
     return replace(plan, num_microbatches=count, stages=made, predicted=None)
 
@@ -138,6 +137,7 @@ def _one_stage(plan: Plan, ground: Ground) -> Plan:
     stage = replace(
         plan.stages[0],
         layers=(0, plan.num_layers),
+        mesh=StageMesh(devices=tuple(range(plan.world_size)), data_parallel_degree=plan.world_size),
         zero_stage=max(stage.zero_stage for stage in plan.stages),
         checkpointing=Checkpointing(layers=sum(stage.checkpointing.layers for stage in plan.stages)),
         offload=replace(plan.stages[0].offload, **most),
@@ -365,7 +365,7 @@ def _schedule(name: ScheduleName, meaning: str) -> Technique:
 def _microbatches() -> Technique:
     def least(plan: Plan) -> int:
         """The fewest microbatches of any plan on these stages: no device's batch is cut if that can be."""
-        ground = Ground(devices_per_node=plan.world_size, cuts_batches=True, search=SearchSpace())
+        ground = Ground(cuts_batches=True, search=SearchSpace())
         return microbatch_counts(plan, [stage.data_parallel_degree for stage in plan.stages], ground)[0]
 
     def use(plan: Plan) -> str:

@@ -8,7 +8,7 @@ from lightning_mist.tuner.techniques import TECHNIQUES, Ground, microbatch_count
 from tests.tuner.plans import pipeline
 
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}
-GROUND = Ground(devices_per_node=4, cuts_batches=True, search=SearchSpace())
+GROUND = Ground(cuts_batches=True, search=SearchSpace())
 PLAIN = pipeline({"layers": 3}, {"layers": 3}, microbatches=2, rows=1)
 EVERYTHING = pipeline(
     {"layers": 2, "data": 2, "tensor": 2, "sequence": True, "zero": 3, "checkpointed": 1},
@@ -86,6 +86,13 @@ def test_whole_layers_have_microbatches_that_are_no_larger():
     off = BY_NAME["tensor parallelism"].off(EVERYTHING, GROUND)
     assert [stage.data_parallel_degree for stage in off.stages] == [4, 4]
     assert max(stage.microbatch_size for stage in off.stages) <= 2
+
+
+def test_devices_stay_where_they_are():
+    plan = pipeline({"layers": 3, "tensor": 4}, {"layers": 3, "tensor": 4}, microbatches=8, rows=4)
+    off = BY_NAME["tensor parallelism"].off(plan, GROUND)
+    assert [stage.devices for stage in off.stages] == [stage.devices for stage in plan.stages]
+    assert BY_NAME["pipeline stages"].off(plan, GROUND).stages[0].devices == tuple(range(8))
 
 
 def test_chunks_become_one_stage_again():
