@@ -12,7 +12,7 @@ from lightning_mist.cost.estimate_stages import Estimator
 from lightning_mist.cost.estimate_table import render_estimate
 from lightning_mist.cost.interval import Interval
 from lightning_mist.cost.memory import MemoryModel, StageMemory
-from lightning_mist.cost.mixed import CostModel, MixedCostModel, Profiles, cost_model, profiles_of
+from lightning_mist.cost.mixed import CostModel, MixedCostModel, Profiles, cost_model, models_of, profiles_of
 from lightning_mist.cost.pipeline import step_seconds, step_seconds_of
 from lightning_mist.cost.replay import Alive, Replay, replay_group, replay_plan, replay_rank
 from lightning_mist.cost.roofline import step_work
@@ -46,6 +46,7 @@ __all__ = [
     "estimate_plan",
     "estimate_prediction",
     "estimate_to_json",
+    "models_of",
     "predict",
     "predict_with",
     "profiles_of",

@@ -5,7 +5,7 @@ between them (:mod:`lightning_mist.cost.exchange`). The only stage of a plan has
 its rows evenly and wait for each other, so each of its terms is that of the part where it takes longest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import TypeAlias
 
@@ -128,6 +128,13 @@ def cost_model(spec: ModelSpec, profiles: Profiles, cluster: AnyCluster) -> Cost
         return MixedCostModel(spec, profiles, cluster)
     (profile,) = _of_every_part(profiles, cluster)
     return StageCostModel(spec, profile or catalog_profile(cluster), cluster)
+
+
+def models_of(model: CostModel, devices: Iterable[int]) -> tuple[StageCostModel, ...]:
+    """The models of the parts in which some devices lie."""
+    if isinstance(model, StageCostModel):
+        return (model,)
+    return tuple(model.parts[part] for part in sorted({model.cluster.part_of(device) for device in devices}))
 
 
 def profiles_of(model: CostModel) -> tuple[HardwareProfile, ...]:

@@ -164,7 +164,7 @@ def baselines_with(
     )
     intra = planner.stages(planner.space(global_batch_size, asked.search), memory_limit, host_memory_limit)
     limits = Limits(device_bytes=intra.memory_limit, host_bytes=intra.host_limit)
-    alike = UniformSearch(planner.model, intra.space, limits)
+    alike = UniformSearch(planner.alike, intra.space, limits)
     result = []
     refused = _why_no_offload(planner)
     for name, family in FAMILIES:
@@ -186,10 +186,10 @@ def baselines_with(
 
 def _why_no_offload(planner: Planner) -> str:
     """Why nothing can be moved to host memory; empty if it can."""
-    if planner.cluster.device.kind != "cuda":
+    if planner.cluster.kind != "cuda":
         return "these devices compute in host memory, so there is nothing to move there"
     try:
-        copy_rates(planner.profile, planner.cluster)
+        copy_rates(planner.alike.profile, planner.alike.cluster)
     except ProfileError as error:
         return str(error)
     return ""

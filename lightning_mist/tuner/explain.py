@@ -11,6 +11,7 @@ from time import perf_counter
 
 from lightning_mist.cost import predict_with
 from lightning_mist.errors import InfeasibleError, MistError, PlanError
+from lightning_mist.hardware import single
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.budget import host_bytes_of_each, usable_bytes
 from lightning_mist.tuner.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf, kind_of
@@ -56,12 +57,12 @@ def explain_plan(
     """
     if seconds < 0:
         raise ValueError(f"seconds={seconds}: explaining takes some time; give 0 for what needs no search")
-    began = perf_counter()
+    began, cluster = perf_counter(), single(planner.cluster, "an explanation")
     asker = _Asker(
         planner=planner,
         machine=Machine(
             change="",
-            cluster=planner.cluster,
+            cluster=cluster,
             profile=planner.profile,
             memory_limit=memory_limit,
             host_memory_limit=host_memory_limit,
@@ -75,7 +76,7 @@ def explain_plan(
     )
     asker.found += [result.plan, *(item.plan for item in result.alternatives)]
     plan = result.plan
-    limits = (usable_bytes(planner.cluster, memory_limit),) * plan.num_stages
+    limits = (usable_bytes(cluster, memory_limit),) * plan.num_stages
     findings = _findings(asker, plan, limits)
     used = [technique for technique in TECHNIQUES if technique.use(plan)]
     switched_off = [_switched_off(asker, technique, plan) for technique in used]

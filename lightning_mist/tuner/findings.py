@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from lightning_mist.cost import StageCostModel, StageMemory
+from lightning_mist.cost import CostModel, StageMemory, models_of
 from lightning_mist.cost.candidates import placed_slots_of
 from lightning_mist.cost.channels import copy_rates
 from lightning_mist.cost.chunks import plan_memory
@@ -50,9 +50,9 @@ class Costs:
         return self.plan.num_microbatches * self.group(self.steady, group) + self.group(self.boundary, group)
 
 
-def costs_of(model: StageCostModel, plan: Plan) -> Costs:
+def costs_of(model: CostModel, plan: Plan) -> Costs:
     """What every stage of a plan costs."""
-    placed = placed_slots_of(plan, model.cluster.devices_per_node)
+    placed = placed_slots_of(plan, model.cluster)
     seconds = [model.seconds(slot, candidates) for slot, candidates in placed]
     return Costs(
         plan=plan,
@@ -63,7 +63,7 @@ def costs_of(model: StageCostModel, plan: Plan) -> Costs:
 
 
 def findings_of(
-    model: StageCostModel,
+    model: CostModel,
     plan: Plan,
     *,
     limits: Sequence[float],
@@ -128,7 +128,7 @@ def _changed_group(plan: Plan, group: int, stage: StagePlan) -> Plan:
     return changed
 
 
-def _memory(model: StageCostModel, costs: Costs, group: int, limit: float, ratios: Sequence[float]) -> Finding:
+def _memory(model: CostModel, costs: Costs, group: int, limit: float, ratios: Sequence[float]) -> Finding:
     memory, plan = costs.memory[group], costs.plan
     peak, (largest, size) = memory.peak_bytes, max(memory.terms, key=lambda item: item[1])
     free = limit - peak
@@ -169,7 +169,7 @@ class _Cost:
     gain: float
 
 
-def _versions(model: StageCostModel, costs: Costs, group: int, ratios: Sequence[float]) -> Iterator[_Cost]:
+def _versions(model: CostModel, costs: Costs, group: int, ratios: Sequence[float]) -> Iterator[_Cost]:
     for item in _relaxed(costs.plan.stages[group], ratios):
         found = costs_of(model, _changed_group(costs.plan, group, item.stage))
         yield _Cost(item.text, found.memory[group].peak_bytes, costs.alone(group) - found.alone(group))
@@ -217,9 +217,7 @@ def _boundary(costs: Costs, group: int) -> Finding:
     return Finding(stage=group, limit="boundary", binds=binds, values=values, text=text)
 
 
-def _host_memory(
-    model: StageCostModel, costs: Costs, group: int, host_limit: float, ratios: Sequence[float]
-) -> Finding:
+def _host_memory(model: CostModel, costs: Costs, group: int, host_limit: float, ratios: Sequence[float]) -> Finding:
     plan, held = costs.plan, costs.memory[group].host_bytes
     head = f"{_does(plan, group, 'keep')} {format_bytes(held)} per device in host memory"
     if host_limit == float("inf"):
@@ -245,10 +243,13 @@ def _more_offloaded(stage: StagePlan, ratios: Sequence[float]) -> Iterator[Stage
             yield replace(stage, offload=replace(stage.offload, **{kind: more}))
 
 
-def _host_link(model: StageCostModel, plan: Plan, group: int) -> Finding:
+def _host_link(model: CostModel, plan: Plan, group: int) -> Finding:
     assert plan.predicted is not None
     seconds = dict(plan.predicted.stages[group].spent).get("copies_seconds", 0.0)
-    rates, alone = copy_rates(model.profile, model.cluster), model.profile.host_to_device_bytes_per_second
+    own = min(
+        models_of(model, plan.stages[group].devices), key=lambda item: copy_rates(item.profile, item.cluster).to_device
+    )
+    rates, alone = copy_rates(own.profile, own.cluster), own.profile.host_to_device_bytes_per_second
     values = (("copies_seconds", seconds), ("to_device_bytes", rates.to_device), ("to_host_bytes", rates.to_host))
     text = (
         f"{_does(plan, group, 'wait')} {format_seconds(seconds)} per step for copies from and to the host, at "

@@ -1,6 +1,7 @@
 """Why nothing fits: the least that any plan needs, what it is needed for, and what would help."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 from typing import NoReturn
 
@@ -12,7 +13,8 @@ from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.bound import least_peak
 from lightning_mist.tuner.budget import tensor_share
-from lightning_mist.tuner.intra_stage import IntraStage, SlotChoices, with_peaks_as_seconds
+from lightning_mist.tuner.intra_stage import EVERY_PART, IntraStage, SlotChoices, with_peaks_as_seconds
+from lightning_mist.tuner.mixed import MixedStages, Pipeline, Stages
 from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.problem import InterStageProblem
 from lightning_mist.units import format_bytes
@@ -24,7 +26,7 @@ SHOWN_TERMS = 3
 """Terms of the peak that the message names."""
 
 
-def explain_infeasible(intra: IntraStage, make_plan: Callable[[InterStageProblem, tuple[int, ...]], Plan]) -> NoReturn:
+def explain_infeasible(intra: Stages, make_plan: Callable[[InterStageProblem, tuple[int, ...]], Plan]) -> NoReturn:
     """Raise the error that says what the least demanding plan needs.
 
     Args:
@@ -35,7 +37,11 @@ def explain_infeasible(intra: IntraStage, make_plan: Callable[[InterStageProblem
         InfeasibleError: Always.
     """
     space, search = intra.space, intra.space.search
-    pipelines = space.pipelines()
+    pipelines = (
+        intra.pipelines
+        if isinstance(intra, MixedStages)
+        else tuple(Pipeline(*numbers, ()) for numbers in space.pipelines())
+    )
     if not pipelines:
         raise InfeasibleError(
             f"no plan of the search space uses all {space.world_size} devices with {space.batch_rows} rows each: "
@@ -48,63 +54,84 @@ def explain_infeasible(intra: IntraStage, make_plan: Callable[[InterStageProblem
     if plan is None:
         raise InfeasibleError(
             f"no plan of the search space deals {space.num_layers} layers and {space.world_size} devices out to "
-            f"{', '.join(str(count) for count in sorted({count for count, _ in pipelines}))} stages: "
+            f"{', '.join(str(count) for count in sorted({item.num_stages for item in pipelines}))} stages: "
             "allow other numbers in devices_per_stage or num_stages"
         )
     raise InfeasibleError(_message(intra, plan, is_least))
 
 
 def _least(
-    intra: IntraStage,
-    pipelines: tuple[tuple[int, int], ...],
+    intra: Stages,
+    pipelines: tuple[Pipeline, ...],
     make_plan: Callable[[InterStageProblem, tuple[int, ...]], Plan],
 ) -> tuple[Plan | None, bool]:
     """The plan that needs the least memory, and whether all were looked at."""
     deadline, best, plan = perf_counter() + LOOK_SECONDS, np.inf, None
     # Many microbatches need little memory each, so the first pipelines are good and rule out others.
-    for num_stages, num_microbatches in sorted(pipelines, key=lambda key: (-key[1], -key[0])):
+    for pipeline in sorted(pipelines, key=lambda item: (-item.num_microbatches, -item.num_stages, item.parts)):
         if perf_counter() > deadline and plan is not None:
             return plan, False
-        slots = tuple(_by_memory(intra, index, num_stages, num_microbatches) for index in range(num_stages))
-        if max(float(slot.peak_K.min(initial=np.inf)) for slot in slots) >= best:
+        problem = _problem(intra, pipeline)
+        if max(float(slot.steady_K.min(initial=np.inf)) for slot in problem.slots) >= best:
             continue
-        problem = InterStageProblem(
-            num_layers=intra.space.num_layers,
-            num_devices=(intra.space.world_size,),
-            num_microbatches=num_microbatches,
-            slots=slots,
-        )
         found = least_peak(problem)
         if found is not None and found[0] < best:
             best, plan = found[0], make_plan(problem, found[1])
     return plan, True
 
 
-def _by_memory(intra: IntraStage, stage_index: int, num_stages: int, num_microbatches: int) -> SlotChoices:
+def _problem(intra: Stages, pipeline: Pipeline) -> InterStageProblem:
+    """What every stage needs at least, in place of seconds: bytes, on unlike devices as parts of what there is."""
+    stages, microbatches, parts = pipeline
+    if isinstance(intra, MixedStages):
+        own = [intra.parts[part] for part in parts] or [intra.together]
+        slots = tuple(
+            _as_parts(_by_memory(item, index, stages, microbatches, parts), item.memory_limit, part)
+            for index, (item, part) in enumerate(zip(own, parts or (EVERY_PART,), strict=True))
+        )
+        sizes = intra.sizes
+    else:
+        slots = tuple(_by_memory(intra, index, stages, microbatches) for index in range(stages))
+        sizes = (intra.space.world_size,)
+    return InterStageProblem(
+        num_layers=intra.space.num_layers, num_devices=sizes, num_microbatches=microbatches, slots=slots
+    )
+
+
+def _as_parts(choices: SlotChoices, limit: float, part: int) -> SlotChoices:
+    """Choices of a part of a cluster, what they need as a part of its limit."""
+    return replace(choices, steady_K=choices.steady_K / max(limit, 1.0), part_K=np.full(len(choices), part))
+
+
+def _by_memory(
+    intra: IntraStage, stage_index: int, num_stages: int, num_microbatches: int, pipeline: tuple[int, ...] = ()
+) -> SlotChoices:
     """For every range and number of devices the choice with the least peak, its bytes in place of seconds."""
     parts = []
     for shape in intra.space.shapes(num_microbatches):
-        choices = intra.choices(intra.slot(stage_index, num_stages, num_microbatches, shape))
+        choices = intra.choices(intra.slot(stage_index, num_stages, num_microbatches, shape, pipeline))
         group_K = choices.start_K * (intra.space.num_layers + 1) + choices.layers_K
         parts.append(choices.take(non_dominated(group_K, choices.peak_K, np.zeros(len(choices)))))
     return with_peaks_as_seconds(SlotChoices.joined(parts))
 
 
-def _message(intra: IntraStage, plan: Plan, is_least: bool) -> str:
-    stages = stage_memory(intra.model.spec, plan)
-    index = max(range(len(stages)), key=lambda i: stages[i].peak_bytes)
+def _message(intra: Stages, plan: Plan, is_least: bool) -> str:
+    stages, limits, cluster = stage_memory(intra.model.spec, plan), intra.limits(plan), intra.model.cluster
+    index = max(range(len(stages)), key=lambda i: stages[i].peak_bytes / max(limits[i], 1.0))
     worst, stage = stages[index], plan.stages[index]
     terms = sorted(worst.terms, key=lambda item: -item[1])[:SHOWN_TERMS]
     needs = ", ".join(f"{name.removesuffix('_bytes')} {format_bytes(value)}" for name, value in terms)
     least = "The least that any plan needs" if is_least else "The least that a plan needs, of those looked at in time,"
-    more = worst.peak_bytes - int(intra.memory_limit)
-    share = tensor_share(intra.model.cluster)
-    allowed = f"memory_limit is {format_bytes(intra.memory_limit / share)} per device"
+    limit, share = limits[index], tensor_share(cluster)
+    more = worst.peak_bytes - int(limit)
+    names = sorted({cluster.parts[cluster.part_of(device)].device.name for device in stage.devices})
+    kind = "devices" if len(cluster.parts) == 1 else " and ".join(names)
+    allowed = f"memory_limit is {format_bytes(limit / share)} per device"
     if share < 1:
-        allowed += f", of which tensors may take {format_bytes(intra.memory_limit)}"
+        allowed += f", of which tensors may take {format_bytes(limit)}"
     return (
         f"no plan fits. {least} is {format_bytes(worst.peak_bytes)}, on stage {index} of {plan.num_stages} "
-        f"(layers {stage.layers[0]} to {stage.layers[1]} on {len(stage.devices)} devices, {stage.microbatch_size} rows "
+        f"(layers {stage.layers[0]} to {stage.layers[1]} on {len(stage.devices)} {kind}, {stage.microbatch_size} rows "
         f"per microbatch, {stage.checkpointing.layers} layers recomputed, ZeRO-{int(stage.zero_stage)}) in its "
         f"{worst.phase}; {allowed}. Largest terms: {needs}. "
         f"{_excluded(intra.space.notes)}Raise memory_limit by {format_bytes(more / share)}, use more devices, or use "

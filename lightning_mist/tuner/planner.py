@@ -11,8 +11,17 @@ from time import perf_counter
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, StageCostModel, predict_with, profiles_of
-from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile
+from lightning_mist.cost import (
+    CostModel,
+    MixedCostModel,
+    Profiles,
+    StageCostModel,
+    cost_model,
+    predict_with,
+    profiles_of,
+)
+from lightning_mist.errors import PlanError
+from lightning_mist.hardware import AnyCluster, HardwareProfile, MixedCluster
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
@@ -21,6 +30,8 @@ from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, usable_bytes
 from lightning_mist.tuner.infeasible import explain_infeasible
 from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_layout, mixed_stages
+from lightning_mist.tuner.mixed_search import search_mixed
 from lightning_mist.tuner.problem import InterStageProblem
 from lightning_mist.tuner.result import Alternative, Status, TuneResult, TuneStats
 from lightning_mist.tuner.search import Outcome, search_pipelines
@@ -43,13 +54,36 @@ class Planner:
     Args:
         spec: The network.
         cluster: The devices.
-        profile: How fast they are; by default from the catalog.
+        profile: How fast they are, one profile for every part of a cluster of unlike devices; by default from the
+            catalog.
     """
 
-    def __init__(self, spec: ModelSpec, cluster: Cluster, *, profile: HardwareProfile | None = None) -> None:
+    def __init__(self, spec: ModelSpec, cluster: AnyCluster, *, profile: Profiles = None) -> None:
         self.spec, self.cluster = spec, cluster
-        self.profile = profile or catalog_profile(cluster)
-        self.model = StageCostModel(spec, self.profile, cluster)
+        self.model = cost_model(spec, profile, cluster)
+
+    @property
+    def alike(self) -> StageCostModel:
+        """What stages cost on any of the devices, if they are all alike.
+
+        Raises:
+            PlanError: If they are not.
+        """
+        if isinstance(self.model, MixedCostModel):
+            raise PlanError(
+                f"cluster {self.cluster.text}: stages cost the same on any device only if all are alike; name one of "
+                "its parts"
+            )
+        return self.model
+
+    @property
+    def profile(self) -> HardwareProfile:
+        """How fast the devices are, if they are all alike.
+
+        Raises:
+            PlanError: If they are not.
+        """
+        return self.alike.profile
 
     def space(self, global_batch_size: int, search: SearchSpace | None = None) -> Space:
         """The search space at a batch size.
@@ -63,13 +97,24 @@ class Planner:
         )
 
     def stages(self, space: Space, memory_limit: int | None = None, host_memory_limit: int | None = None) -> IntraStage:
-        """What stages may be and cost; the same for a search and for what it is compared with."""
-        return IntraStage(
-            self.model,
-            space,
-            usable_bytes(self.cluster, memory_limit),
-            host_limit=host_bytes_of_each(self.cluster, host_memory_limit),
-        )
+        """What stages may be and cost; the same for a search and for what it is compared with.
+
+        Raises:
+            PlanError: If the devices are unlike.
+        """
+        model = self.alike
+        limit, host = usable_bytes(model.cluster, memory_limit), host_bytes_of_each(model.cluster, host_memory_limit)
+        return IntraStage(model, space, limit, host_limit=host)
+
+    def _look(
+        self, space: Space, memory_limit: int | None, host_memory_limit: int | None, deadline: float
+    ) -> tuple[Stages, Outcome]:
+        """Search the pipelines."""
+        if isinstance(self.model, MixedCostModel):
+            mixed = mixed_stages(self.model, space, memory_limit, host_memory_limit)
+            return mixed, search_mixed(mixed, deadline)
+        intra = self.stages(space, memory_limit, host_memory_limit)
+        return intra, search_pipelines(intra, space, deadline)
 
     def tune(
         self,
@@ -95,14 +140,13 @@ class Planner:
         """
         began, search = perf_counter(), search or SearchSpace()
         space = self.space(global_batch_size, search)
-        intra = self.stages(space, memory_limit, host_memory_limit)
-        outcome = search_pipelines(intra, space, began + search.solver_seconds)
+        stages, outcome = self._look(space, memory_limit, host_memory_limit, began + search.solver_seconds)
         if outcome.winner is None:
-            explain_infeasible(intra, lambda problem, chosen: make_plan(space, problem, chosen))
-        return _result(intra, outcome, began, memory_limit)
+            explain_infeasible(stages, lambda problem, chosen: make_plan(space, problem, chosen, self.cluster))
+        return _result(stages, outcome, began, memory_limit)
 
 
-def _result(intra: IntraStage, outcome: Outcome, began: float, memory_limit: int | None) -> TuneResult:
+def _result(intra: Stages, outcome: Outcome, began: float, memory_limit: int | None) -> TuneResult:
     """The plan that an outcome leads to, and why."""
     assert outcome.winner is not None
     model, space = intra.model, intra.space
@@ -131,7 +175,7 @@ def _result(intra: IntraStage, outcome: Outcome, began: float, memory_limit: int
             pipelines=outcome.pipelines,
             solved=outcome.solved,
         ),
-        notes=(*space.notes, *clocked.notes, *chosen.notes, *_numbers(model, plan, intra.limits(plan), memory_limit)),
+        notes=(*space.notes, *clocked.notes, *chosen.notes, *_numbers(intra, plan, memory_limit)),
     )
 
 
@@ -144,7 +188,7 @@ class _Chosen:
     notes: tuple[str, ...] = ()
 
 
-def _with_schedule(intra: IntraStage, others: Mapping[int, Plan], base: Plan) -> _Chosen:
+def _with_schedule(intra: Stages, others: Mapping[int, Plan], base: Plan) -> _Chosen:
     """The best plan of the exact search, or one under another schedule that gains by it."""
     space = intra.space
     tried = tuple(name for name in space.search.schedules if name not in ("1f1b", "gpipe"))
@@ -183,7 +227,7 @@ def _clocked(model: CostModel, space: Space, outcome: Outcome) -> _Clocked:
     best: dict[int, tuple[Plan, float]] = {}
     first: Plan | None = None
     for found in (outcome.best[outcome.winner], *outcome.best.values(), *near):
-        plan = _predicted(model, make_plan(space, found.problem, found.answer.chosen))
+        plan = _predicted(model, make_plan(space, found.problem, found.answer.chosen, model.cluster))
         first = first or plan
         if plan.num_stages not in best or _seconds(plan) < _seconds(best[plan.num_stages][0]):
             best[plan.num_stages] = plan, found.answer.objective
@@ -202,11 +246,26 @@ def _clocked(model: CostModel, space: Space, outcome: Outcome) -> _Clocked:
     )
 
 
-def make_plan(space: Space, problem: InterStageProblem, chosen: tuple[int, ...]) -> Plan:
-    """The plan that one choice per stage describes."""
+def make_plan(
+    space: Space, problem: InterStageProblem, chosen: tuple[int, ...], cluster: AnyCluster | None = None
+) -> Plan:
+    """The plan that one choice per stage describes.
+
+    Args:
+        space: The search space.
+        problem: The choices.
+        chosen: Those that were chosen.
+        cluster: The devices; by default equal ones, on nodes as the search space says.
+    """
     picked = [(slot, index) for slot, index in zip(problem.slots, chosen, strict=True)]
     shapes = [slot.shape(index) for slot, index in picked]
-    layout = rank_layout([(shape.data, shape.tensor) for shape in shapes], space.devices_per_node)
+    degrees = [(shape.data, shape.tensor) for shape in shapes]
+    parts = [int(slot.part_K[index]) for slot, index in picked]
+    layout = (
+        mixed_layout(cluster, degrees, parts)
+        if isinstance(cluster, MixedCluster)
+        else rank_layout(degrees, space.devices_per_node)
+    )
     stages, first = [], 0
     for (slot, index), shape, devices in zip(picked, shapes, layout, strict=True):
         end = first + int(slot.layers_K[index])
@@ -237,20 +296,22 @@ def _stages(count: int) -> str:
     return "1 stage (data parallel)" if count == 1 else f"{count} stages"
 
 
-def _numbers(model: CostModel, plan: Plan, limits: Iterable[float], asked: int | None) -> Iterable[str]:
-    """Where the numbers behind a plan come from, and what its devices may use."""
+def _numbers(stages: Stages, plan: Plan, asked: int | None) -> Iterable[str]:
+    """Where the numbers behind a plan come from, and what devices may use."""
+    model = stages.model
     sources = {model.region_seconds(stage.microbatch_size).source for stage in plan.stages}
     if any(stage.mesh.tensor_parallel_degree > 1 for stage in plan.stages) and model.spec.seconds:
         yield "seconds of split layers shrink as their FLOPs and bytes do; tensor parallelism is not measured"
-    profiles = dict.fromkeys(item.source for item in profiles_of(model))
+    profiles = dict.fromkeys(text for item in profiles_of(model) for text in item.source.split("; "))
     words = {
         "rates": f"seconds of layers follow from FLOPs and bytes and the profile's rates ({'; '.join(profiles)})",
         "extrapolated": "seconds of layers are extrapolated from measured microbatch sizes",
         "measured": "seconds of layers are measured",
     }
     yield from (words[name] for name in words if name in sources)
-    names = (model.cluster.parts[model.cluster.part_of(stage.devices[0])].device.name for stage in plan.stages)
-    for name, limit in sorted(set(zip(names, limits, strict=True))):
+    limits = stages.part_limits if isinstance(stages, MixedStages) else (stages.memory_limit,)
+    names = (part.device.name for part in model.cluster.parts)
+    for name, limit in dict.fromkeys(zip(names, limits, strict=True)):
         if asked is None:
             yield f"memory_limit is {format_bytes(limit)} per device, {USABLE_MEMORY:.0%} of the memory of {name}"
         elif limit < asked:

@@ -178,7 +178,7 @@ class Space:
         asked = self.search.num_stages
         stages = [s for s in range(1, self.max_stages + 1) if asked is None or s in asked]
         result = []
-        for num_microbatches in self._microbatch_counts():
+        for num_microbatches in self.microbatch_counts():
             counts = sorted({shape.devices for shape in self.shapes(num_microbatches)})
             sums = {0}
             for num_stages in range(1, self.max_stages + 1):
@@ -187,7 +187,8 @@ class Space:
                     result.append((num_stages, num_microbatches))
         return tuple(sorted(result))
 
-    def _microbatch_counts(self) -> tuple[int, ...]:
+    def microbatch_counts(self) -> tuple[int, ...]:
+        """Numbers of microbatches for which some stage cuts every batch into equal parts, ascending."""
         asked = self.search.num_microbatches
         parts = divisors(self.batch_rows) if self.cuts_batches else (1,)
         found = {

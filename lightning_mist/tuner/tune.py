@@ -1,6 +1,7 @@
 """One search, from a network and a machine to a plan."""
 
-from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.cost import Profiles
+from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.planner import Planner
@@ -10,9 +11,9 @@ from lightning_mist.tuner.space import SearchSpace, Space
 
 def tune(
     spec: ModelSpec,
-    cluster: Cluster,
+    cluster: AnyCluster,
     *,
-    profile: HardwareProfile | None = None,
+    profile: Profiles = None,
     global_batch_size: int,
     memory_limit: int | None = None,
     host_memory_limit: int | None = None,
@@ -23,7 +24,8 @@ def tune(
     Args:
         spec: The network.
         cluster: The devices.
-        profile: How fast they are; by default from the catalog.
+        profile: How fast they are, one profile for every part of a cluster of unlike devices; by default from the
+            catalog.
         global_batch_size: Rows that one Lightning batch brings over all devices.
         memory_limit: Bytes of each device that may be used in all; see
             :func:`~lightning_mist.tuner.budget.usable_bytes`.
