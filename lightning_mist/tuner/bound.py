@@ -7,21 +7,18 @@ With ``D = max(0, max_i (d_i - sum_{j<i} t_j))`` the part ``sum t + D`` of the o
 which can be built from the last stage to the first: putting a stage ``(t, d)`` in front turns a suffix with sum ``s``
 and value ``v`` into ``s + t`` and ``max(v, s + t + d)``; at the end the sum itself counts. So
 
-* ``relaxed(T)``: the least ``s + max(0, d_0)`` with every ``t_i <= T`` is a bound on ``v``, and one pass over the
-  stages;
-* ``capped(T, V)``: with the least suffix sum for which every ``s + t + d <= V`` one pass tells whether ``v <= V`` is
-  possible: a smaller suffix sum never hurts;
+* without a cap, the least ``s + max(0, d_0)`` with every ``t_i <= T`` is a bound on ``v``, and one pass over the
+  stages (:mod:`lightning_mist.tuner.suffixes`);
+* with a cap, the least suffix sum for which every ``s + t + d <= V`` tells in one pass whether ``v <= V`` is possible:
+  a smaller suffix sum never hurts;
 * bisection on ``V`` between the two gives the least ``v`` for a ``T``, and a best-first search over intervals of ``T``
   the least ``(G - 1) T + v``: as ``v`` falls when ``T`` rises, it is at least ``(G - 1) T_1 + v(T_2)`` on an interval
   ``[T_1, T_2]``.
 
+A pass answers for every number of stages, so that all pipelines with the same microbatches are searched as one.
+
 Array axes
-    A  first layer of a stage, as an offset from the earliest possible
-    E  one past its last layer, as an offset from the earliest possible
-    Q  choices with the same layers and devices, by rising steady time
-    U  devices of every part used by a suffix of the stages, in units of their greatest common divisors; several axes
-       if there are several parts
-    K  choices of a slot
+    K  choices of a slot, or their steady times
 """
 
 import heapq
@@ -31,42 +28,35 @@ from time import perf_counter
 
 import numpy as np
 
-from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART, SlotChoices
-from lightning_mist.tuner.problem import Answer, InterStageProblem
-from lightning_mist.tuner.space import common_unit
+from lightning_mist.cost import step_seconds
+from lightning_mist.cost.compile import FloatArray
+from lightning_mist.tuner.intra_stage import EVERY_PART
+from lightning_mist.tuner.problem import Answer, Family, InterStageProblem
+from lightning_mist.tuner.suffixes import Suffixes, Walk
 
 PRECISION = 1e-9
 """Relative difference of objectives below which two answers count as equal, far below what costs are known to."""
+
+_NOTED = 3
+"""Numbers of stages whose answer is looked at after a pass, those with the least sums."""
 
 _NONE = Answer(chosen=(), objective=np.inf, bound=np.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Band:
-    """The choices of one slot with one number of devices of one part and of layers; infinite where there is none.
+class FamilyAnswer:
+    """The best answer of a family of pipelines.
 
     Attributes:
-        part: Part of the cluster.
-        units: Devices, in units.
-        layers: Layers.
-        first: Smallest A that has a choice.
-        steady_QA: Steady seconds, from ``first`` on.
-        boundary_QA: Boundary seconds.
-        index_QA: Index of the choice in its slot.
-        least: The smallest steady time.
-        most: The largest, infinite if a choice is missing.
+        num_stages: Number of stages of the best answer; 0 if none was found.
+        answers: Answers by number of stages that were met on the way, among them the best of all; what is proven is
+            about all of the family, so each has the same bound.
+        bound: No answer of the family takes fewer seconds; infinite if there cannot be one.
     """
 
-    part: int
-    units: int
-    layers: int
-    first: int
-    steady_QA: FloatArray
-    boundary_QA: FloatArray
-    index_QA: IntArray
-    least: float
-    most: float
+    num_stages: int
+    answers: dict[int, Answer]
+    bound: float
 
 
 def solve(problem: InterStageProblem, *, below: float = np.inf, deadline: float = np.inf) -> Answer:
@@ -83,257 +73,29 @@ def solve(problem: InterStageProblem, *, below: float = np.inf, deadline: float 
     """
     if any(not len(slot) for slot in problem.slots):
         return _NONE
-    if len(problem.slots) == 1:
-        answer = _solve_single(problem)
-        if answer.objective < below:
-            return answer
-        return Answer(chosen=(), objective=np.inf, bound=answer.bound)
-    return _Search(problem, below, deadline).run()
-
-
-def _solve_single(problem: InterStageProblem) -> Answer:
+    if len(problem.slots) > 1:
+        found = solve_family(_alone(problem), below=below, deadline=deadline)
+        none = Answer(chosen=(), objective=np.inf, bound=found.bound)
+        return found.answers[found.num_stages] if found.num_stages else none
     slot = problem.slots[0]
     best = _least_of_single(problem, problem.num_microbatches * slot.steady_K + np.maximum(slot.boundary_K, 0.0))
     if best is None:
         return _NONE
     objective = problem.objective((best,))
-    return Answer(chosen=(best,), objective=objective, bound=objective)
+    if objective < below:
+        return Answer(chosen=(best,), objective=objective, bound=objective)
+    return Answer(chosen=(), objective=np.inf, bound=objective)
 
 
-def _least_of_single(problem: InterStageProblem, value_K: FloatArray) -> int | None:
-    """The choice of a single stage with the least value."""
-    slot = problem.slots[0]
-    fits_K = (slot.layers_K == problem.num_layers) & (slot.devices_K == sum(problem.num_devices))
-    fits_K &= slot.part_K == (0 if len(problem.num_devices) == 1 else EVERY_PART)
-    best = int(np.where(fits_K, value_K, np.inf).argmin())
-    return best if fits_K[best] else None
+def solve_family(family: Family, *, below: float = np.inf, deadline: float = np.inf) -> FamilyAnswer:
+    """The best answer of a family of pipelines, of any number of stages, if it takes fewer seconds than ``below``.
 
-
-class _Chain:
-    """The stages of a problem as bands, and the passes over them."""
-
-    def __init__(self, problem: InterStageProblem) -> None:
-        self.problem = problem
-        self.width = problem.num_layers - len(problem.slots) + 1
-        parts = range(len(problem.num_devices))
-        counts = [
-            {int(n) for slot in problem.slots for n in np.unique(slot.devices_K[slot.part_K == p])} for p in parts
-        ]
-        self.unit = [common_unit([*counts[p], problem.num_devices[p]]) for p in parts]
-        self.units = tuple(total // unit for total, unit in zip(problem.num_devices, self.unit, strict=True))
-        # More than the choices of any band, so that band and choice make one number.
-        self._depth = 1 + max(len(slot) for slot in problem.slots)
-        self.bands = [self._bands(index, slot) for index, slot in enumerate(problem.slots)]
-
-    def _bands(self, stage: int, slot: SlotChoices) -> list[_Band]:
-        order_K = np.lexsort((slot.steady_K, slot.start_K, slot.layers_K, slot.devices_K, slot.part_K))
-        kinds_K = np.stack([slot.part_K, slot.devices_K, slot.layers_K])[:, order_K]
-        edges = np.flatnonzero((np.diff(kinds_K, axis=1) != 0).any(axis=0)) + 1
-        found = []
-        for index_K in np.split(order_K, edges):
-            part, devices, layers = (int(values[index_K[0]]) for values in (slot.part_K, slot.devices_K, slot.layers_K))
-            if part != EVERY_PART and devices <= self.problem.num_devices[part] and layers <= self.width:
-                band = self._band(stage, slot, index_K, part, layers)
-                found += [] if band is None else [band]
-        return found
-
-    def _band(self, stage: int, slot: SlotChoices, index_K: IntArray, part: int, layers: int) -> _Band | None:
-        """Stage ``i`` starts at layer ``i + a`` and ends before ``i + a + layers``, which is ``i + 1 + e``.
-
-        The choices come by rising start, and of one start by rising steady time.
-        """
-        places = self.width - layers + 1
-        if (slot.start_K[index_K] == ANYWHERE).all():
-            index_QA = np.repeat(index_K[:, None], 1 if stage == 0 else places, axis=1)
-            first = 0
-        else:
-            place_K = slot.start_K[index_K] - stage
-            inside = (place_K >= 0) & (place_K < places)
-            if not inside.any():
-                return None
-            place_K, index_K = place_K[inside], index_K[inside]
-            first = int(place_K[0])
-            # Choices with the same start keep their order, by rising steady time.
-            rank = np.arange(len(place_K)) - np.searchsorted(place_K, place_K)
-            index_QA = np.full((int(rank.max()) + 1, int(place_K[-1]) - first + 1), -1, dtype=np.int64)
-            index_QA[rank, place_K - first] = index_K
-        steady_QA = np.where(index_QA >= 0, slot.steady_K[index_QA], np.inf)
-        return _Band(
-            part=part,
-            units=int(slot.devices_K[index_K[0]]) // self.unit[part],
-            layers=layers,
-            first=first,
-            steady_QA=steady_QA,
-            boundary_QA=np.where(index_QA >= 0, slot.boundary_K[index_QA], 0.0),
-            index_QA=index_QA,
-            least=float(steady_QA.min()),
-            most=float(steady_QA.max()),
-        )
-
-    def relaxed(self, slowest: float) -> tuple[float, tuple[int, ...]] | None:
-        """The least ``sum t + max(0, d_0)`` with every steady time at most ``slowest``, and choices that reach it."""
-        return self._walk(slowest, None)
-
-    def capped(self, slowest: float, cap: float) -> tuple[int, ...] | None:
-        """Choices with every steady time at most ``slowest`` and ``sum t + D`` at most ``cap``, if there are any."""
-        found = self._walk(slowest, cap)
-        return None if found is None or found[0] > cap else found[1]
-
-    def _walk(self, slowest: float, cap: float | None) -> tuple[float, tuple[int, ...]] | None:
-        """From the last stage to the first: the least suffix sums, with every ``suffix sum + d`` at most ``cap``."""
-        shape = (self.width, *(units + 1 for units in self.units))
-        suffix_EU = np.full(shape, np.inf)
-        suffix_EU[-1].flat[0] = 0.0
-        steps: list[IntArray] = []
-        for stage in range(len(self.bands) - 1, -1, -1):
-            best_AU = np.full(shape, np.inf)
-            # Which band and which of its choices, as one number.
-            code_AU = np.full(shape, -1, dtype=np.int64)
-            for number, band in enumerate(self.bands[stage]):
-                if band.least <= slowest:
-                    self._extend(stage == 0, number, band, (suffix_EU, best_AU, code_AU), slowest, cap)
-            steps.append(code_AU)
-            suffix_EU = best_AU
-        value = float(suffix_EU[0].flat[-1])
-        return (value, self._trace(steps[::-1])) if np.isfinite(value) else None
-
-    def _extend(
-        self,
-        is_first: bool,
-        number: int,
-        band: _Band,
-        state: tuple[FloatArray, FloatArray, IntArray],
-        slowest: float,
-        cap: float | None,
-    ) -> None:
-        """Put one band of a stage in front of all suffixes; improves the best sums and their codes in place."""
-        suffix_EU, best_AU, code_AU = state
-        count, end = band.steady_QA.shape[1], band.first + band.layers - 1
-        others = (slice(None),) * band.part
-        after = (slice(band.first, band.first + count), *others, slice(band.units, None))
-        before = (slice(end, end + count), *others, slice(self.units[band.part] + 1 - band.units))
-        suffix_EU, best_AU, code_AU = suffix_EU[before], best_AU[after], code_AU[after]
-        column = (count, *(1 for _ in self.units))
-        for choice in range(len(band.steady_QA)):
-            steady_A1 = band.steady_QA[choice].reshape(column)
-            if band.most > slowest:
-                steady_A1 = np.where(steady_A1 <= slowest, steady_A1, np.inf)
-            sum_AU = steady_A1 + suffix_EU
-            if cap is not None:
-                sum_AU[sum_AU + band.boundary_QA[choice].reshape(column) > cap] = np.inf
-            elif is_first:
-                sum_AU += np.maximum(band.boundary_QA[choice], 0.0).reshape(column)
-            better_AU = sum_AU < best_AU
-            np.copyto(best_AU, sum_AU, where=better_AU)
-            np.copyto(code_AU, number * self._depth + choice, where=better_AU)
-            if cap is None and not is_first:
-                return  # Choices come by rising steady time, and nothing else counts here.
-
-    def _trace(self, steps: list[IntArray]) -> tuple[int, ...]:
-        place, units, chosen = 0, list(self.units), []
-        for bands, code_AU in zip(self.bands, steps, strict=True):
-            number, choice = divmod(int(code_AU[place][tuple(units)]), self._depth)
-            band = bands[number]
-            chosen.append(int(band.index_QA[choice, place - band.first]))
-            place += band.layers - 1
-            units[band.part] -= band.units
-        return tuple(chosen)
-
-
-class _Search:
-    """Best-first search over the slowest stage's steady time."""
-
-    def __init__(self, problem: InterStageProblem, below: float, deadline: float) -> None:
-        self.problem, self.chain, self.deadline = problem, _Chain(problem), deadline
-        self.slowest_K = np.unique(np.concatenate([slot.steady_K for slot in problem.slots]))
-        self.pace = problem.num_microbatches - 1
-        self.objective, self.chosen = below, ()  # type: tuple[float, tuple[int, ...]]
-        # Bound on the objective, first and last pace, and bound on v at these paces.
-        self.intervals: list[tuple[float, int, int, float]] = []
-
-    def run(self) -> Answer:
-        """The best answer below the given objective."""
-        last = len(self.slowest_K) - 1
-        found = self.chain.relaxed(float(self.slowest_K[last]))
-        if found is None:
-            return _NONE
-        low, chosen = found
-        self._note(chosen)
-        self._push(self._fastest(low, self._reached(chosen)), last, low)
-        bound = np.inf
-        while self.intervals:
-            bound_here, begin, end, low = heapq.heappop(self.intervals)
-            if bound_here >= self.objective * (1 - PRECISION) or perf_counter() > self.deadline:
-                bound = min(bound, bound_here)
-                break
-            middle = (begin + end) // 2
-            value, reached, proven = self._value(middle, begin)
-            bound = min(bound, proven)
-            self._push(begin, reached - 1, value)
-            self._push(middle + 1, end, low)
-        return Answer(
-            chosen=self.chosen,
-            objective=self.objective if self.chosen else np.inf,
-            bound=min(bound, self.objective),
-        )
-
-    def _push(self, begin: int, end: int, low: float) -> None:
-        if begin <= end:
-            heapq.heappush(self.intervals, (self.pace * float(self.slowest_K[begin]) + low, begin, end, low))
-
-    def _fastest(self, value: float, known: int) -> int:
-        """Index of the least pace that can lead to a better answer; at the pace ``known`` there is an answer.
-
-        Stages cannot be faster than if all devices worked all the time at the best rate of any choice.
-        """
-        rate_bound = self.problem.least_pace()
-        low, high = int(np.searchsorted(self.slowest_K, rate_bound * (1 - PRECISION))), known
-        while low < high and self.pace * float(self.slowest_K[low]) + value < self.objective:
-            middle = (low + high) // 2
-            if self.chain.relaxed(float(self.slowest_K[middle])) is None:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def _value(self, index: int, begin: int) -> tuple[float, int, float]:
-        """What steady times up to a pace can give.
-
-        Args:
-            index: The pace.
-            begin: The least pace that is still of interest.
-
-        Returns:
-            The least ``v``, or a lower bound of it that proves that no pace from ``begin`` to this one is of interest;
-            the pace of the answer that reaches ``v``; and a bound on the objective from that pace to this one. Without
-            any answer up to this pace nothing below is of interest either: ``begin``, and infinities.
-        """
-        slowest, floor = float(self.slowest_K[index]), float(self.slowest_K[begin])
-        found = self.chain.relaxed(slowest)
-        if found is None:
-            return np.inf, begin, np.inf
-        low, chosen = found
-        high, reached = self._note(chosen), max(begin, self._reached(chosen))
-        is_best = True  # First ask whether anything beats what is there, then halve the difference, in turn.
-        while high - low > PRECISION * high and self.pace * floor + low < self.objective:
-            cap = high * (1 - PRECISION) if is_best else (low + high) / 2
-            is_best = not is_best
-            better = self.chain.capped(slowest, cap)
-            if better is None:
-                low = cap
-            else:
-                high, reached = self._note(better), max(begin, self._reached(better))
-        return low, reached, self.pace * float(self.slowest_K[reached]) + low
-
-    def _reached(self, chosen: tuple[int, ...]) -> int:
-        return int(np.searchsorted(self.slowest_K, self.problem.steady(chosen).max()))
-
-    def _note(self, chosen: tuple[int, ...]) -> float:
-        """Remember an answer if it is the best; returns its ``v``."""
-        objective = self.problem.objective(chosen)
-        if objective < self.objective:
-            self.objective, self.chosen = objective, chosen
-        return objective - self.pace * float(self.problem.steady(chosen).max())
+    Args:
+        family: The pipelines.
+        below: Answers that do not take fewer seconds are of no interest.
+        deadline: Value of ``perf_counter()`` at which to stop with what has been found.
+    """
+    return _Search(family, below, deadline).run()
 
 
 def least_peak(problem: InterStageProblem) -> tuple[float, tuple[int, ...]] | None:
@@ -347,13 +109,156 @@ def least_peak(problem: InterStageProblem) -> tuple[float, tuple[int, ...]] | No
     if len(problem.slots) == 1:
         best = _least_of_single(problem, problem.slots[0].steady_K)
         return None if best is None else (float(problem.slots[0].steady_K[best]), (best,))
-    chain = _Chain(problem)
-    values_K = np.unique(np.concatenate([slot.steady_K for slot in problem.slots]))
-    return _bisect(values_K, chain.relaxed)
+    suffixes, num_stages = Suffixes(_alone(problem)), len(problem.slots)
+
+    def attempt(value: float) -> tuple[int, ...] | None:
+        walk = suffixes.walk(value)
+        return suffixes.chosen(walk, num_stages) if walk.values else None
+
+    return _bisect(suffixes.paces(), attempt)
+
+
+def _alone(problem: InterStageProblem) -> Family:
+    """One problem of several stages as a family."""
+    return Family(
+        num_layers=problem.num_layers,
+        num_devices=problem.num_devices,
+        num_microbatches=problem.num_microbatches,
+        tails=problem.slots[:0:-1],
+        heads={len(problem.slots): problem.slots[0]},
+    )
+
+
+def _least_of_single(problem: InterStageProblem, value_K: FloatArray) -> int | None:
+    """The choice of a single stage with the least value."""
+    slot = problem.slots[0]
+    fits_K = (slot.layers_K == problem.num_layers) & (slot.devices_K == sum(problem.num_devices))
+    fits_K &= slot.part_K == (0 if len(problem.num_devices) == 1 else EVERY_PART)
+    best = int(np.where(fits_K, value_K, np.inf).argmin())
+    return best if fits_K[best] else None
+
+
+class _Search:
+    """Best-first search over the slowest stage's steady time."""
+
+    def __init__(self, family: Family, below: float, deadline: float) -> None:
+        self.family, self.below, self.deadline = family, below, deadline
+        self.suffixes = Suffixes(family)
+        self.pace = family.num_microbatches - 1
+        self.objective = below
+        self.num_stages = 0
+        self.found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        # A pipeline takes at least G times the steady time of any of its stages.
+        self.paces_K = self.suffixes.paces()
+        self.is_cut = bool(self.paces_K.size and self.paces_K[-1] * family.num_microbatches >= below)
+        self.paces_K = self.paces_K[self.paces_K * family.num_microbatches < below]
+        # Bound on the objective, first and last pace, and bound on v at these paces.
+        self.intervals: list[tuple[float, int, int, float]] = []
+
+    def run(self) -> FamilyAnswer:
+        """The best answer below the given objective."""
+        first = int(np.searchsorted(self.paces_K, self.suffixes.least_pace() * (1 - PRECISION)))
+        bound = self.below if self.is_cut else np.inf
+        if first < len(self.paces_K):
+            bound = min(bound, self._explore(first, len(self.paces_K) - 1))
+        bound = min(bound, self.objective)
+        answers = {
+            count: Answer(chosen=chosen, objective=objective, bound=min(bound, objective))
+            for count, (objective, chosen) in self.found.items()
+        }
+        return FamilyAnswer(num_stages=self.num_stages, answers=answers, bound=bound)
+
+    def _explore(self, first: int, last: int) -> float:
+        """Look at all paces between two; returns a bound on the objective there."""
+        walk = self.suffixes.walk(float(self.paces_K[last]))
+        if not walk.values:
+            return np.inf
+        bound, low = np.inf, min(walk.values.values())
+        self._note(walk)
+        self._push(first, last, low)
+        while self.intervals:
+            bound_here, begin, end, low = heapq.heappop(self.intervals)
+            if bound_here >= self.objective * (1 - PRECISION) or perf_counter() > self.deadline:
+                return min(bound, bound_here)
+            middle, end = self._middle(begin, end, low)
+            value, reached, proven = self._value(middle, begin)
+            bound = min(bound, proven)
+            self._push(begin, reached - 1, value)
+            self._push(middle + 1, end, low)
+        return bound
+
+    def _middle(self, begin: int, end: int, low: float) -> tuple[int, int]:
+        """A pace to look at, and the last one of an interval that can still lead to a better answer."""
+        if not self.pace:
+            return end, end
+        worth = int(np.searchsorted(self.paces_K, (self.objective - low) / self.pace, "right")) - 1
+        end = max(begin, min(end, worth))
+        # Between the paces, not between their numbers: what lies far from the least one soon drops out.
+        middle = int(np.searchsorted(self.paces_K, (self.paces_K[begin] + self.paces_K[end]) / 2, "right")) - 1
+        return min(max(middle, begin), end), end
+
+    def _push(self, begin: int, end: int, low: float) -> None:
+        if begin <= end:
+            heapq.heappush(self.intervals, (self.pace * float(self.paces_K[begin]) + low, begin, end, low))
+
+    def _value(self, index: int, begin: int) -> tuple[float, int, float]:
+        """What steady times up to a pace can give.
+
+        Args:
+            index: The pace.
+            begin: The least pace that is still of interest.
+
+        Returns:
+            The least ``v``, or a lower bound of it that proves that no pace from ``begin`` to this one is of interest;
+            the pace of the answer that reaches ``v``; and a bound on the objective from that pace to this one. Without
+            any answer up to this pace nothing below is of interest either: ``begin``, and infinities.
+        """
+        pace, floor = float(self.paces_K[index]), float(self.paces_K[begin])
+        walk = self.suffixes.walk(pace)
+        if not walk.values:
+            return np.inf, begin, np.inf
+        low = min(walk.values.values())
+        high, reached = self._note(walk)
+        reached = max(begin, reached)
+        is_best = True  # First ask whether anything beats what is there, then halve the difference, in turn.
+        while high - low > PRECISION * high and self.pace * floor + low < self.objective * (1 - PRECISION):
+            worth = self.objective - self.pace * floor
+            cap = min(high, worth) * (1 - PRECISION) if is_best else (low + min(high, worth)) / 2
+            is_best = not is_best
+            walk = self.suffixes.walk(pace, cap)
+            if not walk.values:
+                low = max(low, cap)
+            else:
+                value, at = self._note(walk)
+                high, reached = value, max(begin, at)
+        return low, reached, self.pace * float(self.paces_K[reached]) + low
+
+    def _note(self, walk: Walk) -> tuple[float, int]:
+        """Remember the best answers of a pass; returns the ``v`` of the one with the least sum, and its pace."""
+        best = np.inf, 0
+        for num_stages in sorted(walk.values, key=walk.values.__getitem__)[:_NOTED]:
+            chosen = self.suffixes.chosen(walk, num_stages)
+            steady, objective = self._costs(num_stages, chosen)
+            if objective < self.found.get(num_stages, (np.inf,))[0]:
+                self.found[num_stages] = objective, chosen
+            if objective < self.objective:
+                self.objective, self.num_stages = objective, num_stages
+            value = objective - self.pace * steady
+            if value < best[0]:
+                best = value, int(np.searchsorted(self.paces_K, steady))
+        return best
+
+    def _costs(self, num_stages: int, chosen: tuple[int, ...]) -> tuple[float, float]:
+        """Steady seconds of the slowest stage of an answer, and its step seconds."""
+        tails = self.family.tails[num_stages - 2 :: -1] if num_stages > 1 else ()
+        slots = (self.family.heads[num_stages], *tails)
+        steady = np.array([slot.steady_K[index] for slot, index in zip(slots, chosen, strict=True)])
+        boundary = np.array([slot.boundary_K[index] for slot, index in zip(slots, chosen, strict=True)])
+        return float(steady.max()), step_seconds(steady, boundary, self.family.num_microbatches)
 
 
 def _bisect(
-    values_K: FloatArray, attempt: Callable[[float], tuple[float, tuple[int, ...]] | None]
+    values_K: FloatArray, attempt: Callable[[float], tuple[int, ...] | None]
 ) -> tuple[float, tuple[int, ...]] | None:
     low, high, best = 0, len(values_K), None
     while low < high:
@@ -362,5 +267,5 @@ def _bisect(
         if found is None:
             low = middle + 1
         else:
-            high, best = middle, (float(values_K[middle]), found[1])
+            high, best = middle, (float(values_K[middle]), found)
     return best

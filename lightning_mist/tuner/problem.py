@@ -1,5 +1,6 @@
 """The inter-stage problem as data, and what an answer to it is."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,6 +84,37 @@ class InterStageProblem:
             else:
                 return False
         return position == self.num_layers and not any(left)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Pipelines of several stages that differ in their number of stages only.
+
+    What a stage other than the first may be depends on how many stages are behind it, and not on how many are in front:
+    the fewer are behind, the fewer microbatches it has in flight.
+
+    Attributes:
+        num_layers: Layers to deal out, in order.
+        num_devices: Devices to deal out, of every part of the cluster.
+        num_microbatches: Microbatches per batch.
+        tails: The choices of a stage by the number of stages behind it, for all stages but first ones.
+        heads: The choices of the first stage by the number of stages, which is at least 2.
+    """
+
+    num_layers: int
+    num_devices: tuple[int, ...]
+    num_microbatches: int
+    tails: tuple[SlotChoices, ...]
+    heads: Mapping[int, SlotChoices]
+
+    def problem(self, num_stages: int) -> InterStageProblem:
+        """The problem of the pipelines with a number of stages."""
+        return InterStageProblem(
+            num_layers=self.num_layers,
+            num_devices=self.num_devices,
+            num_microbatches=self.num_microbatches,
+            slots=(self.heads[num_stages], *reversed(self.tails[: num_stages - 1])),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,304 @@
+"""Passes over the suffixes of pipelines, from the last stage to the first, for all numbers of stages at once.
+
+A suffix is what the last ``k`` stages of a pipeline hold: its state is its number of layers and its devices of every
+part. One pass finds for every ``k`` and state the least sum of steady times, with every steady time at most ``T`` (the
+pace), and if asked with every ``suffix sum + t + d`` at most ``V`` (the cap). A first stage in front of a suffix of
+``S - 1`` stages makes a pipeline of ``S``, so one pass answers for every ``S``.
+
+What cannot be part of an answer at a pace is left out beforehand. With ``r_p`` the least seconds times devices per
+layer of any choice in part ``p``, ``n`` devices of it hold at most ``T n / r_p`` layers; what they hold less is idle.
+All devices can be idle by ``sum_p T N_p / r_p - L`` layers together, the slack, so no stage and no suffix may be idle
+by more, nor may a suffix hold more layers than its devices can.
+
+Array axes
+    C  lines (see :mod:`lightning_mist.tuner.lines`)
+    J  states that can be part of an answer; in a table of sums one more, which is never reached
+    K  choices of a first or last stage
+    P  parts of the cluster
+    U  combinations of devices of every part
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.tuner.lines import Ends, Lines, ends_of, lines_of
+from lightning_mist.tuner.problem import Family
+from lightning_mist.tuner.space import common_unit
+
+_MARGIN = 1e-9
+"""Relative margin within which rounding may make a choice look as if it were idle by too much."""
+
+_AT_ONCE = 1 << 19
+"""Sums that are formed at once: 4 MiB, so that they stay near the processor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _States:
+    """The states that can be part of an answer at a pace.
+
+    Attributes:
+        row_J: Layers.
+        flat_J: Number of the state among all, also those that cannot.
+        number: The place in J of every state; the number of states where there is none.
+        slack: Layers by which all devices together can be idle.
+    """
+
+    row_J: IntArray
+    flat_J: IntArray
+    number: IntArray
+    slack: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """What one pass found.
+
+    Attributes:
+        pace: The most steady seconds of a stage.
+        cap: The most that ``sum t + D`` may be, or ``None``.
+        values: For every number of stages with an answer the least sum of steady times; without a cap the boundary
+            time of the first stage counts with them.
+        states: The states that were looked at.
+        sums: For every number of stages of a suffix the least sum by state.
+    """
+
+    pace: float
+    cap: float | None
+    values: dict[int, float]
+    states: _States
+    sums: tuple[FloatArray, ...]
+
+
+class Suffixes:
+    """The stages of a family of pipelines, prepared for passes.
+
+    Args:
+        family: The pipelines.
+    """
+
+    def __init__(self, family: Family) -> None:
+        layers, devices = family.num_layers, family.num_devices
+        self.family = family
+        self.heads = {count: ends_of(slot, layers, devices, is_first=True) for count, slot in family.heads.items()}
+        self.last = ends_of(family.tails[0], layers, devices, is_first=False)
+        self.middle = [lines_of(slot, layers, devices) for slot in family.tails[1:]]
+        pairs = [(item.part_K, item.devices_K) for item in (*self.heads.values(), self.last)]
+        pairs += [(lines.part_C, lines.devices_C) for lines in self.middle]
+        units = []
+        for part, count in enumerate(devices):
+            taken = np.unique(np.concatenate([devices_K[part_K == part] for part_K, devices_K in pairs]))
+            units.append(common_unit([*taken.tolist(), count]))
+        self.unit_P = np.array(units)
+        self._units_P = np.array(devices) // self.unit_P
+        # A state as one number: layers first, then the units of each part.
+        sizes_P = self._units_P + 1
+        self._strides_P = np.cumprod([1, *sizes_P[:0:-1]])[::-1].astype(np.int64)
+        self._combinations = int(sizes_P.prod())
+        self._used_PU = np.stack(np.unravel_index(np.arange(self._combinations), tuple(sizes_P)))
+        self.rate_P = self._rates()
+        self._capacity_P = np.array(devices) / self.rate_P
+
+    def _rates(self) -> FloatArray:
+        """Least seconds times devices per layer in every part; 0 if a layer takes no time, infinite without choices."""
+        rate_P = np.full(len(self.unit_P), np.inf)
+        for item in (*self.heads.values(), self.last):
+            np.minimum.at(rate_P, item.part_K, item.steady_K * item.devices_K / item.layers_K)
+        for lines in self.middle:
+            np.minimum.at(rate_P, lines.part_C, lines.least_C * lines.devices_C / lines.layers_C)
+        return np.maximum(rate_P, np.finfo(float).tiny)
+
+    def paces(self) -> FloatArray:
+        """The steady times of all choices, ascending: one of them is that of the slowest stage."""
+        times = [item.steady_K for item in (*self.heads.values(), self.last)]
+        times += [lines.steady_CR[lines.index_CR >= 0] for lines in self.middle]
+        return np.unique(np.concatenate(times))
+
+    def least_pace(self) -> float:
+        """Steady seconds that the slowest stage takes at least, so that all devices together hold all layers."""
+        speed = float(self._capacity_P.sum())
+        return self.family.num_layers / speed if speed > 0 else np.inf
+
+    def walk(self, pace: float, cap: float | None = None) -> Walk:
+        """One pass.
+
+        Args:
+            pace: The most steady seconds of a stage.
+            cap: The most that ``sum t + D`` may be; by default anything.
+        """
+        idle = {id(item): self._idle(item, pace) for item in (*self.heads.values(), self.last)}
+        heads = [float(idle[id(head)].min(initial=np.inf)) for head in self.heads.values()]
+        least_head, least_last = min(heads, default=np.inf), float(idle[id(self.last)].min(initial=np.inf))
+        states = self._states(pace, least_head, least_last)
+        slack = states.slack - least_head - least_last
+        values: dict[int, float] = {}
+        sums: list[FloatArray] = []
+        if not len(states.row_J) or not slack >= -self._margin(pace):
+            return Walk(pace=pace, cap=cap, values=values, states=states, sums=())
+        sums.append(self._last_sums(states, pace, cap))
+        maps: dict[int, IntArray] = {}
+        for count in range(2, max(self.heads) + 1):
+            if count in self.heads:
+                total_K = self._totals(self.heads[count], states, sums[-1], pace, cap)
+                best = float(total_K.min(initial=np.inf))
+                if best < np.inf:
+                    values[count] = best
+            if count > len(self.middle) + 1 or not (sums[-1] < np.inf).any():
+                break
+            lines = self._kept(self.middle[count - 2], pace, cap, slack)
+            sums.append(self._extended(lines, states, sums[-1], maps, cap, pace))
+        return Walk(pace=pace, cap=cap, values=values, states=states, sums=tuple(sums))
+
+    def chosen(self, walk: Walk, num_stages: int) -> tuple[int, ...]:
+        """The choice of every stage of an answer that a pass found."""
+        head, states = self.heads[num_stages], walk.states
+        total_K = self._totals(head, states, walk.sums[num_stages - 2], walk.pace, walk.cap)
+        index = int(total_K.argmin())
+        chosen = [int(head.index_K[index])]
+        place = int(self._behind(head, states)[index])
+        for stage in range(num_stages - 2, 0, -1):
+            lines, row = self.middle[stage - 1], int(states.row_J[place])
+            column = 0 if lines.steady_CR.shape[1] == 1 else row
+            flat = int(states.flat_J[place])
+            fits_C = lines.layers_C < row
+            source_C = np.where(fits_C, flat - self._offsets(lines), 0)
+            used_PC = self._used_PU[:, [flat % self._combinations]]
+            fits_C &= used_PC[lines.part_C, 0] >= lines.devices_C // self.unit_P[lines.part_C]
+            behind_C = np.where(fits_C, states.number[np.where(fits_C, source_C, 0)], len(states.row_J))
+            sum_C = self._summed(
+                lines.steady_CR[:, column], lines.reach_CR[:, column], walk.sums[stage - 1][behind_C], walk
+            )
+            # The pass has left out only lines from which no answer can come, and none leads from here to a state.
+            best = int(sum_C.argmin())
+            chosen.append(int(lines.index_CR[best, column]))
+            place = int(behind_C[best])
+        total_K = self._last_total(walk.pace, walk.cap)
+        total_K = np.where(self._last_places(states) == place, total_K, np.inf)
+        chosen.append(int(self.last.index_K[int(total_K.argmin())]))
+        return tuple(chosen)
+
+    @staticmethod
+    def _summed(steady: FloatArray, reach: FloatArray, behind: FloatArray, walk: Walk) -> FloatArray:
+        sums: FloatArray = np.where(steady <= walk.pace, steady + behind, np.inf)
+        return sums if walk.cap is None else np.where(reach + behind <= walk.cap, sums, np.inf)
+
+    def _margin(self, pace: float) -> float:
+        return _MARGIN * (self.family.num_layers + pace * float(self._capacity_P.sum()))
+
+    def _idle(self, item: Ends, pace: float) -> FloatArray:
+        """Layers by which the devices of a choice would be idle at a pace; infinite if it takes longer."""
+        idle_K = pace * item.devices_K / self.rate_P[item.part_K] - item.layers_K
+        return np.where(item.steady_K <= pace, idle_K, np.inf)
+
+    def _states(self, pace: float, least_head: float, least_last: float) -> _States:
+        rows, margin = np.arange(1, self.family.num_layers), self._margin(pace)
+        slack = pace * float(self._capacity_P.sum()) - self.family.num_layers
+        hold_U = pace * ((self.unit_P / self.rate_P) @ self._used_PU)
+        idle_RU = hold_U[None, :] - rows[:, None]
+        inside_RU = (idle_RU >= least_last - margin) & (idle_RU <= slack - least_head + margin)
+        row_J, used_J = np.nonzero(inside_RU)
+        row_J = row_J + 1
+        number = np.full(self.family.num_layers * self._combinations, len(row_J), dtype=np.int64)
+        flat_J = row_J * self._combinations + used_J
+        number[flat_J] = np.arange(len(row_J))
+        return _States(row_J=row_J, flat_J=flat_J, number=number, slack=slack)
+
+    def _offsets(self, lines: Lines) -> IntArray:
+        """How much smaller the number of the state behind a stage is than that with it."""
+        units_C = lines.devices_C // self.unit_P[lines.part_C]
+        offset_C: IntArray = lines.layers_C * self._combinations + units_C * self._strides_P[lines.part_C]
+        return offset_C
+
+    def _behind(self, head: Ends, states: _States) -> IntArray:
+        """The state behind each choice of a first stage."""
+        rows_K = self.family.num_layers - head.layers_K
+        units_K = head.devices_K // self.unit_P[head.part_K]
+        flat_K = rows_K * self._combinations + self._combinations - 1 - units_K * self._strides_P[head.part_K]
+        return states.number[flat_K]
+
+    def _last_places(self, states: _States) -> IntArray:
+        """The state that each choice of the last stage makes."""
+        last = self.last
+        units_K = last.devices_K // self.unit_P[last.part_K]
+        flat_K = last.layers_K * self._combinations + units_K * self._strides_P[last.part_K]
+        inside_K = last.layers_K < self.family.num_layers
+        return np.where(inside_K, states.number[np.where(inside_K, flat_K, 0)], len(states.row_J))
+
+    def _last_total(self, pace: float, cap: float | None) -> FloatArray:
+        total_K = np.where(self.last.steady_K <= pace, self.last.steady_K, np.inf)
+        return total_K if cap is None else np.where(self.last.reach_K <= cap, total_K, np.inf)
+
+    def _last_sums(self, states: _States, pace: float, cap: float | None) -> FloatArray:
+        sums_J = np.full(len(states.row_J) + 1, np.inf)
+        np.minimum.at(sums_J, self._last_places(states), self._last_total(pace, cap))
+        sums_J[-1] = np.inf
+        return sums_J
+
+    def _totals(self, head: Ends, states: _States, sums_J: FloatArray, pace: float, cap: float | None) -> FloatArray:
+        """Sums with each choice of a first stage in front."""
+        behind_K = sums_J[self._behind(head, states)]
+        if cap is None:
+            total_K = np.maximum(head.steady_K, head.reach_K) + behind_K
+        else:
+            total_K = head.steady_K + behind_K
+            total_K = np.where((head.reach_K + behind_K <= cap) & (total_K <= cap), total_K, np.inf)
+        return np.where(head.steady_K <= pace, total_K, np.inf)
+
+    def _kept(self, lines: Lines, pace: float, cap: float | None, slack: float) -> Lines:
+        """The lines that can be part of an answer."""
+        idle_C = pace * lines.devices_C / self.rate_P[lines.part_C] - lines.layers_C
+        kept_C: BoolArray = (lines.least_C <= pace) & (idle_C <= slack + self._margin(pace))
+        if cap is None:
+            kept_C &= lines.rank_C == 0  # Nothing but the steady time counts.
+        return lines.take(kept_C)
+
+    def _extended(
+        self,
+        lines: Lines,
+        states: _States,
+        behind_J: FloatArray,
+        maps: dict[int, IntArray],
+        cap: float | None,
+        pace: float,
+    ) -> FloatArray:
+        """Put a stage in front of all suffixes."""
+        best_J = np.full(len(behind_J), np.inf)
+        for some, source_C in self._sources(lines, states, maps):
+            behind_CJ = behind_J[source_C]
+            if some.steady_CR.shape[1] == 1:
+                steady_CJ, reach_CJ = some.steady_CR, some.reach_CR
+            else:
+                steady_CJ, reach_CJ = some.steady_CR[:, states.row_J], some.reach_CR[:, states.row_J]
+                steady_CJ = np.where(steady_CJ <= pace, steady_CJ, np.inf)
+            sum_CJ = steady_CJ + behind_CJ
+            if cap is not None:
+                behind_CJ += reach_CJ
+                sum_CJ[behind_CJ > cap] = np.inf
+            np.minimum(best_J[:-1], sum_CJ.min(axis=0, initial=np.inf), out=best_J[:-1])
+        return best_J
+
+    def _sources(self, lines: Lines, states: _States, maps: dict[int, IntArray]) -> Iterator[tuple[Lines, IntArray]]:
+        """Some lines at a time, and for every state the one behind them."""
+        step = max(1, _AT_ONCE // max(1, len(states.row_J)))
+        offset_C = self._offsets(lines)
+        used_PJ = self._used_PU[:, states.flat_J % self._combinations]
+        for begin in range(0, len(lines), step):
+            some = slice(begin, begin + step)
+            found = []
+            for offset, part, units, layers in zip(
+                offset_C[some],
+                lines.part_C[some],
+                lines.devices_C[some] // self.unit_P[lines.part_C[some]],
+                lines.layers_C[some],
+                strict=True,
+            ):
+                if int(offset) not in maps:
+                    fits_J = (states.row_J > layers) & (used_PJ[part] >= units)
+                    source_J = states.number[np.where(fits_J, states.flat_J - offset, 0)]
+                    maps[int(offset)] = np.where(fits_J, source_J, len(states.row_J))
+                found.append(maps[int(offset)])
+            kept = np.zeros(len(lines), dtype=bool)
+            kept[some] = True
+            yield lines.take(kept), np.stack(found)
