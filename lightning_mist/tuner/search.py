@@ -1,24 +1,35 @@
 """The search loop: every number of stages and of microbatches, in the order of what they take at least.
 
-Pipelines ``(S, G)`` are taken in the order of a cheap lower bound of their step seconds, until it is no better than the
-best plan found. Each is solved exactly by the dynamic program (:mod:`lightning_mist.tuner.bound`), and the winner once
-more by HiGHS, which starts from that answer. All this is about the closed form of the step
-(:mod:`lightning_mist.cost.pipeline`).
+Pipelines of several stages with the same number of microbatches form a family: their stages differ only by how many
+are behind them. Families are taken in the order of a cheap lower bound of their step seconds, until it is no better
+than the best plan found. Each is solved exactly by the dynamic program (:mod:`lightning_mist.tuner.bound`), all its
+numbers of stages at once, and the winner once more by HiGHS, which starts from that answer. All this is about the
+closed form of the step (:mod:`lightning_mist.cost.pipeline`).
+
+Before there is a plan that a family would have to beat, one is assumed: little above the lower bound of all, and if
+none is found below it, further above. So stages that are far too slow are never evaluated.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
 
-from lightning_mist.tuner.bound import solve
+from lightning_mist.tuner.bound import solve, solve_family
 from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.problem import Answer, InterStageProblem
+from lightning_mist.tuner.problem import Answer, Family, InterStageProblem
 from lightning_mist.tuner.space import Space
 
 CHECK_SECONDS = 5.0
 """The most seconds for which HiGHS checks a proven optimum."""
+
+ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
+"""Multiples of the lower bound of all pipelines that a plan is assumed to take, until one is found."""
+
+COMPARED = 1.25
+"""Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,75 +55,153 @@ class Outcome:
 def search_pipelines(intra: IntraStage, space: Space, deadline: float) -> Outcome:
     """The best pipeline, proven; and good ones with other numbers of stages."""
     pipelines = space.pipelines()
-    best: dict[int, Found] = {}
-    tally = _Tally(least=np.inf, bound=np.inf, solved=0)
     lower = {key: _quick_bound(intra, space, *key) for key in pipelines}
-    ordered = sorted(pipelines, key=lambda key: (lower[key], key))
-    for key in ordered:
-        if lower[key] >= tally.least:
-            tally.bound = min(tally.bound, lower[key])
+    tally = _Tally(intra=intra, space=space, lower=lower, deadline=deadline, bounds=dict(lower))
+    groups = list(_groups(space, pipelines))
+    least = min(lower.values(), default=np.inf)
+    for factor in ASSUMED if groups else ():
+        assumed = least * factor if least else np.inf
+        _search(tally, groups, assumed)
+        # What was met on the way may take longer than what was assumed, and prove nothing.
+        if tally.least < assumed or (tally.best and perf_counter() > deadline):
             break
-        if perf_counter() > deadline and best:
-            tally.bound = min(tally.bound, lower[key])
-            break
-        _attempt(intra, space, key, best, tally, below=tally.least, deadline=deadline)
-    if not best:
-        return _outcome(best, tally, None, tally.bound, len(pipelines))
-    winner = min(best, key=lambda count: (best[count].answer.objective, count))
-    checked = solve_program(
-        best[winner].problem,
-        time_limit=max(0.1, min(CHECK_SECONDS, deadline - perf_counter())),
-        incumbent=best[winner].answer,
-    )
-    if checked.chosen and checked.objective < best[winner].answer.objective:
-        best[winner] = Found(problem=best[winner].problem, answer=checked)
-        tally.found[winner, best[winner].problem.num_microbatches] = best[winner]
-    bound = tally.bound
+    if not tally.best:
+        return _outcome(tally, None, np.inf)
+    winner = min(tally.best, key=lambda count: (tally.best[count].answer.objective, count))
+    bound = min(tally.bounds.values())
+    _check(tally, winner)
     for num_stages in compared(space, winner):
-        for key in (key for key in ordered if key[0] == num_stages):
-            known = best[num_stages].answer.objective if num_stages in best else np.inf
-            if perf_counter() < deadline and lower[key] < known:
-                _attempt(intra, space, key, best, tally, below=known, deadline=deadline)
-    shown = {count: found for count, found in best.items() if count in (winner, *compared(space, winner))}
-    return _outcome(shown, tally, winner, bound, len(pipelines))
+        _search(tally, [key for key in groups if num_stages in key[0]], tally.least * COMPARED, num_stages)
+    return _outcome(tally, winner, bound)
 
 
-def _outcome(best: dict[int, Found], tally: "_Tally", winner: int | None, bound: float, pipelines: int) -> Outcome:
-    return Outcome(best=best, found=tally.found, winner=winner, bound=bound, pipelines=pipelines, solved=tally.solved)
+def _check(tally: "_Tally", winner: int) -> None:
+    """Let HiGHS look for something better than the winner."""
+    found = tally.best[winner]
+    checked = solve_program(
+        found.problem,
+        time_limit=max(0.1, min(CHECK_SECONDS, tally.deadline - perf_counter())),
+        incumbent=found.answer,
+    )
+    if checked.chosen and checked.objective < found.answer.objective:
+        tally.note(Found(problem=found.problem, answer=checked))
+
+
+Group = tuple[tuple[int, ...], int]
+"""Numbers of stages that are solved together, and the number of microbatches."""
+
+
+def _groups(space: Space, pipelines: tuple[tuple[int, int], ...]) -> Iterator[Group]:
+    """Pipelines whose stages cost the same, but for how many are behind them."""
+    counts: dict[tuple[int, int], list[int]] = {}
+    for num_stages, num_microbatches in pipelines:
+        # One stage has nothing to send, and pipelines that fit into a node send faster.
+        kind = 0 if num_stages == 1 else 1 if num_stages <= space.devices_per_node else 2
+        counts.setdefault((kind, num_microbatches), []).append(num_stages)
+    for (_, num_microbatches), stages in sorted(counts.items()):
+        yield tuple(sorted(stages)), num_microbatches
+
+
+def _search(tally: "_Tally", groups: list[Group], assumed: float, only: int | None = None) -> None:
+    """Solve families until none can have a better answer, of one number of stages if only that is asked for.
+
+    Args:
+        tally: What has been found.
+        groups: The pipelines to look at.
+        assumed: Seconds that answers are to be better than, as well as than the best found.
+        only: Number of stages.
+    """
+
+    def below() -> float:
+        known = tally.least if only is None else tally.least_of(only)
+        return min(known, assumed)
+
+    def lowest(group: Group) -> float:
+        return min(tally.lower[count, group[1]] for count in group[0] if only in (None, count))
+
+    for group in sorted(groups, key=lambda item: (lowest(item), item)):
+        if lowest(group) >= below() or (tally.best and perf_counter() > tally.deadline):
+            return
+        counts = [count for count in group[0] if tally.lower[count, group[1]] < below() and only in (None, count)]
+        _attempt(tally, counts, group[1], below())
 
 
 @dataclass(slots=True, kw_only=True)
 class _Tally:
-    """Least step seconds found, bound over what was looked at, problems solved, and the last answer of each."""
+    """What there is to search, and what has been found.
 
-    least: float
-    bound: float
-    solved: int
+    Attributes:
+        intra: Makes choices.
+        space: The search space.
+        lower: Step seconds that no plan of a pipeline goes below, by a cheap estimate.
+        deadline: When to stop.
+        bounds: The same by what has been proven.
+        best: The best answer of every number of stages.
+        found: The best answer of every pipeline.
+        solved: Pipelines that were solved.
+    """
+
+    intra: IntraStage
+    space: Space
+    lower: dict[tuple[int, int], float]
+    deadline: float
+    bounds: dict[tuple[int, int], float]
+    best: dict[int, Found] = field(default_factory=dict)
     found: dict[tuple[int, int], Found] = field(default_factory=dict)
+    solved: int = 0
+
+    @property
+    def least(self) -> float:
+        """The least step seconds found."""
+        return min((found.answer.objective for found in self.best.values()), default=np.inf)
+
+    def least_of(self, num_stages: int) -> float:
+        """The least step seconds found with a number of stages."""
+        return self.best[num_stages].answer.objective if num_stages in self.best else np.inf
+
+    def note(self, found: Found) -> None:
+        """Remember an answer."""
+        count, objective = len(found.answer.chosen), found.answer.objective
+        key = count, found.problem.num_microbatches
+        if key not in self.found or objective < self.found[key].answer.objective:
+            self.found[key] = found
+        if objective < self.least_of(count):
+            self.best[count] = found
 
 
-def _attempt(
-    intra: IntraStage,
-    space: Space,
-    key: tuple[int, int],
-    best: dict[int, Found],
-    tally: _Tally,
-    *,
-    below: float,
-    deadline: float,
-) -> None:
-    """Solve one pipeline, if it can be better than ``below``, and remember its answer."""
-    problem = _problem(intra, space, *key, below=below)
-    # A plan with a stage that was left out of the problem takes at least ``below``.
-    bound = min(below, problem.lower_bound())
-    if bound < below:
-        answer = solve(problem, below=below, deadline=deadline)
-        tally.solved += 1
-        bound = min(below, answer.bound)
+def _outcome(tally: _Tally, winner: int | None, bound: float) -> Outcome:
+    shown = {winner, *compared(tally.space, winner)} if winner else set()
+    return Outcome(
+        best={count: found for count, found in tally.best.items() if count in shown},
+        found=tally.found,
+        winner=winner,
+        bound=bound,
+        pipelines=len(tally.lower),
+        solved=tally.solved,
+    )
+
+
+def _attempt(tally: _Tally, counts: list[int], num_microbatches: int, below: float) -> None:
+    """Solve some pipelines, if they can be better than ``below``, and remember their answers."""
+    tally.solved += len(counts)
+    if counts == [1]:
+        problem = _single(tally.intra, tally.space, num_microbatches, below)
+        answer = solve(problem, below=below, deadline=tally.deadline)
+        bound = answer.bound
         if answer.chosen:
-            best[key[0]] = tally.found[key] = Found(problem=problem, answer=answer)
-            tally.least = min(tally.least, answer.objective)
-    tally.bound = min(tally.bound, bound)
+            tally.note(Found(problem=problem, answer=answer))
+    else:
+        bound = below
+        family = _family(tally.intra, tally.space, counts, num_microbatches, below)
+        if family.heads:
+            result = solve_family(family, below=below, deadline=tally.deadline)
+            bound = result.bound
+            for count, answer in result.answers.items():
+                tally.note(Found(problem=family.problem(count), answer=answer))
+    # A plan with a stage that was left out of the problem takes at least ``below``.
+    for count in counts:
+        key = count, num_microbatches
+        tally.bounds[key] = max(tally.bounds[key], min(below, bound))
 
 
 def compared(space: Space, winner: int) -> tuple[int, ...]:
@@ -142,17 +231,36 @@ def _quick_bound(intra: IntraStage, space: Space, num_stages: int, num_microbatc
     return (num_microbatches - 1) * slowest + max(total, slowest)
 
 
-def _problem(
-    intra: IntraStage, space: Space, num_stages: int, num_microbatches: int, *, below: float
-) -> InterStageProblem:
-    """The choices of every stage, without those that only plans of at least ``below`` seconds can have.
-
-    A pipeline takes at least ``G`` times the steady time of any of its stages.
-    """
-    slowest = below / num_microbatches
+def _single(intra: IntraStage, space: Space, num_microbatches: int, below: float) -> InterStageProblem:
+    """The choices of a single stage, without those that take at least ``below`` seconds."""
     return InterStageProblem(
         num_layers=space.num_layers,
         num_devices=(space.world_size,),
         num_microbatches=num_microbatches,
-        slots=tuple(intra.frontier(index, num_stages, num_microbatches, slowest) for index in range(num_stages)),
+        slots=(intra.frontier(0, 1, num_microbatches, below / num_microbatches),),
+    )
+
+
+def _family(intra: IntraStage, space: Space, counts: list[int], num_microbatches: int, below: float) -> Family:
+    """The choices of all stages, without those that only plans of at least ``below`` seconds can have.
+
+    A pipeline takes at least ``G`` times the steady time of any of its stages. What may lie behind a first stage is
+    asked for in the shortest pipeline that has it, which leaves it the most layers and devices; longer ones rule out
+    by themselves what leaves too few.
+    """
+    slowest = below / num_microbatches
+    tails = []
+    for behind in range(max(counts) - 1):
+        num_stages = max(behind + 2, min(counts))
+        slot = intra.frontier(num_stages - 1 - behind, num_stages, num_microbatches, slowest)
+        if not len(slot):
+            break
+        tails.append(slot)
+    heads = {count: intra.frontier(0, count, num_microbatches, slowest) for count in counts if count <= len(tails) + 1}
+    return Family(
+        num_layers=space.num_layers,
+        num_devices=(space.world_size,),
+        num_microbatches=num_microbatches,
+        tails=tuple(tails),
+        heads={count: slot for count, slot in heads.items() if len(slot)},
     )

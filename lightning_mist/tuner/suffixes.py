@@ -108,7 +108,8 @@ class Suffixes:
             np.minimum.at(rate_P, item.part_K, item.steady_K * item.devices_K / item.layers_K)
         for lines in self.middle:
             np.minimum.at(rate_P, lines.part_C, lines.least_C * lines.devices_C / lines.layers_C)
-        return np.maximum(rate_P, np.finfo(float).tiny)
+        floor_P: FloatArray = np.maximum(rate_P, np.finfo(float).tiny)
+        return floor_P
 
     def paces(self) -> FloatArray:
         """The steady times of all choices, ascending: one of them is that of the slowest stage."""
@@ -216,7 +217,8 @@ class Suffixes:
         rows_K = self.family.num_layers - head.layers_K
         units_K = head.devices_K // self.unit_P[head.part_K]
         flat_K = rows_K * self._combinations + self._combinations - 1 - units_K * self._strides_P[head.part_K]
-        return states.number[flat_K]
+        behind_K: IntArray = states.number[flat_K]
+        return behind_K
 
     def _last_places(self, states: _States) -> IntArray:
         """The state that each choice of the last stage makes."""
