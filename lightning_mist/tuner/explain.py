@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
-from lightning_mist.cost import predict_with
+from lightning_mist.cost import predict_with, profiles_of
+from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.errors import InfeasibleError, MistError, PlanError
-from lightning_mist.hardware import single
 from lightning_mist.plan import Plan
-from lightning_mist.tuner.budget import host_bytes_of_each, usable_bytes
 from lightning_mist.tuner.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf, kind_of
 from lightning_mist.tuner.findings import batch_finding, findings_of
 from lightning_mist.tuner.kinds import differences
@@ -57,16 +56,16 @@ def explain_plan(
     """
     if seconds < 0:
         raise ValueError(f"seconds={seconds}: explaining takes some time; give 0 for what needs no search")
-    began, cluster = perf_counter(), single(planner.cluster, "an explanation")
+    began = perf_counter()
     asker = _Asker(
         planner=planner,
         machine=Machine(
             change="",
-            cluster=cluster,
-            profile=planner.profile,
+            cluster=planner.cluster,
+            profiles=profiles_of(planner.model),
             memory_limit=memory_limit,
             host_memory_limit=host_memory_limit,
-            is_faster=False,
+            is_other=False,
         ),
         global_batch_size=global_batch_size,
         search=search or SearchSpace(),
@@ -76,20 +75,19 @@ def explain_plan(
     )
     asker.found += [result.plan, *(item.plan for item in result.alternatives)]
     plan = result.plan
-    limits = (usable_bytes(cluster, memory_limit),) * plan.num_stages
-    findings = _findings(asker, plan, limits)
+    findings = _findings(asker, plan)
     used = [technique for technique in TECHNIQUES if technique.use(plan)]
     switched_off = [_switched_off(asker, technique, plan) for technique in used]
-    more_memory = _what_ifs(asker, plan, is_faster=False)
+    more_memory = _what_ifs(asker, plan, is_other=False)
     techniques = tuple(
         replace(value, best_without=_best_without(asker, technique, plan))
         for technique, value in zip(used, switched_off, strict=True)
     )
     others = _others(asker, plan)
-    faster = _what_ifs(asker, plan, is_faster=True)
+    faster = _what_ifs(asker, plan, is_other=True)
     return Explanation(
         plan=plan,
-        limits=limits,
+        limits=asker.machine.limits(plan),
         findings=findings,
         techniques=techniques,
         others=others,
@@ -104,14 +102,14 @@ class _Asker:
     """Asks for plans until time is up, and remembers them.
 
     Attributes:
-        planner: Who is asked.
+        planner: Who is asked about the machine at hand.
         machine: The machine at hand.
         global_batch_size: Rows of a batch.
         search: The search space.
         deadline: When time is up.
         is_searching: Whether plans are searched for at all.
         slowest: Seconds of a search from scratch.
-        other: Who was asked last about a machine that is faster.
+        other: The last machine that needed another planner, and that planner.
         longest: Seconds of the longest search so far that could build on others.
         found: Plans for the machine at hand that fit.
         left_out: What was not asked.
@@ -125,7 +123,7 @@ class _Asker:
     is_searching: bool
     slowest: float
     longest: float = 0.0
-    other: Planner | None = None
+    other: tuple[Machine, Planner] | None = None
     found: list[Plan] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -139,30 +137,36 @@ class _Asker:
 
     def planner_of(self, machine: Machine) -> Planner:
         """Who is asked about a machine."""
-        if not machine.is_faster:
+        if not machine.is_other:
             return self.planner
-        if self.other is None or (self.other.cluster, self.other.profile) != (machine.cluster, machine.profile):
-            self.other = Planner(self.planner.spec, machine.cluster, profile=machine.profile)
-        return self.other
+        if self.other is None or self.other[0] != machine:
+            profiles = machine.profiles if len(machine.profiles) > 1 else machine.profiles[0]
+            self.other = machine, Planner(self.planner.spec, machine.cluster, profile=profiles)
+        return self.other[1]
 
     def predicted(self, plan: Plan, machine: Machine | None = None) -> Version:
         """A plan as it is."""
         on = machine or self.machine
         try:
-            known = replace(plan, predicted=predict_with(self.planner_of(on).model, replace(plan, predicted=None)))
+            model = self.planner_of(on).model
+            known = replace(plan, predicted=predict_with(model, replace(plan, predicted=None)))
+            held = [memory.host_bytes for memory in plan_memory(model.memory, plan)]
         except MistError as error:
             return Version(plan=None, reason=str(error))
         assert known.predicted is not None
-        peak = max(stage.peak_bytes for stage in known.predicted.stages)
-        limit = usable_bytes(on.cluster, on.memory_limit)
-        return Version(plan=known, missing_bytes=max(0, round(peak - limit)))
+        peaks = [stage.peak_bytes for stage in known.predicted.stages]
+        return Version(
+            plan=known,
+            missing_bytes=_missing(peaks, on.limits(plan)),
+            missing_host_bytes=_missing(held, on.host_limits(plan)),
+        )
 
     def best(self, what: str, search: SearchSpace | None = None, machine: Machine | None = None) -> Version | None:
         """The best plan of a search space; None if there is no time, or no machine to ask for."""
         on, left = machine or self.machine, self.deadline - perf_counter()
         if not self.is_searching:
             return None
-        if left < (self.longest if not on.is_faster else self.slowest):
+        if left < (self.longest if not on.is_other else self.slowest):
             self.left_out.append(f"{what}: there was no time for another search")
             return None
         wanted, began = search or self.search, perf_counter()
@@ -179,21 +183,25 @@ class _Asker:
             self.left_out.append(f"{what}: {error}")
             return None
         finally:
-            if not on.is_faster:
+            if not on.is_other:
                 self.longest = max(self.longest, perf_counter() - began)
         if on is self.machine:
             self.found += [result.plan, *(item.plan for item in result.alternatives)]
         return Version(plan=result.plan, proven=result.status == "optimal")
 
 
-def _findings(asker: _Asker, plan: Plan, limits: Sequence[float]) -> tuple[Finding, ...]:
+def _missing(needed: Sequence[int], limits: Sequence[float]) -> int:
+    """Bytes that the stage that lacks most needs beyond what there is."""
+    return round(max(0.0, *(need - limit for need, limit in zip(needed, limits, strict=True))))
+
+
+def _findings(asker: _Asker, plan: Plan) -> tuple[Finding, ...]:
     """What binds on every stage, and what other numbers of microbatches would take."""
-    cluster, host = asker.machine.cluster, asker.machine.host_memory_limit
     stages = findings_of(
         asker.planner.model,
         plan,
-        limits=limits,
-        host_limit=host_bytes_of_each(cluster, host),
+        limits=asker.machine.limits(plan),
+        host_limits=asker.machine.host_limits(plan),
         ratios=asker.search.offload_ratios,
     )
     degrees = [stage.data_parallel_degree for stage in plan.stages]
@@ -253,19 +261,19 @@ def _other_spaces(asker: _Asker, plan: Plan) -> Iterable[tuple[str, SearchSpace]
         yield "the best plan with ZeRO wherever there is data parallelism", replace(search, zero_stages=sharded)
 
 
-def _what_ifs(asker: _Asker, plan: Plan, *, is_faster: bool) -> tuple[WhatIf, ...]:
+def _what_ifs(asker: _Asker, plan: Plan, *, is_other: bool) -> tuple[WhatIf, ...]:
     """What better machines would buy: those that differ in limits only, or the others."""
     if not asker.is_searching:
         return ()
     machines, left_out = better_machines(asker.machine, global_batch_size=asker.global_batch_size, search=asker.search)
     found = []
     for machine in machines:
-        if machine.is_faster != is_faster:
+        if machine.is_other != is_other:
             continue
         grows = machine.cluster.world_size != plan.world_size
         same = None if grows else asker.predicted(plan, machine)
         found.append(WhatIf(change=machine.change, same_plan=same, best=asker.best(machine.change, machine=machine)))
-    if is_faster:
+    if is_other:
         asker.left_out += left_out
     return tuple(found)
 

@@ -45,9 +45,9 @@ def technique_line(value: TechniqueValue, step_seconds: float) -> str:
     off = value.switched_off
     if off.plan is None:
         text = f"It cannot be switched off by itself ({_sentence(off.reason)})"
-    elif off.missing_bytes:
-        text = f"Without it the plan needs {format_bytes(off.missing_bytes)} more per device than there is"
-        text += f"; with that much memory it would take {_against(off, step_seconds)}"
+    elif not off.fits:
+        text = f"Without it the plan needs {off.lacks} more per device than there is"
+        text += f"; with that much it would take {_against(off, step_seconds)}"
     else:
         text = f"Without it the plan takes {_against(off, step_seconds)}"
     line = f"{value.name} ({value.meaning}): {value.use}. {text}"
@@ -173,6 +173,7 @@ def _version(version: Version | None) -> dict[str, Any] | None:
         "plan": None if version.plan is None else _plan(version.plan),
         "step_seconds": version.seconds,
         "missing_bytes": version.missing_bytes,
+        "missing_host_bytes": version.missing_host_bytes,
         "proven": version.proven,
         "reason": version.reason,
     }

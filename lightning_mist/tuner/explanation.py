@@ -5,6 +5,7 @@ from typing import Literal
 
 from lightning_mist.plan import Plan, Predicted
 from lightning_mist.tuner.space import OFFLOADED
+from lightning_mist.units import format_bytes
 
 Limit = Literal["memory", "pace", "boundary", "host memory", "host link", "batch"]
 """What can hold a stage back: memory of its devices, seconds of its microbatches, what it does once per step, memory of
@@ -42,12 +43,14 @@ class Version:
     Attributes:
         plan: The plan with its prediction; ``None`` if there is none.
         missing_bytes: Bytes that it needs beyond what its devices may use, on the device that lacks most; 0 if it fits.
+        missing_host_bytes: The same of host memory, for one device.
         proven: Whether no better one of its kind exists by the closed form; True of a plan that was not searched for.
         reason: Why there is none; empty if there is one.
     """
 
     plan: Plan | None
     missing_bytes: int = 0
+    missing_host_bytes: int = 0
     proven: bool = True
     reason: str = ""
 
@@ -64,7 +67,13 @@ class Version:
     @property
     def fits(self) -> bool:
         """Whether there is a plan, and it fits."""
-        return self.plan is not None and not self.missing_bytes
+        return self.plan is not None and not self.missing_bytes and not self.missing_host_bytes
+
+    @property
+    def lacks(self) -> str:
+        """What it lacks of memory, for people; empty if it fits."""
+        missing = ((self.missing_bytes, "memory"), (self.missing_host_bytes, "host memory"))
+        return " and ".join(f"{format_bytes(size)} of {name}" for size, name in missing if size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ def findings_of(
     plan: Plan,
     *,
     limits: Sequence[float],
-    host_limit: float = float("inf"),
+    host_limits: Sequence[float] | None = None,
     ratios: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
 ) -> tuple[Finding, ...]:
     """What binds on every stage, and what does not.
@@ -76,7 +76,7 @@ def findings_of(
         model: What stages cost.
         plan: The plan, with its prediction.
         limits: Bytes that tensors may take on each device, by stage.
-        host_limit: Bytes of host memory that each device may use.
+        host_limits: Bytes of host memory that each device may use, by stage; by default as many as it wants.
         ratios: Parts of a kind of state that may be offloaded.
     """
     costs = costs_of(model, plan)
@@ -88,6 +88,7 @@ def findings_of(
         if plan.schedule in BY_CLOSED_FORM:
             found.append(_boundary(costs, group))
         if plan.stages[group].offload.any:
+            host_limit = float("inf") if host_limits is None else host_limits[group]
             found.append(_host_memory(model, costs, group, host_limit, ratios))
             found.append(_host_link(model, plan, group))
     return tuple(found)
@@ -301,12 +302,12 @@ def batch_finding(plan: Plan, versions: Sequence[tuple[int, Version]]) -> Findin
             continue
         values.append((f"step_with_{count}_seconds", version.seconds))
         change = f"{format_seconds(version.seconds)} per step ({version.seconds / step - 1:+.1%})"
-        if version.missing_bytes:
+        if not version.fits:
             values.append((f"missing_with_{count}_bytes", float(version.missing_bytes)))
-            change += f", but would need {format_bytes(version.missing_bytes)} more per device than there is"
+            change += f", but would need {version.lacks} more per device than there is"
         text += f"; {count} would take {change}"
     if not versions:
         text += "; on these stages no other number is possible"
     # Held back: a number of microbatches that is faster is ruled out, or there is no other.
-    ruled_out = any(item.missing_bytes and item.seconds is not None and item.seconds < step for _, item in versions)
+    ruled_out = any(not item.fits and item.seconds is not None and item.seconds < step for _, item in versions)
     return Finding(stage=None, limit="batch", binds=ruled_out or not versions, values=tuple(values), text=text)

@@ -1,9 +1,11 @@
 """Machines that are better than the one at hand in one way each."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile
-from lightning_mist.tuner.budget import tensor_share, usable_bytes
+from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile, MixedCluster, catalog_profile
+from lightning_mist.plan import Plan
+from lightning_mist.tuner.budget import host_bytes_of_each, tensor_share, usable_bytes
 from lightning_mist.tuner.space import SearchSpace
 from lightning_mist.units import format_bytes
 
@@ -21,18 +23,41 @@ class Machine:
     Attributes:
         change: How it is better.
         cluster: Its devices.
-        profile: How fast they are.
+        profiles: How fast they are, by part of the cluster.
         memory_limit: What a device may use in all; ``None`` for what it has.
         host_memory_limit: What a node may use of its host's memory; ``None`` for no limit.
-        is_faster: Whether more differs than limits.
+        is_other: Whether more differs than limits, so that another planner has to be asked.
     """
 
     change: str
-    cluster: Cluster
-    profile: HardwareProfile
+    cluster: AnyCluster
+    profiles: tuple[HardwareProfile, ...]
     memory_limit: int | None
     host_memory_limit: int | None
-    is_faster: bool = True
+    is_other: bool = True
+
+    def limits(self, plan: Plan) -> tuple[float, ...]:
+        """Bytes that tensors may take on each device of every stage of a plan."""
+        return tuple(min(self._usable(part) for part in self._parts(stage.devices)) for stage in plan.stages)
+
+    def host_limits(self, plan: Plan) -> tuple[float, ...]:
+        """Bytes of host memory that each device of every stage may use."""
+        limit = self.host_memory_limit
+        return tuple(
+            min(host_bytes_of_each(part, limit) for part in self._parts(stage.devices)) for stage in plan.stages
+        )
+
+    def _parts(self, devices: tuple[int, ...]) -> list[Cluster]:
+        """The parts of the cluster in which some devices lie."""
+        return [self.cluster.parts[index] for index in sorted({self.cluster.part_of(device) for device in devices})]
+
+    def _usable(self, part: Cluster) -> float:
+        limit = self.memory_limit
+        if isinstance(self.cluster, MixedCluster) and limit is not None:
+            limit = min(
+                limit, part.device.memory_bytes
+            )  # One limit for unlike devices: no device has more than it has.
+        return usable_bytes(part, limit)
 
 
 def better_machines(
@@ -45,68 +70,85 @@ def better_machines(
         global_batch_size: Rows of a batch, which every machine must deal out equally.
         search: The search space: what it does not offload needs no faster host.
     """
-    cluster, profile = machine.cluster, machine.profile
+    cluster, other = machine.cluster, replace(machine, is_other=True)
+    collectives = [item for profile in machine.profiles for item in profile.collectives]
     found, left_out = [_more_memory(machine)], []
-    faster = replace(machine, is_faster=True)
     if machine.host_memory_limit is not None and search.offload:
         twice = 2 * machine.host_memory_limit
-        found.append(
-            replace(
-                machine,
-                change=f"twice the host memory ({format_bytes(twice)} per node)",
-                host_memory_limit=twice,
-            )
-        )
+        change = f"twice the host memory ({format_bytes(twice)} per node)"
+        found.append(replace(machine, change=change, host_memory_limit=twice))
     larger = _larger(cluster, global_batch_size)
     if larger is None:
         left_out.append(
             f"more devices: no number of them up to {MORE_DEVICES * cluster.world_size} deals {global_batch_size} rows "
             "out equally"
         )
-    elif not profile.source.startswith("catalog"):
+    elif not all(profile.source.startswith("catalog") for profile in machine.profiles):
         left_out.append("more devices: how a larger machine communicates was not measured")
     else:
-        change = f"{larger.world_size} devices in place of {cluster.world_size}"
-        if larger.num_nodes > cluster.num_nodes:
-            change += f", on {larger.num_nodes} nodes"
-        found.append(replace(faster, change=change, cluster=larger, profile=_catalogued(larger, profile)))
-    if cluster.devices_per_node > 1 and any(item.num_nodes == 1 for item in profile.collectives):
+        profiles = tuple(map(_catalogued, larger.parts, machine.profiles))
+        found.append(replace(other, change=_growth(cluster, larger), cluster=larger, profiles=profiles))
+    if any(item.num_nodes == 1 and item.group_size > 1 for item in collectives):
         change = "twice the bandwidth between the devices of a node"
-        found.append(replace(faster, change=change, profile=_faster_links(profile, across=False)))
+        found.append(_faster(other, change, lambda profile: _faster_links(profile, across=False)))
     if cluster.num_nodes > 1:
-        found.append(
-            replace(faster, change="twice the bandwidth between nodes", profile=_faster_links(profile, across=True))
-        )
-    if search.offload and profile.host_to_device_bytes_per_second > 0:
-        change = "twice the bandwidth between devices and their host"
-        found.append(replace(faster, change=change, profile=_faster_host(profile)))
+        change = "twice the bandwidth between nodes"
+        faster = _faster(other, change, lambda profile: _faster_links(profile, across=True))
+        found.append(replace(faster, cluster=_faster_seam(cluster)))
+    if search.offload and any(profile.host_to_device_bytes_per_second > 0 for profile in machine.profiles):
+        found.append(_faster(other, "twice the bandwidth between devices and their host", _faster_host))
     return tuple(found), tuple(left_out)
 
 
 def _more_memory(machine: Machine) -> Machine:
-    cluster = machine.cluster
-    more = replace(cluster, device=replace(cluster.device, memory_bytes=cluster.device.memory_bytes + MORE_BYTES))
-    if machine.memory_limit is None:
-        limit = round(usable_bytes(more, None) / tensor_share(cluster))
-    else:
-        limit = machine.memory_limit + MORE_BYTES
+    cluster, limit = machine.cluster, machine.memory_limit
     change = f"{format_bytes(MORE_BYTES)} more memory per device"
-    return replace(machine, change=change, memory_limit=limit)
+    if isinstance(cluster, MixedCluster):
+        larger = replace(cluster, parts=tuple(map(_with_more, cluster.parts)))
+        raised = None if limit is None else limit + MORE_BYTES
+        return replace(machine, change=change, cluster=larger, memory_limit=raised, is_other=True)
+    if limit is None:
+        limit = round(usable_bytes(_with_more(cluster), None) / tensor_share(cluster)) - MORE_BYTES
+    return replace(machine, change=change, memory_limit=limit + MORE_BYTES)
 
 
-def _larger(cluster: Cluster, rows: int) -> Cluster | None:
-    """The next larger cluster that deals a batch out equally: with larger nodes if there is one, else with more."""
-    if cluster.num_nodes == 1:
+def _with_more(part: Cluster) -> Cluster:
+    return replace(part, device=replace(part.device, memory_bytes=part.device.memory_bytes + MORE_BYTES))
+
+
+def _larger(cluster: AnyCluster, rows: int) -> AnyCluster | None:
+    """The next larger cluster that deals a batch out equally: a single node with more devices, else more nodes.
+
+    Of unlike nodes the kind is taken of which the fewest more are needed.
+    """
+    if isinstance(cluster, Cluster) and cluster.num_nodes == 1:
         counts = range(cluster.devices_per_node + 1, MORE_DEVICES * cluster.devices_per_node + 1)
         return next((replace(cluster, devices_per_node=count) for count in counts if rows % count == 0), None)
-    nodes = range(cluster.num_nodes + 1, MORE_DEVICES * cluster.num_nodes + 1)
-    fitting = (count for count in nodes if rows % (count * cluster.devices_per_node) == 0)
-    return next((replace(cluster, num_nodes=count) for count in fitting), None)
+    for more in range(1, (MORE_DEVICES - 1) * cluster.num_nodes + 1):
+        for index, part in enumerate(cluster.parts):
+            count = cluster.world_size + more * part.devices_per_node
+            if count <= MORE_DEVICES * cluster.world_size and rows % count == 0:
+                grown = replace(part, num_nodes=part.num_nodes + more)
+                if isinstance(cluster, Cluster):
+                    return grown
+                return replace(cluster, parts=(*cluster.parts[:index], grown, *cluster.parts[index + 1 :]))
+    return None
+
+
+def _growth(cluster: AnyCluster, larger: AnyCluster) -> str:
+    text = f"{larger.world_size} devices in place of {cluster.world_size}"
+    if isinstance(cluster, MixedCluster):
+        return f"{text} ({larger.text})"
+    return f"{text}, on {larger.num_nodes} nodes" if larger.num_nodes > cluster.num_nodes else text
 
 
 def _catalogued(cluster: Cluster, profile: HardwareProfile) -> HardwareProfile:
     """The catalog's figures for a cluster, with what runs have taught."""
     return replace(catalog_profile(cluster), corrections=profile.corrections, overheads=profile.overheads)
+
+
+def _faster(machine: Machine, change: str, improve: Callable[[HardwareProfile], HardwareProfile]) -> Machine:
+    return replace(machine, change=change, profiles=tuple(map(improve, machine.profiles)))
 
 
 def _faster_links(profile: HardwareProfile, *, across: bool) -> HardwareProfile:
@@ -118,6 +160,13 @@ def _faster_links(profile: HardwareProfile, *, across: bool) -> HardwareProfile:
             for item in profile.collectives
         ),
     )
+
+
+def _faster_seam(cluster: AnyCluster) -> AnyCluster:
+    """The cluster with twice the bandwidth between nodes of unlike parts, if that is described."""
+    if isinstance(cluster, Cluster) or cluster.link is None:
+        return cluster
+    return replace(cluster, link=replace(cluster.link, bytes_per_second=2 * cluster.link.bytes_per_second))
 
 
 def _faster_host(profile: HardwareProfile) -> HardwareProfile:

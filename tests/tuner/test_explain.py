@@ -2,13 +2,14 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.cost import predict, predict_with
+from lightning_mist.cost import predict, predict_with, stage_memory
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.explain import explain_plan
 from lightning_mist.tuner.explanation import kind_of
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.techniques import TECHNIQUES
 from tests.specs import cluster, profile, spec
+from tests.tuner.plans import pipeline
 
 NETWORK = spec(6, measured=True, widths=(4000,))
 SPACE = SearchSpace(offload=(), schedules=("1f1b",))
@@ -124,6 +125,21 @@ def test_a_technique_that_is_insisted_on_has_no_best_plan_without_it():
     pipeline = next(item for item in found.techniques if item.name == "pipeline stages")
     assert pipeline.best_without is None
     assert pipeline.switched_off.plan.num_stages == 1
+
+
+def test_host_memory_counts_too():
+    planner, result, _ = explained(seconds=0)
+    stages = [{"layers": 3, "offload": {"activations": 0.5}}] * 2
+    plan = pipeline(*stages, microbatches=8, rows=8)
+    plan = replace(plan, predicted=predict_with(planner.model, plan))
+    limit = 1_000
+    asked = {"global_batch_size": 16, "host_memory_limit": 2 * limit, "search": SPACE}
+    found = explain_plan(planner, replace(result, plan=plan), **asked, seconds=0)
+    off = next(item.switched_off for item in found.techniques if item.name == "pipeline stages")
+    need = stage_memory(NETWORK, off.plan)[0].host_bytes
+    assert off.missing_host_bytes == need - limit > 0
+    assert not off.fits
+    assert [item.value("host_limit_bytes") for item in found.findings if item.limit == "host memory"] == [limit] * 2
 
 
 def test_less_than_no_time_is_refused():

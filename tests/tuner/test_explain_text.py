@@ -42,7 +42,7 @@ def technique(off, best=None):
         (version(0.5), "Without it the plan takes as long, 500 ms per step."),
         (
             version(0.4, missing_bytes=3 * 2**30),
-            "Without it the plan needs 3.0 GiB more per device than there is; with that much memory it would take "
+            "Without it the plan needs 3.0 GiB of memory more per device than there is; with that much it would take "
             "400 ms per step (-20.0%).",
         ),
         (NONE, "It cannot be switched off by itself (no plan fits)."),

@@ -52,8 +52,16 @@ def test_schedules_of_a_single_stage_are_one_kind():
 def test_what_lacks_memory_or_does_not_exist_does_not_fit():
     assert Version(plan=pipeline()).fits
     assert not Version(plan=pipeline(), missing_bytes=1).fits
+    assert not Version(plan=pipeline(), missing_host_bytes=1).fits
     assert not Version(plan=None, reason="nothing fits").fits
     assert Version(plan=None, reason="nothing fits").seconds is None
+
+
+def test_what_a_plan_lacks_is_told():
+    both = Version(plan=pipeline(), missing_bytes=2**30, missing_host_bytes=2**20)
+    assert both.lacks == "1.0 GiB of memory and 1.0 MiB of host memory"
+    assert replace(both, missing_bytes=0).lacks == "1.0 MiB of host memory"
+    assert not Version(plan=pipeline()).lacks
 
 
 def test_numbers_of_a_finding_are_found_by_name():

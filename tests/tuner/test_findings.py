@@ -142,8 +142,8 @@ def test_host_memory_is_told_and_held_against_its_limit():
     free = found(model, OFFLOADING, 1e9, "host memory")
     assert (free.binds, free.value("host_bytes")) == (False, held)
     assert "no limit is known" in free.text
-    assert found(model, OFFLOADING, 1e9, "host memory", host_limit=held + 1.0).binds
-    assert not found(model, OFFLOADING, 1e9, "host memory", host_limit=10.0 * held).binds
+    assert found(model, OFFLOADING, 1e9, "host memory", host_limits=(held + 1.0,)).binds
+    assert not found(model, OFFLOADING, 1e9, "host memory", host_limits=(10.0 * held,)).binds
 
 
 def test_waiting_for_copies_is_what_was_predicted():
@@ -177,7 +177,9 @@ def test_other_numbers_of_microbatches_say_what_they_take_and_lack():
     item = batch_finding(plan, [(2, lacking), (8, Version(plan=slower))])
     assert item.binds
     assert "4 microbatches of 2 rows per data-parallel device" in item.text
-    assert f"2 would take {format_seconds(step / 2)} per step (-50.0%), but would need 3.0 MiB more" in item.text
+    assert (
+        f"2 would take {format_seconds(step / 2)} per step (-50.0%), but would need 3.0 MiB of memory more" in item.text
+    )
     assert f"8 would take {format_seconds(2 * step)} per step (+100.0%)" in item.text
     assert item.value("missing_with_2_bytes") == 3 * 2**20
     assert not batch_finding(plan, [(8, Version(plan=slower))]).binds

@@ -2,7 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.hardware import Device, catalog_profile, parse_cluster
+from lightning_mist.hardware import Device, Link, catalog_profile, cluster_of, parse_cluster
+from lightning_mist.plan import Plan, StageMesh, StagePlan
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.budget import usable_bytes
 from lightning_mist.tuner.what_if import MORE_BYTES, Machine, better_machines
@@ -13,8 +14,8 @@ SPACE = SearchSpace()
 
 def machine(text="2x4xL4", **changes):
     made = parse_cluster(text)
-    values = {"memory_limit": None, "host_memory_limit": None, "is_faster": False, **changes}
-    return Machine(change="", cluster=made, profile=catalog_profile(made), **values)
+    values = {"memory_limit": None, "host_memory_limit": None, "is_other": False, **changes}
+    return Machine(change="", cluster=made, profiles=tuple(map(catalog_profile, made.parts)), **values)
 
 
 def asked(of, rows=32, search=SPACE):
@@ -32,7 +33,7 @@ def test_each_is_better_in_one_way():
         "twice the bandwidth between nodes",
         "twice the bandwidth between devices and their host",
     ]
-    assert [item.is_faster for item in found.values()] == [False, False, True, True, True, True]
+    assert [item.is_other for item in found.values()] == [False, False, True, True, True, True]
     assert not left_out
 
 
@@ -51,21 +52,21 @@ def test_links_are_twice_as_fast_where_they_are_said_to_be():
     here = machine()
     found, _ = asked(here)
     for name, across in (("the devices of a node", False), ("nodes", True)):
-        faster = found[f"twice the bandwidth between {name}"].profile.collectives
-        for item, before in zip(faster, here.profile.collectives, strict=True):
+        faster = found[f"twice the bandwidth between {name}"].profiles[0].collectives
+        for item, before in zip(faster, here.profiles[0].collectives, strict=True):
             times = 2 if (before.num_nodes > 1) is across else 1
             assert item == replace(before, bytes_per_second=times * before.bytes_per_second)
 
 
 def test_the_host_is_twice_as_fast_in_both_directions_and_together():
     here = machine()
-    faster = asked(here)[0]["twice the bandwidth between devices and their host"].profile
+    faster = asked(here)[0]["twice the bandwidth between devices and their host"].profiles[0]
     for name in (
         "host_to_device_bytes_per_second",
         "device_to_host_bytes_per_second",
         "host_bytes_per_second_per_node",
     ):
-        assert getattr(faster, name) == 2 * getattr(here.profile, name) > 0
+        assert getattr(faster, name) == 2 * getattr(here.profiles[0], name) > 0
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_the_next_larger_machine_deals_the_batch_out_equally(text, rows, change)
     found, _ = asked(machine(text), rows)
     larger = found[change].cluster
     assert rows % larger.world_size == 0
-    assert found[change].profile == catalog_profile(larger)
+    assert found[change].profiles == (catalog_profile(larger),)
 
 
 def test_why_a_larger_machine_is_not_asked_about():
@@ -89,7 +90,7 @@ def test_why_a_larger_machine_is_not_asked_about():
     assert not any("in place of" in change for change in found)
     assert left_out == ("more devices: no number of them up to 8 deals 2 rows out equally",)
     measured = Machine(
-        change="", cluster=cluster(2), profile=profile(), memory_limit=None, host_memory_limit=None, is_faster=False
+        change="", cluster=cluster(2), profiles=(profile(),), memory_limit=None, host_memory_limit=None, is_other=False
     )
     assert asked(measured, 8)[1] == ("more devices: how a larger machine communicates was not measured",)
 
@@ -101,6 +102,66 @@ def test_links_that_are_not_there_are_not_asked_about():
 
 def test_what_runs_have_taught_is_kept_on_a_larger_machine():
     here = machine()
-    taught = replace(here.profile, overheads=replace(here.profile.overheads, step_seconds=0.5))
-    found, _ = asked(replace(here, profile=taught))
-    assert found["16 devices in place of 8, on 4 nodes"].profile.overheads.step_seconds == 0.5
+    taught = replace(here.profiles[0], overheads=replace(here.profiles[0].overheads, step_seconds=0.5))
+    found, _ = asked(replace(here, profiles=(taught,)))
+    assert found["16 devices in place of 8, on 4 nodes"].profiles[0].overheads.step_seconds == 0.5
+
+
+def mixed(**changes):
+    made = cluster_of([parse_cluster("1x8xA100-40"), parse_cluster("2x8xV100-16")], **changes)
+    return Machine(
+        change="",
+        cluster=made,
+        profiles=tuple(map(catalog_profile, made.parts)),
+        memory_limit=None,
+        host_memory_limit=None,
+        is_other=False,
+    )
+
+
+def test_unlike_devices_all_get_more_memory():
+    here = mixed()
+    more = next(iter(asked(here, 48)[0].values()))
+    assert more.is_other
+    before = [part.device.memory_bytes for part in here.cluster.parts]
+    assert [part.device.memory_bytes for part in more.cluster.parts] == [size + MORE_BYTES for size in before]
+
+
+def test_of_unlike_nodes_the_kind_is_added_of_which_fewest_are_needed():
+    found, _ = asked(mixed(), 32)
+    larger = found["32 devices in place of 24 (2x8xA100-40+2x8xV100-16)"].cluster
+    assert [part.num_nodes for part in larger.parts] == [2, 2]
+
+
+def test_a_link_between_unlike_parts_is_faster_too():
+    here = mixed(link=Link(bytes_per_second=1e9, latency_seconds=1e-5))
+    faster = asked(here, 48)[0]["twice the bandwidth between nodes"]
+    assert faster.cluster.link.bytes_per_second == 2e9
+    assert all(len(item.profiles) == 2 for item in asked(here, 48)[0].values())
+
+
+@pytest.mark.parametrize("limit", [None, 20 * 2**30])
+def test_every_stage_has_what_its_devices_may_use(limit):
+    here = replace(mixed(), memory_limit=limit)
+    there = [part.device.memory_bytes for part in here.cluster.parts]
+    usable = [0.8 * min(size, limit or size) for size in there]
+    assert usable[0] > usable[1]
+    stages = [
+        StagePlan(
+            layers=(at, at + 1),
+            mesh=StageMesh(devices=devices, data_parallel_degree=len(devices)),
+            microbatch_size=48 // len(devices),
+        )
+        for at, devices in enumerate((tuple(range(8, 24)), tuple(range(8))))
+    ]
+    plan = Plan(global_batch_size=144, num_microbatches=3, stages=tuple(stages))
+    assert here.limits(plan) == pytest.approx(usable[::-1])
+    assert here.host_limits(plan) == (float("inf"),) * 2
+    assert replace(here, host_memory_limit=2**33).host_limits(plan) == (2**30,) * 2
+    everywhere = StageMesh(devices=tuple(range(24)), data_parallel_degree=24)
+    alone = Plan(
+        global_batch_size=144,
+        num_microbatches=3,
+        stages=(StagePlan(layers=(0, 2), mesh=everywhere, microbatch_size=2),),
+    )
+    assert here.limits(alone) == pytest.approx([usable[1]])
