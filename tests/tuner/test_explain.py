@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.cost import predict, predict_with, stage_memory
+from lightning_mist.hardware import MixedCluster
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.explain import explain_plan
 from lightning_mist.tuner.explanation import kind_of
@@ -145,3 +146,21 @@ def test_host_memory_counts_too():
 def test_less_than_no_time_is_refused():
     with pytest.raises(ValueError, match="seconds=-1: explaining takes some time"):
         explained(seconds=-1)
+
+
+def test_stages_on_unlike_devices_each_have_their_own_limit():
+    network, fast = spec(4, widths=(4000,)), profile(flops_per_second=4e10, bytes_per_second=4e9)
+    place = MixedCluster(parts=(cluster(1, memory=10**6, kind="cuda"), cluster(1, memory=2 * 10**6, kind="cuda")))
+    planner = Planner(network, place, profile=(profile(), fast))
+    asked = {"global_batch_size": 16, "search": SPACE}
+    result = planner.tune(**asked)
+    found = explain_plan(planner, result, **asked, seconds=60)
+    parts = [place.part_of(stage.devices[0]) for stage in result.plan.stages]
+    assert sorted(parts) == [0, 1]
+    assert found.limits == tuple(0.8 * (1 + part) * 10**6 for part in parts)
+    more, faster = found.what_ifs[0], found.what_ifs[1]
+    assert more.change == "1.0 GiB more memory per device"
+    grown = replace(place, parts=tuple(cluster(1, memory=n * 10**6 + 2**30, kind="cuda") for n in (1, 2)))
+    again = Planner(network, grown, profile=(profile(), fast)).tune(**asked)
+    assert more.best.seconds == again.predicted.step_seconds
+    assert faster.best is not None
