@@ -1,4 +1,4 @@
-"""Random small instances of the whole planner, and the best plan of each by trying everything; for tests only.
+"""Questions to the whole planner, and the best plan of each by trying everything; for tests only.
 
 What a plan may be is written down here a second time, from what plans are rather than from how the search goes through
 them. Every stage candidate is priced by the cost model, and every way to put stages together is tried. The one thing
@@ -18,24 +18,19 @@ from math import gcd
 
 import numpy as np
 
-from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot, step_seconds_of
+from lightning_mist.cost import StageCandidates, StageSlot, cost_model, step_seconds_of
 from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.cost.offload import host_bytes
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.errors import InfeasibleError
-from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.budget import USABLE_MEMORY
 from lightning_mist.tuner.space import OFFLOADED
-from tests.specs import cluster, profile, spec, with_splits
 
-MOST_CANDIDATES = 15_000
-"""Stage candidates that an instance may have, so that each takes a fraction of a second."""
-
-
-OFFLOADING = 0.0
-"""Share of instances whose spaces offload."""
+ALL = -1
+"""Where the only stage of a plan on unlike devices lies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +39,8 @@ class Instance:
 
     Attributes:
         network: The network.
-        machine: Its devices.
-        rates: How fast they are.
+        machine: Its devices, of one kind or of several.
+        rates: How fast they are, of unlike devices those of every part.
         rows: Rows of the batch that each device loads.
         memory_limit: Bytes of each device.
         host_memory_limit: Bytes of each node's host memory that offloading may take, its devices equal parts of it;
@@ -55,8 +50,8 @@ class Instance:
     """
 
     network: ModelSpec
-    machine: Cluster
-    rates: HardwareProfile
+    machine: AnyCluster
+    rates: HardwareProfile | tuple[HardwareProfile, ...]
     rows: int
     memory_limit: int
     search: SearchSpace
@@ -64,20 +59,31 @@ class Instance:
     known: dict = field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def limit(self):
-        """Bytes that tensors may take on each device."""
-        return self.memory_limit * (USABLE_MEMORY if self.machine.device.kind == "cuda" else 1.0)
-
-    @property
-    def host_limit(self):
-        """Bytes of host memory that each device may take."""
-        limit = self.host_memory_limit
-        return np.inf if limit is None else limit / self.machine.devices_per_node
-
-    @property
     def kind(self):
         """What sets it apart from others."""
-        return "with offload" if self.search.offload else "without offload"
+        devices = "one kind of devices" if len(self.machine.parts) == 1 else "unlike devices"
+        return f"{devices}, {'with' if self.search.offload else 'without'} offload"
+
+    @property
+    def global_batch_size(self):
+        return self.rows * self.machine.world_size
+
+    def clusters(self, part):
+        """The devices of a part, or of every one."""
+        return self.machine.parts if part == ALL else (self.machine.parts[part],)
+
+    def limit(self, part):
+        """Bytes that tensors may take on each device of a part."""
+        share = USABLE_MEMORY if self.machine.kind == "cuda" else 1.0
+        limits = [self.memory_limit]
+        if len(self.machine.parts) > 1:  # A limit on unlike devices may be more than some have.
+            limits += [item.device.memory_bytes for item in self.clusters(part)]
+        return min(limits) * share
+
+    def host_limit(self, part):
+        """Bytes of host memory that each device of a part may take."""
+        limit = np.inf if self.host_memory_limit is None else self.host_memory_limit
+        return min(limit / item.devices_per_node for item in self.clusters(part))
 
     def planner(self):
         """A planner that knows nothing yet."""
@@ -90,7 +96,7 @@ class Instance:
             planner: One that may have been asked before; by default a new one.
         """
         return (planner or self.planner()).tune(
-            global_batch_size=self.rows * self.machine.world_size,
+            global_batch_size=self.global_batch_size,
             memory_limit=self.memory_limit,
             host_memory_limit=self.host_memory_limit,
             search=self.search,
@@ -114,7 +120,7 @@ class Best:
     candidates: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Kind:
     """How the devices of a stage are arranged."""
 
@@ -127,18 +133,20 @@ class Kind:
         return self.data * self.tensor
 
 
-def kinds_of(instance, count):
-    """Arrangements with which ``count`` microbatches cut every device's batch into equal parts."""
-    world = instance.machine.world_size
-    splits = {(item.degree, item.sequence_parallel) for item in instance.network.splits}
-    splits = {item for item in splits if instance.machine.devices_per_node % item[0] == 0}
+def kinds_of(instance, count, part):
+    """Arrangements of a stage with which ``count`` microbatches cut every device's batch into equal parts."""
+    world, here = instance.machine.world_size, instance.clusters(part)
+    size = sum(item.world_size for item in here)
+    near = gcd(*(item.devices_per_node for item in here))
     asked = instance.search.tensor_parallel_degrees
-    ways = [(1, False), *sorted(splits)]
+    ways = {(item.degree, item.sequence_parallel) for item in instance.network.splits if near % item.degree == 0}
     found = []
-    for devices, (tensor, sequence) in itertools.product(range(1, world + 1), ways):
-        if world % devices or devices % tensor or (asked is not None and tensor not in asked):
+    for devices, (tensor, sequence) in itertools.product(range(1, size + 1), [(1, False), *sorted(ways)]):
+        if size % devices or devices % tensor or (asked is not None and tensor not in asked):
             continue
-        if tensor > 1 and instance.search.sequence_parallel not in (None, sequence):
+        if (part == ALL and devices < size) or (
+            tensor > 1 and instance.search.sequence_parallel not in (None, sequence)
+        ):
             continue
         data = devices // tensor
         # Each device of the stage sees a part of one device's batch in each microbatch.
@@ -147,36 +155,64 @@ def kinds_of(instance, count):
     return found
 
 
+def orders(instance, stages):
+    """Every way in which stages may lie in parts: those of one part follow each other, parts come in any order."""
+    parts = range(len(instance.machine.parts))
+    if len(parts) == 1:
+        yield (0,) * stages
+    elif stages == 1:
+        yield (ALL,)
+    else:
+        for order in itertools.permutations(parts):
+            for cuts in itertools.combinations(range(1, stages), len(parts) - 1):
+                edges = (0, *cuts, stages)
+                yield tuple(
+                    part for part, (a, b) in zip(order, itertools.pairwise(edges), strict=True) for _ in range(a, b)
+                )
+
+
 def pipelines(instance):
-    """Every number of stages and of microbatches, with every sequence of arrangements."""
-    world, layers = instance.machine.world_size, instance.network.num_layers
-    for count in range(1, world * instance.rows + 1):
-        if instance.search.num_microbatches is not None and count not in instance.search.num_microbatches:
+    """Every number of microbatches, with the part of every stage and every sequence of arrangements."""
+    world, layers, search = instance.machine.world_size, instance.network.num_layers, instance.search
+    for count, stages in itertools.product(
+        range(1, world * instance.rows + 1), range(1, min(world, max(1, layers)) + 1)
+    ):
+        if search.num_microbatches is not None and count not in search.num_microbatches:
             continue
-        kinds = kinds_of(instance, count)
-        for stages in range(1, min(world, max(1, layers)) + 1):
-            if instance.search.num_stages is not None and stages not in instance.search.num_stages:
-                continue
-            each = [row for row in itertools.product(kinds, repeat=stages) if sum(k.devices for k in row) == world]
+        if search.num_stages is not None and stages not in search.num_stages:
+            continue
+        for parts in orders(instance, stages):
+            rows = itertools.product(*(kinds_of(instance, count, part) for part in parts))
+            each = [row for row in rows if uses_all(instance, parts, row)]
             if each:
-                yield count, stages, each
+                yield count, parts, each
 
 
-def slot_of(instance, count, stages, index, kind):
+def uses_all(instance, parts, row):
+    """Whether stages use every device of every part."""
+    return all(
+        sum(kind.devices for kind, where in zip(row, parts, strict=True) if where == part)
+        == sum(item.world_size for item in instance.clusters(part))
+        for part in set(parts)
+    )
+
+
+def slot_of(instance, count, parts, index, kind):
     """A place in a pipeline."""
-    world = instance.machine.world_size
+    everywhere = range(len(instance.machine.parts))
     # Copies of a pipeline are independent as far as all of its stages divide alike: at least what all could.
-    copies = kind.data if stages == 1 else gcd(*(item.data for item in kinds_of(instance, count)))
+    datas = [item.data for part in everywhere for item in kinds_of(instance, count, part)]
     return StageSlot(
         stage_index=index,
-        num_stages=stages,
+        num_stages=len(parts),
         num_microbatches=count,
         data_parallel_degree=kind.data,
-        rows=instance.rows * world // (count * kind.data),
+        rows=instance.global_batch_size // (count * kind.data),
         batch_rows=instance.rows,
-        replicas=copies,
+        replicas=kind.data if len(parts) == 1 else gcd(*datas),
         tensor_parallel_degree=kind.tensor,
         sequence_parallel=kind.sequence,
+        parts=parts if len(everywhere) > 1 and len(parts) > 1 else (),
     )
 
 
@@ -216,14 +252,14 @@ class Prices:
     host_K: np.ndarray
 
 
-def priced(instance, count, stages, index, kind):
+def priced(instance, count, parts, index, kind):
     """Everything that a place may have, and what it costs."""
     if "model" not in instance.known:
-        instance.known["model"] = StageCostModel(instance.network, instance.rates, instance.machine)
-    key = (count, stages, index, kind)
+        instance.known["model"] = cost_model(instance.network, instance.rates, instance.machine)
+    key = (count, parts, index, kind)
     if key not in instance.known:
-        rows = candidates_of(instance, stages, index, kind)
-        slot = slot_of(instance, count, stages, index, kind)
+        rows = candidates_of(instance, len(parts), index, kind)
+        slot = slot_of(instance, count, parts, index, kind)
         instance.known[key] = _prices(instance.known["model"], slot, rows, bool(instance.search.offload))
     return instance.known[key]
 
@@ -268,14 +304,14 @@ def undominated(steady_K, boundary_K):
     return np.array(kept, dtype=np.int64)
 
 
-def options_of(instance, count, stages, index, kind, *, reduced):
+def options_of(instance, count, parts, index, kind, *, reduced):
     """By range of layers: what a stage may be; and how many candidates there are."""
-    prices = priced(instance, count, stages, index, kind)
+    prices = priced(instance, count, parts, index, kind)
     found = {}
     for start, end in np.unique(prices.range_K2, axis=0).tolist():
         here_K = (prices.range_K2 == (start, end)).all(axis=1)
-        allowed_K = here_K & (prices.host_K <= instance.host_limit)
-        fit_J = np.flatnonzero(allowed_K & (prices.peak_K <= instance.limit))
+        allowed_K = here_K & (prices.host_K <= instance.host_limit(parts[index]))
+        fit_J = np.flatnonzero(allowed_K & (prices.peak_K <= instance.limit(parts[index])))
         if reduced:
             fit_J = fit_J[undominated(prices.steady_K[fit_J], prices.boundary_K[fit_J])]
         found[start, end] = Options(
@@ -306,12 +342,12 @@ def by_trying_everything(instance, *, reduced=True):
         reduced: Whether dominated stage candidates are left out.
     """
     layers, best, peak, plans, candidates = instance.network.num_layers, np.inf, np.inf, 0, 0
-    for count, stages, arrangements in pipelines(instance):
+    for count, parts, arrangements in pipelines(instance):
         known = {}
-        for index, kind in itertools.product(range(stages), {kind for row in arrangements for kind in row}):
-            known[index, kind], priced_here = options_of(instance, count, stages, index, kind, reduced=reduced)
+        for index, kind in places_of(arrangements):
+            known[index, kind], priced_here = options_of(instance, count, parts, index, kind, reduced=reduced)
             candidates += priced_here
-        for row, cuts in itertools.product(arrangements, itertools.combinations(range(1, layers), stages - 1)):
+        for row, cuts in itertools.product(arrangements, itertools.combinations(range(1, layers), len(parts) - 1)):
             edges = (0, *cuts, layers)
             chosen = [known[index, kind][edges[index], edges[index + 1]] for index, kind in enumerate(row)]
             plans += int(np.prod([item.count for item in chosen]))
@@ -320,97 +356,9 @@ def by_trying_everything(instance, *, reduced=True):
     return Best(seconds=best, peak=peak, plans=plans, candidates=candidates)
 
 
-def size_of(instance):
-    """Stage candidates of an instance."""
-    return sum(
-        len(candidates_of(instance, stages, index, kind))
-        for _, stages, arrangements in pipelines(instance)
-        for index, kind in itertools.product(range(stages), {kind for row in arrangements for kind in row})
-    )
-
-
-def random_instance(seed):
-    """A network, a machine, a batch, a space and a memory limit that mostly binds, and sometimes cannot be met."""
-    rng = np.random.default_rng(seed)
-    while True:
-        found = _random_instance(rng)
-        if size_of(found) <= MOST_CANDIDATES:
-            return _limited(found, rng)
-
-
-def _random_instance(rng):
-    network, kind = _network(rng), str(rng.choice(["cpu", "cuda"]))
-    devices = int(rng.choice([1, 2, 3, 4], p=[0.08, 0.32, 0.2, 0.4]))
-    nodes = 2 if devices in (2, 4) and rng.random() < 0.3 else 1
-    machine = cluster(devices, nodes=nodes, kind=kind)
-    splits = [item for item in ((2, False), (2, True), (4, False)) if rng.random() < 0.4]
-    if kind == "cpu" or rng.random() < 0.5:
-        splits = splits[:1]
-    rates = profile(
-        flops_per_second=10 ** rng.uniform(9, 11.5), link=10 ** rng.uniform(6, 10), latency=10 ** rng.uniform(-6, -3)
-    )
-    levels = tuple(sorted({int(level) for level in rng.integers(0, 4, size=int(rng.integers(1, 4)))}))
-    copies = {f"{way}_bytes_per_second": 10 ** rng.uniform(6, 10) for way in ("host_to_device", "device_to_host")}
-    rates = replace(rates, **copies, host_bytes_per_second_per_node=float(rng.choice([0.0, 1e8])))
-    rows = int(rng.choice([1, 2, 4]))
-    offload, ratios = _offload(rng)
-    return Instance(
-        network=with_splits(network, *splits) if splits else network,
-        machine=machine,
-        rates=rates,
-        rows=rows,
-        memory_limit=10**15,
-        search=SearchSpace(
-            zero_stages=levels,
-            checkpointing=bool(rng.random() < 0.8),
-            num_stages=None if rng.random() < 0.8 else (int(rng.integers(1, devices + 1)),),
-            offload=offload,
-            offload_ratios=ratios,
-            schedules=("1f1b",),
-        ),
-    )
-
-
-def _offload(rng):
-    """Kinds of state that may be offloaded, and shares; the more kinds the fewer shares."""
-    if rng.random() >= OFFLOADING:
-        return (), (0.0, 1.0)
-    kinds = tuple(name for name in OFFLOADED if rng.random() < 0.5)
-    return kinds, (0.0, 0.5, 1.0) if len(kinds) < 3 else (0.0, 0.6)
-
-
-def _network(rng):
-    layers = int(rng.choice([0, 1, 2, 3, 4, 5, 6], p=[0.03, 0.07, 0.15, 0.2, 0.2, 0.2, 0.15]))
-    unlike = layers > 1 and rng.random() < 0.4
-    kinds = tuple(int(kind) for kind in rng.integers(0, 2, size=layers)) if unlike else (0,) * layers
-    widths = tuple(int(4 * 10 ** rng.uniform(1.5, 5)) for _ in range(2))
-    return spec(
-        layers,
-        kinds=kinds,
-        widths=widths,
-        parameter_bytes=int(400 * 10 ** rng.uniform(0, 3)),
-        edge_bytes=int(400 * 10 ** rng.uniform(0, 3)),
-        tied=bool(rng.random() < 0.3) and layers > 0,
-        measured=bool(rng.random() < 0.5),
-    )
-
-
-def _limited(question, rng):
-    """The question with a limit between what the least and the most demanding stages need, or a little below."""
-    peaks = [
-        priced(question, count, stages, index, kind).peak_K
-        for count, stages, arrangements in pipelines(question)
-        for index, kind in itertools.product(range(stages), {kind for row in arrangements for kind in row})
-    ]
-    if not peaks:
-        return question
-    peak_K = np.sort(np.concatenate(peaks))
-    share = 1.0 if question.machine.device.kind == "cpu" else USABLE_MEMORY
-    host = None
-    if question.search.offload and rng.random() < 0.5:
-        host = int(10 ** rng.uniform(3, 6.5)) * question.machine.devices_per_node
-    wanted = peak_K[int(rng.random() * (len(peak_K) - 1))] * rng.choice([0.6, 1.0, 1.02, 1.3])
-    return replace(question, memory_limit=max(1, int(wanted / share)), host_memory_limit=host)
+def places_of(arrangements):
+    """Every stage with every arrangement that it has in some of these."""
+    return sorted({(index, kind) for row in arrangements for index, kind in enumerate(row)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

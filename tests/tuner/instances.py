@@ -1,0 +1,133 @@
+"""Random small questions to the whole planner; for tests only."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_mist.hardware import Link, MixedCluster
+from lightning_mist.tuner import SearchSpace
+from lightning_mist.tuner.budget import USABLE_MEMORY
+from lightning_mist.tuner.space import OFFLOADED
+from tests.specs import cluster, profile, spec, with_splits
+from tests.tuner.whole_space import Instance, candidates_of, pipelines, places_of, priced
+
+MOST_CANDIDATES = 15_000
+"""Stage candidates that an instance may have, so that each takes a fraction of a second."""
+
+OFFLOADING, UNLIKE = 0.0, 0.25
+"""Share of instances whose spaces offload, and whose devices are of two kinds."""
+
+
+def size_of(instance):
+    """Stage candidates of an instance."""
+    return sum(
+        len(candidates_of(instance, len(parts), index, kind))
+        for _, parts, arrangements in pipelines(instance)
+        for index, kind in places_of(arrangements)
+    )
+
+
+def random_instance(seed):
+    """A network, a machine, a batch, a space and a memory limit that mostly binds, and sometimes cannot be met."""
+    rng = np.random.default_rng(seed)
+    while True:
+        found = _random_instance(rng)
+        if size_of(found) <= MOST_CANDIDATES:
+            return _limited(found, rng)
+
+
+def _random_instance(rng):
+    network, kind = _network(rng), str(rng.choice(["cpu", "cuda"]))
+    machine, rates = _machine(rng, kind), _rates(rng)
+    if len(machine.parts) > 1:
+        # What was measured was so on one kind of device.
+        network, rates = replace(network, seconds=()), (rates, _rates(rng))
+    splits = [item for item in ((2, False), (2, True), (4, False)) if rng.random() < 0.4]
+    if kind == "cpu" or rng.random() < 0.5:
+        splits = splits[:1]
+    offload, ratios = _offload(rng)
+    return Instance(
+        network=with_splits(network, *splits) if splits else network,
+        machine=machine,
+        rates=rates,
+        rows=int(rng.choice([1, 2, 4])),
+        memory_limit=10**15,
+        search=SearchSpace(
+            zero_stages=tuple(sorted({int(level) for level in rng.integers(0, 4, size=int(rng.integers(1, 4)))})),
+            checkpointing=bool(rng.random() < 0.8),
+            num_stages=None if rng.random() < 0.8 else (int(rng.integers(1, machine.world_size + 1)),),
+            offload=offload,
+            offload_ratios=ratios,
+            schedules=("1f1b",),
+        ),
+    )
+
+
+def _machine(rng, kind):
+    """Up to four devices, in one or two nodes, or one and up to three of another kind."""
+    if rng.random() < UNLIKE:
+        sizes = rng.permutation([1, int(rng.integers(1, 4))]) if rng.random() < 0.7 else (2, 2)
+        link = None
+        if rng.random() < 0.5:
+            link = Link(bytes_per_second=10 ** rng.uniform(6, 10), latency_seconds=1e-5)
+        return MixedCluster(parts=tuple(cluster(int(size), kind=kind) for size in sizes), link=link)
+    devices = int(rng.choice([1, 2, 3, 4], p=[0.08, 0.32, 0.2, 0.4]))
+    return cluster(devices, nodes=2 if devices in (2, 4) and rng.random() < 0.3 else 1, kind=kind)
+
+
+def _rates(rng):
+    rates = profile(
+        flops_per_second=10 ** rng.uniform(9, 11.5), link=10 ** rng.uniform(6, 10), latency=10 ** rng.uniform(-6, -3)
+    )
+    copies = {f"{way}_bytes_per_second": 10 ** rng.uniform(6, 10) for way in ("host_to_device", "device_to_host")}
+    return replace(rates, **copies, host_bytes_per_second_per_node=float(rng.choice([0.0, 1e8])))
+
+
+def _offload(rng):
+    """Kinds of state that may be offloaded, and shares; the more kinds the fewer shares."""
+    if rng.random() >= OFFLOADING:
+        return (), (0.0, 1.0)
+    kinds = tuple(name for name in OFFLOADED if rng.random() < 0.5)
+    return kinds, (0.0, 0.5, 1.0) if len(kinds) < 3 else (0.0, 0.6)
+
+
+def _network(rng):
+    layers = int(rng.choice([0, 1, 2, 3, 4, 5, 6], p=[0.03, 0.07, 0.15, 0.2, 0.2, 0.2, 0.15]))
+    unlike = layers > 1 and rng.random() < 0.4
+    kinds = tuple(int(kind) for kind in rng.integers(0, 2, size=layers)) if unlike else (0,) * layers
+    widths = tuple(int(4 * 10 ** rng.uniform(1.5, 5)) for _ in range(2))
+    return spec(
+        layers,
+        kinds=kinds,
+        widths=widths,
+        parameter_bytes=int(400 * 10 ** rng.uniform(0, 3)),
+        edge_bytes=int(400 * 10 ** rng.uniform(0, 3)),
+        tied=bool(rng.random() < 0.3) and layers > 0,
+        measured=bool(rng.random() < 0.5),
+    )
+
+
+def _limited(question, rng):
+    """The question with a limit between what the least and the most demanding stages need, or a little below."""
+    peaks = [
+        priced(question, count, parts, index, kind).peak_K
+        for count, parts, arrangements in pipelines(question)
+        for index, kind in places_of(arrangements)
+    ]
+    if not peaks:
+        return question
+    peak_K = np.sort(np.concatenate(peaks))
+    share = USABLE_MEMORY if question.machine.kind == "cuda" else 1.0
+    host = None
+    if question.search.offload and rng.random() < 0.5:
+        host = int(10 ** rng.uniform(3, 6.5)) * question.machine.devices_per_node
+    wanted = max(1, int(peak_K[int(rng.random() * (len(peak_K) - 1))] * rng.choice([0.6, 1.0, 1.02, 1.3]) / share))
+    machine = question.machine
+    if len(machine.parts) > 1:  # One part may have less than what is allowed.
+        sizes = (int(wanted * rng.choice([0.5, 1.0, 2.0])) + 1, 10**9)
+        parts = [
+            replace(part, device=replace(part.device, name=f"test {index}", memory_bytes=size))
+            for index, (part, size) in enumerate(zip(machine.parts, sizes, strict=True))
+        ]
+        machine = replace(machine, parts=tuple(parts))
+    return replace(question, machine=machine, memory_limit=wanted, host_memory_limit=host)
