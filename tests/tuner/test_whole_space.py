@@ -9,7 +9,7 @@ from tests.tuner.instances import random_instance
 from tests.tuner.whole_space import asked_before, by_trying_everything, verdict_of
 
 SEEDS = 40
-FEW = 1000
+FEW = 300
 """Plans of which every one can be looked at in a test."""
 
 
