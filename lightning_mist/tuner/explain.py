@@ -13,13 +13,14 @@ from lightning_mist.cost import predict_with, profiles_of
 from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.errors import InfeasibleError, MistError, PlanError
 from lightning_mist.plan import Plan
+from lightning_mist.tuner.changed_plan import Ground, microbatch_counts, with_microbatches
 from lightning_mist.tuner.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf, kind_of
 from lightning_mist.tuner.findings import batch_finding, findings_of
 from lightning_mist.tuner.kinds import differences
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.result import TuneResult
 from lightning_mist.tuner.space import SearchSpace
-from lightning_mist.tuner.techniques import TECHNIQUES, Ground, Technique, microbatch_counts, with_microbatches
+from lightning_mist.tuner.techniques import TECHNIQUES, Technique
 from lightning_mist.tuner.what_if import Machine, better_machines
 
 OTHERS = 3
@@ -187,7 +188,7 @@ class _Asker:
                 self.longest = max(self.longest, perf_counter() - began)
         if on is self.machine:
             self.found += [result.plan, *(item.plan for item in result.alternatives)]
-        return Version(plan=result.plan, proven=result.status == "optimal")
+        return Version(plan=result.plan, proven=result.status != "time limit")
 
 
 def _missing(needed: Sequence[int], limits: Sequence[float]) -> int:

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from lightning_mist.plan import Plan, to_json
-from lightning_mist.tuner.explanation import Explanation, OtherPlan, TechniqueValue, Version, WhatIf
+from lightning_mist.tuner.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf
 from lightning_mist.tuner.result import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_seconds
 
@@ -20,7 +20,8 @@ def explanation_sections(explanation: Explanation, *, full: bool = True) -> tupl
         full: Whether to say also what does not bind, and what was left out.
     """
     step = explanation.step_seconds
-    findings = [f"{finding.text}." for finding in explanation.findings if full or finding.binds]
+    findings = [f"{finding.text}." for finding in explanation.findings if finding.binds or (full and _is_told(finding))]
+    findings += _together(explanation) if full else []
     sections: list[Section] = [
         ("what binds" if not full else "what binds and what does not", tuple(findings)),
         ("what each technique buys", tuple(technique_line(item, step) for item in explanation.techniques)),
@@ -33,6 +34,31 @@ def explanation_sections(explanation: Explanation, *, full: bool = True) -> tupl
     if full:
         sections.append(("left out", tuple(f"{text}." for text in explanation.left_out)))
     return tuple((title, lines) for title, lines in sections if lines)
+
+
+def _is_told(finding: Finding) -> bool:
+    """Whether what does not bind has a sentence of its own; of waiting and hiding stages one is enough."""
+    return finding.limit not in ("pace", "boundary")
+
+
+def _together(explanation: Explanation) -> list[str]:
+    """One sentence for all stages that wait for the slowest, and one for those whose boundary time does not show."""
+    free = [item for item in explanation.findings if not item.binds]
+    waiting = [
+        (item.stage, item.value("slowest_seconds") - item.value("steady_seconds"))
+        for item in free
+        if item.limit == "pace"
+    ]
+    hidden = [(item.stage, item.value("boundary_seconds")) for item in free if item.limit == "boundary"]
+    told = (
+        ("Waiting for the slowest stage, per microbatch", waiting),
+        ("Reducing gradients and updating, hidden behind other stages", hidden),
+    )
+    return [
+        f"{what}: {'; '.join(f'stage {stage} {format_seconds(seconds)}' for stage, seconds in stages)}."
+        for what, stages in told
+        if stages
+    ]
 
 
 def technique_line(value: TechniqueValue, step_seconds: float) -> str:
@@ -66,25 +92,36 @@ def what_if_line(item: WhatIf, step_seconds: float) -> str:
         item: The question and its answers.
         step_seconds: Seconds of the plan for the machine at hand.
     """
+    return f"{item.change}: {_bought(item, step_seconds)}."
+
+
+def _bought(item: WhatIf, step_seconds: float) -> str:
     same, best = item.same_plan, item.best
     seconds = [version.seconds for version in (same, best) if version is not None and version.fits]
     known = [value for value in seconds if value is not None]
     if not known:
         reason = next((version.reason for version in (best, same) if version is not None and version.reason), "")
-        return f"{item.change}: " + (_sentence(reason) if reason else "not looked for") + "."
+        return _sentence(reason) if reason else "not looked for"
     least = min(known)
     if 1 - least / step_seconds < LEAST_SHARE:
-        looked = "" if best is not None else " by this plan; others were not looked for"
-        return f"{item.change}: no gain{looked}."
-    line = f"{item.change}: {format_seconds(least)} per step ({least / step_seconds - 1:+.1%})"
+        if best is None:
+            return "no gain by this plan; others were not looked for"
+        return "no gain" if best.proven else "no gain was found"
+    gain = f"{format_seconds(least)} per step ({least / step_seconds - 1:+.1%})"
     if best is None:
-        return f"{line} by this plan; a better one was not looked for."
-    if same is not None and same.fits and same.seconds is not None:
-        if same.seconds <= least * (1 + LEAST_SHARE):
-            return f"{line}, without changing the plan."
-        if abs(same.seconds / step_seconds - 1) >= LEAST_SHARE:
-            return f"{line} by another plan; this one would take {_against(same, step_seconds)}."
-    return f"{line}, by another plan."
+        return f"{gain} by this plan; a better one was not looked for"
+    return gain + _by_which(same, least, step_seconds)
+
+
+def _by_which(same: Version | None, least: float, step_seconds: float) -> str:
+    """Whether the plan at hand has the least seconds on a better machine, and what it has if not."""
+    if same is None or not same.fits or same.seconds is None:
+        return ", by another plan"
+    if same.seconds <= least * (1 + LEAST_SHARE):
+        return ", without changing the plan"
+    if abs(same.seconds / step_seconds - 1) < LEAST_SHARE:
+        return ", by another plan"
+    return f" by another plan; this one would take {_against(same, step_seconds)}"
 
 
 def _other(item: OtherPlan, step_seconds: float) -> str:

@@ -15,9 +15,9 @@ from lightning_mist.cost.channels import copy_rates
 from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.cost.estimate_data import WORDS
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
+from lightning_mist.tuner.changed_plan import changed_stage
 from lightning_mist.tuner.explanation import Finding, Version
 from lightning_mist.tuner.space import OFFLOADED
-from lightning_mist.tuner.techniques import changed_stage
 from lightning_mist.units import format_bytes, format_rate, format_seconds
 
 BY_CLOSED_FORM = ("1f1b", "gpipe")

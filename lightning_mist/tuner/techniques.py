@@ -1,24 +1,21 @@
 """The techniques that plans use: where a plan uses each, the plan without it, and the search space without it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lightning_mist.errors import PlanError
-from lightning_mist.plan import Checkpointing, Plan, ScheduleName, StageMesh, StagePlan, ZeroStage
-from lightning_mist.tuner.space import OFFLOADED, SearchSpace, divisors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
-    """What the changes of a plan have to keep to.
-
-    Attributes:
-        cuts_batches: Whether a batch may be cut.
-        search: The search space.
-    """
-
-    cuts_batches: bool
-    search: SearchSpace
+from lightning_mist.plan import Checkpointing, Plan, ScheduleName, StagePlan, ZeroStage
+from lightning_mist.tuner.changed_plan import (
+    Ground,
+    even_lengths,
+    every_stage,
+    microbatch_counts,
+    one_stage,
+    whole_layers,
+    with_lengths,
+    with_microbatches,
+    without_chunks,
+)
+from lightning_mist.tuner.space import OFFLOADED, SearchSpace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,46 +37,6 @@ class Technique:
     without: Callable[[Plan, SearchSpace], SearchSpace | None]
 
 
-def microbatch_counts(plan: Plan, data_degrees: Sequence[int], ground: Ground) -> tuple[int, ...]:
-    """Numbers of microbatches for which every stage cuts every device's batch into equal parts, ascending.
-
-    Args:
-        plan: Says how large the batch is, and how many devices there are.
-        data_degrees: Data-parallel degree of every stage.
-        ground: What to keep to.
-    """
-    total, world = plan.global_batch_size, plan.world_size
-    batch_rows = total // world
-
-    def is_equal(count: int, degree: int) -> bool:
-        parts, rest = divmod(count * degree, world)
-        return rest == 0 and parts >= 1 and batch_rows % parts == 0 and (parts == 1 or ground.cuts_batches)
-
-    asked = ground.search.num_microbatches
-    return tuple(
-        count
-        for count in divisors(total)
-        if all(is_equal(count, degree) for degree in data_degrees)
-        and (asked is None or count in asked)
-        and (plan.schedule != "interleaved-1f1b" or count % plan.num_groups == 0)
-    )
-
-
-def with_microbatches(plan: Plan, count: int) -> Plan:
-    """The same plan with another number of microbatches."""
-    stages = tuple(
-        replace(stage, microbatch_size=plan.global_batch_size // (count * stage.data_parallel_degree))
-        for stage in plan.stages
-    )
-    return replace(plan, num_microbatches=count, stages=stages, predicted=None)
-
-
-def changed_stage(plan: Plan, index: int, stage: StagePlan) -> Plan:
-    """The same plan with one other stage; without its prediction."""
-    stages = (*plan.stages[:index], stage, *plan.stages[index + 1 :])
-    return replace(plan, stages=stages, predicted=None)
-
-
 def places(plan: Plan, is_used: Callable[[StagePlan], bool]) -> str:
     """The stages where something is so, for people: ``stage 0``, ``stages 1 to 3``, ``every stage``."""
     found = [index for index, stage in enumerate(plan.stages) if is_used(stage)]
@@ -93,107 +50,6 @@ def places(plan: Plan, is_used: Callable[[StagePlan], bool]) -> str:
             runs.append([index, index])
     text = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in runs)
     return f"stage {text}" if len(found) == 1 else f"stages {text}"
-
-
-def _rearranged(
-    plan: Plan, stages: Sequence[StagePlan], shapes: Sequence[tuple[int, int, bool]], ground: Ground
-) -> Plan:
-    """Stages whose devices are arranged otherwise, ``(data, tensor, sequence)``, and stay where they are.
-
-    Microbatches are as large as they can be, but no larger than those of the plan, if there are such.
-    """
-    degrees = [data for data, _, _ in shapes]
-    most = max(stage.microbatch_size for stage in plan.stages)
-    counts = microbatch_counts(plan, degrees, ground)
-    if not counts:
-        raise PlanError(
-            f"data-parallel degrees {degrees} with {plan.global_batch_size} rows on {plan.world_size} devices: no "
-            "number of microbatches cuts every device's batch into equal parts"
-        )
-    rows = {count: plan.global_batch_size // (count * min(degrees)) for count in counts}
-    count = min(counts, key=lambda count: (rows[count] > most, abs(rows[count] - most)))
-    made = tuple(
-        replace(
-            stage,
-            mesh=StageMesh(
-                devices=stage.devices,
-                data_parallel_degree=data,
-                tensor_parallel_degree=tensor,
-                sequence_parallel=sequence,
-            ),
-            microbatch_size=plan.global_batch_size // (count * data),
-            zero_stage=stage.zero_stage if data > 1 else ZeroStage.NONE,
-        )
-        for stage, (data, tensor, sequence) in zip(stages, shapes, strict=True)
-    )
-    return replace(plan, num_microbatches=count, stages=made, predicted=None)
-
-
-def _one_stage(plan: Plan, ground: Ground) -> Plan:
-    """Everything on all devices, with as much of every other technique as any stage uses."""
-    tensor = max(stage.mesh.tensor_parallel_degree for stage in plan.stages)
-    sequence = any(stage.mesh.sequence_parallel for stage in plan.stages)
-    most = {name: max(getattr(stage.offload, name) for stage in plan.stages) for name in OFFLOADED}
-    stage = replace(
-        plan.stages[0],
-        layers=(0, plan.num_layers),
-        mesh=StageMesh(devices=tuple(range(plan.world_size)), data_parallel_degree=plan.world_size),
-        zero_stage=max(stage.zero_stage for stage in plan.stages),
-        checkpointing=Checkpointing(layers=sum(stage.checkpointing.layers for stage in plan.stages)),
-        offload=replace(plan.stages[0].offload, **most),
-    )
-    data, rest = divmod(plan.world_size, tensor)
-    if rest:
-        raise PlanError(f"tensor-parallel degree {tensor} does not divide {plan.world_size} devices")
-    return _rearranged(_plain(plan), (stage,), [(data, tensor, sequence)], ground)
-
-
-def _plain(plan: Plan) -> Plan:
-    """An interleaved plan's devices as they are, with one stage each, under 1F1B."""
-    if plan.schedule != "interleaved-1f1b":
-        return replace(plan, schedule="1f1b" if plan.schedule == "zb-h1" else plan.schedule, predicted=None)
-    stages, first = [], 0
-    for group in range(plan.num_groups):
-        chunks = [plan.stages[index] for index in plan.chunks(group)]
-        end = first + sum(chunk.num_layers for chunk in chunks)
-        kept = Checkpointing(layers=sum(chunk.checkpointing.layers for chunk in chunks))
-        stages.append(replace(chunks[0], layers=(first, end), checkpointing=kept))
-        first = end
-    return replace(plan, stages=tuple(stages), schedule="1f1b", predicted=None)
-
-
-def _whole_layers(plan: Plan, ground: Ground) -> Plan:
-    shapes = [(len(stage.devices), 1, False) for stage in plan.stages[: plan.num_groups]]
-    if plan.num_groups == plan.num_stages:
-        return _rearranged(plan, plan.stages, shapes, ground)
-    chunks = len(plan.stages) // plan.num_groups
-    made = _rearranged(_plain(plan), _plain(plan).stages, shapes, ground)
-    if made.num_microbatches % plan.num_groups:
-        raise PlanError("microbatches go through chunks in rounds of as many as there are groups of devices")
-    stages = tuple(
-        replace(stage, mesh=mine.mesh, microbatch_size=mine.microbatch_size)
-        for stage, mine in zip(plan.stages, made.stages * chunks, strict=True)
-    )
-    return replace(plan, num_microbatches=made.num_microbatches, stages=stages, predicted=None)
-
-
-def _every_stage(plan: Plan, change: Callable[[StagePlan], StagePlan]) -> Plan:
-    return replace(plan, stages=tuple(map(change, plan.stages)), predicted=None)
-
-
-def _even(plan: Plan) -> tuple[int, ...]:
-    """Layers of every stage if they are dealt out evenly."""
-    count, stages = plan.num_layers, plan.num_stages
-    return tuple(count * (index + 1) // stages - count * index // stages for index in range(stages))
-
-
-def _with_layers(plan: Plan, lengths: Sequence[int]) -> Plan:
-    stages, first = [], 0
-    for stage, length in zip(plan.stages, lengths, strict=True):
-        kept = Checkpointing(layers=min(length, stage.checkpointing.layers))
-        stages.append(replace(stage, layers=(first, first + length), checkpointing=kept))
-        first += length
-    return replace(plan, stages=tuple(stages), predicted=None)
 
 
 def _within(asked: tuple[int, ...] | None, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -213,7 +69,7 @@ def _pipeline() -> Technique:
         name="pipeline stages",
         meaning="groups of devices hold different layers and work on different microbatches at a time",
         use=use,
-        off=_one_stage,
+        off=one_stage,
         without=without,
     )
 
@@ -232,7 +88,7 @@ def _tensor() -> Technique:
         name="tensor parallelism",
         meaning="several devices share every layer and exchange parts of its results",
         use=use,
-        off=_whole_layers,
+        off=whole_layers,
         without=without,
     )
 
@@ -243,7 +99,7 @@ def _sequence() -> Technique:
         return f"on {places(plan, lambda stage: stage.mesh.sequence_parallel)}" if used else ""
 
     def off(plan: Plan, ground: Ground) -> Plan:
-        return _every_stage(plan, lambda stage: replace(stage, mesh=replace(stage.mesh, sequence_parallel=False)))
+        return every_stage(plan, lambda stage: replace(stage, mesh=replace(stage.mesh, sequence_parallel=False)))
 
     def without(plan: Plan, search: SearchSpace) -> SearchSpace | None:
         return None if search.sequence_parallel else replace(search, sequence_parallel=False)
@@ -266,7 +122,7 @@ def _zero(level: int) -> Technique:
         return f"on {places(plan, lambda stage: stage.zero_stage >= level)}" if used else ""
 
     def off(plan: Plan, ground: Ground) -> Plan:
-        return _every_stage(
+        return every_stage(
             plan, lambda stage: replace(stage, zero_stage=ZeroStage(min(level - 1, int(stage.zero_stage))))
         )
 
@@ -295,7 +151,7 @@ def _checkpointing() -> Technique:
         )
 
     def off(plan: Plan, ground: Ground) -> Plan:
-        return _every_stage(plan, lambda stage: replace(stage, checkpointing=Checkpointing()))
+        return every_stage(plan, lambda stage: replace(stage, checkpointing=Checkpointing()))
 
     return Technique(
         name="activation checkpointing",
@@ -317,7 +173,7 @@ def _offload(kind: str) -> Technique:
         return f"{shares} on {places(plan, lambda stage: ratio(stage) > 0)}" if used else ""
 
     def off(plan: Plan, ground: Ground) -> Plan:
-        return _every_stage(plan, lambda stage: replace(stage, offload=replace(stage.offload, **{kind: 0.0})))
+        return every_stage(plan, lambda stage: replace(stage, offload=replace(stage.offload, **{kind: 0.0})))
 
     def without(plan: Plan, search: SearchSpace) -> SearchSpace | None:
         return replace(search, offload=tuple(name for name in search.offload if name != kind))
@@ -343,7 +199,7 @@ def _uneven() -> Technique:
         name="uneven stages",
         meaning="stages have different numbers of layers, more where there is more speed or room",
         use=use,
-        off=lambda plan, ground: _with_layers(plan, _even(plan)),
+        off=lambda plan, ground: with_lengths(plan, even_lengths(plan)),
         without=lambda plan, search: None,
     )
 
@@ -357,7 +213,7 @@ def _schedule(name: ScheduleName, meaning: str) -> Technique:
         name=name,
         meaning=meaning,
         use=lambda plan: f"{plan.num_stages} stages" if plan.schedule == name and plan.num_groups > 1 else "",
-        off=lambda plan, ground: _plain(plan),
+        off=lambda plan, ground: without_chunks(plan),
         without=without,
     )
 

@@ -70,6 +70,7 @@ def test_what_it_buys_against_the_best_plan_without_it(best, said):
     [
         (version(0.5), version(0.5), "no gain."),
         (version(0.5), version(0.51), "no gain."),  # the plan at hand is there too
+        (version(0.5), version(0.51, proven=False), "no gain was found."),
         (version(0.5), None, "no gain by this plan; others were not looked for."),
         (version(0.5), version(0.4), "400 ms per step (-20.0%), by another plan."),
         (version(0.4), version(0.4), "400 ms per step (-20.0%), without changing the plan."),
@@ -123,6 +124,25 @@ def test_in_short_only_what_binds_is_said_and_no_empty_section():
     short = dict(explanation_sections(replace(explanation(), others=(), what_ifs=()), full=False))
     assert list(short) == ["what binds", "what each technique buys"]
     assert short["what binds"] == ("it is full.",)
+
+
+def test_stages_that_wait_or_hide_share_a_sentence():
+    def item(stage, limit, binds, **values):
+        return Finding(stage=stage, limit=limit, binds=binds, values=tuple(values.items()), text=f"{limit} of {stage}")
+
+    findings = (
+        item(0, "pace", True, steady_seconds=0.3, slowest_seconds=0.3),
+        item(0, "boundary", True, boundary_seconds=0.1),
+        *(item(at, "pace", False, steady_seconds=0.3 - 0.1 * at, slowest_seconds=0.3) for at in (1, 2)),
+        *(item(at, "boundary", False, boundary_seconds=0.2 * at) for at in (1, 2)),
+    )
+    told = dict(explanation_sections(replace(explanation(), findings=findings)))["what binds and what does not"]
+    assert told == (
+        "pace of 0.",
+        "boundary of 0.",
+        "Waiting for the slowest stage, per microbatch: stage 1 100 ms; stage 2 200 ms.",
+        "Reducing gradients and updating, hidden behind other stages: stage 1 200 ms; stage 2 400 ms.",
+    )
 
 
 def test_other_programs_get_numbers_plans_and_sentences():

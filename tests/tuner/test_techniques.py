@@ -4,7 +4,8 @@ import pytest
 
 from lightning_mist.errors import PlanError
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.techniques import TECHNIQUES, Ground, microbatch_counts, places
+from lightning_mist.tuner.changed_plan import Ground
+from lightning_mist.tuner.techniques import TECHNIQUES, places
 from tests.tuner.plans import pipeline
 
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}
@@ -114,19 +115,6 @@ def test_chunks_stay_where_only_their_layers_are_made_whole():
     assert off.num_groups == 2
     assert off.num_microbatches % 2 == 0
     assert {stage.data_parallel_degree for stage in off.stages} == {2}
-
-
-def test_a_batch_that_is_not_cut_leaves_one_number_of_microbatches():
-    whole = replace(GROUND, cuts_batches=False)
-    assert microbatch_counts(PLAIN, [1, 1], whole) == (2,)
-    cut = pipeline({"layers": 6, "data": 2}, microbatches=4, rows=4)
-    assert microbatch_counts(cut, [2], GROUND) == (1, 2, 4)
-    assert microbatch_counts(cut, [2], whole) == (1,)
-
-
-def test_only_asked_numbers_of_microbatches_are_looked_at():
-    asked = replace(GROUND, search=SearchSpace(num_microbatches=(2, 3)))
-    assert microbatch_counts(pipeline({"layers": 6, "data": 2}, rows=4), [2], asked) == (2,)
 
 
 def test_what_cannot_be_arranged_says_so():
