@@ -92,7 +92,7 @@ def _draw_memory(plan: Plan, path: str, limit: float | None) -> str:
     from lightning_mist.report.draw_memory import draw_memory
     from lightning_mist.report.memory import memory_picture
 
-    picture = memory_picture(plan, limit)
+    picture = memory_picture(plan, () if limit is None else (limit,) * plan.num_stages)
     draw_memory(picture, path)
     label = picture.timeline.lanes[picture.worst.group].label
     return f"{label} needs most, {format_bytes(picture.worst.peak_bytes)} per device; memory written to {path}"

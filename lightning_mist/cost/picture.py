@@ -124,11 +124,23 @@ def check_picture(path: str) -> None:
         raise ValueError(f"picture {path!r}: write a name that ends in {', '.join(FORMATS)}")
     if not target.parent.is_dir():
         raise ValueError(f"picture {path!r}: there is no folder {str(target.parent)!r}; make it first")
+    check_matplotlib(f"picture {path!r}")
+
+
+def check_matplotlib(what: str) -> None:
+    """Refuse what matplotlib draws, if it is not installed.
+
+    Args:
+        what: What it is to draw, for the error.
+
+    Raises:
+        ValueError: If it is not installed.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"picture {path!r} needs matplotlib: pip install 'lightning-mist[pictures]', or leave it out"
+            f"{what} needs matplotlib: pip install 'lightning-mist[pictures]', or leave it out"
         ) from error
 
 

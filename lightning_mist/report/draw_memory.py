@@ -68,7 +68,7 @@ def memory_figure(picture: MemoryPicture) -> Any:
         left=_LEFT / _WIDTH, right=1 - _RIGHT / _WIDTH, bottom=_BOTTOM / height, top=1 - _TOP / height, hspace=0.12
     )
     axes = panels(figure, len(shown), windows)
-    highest = max(picture.worst.peak_bytes, picture.memory_limit or 0.0)
+    highest = max(picture.worst.peak_bytes, *picture.limits, 0.0)
     unit, scale = next((item for item in _UNITS if highest >= item[1]), _UNITS[-1])
     terms = _present(picture)
     for line, curve in zip(axes, shown, strict=True):
@@ -107,8 +107,9 @@ def _draw(
         step="post",
         linewidth=0,
     )
-    if picture.memory_limit is not None:
-        axis.axhline(picture.memory_limit / scale, color="#d55e00", linewidth=1.4, label="limit for tensors")
+    limit = picture.limit(curve)
+    if limit is not None:
+        axis.axhline(limit / scale, color="#d55e00", linewidth=1.4, label="limit for tensors")
 
 
 def _pieces(curve: MemoryCurve, window: Window) -> tuple[FloatArray, Any]:
@@ -163,7 +164,7 @@ def say_piece(name: str) -> str:
 def _title(
     figure: Any, picture: MemoryPicture, shown: Sequence[MemoryCurve], windows: Sequence[Window], height: float
 ) -> None:
-    worst, limit = picture.worst, picture.memory_limit
+    worst, limit = picture.worst, picture.limit(picture.worst)
     label = picture.timeline.lanes[worst.group].label
     head = f"memory over one step: {label} needs most, {format_bytes(worst.peak_bytes)} per device"
     if limit is not None:

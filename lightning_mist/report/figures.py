@@ -5,10 +5,10 @@ from contextlib import AbstractContextManager
 from io import StringIO
 from typing import Any
 
-from lightning_mist.cost.picture import FORMATS, check_picture
+from lightning_mist.cost.picture import FORMATS, check_matplotlib, check_picture
 from lightning_mist.report.timeline import Window
 
-__all__ = ["FORMATS", "INK", "PAPER", "SHADE", "check_picture", "inline_svg", "panels", "save", "styled", "time_unit"]
+__all__ = ["FORMATS", "INK", "PAPER", "SHADE", "check_matplotlib", "check_picture", "inline_svg", "panels", "save", "styled", "time_unit"]
 
 INK = "#1a1a1b"
 """Text and lines."""

@@ -21,12 +21,16 @@ class MemoryPicture:
     Attributes:
         timeline: The step.
         curves: Bytes of each group of devices.
-        memory_limit: Bytes that tensors of each device may take, if that is known.
+        limits: Bytes that tensors of each device may take, for each stage; empty if that is not known.
     """
 
     timeline: Timeline
     curves: tuple[MemoryCurve, ...]
-    memory_limit: float | None = None
+    limits: tuple[float, ...] = ()
+
+    def limit(self, curve: MemoryCurve) -> float | None:
+        """Bytes that tensors may take on each device of a group."""
+        return self.limits[curve.group] if self.limits else None
 
     @property
     def worst(self) -> MemoryCurve:
@@ -42,12 +46,12 @@ class MemoryPicture:
         return tuple(self.curves[group] for group in sorted(list(wanted)[:MOST_GROUPS]))
 
 
-def memory_picture(plan: Plan, memory_limit: float | None = None) -> MemoryPicture:
+def memory_picture(plan: Plan, limits: Sequence[float] = ()) -> MemoryPicture:
     """Bytes over a plan's step by its prediction.
 
     Args:
         plan: A plan with a prediction.
-        memory_limit: Bytes that tensors of each device may take.
+        limits: Bytes that tensors of each device may take, for each stage; empty if that is not known.
 
     Raises:
         PlanError: If nothing was predicted, or not what memory is made of.
@@ -56,7 +60,7 @@ def memory_picture(plan: Plan, memory_limit: float | None = None) -> MemoryPictu
     return MemoryPicture(
         timeline=timeline_of(plan, simulation),
         curves=memory_curves(plan, simulation),
-        memory_limit=memory_limit,
+        limits=tuple(limits),
     )
 
 

@@ -11,7 +11,7 @@ from tests.report.networks import predicted
 
 @pytest.mark.parametrize("name", ["a.png", "b.svg"])
 def test_files(tmp_path, name):
-    draw_memory(memory_picture(predicted(2, 4), 4e6), str(tmp_path / name))
+    draw_memory(memory_picture(predicted(2, 4), (4e6,) * 2), str(tmp_path / name))
     written = (tmp_path / name).read_bytes()
     assert written.startswith(b"\x89PNG\r\n" if name == "a.png" else b"<?xml")
     if name == "b.svg":
@@ -20,7 +20,7 @@ def test_files(tmp_path, name):
 
 def test_every_stage_says_its_peak():
     plan = predicted(4, 8)
-    figure = memory_figure(memory_picture(plan, 4e6))
+    figure = memory_figure(memory_picture(plan, (4e6,) * 4))
     said = [text.get_text() for axis in figure.axes for text in axis.texts]
     assert [text.split(":")[0] for text in said] == [
         f"peak {format_bytes(stage.peak_bytes)}" for stage in plan.predicted.stages

@@ -4,11 +4,11 @@ from tests.report.networks import predicted
 
 def test_the_worst_stage_is_the_one_with_the_highest_peak():
     plan = predicted(4, 8)
-    picture = memory_picture(plan, 5e6)
+    picture = memory_picture(plan, (5e6,) * 4)
     peaks = [stage.peak_bytes for stage in plan.predicted.stages]
     assert picture.worst.peak_bytes == max(peaks)
     assert picture.worst.group == peaks.index(max(peaks))
-    assert picture.memory_limit == 5e6
+    assert picture.limit(picture.worst) == 5e6
     assert [curve.group for curve in picture.shown] == [0, 1, 2, 3]
 
 

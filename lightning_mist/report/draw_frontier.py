@@ -1,0 +1,62 @@
+"""A picture of what memory buys: seconds of the best plan against the memory limit."""
+
+from typing import Any
+
+from lightning_mist.report.figures import INK, PAPER, SHADE, save, styled, time_unit
+from lightning_mist.report.frontier import Frontier
+from lightning_mist.units import format_seconds
+
+_GIB = 2.0**30
+
+
+def draw_frontier(frontier: Frontier, path: str) -> None:
+    """Draw a frontier to a file.
+
+    Args:
+        frontier: The best plans under several limits.
+        path: The file, whose name says the kind.
+    """
+    with styled("frontier"):
+        save(frontier_figure(frontier), path)
+
+
+def frontier_figure(frontier: Frontier) -> Any:
+    """The picture of a frontier, as a figure of matplotlib."""
+    from matplotlib.figure import Figure
+
+    found = [(point.memory_limit / _GIB, point.seconds, point) for point in frontier.points if point.seconds]
+    unit, factor = time_unit(max((seconds for _, seconds, _ in found), default=1.0))
+    figure = Figure(figsize=(9.0, 3.6))
+    figure.subplots_adjust(left=0.09, right=0.97, bottom=0.16, top=0.92)
+    axis = figure.subplots()
+    limits, heights = [limit for limit, _, _ in found], [seconds * factor for _, seconds, _ in found]
+    axis.step(limits, heights, where="post", color="#0072b2", linewidth=1.6)
+    axis.plot(limits[:-1], heights[:-1], "o", color="#0072b2", markersize=5)
+    axis.plot(limits[-1:], heights[-1:], "D", color="#d55e00", markersize=8, zorder=5)
+    for index, (limit, seconds, point) in enumerate(found):
+        is_chosen = index == len(found) - 1
+        text = format_seconds(seconds) + ("\nthis plan" if is_chosen else f"\n{point.plan.num_groups} stages")
+        if not is_chosen and point.plan.num_groups == 1:
+            text = text.replace("1 stages", "1 stage")
+        axis.annotate(
+            text,
+            (limit, seconds * factor),
+            xytext=(0, 8),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            fontweight="bold" if is_chosen else "normal",
+            bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 0.6, "alpha": 0.8},
+        )
+    missing = [point.memory_limit / _GIB for point in frontier.points if point.plan is None]
+    left = min([*limits, *missing]) - 0.04 * max(limits)
+    if missing:
+        axis.axvspan(left, max(missing), color=SHADE, linewidth=0)
+        axis.text((left + max(missing)) / 2, 0.5, "no plan fits", transform=axis.get_xaxis_transform(),
+                  ha="center", va="center", rotation=90, fontsize=8.5, color=INK)
+    axis.set_xlim(left, max(limits) * 1.05)
+    axis.set_ylim(0, max(heights) * 1.25)
+    axis.set_xlabel("memory limit of each device (GiB)")
+    axis.set_ylabel(f"one step ({unit})")
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure

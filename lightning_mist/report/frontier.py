@@ -1,0 +1,125 @@
+"""What memory buys: the best plan found anew under less and less of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from lightning_mist.errors import InfeasibleError
+from lightning_mist.plan import Plan
+from lightning_mist.tuner import Planner, SearchSpace
+from lightning_mist.units import format_bytes, format_seconds
+
+SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""Parts of the memory limit that are tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """The best plan under one limit.
+
+    Attributes:
+        share: Part of the chosen plan's limit.
+        memory_limit: Bytes of each device that it may use.
+        plan: The plan with its prediction; None if none fits.
+    """
+
+    share: float
+    memory_limit: float
+    plan: Plan | None
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of its step."""
+        return None if self.plan is None or self.plan.predicted is None else self.plan.predicted.step_seconds
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Bytes of its most loaded device."""
+        if self.plan is None or self.plan.predicted is None:
+            return None
+        return max(stage.peak_bytes for stage in self.plan.predicted.stages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontier:
+    """The best plans under several limits.
+
+    Attributes:
+        points: By limit, ascending; the last is the chosen plan under its own.
+        left_out: Limits that were not tried for want of time.
+    """
+
+    points: tuple[FrontierPoint, ...]
+    left_out: tuple[float, ...] = ()
+
+
+def memory_frontier(
+    planner: Planner,
+    chosen: Plan,
+    *,
+    global_batch_size: int,
+    memory_limit: int | None = None,
+    host_memory_limit: int | None = None,
+    search: SearchSpace | None = None,
+    shares: Sequence[float] = SHARES,
+    seconds: float = 5.0,
+) -> Frontier:
+    """Plan again under parts of a memory limit.
+
+    Args:
+        planner: What found the plan.
+        chosen: What it found, with its prediction.
+        global_batch_size: What was asked for.
+        memory_limit: Bytes of each device that the plan may use; by default the memory of the device that has most.
+        host_memory_limit: Bytes of host memory of each node that offloading may take.
+        search: Limits of the search.
+        shares: Parts of the limit, below 1.
+        seconds: The most seconds in all: no search begins behind them.
+    """
+    most = max(part.device.memory_bytes for part in planner.cluster.parts)
+    whole = most if memory_limit is None else memory_limit
+    began, points, left_out = perf_counter(), [], []
+    for share in sorted(shares, reverse=True):
+        limit = int(share * whole)
+        if perf_counter() - began > seconds:
+            left_out.append(share)
+            continue
+        try:
+            found = planner.tune(
+                global_batch_size=global_batch_size,
+                memory_limit=limit,
+                host_memory_limit=host_memory_limit,
+                search=search,
+            )
+        except InfeasibleError:
+            # What does not fit now does not fit in less.
+            points.append(FrontierPoint(share=share, memory_limit=limit, plan=None))
+            break
+        points.append(FrontierPoint(share=share, memory_limit=limit, plan=found.plan))
+    points.reverse()
+    points.append(FrontierPoint(share=1.0, memory_limit=whole, plan=chosen))
+    return Frontier(points=tuple(points), left_out=tuple(left_out))
+
+
+def frontier_lines(frontier: Frontier) -> tuple[str, ...]:
+    """What a frontier says, in sentences."""
+    fitting = [point for point in frontier.points if point.seconds is not None]
+    lines = []
+    chosen = frontier.points[-1]
+    for point in fitting[:-1]:
+        assert point.seconds is not None
+        assert point.peak_bytes is not None
+        assert chosen.seconds is not None
+        slower = point.seconds / chosen.seconds - 1
+        lines.append(
+            f"{format_bytes(point.memory_limit)} per device ({point.share:.0%}): {format_seconds(point.seconds)} per "
+            f"step ({slower:+.1%}), tensors peak at {format_bytes(point.peak_bytes)}"
+        )
+    lines += [
+        f"{format_bytes(point.memory_limit)} per device ({point.share:.0%}): no plan fits"
+        for point in frontier.points
+        if point.plan is None
+    ]
+    if frontier.left_out:
+        lines.append(f"not tried for want of time: {', '.join(f'{share:.0%}' for share in frontier.left_out)}")
+    return tuple(lines)

@@ -1,0 +1,230 @@
+"""A plan in one page: what it is, what it costs, why it was chosen, and what it was made from."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import Plan, Predicted, step_rates
+from lightning_mist.plan.render import stage_cells
+from lightning_mist.plan.render_seconds import per_second
+from lightning_mist.report import page
+from lightning_mist.report.figures import check_matplotlib, inline_svg, styled
+from lightning_mist.report.frontier import Frontier
+from lightning_mist.report.tables import comparison_table, memory_section, seconds_section
+from lightning_mist.report.timeline import timeline_of
+from lightning_mist.report.words import words_for
+from lightning_mist.runtime.support import unsupported
+from lightning_mist.tuner.comparison import ComparedPlan
+from lightning_mist.tuner.explain_text import explanation_sections
+from lightning_mist.tuner.explanation import Explanation
+from lightning_mist.tuner.result import TuneResult
+from lightning_mist.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a page is made of.
+
+    Attributes:
+        title: What was planned for what, for example ``"gpt3-22b on 4x8xL4"``.
+        plan: The plan, with its prediction.
+        result: The search that found it, if one did.
+        memory_limits: Bytes that tensors may take on each device of each stage, if known.
+        explanation: Why this plan.
+        comparison: The plan beside others; the plan itself comes first.
+        comparison_notes: What to know of these.
+        frontier: The best plans under less memory.
+        verdict: Whether it fits, in a sentence.
+        inputs: What it was made from, as ``(name, value)``: model, cluster, batch, command, versions.
+        notes: What to know of the plan and where its numbers come from.
+    """
+
+    title: str
+    plan: Plan
+    result: TuneResult | None = None
+    memory_limits: tuple[float, ...] = ()
+    explanation: Explanation | None = None
+    comparison: tuple[ComparedPlan, ...] = ()
+    comparison_notes: tuple[str, ...] = ()
+    frontier: Frontier | None = None
+    verdict: str = ""
+    inputs: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def write_report(report: Report, path: str) -> None:
+    """Write a page to a file.
+
+    Args:
+        report: What it is made of.
+        path: The file.
+    """
+    Path(path).write_text(render_report(report), encoding="utf-8")
+
+
+def check_report(path: str) -> None:
+    """Refuse a page that cannot be written, before anything has been computed for it.
+
+    Raises:
+        ValueError: If its folder is not there, or matplotlib is not installed.
+    """
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise ValueError(f"report {path!r}: there is no folder {str(target.parent)!r}; make it first")
+    if target.is_dir():
+        raise ValueError(f"report {path!r} is a folder: give the name of a file, such as report.html")
+    check_matplotlib(f"report {path!r}")
+
+
+def render_report(report: Report) -> str:
+    """A page that needs nothing else: text, tables and pictures, on light and dark screens and on paper.
+
+    Raises:
+        PlanError: If the plan has no prediction.
+    """
+    if report.plan.predicted is None:
+        raise PlanError("the plan has no predicted seconds: a report needs a plan that `lightning-mist plan` made")
+    return page.page(f"{report.title}: the plan", _sections(report, report.plan.predicted))
+
+
+def _sections(report: Report, predicted: Predicted) -> Iterator[str]:
+    plan, missing = report.plan, unsupported(report.plan)
+    yield f"<h1>{page.escape(report.title)}</h1>"
+    yield page.paragraph(headline(plan), "lead")
+    yield page.paragraph(report.verdict)
+    yield page.paragraph("" if report.result is None else f"{_proof(report.result)}.", "soft")
+    yield page.figures(_figures(report, predicted))
+    yield page.warning("A forecast: this version does not execute all of this plan yet", missing)
+    yield page.section("The plan", page.paragraph(_PLAN, "soft"), page.table(*stage_cells(plan)))
+    yield seconds_section(plan)
+    yield _timeline(plan)
+    yield memory_section(plan, report.memory_limits)
+    yield _memory(report)
+    yield from _why(report)
+    yield _comparison(report)
+    yield _frontier(report)
+    yield page.section("Notes, and where the numbers come from", page.items(report.notes))
+    yield page.section("What this was made from", page.pairs(report.inputs))
+    yield page.section("Words", page.pairs(words_for(plan)))
+
+
+_PLAN = (
+    "One line for each stage, a group of devices that runs some of the layers. Forward and backward are seconds of one "
+    "microbatch; peak memory is that of the stage's most loaded device."
+)
+
+
+def headline(plan: Plan) -> str:
+    """A plan in a sentence."""
+    assert plan.predicted is not None
+    seconds = plan.predicted.step_seconds
+    stages = f"{plan.num_stages} stages on {plan.num_groups} groups" if plan.num_groups < plan.num_stages else ""
+    parts = stages or (f"{plan.num_stages} pipeline stages" if plan.num_stages > 1 else "one stage, no pipeline,")
+    rates = step_rates(plan, seconds)
+    tokens = "" if rates is None or rates.tokens_per_second is None else f", {per_second(rates.tokens_per_second)} tokens/s"
+    return (
+        f"{parts} of {plan.world_size} devices in all: a step of {plan.global_batch_size} rows in "
+        f"{plan.num_microbatches} microbatches is predicted to take {format_seconds(seconds)}{tokens}."
+    )
+
+
+def _proof(result: TuneResult) -> str:
+    """How sure the search is, in a sentence."""
+    head = result.explain()[0]
+    return head[:1].upper() + head[1:]
+
+
+def _figures(report: Report, predicted: Predicted) -> Iterator[tuple[str, str]]:
+    plan = report.plan
+    rates = step_rates(plan, predicted.step_seconds)
+    yield format_seconds(predicted.step_seconds), "one optimizer step, predicted"
+    if rates is not None:
+        if rates.tokens_per_second is not None:
+            yield per_second(rates.tokens_per_second), "tokens per second, all devices"
+        else:
+            yield per_second(rates.rows_per_second), "rows per second, all devices"
+        if rates.utilisation is not None and predicted.work is not None:
+            yield f"{rates.utilisation:.1%}", f"of the devices' peak ({predicted.work.peak_source})"
+    worst = max(range(plan.num_stages), key=lambda index: predicted.stages[index].peak_bytes)
+    peak = predicted.stages[worst].peak_bytes
+    limit = f" of {format_bytes(report.memory_limits[worst])} for tensors" if report.memory_limits else ""
+    yield format_bytes(peak), f"peak memory of the fullest device{limit}"
+    if plan.num_groups > 1:
+        shares = [dict(stage.spent).get("bubble_seconds", 0.0) for stage in predicted.stages[: plan.num_groups]]
+        if any(stage.spent for stage in predicted.stages) and predicted.step_seconds > 0:
+            mean = sum(shares) / len(shares) / predicted.step_seconds
+            yield f"{mean:.1%}", "of the step stages wait for each other (bubble)"
+
+
+def _timeline(plan: Plan) -> str:
+    """The schedule as a picture."""
+    from lightning_mist.report.draw_timeline import timeline_figure
+
+    timeline = timeline_of(plan)
+    with styled("timeline", is_text=True):
+        svg = inline_svg(timeline_figure(timeline), "Timeline of one step, by stage")
+    caption = (
+        "What every stage does when, by the plan's own schedule on a clock. Numbers are microbatches; where there is "
+        "nothing but grey, devices wait."
+    )
+    return page.section("One step on a clock", page.picture(svg, caption))
+
+
+def _memory(report: Report) -> str:
+    """Bytes over the step as a picture, of plans that say what they are made of."""
+    from lightning_mist.report.draw_memory import memory_figure
+    from lightning_mist.report.memory import memory_picture
+
+    assert report.plan.predicted is not None
+    if not all(stage.needs for stage in report.plan.predicted.stages):
+        return ""
+    picture = memory_picture(report.plan, report.memory_limits)
+    with styled("memory", is_text=True):
+        svg = inline_svg(memory_figure(picture), "Memory over one step, by stage and by what it is used for")
+    caption = (
+        "Bytes of each stage's most loaded device, with what it must hold during each action, at the time when that "
+        "action runs. The highest point is the peak that the plan was chosen by."
+    )
+    return page.section("Memory over one step", page.picture(svg, caption))
+
+
+def _why(report: Report) -> Iterator[str]:
+    """Why this plan: of a whole explanation all, else what the search itself says."""
+    if report.explanation is not None:
+        parts = explanation_sections(report.explanation, full=True)
+        inner = [f"<h3>{page.escape(title[:1].upper() + title[1:])}</h3>{page.items(lines)}" for title, lines in parts]
+        yield page.section("Why this plan", *inner)
+    elif report.result is not None and report.result.alternatives:
+        notes = set(report.result.notes)
+        lines = [line for line in report.result.explain()[1:] if line not in notes]
+        yield page.section("Other plans", page.items(lines))
+
+
+def _comparison(report: Report) -> str:
+    if not report.comparison:
+        return ""
+    intro = (
+        "What people would have chosen, each tuned over its own settings, under the same cost model and the same "
+        "memory limits. Times ours: how many times as long a step takes."
+    )
+    return page.section(
+        "Beside what people would have chosen",
+        page.paragraph(intro, "soft"),
+        comparison_table(report.comparison),
+        page.items(report.comparison_notes),
+    )
+
+
+def _frontier(report: Report) -> str:
+    """Seconds against memory as a picture."""
+    from lightning_mist.report.draw_frontier import frontier_figure
+    from lightning_mist.report.frontier import frontier_lines
+
+    found = report.frontier
+    if found is None or not found.points:
+        return ""
+    with styled("frontier", is_text=True):
+        svg = inline_svg(frontier_figure(found), "Seconds of the best plan against the memory limit")
+    caption = "The best plan found anew under each memory limit: what memory buys, and how much of it is needed at all."
+    return page.section("With less memory", page.picture(svg, caption), page.items(frontier_lines(found)))
