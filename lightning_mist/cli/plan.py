@@ -9,6 +9,7 @@ from lightning_mist.cli.explaining import explanation_of, show_explanation
 from lightning_mist.cli.machine import is_local, open_cluster, open_profile
 from lightning_mist.cli.network import NetworkRequest, trace_network
 from lightning_mist.cli.output import print_json, say, show_plan
+from lightning_mist.cli.reporting import check_html, write_html
 from lightning_mist.plan import ScheduleName, fingerprint_of, save, split_notes
 from lightning_mist.units import parse_bytes
 
@@ -64,6 +65,7 @@ def plan(
     json: bool = False,
     explain: bool = False,
     compare: bool = False,
+    html: str | None = None,
     options: SearchOptions,
 ) -> None:
     """Find the fastest plan that fits, by the cost model.
@@ -83,8 +85,12 @@ def plan(
         explain: Say all about why: what binds, what each technique buys against the best plan without it, the best
             plans of other kinds, and what a better machine would buy. Takes about 10 seconds more.
         compare: Also tune what people would have chosen (DDP, FSDP, Megatron-LM ...), and print how they compare.
+        html: Where to write a page with all of this, pictures of a step, all that --explain says, and what less memory
+            would cost; it needs nothing else to be read.
         options: Which plans are looked at.
     """
+    given = dict(locals())
+    check_html(html)
     from lightning_mist.cost import Estimator, estimate_plan
     from lightning_mist.hardware import single
     from lightning_mist.hardware.capability import capability_of
@@ -117,7 +123,7 @@ def plan(
     estimator = Estimator(spec, machine, limit or machine.device.memory_bytes)
     memory = estimate_plan(estimator, found, advise=False, replay="worst").headline()
     notes = (*split_notes(found, spec.module_map), *result.explain())
-    why = explanation_of(planner, result, full=explain, **asked)
+    why = explanation_of(planner, result, full=explain or html is not None, **asked)
     compared = compare_with_others(planner, found, memory_limit=limit, search=search) if compare else None
     if json:
         more: dict[str, Any] = {"explanation": explanation_data(why)} if explain else {}
@@ -131,6 +137,21 @@ def plan(
         if compared is not None:
             print_comparison(compared, spec)
         print("\n".join(("", *notes)))
+    if html is not None:
+        write_html(
+            html,
+            found,
+            planner=planner,
+            result=result,
+            why=why,
+            compared=compared,
+            spec=spec,
+            verdict=memory,
+            notes=(*split_notes(found, spec.module_map), *result.notes),
+            given=given,
+            asked=asked,
+        )
+        (say if json else print)(f"report written to {html}")
     if out is not None:
         save(found, out)
         (say if json else print)(f"plan written to {out}")

@@ -139,9 +139,7 @@ def check_matplotlib(what: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ValueError(
-            f"{what} needs matplotlib: pip install 'lightning-mist[pictures]', or leave it out"
-        ) from error
+        raise ValueError(f"{what} needs matplotlib: pip install 'lightning-mist[pictures]', or leave it out") from error
 
 
 def draw_memory(estimate: MemoryEstimate, timelines: Sequence[Timeline], path: str) -> None:

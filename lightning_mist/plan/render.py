@@ -67,26 +67,11 @@ def render(plan: Plan, *, width: int = 120, color: bool = False) -> str:
         color: Whether to add ANSI escapes.
     """
     table = Table(title=_title(plan), title_justify="left", title_style="bold")
-    table.add_column("stage", justify="right")
-    has_chunks = plan.num_groups < plan.num_stages
-    if has_chunks:
-        table.add_column("group", justify="right")
-        table.add_column("chunk", justify="right")
-    columns = [
-        column
-        for column in _COLUMNS
-        if column.dull is None or any(column.text(stage) != column.dull for stage in plan.stages)
-    ]
-    for column in columns:
-        table.add_column(column.heading, justify="right")
-    predicted = plan.predicted
-    if predicted is not None:
-        for heading in ("forward", "backward", "peak memory"):
-            table.add_column(heading, justify="right")
-    for index, stage in enumerate(plan.stages):
-        place = [str(plan.group_of(index)), str(index // plan.num_groups)] if has_chunks else []
-        cells = [str(index), *place, *(column.text(stage) for column in columns)]
-        table.add_row(*cells, *(_predicted_cells(predicted.stages[index]) if predicted is not None else ()))
+    headings, rows = stage_cells(plan)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
     text = StringIO()
     console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
     console.print(fitted(table, console), markup=False)
@@ -98,6 +83,29 @@ def render(plan: Plan, *, width: int = 120, color: bool = False) -> str:
     for line in rate_lines(plan):
         console.print(line, markup=False)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def stage_cells(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """What a table of a plan shows: headings, and the cells of every stage.
+
+    Args:
+        plan: The plan; with predictions there are columns for them.
+    """
+    has_chunks = plan.num_groups < plan.num_stages
+    columns = [
+        column
+        for column in _COLUMNS
+        if column.dull is None or any(column.text(stage) != column.dull for stage in plan.stages)
+    ]
+    predicted = plan.predicted
+    headings = ["stage", *["group", "chunk"] * has_chunks, *(column.heading for column in columns)]
+    headings += ["forward", "backward", "peak memory"] * (predicted is not None)
+    rows = []
+    for index, stage in enumerate(plan.stages):
+        place = [str(plan.group_of(index)), str(index // plan.num_groups)] if has_chunks else []
+        cells = [str(index), *place, *(column.text(stage) for column in columns)]
+        rows.append([*cells, *(_predicted_cells(predicted.stages[index]) if predicted is not None else ())])
+    return headings, rows
 
 
 _BROKEN = {"microbatch": "micro-\nbatch", "checkpointed": "check-\npointed"}

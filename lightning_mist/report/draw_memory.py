@@ -34,13 +34,13 @@ WORDS = {
     "activation_bytes": "activations of microbatches in flight",
     "transfer_bytes": "sent and received",
     "offload_bytes": "buffers of host copies",
-    "working_bytes": "working set of what is computed",
+    "working_bytes": "working set of the microbatch at hand",
 }
 
 LEAST_SHARE = 2e-3
 """Terms that never reach this share of the highest peak are too thin to be seen and are left out."""
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 1.15, 0.2, 0.62, 1.05
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 11.0, 1.15, 0.2, 0.62, 1.05
 _UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 
 
@@ -187,7 +187,7 @@ def _legend(figure: Any, axis: Any) -> None:
         loc="lower left",
         bbox_to_anchor=(_LEFT / _WIDTH - 0.005, 0.0),
         ncols=4,
-        fontsize=8,
+        fontsize=8.5,
         frameon=False,
         handlelength=1.2,
         columnspacing=1.4,

@@ -35,7 +35,7 @@ WORDS: dict[BarKind, str] = {
 
 _DARK = frozenset({"backward", "input backward", "weight backward"})
 _NUMBERED = frozenset({"forward", "backward", "input backward", "weight backward"})
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 1.15, 0.2, 0.62, 0.85
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 11.0, 1.15, 0.2, 0.62, 0.85
 _DIGIT = 0.068
 """Inches of a digit of the smallest text."""
 
@@ -189,7 +189,7 @@ def _legend(figure: Any, timeline: Timeline, height: float) -> None:
         loc="lower left",
         bbox_to_anchor=(_LEFT / _WIDTH - 0.005, 0.0),
         ncols=len(entries) if len(entries) <= 6 else -(-len(entries) // 2),
-        fontsize=8,
+        fontsize=8.5,
         frameon=False,
         handlelength=1.2,
         columnspacing=1.4,

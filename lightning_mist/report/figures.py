@@ -1,14 +1,28 @@
 """What pictures have in common: how they look, where they go, and panels that leave out the middle of a step."""
 
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from html import escape
 from io import StringIO
 from typing import Any
 
 from lightning_mist.cost.picture import FORMATS, check_matplotlib, check_picture
 from lightning_mist.report.timeline import Window
 
-__all__ = ["FORMATS", "INK", "PAPER", "SHADE", "check_matplotlib", "check_picture", "inline_svg", "panels", "save", "styled", "time_unit"]
+__all__ = [
+    "FORMATS",
+    "INK",
+    "PAPER",
+    "SHADE",
+    "check_matplotlib",
+    "check_picture",
+    "inline_svg",
+    "panels",
+    "save",
+    "styled",
+    "time_unit",
+]
 
 INK = "#1a1a1b"
 """Text and lines."""
@@ -19,7 +33,7 @@ SHADE = "#e8e8e9"
 PAPER = "#fefeff"
 """What is behind text that stands on a picture."""
 
-_IN_PAGE = {INK: "currentColor", SHADE: "var(--shade)", PAPER: "var(--paper)"}
+_IN_PAGE = {INK: "currentColor", SHADE: "var(--shade, #e8e8e9)", PAPER: "var(--paper, #ffffff)"}
 """Colours that a page chooses: they differ on light and dark screens."""
 
 _RC: dict[str, Any] = {
@@ -53,15 +67,14 @@ def save(figure: Any, path: str) -> None:
     figure.savefig(path, dpi=150, facecolor="white", metadata=metadata)
 
 
-def inline_svg(figure: Any, description: str) -> str:
+def inline_svg(figure: Any, name: str, description: str) -> str:
     """A picture as part of a page: as wide as there is room, in the page's font and its colours.
 
     Args:
         figure: The picture.
+        name: Its name, which begins all its identifiers, so that they do not meet those of others in the page.
         description: What it shows, for readers that cannot see it.
     """
-    from html import escape
-
     text = StringIO()
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue()
@@ -70,6 +83,7 @@ def inline_svg(figure: Any, description: str) -> str:
     view = head[head.index('viewBox="') :].split('"')[1]
     for color, ours in _IN_PAGE.items():
         body = body.replace(color, ours)
+    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body)
     body = body[: body.index("<metadata>")] + body[body.index("</metadata>") + len("</metadata>") :]
     label = escape(description, quote=True)
     return (

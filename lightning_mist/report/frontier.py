@@ -7,6 +7,7 @@ from time import perf_counter
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan
 from lightning_mist.tuner import Planner, SearchSpace
+from lightning_mist.tuner.result import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_seconds
 
 SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -103,23 +104,16 @@ def memory_frontier(
 
 def frontier_lines(frontier: Frontier) -> tuple[str, ...]:
     """What a frontier says, in sentences."""
-    fitting = [point for point in frontier.points if point.seconds is not None]
-    lines = []
-    chosen = frontier.points[-1]
-    for point in fitting[:-1]:
-        assert point.seconds is not None
-        assert point.peak_bytes is not None
-        assert chosen.seconds is not None
-        slower = point.seconds / chosen.seconds - 1
-        lines.append(
-            f"{format_bytes(point.memory_limit)} per device ({point.share:.0%}): {format_seconds(point.seconds)} per "
-            f"step ({slower:+.1%}), tensors peak at {format_bytes(point.peak_bytes)}"
-        )
-    lines += [
-        f"{format_bytes(point.memory_limit)} per device ({point.share:.0%}): no plan fits"
-        for point in frontier.points
-        if point.plan is None
-    ]
+    chosen, lines = frontier.points[-1].seconds, []
+    for point in frontier.points[:-1]:
+        limit = f"{format_bytes(point.memory_limit)} per device ({point.share:.0%} of the limit)"
+        if point.seconds is None or point.peak_bytes is None or chosen is None:
+            lines.append(f"{limit}: no plan fits")
+            continue
+        slower = point.seconds / chosen - 1
+        words = "as fast as this plan" if abs(slower) < LEAST_SHARE else f"{slower:+.1%}"
+        peak = format_bytes(point.peak_bytes)
+        lines.append(f"{limit}: {format_seconds(point.seconds)} per step ({words}), tensors peak at {peak}")
     if frontier.left_out:
         lines.append(f"not tried for want of time: {', '.join(f'{share:.0%}' for share in frontier.left_out)}")
     return tuple(lines)

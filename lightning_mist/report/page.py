@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape as escape
+from html import escape
 
 STYLE = """
 :root { --ink: #1b1c1e; --soft: #5b6068; --line: #d9dce1; --paper: #ffffff; --shade: #e8e8ea; --tint: #f5f6f8;
@@ -26,8 +26,8 @@ p { margin: .35rem 0; max-width: 62rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .88rem; margin: .5rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .28rem .6rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { font-weight: 600; color: var(--soft); white-space: nowrap; }
-td.text, th.text { text-align: left; } td.text { min-width: 12rem; }
+th { font-weight: 600; color: var(--soft); vertical-align: bottom; } td { white-space: nowrap; }
+td.text, th.text { text-align: left; } td.text { min-width: 9rem; white-space: normal; }
 tr.ours td { font-weight: 600; background: var(--tint); }
 .bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .3rem .7rem; align-items: center;
   margin: .6rem 0; font-size: .85rem; }
@@ -53,7 +53,14 @@ code { font: .88em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One stacked bar: a label, parts as ``(color, share, what it says when pointed at)``, and what stands behind it."""
+    """One stacked bar.
+
+    Attributes:
+        label: What stands before it.
+        parts: ``(color, share of the whole width, what it says when pointed at)``.
+        text: What stands behind it.
+        mark: Where a limit is, as a share of the whole width.
+    """
 
     label: str
     parts: tuple[tuple[str, float, str], ...]
@@ -75,6 +82,16 @@ def page(title: str, sections: Iterable[str]) -> str:
         '<meta name="color-scheme" content="light dark"/>\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
+
+
+def title_line(text: str) -> str:
+    """What stands over everything."""
+    return f"<h1>{escape(text)}</h1>"
+
+
+def subsection(title: str, *parts: str) -> str:
+    """A smaller heading with what belongs to it."""
+    return f"<h3>{escape(title)}</h3>" + "\n".join(parts)
 
 
 def section(title: str, *parts: str) -> str:
@@ -135,8 +152,7 @@ def bars(lines: Iterable[Bar]) -> str:
         )
         mark = "" if line.mark is None else f'<u style="left:{100 * min(line.mark, 0.998):.3f}%" title="limit"></u>'
         rows.append(
-            f"<span>{escape(line.label)}</span>"
-            f'<span class="bar">{parts}{mark}</span><span>{escape(line.text)}</span>'
+            f'<span>{escape(line.label)}</span><span class="bar">{parts}{mark}</span><span>{escape(line.text)}</span>'
         )
     return '<div class="bars">\n' + "\n".join(rows) + "\n</div>" if rows else ""
 

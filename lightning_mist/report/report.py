@@ -90,13 +90,13 @@ def render_report(report: Report) -> str:
 
 def _sections(report: Report, predicted: Predicted) -> Iterator[str]:
     plan, missing = report.plan, unsupported(report.plan)
-    yield f"<h1>{page.escape(report.title)}</h1>"
+    yield page.title_line(report.title)
     yield page.paragraph(headline(plan), "lead")
     yield page.paragraph(report.verdict)
     yield page.paragraph("" if report.result is None else f"{_proof(report.result)}.", "soft")
     yield page.figures(_figures(report, predicted))
     yield page.warning("A forecast: this version does not execute all of this plan yet", missing)
-    yield page.section("The plan", page.paragraph(_PLAN, "soft"), page.table(*stage_cells(plan)))
+    yield page.section("The plan", page.paragraph(_PLAN, "soft"), page.table(*stage_cells(plan), text=_WORDY))
     yield seconds_section(plan)
     yield _timeline(plan)
     yield memory_section(plan, report.memory_limits)
@@ -109,6 +109,9 @@ def _sections(report: Report, predicted: Predicted) -> Iterator[str]:
     yield page.section("Words", page.pairs(words_for(plan)))
 
 
+_WORDY = ("layers", "devices", "offload")
+"""Columns that may be long."""
+
 _PLAN = (
     "One line for each stage, a group of devices that runs some of the layers. Forward and backward are seconds of one "
     "microbatch; peak memory is that of the stage's most loaded device."
@@ -119,20 +122,28 @@ def headline(plan: Plan) -> str:
     """A plan in a sentence."""
     assert plan.predicted is not None
     seconds = plan.predicted.step_seconds
-    stages = f"{plan.num_stages} stages on {plan.num_groups} groups" if plan.num_groups < plan.num_stages else ""
-    parts = stages or (f"{plan.num_stages} pipeline stages" if plan.num_stages > 1 else "one stage, no pipeline,")
+    if plan.num_groups < plan.num_stages:
+        parts = f"{plan.num_stages} stages on {plan.num_groups} groups of devices, {plan.world_size} in all"
+    elif plan.num_stages > 1:
+        parts = f"{plan.num_stages} pipeline stages on {plan.world_size} devices"
+    else:
+        parts = f"One stage (no pipeline) on {plan.world_size} device{'s' * (plan.world_size > 1)}"
     rates = step_rates(plan, seconds)
-    tokens = "" if rates is None or rates.tokens_per_second is None else f", {per_second(rates.tokens_per_second)} tokens/s"
+    tokens = None if rates is None else rates.tokens_per_second
+    rate = "" if tokens is None else f", {per_second(tokens)} tokens/s"
     return (
-        f"{parts} of {plan.world_size} devices in all: a step of {plan.global_batch_size} rows in "
-        f"{plan.num_microbatches} microbatches is predicted to take {format_seconds(seconds)}{tokens}."
+        f"{parts}: a step of {plan.global_batch_size} rows in {plan.num_microbatches} "
+        f"microbatch{'es' * (plan.num_microbatches > 1)} is predicted to take {format_seconds(seconds)}{rate}."
     )
 
 
 def _proof(result: TuneResult) -> str:
     """How sure the search is, in a sentence."""
-    head = result.explain()[0]
-    return head[:1].upper() + head[1:]
+    return _capital(result.explain()[0])
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _figures(report: Report, predicted: Predicted) -> Iterator[tuple[str, str]]:
@@ -163,7 +174,7 @@ def _timeline(plan: Plan) -> str:
 
     timeline = timeline_of(plan)
     with styled("timeline", is_text=True):
-        svg = inline_svg(timeline_figure(timeline), "Timeline of one step, by stage")
+        svg = inline_svg(timeline_figure(timeline), "timeline", "Timeline of one step, by stage")
     caption = (
         "What every stage does when, by the plan's own schedule on a clock. Numbers are microbatches; where there is "
         "nothing but grey, devices wait."
@@ -181,7 +192,7 @@ def _memory(report: Report) -> str:
         return ""
     picture = memory_picture(report.plan, report.memory_limits)
     with styled("memory", is_text=True):
-        svg = inline_svg(memory_figure(picture), "Memory over one step, by stage and by what it is used for")
+        svg = inline_svg(memory_figure(picture), "memory", "Memory over one step, by stage and by what it is used for")
     caption = (
         "Bytes of each stage's most loaded device, with what it must hold during each action, at the time when that "
         "action runs. The highest point is the peak that the plan was chosen by."
@@ -193,7 +204,7 @@ def _why(report: Report) -> Iterator[str]:
     """Why this plan: of a whole explanation all, else what the search itself says."""
     if report.explanation is not None:
         parts = explanation_sections(report.explanation, full=True)
-        inner = [f"<h3>{page.escape(title[:1].upper() + title[1:])}</h3>{page.items(lines)}" for title, lines in parts]
+        inner = [page.subsection(_capital(title), page.items(lines)) for title, lines in parts]
         yield page.section("Why this plan", *inner)
     elif report.result is not None and report.result.alternatives:
         notes = set(report.result.notes)
@@ -225,6 +236,6 @@ def _frontier(report: Report) -> str:
     if found is None or not found.points:
         return ""
     with styled("frontier", is_text=True):
-        svg = inline_svg(frontier_figure(found), "Seconds of the best plan against the memory limit")
+        svg = inline_svg(frontier_figure(found), "frontier", "Seconds of the best plan against the memory limit")
     caption = "The best plan found anew under each memory limit: what memory buys, and how much of it is needed at all."
     return page.section("With less memory", page.picture(svg, caption), page.items(frontier_lines(found)))

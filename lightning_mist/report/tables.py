@@ -28,7 +28,7 @@ _SECONDS = (
     "stages, and of copies between device and host. Overhead is the runtime's own Python as far as devices wait for it."
 )
 _MEMORY = (
-    "Bytes of each stage's most loaded device at the moment when it needs most. The memory beyond the limit for tensors "
+    "Bytes of each stage's most loaded device at the moment when it needs most. What lies beyond the limit for tensors "
     "is left for the context, communicators and what the allocator keeps free."
 )
 

@@ -39,7 +39,10 @@ def _words(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "checkpointed", "layers whose activations are not kept but computed again in backward (recompute)"
     if any(stage.offload.any for stage in stages):
         yield "offload", "the share of parameters, gradients, optimizer state or activations that lives in host memory"
-    yield "working set", "what is in memory only while a layer is being computed"
+    yield (
+        "working set",
+        "what is there only while a microbatch is computed: its own activations, and what layers need meanwhile",
+    )
 
 
 _SCHEDULES = {

@@ -1,0 +1,133 @@
+"""``lightning-mist plan --html``: the plan in one page."""
+
+import importlib.metadata
+import platform
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_mist.cli.output import say
+from lightning_mist.plan import Plan
+
+if TYPE_CHECKING:
+    from lightning_mist.model import ModelSpec
+    from lightning_mist.tuner import Explanation, Planner, TuneResult
+    from lightning_mist.tuner.comparison import ComparedPlan
+
+
+def check_html(path: str | None) -> None:
+    """Refuse a page that cannot be written, before anything has been computed for it.
+
+    Raises:
+        ValueError: If its folder is not there, or matplotlib is not installed.
+    """
+    if path is not None:
+        from lightning_mist.report.report import check_report
+
+        check_report(path)
+
+
+def write_html(
+    path: str,
+    found: Plan,
+    *,
+    planner: "Planner",
+    result: "TuneResult",
+    why: "Explanation",
+    compared: "Sequence[ComparedPlan] | None",
+    spec: "ModelSpec",
+    verdict: str,
+    notes: Sequence[str],
+    given: Mapping[str, Any],
+    asked: Mapping[str, Any],
+) -> None:
+    """Write the page of a plan.
+
+    Args:
+        path: The file.
+        found: The plan, with its prediction.
+        planner: What found it.
+        result: What it found.
+        why: Why it was chosen.
+        compared: The plan beside others, if that was asked for.
+        spec: The network.
+        verdict: Whether it fits.
+        notes: What to know of the plan.
+        given: What stood on the command line, by name.
+        asked: What was asked of the planner.
+    """
+    from lightning_mist.report.frontier import memory_frontier
+    from lightning_mist.report.report import Report, write_report
+    from lightning_mist.tuner.baselines import baseline_notes
+
+    say("searching plans under less memory, for the report")
+    frontier = memory_frontier(planner, found, **asked)
+    report = Report(
+        title=f"{given['model']} on {given['cluster']}",
+        plan=found,
+        result=result,
+        memory_limits=why.limits,
+        explanation=why,
+        comparison=tuple(compared or ()),
+        comparison_notes=baseline_notes(spec) if compared else (),
+        frontier=frontier,
+        verdict=verdict,
+        inputs=inputs_of(given, found),
+        notes=tuple(notes),
+    )
+    write_report(report, path)
+
+
+def inputs_of(given: Mapping[str, Any], found: Plan) -> tuple[tuple[str, str], ...]:
+    """What a plan was made from, for people: what was said, the command, and the versions.
+
+    Args:
+        given: What stood on the command line, by name.
+        found: The plan, whose fingerprint says what it is for.
+    """
+    said = [
+        (name.replace("_", " "), str(value))
+        for name, value in given.items()
+        if _is_said(value) and value is not True and name not in _FILES
+    ]
+    made_for = dict(found.fingerprint)
+    parameters = [("parameters", f"{int(made_for['num_parameters']):,}")] if "num_parameters" in made_for else []
+    versions = [f"lightning-mist {importlib.metadata.version('lightning-mist')}", f"Python {platform.python_version()}"]
+    versions += [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "highspy")]
+    return (*said, *parameters, ("command", command_of(given)), ("versions", ", ".join(versions)))
+
+
+_FILES = ("out", "html")
+"""Options that say where results go."""
+
+
+def command_of(given: Mapping[str, Any]) -> str:
+    """The command line that says what was given.
+
+    Args:
+        given: What stood on the command line, by name; options that are data are named by their fields.
+    """
+    return shlex.join(["lightning-mist", "plan", *_words(given.items())])
+
+
+def _words(given: Iterable[tuple[str, Any]]) -> Iterable[str]:
+    for name, value in given:
+        if is_dataclass(value) and not isinstance(value, type):
+            changed = ((field.name, getattr(value, field.name), field.default) for field in fields(value))
+            yield from _words((key, current) for key, current, default in changed if current != default)
+        elif value is True:
+            yield f"--{name.replace('_', '-')}"
+        elif _is_said(value) or (value is False and name == "checkpointing"):
+            yield f"--{name.replace('_', '-')}"
+            yield _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"[{','.join(map(str, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _is_said(value: Any) -> bool:
+    return value is not None and value is not False and not is_dataclass(value)

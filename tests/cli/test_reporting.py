@@ -1,0 +1,46 @@
+from lightning_mist.cli.plan import SearchOptions
+from lightning_mist.cli.reporting import command_of, inputs_of
+from tests.cli.networks import refused, run
+from tests.cli.test_plan import plan_arguments
+from tests.report.networks import predicted
+from tests.report.test_page import parsed
+
+GIVEN = {
+    "model": "gpt3-1.3b",
+    "cluster": "1x2xL4",
+    "global_batch_size": 16,
+    "seq_len": None,
+    "json": False,
+    "compare": True,
+    "html": "a b.html",
+    "options": SearchOptions(max_stages=2, zero_stages=(0, 1), checkpointing=False),
+}
+
+
+def test_the_command_can_be_given_again():
+    assert command_of(GIVEN) == (
+        "lightning-mist plan --model gpt3-1.3b --cluster 1x2xL4 --global-batch-size 16 --compare --html 'a b.html' "
+        "--max-stages 2 --zero-stages '[0,1]' --checkpointing false"
+    )
+
+
+def test_inputs_in_words():
+    found = dict(inputs_of(GIVEN, predicted(2, 4)))
+    assert found["global batch size"] == "16"
+    assert "html" not in found
+    assert "compare" not in found
+    assert found["versions"].startswith("lightning-mist ")
+
+
+def test_plan_writes_a_page(tmp_path, capsys):
+    path = tmp_path / "report.html"
+    run(*plan_arguments(html=path, max_stages=2), "--compare")
+    assert f"report written to {path}" in capsys.readouterr().out
+    text = " ".join(parsed(path.read_text(encoding="utf-8")).text)
+    for words in ("tests.cli.networks:make_net on 2xL4", "Why this plan", "With less memory", "DDP", "Fits in"):
+        assert words in text
+
+
+def test_a_page_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):
+    text = refused(capsys, *plan_arguments(html=tmp_path / "none" / "report.html", model="no:thing"))
+    assert "there is no folder" in text

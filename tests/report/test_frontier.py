@@ -1,0 +1,39 @@
+from lightning_mist.report.draw_frontier import draw_frontier, frontier_figure
+from lightning_mist.report.frontier import frontier_lines, memory_frontier
+from lightning_mist.tuner import Planner, SearchSpace
+from tests.report.networks import MACHINE
+from tests.specs import cluster, spec
+
+ASKED = {"global_batch_size": 16, "memory_limit": 3_000_000, "search": SearchSpace(offload=(), schedules=("1f1b",))}
+
+
+def found(**options):
+    planner = Planner(spec(4, measured=True), cluster(2), profile=MACHINE)
+    return memory_frontier(planner, planner.tune(**ASKED).plan, **ASKED, **options)
+
+
+def test_less_memory_is_never_faster(tmp_path):
+    frontier = found(shares=(0.05, 0.4, 0.5, 0.7, 0.9))
+    limits = [point.memory_limit for point in frontier.points]
+    assert limits == sorted(limits)
+    assert limits[-1] == 3_000_000
+    seconds = [point.seconds for point in frontier.points if point.seconds is not None]
+    assert seconds == sorted(seconds, reverse=True)
+    assert all(point.peak_bytes <= point.memory_limit for point in frontier.points if point.plan is not None)
+    assert frontier.points[0].plan is None
+    lines = frontier_lines(frontier)
+    assert len(lines) == len(frontier.points) - 1
+    assert lines[0].endswith("no plan fits")
+    draw_frontier(frontier, str(tmp_path / "a.png"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    texts = [text.get_text() for text in frontier_figure(frontier).axes[0].texts]
+    assert sum("this plan" in text for text in texts) == 1
+    assert "no plan fits" in texts
+
+
+def test_what_there_is_no_time_for_is_said():
+    frontier = found(shares=(0.5, 0.9), seconds=-1.0)
+    assert frontier.left_out == (0.9, 0.5)
+    assert len(frontier.points) == 1
+    assert frontier_lines(frontier) == ("not tried for want of time: 90%, 50%",)
+    frontier_figure(frontier)

@@ -1,0 +1,34 @@
+from lightning_mist.report.tables import comparison_table, group_name, memory_section, seconds_section
+from lightning_mist.tuner.comparison import ComparedPlan
+from tests.report.networks import predicted
+from tests.report.test_page import parsed
+
+
+def test_sections_name_every_group():
+    plan = predicted(2, 4, schedule="interleaved-1f1b", chunks=2)
+    assert [group_name(plan, group) for group in range(2)] == ["stages 0 and 2", "stages 1 and 3"]
+    for text in (seconds_section(plan), memory_section(plan), memory_section(plan, (1e7,) * 4)):
+        assert parsed(text).text.count("stages 0 and 2") == 2
+
+
+def test_limits_are_marked():
+    plan = predicted(2, 4)
+    assert "<u style" not in memory_section(plan)
+    assert memory_section(plan, (1e7, 2e7)).count("<u style") == 2
+    assert "of 19.1 MiB" in memory_section(plan, (1e7, 2e7))
+
+
+def test_what_does_not_fit_says_why():
+    ours = ComparedPlan(
+        name="this plan",
+        plan=predicted(2, 4),
+        settings="2 stages",
+        step_seconds=1.0,
+        ratio=1.0,
+        rows_per_second=8.0,
+        peak_bytes=2**20,
+    )
+    text = comparison_table([ours, ComparedPlan(name="DDP", plan=None, reason="needs 3 GiB of 2 GiB")])
+    assert "does not fit: needs 3 GiB of 2 GiB" in text
+    assert "rows/s" in text
+    assert "tokens/s" not in text
