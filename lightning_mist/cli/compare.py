@@ -129,4 +129,4 @@ def _cells(item: "ComparedPlan", has_tokens: bool) -> tuple[str, ...]:
     assert item.peak_bytes is not None
     rate = item.tokens_per_second if has_tokens else item.rows_per_second
     shown = "-" if rate is None else per_second(rate)
-    return format_seconds(item.step_seconds), f"{item.ratio:.2f}", shown, format_bytes(item.peak_bytes)
+    return format_seconds(item.step_seconds), f"{item.ratio:.3f}", shown, format_bytes(item.peak_bytes)

@@ -16,7 +16,7 @@ Array axes
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import numpy as np
@@ -151,6 +151,10 @@ class _Costs:
         fits_K: BoolArray = (self.peak_K <= limits.device_bytes) & (self.host_K <= limits.host_bytes)
         return fits_K
 
+    def take(self, mask_K: BoolArray) -> "_Costs":
+        """Those of some settings."""
+        return _Costs(**{item.name: getattr(self, item.name)[..., mask_K] for item in fields(self)})
+
     def bound(self, index: int, num_microbatches: int, chunks: int) -> float:
         """Seconds that one setting takes at least with its stages in chunks.
 
@@ -221,13 +225,20 @@ class UniformSearch:
                     yield _Grid(num_stages=num_stages, num_microbatches=part * num_stages * tensor, shape=shape)
 
     def _costs(self, grid: _Grid, family: Family) -> _Costs:
-        key = (grid, family.zero_stages, family.recomputes, family.every_offload)
+        """What all settings of a grid that a family has cost."""
+        key = (grid, family.zero_stages, family.every_offload)
         if key not in self._kept:
             self._kept[key] = self._evaluate(grid, family)
-        return self._kept[key]
+        costs, count = self._kept[key], self.space.num_layers // grid.num_stages
+        if family.recomputes == "best":
+            return costs
+        return costs.take(costs.checkpointed_K == (count if family.recomputes == "all" else 0))
 
     def _evaluate(self, grid: _Grid, family: Family) -> _Costs:
-        """What all settings of a grid cost; stages with the same layers in the same role are looked at once."""
+        """What all settings of a grid cost, with any number of recomputed layers.
+
+        Stages with the same layers in the same role are looked at once.
+        """
         count = self.space.num_layers // grid.num_stages
         checkpointed_K, zero_K, offload_K = self._options(grid, family, count)
         ratios = [family.every_offload[index] for index in offload_K]
@@ -270,8 +281,7 @@ class UniformSearch:
 
     def _options(self, grid: _Grid, family: Family, count: int) -> tuple[IntArray, IntArray, IntArray]:
         """Recomputed layers, ZeRO stages and kinds of offload, every combination."""
-        recomputed = {"none": [0], "all": [count], "best": range(count + 1)}[family.recomputes]
-        layers = np.array(recomputed) if self.space.checkpointing else np.array([0])
+        layers = np.arange(count + 1) if self.space.checkpointing else np.array([0])
         zeros = np.array(sorted(set(family.zero_stages)) if grid.shape.data > 1 else [0])
         found = np.meshgrid(layers, zeros, np.arange(len(family.every_offload)), indexing="ij")
         checkpointed_K, zero_K, offload_K = (item.reshape(-1) for item in found)

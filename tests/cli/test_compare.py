@@ -27,10 +27,10 @@ def compared():
 def test_table():
     text = render_comparison(compared(), ["to know"])
     lines = {line.strip("│").split("│")[0].strip(): line for line in text.splitlines() if line.startswith("│")}
-    assert "1.00" in lines["this plan"]
+    assert "1.000" in lines["this plan"]
     assert "2 stages; 2 microbatches of 4 rows" in lines["this plan"]
     assert "the same plan " in lines["same"]
-    for words in ("4 s", "2.00", "32", "2.9 KiB", "on the host: optimizer"):
+    for words in ("4 s", "2.000", "32", "2.9 KiB", "on the host: optimizer"):
         assert words in lines["moved *"]
     assert "the same plan as moved" in lines["again *"]
     assert "does not fit: needs 3 GiB of 2 GiB per device" in lines["none"]
@@ -41,7 +41,7 @@ def test_table():
 def test_narrow_tables_lose_nothing():
     text = render_comparison(compared(), width=80)
     assert max(map(len, text.splitlines())) <= 80
-    for words in ("host:", "optimizer", "32", "2.9 KiB", "2.00"):
+    for words in ("host:", "optimizer", "32", "2.9 KiB", "2.000"):
         assert words in text
 
 
