@@ -37,10 +37,11 @@ from lightning_mist.errors import InfeasibleError, ProfileError
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import LayerSpec, ModelSpec
 from lightning_mist.plan import OffloadRatios, Plan
+from lightning_mist.tuner.families import Family, Limits, Uniform
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.published import Asked, published_plan
 from lightning_mist.tuner.space import SearchSpace
-from lightning_mist.tuner.uniform import Family, Limits, Uniform, UniformSearch
+from lightning_mist.tuner.uniform import UniformSearch
 from lightning_mist.units import format_bytes
 
 _OPTIMIZER = (OffloadRatios(optimizer=1.0), OffloadRatios(optimizer=1.0, gradients=1.0))

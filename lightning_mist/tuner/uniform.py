@@ -16,8 +16,7 @@ Array axes
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from lightning_mist.cost.offload import host_bytes
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
+from lightning_mist.tuner.families import Family, Grid, GridCosts, Limits, Setting, Uniform
 from lightning_mist.tuner.intra_stage import layer_classes
 from lightning_mist.tuner.space import Shape, Space, divisors
 
@@ -39,131 +39,6 @@ TRIED = 24
 
 MOST_CHUNKS = 4
 """The most chunks of one group of devices, as in the search for a plan."""
-
-NO_OFFLOAD = OffloadRatios()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """Plans with stages that are all alike.
-
-    Attributes:
-        zero_stages: ZeRO stages that may be used where there are data-parallel ranks; without them there is nothing to
-            shard, and the stage is 0.
-        has_stages: Whether there may be several stages.
-        splits_layers: Whether devices may share layers (tensor parallelism).
-        recomputes: Whether layers are recomputed: ``"none"``, ``"all"``, or as many of every stage as are ``"best"``.
-        cuts_batches: Whether one batch of a device may be cut into several microbatches.
-        has_chunks: Whether stages may be dealt out in chunks, as far as nothing is offloaded.
-        offloads: What may live in host memory.
-        offloads_if_all_recomputed: What else may, where all layers are recomputed.
-    """
-
-    zero_stages: tuple[int, ...]
-    has_stages: bool = False
-    splits_layers: bool = False
-    recomputes: Literal["none", "all", "best"] = "best"
-    cuts_batches: bool = True
-    has_chunks: bool = False
-    offloads: tuple[OffloadRatios, ...] = (NO_OFFLOAD,)
-    offloads_if_all_recomputed: tuple[OffloadRatios, ...] = ()
-
-    @property
-    def every_offload(self) -> tuple[OffloadRatios, ...]:
-        """All that may live in host memory."""
-        return (*self.offloads, *self.offloads_if_all_recomputed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a plan may use.
-
-    Attributes:
-        device_bytes: Bytes of every device.
-        host_bytes: Bytes of every device's part of its node's memory.
-    """
-
-    device_bytes: float
-    host_bytes: float = np.inf
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Uniform:
-    """The fastest plan of a family.
-
-    Attributes:
-        plan: The plan with its prediction; None if none fits.
-        least_bytes: The least peak of any setting, infinite if there is none; by which nothing fits if there is no
-            plan.
-        least_host_bytes: The least host memory per device of any setting whose peak fits.
-    """
-
-    plan: Plan | None
-    least_bytes: float
-    least_host_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Grid:
-    """Stages, microbatches, and the arrangement of every stage's devices."""
-
-    num_stages: int
-    num_microbatches: int
-    shape: Shape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
-    """One plan of a family, by its seconds in closed form or a bound of them."""
-
-    seconds: float
-    grid: _Grid
-    checkpointed: int
-    zero_stage: int
-    offload: OffloadRatios
-    chunks: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Costs:
-    """What all settings of one grid cost.
-
-    Attributes:
-        checkpointed_K, zero_K, offload_K: The settings; of offload the index among the family's.
-        seconds_K: Step seconds in closed form.
-        busy_SK: Seconds that every stage's devices are busy with one microbatch, without transfers.
-        accumulate_SK: What of these the first microbatch saves.
-        peak_K: Peak bytes of the most loaded device.
-        host_K: Host bytes of the device that has most there.
-    """
-
-    checkpointed_K: IntArray
-    zero_K: IntArray
-    offload_K: IntArray
-    seconds_K: FloatArray
-    busy_SK: FloatArray
-    accumulate_SK: FloatArray
-    peak_K: FloatArray
-    host_K: FloatArray
-
-    def fits(self, limits: Limits) -> BoolArray:
-        """Which settings fit; axis ``K``."""
-        fits_K: BoolArray = (self.peak_K <= limits.device_bytes) & (self.host_K <= limits.host_bytes)
-        return fits_K
-
-    def take(self, mask_K: BoolArray) -> "_Costs":
-        """Those of some settings."""
-        return _Costs(**{item.name: getattr(self, item.name)[..., mask_K] for item in fields(self)})
-
-    def bound(self, index: int, num_microbatches: int, chunks: int) -> float:
-        """Seconds that one setting takes at least with its stages in chunks.
-
-        A group of devices starts when the first microbatch has come through the first chunk of all groups before it,
-        and these have as much to do when it has ended.
-        """
-        busy_S = self.busy_SK[:, index]
-        before_S = (np.cumsum(busy_S) - busy_S) / chunks
-        return float((before_S + num_microbatches * busy_S - self.accumulate_SK[:, index]).max())
 
 
 class UniformSearch:
@@ -178,15 +53,22 @@ class UniformSearch:
     def __init__(self, model: StageCostModel, space: Space, limits: Limits) -> None:
         self.model, self.space, self.limits = model, space, limits
         self._classes = layer_classes(model.spec)
-        self._kept: dict[Hashable, _Costs] = {}
+        self._kept: dict[Hashable, GridCosts] = {}
         self._predicted: dict[Hashable, Plan] = {}
 
-    def best(self, family: Family) -> Uniform:
-        """The fastest plan of a family that fits."""
-        settings: list[_Setting] = []
-        chunked: list[_Setting] = []
+    def best(self, family: Family, *, below: float = np.inf) -> Uniform:
+        """The fastest plan of a family that fits.
+
+        Args:
+            family: The family.
+            below: Plans that do not take fewer seconds are of no interest.
+        """
+        settings: list[Setting] = []
+        chunked: list[Setting] = []
         least, least_host = np.inf, np.inf
         for grid in self._grids(family):
+            if self._least(grid) >= below:
+                continue
             costs = self._costs(grid, family)
             fits_K = costs.fits(self.limits)
             on_device_K = costs.peak_K <= self.limits.device_bytes
@@ -197,10 +79,12 @@ class UniformSearch:
                 chunked += self._chunked(grid, family, costs, fits_K)
         settings.sort(key=lambda item: item.seconds)
         plans = [self._predict(item) for item in settings[:CLOCKED]]
-        best = self._with_chunks(family, chunked, min(plans, key=_seconds, default=None))
+        best = self._with_chunks(family, chunked, min(plans, key=_seconds, default=None), below)
+        if best is not None and _seconds(best) >= below:
+            best = None
         return Uniform(plan=best, least_bytes=least, least_host_bytes=least_host)
 
-    def _predict(self, setting: _Setting) -> Plan:
+    def _predict(self, setting: Setting) -> Plan:
         """The plan of a setting with its prediction."""
         key = replace(setting, seconds=0.0)
         if key not in self._predicted:
@@ -208,7 +92,7 @@ class UniformSearch:
             self._predicted[key] = replace(plan, predicted=predict_with(self.model, plan))
         return self._predicted[key]
 
-    def _grids(self, family: Family) -> Iterator[_Grid]:
+    def _grids(self, family: Family) -> Iterator[Grid]:
         space = self.space
         if family.recomputes == "all" and not space.checkpointing:
             return
@@ -222,9 +106,21 @@ class UniformSearch:
                 data, rest = divmod(space.world_size // num_stages, tensor)
                 for part in parts if rest == 0 and data else ():
                     shape = Shape(data, tensor, sequence)
-                    yield _Grid(num_stages=num_stages, num_microbatches=part * num_stages * tensor, shape=shape)
+                    yield Grid(num_stages=num_stages, num_microbatches=part * num_stages * tensor, shape=shape)
 
-    def _costs(self, grid: _Grid, family: Family) -> _Costs:
+    def _least(self, grid: Grid) -> float:
+        """Seconds on the clock that no plan of a grid goes below, in chunks or not: those of computing."""
+        shape, count = grid.shape, self.space.num_layers // grid.num_stages
+        rows = self.space.rows(grid.num_microbatches, shape.data)
+        found = self.model.region_seconds(rows, shape.tensor, shape.sequence)
+        region_R = found.forward_R + found.backward_R
+        stage_S = region_R[1:-1].reshape(grid.num_stages, count).sum(axis=1)
+        before_S = (np.cumsum(stage_S) - stage_S) / MOST_CHUNKS
+        stage_S[0] += region_R[0]
+        stage_S[-1] += region_R[-1]
+        return float((before_S + grid.num_microbatches * stage_S).max())
+
+    def _costs(self, grid: Grid, family: Family) -> GridCosts:
         """What all settings of a grid that a family has cost."""
         key = (grid, family.zero_stages, family.every_offload)
         if key not in self._kept:
@@ -234,7 +130,7 @@ class UniformSearch:
             return costs
         return costs.take(costs.checkpointed_K == (count if family.recomputes == "all" else 0))
 
-    def _evaluate(self, grid: _Grid, family: Family) -> _Costs:
+    def _evaluate(self, grid: Grid, family: Family) -> GridCosts:
         """What all settings of a grid cost, with any number of recomputed layers.
 
         Stages with the same layers in the same role are looked at once.
@@ -268,7 +164,7 @@ class UniformSearch:
             peak_K = np.maximum(peak_K, needs.peaks(phases))
             host_K = np.maximum(host_K, host_bytes(memory, slot, candidates, needs, phases))
         steady_SK, boundary_SK, busy_SK, accumulate_SK = (np.stack(found) for found in each)
-        return _Costs(
+        return GridCosts(
             checkpointed_K=checkpointed_K,
             zero_K=zero_K,
             offload_K=offload_K,
@@ -279,7 +175,7 @@ class UniformSearch:
             host_K=host_K,
         )
 
-    def _options(self, grid: _Grid, family: Family, count: int) -> tuple[IntArray, IntArray, IntArray]:
+    def _options(self, grid: Grid, family: Family, count: int) -> tuple[IntArray, IntArray, IntArray]:
         """Recomputed layers, ZeRO stages and kinds of offload, every combination."""
         layers = np.arange(count + 1) if self.space.checkpointing else np.array([0])
         zeros = np.array(sorted(set(family.zero_stages)) if grid.shape.data > 1 else [0])
@@ -288,7 +184,7 @@ class UniformSearch:
         kept_K = (offload_K < len(family.offloads)) | (checkpointed_K == count)
         return checkpointed_K[kept_K], zero_K[kept_K], offload_K[kept_K]
 
-    def _slot(self, grid: _Grid, index: int) -> StageSlot:
+    def _slot(self, grid: Grid, index: int) -> StageSlot:
         space, shape = self.space, grid.shape
         return StageSlot(
             stage_index=index,
@@ -302,7 +198,7 @@ class UniformSearch:
             sequence_parallel=shape.sequence,
         )
 
-    def _chunked(self, grid: _Grid, family: Family, costs: _Costs, fits_K: BoolArray) -> Iterator[_Setting]:
+    def _chunked(self, grid: Grid, family: Family, costs: GridCosts, fits_K: BoolArray) -> Iterator[Setting]:
         """The same stages in chunks, with as few recomputed layers as let them fit in one piece."""
         layers, rest = divmod(self.space.num_layers, grid.num_stages)
         if grid.num_stages < 2 or rest or grid.num_microbatches % grid.num_stages:
@@ -316,7 +212,7 @@ class UniformSearch:
                 if layers % chunks or not len(at_K):
                     continue
                 index = int(at_K[costs.checkpointed_K[at_K].argmin()])
-                yield _Setting(
+                yield Setting(
                     seconds=costs.bound(index, grid.num_microbatches, chunks),
                     grid=grid,
                     checkpointed=int(costs.checkpointed_K[index]),
@@ -325,17 +221,17 @@ class UniformSearch:
                     chunks=chunks,
                 )
 
-    def _with_chunks(self, family: Family, chunked: Sequence[_Setting], best: Plan | None) -> Plan | None:
+    def _with_chunks(self, family: Family, chunked: Sequence[Setting], best: Plan | None, below: float) -> Plan | None:
         """The best plan, or a faster one with chunks."""
         for setting in sorted(chunked, key=lambda item: item.seconds)[:TRIED]:
-            if best is not None and setting.seconds >= _seconds(best):
+            if setting.seconds >= (below if best is None else min(below, _seconds(best))):
                 break
             found = self._fitted(family, setting)
             if found is not None and (best is None or _seconds(found) < _seconds(best)):
                 best = found
         return best
 
-    def _fitted(self, family: Family, setting: _Setting) -> Plan | None:
+    def _fitted(self, family: Family, setting: Setting) -> Plan | None:
         """The plan of a setting, with as many more recomputed layers of every chunk as it needs to fit."""
         layers = self.space.num_layers // setting.grid.num_stages
         more = range(setting.checkpointed, layers + 1, setting.chunks) if self.space.checkpointing else [0]
@@ -347,7 +243,7 @@ class UniformSearch:
                 return plan
         return None
 
-    def _plan(self, setting: _Setting) -> Plan:
+    def _plan(self, setting: Setting) -> Plan:
         space, grid = self.space, setting.grid
         layout = rank_layout([(grid.shape.data, grid.shape.tensor)] * grid.num_stages, space.devices_per_node)
         count = space.num_layers // (grid.num_stages * setting.chunks)
@@ -369,12 +265,12 @@ class UniformSearch:
         )
 
 
-def _closed(grid: _Grid, family: Family, costs: _Costs, fits_K: BoolArray) -> Iterator[_Setting]:
+def _closed(grid: Grid, family: Family, costs: GridCosts, fits_K: BoolArray) -> Iterator[Setting]:
     """The best settings of a grid by the closed form, of which not more than so many are ever run on the clock."""
     seconds_K = np.where(fits_K, costs.seconds_K, np.inf)
     for index in np.argsort(seconds_K, kind="stable")[:CLOCKED].tolist():
         if np.isfinite(seconds_K[index]):
-            yield _Setting(
+            yield Setting(
                 seconds=float(seconds_K[index]),
                 grid=grid,
                 checkpointed=int(costs.checkpointed_K[index]),

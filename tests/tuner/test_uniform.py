@@ -7,8 +7,9 @@ import pytest
 from lightning_mist.cost import StageCostModel, predict_with, step_seconds
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
+from lightning_mist.tuner.families import Family, Limits
 from lightning_mist.tuner.space import SearchSpace, Shape, apply, divisors
-from lightning_mist.tuner.uniform import Family, Limits, UniformSearch
+from lightning_mist.tuner.uniform import UniformSearch
 from tests.specs import cluster, profile, spec, with_splits
 
 NETWORK = with_splits(
@@ -164,3 +165,11 @@ def test_what_a_module_does_not_allow():
     assert np.isinf(nothing.least_bytes)
     plan = searching(network).best(GRID).plan
     assert (plan.num_stages, plan.num_microbatches, plan.stages[0].checkpointing.layers) == (1, 1, 0)
+
+
+def test_what_is_not_faster_is_of_no_interest():
+    best = searching().best(GRID).plan
+    seconds = best.predicted.step_seconds
+    assert searching().best(GRID, below=seconds * 1.001).plan == best
+    assert searching().best(GRID, below=seconds).plan is None
+    assert np.isinf(searching().best(GRID, below=seconds / 100).least_bytes)  # Nothing had to be looked at.
