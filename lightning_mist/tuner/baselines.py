@@ -30,14 +30,13 @@ nothing.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
+from lightning_mist.cost import Profiles, profiles_of
 from lightning_mist.cost.channels import copy_rates
 from lightning_mist.errors import InfeasibleError, ProfileError
-from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.model.spec import LayerSpec, ModelSpec
 from lightning_mist.plan import OffloadRatios, Plan
-from lightning_mist.tuner.families import Family, Limits, Uniform
+from lightning_mist.tuner.families import Limits, Uniform, UniformFamily
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.published import Asked, published_plan
 from lightning_mist.tuner.space import SearchSpace
@@ -46,16 +45,16 @@ from lightning_mist.units import format_bytes
 
 _OPTIMIZER = (OffloadRatios(optimizer=1.0), OffloadRatios(optimizer=1.0, gradients=1.0))
 _WITH_PARAMETERS = tuple(replace(item, parameters=1.0) for item in _OPTIMIZER)
-_GRID = Family(zero_stages=(0, 1), has_stages=True, splits_layers=True, has_chunks=True)
+_GRID = UniformFamily(zero_stages=(0, 1), has_stages=True, splits_layers=True, has_chunks=True)
 
-FAMILIES: tuple[tuple[str, Family], ...] = (
-    ("DDP", Family(zero_stages=(0,), recomputes="none", cuts_batches=False)),
-    ("DDP, tuned", Family(zero_stages=(0,))),
-    ("FSDP", Family(zero_stages=(2, 3))),
-    ("ZeRO-Offload", Family(zero_stages=(2, 3), offloads=_OPTIMIZER)),
+FAMILIES: tuple[tuple[str, UniformFamily], ...] = (
+    ("DDP", UniformFamily(zero_stages=(0,), recomputes="none", cuts_batches=False)),
+    ("DDP, tuned", UniformFamily(zero_stages=(0,))),
+    ("FSDP", UniformFamily(zero_stages=(2, 3))),
+    ("ZeRO-Offload", UniformFamily(zero_stages=(2, 3), offloads=_OPTIMIZER)),
     (
         "ZeRO-Infinity",
-        Family(
+        UniformFamily(
             zero_stages=(3,),
             offloads=_WITH_PARAMETERS,
             offloads_if_all_recomputed=tuple(replace(item, activations=1.0) for item in _WITH_PARAMETERS),
@@ -67,10 +66,10 @@ FAMILIES: tuple[tuple[str, Family], ...] = (
 )
 """Baselines whose stages are all alike."""
 
-_LEAST_OF_ACESO = Family(zero_stages=(0,), has_stages=True, splits_layers=True, recomputes="all")
+_LEAST_OF_ACESO = UniformFamily(zero_stages=(0,), has_stages=True, splits_layers=True, recomputes="all")
 """Plans of Aceso's that need little memory."""
 
-_LEAST_OF_MIST = Family(
+_LEAST_OF_MIST = UniformFamily(
     zero_stages=(1, 2, 3),
     has_stages=True,
     splits_layers=True,
@@ -81,6 +80,9 @@ _LEAST_OF_MIST = Family(
 
 _LEAST_WITHOUT_OFFLOAD = replace(_LEAST_OF_MIST, offloads=(OffloadRatios(),))
 """The same where nothing can be offloaded."""
+
+
+MIST = "Mist paper's space"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +102,9 @@ class Baseline:
 
 def baselines(
     spec: ModelSpec,
-    cluster: Cluster,
+    cluster: AnyCluster,
     *,
-    profile: HardwareProfile | None = None,
+    profile: Profiles = None,
     global_batch_size: int,
     memory_limit: int | None = None,
     host_memory_limit: int | None = None,
@@ -163,9 +165,8 @@ def baselines_with(
             solver_seconds=given.solver_seconds,
         ),
     )
-    intra = planner.stages(planner.space(global_batch_size, asked.search), memory_limit, host_memory_limit)
-    limits = Limits(device_bytes=intra.memory_limit, host_bytes=intra.host_limit)
-    alike = UniformSearch(planner.alike, intra.space, limits)
+    limits = Limits.of(planner.cluster, memory_limit, host_memory_limit)
+    alike = UniformSearch(planner.model, planner.space(global_batch_size, asked.search), limits)
     result = []
     refused = _why_no_offload(planner)
     for name, family in FAMILIES:
@@ -173,7 +174,7 @@ def baselines_with(
         if refused and all(item.any for item in family.offloads):
             result.append(Baseline(name=name, plan=None, reason=refused))
             continue
-        result.append(_baseline(name, alike.best(family), alike.limits))
+        result.append(_baseline(name, alike.best(family)))
     say("comparing with Aceso")
     result.append(_searched("Aceso", _aceso(planner, asked), alike, _LEAST_OF_ACESO))
     say("comparing with the Mist paper's space")
@@ -181,19 +182,11 @@ def baselines_with(
         asked, least = replace(asked, search=replace(asked.search, offload=())), _LEAST_WITHOUT_OFFLOAD
     else:
         least = _LEAST_OF_MIST
-    result.append(_searched("Mist paper's space", published_plan(planner, asked), alike, least))
+    if isinstance(planner.cluster, MixedCluster):
+        result.append(Baseline(name=MIST, plan=None, reason="its stages all have the same devices"))
+    else:
+        result.append(_searched(MIST, published_plan(planner, asked), alike, least))
     return tuple(result)
-
-
-def _why_no_offload(planner: Planner) -> str:
-    """Why nothing can be moved to host memory; empty if it can."""
-    if planner.cluster.kind != "cuda":
-        return "these devices compute in host memory, so there is nothing to move there"
-    try:
-        copy_rates(planner.alike.profile, planner.alike.cluster)
-    except ProfileError as error:
-        return str(error)
-    return ""
 
 
 def _aceso(planner: Planner, asked: Asked) -> Plan | None:
@@ -213,30 +206,40 @@ def _aceso(planner: Planner, asked: Asked) -> Plan | None:
     return found.plan
 
 
+def _why_no_offload(planner: Planner) -> str:
+    """Why nothing can be moved to host memory; empty if it can."""
+    if planner.cluster.kind != "cuda":
+        return "these devices compute in host memory, so there is nothing to move there"
+    try:
+        for profile, part in zip(profiles_of(planner.model), planner.cluster.parts, strict=True):
+            copy_rates(profile, part)
+    except ProfileError as error:
+        return str(error)
+    return ""
+
+
 def _silent(text: str) -> None:
     """Nobody listens."""
 
 
-def _searched(name: str, plan: Plan | None, alike: UniformSearch, least: Family) -> Baseline:
+def _searched(name: str, plan: Plan | None, alike: UniformSearch, least: UniformFamily) -> Baseline:
     """A baseline whose stages may differ; if nothing fits, with the least that stages need that are alike."""
     if plan is not None:
         return Baseline(name=name, plan=plan)
-    needed = _baseline(name, replace(alike.best(least), plan=None), alike.limits)
+    needed = _baseline(name, replace(alike.best(least), plan=None))
     return replace(needed, reason=f"{needed.reason}, with stages that are alike")
 
 
-def _baseline(name: str, found: Uniform, limits: Limits) -> Baseline:
+def _baseline(name: str, found: Uniform) -> Baseline:
     """A baseline whose stages are all alike."""
     if found.plan is not None:
         return Baseline(name=name, plan=found.plan)
-    if np.isinf(found.least_bytes):
+    if found.device is None:
         return Baseline(name=name, plan=None, reason="the module or the batch does not allow any")
-    if found.least_bytes > limits.device_bytes:
-        reason = f"needs {format_bytes(found.least_bytes)} of {format_bytes(limits.device_bytes)} per device"
-    else:
-        least, most = format_bytes(found.least_host_bytes), format_bytes(limits.host_bytes)
-        reason = f"needs {least} of {most} of host memory per device"
-    return Baseline(name=name, plan=None, reason=reason)
+    # Where a setting fits on its devices, host memory is what it lacks.
+    short = found.device if found.host is None else found.host
+    reason = f"needs {format_bytes(short.needed_bytes)} of {format_bytes(short.limit_bytes)} per device"
+    return Baseline(name=name, plan=None, reason=reason if short is found.device else f"{reason} in host memory")
 
 
 def baseline_notes(spec: ModelSpec) -> tuple[str, ...]:

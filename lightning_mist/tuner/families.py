@@ -11,14 +11,16 @@ from typing import Literal
 import numpy as np
 
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.hardware import AnyCluster, Cluster
 from lightning_mist.plan import OffloadRatios, Plan
+from lightning_mist.tuner.budget import host_bytes_of_each, usable_bytes
 from lightning_mist.tuner.space import Shape
 
 NO_OFFLOAD = OffloadRatios()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class UniformFamily:
     """Plans with stages that are all alike.
 
     Attributes:
@@ -49,16 +51,74 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Stages, microbatches, and the arrangement of every stage's devices.
+
+    Attributes:
+        num_stages: Number of stages.
+        num_microbatches: Number of microbatches.
+        shape: How the devices of every stage are arranged.
+        parts: The part of a cluster of unlike devices in which each stage lies; nothing if devices are alike, or the
+            only stage has all of them.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    shape: Shape
+    parts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a plan may use.
+    """What a plan may use, one entry for every part of the cluster.
 
     Attributes:
         device_bytes: Bytes of every device.
         host_bytes: Bytes of every device's part of its node's memory.
     """
 
-    device_bytes: float
-    host_bytes: float = np.inf
+    device_bytes: tuple[float, ...]
+    host_bytes: tuple[float, ...]
+
+    @classmethod
+    def of(cls, cluster: AnyCluster, memory_limit: int | None = None, host_memory_limit: int | None = None) -> "Limits":
+        """The limits of a search.
+
+        Args:
+            cluster: The devices.
+            memory_limit: Bytes of each device that may be used in all; of unlike devices at most what each has.
+            host_memory_limit: Bytes of host memory of each node.
+        """
+        parts = cluster.parts
+
+        def asked(part: Cluster) -> int | None:
+            cut = memory_limit is not None and len(parts) > 1
+            return min(memory_limit, part.device.memory_bytes) if memory_limit is not None and cut else memory_limit
+
+        return cls(
+            device_bytes=tuple(usable_bytes(part, asked(part)) for part in parts),
+            host_bytes=tuple(host_bytes_of_each(part, host_memory_limit) for part in parts),
+        )
+
+    def stages(self, grid: Grid) -> tuple[FloatArray, FloatArray]:
+        """Bytes of a device and of its host memory that every stage may use; axes ``S``."""
+        found = []
+        for each in (self.device_bytes, self.host_bytes):
+            found.append(np.array([each[part] for part in grid.parts] or [min(each)] * grid.num_stages))
+        return found[0], found[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """What the least demanding setting needs of a kind of memory on the stage where most is missing, and its limit."""
+
+    needed_bytes: float
+    limit_bytes: float
+
+    @property
+    def missing(self) -> float:
+        """Bytes that are missing, not more than 0 if it fits; without a limit all that are needed."""
+        return self.needed_bytes - (self.limit_bytes if np.isfinite(self.limit_bytes) else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,23 +127,14 @@ class Uniform:
 
     Attributes:
         plan: The plan with its prediction; None if none fits.
-        least_bytes: The least peak of any setting, infinite if there is none; by which nothing fits if there is no
-            plan.
-        least_host_bytes: The least host memory per device of any setting whose peak fits.
+        device: What the setting needs of its devices that needs least; None if there is no setting.
+        host: What the setting needs of host memory that needs least of it, among those that fit on their devices; None
+            if there is none.
     """
 
     plan: Plan | None
-    least_bytes: float
-    least_host_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """Stages, microbatches, and the arrangement of every stage's devices."""
-
-    num_stages: int
-    num_microbatches: int
-    shape: Shape
+    device: Shortage | None
+    host: Shortage | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +158,8 @@ class GridCosts:
         seconds_K: Step seconds in closed form.
         busy_SK: Seconds that every stage's devices are busy with one microbatch, without transfers.
         accumulate_SK: What of these the first microbatch saves.
-        peak_K: Peak bytes of the most loaded device.
-        host_K: Host bytes of the device that has most there.
+        peak_SK: Peak bytes of every stage's most loaded device.
+        host_SK: Bytes that it has in host memory.
     """
 
     checkpointed_K: IntArray
@@ -117,17 +168,21 @@ class GridCosts:
     seconds_K: FloatArray
     busy_SK: FloatArray
     accumulate_SK: FloatArray
-    peak_K: FloatArray
-    host_K: FloatArray
-
-    def fits(self, limits: Limits) -> BoolArray:
-        """Which settings fit; axis ``K``."""
-        fits_K: BoolArray = (self.peak_K <= limits.device_bytes) & (self.host_K <= limits.host_bytes)
-        return fits_K
+    peak_SK: FloatArray
+    host_SK: FloatArray
 
     def take(self, mask_K: BoolArray) -> "GridCosts":
         """Those of some settings."""
         return GridCosts(**{item.name: getattr(self, item.name)[..., mask_K] for item in fields(self)})
+
+    def least(self, uses_SK: FloatArray, limit_S: FloatArray) -> Shortage | None:
+        """What the setting that misses least uses where it misses most; None if there is no setting."""
+        missing_SK = uses_SK - np.where(np.isfinite(limit_S), limit_S, 0.0)[:, None]
+        if not missing_SK.size:
+            return None
+        index = int(missing_SK.max(axis=0).argmin())
+        stage = int(missing_SK[:, index].argmax())
+        return Shortage(needed_bytes=float(uses_SK[stage, index]), limit_bytes=float(limit_S[stage]))
 
     def bound(self, index: int, num_microbatches: int, chunks: int) -> float:
         """Seconds that one setting takes at least with its stages in chunks.

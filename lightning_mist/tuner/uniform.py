@@ -17,18 +17,20 @@ Array axes
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 
-from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot, predict_with, step_seconds_of
+from lightning_mist.cost import CostModel, MixedCostModel, StageCandidates, StageSlot, predict_with, step_seconds_of
 from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.offload import host_bytes
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
-from lightning_mist.tuner.families import Family, Grid, GridCosts, Limits, Setting, Uniform
+from lightning_mist.tuner.families import Grid, GridCosts, Limits, Setting, Shortage, Uniform, UniformFamily
 from lightning_mist.tuner.intra_stage import layer_classes
+from lightning_mist.tuner.mixed import mixed_layout
 from lightning_mist.tuner.space import Shape, Space, divisors
 
 CLOCKED = 8
@@ -50,13 +52,13 @@ class UniformSearch:
         limits: What a plan may use.
     """
 
-    def __init__(self, model: StageCostModel, space: Space, limits: Limits) -> None:
+    def __init__(self, model: CostModel, space: Space, limits: Limits) -> None:
         self.model, self.space, self.limits = model, space, limits
         self._classes = layer_classes(model.spec)
         self._kept: dict[Hashable, GridCosts] = {}
         self._predicted: dict[Hashable, Plan] = {}
 
-    def best(self, family: Family, *, below: float = np.inf) -> Uniform:
+    def best(self, family: UniformFamily, *, below: float = np.inf) -> Uniform:
         """The fastest plan of a family that fits.
 
         Args:
@@ -65,24 +67,26 @@ class UniformSearch:
         """
         settings: list[Setting] = []
         chunked: list[Setting] = []
-        least, least_host = np.inf, np.inf
+        device: Shortage | None = None
+        host: Shortage | None = None
         for grid in self._grids(family):
-            if self._least(grid) >= below:
+            if self._bound(grid) >= below:
                 continue
             costs = self._costs(grid, family)
-            fits_K = costs.fits(self.limits)
-            on_device_K = costs.peak_K <= self.limits.device_bytes
-            least = min(least, float(costs.peak_K.min()))
-            least_host = min(least_host, float(costs.host_K[on_device_K].min(initial=np.inf)))
+            device_S, host_S = self.limits.stages(grid)
+            on_device_K = _within(costs.peak_SK, device_S)
+            fits_K = np.logical_and(on_device_K, _within(costs.host_SK, host_S))
+            device = _least(device, costs.least(costs.peak_SK, device_S))
+            host = _least(host, costs.least(costs.host_SK[:, on_device_K], host_S))
             settings += _closed(grid, family, costs, fits_K)
-            if family.has_chunks:
+            if family.has_chunks and not grid.parts:
                 chunked += self._chunked(grid, family, costs, fits_K)
         settings.sort(key=lambda item: item.seconds)
         plans = [self._predict(item) for item in settings[:CLOCKED]]
         best = self._with_chunks(family, chunked, min(plans, key=_seconds, default=None), below)
         if best is not None and _seconds(best) >= below:
             best = None
-        return Uniform(plan=best, least_bytes=least, least_host_bytes=least_host)
+        return Uniform(plan=best, device=device, host=host)
 
     def _predict(self, setting: Setting) -> Plan:
         """The plan of a setting with its prediction."""
@@ -92,7 +96,7 @@ class UniformSearch:
             self._predicted[key] = replace(plan, predicted=predict_with(self.model, plan))
         return self._predicted[key]
 
-    def _grids(self, family: Family) -> Iterator[Grid]:
+    def _grids(self, family: UniformFamily) -> Iterator[Grid]:
         space = self.space
         if family.recomputes == "all" and not space.checkpointing:
             return
@@ -105,22 +109,42 @@ class UniformSearch:
             for tensor, sequence in kinds:
                 data, rest = divmod(space.world_size // num_stages, tensor)
                 for part in parts if rest == 0 and data else ():
-                    shape = Shape(data, tensor, sequence)
-                    yield Grid(num_stages=num_stages, num_microbatches=part * num_stages * tensor, shape=shape)
+                    shape, count = Shape(data, tensor, sequence), part * num_stages * tensor
+                    for places in self._places(num_stages, tensor):
+                        yield Grid(num_stages=num_stages, num_microbatches=count, shape=shape, parts=places)
 
-    def _least(self, grid: Grid) -> float:
+    def _places(self, num_stages: int, tensor: int) -> Iterator[tuple[int, ...]]:
+        """In which parts of a cluster stages may lie, the parts in every order."""
+        if not isinstance(self.model, MixedCostModel) or num_stages == 1:
+            yield ()
+            return
+        parts, devices = self.model.cluster.parts, self.space.world_size // num_stages
+        if any(part.world_size % devices or part.devices_per_node % tensor for part in parts):
+            return
+        counts = [part.world_size // devices for part in parts]
+        for order in permutations(range(len(parts))):
+            yield tuple(part for part in order for _ in range(counts[part]))
+
+    def _bound(self, grid: Grid) -> float:
         """Seconds on the clock that no plan of a grid goes below, in chunks or not: those of computing."""
         shape, count = grid.shape, self.space.num_layers // grid.num_stages
         rows = self.space.rows(grid.num_microbatches, shape.data)
-        found = self.model.region_seconds(rows, shape.tensor, shape.sequence)
-        region_R = found.forward_R + found.backward_R
-        stage_S = region_R[1:-1].reshape(grid.num_stages, count).sum(axis=1)
+        stages = self._models(grid)
+        found = [model.region_seconds(rows, shape.tensor, shape.sequence) for model in stages]
+        region_SR = np.stack([item.forward_R + item.backward_R for item in found])
+        stage_S = np.array([item[1 + i * count : 1 + (i + 1) * count].sum() for i, item in enumerate(region_SR)])
         before_S = (np.cumsum(stage_S) - stage_S) / MOST_CHUNKS
-        stage_S[0] += region_R[0]
-        stage_S[-1] += region_R[-1]
+        stage_S[0] += region_SR[0, 0]
+        stage_S[-1] += region_SR[-1, -1]
         return float((before_S + grid.num_microbatches * stage_S).max())
 
-    def _costs(self, grid: Grid, family: Family) -> GridCosts:
+    def _models(self, grid: Grid) -> list[CostModel]:
+        """The cost model of every stage's devices."""
+        if isinstance(self.model, MixedCostModel) and grid.parts:
+            return [self.model.parts[part] for part in grid.parts]
+        return [self.model] * grid.num_stages
+
+    def _costs(self, grid: Grid, family: UniformFamily) -> GridCosts:
         """What all settings of a grid that a family has cost."""
         key = (grid, family.zero_stages, family.every_offload)
         if key not in self._kept:
@@ -130,7 +154,7 @@ class UniformSearch:
             return costs
         return costs.take(costs.checkpointed_K == (count if family.recomputes == "all" else 0))
 
-    def _evaluate(self, grid: Grid, family: Family) -> GridCosts:
+    def _evaluate(self, grid: Grid, family: UniformFamily) -> GridCosts:
         """What all settings of a grid cost, with any number of recomputed layers.
 
         Stages with the same layers in the same role are looked at once.
@@ -139,8 +163,7 @@ class UniformSearch:
         checkpointed_K, zero_K, offload_K = self._options(grid, family, count)
         ratios = [family.every_offload[index] for index in offload_K]
         known: dict[Hashable, tuple[FloatArray, ...]] = {}
-        each: tuple[list[FloatArray], ...] = ([], [], [], [])
-        peak_K, host_K = np.zeros(len(zero_K)), np.zeros(len(zero_K))
+        each: tuple[list[FloatArray], ...] = ([], [], [], [], [], [])
         for index in range(grid.num_stages):
             slot, first = self._slot(grid, index), index * count
             candidates = StageCandidates(
@@ -151,19 +174,19 @@ class UniformSearch:
                 offload=_offload(ratios) if any(item.any for item in family.every_offload) else None,
             )
             # The layer before tells what is received.
-            role = (index == 0, index == grid.num_stages - 1, self._classes[max(0, first - 1) : first + count])
+            near = grid.parts[max(0, index - 1) : index + 2]
+            role = (index == 0, index == grid.num_stages - 1, self._classes[max(0, first - 1) : first + count], near)
             if role not in known:
                 seconds = self.model.seconds(slot, candidates)
                 without_K = seconds.steady_K - seconds.transfer_K
                 known[role] = (seconds.steady_K, seconds.boundary_K, without_K, seconds.accumulate_K)
-            for found, values_K in zip(each, known[role], strict=True):
-                found.append(values_K)
             memory = self.model.memory(slot)
             needs = memory.needs(slot, candidates)
             phases = stage_phases(index, grid.num_stages, grid.num_microbatches, "1f1b")
-            peak_K = np.maximum(peak_K, needs.peaks(phases))
-            host_K = np.maximum(host_K, host_bytes(memory, slot, candidates, needs, phases))
-        steady_SK, boundary_SK, busy_SK, accumulate_SK = (np.stack(found) for found in each)
+            bytes_K = needs.peaks(phases), host_bytes(memory, slot, candidates, needs, phases)
+            for found, values_K in zip(each, (*known[role], *bytes_K), strict=True):
+                found.append(values_K)
+        steady_SK, boundary_SK, busy_SK, accumulate_SK, peak_SK, host_SK = (np.stack(found) for found in each)
         return GridCosts(
             checkpointed_K=checkpointed_K,
             zero_K=zero_K,
@@ -171,11 +194,11 @@ class UniformSearch:
             seconds_K=step_seconds_of(steady_SK, boundary_SK, grid.num_microbatches),
             busy_SK=busy_SK,
             accumulate_SK=accumulate_SK,
-            peak_K=peak_K,
-            host_K=host_K,
+            peak_SK=peak_SK,
+            host_SK=host_SK,
         )
 
-    def _options(self, grid: Grid, family: Family, count: int) -> tuple[IntArray, IntArray, IntArray]:
+    def _options(self, grid: Grid, family: UniformFamily, count: int) -> tuple[IntArray, IntArray, IntArray]:
         """Recomputed layers, ZeRO stages and kinds of offload, every combination."""
         layers = np.arange(count + 1) if self.space.checkpointing else np.array([0])
         zeros = np.array(sorted(set(family.zero_stages)) if grid.shape.data > 1 else [0])
@@ -196,9 +219,10 @@ class UniformSearch:
             replicas=shape.data,
             tensor_parallel_degree=shape.tensor,
             sequence_parallel=shape.sequence,
+            parts=grid.parts,
         )
 
-    def _chunked(self, grid: Grid, family: Family, costs: GridCosts, fits_K: BoolArray) -> Iterator[Setting]:
+    def _chunked(self, grid: Grid, family: UniformFamily, costs: GridCosts, fits_K: BoolArray) -> Iterator[Setting]:
         """The same stages in chunks, with as few recomputed layers as let them fit in one piece."""
         layers, rest = divmod(self.space.num_layers, grid.num_stages)
         if grid.num_stages < 2 or rest or grid.num_microbatches % grid.num_stages:
@@ -221,7 +245,9 @@ class UniformSearch:
                     chunks=chunks,
                 )
 
-    def _with_chunks(self, family: Family, chunked: Sequence[Setting], best: Plan | None, below: float) -> Plan | None:
+    def _with_chunks(
+        self, family: UniformFamily, chunked: Sequence[Setting], best: Plan | None, below: float
+    ) -> Plan | None:
         """The best plan, or a faster one with chunks."""
         for setting in sorted(chunked, key=lambda item: item.seconds)[:TRIED]:
             if setting.seconds >= (below if best is None else min(below, _seconds(best))):
@@ -231,21 +257,27 @@ class UniformSearch:
                 best = found
         return best
 
-    def _fitted(self, family: Family, setting: Setting) -> Plan | None:
+    def _fitted(self, family: UniformFamily, setting: Setting) -> Plan | None:
         """The plan of a setting, with as many more recomputed layers of every chunk as it needs to fit."""
         layers = self.space.num_layers // setting.grid.num_stages
         more = range(setting.checkpointed, layers + 1, setting.chunks) if self.space.checkpointing else [0]
         for checkpointed in more if family.recomputes == "best" else [setting.checkpointed]:
             plan = self._predict(replace(setting, checkpointed=checkpointed))
             assert plan.predicted is not None
-            # Chunks are not offloaded, so there is nothing on the host.
-            if all(stage.peak_bytes <= self.limits.device_bytes for stage in plan.predicted.stages):
+            # There are chunks on equal devices only, and they are not offloaded.
+            if all(stage.peak_bytes <= self.limits.device_bytes[0] for stage in plan.predicted.stages):
                 return plan
         return None
 
+    def _layout(self, grid: Grid) -> tuple[tuple[int, ...], ...]:
+        degrees = [(grid.shape.data, grid.shape.tensor)] * grid.num_stages
+        if isinstance(self.model, MixedCostModel) and grid.parts:
+            return mixed_layout(self.model.cluster, degrees, grid.parts)
+        return rank_layout(degrees, self.space.devices_per_node)
+
     def _plan(self, setting: Setting) -> Plan:
         space, grid = self.space, setting.grid
-        layout = rank_layout([(grid.shape.data, grid.shape.tensor)] * grid.num_stages, space.devices_per_node)
+        layout = self._layout(grid)
         count = space.num_layers // (grid.num_stages * setting.chunks)
         return Plan(
             global_batch_size=space.batch_rows * space.world_size,
@@ -265,7 +297,7 @@ class UniformSearch:
         )
 
 
-def _closed(grid: Grid, family: Family, costs: GridCosts, fits_K: BoolArray) -> Iterator[Setting]:
+def _closed(grid: Grid, family: UniformFamily, costs: GridCosts, fits_K: BoolArray) -> Iterator[Setting]:
     """The best settings of a grid by the closed form, of which not more than so many are ever run on the clock."""
     seconds_K = np.where(fits_K, costs.seconds_K, np.inf)
     for index in np.argsort(seconds_K, kind="stable")[:CLOCKED].tolist():
@@ -277,6 +309,17 @@ def _closed(grid: Grid, family: Family, costs: GridCosts, fits_K: BoolArray) -> 
                 zero_stage=int(costs.zero_K[index]),
                 offload=family.every_offload[int(costs.offload_K[index])],
             )
+
+
+def _within(uses_SK: FloatArray, limit_S: FloatArray) -> BoolArray:
+    """Which settings use no more than their limits on any stage."""
+    within_K: BoolArray = np.all(uses_SK <= limit_S[:, None], axis=0)
+    return within_K
+
+
+def _least(known: Shortage | None, found: Shortage | None) -> Shortage | None:
+    """The lesser of two shortages."""
+    return min((item for item in (known, found) if item is not None), key=lambda item: item.missing, default=None)
 
 
 def _offload(ratios: Sequence[OffloadRatios]) -> OffloadCandidates:

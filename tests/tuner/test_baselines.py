@@ -3,7 +3,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_mist.cost import predict, step_seconds
+from lightning_mist.cost import predict, predict_with, step_seconds
+from lightning_mist.hardware import MixedCluster
 from lightning_mist.plan import row_slice
 from lightning_mist.tuner import Planner, SearchSpace, baselines, tune
 from lightning_mist.tuner.baselines import baseline_notes, baselines_with
@@ -147,7 +148,7 @@ def test_host_memory_limits_what_is_offloaded():
     items = found(host_memory_limit=0)
     assert items["FSDP"].plan is not None
     for name in ("ZeRO-Offload", "ZeRO-Infinity"):
-        assert items[name].reason.endswith("of 0 B of host memory per device")
+        assert items[name].reason.endswith("of 0 B per device in host memory")
 
 
 def test_what_a_module_does_not_allow_is_said():
@@ -166,6 +167,35 @@ def test_devices_that_have_no_host():
     slow = Planner(NETWORK, cluster(4, kind="cuda"), profile=profile())
     items = {item.name: item for item in baselines_with(slow, global_batch_size=16, memory_limit=10**12)}
     assert "offload needs both rates" in items["ZeRO-Offload"].reason
+
+
+def test_unlike_devices():
+    # Devices of the second part are twice as fast and have less memory.
+    network = replace(NETWORK, seconds=())
+    slow, fast = cluster(2, kind="cuda", memory=12_000_000), cluster(2, kind="cuda", memory=8_000_000)
+    quick = replace(
+        MACHINE,
+        compute=tuple(
+            replace(item, flops_per_second=tuple(2 * rate for rate in item.flops_per_second))
+            for item in MACHINE.compute
+        ),
+    )
+    whole = MixedCluster(parts=(slow, fast), link=None)
+    planner = Planner(network, whole, profile=(MACHINE, quick))
+    items = {item.name: item for item in baselines_with(planner, global_batch_size=16, search=SMALL)}
+    assert list(items) == NAMES
+    assert items[NAMES[-1]].reason == "its stages all have the same devices"
+    grid = items["Megatron-LM, tuned"].plan
+    assert grid == replace(grid, predicted=predict_with(planner.model, grid))
+    plans = [item.plan for item in items.values() if item.plan is not None]
+    for plan in plans:
+        for stage, shown in zip(plan.stages, plan.predicted.stages, strict=True):
+            room = min((slow if rank < 2 else fast).device.memory_bytes for rank in stage.devices)
+            assert shown.peak_bytes <= 0.8 * room
+    found = planner.tune(global_batch_size=16, search=SMALL)
+    for plan in plans:
+        if plan.schedule == "1f1b" and not _offloads(plan):
+            assert closed_form(plan) >= found.bound * (1 - 1e-9)
 
 
 def test_progress_is_told():

@@ -7,7 +7,7 @@ import pytest
 from lightning_mist.cost import StageCostModel, predict_with, step_seconds
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
-from lightning_mist.tuner.families import Family, Limits
+from lightning_mist.tuner.families import Limits, UniformFamily
 from lightning_mist.tuner.space import SearchSpace, Shape, apply, divisors
 from lightning_mist.tuner.uniform import UniformSearch
 from tests.specs import cluster, profile, spec, with_splits
@@ -22,7 +22,7 @@ MACHINE = replace(
     host_bytes_per_second_per_node=0,
 )
 OFFLOADS = (OffloadRatios(optimizer=1.0), OffloadRatios(optimizer=1.0, gradients=1.0))
-GRID = Family(zero_stages=(0, 1), has_stages=True, splits_layers=True, has_chunks=True)
+GRID = UniformFamily(zero_stages=(0, 1), has_stages=True, splits_layers=True, has_chunks=True)
 DEVICES, ROWS = 4, 4
 
 
@@ -30,7 +30,7 @@ def searching(network=NETWORK, memory=np.inf, host=np.inf, kind="cuda", devices=
     hardware = cluster(devices, kind=kind)
     space = apply(SearchSpace(), network, devices, ROWS * devices, devices_per_node=devices)
     model = StageCostModel(network, MACHINE, hardware)
-    return UniformSearch(model, space, Limits(device_bytes=memory, host_bytes=host))
+    return UniformSearch(model, space, Limits(device_bytes=(memory,), host_bytes=(host,)))
 
 
 def alike(stages, microbatches, shape, checkpointed, zero, offload=None, chunks=1):
@@ -85,11 +85,11 @@ def closed_form(plan):
 
 
 ONE_STAGE = [
-    Family(zero_stages=(0,), recomputes="none", cuts_batches=False),
-    Family(zero_stages=(0,), recomputes="all"),
-    Family(zero_stages=(2, 3)),
-    Family(zero_stages=(2, 3), offloads=OFFLOADS),
-    Family(
+    UniformFamily(zero_stages=(0,), recomputes="none", cuts_batches=False),
+    UniformFamily(zero_stages=(0,), recomputes="all"),
+    UniformFamily(zero_stages=(2, 3)),
+    UniformFamily(zero_stages=(2, 3), offloads=OFFLOADS),
+    UniformFamily(
         zero_stages=(3,),
         offloads=(OffloadRatios(optimizer=1.0, parameters=1.0),),
         offloads_if_all_recomputed=(OffloadRatios(optimizer=1.0, parameters=1.0, activations=1.0),),
@@ -104,7 +104,8 @@ def test_one_stage_is_the_best_of_all(family):
     for limit in (np.inf, peak(every[len(every) // 2]), peak(every[0]) - 1):
         found = searching(memory=limit).best(family)
         fitting = [plan for plan in every if peak(plan) <= limit]
-        assert found.least_bytes == peak(every[0])
+        assert found.device.needed_bytes == peak(every[0])
+        assert found.device.limit_bytes == limit
         if not fitting:
             assert found.plan is None
             continue
@@ -139,14 +140,14 @@ def test_chunks_shorten_a_bubble():
 
 
 def test_host_memory_is_a_limit():
-    family = Family(zero_stages=(2, 3), offloads=OFFLOADS)
+    family = UniformFamily(zero_stages=(2, 3), offloads=OFFLOADS)
     search = searching()
-    least = search.best(family).least_host_bytes
+    least = search.best(family).host.needed_bytes
     assert least > 0
     assert searching(host=least).best(family).plan.stages[0].offload == OFFLOADS[0]
     refused = searching(host=least - 1).best(family)
     assert refused.plan is None
-    assert refused.least_host_bytes == least
+    assert (refused.host.needed_bytes, refused.host.missing) == (least, 1)
 
 
 def test_stages_have_equally_many_layers():
@@ -162,7 +163,7 @@ def test_what_a_module_does_not_allow():
     network = spec(4, measured=True, exclusions=[("pipeline", "x"), ("checkpointing", "y"), ("microbatches", "z")])
     nothing = searching(network).best(replace(GRID, recomputes="all"))
     assert nothing.plan is None
-    assert np.isinf(nothing.least_bytes)
+    assert (nothing.device, nothing.host) == (None, None)
     plan = searching(network).best(GRID).plan
     assert (plan.num_stages, plan.num_microbatches, plan.stages[0].checkpointing.layers) == (1, 1, 0)
 
@@ -172,4 +173,4 @@ def test_what_is_not_faster_is_of_no_interest():
     seconds = best.predicted.step_seconds
     assert searching().best(GRID, below=seconds * 1.001).plan == best
     assert searching().best(GRID, below=seconds).plan is None
-    assert np.isinf(searching().best(GRID, below=seconds / 100).least_bytes)  # Nothing had to be looked at.
+    assert searching().best(GRID, below=seconds / 100).device is None  # Nothing had to be looked at.
