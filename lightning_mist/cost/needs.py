@@ -6,12 +6,12 @@ Array axes
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.phases import Phase, PhaseKind
 
 Bytes: TypeAlias = FloatArray | float
@@ -60,16 +60,6 @@ class StageNeeds:
     together_K: FloatArray
     update: tuple[tuple[str, Mapping[str, Bytes]], ...]
 
-    def first(self, count: int) -> "StageNeeds":
-        """Those of the first candidates."""
-
-        def cut(terms: Mapping[str, Bytes]) -> dict[str, Bytes]:
-            return {name: value if isinstance(value, float) else value[:count] for name, value in terms.items()}
-
-        arrays = {name: getattr(self, name)[:count] for name in self.__slots__ if name.endswith("_K")}
-        update = tuple((name, cut(terms)) for name, terms in self.update)
-        return replace(self, always=cut(self.always), update=update, **arrays)
-
     def situations(self, phases: Iterable[Phase]) -> list[tuple[str, Mapping[str, Bytes]]]:
         """Every situation with its bytes by term, ``always`` included."""
         found: list[tuple[str, Mapping[str, Bytes]]] = [(phase.kind, self.around(phase)) for phase in phases]
@@ -77,29 +67,9 @@ class StageNeeds:
 
     def peaks(self, phases: Sequence[Phase]) -> FloatArray:
         """Peak bytes over all situations."""
-        # One matrix product instead of as many sums as there are situations: what :meth:`around` says, by factors.
-        peak_K = np.zeros(len(self.gradients_K))
-        parts_FK = np.stack(
-            [
-                self.gradients_K,
-                self.pending_K,
-                self.saved_K,
-                self.waiting_K,
-                self.entering_K,
-                self.leaving_K,
-                self.returned_K,
-                self.handed_K,
-                self.together_K,
-            ]
-        )
-        for kind in dict.fromkeys(phase.kind for phase in phases):
-            factors = np.array([_factors(phase) for phase in phases if phase.kind == kind])
-            peak_K = np.maximum(peak_K, self._working(kind) + (factors @ parts_FK).max(axis=0))
-        for _, terms in self.update:
-            peak_K = np.maximum(peak_K, sum(terms.values()))
-        return peak_K + sum(self.always.values())
+        return PeakParts.of(self).peaks(phases)
 
-    def _working(self, kind: PhaseKind) -> FloatArray:
+    def working(self, kind: PhaseKind) -> FloatArray:
         """The working set of what is computed."""
         if kind == "transfer":
             return np.zeros(len(self.gradients_K))
@@ -112,7 +82,7 @@ class StageNeeds:
         """What changes over a batch, by term."""
         gradients, pending, others, waiting, received, ahead, sent, handed, together = _factors(phase)
         gradients_K: Bytes = self.gradients_K * gradients + self.pending_K * pending + self.together_K * together
-        working_K = self._working(phase.kind)
+        working_K = self.working(phase.kind)
         if phase.kind == "backward":
             # A parameter that two parts use gets its two contributions summed before they are accumulated.
             gradients_K, working_K = gradients_K + self.reused_K, self.backward_K
@@ -125,6 +95,82 @@ class StageNeeds:
             + handed * self.handed_K,
             "working_bytes": working_K,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakParts:
+    """All of many candidates' needs that their peaks depend on, as few arrays, whatever slots they are of.
+
+    Attributes:
+        parts_FK: What situations count as often as :func:`_factors` say.
+        working_WK: The working set of each kind of computation, in the order of :data:`_WORKING`.
+        update_K: The most in any situation after the last backward.
+        always_K: What is there all the time.
+    """
+
+    parts_FK: FloatArray
+    working_WK: FloatArray
+    update_K: FloatArray
+    always_K: FloatArray
+
+    @classmethod
+    def of(cls, needs: StageNeeds) -> "PeakParts":
+        """Those of the needs of one slot."""
+        none_K = np.zeros(len(needs.gradients_K))
+        parts = (
+            needs.gradients_K,
+            needs.pending_K,
+            needs.saved_K,
+            needs.waiting_K,
+            needs.entering_K,
+            needs.leaving_K,
+            needs.returned_K,
+            needs.handed_K,
+            needs.together_K,
+        )
+        update_K = none_K
+        for _, terms in needs.update:
+            update_K = np.maximum(update_K, sum(terms.values()))
+        return cls(
+            parts_FK=np.stack(parts),
+            working_WK=np.stack([needs.working(kind) for kind in _WORKING]),
+            update_K=update_K,
+            always_K=none_K + sum(needs.always.values()),
+        )
+
+    def __len__(self) -> int:
+        """Number of candidates."""
+        return len(self.update_K)
+
+    @classmethod
+    def joined(cls, parts: Sequence["PeakParts"]) -> "PeakParts":
+        """Those of the candidates of all."""
+        return cls(**{name: np.concatenate([getattr(p, name) for p in parts], axis=-1) for name in cls.__slots__})
+
+    @classmethod
+    def none(cls) -> "PeakParts":
+        """Those of no candidates."""
+        one_K = np.empty(0)
+        return cls(parts_FK=np.empty((9, 0)), working_WK=np.empty((len(_WORKING), 0)), update_K=one_K, always_K=one_K)
+
+    def take(self, index: IntArray | slice) -> "PeakParts":
+        """Those of the candidates at some indices."""
+        return PeakParts(**{name: getattr(self, name)[..., index] for name in self.__slots__})
+
+    def peaks(self, phases: Sequence[Phase]) -> FloatArray:
+        """Peak bytes over all situations."""
+        # One matrix product instead of as many sums as there are situations.
+        peak_K = self.update_K
+        for kind in dict.fromkeys(phase.kind for phase in phases):
+            factors = np.array([_factors(phase) for phase in phases if phase.kind == kind])
+            around_K = (factors @ self.parts_FK).max(axis=0)
+            working_K = 0.0 if kind == "transfer" else self.working_WK[_WORKING.index(kind)]
+            peak_K = np.maximum(peak_K, working_K + around_K)
+        return peak_K + self.always_K
+
+
+_WORKING: tuple[PhaseKind, ...] = ("forward", "first backward", "backward", "input backward", "weight backward")
+"""Kinds of situations in which something is computed."""
 
 
 def _factors(phase: Phase) -> tuple[float, ...]:

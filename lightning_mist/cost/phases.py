@@ -10,8 +10,9 @@ from functools import lru_cache
 from typing import Literal
 
 from lightning_mist.plan import ScheduleName
-from lightning_mist.schedule import Action, ActionKind, arrived_sends, generate
+from lightning_mist.schedule import Action, ActionKind, arrived_sends
 from lightning_mist.schedule.action import COMPUTATIONS, INPUT_BACKWARDS
+from lightning_mist.schedule.generate import generate_orders
 from lightning_mist.schedule.lower import add_transfers
 
 PhaseKind = Literal["forward", "first backward", "backward", "input backward", "weight backward", "transfer"]
@@ -72,15 +73,27 @@ def stage_phases(
         schedule: Name of the schedule.
     """
     # 1F1B and ZB-H1 repeat themselves once every stage is in its steady state; GPipe never does.
-    shown = num_microbatches if schedule == "gpipe" else min(num_microbatches, 2 * num_stages + 1)
+    if schedule == "1f1b" and stage_index > 1:
+        # A stage with others on both sides depends on those behind it only.
+        stage_index, num_stages = 1, num_stages - stage_index + 1
+    steady = {"gpipe": num_microbatches, "1f1b": num_stages + 3}.get(schedule, 2 * num_stages + 1)
+    shown = min(num_microbatches, steady)
     return _phases_of_stages(num_stages, shown, schedule)[stage_index]
+
+
+_NEAR = 3
+"""Stages of 1F1B whose lists say all about the first two."""
 
 
 @lru_cache(maxsize=1024)
 def _phases_of_stages(num_stages: int, num_microbatches: int, schedule: ScheduleName) -> tuple[tuple[Phase, ...], ...]:
-    """The situations of every stage."""
+    """The situations of every stage; under 1F1B of the first two."""
     result = []
-    lists = add_transfers(generate(num_stages, num_microbatches, schedule))
+    orders = generate_orders(num_stages, num_microbatches, schedule)
+    if schedule == "1f1b":
+        # What tells a stage that its sends have arrived is in the lists of its neighbours.
+        orders = orders[:_NEAR]
+    lists = add_transfers(tuple(tuple(Action(*item) for item in order) for order in orders))
     for stage_index, (actions, arrivals) in enumerate(zip(lists, arrived_sends(lists), strict=True)):
         walked = phases_in_order(actions, sends_gradients=stage_index > 0, arrivals=arrivals)
         found = list(dict.fromkeys(phase for _, phase in walked))

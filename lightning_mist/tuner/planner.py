@@ -29,18 +29,22 @@ from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, usable_bytes
 from lightning_mist.tuner.infeasible import explain_infeasible
-from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.intra_stage import IntraStage, TableKey
 from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_layout, mixed_stages
 from lightning_mist.tuner.mixed_search import search_mixed
 from lightning_mist.tuner.problem import InterStageProblem
 from lightning_mist.tuner.result import Alternative, Status, TuneResult, TuneStats
 from lightning_mist.tuner.search import Outcome, search_pipelines
 from lightning_mist.tuner.space import SearchSpace, Space
+from lightning_mist.tuner.tables import Table
 from lightning_mist.tuner.variants import best_variant, refuse_without_variant
 from lightning_mist.units import format_bytes
 
 CLOCKED = 8
 """Pipelines that are run on the clock, the best by the closed form."""
+
+KEPT = 4
+"""Search spaces whose candidates are kept."""
 
 LEAST_GAIN = 0.01
 """Share of the step that another schedule than that of the exact search must gain by the cost model to be chosen: less
@@ -61,6 +65,7 @@ class Planner:
     def __init__(self, spec: ModelSpec, cluster: AnyCluster, *, profile: Profiles = None) -> None:
         self.spec, self.cluster = spec, cluster
         self.model = cost_model(spec, profile, cluster)
+        self._tables: dict[Space, dict[TableKey, Table]] = {}
 
     @property
     def alike(self) -> StageCostModel:
@@ -104,7 +109,7 @@ class Planner:
         """
         model = self.alike
         limit, host = usable_bytes(model.cluster, memory_limit), host_bytes_of_each(model.cluster, host_memory_limit)
-        return IntraStage(model, space, limit, host_limit=host)
+        return IntraStage(model, space, limit, host_limit=host, tables=self._tables_of(space))
 
     def _look(
         self, space: Space, memory_limit: int | None, host_memory_limit: int | None, deadline: float
@@ -115,6 +120,14 @@ class Planner:
             return mixed, search_mixed(mixed, deadline)
         intra = self.stages(space, memory_limit, host_memory_limit)
         return intra, search_pipelines(intra, space, deadline)
+
+    def _tables_of(self, space: Space) -> dict[TableKey, Table]:
+        """What is known of a search space; those that were asked for longest ago are forgotten."""
+        tables = self._tables.pop(space, {})
+        self._tables[space] = tables
+        while len(self._tables) > KEPT:
+            del self._tables[next(iter(self._tables))]
+        return tables
 
     def tune(
         self,

@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from math import gcd
 
+import numpy as np
+
+from lightning_mist.cost.compile import IntArray
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Feature, ModuleMap, ScheduleName, StageMesh
 from lightning_mist.plan.layout import longest_chain
-from lightning_mist.plan.plan import SCHEDULES
+from lightning_mist.tuner.search_space import OFFLOADED, SearchSpace
+
+__all__ = ["OFFLOADED", "SearchSpace", "Shape", "Space", "apply", "common_unit", "degrees_to_try", "divisors"]
 
 _FEATURE_WORDS: dict[Feature, str] = {
     "pipeline": "several pipeline stages",
@@ -24,71 +29,9 @@ _FEATURE_WORDS: dict[Feature, str] = {
     "checkpointing": "activation checkpointing",
 }
 
-OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
-"""Kinds of state that may be in host memory."""
-
 _MOST_SHARING = 8
 """The most devices that are tried to share layers. Narayanan et al., 2021, section 3, advise as many as a node has, and
 theirs have 8."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchSpace:
-    """Limits of the search for a plan. The defaults look at everything that the runtime can execute.
-
-    Attributes:
-        max_stages: The most pipeline stages; ``None`` for as many as there are devices or layers.
-        num_stages: The numbers of stages to look at; ``None`` for all up to ``max_stages``.
-        num_microbatches: The numbers of microbatches per batch to look at; ``None`` for all that the batch allows.
-        devices_per_stage: The numbers of devices that a stage may have; ``None`` for every divisor of the number of
-            devices. Stages of one plan may differ.
-        zero_stages: Which ZeRO stages data-parallel ranks may use: 0 (nothing is sharded), 1 (optimizer state), 2 (also
-            gradients), 3 (also parameters).
-        tensor_parallel_degrees: How many devices may share every layer of a stage; ``None`` for every number that the
-            module and the nodes allow. Stages of one plan may differ.
-        sequence_parallel: Whether devices that share layers also share what lies between them along the sequence:
-            always, never, or ``None`` for what is faster.
-        checkpointing: Whether layers may be recomputed in backward to save memory.
-        offload: Which kinds of state may be in host memory: of ``"parameters"``, ``"gradients"``, ``"optimizer"`` and
-            ``"activations"``. What the runtime does not execute yet is for forecasts only.
-        offload_ratios: Which parts of each of these may be there, fractions in [0, 1]; 0 is always among them.
-        schedules: Pipeline schedules to choose from. The search is exact for ``"1f1b"`` and ``"gpipe"`` (which is never
-            faster and keeps more); ``"interleaved-1f1b"`` and ``"zb-h1"`` are tried on the pipelines that it finds.
-        solver_seconds: The most seconds that the search may spend on solving. When they are over the best plan found
-            so far is used, and the result says how far from the best possible it may be.
-    """
-
-    max_stages: int | None = None
-    num_stages: tuple[int, ...] | None = None
-    num_microbatches: tuple[int, ...] | None = None
-    devices_per_stage: tuple[int, ...] | None = None
-    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
-    tensor_parallel_degrees: tuple[int, ...] | None = None
-    sequence_parallel: bool | None = None
-    checkpointing: bool = True
-    offload: tuple[str, ...] = OFFLOADED
-    offload_ratios: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1")
-    solver_seconds: float = 60.0
-
-    def __post_init__(self) -> None:
-        """Check each limit by itself."""
-        if self.max_stages is not None and self.max_stages < 1:
-            raise ValueError(f"max_stages={self.max_stages}: a plan has at least 1 stage")
-        for name in ("num_stages", "num_microbatches", "devices_per_stage", "tensor_parallel_degrees"):
-            values = getattr(self, name)
-            if values is not None and (not values or min(values) < 1):
-                raise ValueError(f"{name}={values}: give at least one number, each at least 1, or None for all")
-        if not self.zero_stages or not set(self.zero_stages) <= {0, 1, 2, 3}:
-            raise ValueError(f"zero_stages={self.zero_stages}: ZeRO has stages 0 to 3; give for example (0, 1, 2, 3)")
-        if not set(self.offload) <= set(OFFLOADED):
-            raise ValueError(f"offload={self.offload}: of {', '.join(OFFLOADED)}; give () to offload nothing")
-        if not all(0.0 <= ratio <= 1.0 for ratio in self.offload_ratios):
-            raise ValueError(f"offload_ratios={self.offload_ratios}: each lies in [0, 1], for example (0.0, 0.5, 1.0)")
-        if not self.schedules or not set(self.schedules) <= set(SCHEDULES):
-            raise ValueError(f"schedules={self.schedules}: give at least one; known are {', '.join(SCHEDULES)}")
-        if not self.solver_seconds > 0:
-            raise ValueError(f"solver_seconds={self.solver_seconds}: some time is needed, for example 60")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -175,7 +118,7 @@ class Space:
 
     def pipelines(self) -> tuple[tuple[int, int], ...]:
         """Every ``(number of stages, number of microbatches)`` for which devices can be dealt to stages."""
-        asked = self.search.num_stages
+        asked = self.search.num_stages if self.search.layer_cuts is None else (len(self.search.layer_cuts) + 1,)
         stages = [s for s in range(1, self.max_stages + 1) if asked is None or s in asked]
         result = []
         for num_microbatches in self.microbatch_counts():
@@ -202,7 +145,30 @@ class Space:
     def data_degrees(self) -> tuple[int, ...]:
         """Data-parallel degrees that a stage may have, ascending."""
         counts, degrees = self.device_counts, {degree for degree, _ in self.tensor}
-        return tuple(sorted({count // degree for count in counts for degree in degrees if count % degree == 0}))
+        found = {count // degree for count in counts for degree in degrees if count % degree == 0}
+        asked = self.search.data_parallel_degrees
+        return tuple(sorted(found if asked is None else found & set(asked)))
+
+    def cuts(self, num_stages: int) -> tuple[int, ...] | None:
+        """Where every stage begins and the last ends, if that is settled."""
+        cuts = self.search.layer_cuts
+        return None if cuts is None or num_stages != len(cuts) + 1 else (0, *cuts, self.num_layers)
+
+    def recomputed(self, layers_W: IntArray) -> tuple[IntArray, IntArray]:
+        """Every number of layers that stages may recompute: of which stage, and how many.
+
+        Args:
+            layers_W: Layers of each stage.
+        """
+        shares = self.search.checkpointed_shares
+        if not self.checkpointing:
+            return np.arange(len(layers_W)), np.zeros(len(layers_W), dtype=np.int64)
+        if shares is not None:
+            found = [sorted({round(share * layers) for share in shares}) for layers in layers_W.tolist()]
+            window_C = np.repeat(np.arange(len(found)), [len(counts) for counts in found])
+            return window_C, np.array([count for counts in found for count in counts], dtype=np.int64)
+        window_C = np.repeat(np.arange(len(layers_W)), layers_W + 1)
+        return window_C, np.arange(len(window_C)) - np.repeat(np.cumsum(layers_W + 1) - layers_W - 1, layers_W + 1)
 
 
 @lru_cache(maxsize=1024)
@@ -210,6 +176,9 @@ def _shapes(space: Space, num_microbatches: int) -> tuple[Shape, ...]:
     found, counts = [], space.device_counts
     for data in space.data_degrees():
         parts, rest = divmod(num_microbatches * data, space.world_size)
+        sizes = space.search.microbatch_sizes
+        if sizes is not None and (not parts or space.rows(num_microbatches, data) not in sizes):
+            continue
         if rest == 0 and parts >= 1 and space.batch_rows % parts == 0 and (parts == 1 or space.cuts_batches):
             found += [Shape(data, *kind) for kind in space.tensor if data * kind[0] in counts]
     return tuple(sorted(found))
@@ -245,6 +214,12 @@ def apply(
     notes = [f"without {_FEATURE_WORDS[name]}: {'; '.join(why)}" for name, why in ruled_out.items() if why]
     if not spec.num_layers:
         notes.append("data parallelism only: the module has no repeated blocks to divide into stages or to recompute")
+    cuts = search.layer_cuts
+    if cuts is not None and cuts and (cuts[-1] >= max(1, spec.num_layers) or ruled_out["pipeline"]):
+        raise PlanError(
+            f"layer_cuts = {cuts}: {spec.name or 'the network'} has {spec.num_layers} layers, so that cuts lie between "
+            f"1 and {spec.num_layers - 1}. {'; '.join(notes)}{'. ' if notes else ''}Leave layer_cuts out"
+        )
     per_node = world_size if devices_per_node is None else devices_per_node
     tensor, without = _tensor_kinds(search, spec, per_node)
     most = min(world_size, max(1, spec.num_layers), search.max_stages or world_size)

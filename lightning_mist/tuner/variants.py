@@ -24,10 +24,6 @@ from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Checkpointing, Plan, ScheduleName, ZeroStage
 from lightning_mist.tuner.space import Space
 
-MOST_CHUNKS = 4
-"""The most stages of one group of devices that are tried: 4 chunks leave a quarter of 1F1B's bubble (Narayanan et al.,
-2021, section 2.2.2), and every further one adds as many transfers for less."""
-
 
 def best_variant(
     model: CostModel,
@@ -98,15 +94,15 @@ def _variants(plan: Plan, space: Space) -> Iterator[Plan]:
     if "zb-h1" in space.search.schedules and all(stage.zero_stage < ZeroStage.GRADIENTS for stage in plan.stages):
         yield replace(plan, schedule="zb-h1", predicted=None)
     if "interleaved-1f1b" in space.search.schedules:
-        yield from _interleaved(plan)
+        yield from _interleaved(plan, space.search.chunks)
 
 
-def _interleaved(plan: Plan) -> Iterator[Plan]:
+def _interleaved(plan: Plan, numbers: Sequence[int]) -> Iterator[Plan]:
     """The same devices with several chunks each."""
     groups = plan.num_stages
     if groups < 2 or plan.num_microbatches % groups:
         return
-    for chunks in range(2, min(MOST_CHUNKS, *(stage.num_layers for stage in plan.stages)) + 1):
+    for chunks in (count for count in numbers if count <= min(stage.num_layers for stage in plan.stages)):
         layers = [_parts(stage.num_layers, chunks) for stage in plan.stages]
         recomputed = [_parts(stage.checkpointing.layers, chunks) for stage in plan.stages]
         stages, first = [], 0

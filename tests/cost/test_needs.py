@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_mist.cost.needs import StageNeeds
+from lightning_mist.cost.needs import PeakParts, StageNeeds
 from lightning_mist.cost.phases import Phase, stage_phases
 
 COUNT = 4
@@ -69,8 +69,13 @@ def test_the_peak_is_the_largest_situation(stage, schedule, seed):
     np.testing.assert_array_equal(needs.peaks(phases), np.max(totals, axis=0))
 
 
-def test_the_first_candidates():
-    needs, phases = make(), stage_phases(0, 2, 4, "1f1b")
-    few = needs.first(2)
-    assert few.always["buffer_bytes"] == 7.0
-    np.testing.assert_array_equal(few.peaks(phases), needs.peaks(phases)[:2])
+def test_parts_of_several_slots_are_joined_and_taken():
+    phases = stage_phases(0, 2, 4, "1f1b")
+    parts = [PeakParts.of(make(seed)) for seed in range(3)]
+    joined = PeakParts.joined(parts)
+    assert len(joined) == sum(map(len, parts))
+    wanted = np.concatenate([part.peaks(phases) for part in parts])
+    np.testing.assert_array_equal(joined.peaks(phases), wanted)
+    np.testing.assert_array_equal(joined.take(slice(4)).peaks(phases), wanted[:4])
+    np.testing.assert_array_equal(joined.take(np.array([5, 1])).peaks(phases), wanted[[5, 1]])
+    assert len(PeakParts.none().peaks(phases)) == 0

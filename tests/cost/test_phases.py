@@ -1,7 +1,8 @@
 import pytest
 
-from lightning_mist.cost.phases import stage_phases
-from lightning_mist.schedule import generate, in_flight
+from lightning_mist.cost.phases import phases_in_order, stage_phases
+from lightning_mist.schedule import arrived_sends, generate, in_flight
+from lightning_mist.schedule.lower import add_transfers
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -13,6 +14,16 @@ def test_in_flight_is_that_of_the_whole_schedule(stages, microbatches, schedule)
         phases = stage_phases(index, stages, microbatches, schedule)
         most = max(phase.others + (phase.kind != "transfer") for phase in phases)
         assert most == in_flight(lists, index)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 9, 16])
+def test_they_are_those_of_the_whole_schedule(stages, microbatches):
+    lists = add_transfers(generate(stages, microbatches, "1f1b"))
+    for index, (actions, arrivals) in enumerate(zip(lists, arrived_sends(lists), strict=True)):
+        found = {phase for _, phase in phases_in_order(actions, sends_gradients=index > 0, arrivals=arrivals)}
+        most = {phase for phase in found if not any(other.dominates(phase) for other in found - {phase})}
+        assert set(stage_phases(index, stages, microbatches)) == most
 
 
 def test_one_microbatch_never_meets_gradients():

@@ -28,6 +28,9 @@ def by_hand(maker, index, stages, microbatches):
     found = {}
     for shape in space.shapes(microbatches):
         slot = maker.slot(index, stages, microbatches, shape)
+        others = space.world_size - shape.devices
+        if others < stages - 1 or (stages == 1 and others):
+            continue
         for start, end in itertools.combinations(range(space.num_layers + 1), 2):
             if (start == 0) != (index == 0) or (end == space.num_layers) != (index == stages - 1):
                 continue
@@ -46,7 +49,7 @@ def by_hand(maker, index, stages, microbatches):
                         costs = model.evaluate(slot, one)
                         options.append((costs.steady_K[0], costs.boundary_K[0]))
     best = {
-        key: {(t, d) for t, d in points if not any((u <= t and e <= d and (u, e) != (t, d)) for u, e in points)}
+        key: {(t, d) for t, d in points if not any(u <= t and u + e <= t + d and (u, e) != (t, d) for u, e in points)}
         for key, points in found.items()
     }
     return {key: value for key, value in best.items() if value}

@@ -1,0 +1,119 @@
+"""What a user may say about the plans to look at."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lightning_mist.plan import ScheduleName
+from lightning_mist.plan.plan import SCHEDULES
+
+OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
+"""Kinds of state that may be in host memory."""
+
+_COUNTS = (
+    "num_stages",
+    "num_microbatches",
+    "microbatch_sizes",
+    "devices_per_stage",
+    "data_parallel_degrees",
+    "tensor_parallel_degrees",
+)
+"""Limits that are numbers of something, or ``None``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpace:
+    """Limits of the search for a plan. The defaults look at everything that the runtime can execute.
+
+    Attributes:
+        max_stages: The most pipeline stages; ``None`` for as many as there are devices or layers.
+        num_stages: The numbers of stages to look at; ``None`` for all up to ``max_stages``.
+        num_microbatches: The numbers of microbatches per batch to look at; ``None`` for all that the batch allows.
+        microbatch_sizes: The numbers of rows that a device may compute on per microbatch; ``None`` for all that the
+            batch allows. Stages of one plan may differ.
+        layer_cuts: The first layers of all stages but the first, if they are settled; with them the number of stages
+            is too.
+        devices_per_stage: The numbers of devices that a stage may have; ``None`` for every divisor of the number of
+            devices. Stages of one plan may differ.
+        zero_stages: Which ZeRO stages data-parallel ranks may use: 0 (nothing is sharded), 1 (optimizer state), 2 (also
+            gradients), 3 (also parameters).
+        data_parallel_degrees: How many ranks of a stage may compute on different rows; ``None`` for all that its
+            devices and the batch allow. Stages of one plan may differ.
+        tensor_parallel_degrees: How many devices may share every layer of a stage; ``None`` for every number that the
+            module and the nodes allow. Stages of one plan may differ.
+        sequence_parallel: Whether devices that share layers also share what lies between them along the sequence:
+            always, never, or ``None`` for what is faster.
+        checkpointing: Whether layers may be recomputed in backward to save memory.
+        checkpointed_shares: Which parts of each stage's layers may be recomputed, fractions in [0, 1], to the nearest
+            layer: ``(0, 1)`` for none or all. ``None`` for any number of layers.
+        offload: Which kinds of state may be in host memory: of ``"parameters"``, ``"gradients"``, ``"optimizer"`` and
+            ``"activations"``. What the runtime does not execute yet is for forecasts only.
+        offload_ratios: Which parts of each of these may be there, fractions in [0, 1]; 0 is always among them.
+        schedules: Pipeline schedules to choose from. The search is exact for ``"1f1b"`` and ``"gpipe"`` (which is never
+            faster and keeps more); ``"interleaved-1f1b"`` and ``"zb-h1"`` are tried on the pipelines that it finds.
+        chunks: The numbers of stages on one group of devices that are tried under ``"interleaved-1f1b"``: 4 leave a
+            quarter of 1F1B's bubble (Narayanan et al., 2021, section 2.2.2), and every further one adds as many
+            transfers for less.
+        solver_seconds: The most seconds that the search may spend on solving. When they are over the best plan found
+            so far is used, and the result says how far from the best possible it may be.
+    """
+
+    max_stages: int | None = None
+    num_stages: tuple[int, ...] | None = None
+    num_microbatches: tuple[int, ...] | None = None
+    microbatch_sizes: tuple[int, ...] | None = None
+    layer_cuts: tuple[int, ...] | None = None
+    devices_per_stage: tuple[int, ...] | None = None
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    data_parallel_degrees: tuple[int, ...] | None = None
+    tensor_parallel_degrees: tuple[int, ...] | None = None
+    sequence_parallel: bool | None = None
+    checkpointing: bool = True
+    checkpointed_shares: tuple[float, ...] | None = None
+    offload: tuple[str, ...] = OFFLOADED
+    offload_ratios: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1")
+    chunks: tuple[int, ...] = (2, 3, 4)
+    solver_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Check each limit by itself."""
+        if self.max_stages is not None and self.max_stages < 1:
+            raise ValueError(f"max_stages={self.max_stages}: a plan has at least 1 stage")
+        for name in _COUNTS:
+            values = getattr(self, name)
+            if values is not None and (not values or min(values) < 1):
+                raise ValueError(f"{name}={values}: give at least one number, each at least 1, or None for all")
+        if not self.chunks or min(self.chunks) < 2:
+            raise ValueError(f"chunks={self.chunks}: give numbers of at least 2 stages for each group of devices")
+        self._check_cuts()
+        self._check_shares()
+        if not self.zero_stages or not set(self.zero_stages) <= {0, 1, 2, 3}:
+            raise ValueError(f"zero_stages={self.zero_stages}: ZeRO has stages 0 to 3; give for example (0, 1, 2, 3)")
+        if not self.schedules or not set(self.schedules) <= set(SCHEDULES):
+            raise ValueError(f"schedules={self.schedules}: give at least one; known are {', '.join(SCHEDULES)}")
+        if not self.solver_seconds > 0:
+            raise ValueError(f"solver_seconds={self.solver_seconds}: some time is needed, for example 60")
+
+    def _check_cuts(self) -> None:
+        cuts = self.layer_cuts
+        if cuts is None:
+            return
+        if any(later <= earlier for earlier, later in pairwise((0, *cuts))):
+            raise ValueError(
+                f"layer_cuts={cuts}: the first layers of the second and later stages, each at least 1 and more than "
+                "the one before; for example (12, 24) for three stages, or () for one"
+            )
+        stages = len(cuts) + 1
+        if stages > (self.max_stages or stages) or (self.num_stages is not None and stages not in self.num_stages):
+            raise ValueError(
+                f"layer_cuts={cuts} make {stages} stages, but max_stages={self.max_stages} and num_stages="
+                f"{self.num_stages} do not allow that many: leave these out"
+            )
+
+    def _check_shares(self) -> None:
+        if not set(self.offload) <= set(OFFLOADED):
+            raise ValueError(f"offload={self.offload}: of {', '.join(OFFLOADED)}; give () to offload nothing")
+        for name in ("offload_ratios", "checkpointed_shares"):
+            values = getattr(self, name)
+            if values is not None and (not values or min(values) < 0.0 or max(values) > 1.0):
+                raise ValueError(f"{name}={values}: give at least one fraction in [0, 1], for example (0.0, 0.5, 1.0)")

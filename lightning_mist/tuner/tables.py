@@ -1,0 +1,233 @@
+"""Candidates of all slots with one role and number of microbatches: their seconds and what their memory is made of.
+
+Of a pipeline whose step is to take less than ``G T`` seconds no stage takes more than ``T`` per microbatch. So a table
+made for a pace ``T`` leaves out, before anything is evaluated,
+
+* what computes for longer than ``T``, recomputation included, and
+* what leaves the other devices too many layers: a run of layers on ``n`` of ``N`` devices leaves ``N - n``, which
+  compute all other regions in no less than these take at their least number of device-seconds, divided by ``N - n``.
+
+The steady time of a stage has no negative term, so that both are safe whatever else it does.
+
+Array axes
+    K  candidates, by rising steady time
+    C  candidates of one arrangement of devices
+    W  windows
+    R  regions
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost import CostModel, StageCandidates, StageSlot
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.needs import PeakParts
+from lightning_mist.cost.regions import covered
+from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
+from lightning_mist.tuner.pareto import Order, sort_points
+from lightning_mist.tuner.space import OFFLOADED, Shape, Space
+from lightning_mist.tuner.windows import Windows
+
+ROOM = 1 + 1e-9
+"""What is left out for being too slow is so by more than rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Candidates by rising steady time.
+
+    Attributes:
+        pace: Seconds per microbatch up to which nothing is missing.
+        windows: The runs of layers.
+        shapes: The arrangements of devices.
+        window_K: Which run each candidate has.
+        shape_K: Which arrangement.
+        checkpointed_K: Recomputed layers.
+        zero_stage_K: 0 to 3.
+        steady_K: Steady seconds.
+        boundary_K: Boundary seconds.
+        parts: What their peaks are made of.
+        order: The candidates by run and number of devices, for frontiers in ``t`` and ``t + d``.
+    """
+
+    pace: float
+    windows: Windows
+    shapes: tuple[Shape, ...]
+    window_K: IntArray
+    shape_K: IntArray
+    checkpointed_K: IntArray
+    zero_stage_K: IntArray
+    steady_K: FloatArray
+    boundary_K: FloatArray
+    parts: PeakParts
+    order: Order
+
+    def __len__(self) -> int:
+        """Number of candidates."""
+        return len(self.steady_K)
+
+    def choices(self, index_J: IntArray, peak_K: FloatArray) -> SlotChoices:
+        """Some candidates as choices, each at every place where its run of layers occurs.
+
+        Args:
+            index_J: Which.
+            peak_K: Peak bytes of the candidates.
+        """
+        lengths = np.array([len(starts) for starts in self.windows.starts], dtype=np.int64)
+        flat = np.concatenate([*self.windows.starts, np.empty(0, dtype=np.int64)]).astype(np.int64)
+        first_W = np.cumsum(lengths) - lengths
+        count_J = lengths[self.window_K[index_J]]
+        index_K = np.repeat(index_J, count_J)
+        place_K = np.arange(len(index_K)) - np.repeat(np.cumsum(count_J) - count_J, count_J)
+        window_K, shape_K = self.window_K[index_K], self.shape_K[index_K]
+        of_shapes = np.array([(s.devices, s.tensor, int(s.sequence)) for s in self.shapes], dtype=np.int64)
+        devices_K, tensor_K, sequence_K = of_shapes.reshape(-1, 3)[shape_K].T
+        return SlotChoices(
+            start_K=flat[first_W[window_K] + place_K],
+            layers_K=self.windows.layers_W[window_K],
+            devices_K=devices_K,
+            part_K=np.zeros(len(index_K), dtype=np.int64),
+            steady_K=self.steady_K[index_K],
+            boundary_K=self.boundary_K[index_K],
+            peak_K=peak_K[index_K],
+            checkpointed_K=self.checkpointed_K[index_K],
+            zero_stage_K=self.zero_stage_K[index_K],
+            tensor_K=tensor_K,
+            sequence_K=sequence_K,
+            offload_KO=np.zeros((len(index_K), len(OFFLOADED))),
+        )
+
+
+def make_table(
+    model: CostModel,
+    space: Space,
+    slots: Sequence[StageSlot],
+    windows: Windows,
+    pace: float,
+    *,
+    alone: bool = True,
+) -> Table:
+    """Evaluate everything that can be part of a pipeline of a pace.
+
+    Args:
+        model: The cost model.
+        space: The search space.
+        slots: A slot of the role for every arrangement of devices.
+        windows: The runs of layers of the role.
+        pace: Seconds per microbatch, possibly infinite.
+        alone: Whether all devices of the pipeline are of the search space.
+    """
+    outside_WS = _outside(model, space, slots, windows) if alone else np.zeros((len(windows), len(slots)))
+    found: list[tuple[IntArray, StageCandidates, FloatArray, FloatArray, PeakParts]] = []
+    for index, slot in enumerate(slots):
+        candidates, window_C = _candidates(model, space, slot, windows, outside_WS[:, index] <= pace * ROOM, pace)
+        if not len(candidates):
+            continue
+        seconds = model.seconds(slot, candidates)
+        parts = PeakParts.of(model.memory(slot).needs(slot, candidates))
+        shape_C = np.full(len(candidates), index)
+        found.append((np.stack([window_C, shape_C]), candidates, seconds.steady_K, seconds.boundary_K, parts))
+    return _sorted(found, tuple(_shape(slot) for slot in slots), windows, pace)
+
+
+def _shape(slot: StageSlot) -> Shape:
+    return Shape(slot.data_parallel_degree, slot.tensor_parallel_degree, slot.sequence_parallel)
+
+
+def _sorted(
+    found: list[tuple[IntArray, StageCandidates, FloatArray, FloatArray, PeakParts]],
+    shapes: tuple[Shape, ...],
+    windows: Windows,
+    pace: float,
+) -> Table:
+    """The candidates of all arrangements by rising steady time."""
+    none = np.empty(0, dtype=np.int64)
+    window_K, shape_K = (np.concatenate([none, *(item[0][row] for item in found)]) for row in (0, 1))
+    kept_K, zero_K = (
+        np.concatenate([none, *(getattr(item[1], name) for item in found)])
+        for name in ("checkpointed_K", "zero_stage_K")
+    )
+    steady_K, boundary_K = (np.concatenate([np.empty(0), *(item[row] for item in found)]) for row in (2, 3))
+    rising_K = np.argsort(steady_K, kind="stable")
+    window_K, shape_K = window_K[rising_K], shape_K[rising_K]
+    steady_K, boundary_K = steady_K[rising_K], boundary_K[rising_K]
+    devices_K = np.array([shape.devices for shape in shapes], dtype=np.int64)[shape_K]
+    place_K = window_K * (int(devices_K.max(initial=0)) + 1) + devices_K
+    return Table(
+        pace=pace,
+        windows=windows,
+        shapes=shapes,
+        window_K=window_K,
+        shape_K=shape_K,
+        checkpointed_K=kept_K[rising_K],
+        zero_stage_K=zero_K[rising_K],
+        steady_K=steady_K,
+        boundary_K=boundary_K,
+        parts=PeakParts.joined([item[4] for item in found]).take(rising_K) if found else PeakParts.none(),
+        order=sort_points(place_K, steady_K, steady_K + boundary_K),
+    )
+
+
+def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], windows: Windows) -> FloatArray:
+    """Seconds that the other devices take at least for all other regions; axes ``W`` and slot."""
+    num_microbatches = slots[0].num_microbatches if slots else 1
+    least_R: FloatArray | float = np.inf
+    for shape in space.shapes(num_microbatches):
+        rows = space.rows(num_microbatches, shape.data)
+        seconds = model.region_seconds(rows, shape.tensor, shape.sequence)
+        least_R = np.minimum(least_R, (seconds.forward_R + seconds.backward_R) * shape.devices)
+    prefix = np.concatenate([[0.0], np.cumsum(least_R)])
+    low_W, high_W = covered(model.spec, windows.start_W, windows.start_W + windows.layers_W)
+    rest_W1 = (prefix[-1] - (prefix[high_W] - prefix[low_W]))[:, None]
+    devices_S = np.array([slot.data_parallel_degree * slot.tensor_parallel_degree for slot in slots])
+    others_S = space.world_size - devices_S
+    # Where no device is left there is nothing outside either.
+    found_WS: FloatArray = np.where(others_S > 0, rest_W1 / np.maximum(others_S, 1), 0.0)
+    return found_WS
+
+
+def _candidates(
+    model: CostModel, space: Space, slot: StageSlot, windows: Windows, inside_W: BoolArray, pace: float
+) -> tuple[StageCandidates, IntArray]:
+    """Windows times recomputed layers times ZeRO stages that do not compute for too long, and the window of each."""
+    seconds = model.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
+    forward, both = (
+        np.concatenate([[0.0], np.cumsum(values_R)])
+        for values_R in (seconds.forward_R, seconds.forward_R + seconds.backward_R)
+    )
+    window_C, kept_C = space.recomputed(windows.layers_W)
+    start_C, layers_C = windows.start_W[window_C], windows.layers_W[window_C]
+    low_C, high_C = covered(model.spec, start_C, start_C + layers_C)
+    least_C = both[high_C] - both[low_C] + forward[start_C + 1 + kept_C] - forward[start_C + 1]
+    at_J = np.flatnonzero(inside_W[window_C] & (least_C <= pace * ROOM))
+    # On one device there is nothing to shard.
+    zeros = np.array(sorted(set(space.search.zero_stages)) if slot.data_parallel_degree > 1 else [0])
+    at_K = np.tile(at_J, len(zeros))
+    candidates = StageCandidates(
+        start_K=start_C[at_K],
+        end_K=start_C[at_K] + layers_C[at_K],
+        checkpointed_K=kept_C[at_K],
+        zero_stage_K=np.repeat(zeros, len(at_J)),
+    )
+    return candidates, window_C[at_K]
+
+
+def within(choices: SlotChoices, stage_index: int, num_stages: int, num_layers: int, most_devices: int) -> BoolArray:
+    """Which choices leave every other stage a layer and a device.
+
+    Args:
+        choices: Of a role.
+        stage_index: Which stage they are for.
+        num_stages: Of how many.
+        num_layers: Layers of the network.
+        most_devices: Devices of the largest stage that leaves the others one each.
+    """
+    behind = num_stages - stage_index - 1
+    start_K, layers_K = choices.start_K, choices.layers_K
+    inside_K = (start_K == ANYWHERE) | ((start_K >= stage_index) & (start_K <= num_layers - behind - layers_K))
+    # An open start has room somewhere if every other stage can have a layer.
+    inside_K &= layers_K <= max(num_layers - num_stages + 1, 0 if num_layers else 1)
+    result_K: BoolArray = inside_K & (choices.devices_K <= most_devices)
+    return result_K

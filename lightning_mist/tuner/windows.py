@@ -1,0 +1,121 @@
+"""Runs of layers that a stage may have, those that cost the same once.
+
+Stages that are neither first nor last and hold the same kinds of layers in the same order cost the same wherever they
+lie, so each such window is looked at once. If all layers are alike the start of these stages is left open altogether.
+
+Array axes
+    W  windows
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from lightning_mist.cost.compile import IntArray
+from lightning_mist.cost.regions import parameter_regions
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.tuner.choices import ANYWHERE
+
+
+def layer_classes(spec: ModelSpec) -> tuple[int, ...]:
+    """A number for every layer, equal for layers that cost the same and hand on the same."""
+    sizes: list[list[tuple[int, bool]]] = [[] for _ in range(spec.num_layers)]
+    alone = set()
+    for parameter, regions in zip(spec.parameters, parameter_regions(spec), strict=True):
+        for region in regions:
+            if 1 <= region <= spec.num_layers:
+                sizes[region - 1].append((parameter.bytes, parameter.trainable))
+                if len(regions) > 1:
+                    alone.add(region - 1)  # It shares a parameter with another part, so its place matters.
+    # What the last layer hands on stays inside its stage.
+    handed_on = [*spec.boundaries, ()]
+    known: dict[Hashable, int] = {}
+    result = []
+    for index, kind in enumerate(spec.kinds):
+        key = (kind, tuple(sorted(sizes[index])), index if index in alone else -1)
+        passed = handed_on[index] if index < spec.num_layers - 1 else handed_on[max(0, index - 1)]
+        result.append(known.setdefault((key, passed), len(known)))
+    return tuple(result)
+
+
+Role = Literal["only", "first", "middle", "last"]
+"""Whether a stage has others before and behind it."""
+
+
+def role_of(stage_index: int, num_stages: int) -> Role:
+    """The role of a stage."""
+    if num_stages == 1:
+        return "only"
+    if stage_index == 0:
+        return "first"
+    return "last" if stage_index == num_stages - 1 else "middle"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """Runs of layers that cost differently.
+
+    Attributes:
+        start_W: First layer of one of those that cost the same.
+        layers_W: Number of layers.
+        starts: First layers of all of them, or :data:`~lightning_mist.tuner.choices.ANYWHERE` alone.
+    """
+
+    start_W: IntArray
+    layers_W: IntArray
+    starts: tuple[IntArray, ...]
+
+    def __len__(self) -> int:
+        """Number of windows."""
+        return len(self.start_W)
+
+    def take(self, index: IntArray) -> "Windows":
+        """Some of them."""
+        starts = tuple(self.starts[place] for place in index.tolist())
+        return Windows(start_W=self.start_W[index], layers_W=self.layers_W[index], starts=starts)
+
+
+def fixed_window(first: int, end: int) -> Windows:
+    """The one run that a stage may have whose place is settled."""
+    start_W = np.array([first], dtype=np.int64)
+    return Windows(start_W=start_W, layers_W=np.array([end - first], dtype=np.int64), starts=(start_W,))
+
+
+def windows_of(role: Role, num_layers: int, classes: tuple[int, ...]) -> Windows:
+    """Every run of layers that a stage may have.
+
+    Args:
+        role: Where it is.
+        num_layers: Layers of the network.
+        classes: As :func:`layer_classes` gives them.
+    """
+    lengths = np.arange(1, num_layers)  # Every other stage needs a layer.
+    if role == "middle":
+        return _middle(num_layers, classes)
+    if role == "only":
+        start_W, layers_W = np.array([0]), np.array([num_layers])
+    elif role == "first":
+        start_W, layers_W = np.zeros_like(lengths), lengths
+    else:
+        start_W, layers_W = num_layers - lengths, lengths
+    return Windows(start_W=start_W, layers_W=layers_W, starts=tuple(start_W[:, None]))
+
+
+def _middle(num_layers: int, classes: tuple[int, ...]) -> Windows:
+    """Windows that touch neither end."""
+    if len(set(classes)) == 1:
+        layers_W = np.arange(1, num_layers - 1)
+        starts = (np.array([ANYWHERE]),) * len(layers_W)
+        return Windows(start_W=np.ones_like(layers_W), layers_W=layers_W, starts=starts)
+    places: dict[Hashable, list[int]] = {}
+    for start in range(1, num_layers - 1):
+        for end in range(start + 1, num_layers):
+            # The class of the layer before tells what is received.
+            places.setdefault(classes[start - 1 : end], []).append(start)
+    return Windows(
+        start_W=np.array([starts[0] for starts in places.values()], dtype=np.int64),
+        layers_W=np.array([len(window) - 1 for window in places], dtype=np.int64),  # type: ignore[arg-type]
+        starts=tuple(np.array(starts) for starts in places.values()),
+    )

@@ -1,0 +1,56 @@
+import numpy as np
+import pytest
+
+from lightning_mist.errors import PlanError
+from lightning_mist.tuner import SearchSpace, tune
+from lightning_mist.tuner.space import apply
+from tests.specs import cluster, profile, spec
+
+ALIKE = spec(6, measured=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"microbatch_sizes": ()}, r"microbatch_sizes=\(\): give at least one number"),
+        ({"data_parallel_degrees": (0,)}, r"data_parallel_degrees=\(0,\): give at least one number, each at least 1"),
+        ({"layer_cuts": (4, 2)}, r"layer_cuts=\(4, 2\): .*more than the one before; for example \(12, 24\)"),
+        ({"layer_cuts": (2, 4), "num_stages": (2,)}, r"make 3 stages, but .* num_stages=\(2,\) do not allow"),
+        ({"layer_cuts": (2,), "max_stages": 1}, r"make 2 stages, but max_stages=1"),
+        ({"checkpointed_shares": (1.5,)}, r"checkpointed_shares=\(1.5,\): give at least one fraction in \[0, 1\]"),
+        ({"offload_ratios": (-0.5,)}, r"offload_ratios=\(-0.5,\): give at least one fraction"),
+        ({"offload": ("weights",)}, r"offload=\('weights',\): of parameters, gradients, optimizer, activations"),
+        ({"chunks": (1,)}, r"chunks=\(1,\): give numbers of at least 2"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(asked, message):
+    with pytest.raises(ValueError, match=message):
+        SearchSpace(**asked)
+
+
+def test_cuts_lie_inside_the_network():
+    with pytest.raises(PlanError, match=r"layer_cuts = \(2, 6\): .* has 6 layers, so that cuts lie between 1 and 5"):
+        apply(SearchSpace(layer_cuts=(2, 6)), ALIKE, 4, 16)
+
+
+def found(**search):
+    return tune(
+        ALIKE, cluster(4), profile=profile(), global_batch_size=16, memory_limit=10**7, search=SearchSpace(**search)
+    ).plan
+
+
+def test_layers_can_be_pinned():
+    assert [stage.layers for stage in found(layer_cuts=(1, 4)).stages] == [(0, 1), (1, 4), (4, 6)]
+    assert [stage.layers for stage in found(layer_cuts=()).stages] == [(0, 6)]
+
+
+def test_rows_and_degrees_can_be_pinned():
+    assert {stage.microbatch_size for stage in found(microbatch_sizes=(1,)).stages} == {1}
+    assert {stage.data_parallel_degree for stage in found(data_parallel_degrees=(2,)).stages} == {2}
+
+
+def test_recomputation_can_be_none_or_all():
+    space = apply(SearchSpace(checkpointed_shares=(0.0, 1.0)), ALIKE, 4, 16)
+    window_C, kept_C = space.recomputed(np.arange(1, 7))
+    found_C = {(int(window) + 1, int(kept)) for window, kept in zip(window_C, kept_C, strict=True)}
+    assert found_C == {(layers, kept) for layers in range(1, 7) for kept in (0, layers)}
