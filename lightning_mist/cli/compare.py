@@ -58,9 +58,11 @@ def compare_with_others(
 def print_comparison(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> None:
     """Print a comparison as a table, with what to know of it."""
     from lightning_mist.tuner.baselines import baseline_notes
+    from lightning_mist.tuner.comparison import faster_notes
 
+    notes = (*faster_notes(items), *baseline_notes(spec))
     print()
-    print(render_comparison(items, baseline_notes(spec), width=terminal_width(), color=sys.stdout.isatty()))
+    print(render_comparison(items, notes, width=terminal_width(), color=sys.stdout.isatty()))
 
 
 def render_comparison(

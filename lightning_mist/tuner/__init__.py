@@ -1,6 +1,7 @@
 """Which plan: the search for the fastest one that fits."""
 
-from lightning_mist.tuner.baselines import Baseline, baselines
+from lightning_mist.tuner.baselines import Baseline, baselines, baselines_with
+from lightning_mist.tuner.comparison import ComparedPlan, compare_plans
 from lightning_mist.tuner.explain import explain_plan
 from lightning_mist.tuner.explain_render import render_explanation
 from lightning_mist.tuner.explain_text import explanation_data, explanation_sections
@@ -13,12 +14,15 @@ from lightning_mist.tuner.tune import tune
 __all__ = [
     "Alternative",
     "Baseline",
+    "ComparedPlan",
     "Explanation",
     "Planner",
     "SearchSpace",
     "TuneResult",
     "TuneStats",
     "baselines",
+    "baselines_with",
+    "compare_plans",
     "degrees_to_try",
     "explain_plan",
     "explanation_data",

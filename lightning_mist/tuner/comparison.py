@@ -1,11 +1,13 @@
 """A plan beside what people would have chosen: figures for whoever shows them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_mist.plan import Plan, step_rates
 from lightning_mist.plan.settings import settings_of
 from lightning_mist.tuner.baselines import Baseline
+from lightning_mist.tuner.planner import LEAST_GAIN
+from lightning_mist.tuner.result import LEAST_SHARE
 
 OURS = "this plan"
 """What the plan itself is called."""
@@ -52,6 +54,23 @@ def compare_plans(ours: Plan, others: Iterable[Baseline]) -> tuple[ComparedPlan,
         raise ValueError("plan.predicted = None or 0 s: only plans whose seconds are predicted can be compared")
     seconds = ours.predicted.step_seconds
     return tuple(_compared(item, seconds) for item in (Baseline(name=OURS, plan=ours), *others))
+
+
+def faster_notes(items: Sequence[ComparedPlan]) -> tuple[str, ...]:
+    """Why some of a comparison are faster than the plan itself, for people; nothing if none is.
+
+    The search proves its plan by the closed form of the step, and prefers 1F1B to what gains little.
+    """
+    notes = []
+    for item in items:
+        if item.ratio is None or item.ratio > 1 - LEAST_SHARE or item.plan is None:
+            continue
+        if item.plan.schedule in ("1f1b", "gpipe"):
+            why = "by the closed form of the cost model, which the search minimises, it is not faster"
+        else:
+            why = f"{item.plan.schedule} is tried on the pipelines that the search finds, and has to gain {LEAST_GAIN:.0%}"
+        notes.append(f"{item.name} takes {1 - item.ratio:.1%} less on the clock: {why}")
+    return tuple(notes)
 
 
 def _compared(item: Baseline, seconds: float) -> ComparedPlan:

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan, StepWork
 from lightning_mist.tuner.baselines import Baseline
-from lightning_mist.tuner.comparison import OURS, compare_plans
+from lightning_mist.tuner.comparison import OURS, compare_plans, faster_notes
 
 
 def plan(seconds, *, microbatches=2, tokens=None):
@@ -43,3 +43,16 @@ def test_figures():
 def test_a_plan_without_a_prediction_cannot_be_compared():
     with pytest.raises(ValueError, match="only plans whose seconds are predicted"):
         compare_plans(replace(plan(1.0), predicted=None), [])
+
+
+def test_what_is_faster_is_explained():
+    others = [
+        Baseline(name="slow", plan=plan(2.1)),
+        Baseline(name="alike", plan=plan(1.9999)),
+        Baseline(name="quick", plan=plan(1.9)),
+        Baseline(name="chunks", plan=replace(plan(1.99), schedule="zb-h1")),
+        Baseline(name="none", plan=None, reason="too large"),
+    ]
+    quick, chunks = faster_notes(compare_plans(plan(2.0), others))
+    assert quick.startswith("quick takes 5.0% less on the clock: by the closed form")
+    assert chunks.startswith("chunks takes 0.5% less on the clock: zb-h1 is tried on the pipelines")
