@@ -60,7 +60,8 @@ def print_comparison(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> None
     from lightning_mist.tuner.baselines import baseline_notes
     from lightning_mist.tuner.comparison import faster_notes
 
-    notes = (*faster_notes(items), *baseline_notes(spec))
+    ours = items[0].plan
+    notes = (*(() if ours is None else faster_notes(ours, items)), *baseline_notes(spec))
     print()
     print(render_comparison(items, notes, width=terminal_width(), color=sys.stdout.isatty()))
 

@@ -53,6 +53,15 @@ def test_what_is_faster_is_explained():
         Baseline(name="chunks", plan=replace(plan(1.99), schedule="zb-h1")),
         Baseline(name="none", plan=None, reason="too large"),
     ]
-    quick, chunks = faster_notes(compare_plans(plan(2.0), others))
+    ours = plan(2.0)
+    quick, chunks = faster_notes(ours, compare_plans(ours, others))
     assert quick.startswith("quick takes 5.0% less on the clock: by the closed form")
     assert chunks.startswith("chunks takes 0.5% less on the clock: zb-h1 is tried on the pipelines")
+
+
+def test_what_was_not_searched_may_be_faster():
+    ours, other = plan(2.0), plan(1.5)
+    quicker = tuple(replace(stage, steady_seconds=0.7) for stage in other.predicted.stages)
+    other = replace(other, predicted=replace(other.predicted, stages=quicker))
+    (note,) = faster_notes(ours, compare_plans(ours, [Baseline(name="other", plan=other)]))
+    assert note == "other takes 25.0% less on the clock: it lies outside what was searched"
