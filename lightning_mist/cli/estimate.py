@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lightning_mist.cost import Estimator
     from lightning_mist.cost.allocator import AllocatorSettings
     from lightning_mist.cost.estimate_sweep import SweepPoint
-    from lightning_mist.hardware import Cluster
+    from lightning_mist.hardware import AnyCluster, Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +218,7 @@ _LAYERS_TO_COME = 10_000
 """Layers of each stage that are supposed before the network has been looked at: more than any has."""
 
 
-def _plan(num_layers: int, cluster: "Cluster", values: Mapping[str, Any]) -> Plan:
+def _plan(num_layers: int, cluster: "AnyCluster", values: Mapping[str, Any]) -> Plan:
     """The plan that degrees describe."""
     numbers = {name: values[name] for name in (*_NUMBERS, "global_batch_size")}
     layers = str(values["checkpointed_layers"])

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_mist.hardware import AnyCluster, HardwareProfile
+    from lightning_mist.plan import Plan
 
 _LOCAL = "local"
 
@@ -48,3 +49,19 @@ def open_profile(text: str, cluster: "AnyCluster", precision: str) -> "HardwareP
     if is_measured(text):
         return read_machine(Path(text))[1]
     return measure_local(single(cluster, "measuring"), precision).profile if is_local(text) else None
+
+
+def devices_of(plan: "Plan", cluster: "AnyCluster") -> tuple[str, ...]:
+    """What the devices of every stage of a plan are, for people; nothing if they are all alike."""
+    if len(cluster.parts) == 1:
+        return ()
+    found = [sorted({cluster.part_of(device) for device in stage.devices}) for stage in plan.stages]
+    return tuple(" and ".join(cluster.parts[part].device.name for part in parts) for parts in found)
+
+
+def oldest_capability(cluster: "AnyCluster") -> tuple[int, int] | None:
+    """The compute capability that all devices have; None where it is not known of one."""
+    from lightning_mist.hardware.capability import capability_of
+
+    known = [capability_of(part.device.name) for part in cluster.parts]
+    return None if None in known else min(item for item in known if item is not None)

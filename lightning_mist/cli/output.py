@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from lightning_mist.plan import Plan, render, step_rates, to_json
@@ -13,9 +14,14 @@ def terminal_width() -> int:
     return max(80, shutil.get_terminal_size(fallback=(120, 24)).columns)
 
 
-def show_plan(found: Plan) -> None:
-    """Print a plan as a table."""
-    print(render(found, width=terminal_width(), color=sys.stdout.isatty()))
+def show_plan(found: Plan, devices: Sequence[str] = ()) -> None:
+    """Print a plan as a table.
+
+    Args:
+        found: The plan.
+        devices: What the devices of every stage are, if that is to be shown.
+    """
+    print(render(found, width=terminal_width(), color=sys.stdout.isatty(), devices=devices))
 
 
 def print_json(found: Plan, **more: object) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.compare import compare_with_others, comparison_json, print_comparison
 from lightning_mist.cli.explaining import explanation_of, show_explanation
-from lightning_mist.cli.machine import is_local, open_cluster, open_profile
+from lightning_mist.cli.machine import devices_of, is_local, oldest_capability, open_cluster, open_profile
 from lightning_mist.cli.network import NetworkRequest, trace_network
 from lightning_mist.cli.output import print_json, say, show_plan
 from lightning_mist.cli.reporting import check_html, write_html
@@ -14,7 +14,7 @@ from lightning_mist.plan import ScheduleName, fingerprint_of, save, split_notes
 from lightning_mist.units import parse_bytes
 
 if TYPE_CHECKING:
-    from lightning_mist.hardware import Cluster
+    from lightning_mist.hardware import AnyCluster
     from lightning_mist.model import ModelSpec
     from lightning_mist.tuner import SearchSpace
 
@@ -73,7 +73,7 @@ def plan(
     Args:
         model: A preset such as gpt3-22b, the path of a Hugging Face config.json, or package.module:function, whose
             function returns a module with a training_step and a batch for it.
-        cluster: Such as 4x8xL4 (nodes x devices x device), a cluster.yaml, a profile.json that lightning-mist profile
+        cluster: Such as 4x8xL4 (nodes x devices x device), 8xA100-40+2x8xV100-32, a cluster.yaml, a profile.json that lightning-mist profile
             wrote, or "local" for this machine, measured; "local:4" for four processes on it.
         global_batch_size: Rows that one batch brings over all devices.
         seq_len: Tokens per row, for presets and configurations.
@@ -92,8 +92,6 @@ def plan(
     given = dict(locals())
     check_html(html)
     from lightning_mist.cost import Estimator, estimate_plan
-    from lightning_mist.hardware import single
-    from lightning_mist.hardware.capability import capability_of
     from lightning_mist.runtime.support import EXECUTED
     from lightning_mist.tuner import Planner, degrees_to_try, explanation_data
 
@@ -101,7 +99,7 @@ def plan(
     search = options.space()
     if is_local(cluster):
         search = replace(search, **EXECUTED)  # A plan for this machine is to be executed.
-    machine = single(open_cluster(cluster), "a plan")
+    machine = open_cluster(cluster)
     rows = rows_of_each(global_batch_size, machine)
     degrees = degrees_to_try(search, machine.devices_per_node)
     request = NetworkRequest(
@@ -111,16 +109,16 @@ def plan(
         precision=precision,
         optimizer=optimizer,
         degrees=degrees,
-        device_kind=machine.device.kind,
+        device_kind=machine.kind,
     )
-    spec = trace_network(request, capability_of(machine.device.name))
+    spec = trace_network(request, oldest_capability(machine))
     profile = open_profile(cluster, machine, precision)
     say(f"searching plans for {spec.num_layers} layers on {machine.world_size} devices")
     planner = Planner(spec, machine, profile=profile)
     asked: dict[str, Any] = {"global_batch_size": global_batch_size, "memory_limit": limit, "search": search}
     result = planner.tune(**asked)
     found = replace(result.plan, fingerprint=_made_for(spec, machine, rows, precision))
-    estimator = Estimator(spec, machine, limit or machine.device.memory_bytes)
+    estimator = Estimator(spec, machine, limit or max(part.device.memory_bytes for part in machine.parts))
     memory = estimate_plan(estimator, found, advise=False, replay="worst").headline()
     notes = (*split_notes(found, spec.module_map), *result.explain())
     why = explanation_of(planner, result, full=explain or html is not None, **asked)
@@ -131,7 +129,7 @@ def plan(
             more["compare"] = comparison_json(compared)
         print_json(found, memory=memory, notes=notes, **more)
     else:
-        show_plan(found)
+        show_plan(found, devices_of(found, machine))
         print(memory, end="\n\n")
         show_explanation(why, full=explain)
         if compared is not None:
@@ -157,14 +155,14 @@ def plan(
         (say if json else print)(f"plan written to {out}")
 
 
-def rows_of_each(global_batch_size: int, machine: "Cluster") -> int:
+def rows_of_each(global_batch_size: int, machine: "AnyCluster") -> int:
     """Rows that each device loads."""
     if global_batch_size < 1:
         raise ValueError(f"global_batch_size = {global_batch_size}: at least one row is needed; give a batch's rows")
     return max(1, global_batch_size // machine.world_size)
 
 
-def _made_for(spec: "ModelSpec", machine: "Cluster", rows: int, precision: str) -> tuple[tuple[str, str], ...]:
+def _made_for(spec: "ModelSpec", machine: "AnyCluster", rows: int, precision: str) -> tuple[tuple[str, str], ...]:
     """The fingerprint of a plan for a network on a machine."""
     versions = [(name, importlib.metadata.version(name)) for name in ("lightning-mist", "torch")]
     made_for = fingerprint_of(

@@ -11,8 +11,8 @@ from torch import nn
 from lightning_mist.cost.allocator_text import parse_allocator_settings
 from lightning_mist.cost.estimate_changes import changes_that_fit
 from lightning_mist.cost.estimate_closed import closed_spec, module_dims, with_second_opinion
-from lightning_mist.cost.estimate_data import MemoryEstimate, StageEstimate, verdict_of
-from lightning_mist.cost.estimate_stages import Estimator, Replaying, describe_cluster, what_is_not_run, worst_of
+from lightning_mist.cost.estimate_data import MemoryEstimate, StageEstimate, verdict_of, worst_of
+from lightning_mist.cost.estimate_stages import Estimator, Replaying, describe_cluster, what_is_not_run
 from lightning_mist.errors import TraceError
 from lightning_mist.hardware import Cluster, parse_cluster, single
 from lightning_mist.hardware.capability import capability_of
@@ -111,7 +111,9 @@ def estimate_plan(
     """
     spec, cluster, limit = estimator.spec, estimator.cluster, estimator.limit
     stages = estimator.stages(plan, replay=replay)
-    fits = verdict_of(worst_of(stages).device_total, limit) == "fits"
+    worst = worst_of(stages)
+    fits = verdict_of(worst.device_total, worst.limit or limit) == "fits"
+    advises = advise and not fits and isinstance(cluster, Cluster)
     return MemoryEstimate(
         model=spec.name,
         cluster=describe_cluster(cluster),
@@ -121,7 +123,7 @@ def estimate_plan(
         optimizer=spec.optimizer.name,
         stages=stages,
         source=estimator.source,
-        changes=changes_that_fit(estimator, plan) if advise and not fits else (),
+        changes=changes_that_fit(estimator, plan) if advises else (),
         notes=(*spec.notes, *what_is_not_run(plan), *_flush_notes(stages, limit)),
     )
 
@@ -157,7 +159,9 @@ def replicated(spec: ModelSpec, cluster: Cluster) -> Plan:
 
 def _flush_notes(stages: Sequence[StageEstimate], limit: int) -> tuple[str, ...]:
     """Stages whose allocator has to give memory back within a step, which costs time."""
-    names = ", ".join(str(stage.stage) for stage in stages if stage.flushes and stage.device_total.p50 <= limit)
+    names = ", ".join(
+        str(stage.stage) for stage in stages if stage.flushes and stage.device_total.p50 <= (stage.limit or limit)
+    )
     if not names:
         return ()
     return (

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, TypeAlias
 
-from lightning_mist.cost.estimate_data import Change, verdict_of
-from lightning_mist.cost.estimate_stages import Estimator, what_is_not_run, worst_of
+from lightning_mist.cost.estimate_data import Change, verdict_of, worst_of
+from lightning_mist.cost.estimate_stages import Estimator, what_is_not_run
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import Cluster
+from lightning_mist.hardware import Cluster, single
 from lightning_mist.plan import Checkpointing, Feature, Plan, StagePlan, ZeroStage, plan_of
 
 SHOWN = 6
@@ -124,7 +124,8 @@ class _Steps:
     """
 
     def __init__(self, estimator: Estimator, plan: Plan) -> None:
-        self._plan, self._cluster, self._spec = plan, estimator.cluster, estimator.spec
+        self._plan, self._spec = plan, estimator.spec
+        self._cluster = single(estimator.cluster, "looking for changes that fit")
 
     def recomputed(self, plan: Plan | None = None, text: str = "") -> Ladder:
         """More layers recomputed, on every stage as many."""

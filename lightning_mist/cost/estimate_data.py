@@ -4,6 +4,7 @@ Three figures of every stage's most loaded device: *allocated*, what tensors tak
 allocator holds for them; *device total*, with everything that is outside of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -85,6 +86,7 @@ class StageEstimate:
         flushes: How often in two steps the allocator has to give back what is free, waiting for the device, to stay
             within the limit.
         host_bytes: Pinned host memory of the device's process.
+        limit: Bytes of the device that may be used, where devices are unlike; the estimate's if ``None``.
     """
 
     stage: int
@@ -98,6 +100,7 @@ class StageEstimate:
     kinds: tuple[PeakTensor, ...] = ()
     flushes: int = 0
     host_bytes: int = 0
+    limit: int | None = None
 
     def term(self, name: str) -> int:
         """Bytes of one term; 0 if there is none."""
@@ -156,13 +159,17 @@ class MemoryEstimate:
 
     @property
     def worst(self) -> StageEstimate:
-        """The stage whose device needs most."""
-        return max(self.stages, key=lambda stage: (stage.device_total.p95, stage.device_total.p50))
+        """The stage whose device needs most, of unlike devices most of what it has."""
+        return worst_of(self.stages)
+
+    def limit_of(self, stage: StageEstimate) -> int:
+        """Bytes that the devices of a stage may use."""
+        return self.memory_limit if stage.limit is None else stage.limit
 
     @property
     def verdict(self) -> Verdict:
         """``"fits"`` if what suffices in 95 of 100 cases is within the limit, ``"tight"`` if the prediction is."""
-        return verdict_of(self.worst.device_total, self.memory_limit)
+        return verdict_of(self.worst.device_total, self.limit_of(self.worst))
 
     def fits(self, memory_limit: str | int | None = None) -> bool:
         """Whether every stage fits in 95 of 100 cases.
@@ -173,8 +180,10 @@ class MemoryEstimate:
         Raises:
             ValueError: If it is not a size.
         """
-        limit = self.memory_limit if memory_limit is None else parse_bytes(memory_limit)
-        return verdict_of(self.worst.device_total, limit) == "fits"
+        if memory_limit is None:
+            return self.verdict == "fits"
+        limit = parse_bytes(memory_limit)
+        return all(verdict_of(stage.device_total, min(limit, stage.limit or limit)) == "fits" for stage in self.stages)
 
     def subject(self) -> str:
         """What is estimated, in one line."""
@@ -186,7 +195,7 @@ class MemoryEstimate:
 
     def headline(self) -> str:
         """The verdict in one or two plain sentences."""
-        worst, limit = self.worst, format_bytes(self.memory_limit)
+        worst, limit = self.worst, format_bytes(self.limit_of(self.worst))
         at, total = f"stage {worst.stage} of {len(self.stages)}", worst.device_total
         largest = ", ".join(f"{WORDS[name]} {format_bytes(value)}" for name, value in worst.largest_terms[:2])
         need = f"{at} needs {format_bytes(total.p50)}, up to {format_bytes(total.p95)} in 95 of 100 cases"
@@ -216,6 +225,17 @@ def describe_change(change: Change) -> str:
     remark = "" if change.runs else " (planned, not run yet)"
     total = change.device_total
     return f"{change.text}: {format_bytes(total.p50)}, up to {format_bytes(total.p95)}{remark}"
+
+
+def need_of(stage: StageEstimate) -> tuple[float, float]:
+    """What stages are compared by: bytes, of unlike devices as parts of what they may use."""
+    limit = 1 if stage.limit is None else max(stage.limit, 1)
+    return stage.device_total.p95 / limit, stage.device_total.p50 / limit
+
+
+def worst_of(stages: Sequence[StageEstimate]) -> StageEstimate:
+    """The stage whose device needs most, of unlike devices most of what it has."""
+    return max(stages, key=need_of)
 
 
 def verdict_of(need: Interval, limit: int) -> Verdict:

@@ -6,7 +6,6 @@ many plans are compared) the peak of tensors comes from the vectorised model tha
 allocator holds on top from how much that was elsewhere.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -16,13 +15,13 @@ from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.cost.communicators import communicators_by_degrees, communicators_of
 from lightning_mist.cost.device_need import DeviceNeed, replayed_need, summed_need
 from lightning_mist.cost.device_total import DeviceOverheads, device_overheads
-from lightning_mist.cost.estimate_data import StageEstimate
+from lightning_mist.cost.estimate_data import StageEstimate, need_of, worst_of
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.peak_tensors import phase_in_words, tensors_at_peak
 from lightning_mist.cost.picture import Timeline, timeline_of
 from lightning_mist.cost.replay import replay_group
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import Cluster
+from lightning_mist.hardware import AnyCluster, Cluster
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ModuleMap, Plan, replica_ranks, row_slice
 from lightning_mist.units import format_bytes
@@ -37,13 +36,13 @@ class Estimator:
     Attributes:
         spec: The network.
         cluster: The machine.
-        limit: Bytes of each device that may be used.
+        limit: Bytes of each device that may be used; of unlike devices at most the memory of each.
         source: ``"traced"``, or where else the specification comes from, which is then less sure.
         allocator: How the caching allocator is set up, but for its capacity.
     """
 
     spec: ModelSpec
-    cluster: Cluster
+    cluster: AnyCluster
     limit: int
     source: str = "traced"
     _models: dict[tuple[int, bool], MemoryModel] = field(default_factory=dict)
@@ -67,7 +66,7 @@ class Estimator:
         groups = [self._summed(plan, group, found[group], is_final) for group in range(plan.num_groups)]
         left = set(range(plan.num_groups)) if replays else set()
         while left:
-            group = max(range(plan.num_groups), key=lambda group: _need_of(groups[group]))
+            group = max(range(plan.num_groups), key=lambda group: need_of(groups[group]))
             if group not in left and replay == "worst":
                 break
             group = group if group in left else left.copy().pop()
@@ -94,7 +93,7 @@ class Estimator:
             raise PlanError(f"the bytes over a step are not known: {why}; use a plan that is executed")
         return tuple(timeline_of(replay_group(self.spec, plan, group), group) for group in range(plan.num_groups))
 
-    def on(self, cluster: Cluster) -> "Estimator":
+    def on(self, cluster: AnyCluster) -> "Estimator":
         """The same network on as many devices of the same kind as another machine has."""
         return replace(self, cluster=cluster)
 
@@ -105,25 +104,36 @@ class Estimator:
         return self._models[key]
 
     def _summed(self, plan: Plan, group: int, memory: StageMemory, is_final: bool) -> StageEstimate:
-        overheads = self._overheads(plan, plan.stages[group].devices[0])
+        part, limit = self._part(plan, group)
+        overheads = self._overheads(plan, plan.stages[group].devices[0], part)
         traced = self.source == "traced"
-        return summed_estimate(
-            plan, group, memory, self.cluster, overheads, self.limit, is_traced=traced, is_final=is_final
-        )
+        found = summed_estimate(plan, group, memory, part, overheads, limit, is_traced=traced, is_final=is_final)
+        return self._limited(found, limit)
 
     def _replayed(self, plan: Plan, group: int) -> StageEstimate:
-        replay = replay_group(self.spec, plan, group)
-        overheads = self._overheads(plan, replay.rank)
-        need = replayed_need(replay.memory_events(), self.cluster, overheads, settings=self.allocator, limit=self.limit)
+        replay, (part, limit) = replay_group(self.spec, plan, group), self._part(plan, group)
+        overheads = self._overheads(plan, replay.rank, part)
+        need = replayed_need(replay.memory_events(), part, overheads, settings=self.allocator, limit=limit)
         terms = dict(replay.terms_at_peak())
         # Workspaces, and what rounding adds to sizes.
         terms["working_bytes"] += need.allocated.p50 - sum(terms.values())
         tensors, kinds = tensors_at_peak(replay.alive_at_peak(), group)
         found = _estimate(plan, group, phase_in_words(replay.phase), need, tuple(terms.items()))
-        return replace(found, tensors=tensors, kinds=kinds)
+        return self._limited(replace(found, tensors=tensors, kinds=kinds), limit)
 
-    def _overheads(self, plan: Plan, rank: int) -> DeviceOverheads:
-        return rank_overheads(self.cluster, plan, self.spec.module_map, rank)
+    def _part(self, plan: Plan, group: int) -> tuple[Cluster, int]:
+        """The kind of device of a stage, of several the smallest, and what it may use."""
+        if isinstance(self.cluster, Cluster):
+            return self.cluster, self.limit
+        parts = {self.cluster.part_of(device) for device in plan.stages[group].devices}
+        part = min((self.cluster.parts[index] for index in sorted(parts)), key=lambda item: item.device.memory_bytes)
+        return part, min(self.limit, part.device.memory_bytes)
+
+    def _limited(self, found: StageEstimate, limit: int) -> StageEstimate:
+        return found if isinstance(self.cluster, Cluster) else replace(found, limit=limit)
+
+    def _overheads(self, plan: Plan, rank: int, part: Cluster) -> DeviceOverheads:
+        return rank_overheads(part, plan, self.spec.module_map, rank)
 
 
 def summed_estimate(
@@ -166,19 +176,14 @@ def rank_overheads(cluster: Cluster, plan: Plan, module_map: ModuleMap, rank: in
     return device_overheads(cluster, communicators_of(plan, module_map, rank))
 
 
-def describe_cluster(cluster: Cluster) -> str:
+def describe_cluster(cluster: AnyCluster) -> str:
     """A cluster in a few words."""
-    count = f"{cluster.num_nodes} x {cluster.devices_per_node}" if cluster.num_nodes > 1 else cluster.devices_per_node
-    return f"{count} x {cluster.device.name} with {format_bytes(cluster.device.memory_bytes)} each"
+    return " and ".join(_describe_part(part) for part in cluster.parts)
 
 
-def worst_of(stages: Sequence[StageEstimate]) -> StageEstimate:
-    """The stage whose device needs most."""
-    return max(stages, key=_need_of)
-
-
-def _need_of(stage: StageEstimate) -> tuple[int, int]:
-    return stage.device_total.p95, stage.device_total.p50
+def _describe_part(part: Cluster) -> str:
+    count = f"{part.num_nodes} x {part.devices_per_node}" if part.num_nodes > 1 else part.devices_per_node
+    return f"{count} x {part.device.name} with {format_bytes(part.device.memory_bytes)} each"
 
 
 def can_replay(spec: ModelSpec, plan: Plan) -> bool:
@@ -213,7 +218,7 @@ def _estimate(
     )
 
 
-def check_plan_for(spec: ModelSpec, cluster: Cluster, plan: Plan) -> None:
+def check_plan_for(spec: ModelSpec, cluster: AnyCluster, plan: Plan) -> None:
     """Refuse a plan that is not one for a network and a machine.
 
     Raises:

@@ -76,10 +76,12 @@ def _stage_table(estimate: MemoryEstimate, stages: list[StageEstimate]) -> Table
     table.add_section()
     for label, attribute in (("allocated", "allocated"), ("reserved", "reserved"), ("device total", "device_total")):
         table.add_row(label, *(format_bytes(getattr(stage, attribute).p50) for stage in stages))
+    limits = dict.fromkeys(format_bytes(estimate.limit_of(stage)) for stage in stages)
     table.add_row("device total, 95 of 100", *(format_bytes(stage.device_total.p95) for stage in stages))
     table.add_row(
-        f"of {format_bytes(estimate.memory_limit)}",
-        *(_part(stage.device_total.p95 / estimate.memory_limit) for stage in stages),
+        "of "
+        + " or ".join(format_bytes(limit) for limit in dict.fromkeys(estimate.limit_of(stage) for stage in stages)),
+        *(_part(stage.device_total.p95 / estimate.limit_of(stage)) for stage in stages),
     )
     if any(stage.host_bytes for stage in stages):
         table.add_row("host memory", *(format_bytes(stage.host_bytes) for stage in stages))

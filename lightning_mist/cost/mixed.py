@@ -163,6 +163,8 @@ def _outside(part: Cluster, profile: HardwareProfile | None, cluster: MixedClust
         profile: What was measured of it; ``None`` for the catalog's.
         cluster: All parts.
     """
+    if profile is not None and profile.source.startswith("catalog") and profile == catalog_profile(part):
+        profile = None  # It is about the part alone; the catalog knows more.
     nodes = max(2, -(-cluster.world_size // part.devices_per_node))
     whole = replace(part, num_nodes=nodes, inter_node=cluster.link or part.inter_node)
     if profile is None:

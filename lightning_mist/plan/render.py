@@ -58,16 +58,17 @@ _COLUMNS = (
 """What a table shows of each stage, and what two plans are compared by."""
 
 
-def render(plan: Plan, *, width: int = 120, color: bool = False) -> str:
+def render(plan: Plan, *, width: int = 120, color: bool = False, devices: Sequence[str] = ()) -> str:
     """A plan as a table: one line per stage, with the predictions if there are any, and where their seconds go.
 
     Args:
         plan: The plan.
         width: Columns of text at most.
         color: Whether to add ANSI escapes.
+        devices: What the devices of every stage are, if that is to be shown.
     """
     table = Table(title=_title(plan), title_justify="left", title_style="bold")
-    headings, rows = stage_cells(plan)
+    headings, rows = stage_cells(plan, devices)
     for heading in headings:
         table.add_column(heading, justify="right")
     for row in rows:
@@ -85,11 +86,12 @@ def render(plan: Plan, *, width: int = 120, color: bool = False) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def stage_cells(plan: Plan) -> tuple[list[str], list[list[str]]]:
+def stage_cells(plan: Plan, devices: Sequence[str] = ()) -> tuple[list[str], list[list[str]]]:
     """What a table of a plan shows: headings, and the cells of every stage.
 
     Args:
         plan: The plan; with predictions there are columns for them.
+        devices: What the devices of every stage are, if that is to be shown.
     """
     has_chunks = plan.num_groups < plan.num_stages
     columns = [
@@ -98,11 +100,12 @@ def stage_cells(plan: Plan) -> tuple[list[str], list[list[str]]]:
         if column.dull is None or any(column.text(stage) != column.dull for stage in plan.stages)
     ]
     predicted = plan.predicted
-    headings = ["stage", *["group", "chunk"] * has_chunks, *(column.heading for column in columns)]
+    headings = ["stage", *["group", "chunk"] * has_chunks, *["on"] * bool(devices), *(column.heading for column in columns)]
     headings += ["forward", "backward", "peak memory"] * (predicted is not None)
     rows = []
     for index, stage in enumerate(plan.stages):
         place = [str(plan.group_of(index)), str(index // plan.num_groups)] if has_chunks else []
+        place += [devices[index]] if devices else []
         cells = [str(index), *place, *(column.text(stage) for column in columns)]
         rows.append([*cells, *(_predicted_cells(predicted.stages[index]) if predicted is not None else ())])
     return headings, rows

@@ -1,6 +1,7 @@
 """What of a device's memory, and of its host's, is left for the tensors of a plan."""
 
 from lightning_mist.hardware import AnyCluster, Cluster
+from lightning_mist.plan import Plan
 
 USABLE_MEMORY = 0.8
 """Share of a device's memory that plans use by default. What a prediction leaves out (context, communicators,
@@ -18,12 +19,33 @@ def usable_bytes(cluster: Cluster, memory_limit: int | None) -> float:
     return float(memory_limit) * tensor_share(cluster)
 
 
+def stage_limits(cluster: AnyCluster, memory_limit: int | None, plan: Plan) -> tuple[float, ...]:
+    """Bytes that tensors may take on each device of every stage of a plan; see :func:`usable_bytes`.
+
+    On unlike devices a limit is at most the memory of each, and a stage with several kinds has that of the smallest.
+
+    Args:
+        cluster: The devices.
+        memory_limit: Bytes of each device that may be used in all.
+        plan: The plan.
+    """
+    if isinstance(cluster, Cluster):
+        return (usable_bytes(cluster, memory_limit),) * plan.num_stages
+    limits = [usable_bytes(part, at_most(part, memory_limit)) for part in cluster.parts]
+    return tuple(min(limits[cluster.part_of(device)] for device in stage.devices) for stage in plan.stages)
+
+
+def at_most(part: Cluster, memory_limit: int | None) -> int | None:
+    """A limit of every device as one of a part: at most its memory."""
+    return None if memory_limit is None else min(memory_limit, part.device.memory_bytes)
+
+
 def tensor_share(cluster: AnyCluster) -> float:
     """The share of a memory limit that is left for tensors."""
     return USABLE_MEMORY if cluster.kind == "cuda" else 1.0
 
 
-def host_bytes_of_each(cluster: Cluster, host_memory_limit: int | None) -> float:
+def host_bytes_of_each(cluster: AnyCluster, host_memory_limit: int | None) -> float:
     """Bytes of host memory that each device may use for what it offloads; infinite without a limit.
 
     Args:
@@ -40,4 +62,4 @@ def host_bytes_of_each(cluster: Cluster, host_memory_limit: int | None) -> float
             f"host_memory_limit={host_memory_limit}: bytes of host memory of a node are not negative; give 0 for no "
             "offload, or None for no limit"
         )
-    return host_memory_limit / cluster.devices_per_node
+    return host_memory_limit / max(part.devices_per_node for part in cluster.parts)

@@ -27,7 +27,7 @@ from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan
 from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner import space as search_space
-from lightning_mist.tuner.budget import host_bytes_of_each, usable_bytes
+from lightning_mist.tuner.budget import at_most, host_bytes_of_each, usable_bytes
 from lightning_mist.tuner.intra_stage import EVERY_PART, IntraStage, SlotChoices
 from lightning_mist.tuner.problem import InterStageProblem
 from lightning_mist.tuner.space import Space, divisors
@@ -217,13 +217,9 @@ def mixed_stages(
         model,
         space,
         [_space_of(part, space, model.spec) for part in parts],
-        [usable_bytes(part, _at_most(part, memory_limit)) for part in parts],
+        [usable_bytes(part, at_most(part, memory_limit)) for part in parts],
         [host_bytes_of_each(part, host_memory_limit) for part in parts],
     )
-
-
-def _at_most(part: Cluster, memory_limit: int | None) -> int | None:
-    return None if memory_limit is None else min(memory_limit, part.device.memory_bytes)
 
 
 def _space_of(part: Cluster, space: Space, spec: ModelSpec) -> Space:

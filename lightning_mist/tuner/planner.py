@@ -82,13 +82,9 @@ class Planner:
         return self.model
 
     @property
-    def profile(self) -> HardwareProfile:
-        """How fast the devices are, if they are all alike.
-
-        Raises:
-            PlanError: If they are not.
-        """
-        return self.alike.profile
+    def profile(self) -> HardwareProfile | tuple[HardwareProfile, ...]:
+        """How fast the devices are, of every part if they are unlike."""
+        return self.model.profiles if isinstance(self.model, MixedCostModel) else self.model.profile
 
     def space(self, global_batch_size: int, search: SearchSpace | None = None) -> Space:
         """The search space at a batch size.

@@ -2,12 +2,14 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.cost import Estimator
+from lightning_mist.cost import Estimator, estimate_from_json, estimate_plan, estimate_to_json
 from lightning_mist.cost.allocator import AllocatorSettings
-from lightning_mist.cost.estimate_stages import can_replay, what_is_not_run, worst_of
+from lightning_mist.cost.estimate_data import worst_of
+from lightning_mist.cost.estimate_stages import can_replay, what_is_not_run
 from lightning_mist.cost.replay import replay_plan
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import OffloadRatios, plan_of
+from lightning_mist.units import format_bytes
 from tests.cost.events import with_events
 from tests.specs import spec
 
@@ -102,3 +104,22 @@ def test_sums_that_no_replay_replaces_cover_what_replays_say():
     wide, narrow = worst_of(estimator().stages(offloaded)), estimator().quick(offloaded)
     assert wide.reserved.p50 == narrow.reserved.p50
     assert wide.reserved.p95 > narrow.reserved.p95
+
+
+def test_unlike_devices_are_held_against_their_own_memory():
+    mixed = parse_cluster("2xA100-40+2xL4")
+    found = estimate_plan(replace(estimator(), cluster=mixed, limit=10**12), PLAN)
+    parts = [mixed.parts[mixed.part_of(stage.devices[0])] for stage in PLAN.stages]
+    assert [stage.limit for stage in found.stages] == [part.device.memory_bytes for part in parts]
+    assert found.cluster == "2 x A100-40 with 39.4 GiB each and 2 x L4 with 22.5 GiB each"
+    assert (found.verdict, found.fits()) == ("fits", True)
+    small = next(stage for stage, part in zip(found.stages, parts, strict=True) if part is mixed.parts[1])
+    # A device with a little less than that stage needs is too small, though others need more of larger ones.
+    device = replace(mixed.parts[1].device, memory_bytes=small.device_total.p50 - 2**20)
+    less = replace(mixed, parts=(mixed.parts[0], replace(mixed.parts[1], device=device)))
+    tight = estimate_plan(replace(estimator(), cluster=less, limit=10**12), PLAN)
+    assert less.part_of(tight.worst.devices[0]) == 1
+    assert not tight.fits()
+    assert tight.changes == ()
+    assert estimate_from_json(estimate_to_json(tight)) == tight
+    assert f"in {format_bytes(device.memory_bytes)} per device" in tight.headline()

@@ -218,7 +218,7 @@ def test_a_profile_is_of_one_part():
     with pytest.raises(ProfileError, match=r"1 profile .* for the 2 parts"):
         tune(spec(4), place, profile=catalog_profile(place.parts[0]), global_batch_size=8)
     with pytest.raises(PlanError, match="stages cost the same on any device only if all are alike"):
-        Planner(spec(4), place).profile  # noqa: B018
+        Planner(spec(4), place).alike  # noqa: B018
 
 
 def test_predictions_of_plans_are_those_of_the_cost_model():
