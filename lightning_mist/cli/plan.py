@@ -73,8 +73,8 @@ def plan(
     Args:
         model: A preset such as gpt3-22b, the path of a Hugging Face config.json, or package.module:function, whose
             function returns a module with a training_step and a batch for it.
-        cluster: Such as 4x8xL4 (nodes x devices x device), 8xA100-40+2x8xV100-32, a cluster.yaml, a profile.json that lightning-mist profile
-            wrote, or "local" for this machine, measured; "local:4" for four processes on it.
+        cluster: Such as 4x8xL4 (nodes x devices x device), 8xA100-40+2x8xV100-32, a cluster.yaml, a profile.json that
+            lightning-mist profile wrote, or "local" for this machine, measured; "local:4" for four processes on it.
         global_batch_size: Rows that one batch brings over all devices.
         seq_len: Tokens per row, for presets and configurations.
         precision: Lightning's name of the precision, such as bf16-mixed.

@@ -79,8 +79,7 @@ def _stage_table(estimate: MemoryEstimate, stages: list[StageEstimate]) -> Table
     limits = dict.fromkeys(format_bytes(estimate.limit_of(stage)) for stage in stages)
     table.add_row("device total, 95 of 100", *(format_bytes(stage.device_total.p95) for stage in stages))
     table.add_row(
-        "of "
-        + " or ".join(format_bytes(limit) for limit in dict.fromkeys(estimate.limit_of(stage) for stage in stages)),
+        f"of {' or '.join(limits)}",
         *(_part(stage.device_total.p95 / estimate.limit_of(stage)) for stage in stages),
     )
     if any(stage.host_bytes for stage in stages):

@@ -53,7 +53,7 @@ class MixedCostModel:
         self.spec, self.cluster = spec, cluster
         given = _of_every_part(profiles, cluster)
         self.profiles = tuple(
-            catalog_profile(part) if profile is None else profile
+            _catalogued(part) if profile is None else profile
             for part, profile in zip(cluster.parts, given, strict=True)
         )
         memories: dict[tuple[int, bool], MemoryModel] = {}
@@ -155,6 +155,11 @@ def _of_every_part(profiles: Profiles, cluster: AnyCluster) -> tuple[HardwarePro
     return given
 
 
+def _catalogued(part: Cluster) -> HardwareProfile:
+    """The catalog's profile of a part, with what its devices do between nodes even if it has one."""
+    return catalog_profile(replace(part, num_nodes=max(2, part.num_nodes)))
+
+
 def _outside(part: Cluster, profile: HardwareProfile | None, cluster: MixedCluster) -> tuple[HardwareProfile, Cluster]:
     """A part as seen from the others: what its devices do with nodes beyond it, in a cluster of nothing but its kind.
 
@@ -163,7 +168,7 @@ def _outside(part: Cluster, profile: HardwareProfile | None, cluster: MixedClust
         profile: What was measured of it; ``None`` for the catalog's.
         cluster: All parts.
     """
-    if profile is not None and profile.source.startswith("catalog") and profile == catalog_profile(part):
+    if profile is not None and profile.source.startswith("catalog") and profile == _catalogued(part):
         profile = None  # It is about the part alone; the catalog knows more.
     nodes = max(2, -(-cluster.world_size // part.devices_per_node))
     whole = replace(part, num_nodes=nodes, inter_node=cluster.link or part.inter_node)

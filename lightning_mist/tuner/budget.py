@@ -1,7 +1,6 @@
 """What of a device's memory, and of its host's, is left for the tensors of a plan."""
 
 from lightning_mist.hardware import AnyCluster, Cluster
-from lightning_mist.plan import Plan
 
 USABLE_MEMORY = 0.8
 """Share of a device's memory that plans use by default. What a prediction leaves out (context, communicators,
@@ -17,22 +16,6 @@ def usable_bytes(cluster: Cluster, memory_limit: int | None) -> float:
     if memory_limit is None:
         return USABLE_MEMORY * cluster.device.memory_bytes
     return float(memory_limit) * tensor_share(cluster)
-
-
-def stage_limits(cluster: AnyCluster, memory_limit: int | None, plan: Plan) -> tuple[float, ...]:
-    """Bytes that tensors may take on each device of every stage of a plan; see :func:`usable_bytes`.
-
-    On unlike devices a limit is at most the memory of each, and a stage with several kinds has that of the smallest.
-
-    Args:
-        cluster: The devices.
-        memory_limit: Bytes of each device that may be used in all.
-        plan: The plan.
-    """
-    if isinstance(cluster, Cluster):
-        return (usable_bytes(cluster, memory_limit),) * plan.num_stages
-    limits = [usable_bytes(part, at_most(part, memory_limit)) for part in cluster.parts]
-    return tuple(min(limits[cluster.part_of(device)] for device in stage.devices) for stage in plan.stages)
 
 
 def at_most(part: Cluster, memory_limit: int | None) -> int | None:

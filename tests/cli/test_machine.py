@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_mist.cli.machine import open_cluster, open_profile
+from lightning_mist.cli.machine import devices_of, oldest_capability, open_cluster, open_profile
 from lightning_mist.hardware import catalog_profile, detect, parse_cluster, save_profile, write_profile
+from lightning_mist.plan import plan_of
 from lightning_mist.strategy.machine import default_directory
 
 
@@ -36,3 +37,17 @@ def test_a_measured_machine_comes_from_its_file(tmp_path):
 
 def test_of_a_described_machine_nothing_was_measured():
     assert open_profile("2xL4", open_cluster("2xL4"), "32-true") is None
+
+
+def test_unlike_devices_are_named_by_stage():
+    mixed = open_cluster("1xA100-40+1xL4")
+    plan = plan_of(4, world_size=2, global_batch_size=8, pipeline_stages=2)
+    names = ("A100-40", "L4")
+    assert devices_of(plan, mixed) == tuple(names[stage.devices[0]] for stage in plan.stages)
+    assert devices_of(plan_of(4, world_size=2, global_batch_size=8), mixed) == ("A100-40 and L4",)
+    assert devices_of(plan, open_cluster("2xL4")) == ()
+
+
+def test_kernels_are_those_that_all_devices_can_run():
+    assert oldest_capability(open_cluster("2xA100-40+2xL4+1xV100-32")) == (7, 0)
+    assert oldest_capability(open_cluster("2xA100-40+2xSomething:8GiB")) is None

@@ -149,3 +149,16 @@ def test_plan_as_json_explains_when_asked(capsys):
     assert why["step_seconds"] == found["plan"]["predicted"]["step_seconds"]
     assert {item["limit"] for item in why["findings"]} >= {"memory", "batch"}
     assert why["what_ifs"][0]["change"] == "1.0 GiB more memory per device"
+
+
+def test_plan_for_unlike_devices(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    run(*plan_arguments(cluster="1xA100-40+1xL4", out=out, schedules='["1f1b"]'))
+    text = capsys.readouterr().out
+    plan = load(out)
+    assert plan.world_size == 2
+    if plan.num_stages == 2:
+        assert [stage.devices for stage in plan.stages] in ([(0,), (1,)], [(1,), (0,)])
+    assert "A100-40" in text.splitlines()[3] + text.splitlines()[4] + text.splitlines()[5]
+    assert "18.0 GiB per device, 80% of the memory of L4" in text
+    assert "Fits in " in text

@@ -87,6 +87,13 @@ def test_columns_appear_where_they_say_something():
     assert "optimizer 0.25, activations 0.5" in text
 
 
+def test_kinds_of_devices_are_shown_if_given():
+    plan = Plan(global_batch_size=16, num_microbatches=2, stages=(stage((0, 1), (1,)), stage((1, 2), (0,))))
+    shown = render(plan, devices=("L4", "A100-40"))
+    assert shown.splitlines()[4].split("│")[1:4] == ["     0 ", " L4      ", " 0-0 (1) "]
+    assert "A100-40" not in render(plan)
+
+
 def test_chunks_show_their_group():
     stages = tuple(
         StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(index % 2,)), microbatch_size=1)
