@@ -100,7 +100,12 @@ def stage_cells(plan: Plan, devices: Sequence[str] = ()) -> tuple[list[str], lis
         if column.dull is None or any(column.text(stage) != column.dull for stage in plan.stages)
     ]
     predicted = plan.predicted
-    headings = ["stage", *["group", "chunk"] * has_chunks, *["on"] * bool(devices), *(column.heading for column in columns)]
+    headings = [
+        "stage",
+        *["group", "chunk"] * has_chunks,
+        *["on"] * bool(devices),
+        *(column.heading for column in columns),
+    ]
     headings += ["forward", "backward", "peak memory"] * (predicted is not None)
     rows = []
     for index, stage in enumerate(plan.stages):
