@@ -33,8 +33,10 @@ def frontier_figure(frontier: Frontier) -> Any:
     axis.step(limits, heights, where="post", color="#0072b2", linewidth=1.6)
     axis.plot(limits[:-1], heights[:-1], "o", color="#0072b2", markersize=5)
     axis.plot(limits[-1:], heights[-1:], "D", color="#d55e00", markersize=8, zorder=5)
-    for point, limit, height in zip(found, limits, heights, strict=True):
+    for index, (point, limit, height) in enumerate(zip(found, limits, heights, strict=True)):
         is_chosen = point is found[-1]
+        if not is_chosen and index and point.plan == found[index - 1].plan:
+            continue
         axis.annotate(
             f"{format_seconds(_seconds(point))}\n{'this plan' if is_chosen else _stages(point)}",
             (limit, height),

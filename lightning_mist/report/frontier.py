@@ -7,6 +7,7 @@ from time import perf_counter
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan
 from lightning_mist.tuner import Planner, SearchSpace
+from lightning_mist.tuner.budget import tensor_share
 from lightning_mist.tuner.result import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_seconds
 
@@ -80,26 +81,35 @@ def memory_frontier(
     most = max(part.device.memory_bytes for part in planner.cluster.parts)
     whole = most if memory_limit is None else memory_limit
     began, points, left_out = perf_counter(), [], []
+    last = FrontierPoint(share=1.0, memory_limit=whole, plan=chosen)
     for share in sorted(shares, reverse=True):
         limit = int(share * whole)
+        if last.plan is None or _fits(last, limit * tensor_share(planner.cluster)):
+            # What fits now too is still the best; what does not fit in more does not fit in less.
+            points.append(FrontierPoint(share=share, memory_limit=limit, plan=last.plan))
+            continue
         if perf_counter() - began > seconds:
             left_out.append(share)
             continue
         try:
-            found = planner.tune(
+            plan = planner.tune(
                 global_batch_size=global_batch_size,
                 memory_limit=limit,
                 host_memory_limit=host_memory_limit,
                 search=search,
-            )
+            ).plan
         except InfeasibleError:
-            # What does not fit now does not fit in less.
-            points.append(FrontierPoint(share=share, memory_limit=limit, plan=None))
-            break
-        points.append(FrontierPoint(share=share, memory_limit=limit, plan=found.plan))
+            plan = None
+        last = FrontierPoint(share=share, memory_limit=limit, plan=plan)
+        points.append(last)
     points.reverse()
     points.append(FrontierPoint(share=1.0, memory_limit=whole, plan=chosen))
     return Frontier(points=tuple(points), left_out=tuple(left_out))
+
+
+def _fits(point: FrontierPoint, usable: float) -> bool:
+    """Whether a point's plan fits in so many bytes of each device."""
+    return point.peak_bytes is not None and point.peak_bytes <= usable
 
 
 def frontier_lines(frontier: Frontier) -> tuple[str, ...]:

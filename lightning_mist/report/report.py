@@ -109,6 +109,9 @@ def _sections(report: Report, predicted: Predicted) -> Iterator[str]:
     yield page.section("Words", page.pairs(words_for(plan)))
 
 
+LEAST_POINTS = 3
+"""Fewer limits than these are no picture."""
+
 _WORDY = ("layers", "devices", "offload")
 """Columns that may be long."""
 
@@ -235,6 +238,8 @@ def _frontier(report: Report) -> str:
     found = report.frontier
     if found is None or not found.points:
         return ""
+    if len(found.points) < LEAST_POINTS:
+        return page.section("With less memory", page.items(frontier_lines(found)))
     with styled("frontier", is_text=True):
         svg = inline_svg(frontier_figure(found), "frontier", "Seconds of the best plan against the memory limit")
     caption = "The best plan found anew under each memory limit: what memory buys, and how much of it is needed at all."

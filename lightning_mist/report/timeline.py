@@ -194,7 +194,7 @@ LEAST_IDLE = 1e-6
 Window = tuple[float, float]
 """A part of a step, from one second to another."""
 
-AROUND = 8
+AROUND = 4
 """Microbatches that are shown beyond the filling, or the draining, of the pipeline."""
 
 WHOLE = 0.7

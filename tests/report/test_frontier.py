@@ -31,9 +31,24 @@ def test_less_memory_is_never_faster(tmp_path):
     assert "no plan fits" in texts
 
 
+def test_a_plan_that_fits_in_less_is_not_searched_again(monkeypatch):
+    planner = Planner(spec(4, measured=True), cluster(2), profile=MACHINE)
+    chosen = planner.tune(**ASKED).plan
+    asked = []
+    tune = Planner.tune
+    monkeypatch.setattr(Planner, "tune", lambda self, **asks: asked.append(asks) or tune(self, **asks))
+    peak = max(stage.peak_bytes for stage in chosen.predicted.stages)
+    fits, does_not = (peak + 2) / 3_000_000, (peak - 2) / 3_000_000
+    frontier = memory_frontier(planner, chosen, shares=(does_not, fits), **ASKED)
+    assert frontier.points[1].plan is chosen
+    assert frontier.points[0].plan is not chosen
+    assert [item["memory_limit"] for item in asked] == [peak - 2]
+    assert Planner.tune(planner, **{**ASKED, "memory_limit": peak + 2}).plan == chosen
+
+
 def test_what_there_is_no_time_for_is_said():
-    frontier = found(shares=(0.5, 0.9), seconds=-1.0)
-    assert frontier.left_out == (0.9, 0.5)
+    frontier = found(shares=(0.4, 0.5), seconds=-1.0)
+    assert frontier.left_out == (0.5, 0.4)
     assert len(frontier.points) == 1
-    assert frontier_lines(frontier) == ("not tried for want of time: 90%, 50%",)
+    assert frontier_lines(frontier) == ("not tried for want of time: 50%, 40%",)
     frontier_figure(frontier)
