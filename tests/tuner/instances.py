@@ -14,8 +14,8 @@ from tests.tuner.whole_space import Instance, candidates_of, pipelines, places_o
 MOST_CANDIDATES = 15_000
 """Stage candidates that an instance may have, so that each takes a fraction of a second."""
 
-OFFLOADING, UNLIKE = 0.0, 0.25
-"""Share of instances whose spaces offload, and whose devices are of two kinds."""
+OFFLOADING, UNLIKE, LIMITED = 0.0, 0.25, 0.12
+"""Share of instances whose spaces offload, whose devices are of two kinds, and which have each of the other limits."""
 
 
 def size_of(instance):
@@ -45,21 +45,38 @@ def _random_instance(rng):
     splits = [item for item in ((2, False), (2, True), (4, False)) if rng.random() < 0.4]
     if kind == "cpu" or rng.random() < 0.5:
         splits = splits[:1]
-    offload, ratios = _offload(rng)
     return Instance(
         network=with_splits(network, *splits) if splits else network,
         machine=machine,
         rates=rates,
         rows=int(rng.choice([1, 2, 4])),
         memory_limit=10**15,
-        search=SearchSpace(
-            zero_stages=tuple(sorted({int(level) for level in rng.integers(0, 4, size=int(rng.integers(1, 4)))})),
-            checkpointing=bool(rng.random() < 0.8),
-            num_stages=None if rng.random() < 0.8 else (int(rng.integers(1, machine.world_size + 1)),),
-            offload=offload,
-            offload_ratios=ratios,
-            schedules=("1f1b",),
-        ),
+        search=_search(rng, network.num_layers, machine.world_size),
+    )
+
+
+def _search(rng, layers, devices):
+    """A space with a few of the limits that there are."""
+    offload, ratios = _offload(rng)
+    limits = {
+        "num_stages": (int(rng.integers(1, devices + 1)),),
+        "microbatch_sizes": (1, 2),
+        "data_parallel_degrees": (1, 2),
+        "devices_per_stage": tuple(range(1, int(rng.integers(1, devices + 1)) + 1)),
+        "checkpointed_shares": (0.0, float(rng.choice([0.5, 1.0]))),
+    }
+    limits = {name: value for name, value in limits.items() if rng.random() < LIMITED}
+    cuts = sorted({int(cut) for cut in rng.integers(1, max(2, layers), size=int(rng.integers(0, 3)))})
+    if rng.random() < LIMITED and layers > max(cuts, default=0) and len(cuts) < devices:
+        limits = {**limits, "layer_cuts": tuple(cuts)}
+        limits.pop("num_stages", None)
+    return SearchSpace(
+        zero_stages=tuple(sorted({int(level) for level in rng.integers(0, 4, size=int(rng.integers(1, 4)))})),
+        checkpointing=bool(rng.random() < 0.8),
+        offload=offload,
+        offload_ratios=ratios,
+        schedules=("1f1b",),
+        **limits,
     )
 
 

@@ -138,21 +138,29 @@ def kinds_of(instance, count, part):
     world, here = instance.machine.world_size, instance.clusters(part)
     size = sum(item.world_size for item in here)
     near = gcd(*(item.devices_per_node for item in here))
-    asked = instance.search.tensor_parallel_degrees
+    search = instance.search
     ways = {(item.degree, item.sequence_parallel) for item in instance.network.splits if near % item.degree == 0}
+    counts = search.devices_per_stage or [count for count in range(1, size + 1) if size % count == 0]
     found = []
-    for devices, (tensor, sequence) in itertools.product(range(1, size + 1), [(1, False), *sorted(ways)]):
-        if size % devices or devices % tensor or (asked is not None and tensor not in asked):
+    for devices, (tensor, sequence) in itertools.product(counts, [(1, False), *sorted(ways)]):
+        data, rest = divmod(devices, tensor)
+        if rest or devices > size or (part == ALL and devices < size):
             continue
-        if (part == ALL and devices < size) or (
-            tensor > 1 and instance.search.sequence_parallel not in (None, sequence)
-        ):
+        if search.sequence_parallel not in (None, sequence) and tensor > 1:
             continue
-        data = devices // tensor
+        if not among(tensor, search.tensor_parallel_degrees) or not among(data, search.data_parallel_degrees):
+            continue
         # Each device of the stage sees a part of one device's batch in each microbatch.
-        if count * data % world == 0 and instance.rows % (count * data // world) == 0:
+        if count * data % world or instance.rows % (count * data // world):
+            continue
+        if among(instance.global_batch_size // (count * data), search.microbatch_sizes):
             found.append(Kind(data=data, tensor=tensor, sequence=sequence))
     return found
+
+
+def among(value, asked):
+    """Whether a value is one of those asked for, or none were."""
+    return asked is None or value in asked
 
 
 def orders(instance, stages):
@@ -177,9 +185,9 @@ def pipelines(instance):
     for count, stages in itertools.product(
         range(1, world * instance.rows + 1), range(1, min(world, max(1, layers)) + 1)
     ):
-        if search.num_microbatches is not None and count not in search.num_microbatches:
+        if not among(count, search.num_microbatches) or not among(stages, search.num_stages):
             continue
-        if search.num_stages is not None and stages not in search.num_stages:
+        if search.layer_cuts is not None and stages != len(search.layer_cuts) + 1:
             continue
         for parts in orders(instance, stages):
             rows = itertools.product(*(kinds_of(instance, count, part) for part in parts))
@@ -227,7 +235,12 @@ def candidates_of(instance, stages, index, kind):
             continue
         if layers and (start < index or layers - end < stages - 1 - index):
             continue
+        edges = (0, *(search.layer_cuts or ()), layers)
+        if search.layer_cuts is not None and (start, end) != (edges[index], edges[index + 1]):
+            continue
         recomputed = range(end - start + 1) if search.checkpointing else (0,)
+        if search.checkpointing and search.checkpointed_shares is not None:
+            recomputed = sorted({round(share * (end - start)) for share in search.checkpointed_shares})
         levels = search.zero_stages if kind.data > 1 else (0,)
         rows += [(*row, *moved) for row in itertools.product((start,), (end,), recomputed, levels) for moved in offload]
     return np.array(rows, dtype=np.float64).reshape(-1, 8)
@@ -349,6 +362,8 @@ def by_trying_everything(instance, *, reduced=True):
             candidates += priced_here
         for row, cuts in itertools.product(arrangements, itertools.combinations(range(1, layers), len(parts) - 1)):
             edges = (0, *cuts, layers)
+            if instance.search.layer_cuts not in (None, cuts):
+                continue
             chosen = [known[index, kind][edges[index], edges[index + 1]] for index, kind in enumerate(row)]
             plans += int(np.prod([item.count for item in chosen]))
             peak = min(peak, max(item.peak for item in chosen))
