@@ -172,8 +172,9 @@ def _in_part(choices: SlotChoices, part: int) -> SlotChoices:
 
 def _pipelines(space: Space, spaces: Sequence[Space], only: Space, sizes: Sequence[int]) -> Iterator[Pipeline]:
     """Every pipeline: that of one stage, then those whose parts can be dealt out to their stages, in every order."""
-    yield from (Pipeline(1, count, ()) for stages, count in only.pipelines() if stages == 1)
-    asked = space.search.num_stages
+    if space.search.devices_per_stage is None or space.world_size in space.search.devices_per_stage:
+        yield from (Pipeline(1, count, ()) for stages, count in only.pipelines() if stages == 1)
+    asked = space.stage_counts
     counts = {count for item in spaces for count in item.microbatch_counts()}
     for num_microbatches in sorted(counts):
         reached = [
@@ -182,7 +183,7 @@ def _pipelines(space: Space, spaces: Sequence[Space], only: Space, sizes: Sequen
         ]
         for order in permutations(range(len(sizes))):
             for stages in product(*(reached[part] for part in order)):
-                if sum(stages) <= space.max_stages and (asked is None or sum(stages) in asked):
+                if sum(stages) in asked:
                     parts = tuple(part for part, count in zip(order, stages, strict=True) for _ in range(count))
                     yield Pipeline(sum(stages), num_microbatches, parts)
 

@@ -116,11 +116,15 @@ class Space:
         """Rows that each device of a stage sees per microbatch, by the stage's data-parallel degree."""
         return self.batch_rows * self.world_size // (num_microbatches * data)
 
+    @property
+    def stage_counts(self) -> tuple[int, ...]:
+        """Numbers of stages to look at, ascending."""
+        asked = self.search.num_stages if self.search.layer_cuts is None else (len(self.search.layer_cuts) + 1,)
+        return tuple(count for count in range(1, self.max_stages + 1) if asked is None or count in asked)
+
     def pipelines(self) -> tuple[tuple[int, int], ...]:
         """Every ``(number of stages, number of microbatches)`` for which devices can be dealt to stages."""
-        asked = self.search.num_stages if self.search.layer_cuts is None else (len(self.search.layer_cuts) + 1,)
-        stages = [s for s in range(1, self.max_stages + 1) if asked is None or s in asked]
-        result = []
+        stages, result = self.stage_counts, []
         for num_microbatches in self.microbatch_counts():
             counts = sorted({shape.devices for shape in self.shapes(num_microbatches)})
             sums = {0}

@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 
+from lightning_mist.hardware import MixedCluster
+from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.units import format_bytes
+from tests.specs import cluster, profile, spec
 from tests.tuner.instances import random_instance
-from tests.tuner.whole_space import asked_before, by_trying_everything, verdict_of
+from tests.tuner.whole_space import Instance, asked_before, by_trying_everything, verdict_of
 
 SEEDS = 40
 FEW = 300
@@ -40,6 +43,23 @@ def explains(instance, verdict):
     if len(instance.machine.parts) == 1:  # Elsewhere it is the least compared with what each part has.
         assert f"The least that any plan needs is {format_bytes(verdict.wanted.peak)}, on stage" in verdict.message
         assert f"memory_limit is {format_bytes(instance.memory_limit)} per device" in verdict.message
+
+
+@pytest.mark.parametrize(
+    ("limits", "stages"),
+    [({"devices_per_stage": (1,)}, 3), ({"layer_cuts": (1,)}, 2), ({"layer_cuts": ()}, 1), ({"num_stages": (2,)}, 2)],
+)
+def test_limits_hold_on_unlike_devices(limits, stages):
+    instance = Instance(
+        network=spec(4),
+        machine=MixedCluster(parts=(cluster(1), cluster(2))),
+        rates=(profile(), profile(flops_per_second=3e10)),
+        rows=2,
+        memory_limit=10**9,
+        search=SearchSpace(schedules=("1f1b",), offload=(), **limits),
+    )
+    assert verdict_of(instance).difference <= PRECISION
+    assert instance.tune().plan.num_stages == stages
 
 
 def test_instances_are_met_and_not_met():
