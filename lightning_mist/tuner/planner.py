@@ -118,9 +118,23 @@ class Planner:
         return intra, search_pipelines(intra, space, deadline)
 
     def _tables_of(self, space: Space) -> dict[TableKey, Table]:
-        """What is known of a search space; those that were asked for longest ago are forgotten."""
-        tables = self._tables.pop(space, {})
-        self._tables[space] = tables
+        """What is known of a search space; those that were asked for longest ago are forgotten.
+
+        Stages of a number of microbatches cost the same whichever such numbers, numbers of stages and schedules
+        beside that of the exact search are looked at, and for how long.
+        """
+        looked = replace(
+            space.search,
+            max_stages=None,
+            num_stages=None,
+            num_microbatches=None,
+            schedules=(space.schedule,),
+            chunks=SearchSpace().chunks,
+            solver_seconds=SearchSpace().solver_seconds,
+        )
+        key = replace(space, search=looked, max_stages=space.world_size, notes=())
+        tables = self._tables.pop(key, {})
+        self._tables[key] = tables
         while len(self._tables) > KEPT:
             del self._tables[next(iter(self._tables))]
         return tables

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from lightning_mist.plan import Checkpointing, Plan, ScheduleName, StagePlan, ZeroStage
 from lightning_mist.tuner.changed_plan import (
@@ -63,7 +64,7 @@ def _pipeline() -> Technique:
 
     def without(plan: Plan, search: SearchSpace) -> SearchSpace | None:
         left = _within(search.num_stages, (1,))
-        return None if left is None else replace(search, num_stages=left)
+        return None if left is None or search.layer_cuts else replace(search, num_stages=left)
 
     return Technique(
         name="pipeline stages",
@@ -195,12 +196,18 @@ def _uneven() -> Technique:
             return ""
         return f"{min(lengths)} to {max(lengths)} layers per stage"
 
+    def without(plan: Plan, search: SearchSpace) -> SearchSpace | None:
+        if search.layer_cuts is not None or plan.num_groups < plan.num_stages:
+            return None  # Cuts of chunks cannot be asked for.
+        cuts = tuple(accumulate(even_lengths(plan)[:-1]))
+        return replace(search, layer_cuts=cuts)
+
     return Technique(
         name="uneven stages",
         meaning="stages have different numbers of layers, more where there is more speed or room",
         use=use,
         off=lambda plan, ground: with_lengths(plan, even_lengths(plan)),
-        without=lambda plan, search: None,
+        without=without,
     )
 
 

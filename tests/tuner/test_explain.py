@@ -143,6 +143,15 @@ def test_host_memory_counts_too():
     assert [item.value("host_limit_bytes") for item in found.findings if item.limit == "host memory"] == [limit] * 2
 
 
+def test_settled_cuts_are_kept_to():
+    _, result, found = explained(search=replace(SPACE, layer_cuts=(2,)))
+    assert result.plan.bounds == ((0, 2), (2, 6))
+    by_name = {item.name: item for item in found.techniques}
+    assert by_name["uneven stages"].switched_off.plan.bounds == ((0, 3), (3, 6))
+    assert by_name["uneven stages"].best_without is None
+    assert {item.plan.bounds for item in found.others} <= {result.plan.bounds}
+
+
 def test_less_than_no_time_is_refused():
     with pytest.raises(ValueError, match="seconds=-1: explaining takes some time"):
         explained(seconds=-1)

@@ -134,6 +134,7 @@ def test_what_cannot_be_arranged_says_so():
         ("offload of activations", "offload", ("parameters", "gradients", "optimizer")),
         ("zb-h1", "schedules", ("1f1b", "interleaved-1f1b")),
         ("more microbatches", "num_microbatches", (1, 2, 3, 4)),
+        ("uneven stages", "layer_cuts", (3,)),
     ],
 )
 def test_the_space_without_a_technique_is_smaller_in_that_alone(name, field, value):
@@ -144,6 +145,8 @@ def test_the_space_without_a_technique_is_smaller_in_that_alone(name, field, val
     ("name", "limits"),
     [
         ("pipeline stages", {"num_stages": (2, 4)}),
+        ("pipeline stages", {"layer_cuts": (2,)}),
+        ("uneven stages", {"layer_cuts": (2,)}),
         ("tensor parallelism", {"tensor_parallel_degrees": (2,)}),
         ("sequence parallelism", {"sequence_parallel": True}),
         ("ZeRO-3", {"zero_stages": (3,)}),
