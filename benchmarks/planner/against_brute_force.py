@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.tuner.bound import PRECISION
 from tests.tuner.instances import random_instance
-from tests.tuner.whole_space import Verdict, asked_before, verdict_of
+from tests.tuner.verdicts import Verdict, asked_before, verdict_of
 
 
 def compared(seed: int) -> tuple[int, str, Verdict]:

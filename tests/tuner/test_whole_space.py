@@ -9,7 +9,8 @@ from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.units import format_bytes
 from tests.specs import cluster, profile, spec
 from tests.tuner.instances import random_instance
-from tests.tuner.whole_space import Instance, asked_before, by_trying_everything, verdict_of
+from tests.tuner.verdicts import asked_before, verdict_of
+from tests.tuner.whole_space import Instance, by_trying_everything
 
 SEEDS = 40
 FEW = 300

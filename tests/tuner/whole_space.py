@@ -12,7 +12,6 @@ second rises by one.
 """
 
 import itertools
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import gcd
 
@@ -22,7 +21,6 @@ from lightning_mist.cost import StageCandidates, StageSlot, cost_model, step_sec
 from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.cost.offload import host_bytes
 from lightning_mist.cost.phases import stage_phases
-from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.tuner import Planner, SearchSpace
@@ -374,53 +372,3 @@ def by_trying_everything(instance, *, reduced=True):
 def places_of(arrangements):
     """Every stage with every arrangement that it has in some of these."""
     return sorted({(index, kind) for row in arrangements for index, kind in enumerate(row)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """How the planner's answer compares.
-
-    Attributes:
-        wanted: What trying everything finds.
-        seconds: The planner's least seconds by the closed form; infinite if it found no plan.
-        bound: What it says that no plan goes below.
-        status: Its status, or ``"infeasible"``.
-        message: What it says where there is no plan.
-    """
-
-    wanted: Best
-    seconds: float
-    bound: float
-    status: str
-    message: str = ""
-
-    @property
-    def difference(self):
-        """Relative difference of the seconds; infinite if only one of the two found a plan."""
-        if self.seconds == self.wanted.seconds:
-            return 0.0
-        return abs(self.seconds / self.wanted.seconds - 1) if np.isfinite(self.wanted.seconds) else np.inf
-
-
-def asked_before(instance):
-    """A planner that has been asked with other memory and another batch."""
-    planner = instance.planner()
-    for other in (replace(instance, memory_limit=2 * instance.memory_limit), replace(instance, rows=2 * instance.rows)):
-        with suppress(InfeasibleError):
-            other.tune(planner)
-    return planner
-
-
-def verdict_of(instance, planner=None):
-    """Ask the planner, and try everything.
-
-    Args:
-        instance: The question.
-        planner: The planner to ask; by default a new one.
-    """
-    wanted = by_trying_everything(instance)
-    try:
-        found = instance.tune(planner)
-    except InfeasibleError as error:
-        return Verdict(wanted=wanted, seconds=np.inf, bound=np.inf, status="infeasible", message=str(error))
-    return Verdict(wanted=wanted, seconds=found.bound / (1 - found.gap), bound=found.bound, status=found.status)
