@@ -11,6 +11,7 @@ from lightning_mist.cli.output import say
 from lightning_mist.plan import Plan
 
 if TYPE_CHECKING:
+    from lightning_mist.hardware import AnyCluster
     from lightning_mist.model import ModelSpec
     from lightning_mist.tuner import Explanation, Planner, TuneResult
     from lightning_mist.tuner.comparison import ComparedPlan
@@ -68,6 +69,7 @@ def write_html(
         plan=found,
         result=result,
         memory_limits=why.limits,
+        device_names=_device_names(planner.cluster, found),
         explanation=why,
         comparison=tuple(compared or ()),
         comparison_notes=baseline_notes(spec) if compared else (),
@@ -77,6 +79,14 @@ def write_html(
         notes=tuple(notes),
     )
     write_report(report, path)
+
+
+def _device_names(cluster: "AnyCluster", found: Plan) -> tuple[str, ...]:
+    """What the devices of every stage are; of a stage over unlike ones all kinds."""
+    return tuple(
+        " and ".join(dict.fromkeys(cluster.parts[cluster.part_of(device)].device.name for device in stage.devices))
+        for stage in found.stages
+    )
 
 
 def inputs_of(given: Mapping[str, Any], found: Plan) -> tuple[tuple[str, str], ...]:

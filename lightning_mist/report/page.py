@@ -27,7 +27,7 @@ p { margin: .35rem 0; max-width: 62rem; }
 table { border-collapse: collapse; font-size: .88rem; margin: .5rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .28rem .6rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { font-weight: 600; color: var(--soft); vertical-align: bottom; } td { white-space: nowrap; }
-td.text, th.text { text-align: left; } td.text { min-width: 9rem; white-space: normal; }
+td.text, th.text { text-align: left; } td.text { white-space: normal; }
 tr.ours td { font-weight: 600; background: var(--tint); }
 .bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .3rem .7rem; align-items: center;
   margin: .6rem 0; font-size: .85rem; }
