@@ -11,7 +11,7 @@ Array axes
     R  regions
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import permutations, product
@@ -29,7 +29,7 @@ from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.budget import at_most, host_bytes_of_each, usable_bytes
 from lightning_mist.tuner.intra_stage import EVERY_PART, IntraStage, SlotChoices
-from lightning_mist.tuner.problem import InterStageProblem
+from lightning_mist.tuner.problem import Family, InterStageProblem
 from lightning_mist.tuner.space import Space, divisors
 
 
@@ -39,6 +39,26 @@ class Pipeline(NamedTuple):
     num_stages: int
     num_microbatches: int
     parts: tuple[int, ...]
+
+
+class Group(NamedTuple):
+    """Pipelines whose stages cost the same, but for how many stages of the part in front are in front of them.
+
+    Attributes:
+        num_microbatches: Number of microbatches.
+        first: The part in which their first stages lie, or :data:`EVERY_PART` of the only stage.
+        rest: The part of every stage behind these.
+        counts: Their numbers of stages, ascending.
+    """
+
+    num_microbatches: int
+    first: int
+    rest: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    def parts(self, num_stages: int) -> tuple[int, ...]:
+        """The part of every stage of the pipeline with a number of stages; nothing if there is only one."""
+        return () if self.first == EVERY_PART else (self.first,) * (num_stages - len(self.rest)) + self.rest
 
 
 class MixedStages:
@@ -68,7 +88,6 @@ class MixedStages:
         )
         only = replace(space, search=replace(space.search, devices_per_stage=(space.world_size,)))
         self.together = IntraStage(model, only, min(limits), host_limit=min(host_limits))
-        self._known: dict[Hashable, tuple[float, SlotChoices]] = {}
 
     @property
     def memory_limit(self) -> float:
@@ -89,39 +108,64 @@ class MixedStages:
         )
 
     @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Every pipeline of the search space, those together that differ only in stages of the part in front."""
+        return tuple(_groups(self.space, self.spaces, self.together.space, self.model.cluster.parts))
+
+    @property
     def pipelines(self) -> tuple[Pipeline, ...]:
         """Every pipeline of the search space."""
-        return tuple(_pipelines(self.space, self.spaces, self.together.space, self.sizes))
+        return tuple(
+            Pipeline(count, group.num_microbatches, group.parts(count))
+            for group in self.groups
+            for count in group.counts
+        )
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Devices of every part."""
         return tuple(part.world_size for part in self.model.cluster.parts)
 
-    def problem(self, pipeline: Pipeline, *, below: float) -> InterStageProblem:
-        """The choices of every stage, without those that only plans of at least ``below`` seconds can have."""
-        slowest = below / pipeline.num_microbatches
+    def single(self, num_microbatches: int, *, below: float) -> InterStageProblem:
+        """The choices of the only stage, without those that take at least ``below`` seconds."""
+        found = self.together.frontier(0, 1, num_microbatches, below / num_microbatches)
         return InterStageProblem(
             num_layers=self.space.num_layers,
             num_devices=self.sizes,
-            num_microbatches=pipeline.num_microbatches,
-            slots=tuple(self._choices(index, pipeline, slowest) for index in range(pipeline.num_stages)),
+            num_microbatches=num_microbatches,
+            slots=(_in_part(found, EVERY_PART),),
         )
 
-    def _choices(self, index: int, pipeline: Pipeline, slowest: float) -> SlotChoices:
-        """What a stage may be; pipelines that look alike from it share the answer."""
-        if not pipeline.parts:
-            return _in_part(self.together.frontier(0, 1, pipeline.num_microbatches, slowest), EVERY_PART)
-        part = pipeline.parts[index]
-        key = (index, pipeline.num_stages, pipeline.num_microbatches, _seen_from(index, pipeline.parts))
-        asked, known = self._known.get(key, (-np.inf, SlotChoices.none()))
-        if asked < slowest:
-            found = self.parts[part].frontier(
-                index, pipeline.num_stages, pipeline.num_microbatches, slowest, pipeline=pipeline.parts
-            )
-            known = _in_part(found, part)
-            self._known[key] = slowest, known
-        return known.take(known.steady_K <= slowest)
+    def family(self, group: Group, counts: Sequence[int], *, below: float) -> Family:
+        """The choices of all stages, without those that only plans of at least ``below`` seconds can have.
+
+        Args:
+            group: The pipelines.
+            counts: Their numbers of stages, of the group's.
+            below: Seconds; a pipeline takes at least ``G`` times the steady time of any of its stages.
+        """
+        tails = []
+        for behind in range(max(counts) - 1):
+            # The shortest pipeline that has it leaves the most layers and devices to a stage.
+            num_stages = max(behind + 2, min(counts))
+            slot = self._choices(num_stages - 1 - behind, num_stages, group, below)
+            if not len(slot):
+                break
+            tails.append(slot)
+        heads = {count: self._choices(0, count, group, below) for count in counts if count <= len(tails) + 1}
+        return Family(
+            num_layers=self.space.num_layers,
+            num_devices=self.sizes,
+            num_microbatches=group.num_microbatches,
+            tails=tuple(tails),
+            heads={count: slot for count, slot in heads.items() if len(slot)},
+        )
+
+    def _choices(self, index: int, num_stages: int, group: Group, below: float) -> SlotChoices:
+        """What a stage of one of several may be."""
+        parts, count = group.parts(num_stages), group.num_microbatches
+        part = parts[index]
+        return _in_part(self.parts[part].frontier(index, num_stages, count, below / count, pipeline=parts), part)
 
     def bound(self, num_stages: int, num_microbatches: int) -> float:
         """Step seconds that no pipeline goes below, whatever memory it needs and wherever its stages lie.
@@ -160,32 +204,32 @@ class MixedStages:
         return region_NR.min(axis=0), (region_NR * devices_N1).min(axis=0)
 
 
-def _seen_from(index: int, parts: tuple[int, ...]) -> Hashable:
-    """What a stage sees of the parts in which the others lie."""
-    near = parts[max(0, index - 1) : index + 2]
-    return near, index == 0, parts[0], parts[-1], parts.count(parts[index])
-
-
 def _in_part(choices: SlotChoices, part: int) -> SlotChoices:
     return replace(choices, part_K=np.full(len(choices), part))
 
 
-def _pipelines(space: Space, spaces: Sequence[Space], only: Space, sizes: Sequence[int]) -> Iterator[Pipeline]:
-    """Every pipeline: that of one stage, then those whose parts can be dealt out to their stages, in every order."""
+def _groups(space: Space, spaces: Sequence[Space], only: Space, parts: Sequence[Cluster]) -> Iterator[Group]:
+    """Every pipeline: those of one stage, then those whose parts can be dealt out to their stages, in every order."""
     if space.search.devices_per_stage is None or space.world_size in space.search.devices_per_stage:
-        yield from (Pipeline(1, count, ()) for stages, count in only.pipelines() if stages == 1)
+        single = [count for stages, count in only.pipelines() if stages == 1]
+        yield from (Group(num_microbatches=count, first=EVERY_PART, rest=(), counts=(1,)) for count in single)
     asked = space.stage_counts
-    counts = {count for item in spaces for count in item.microbatch_counts()}
-    for num_microbatches in sorted(counts):
+    for num_microbatches in sorted({count for item in spaces for count in item.microbatch_counts()}):
+        sizes = [{shape.devices for shape in item.shapes(num_microbatches)} for item in spaces]
         reached = [
-            _stages_of_part({shape.devices for shape in item.shapes(num_microbatches)}, size, space.max_stages)
-            for item, size in zip(spaces, sizes, strict=True)
+            _stages_of_part(counts, part.world_size, space.max_stages)
+            for counts, part in zip(sizes, parts, strict=True)
         ]
-        for order in permutations(range(len(sizes))):
-            for stages in product(*(reached[part] for part in order)):
-                if sum(stages) in asked:
-                    parts = tuple(part for part, count in zip(order, stages, strict=True) for _ in range(count))
-                    yield Pipeline(sum(stages), num_microbatches, parts)
+        for order in permutations(range(len(parts))):
+            for stages in product(*(reached[part] for part in order[1:])):
+                rest = tuple(part for part, count in zip(order[1:], stages, strict=True) for _ in range(count))
+                near: dict[bool, list[int]] = {}
+                for count in reached[order[0]]:
+                    if count + len(rest) in asked:
+                        # Stages that fit into a node send faster.
+                        near.setdefault(count <= parts[order[0]].devices_per_node, []).append(count + len(rest))
+                for counts in near.values():
+                    yield Group(num_microbatches=num_microbatches, first=order[0], rest=rest, counts=tuple(counts))
 
 
 def _stages_of_part(counts: Collection[int], size: int, most: int) -> tuple[int, ...]:

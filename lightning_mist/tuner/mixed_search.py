@@ -1,4 +1,8 @@
-"""The search loop on unlike devices: every pipeline in the order of what it takes at least."""
+"""The search loop on unlike devices: pipelines in the order of what they take at least.
+
+As :mod:`lightning_mist.tuner.search`, with families of pipelines that differ only in how many stages the part in front
+has: what lies behind it, in which order, is another family each time.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -6,49 +10,68 @@ from time import perf_counter
 
 import numpy as np
 
-from lightning_mist.tuner.bound import solve
+from lightning_mist.tuner.bound import solve, solve_family
 from lightning_mist.tuner.inter_stage import solve_program
-from lightning_mist.tuner.mixed import MixedStages, Pipeline
-from lightning_mist.tuner.search import CHECK_SECONDS, Found, Outcome, compared
+from lightning_mist.tuner.mixed import Group, MixedStages
+from lightning_mist.tuner.search import ASSUMED, CHECK_SECONDS, COMPARED, Found, Outcome, compared
 
 
 def search_mixed(stages: MixedStages, deadline: float) -> Outcome:
     """The best pipeline on unlike devices, proven; and good ones with other numbers of stages.
-
-    As :func:`~lightning_mist.tuner.search.search_pipelines`: pipelines come in the order of a cheap bound of their step
-    seconds, each is solved exactly, and HiGHS checks the winner.
 
     Args:
         stages: What stages may be.
         deadline: Value of ``perf_counter()`` at which to stop with what has been found.
     """
     search = _Search(stages, deadline)
-    search.look(stages.pipelines, search.least)
-    bound = search.bound
-    if search.winner is None:
+    least = min(search.lower.values(), default=np.inf)
+    for factor in ASSUMED if search.lower else ():
+        assumed = least * factor if least else np.inf
+        search.look(stages.groups, lambda assumed=assumed: min(search.least(), assumed))  # type: ignore[misc]
+        # What was met on the way may take longer than what was assumed, and prove nothing.
+        if search.least() < assumed or search.is_late:
+            break
+    winner, bound = search.winner, min(search.bounds.values(), default=np.inf)
+    if winner is None:
         return search.outcome(bound)
-    best = search.best[search.winner]
-    checked = solve_program(
-        best.problem, time_limit=max(0.1, min(CHECK_SECONDS, deadline - perf_counter())), incumbent=best.answer
-    )
-    if checked.chosen and checked.objective < best.answer.objective:
-        search.keep(Found(problem=best.problem, answer=checked))
-    for count in compared(stages.space, search.winner):
-        others = [item for item in stages.pipelines if item.num_stages == count]
-        search.look(others, partial(search.known, count))
+    search.check(winner)
+    for count in compared(stages.space, winner):
+        others = [group._replace(counts=(count,)) for group in stages.groups if count in group.counts]
+        search.look(others, partial(_less, search, count))
     return search.outcome(bound)
 
 
+def _less(search: "_Search", num_stages: int) -> float:
+    """Seconds that a plan with a number of stages must take less than to be of interest."""
+    return min(search.known(num_stages), search.least() * COMPARED)
+
+
 class _Search:
-    """Solves pipelines and remembers the best answers."""
+    """Solves families of pipelines and remembers the best answers.
+
+    Attributes:
+        lower: Step seconds that no pipeline goes below, by numbers of stages and microbatches.
+        bounds: The same of every pipeline, by what has been proven.
+        best: The best answer of every number of stages.
+    """
 
     def __init__(self, stages: MixedStages, deadline: float) -> None:
         self.stages, self.deadline = stages, deadline
         self.best: dict[int, Found] = {}
-        self.found: dict[tuple[int, int], Found] = {}
-        self.bound, self.solved = np.inf, 0
-        numbers = {pipeline[:2] for pipeline in stages.pipelines}
-        self._lower = {number: stages.bound(*number) for number in numbers}
+        self.solved = 0
+        self._found: dict[tuple[int, int], Found] = {}
+        numbers = {(count, group.num_microbatches) for group in stages.groups for count in group.counts}
+        self.lower = {number: stages.bound(*number) for number in numbers}
+        self.bounds = {
+            (*group[:3], count): self.lower[count, group.num_microbatches]
+            for group in stages.groups
+            for count in group.counts
+        }
+
+    @property
+    def is_late(self) -> bool:
+        """Whether time is up, and there is a plan."""
+        return bool(self.best) and perf_counter() > self.deadline
 
     @property
     def winner(self) -> int | None:
@@ -63,34 +86,54 @@ class _Search:
         """The least step seconds found."""
         return min((found.answer.objective for found in self.best.values()), default=np.inf)
 
-    def look(self, pipelines: Sequence[Pipeline], below: Callable[[], float]) -> None:
-        """Solve pipelines, in the order of their bounds, as long as one may take less than what is known."""
-        for pipeline in sorted(pipelines, key=lambda item: (self._lower[item[:2]], item)):
-            lower = self._lower[pipeline[:2]]
-            if lower >= below() or (perf_counter() > self.deadline and self.best):
-                self.bound = min(self.bound, lower)
-                return
-            self._attempt(pipeline, below())
+    def look(self, groups: Sequence[Group], below: Callable[[], float]) -> None:
+        """Solve families, in the order of their bounds, as long as one may take less than what is asked for."""
 
-    def _attempt(self, pipeline: Pipeline, below: float) -> None:
-        problem = self.stages.problem(pipeline, below=below)
-        # A plan with a stage that was left out of the problem takes at least ``below``.
-        bound = min(below, problem.lower_bound())
-        if bound < below:
+        def lowest(group: Group) -> float:
+            return min(self.lower[count, group.num_microbatches] for count in group.counts)
+
+        for group in sorted(groups, key=lambda item: (lowest(item), item)):
+            if lowest(group) >= below() or self.is_late:
+                return
+            self._attempt(group, below())
+
+    def _attempt(self, group: Group, below: float) -> None:
+        counts = [count for count in group.counts if self.lower[count, group.num_microbatches] < below]
+        self.solved += len(counts)
+        if counts == [1]:
+            problem = self.stages.single(group.num_microbatches, below=below)
             answer = solve(problem, below=below, deadline=self.deadline)
-            self.solved += 1
-            bound = min(below, answer.bound)
+            bound = answer.bound
             if answer.chosen:
                 self.keep(Found(problem=problem, answer=answer))
-        self.bound = min(self.bound, bound)
+        else:
+            bound, family = below, self.stages.family(group, counts, below=below)
+            if family.heads:
+                result = solve_family(family, below=below, deadline=self.deadline)
+                bound = result.bound
+                for count, answer in result.answers.items():
+                    self.keep(Found(problem=family.problem(count), answer=answer))
+        # A plan with a stage that was left out of the problem takes at least ``below``.
+        for count in counts:
+            key = (*group[:3], count)
+            self.bounds[key] = max(self.bounds[key], min(below, bound))
+
+    def check(self, winner: int) -> None:
+        """Let HiGHS look for something better than the best answer."""
+        found = self.best[winner]
+        left = max(0.1, min(CHECK_SECONDS, self.deadline - perf_counter()))
+        checked = solve_program(found.problem, time_limit=left, incumbent=found.answer)
+        if checked.chosen and checked.objective < found.answer.objective:
+            self.keep(Found(problem=found.problem, answer=checked))
 
     def keep(self, found: Found) -> None:
-        """Remember an answer that is better than what was known of its number of stages."""
-        count = len(found.problem.slots)
+        """Remember an answer, if it is the best of its numbers of stages and microbatches."""
+        count, objective = len(found.answer.chosen), found.answer.objective
         key = count, found.problem.num_microbatches
-        self.best[count] = found
-        if key not in self.found or found.answer.objective < self.found[key].answer.objective:
-            self.found[key] = found
+        if key not in self._found or objective < self._found[key].answer.objective:
+            self._found[key] = found
+        if objective < self.known(count):
+            self.best[count] = found
 
     def outcome(self, bound: float) -> Outcome:
         """What is known, with a bound of the search as a whole."""
@@ -98,9 +141,9 @@ class _Search:
         shown = () if winner is None else (winner, *compared(self.stages.space, winner))
         return Outcome(
             best={count: found for count, found in self.best.items() if count in shown},
-            found=self.found,
+            found=self._found,
             winner=winner,
             bound=bound,
-            pipelines=len(self.stages.pipelines),
+            pipelines=len(self.bounds),
             solved=self.solved,
         )
