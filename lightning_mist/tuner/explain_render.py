@@ -32,7 +32,9 @@ def render_explanation(explanation: Explanation, *, full: bool = True, width: in
         title, table = memory_table(explanation.plan)
         console.print(title, style="bold italic", markup=False)
         console.print(fitted(table, console), markup=False)
-    for title, lines in explanation_sections(explanation, full=full):
+    for place, (title, lines) in enumerate(explanation_sections(explanation, full=full)):
+        if place or full:
+            console.print()
         console.print(title, style="bold italic", markup=False)
         for line in lines:
             for number, part in enumerate(wrap(line, width - 2, break_long_words=False, break_on_hyphens=False)):

@@ -17,7 +17,7 @@ def explanation_sections(explanation: Explanation, *, full: bool = True) -> tupl
 
     Args:
         explanation: The explanation.
-        full: Whether to say also what does not bind, and what was left out.
+        full: Whether to say also what does not bind, what other kinds of plans there are, and what was left out.
     """
     step = explanation.step_seconds
     findings = [f"{finding.text}." for finding in explanation.findings if finding.binds or (full and _is_told(finding))]
@@ -27,7 +27,7 @@ def explanation_sections(explanation: Explanation, *, full: bool = True) -> tupl
         ("what each technique buys", tuple(technique_line(item, step) for item in explanation.techniques)),
         (
             "the best plans found of other kinds",
-            tuple(_other(item, step) for item in explanation.others),
+            tuple(_other(item, step) for item in explanation.others if full),
         ),
         ("what a better machine would buy", tuple(what_if_line(item, step) for item in explanation.what_ifs)),
     ]

@@ -25,7 +25,7 @@ def differences(kind: Kind, other: Kind) -> tuple[str, ...]:
         found.append(f"offloads {_and(more)}")
     if less := [_state(name) for name in kind.offload if name not in other.offload]:
         found.append(f"does not offload {_and(less)}")
-    if other.schedule != kind.schedule:
+    if other.schedule != kind.schedule and min(kind.stages, other.stages) > 1:  # One stage has no schedule to speak of.
         found.append(f"schedule {other.schedule} in place of {kind.schedule}")
     return tuple(found)
 

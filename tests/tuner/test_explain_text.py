@@ -121,7 +121,7 @@ def test_all_is_said_under_titles():
 
 
 def test_in_short_only_what_binds_is_said_and_no_empty_section():
-    short = dict(explanation_sections(replace(explanation(), others=(), what_ifs=()), full=False))
+    short = dict(explanation_sections(replace(explanation(), what_ifs=()), full=False))
     assert list(short) == ["what binds", "what each technique buys"]
     assert short["what binds"] == ("it is full.",)
 

@@ -26,6 +26,12 @@ def test_what_another_kind_does_differently(changes, words):
     assert differences(KIND, replace(KIND, **changes)) == words
 
 
+def test_one_stage_has_no_schedule_to_speak_of():
+    other = replace(KIND, stages=1)
+    assert differences(replace(KIND, schedule="zb-h1"), other) == ("1 stage in place of 2 stages",)
+    assert differences(other, replace(KIND, schedule="zb-h1")) == ("2 stages in place of 1 stage",)
+
+
 def test_the_way_back_is_told_too():
     other = replace(KIND, tensor=(2,), checkpointing=True)
     assert differences(other, KIND) == ("no tensor parallelism", "recomputes no layer")
