@@ -31,11 +31,10 @@ import numpy as np
 from lightning_mist.cost import step_seconds
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.tuner.intra_stage import EVERY_PART
-from lightning_mist.tuner.problem import Answer, Family, InterStageProblem
+from lightning_mist.tuner.problem import PRECISION, Answer, Family, InterStageProblem
 from lightning_mist.tuner.suffixes import Suffixes, Walk
 
-PRECISION = 1e-9
-"""Relative difference of objectives below which two answers count as equal, far below what costs are known to."""
+__all__ = ["PRECISION", "FamilyAnswer", "least_peak", "solve", "solve_family"]
 
 _NOTED = 3
 """Numbers of stages whose answer is looked at after a pass, those with the least sums."""
@@ -74,7 +73,7 @@ def solve(problem: InterStageProblem, *, below: float = np.inf, deadline: float 
     if any(not len(slot) for slot in problem.slots):
         return _NONE
     if len(problem.slots) > 1:
-        found = solve_family(_alone(problem), below=below, deadline=deadline)
+        found = solve_family(problem.alone(), below=below, deadline=deadline)
         none = Answer(chosen=(), objective=np.inf, bound=found.bound)
         return found.answers[found.num_stages] if found.num_stages else none
     slot = problem.slots[0]
@@ -109,24 +108,13 @@ def least_peak(problem: InterStageProblem) -> tuple[float, tuple[int, ...]] | No
     if len(problem.slots) == 1:
         best = _least_of_single(problem, problem.slots[0].steady_K)
         return None if best is None else (float(problem.slots[0].steady_K[best]), (best,))
-    suffixes, num_stages = Suffixes(_alone(problem)), len(problem.slots)
+    suffixes, num_stages = Suffixes(problem.alone()), len(problem.slots)
 
     def attempt(value: float) -> tuple[int, ...] | None:
         walk = suffixes.walk(value)
         return suffixes.chosen(walk, num_stages) if walk.values else None
 
     return _bisect(suffixes.paces(), attempt)
-
-
-def _alone(problem: InterStageProblem) -> Family:
-    """One problem of several stages as a family."""
-    return Family(
-        num_layers=problem.num_layers,
-        num_devices=problem.num_devices,
-        num_microbatches=problem.num_microbatches,
-        tails=problem.slots[:0:-1],
-        heads={len(problem.slots): problem.slots[0]},
-    )
 
 
 def _least_of_single(problem: InterStageProblem, value_K: FloatArray) -> int | None:

@@ -1,33 +1,48 @@
-"""The inter-stage problem as a mixed-integer program.
+"""The inter-stage problem as a mixed-integer program: the cheapest flow of one unit through the states of a pipeline.
 
 Sets
-    i = 0 .. S-1  stages;  c  choices of stage i, each with layers l, devices n, start a, steady time t, boundary time d
+    i = 0 .. S-1  stages
+    v             nodes: a stage with what it and those behind it hold, layers and devices of every part
+    a             arcs: a choice of stage i(a) at a node, with steady time t[a] and boundary time d[a]; each leads to
+                  what the stages behind hold, from the whole network and all devices to nothing
+    k = 1 .. K    some of the steady times that arcs have, p[1] < .. < p[K], above the least pace p[0] of any answer
 
 Variables
-    x[i,c] in {0, 1}   stage i takes choice c
-    T >= 0             steady time of the slowest stage
-    D >= 0             boundary time that no earlier stage hides
+    x[a] in {0, 1}        the pipeline has arc a
+    W[k] in [0, 1]        some stage takes p[k] or more
+    T >= 0                steady time of the slowest stage
+    D >= 0                boundary time that no earlier stage hides
 
-Minimise  (G - 1) T + sum_{i,c} t[i,c] x[i,c] + D
+Minimise  (G - 1) T + sum_a t[a] x[a] + D
 
 subject to
-    one choice         sum_c x[i,c] = 1                                                      for every i
-    all layers         sum_{i,c} l[i,c] x[i,c] = L
-    all devices        sum_{i, c in part p} n[i,c] x[i,c] = N_p                             for every part p
-    slowest            T >= sum_c t[i,c] x[i,c]                                              for every i
-    exposed            D >= sum_c d[i,c] x[i,c] - sum_{j<i} sum_c t[j,c] x[j,c]              for every i
-    contiguous         sum_c a[i,c] x[i,c] = sum_{j<i} sum_c l[j,c] x[j,c]                   for the i below
+    one flow           sum_{a from v} x[a] - sum_{a to v} x[a] = 1 at the first node, 0 elsewhere      for every v
+    slowest            T >= sum_{a: i(a) = i} t[a] x[a]                                               for every i
+    paces              W[k] >= sum_{a: i(a) = i, t[a] >= p[k]} x[a]                                   for every i and k
+                       T >= p[0] + sum_k (p[k] - p[k-1]) W[k]
+    exposed            D >= sum_{a: i(a) = i} d[a] x[a] - sum_{a: i(a) < i} t[a] x[a]                 for every i
 
-The last family is there only for middle stages whose costs depend on where they lie; the first stage starts at 0, and
-the last one ends at L by "all layers". Memory does not appear: what does not fit is not a choice.
+Layers, devices and places need no constraints: they are what nodes are. Without T and D the flow has whole solutions
+by itself. "Paces" follows from the rest for whole x; it keeps solutions in parts from mixing slow stages with fast
+ones, so that the relaxation is tight. Memory does not appear: what does not fit is not a choice. Arcs that no answer as
+good as a known one can have are left out (:mod:`lightning_mist.tuner.arcs`).
 """
+
+from dataclasses import replace
 
 import numpy as np
 
 from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART
+from lightning_mist.tuner.arcs import Arcs, arcs_of
 from lightning_mist.tuner.milp import Program
 from lightning_mist.tuner.problem import Answer, InterStageProblem
+
+PACES = 64
+"""The most steady times for which there are constraints of the family "paces"."""
+
+
+MOST_ARCS = 60_000
+"""The most arcs for which a program is made if there is an incumbent: with more, HiGHS only reads it in seconds."""
 
 
 def solve_program(problem: InterStageProblem, *, time_limit: float, incumbent: Answer | None = None) -> Answer:
@@ -36,107 +51,117 @@ def solve_program(problem: InterStageProblem, *, time_limit: float, incumbent: A
     Args:
         problem: The problem.
         time_limit: Seconds after which the best answer so far is taken.
-        incumbent: An answer to begin with. Choices that cannot belong to a better one are left out.
+        incumbent: An answer to begin with. What cannot belong to one as good is left out.
+
+    Returns:
+        The best answer and a bound. If time is up, or if more than :data:`MOST_ARCS` arcs could belong to something
+        better, that is the incumbent or something better, with a bound that may be far below; without a feasible
+        answer the choice is empty.
     """
+    none = Answer(chosen=(), objective=np.inf, bound=np.inf)
     if any(not len(slot) for slot in problem.slots):
-        return Answer(chosen=(), objective=np.inf, bound=np.inf)
-    kept = _promising(problem, incumbent)
-    slots = tuple(slot.take(index) for slot, index in zip(problem.slots, kept, strict=True))
-    if any(not len(slot) for slot in slots):
-        return Answer(chosen=(), objective=np.inf, bound=np.inf)
-    reduced = InterStageProblem(
-        num_layers=problem.num_layers,
-        num_devices=problem.num_devices,
-        num_microbatches=problem.num_microbatches,
-        slots=slots,
-    )
-    program = Program(scale=max(1e-12, *(float(max(slot.steady_K.max(), slot.boundary_K.max())) for slot in slots)))
-    x = [program.add_binaries(slot.steady_K) for slot in slots]
-    slowest, exposed = program.add_seconds([problem.num_microbatches - 1.0, 1.0])
-    add_one_choice(program, x)
-    add_all_layers(program, reduced, x)
-    add_all_devices(program, reduced, x)
-    add_slowest(program, reduced, x, int(slowest))
-    add_exposed(program, reduced, x, int(exposed))
-    add_contiguous(program, reduced, x)
+        return none
+    known = incumbent.objective if incumbent is not None and incumbent.chosen else np.inf
+    arcs = arcs_of(problem, known)
+    if not len(arcs):
+        return none
+    if incumbent is not None and incumbent.chosen and len(arcs) > MOST_ARCS:
+        return replace(incumbent, bound=min(problem.lower_bound(), incumbent.objective))
+    program = Program(scale=max(1e-12, float(arcs.steady_A.max()), float(arcs.boundary_A.max())))
+    x = program.add_binaries(arcs.steady_A)
+    slowest, exposed = (int(index) for index in program.add_seconds([problem.num_microbatches - 1.0, 1.0]))
+    add_one_flow(program, arcs, x)
+    add_slowest(program, arcs, x, slowest)
+    paces = _paces(arcs)
+    shares = add_paces(program, arcs, x, slowest, paces)
+    add_exposed(program, arcs, x, exposed)
     start = None
-    if incumbent is not None and incumbent.chosen:
-        start = _point(reduced, x, kept, incumbent)
+    path = _path(arcs, incumbent.chosen) if incumbent is not None else ()
+    if path:
+        start = np.zeros(program.num_variables)
+        start[x[list(path)]] = 1.0
+        start[slowest] = arcs.steady_A[list(path)].max()
+        start[exposed] = _exposed(arcs.steady_A[list(path)], arcs.boundary_A[list(path)])
+        start[shares] = paces[1:] <= start[slowest]
     solution = program.solve(time_limit=time_limit, start=start)
     if not len(solution.values):
-        return Answer(chosen=(), objective=np.inf, bound=solution.bound)
-    places = [int(solution.values[variables].argmax()) for variables in x]
-    chosen = tuple(int(index[place]) for index, place in zip(kept, places, strict=True))
+        return replace(incumbent or none, bound=max(solution.bound, problem.lower_bound()))
+    taken = np.flatnonzero(solution.values[x] > 0.5)
+    order = taken[np.argsort(arcs.stage_A[taken])]
+    chosen = tuple(int(index) for index in arcs.choice_A[order])
     objective = problem.objective(chosen)
-    return Answer(chosen=chosen, objective=objective, bound=min(solution.bound, objective))
+    if incumbent is not None and incumbent.chosen and incumbent.objective <= objective:
+        chosen, objective = incumbent.chosen, incumbent.objective
+    bound = min(max(solution.bound, problem.lower_bound()), objective)
+    return Answer(chosen=chosen, objective=objective, bound=bound)
 
 
-def _promising(problem: InterStageProblem, incumbent: Answer | None) -> list[IntArray]:
-    """Per stage the choices whose steady time alone does not exceed the incumbent's step.
-
-    A choice of steady time ``t`` costs at least ``(G - 1) t``, its own ``t`` and the least ``t`` of every other stage.
-    """
-    least = np.array([slot.steady_K.min() for slot in problem.slots])
-    limit = np.inf if incumbent is None or not incumbent.chosen else incumbent.objective * (1 + 1e-12)
-    return [
-        np.flatnonzero(problem.num_microbatches * slot.steady_K + least.sum() - least[stage] <= limit)
-        for stage, slot in enumerate(problem.slots)
-    ]
+def _paces(arcs: Arcs) -> FloatArray:
+    """The least pace and some of the steady times above it."""
+    # Some stage takes at least the largest of the stages' least times.
+    least = max(float(arcs.steady_A[arcs.stage_A == stage].min()) for stage in range(int(arcs.stage_A.max()) + 1))
+    above = np.unique(arcs.steady_A[arcs.steady_A > least])
+    if len(above) > PACES:
+        above = above[np.unique(np.linspace(0, len(above) - 1, PACES).round().astype(np.int64))]
+    return np.concatenate([[least], above])
 
 
-def _point(problem: InterStageProblem, x: list[IntArray], kept: list[IntArray], incumbent: Answer) -> FloatArray:
-    """The incumbent as values of all variables."""
-    values = np.zeros(sum(len(variables) for variables in x) + 2)
-    chosen = tuple(int(np.searchsorted(index, choice)) for index, choice in zip(kept, incumbent.chosen, strict=True))
-    for variables, place in zip(x, chosen, strict=True):
-        values[variables[place]] = 1.0
-    steady, boundary = problem.steady(chosen), problem.boundary(chosen)
-    values[-2] = steady.max()
-    values[-1] = max(0.0, float((boundary - np.concatenate([[0.0], np.cumsum(steady)[:-1]])).max()))
-    return values
+def _path(arcs: Arcs, chosen: tuple[int, ...]) -> tuple[int, ...]:
+    """The arcs of an answer; none if it has one that was left out because another choice is as good."""
+    node, path = 0, []
+    for stage, choice in enumerate(chosen):
+        fits = np.flatnonzero((arcs.stage_A == stage) & (arcs.choice_A == choice) & (arcs.from_A == node))
+        if not len(fits):
+            return ()
+        path.append(int(fits[0]))
+        node = int(arcs.to_A[fits[0]])
+    return tuple(path)
 
 
-def add_one_choice(program: Program, x: list[IntArray]) -> None:
-    """Every stage takes exactly one choice."""
-    for variables in x:
-        program.add_row(variables, np.ones(len(variables)), lower=1.0, upper=1.0)
+def _exposed(steady: FloatArray, boundary: FloatArray) -> float:
+    """Boundary time of stages that the steady times in front of them do not hide."""
+    return max(0.0, float((boundary - np.cumsum(steady) + steady).max()))
 
 
-def add_all_layers(program: Program, problem: InterStageProblem, x: list[IntArray]) -> None:
-    """The stages' layers add up to the network's."""
-    layers = np.concatenate([slot.layers_K for slot in problem.slots]).astype(np.float64)
-    program.add_row(np.concatenate(x), layers, lower=problem.num_layers, upper=problem.num_layers)
+def add_one_flow(program: Program, arcs: Arcs, x: IntArray) -> None:
+    """One unit leaves the first node; what enters any other leaves it."""
+    inner = arcs.to_A >= 0
+    node = np.concatenate([arcs.from_A, arcs.to_A[inner]])
+    sign = np.concatenate([np.ones(len(arcs)), -np.ones(int(inner.sum()))])
+    variable = np.concatenate([x, x[inner]])
+    order = np.argsort(node, kind="stable")
+    for part in np.split(order, np.flatnonzero(np.diff(node[order])) + 1):
+        amount = 1.0 if node[part[0]] == 0 else 0.0
+        program.add_row(variable[part], sign[part], lower=amount, upper=amount)
 
 
-def add_all_devices(program: Program, problem: InterStageProblem, x: list[IntArray]) -> None:
-    """The stages' devices add up to those of every part of the cluster; the only stage may have them all."""
-    devices = np.concatenate([slot.devices_K for slot in problem.slots]).astype(np.float64)
-    part = np.concatenate([slot.part_K for slot in problem.slots])
-    for number, count in enumerate(problem.num_devices):
-        taken = np.where(part == number, devices, np.where(part == EVERY_PART, count, 0.0))
-        program.add_row(np.concatenate(x), taken, lower=count, upper=count)
-
-
-def add_slowest(program: Program, problem: InterStageProblem, x: list[IntArray], slowest: int) -> None:
+def add_slowest(program: Program, arcs: Arcs, x: IntArray, slowest: int) -> None:
     """T is at least the steady time of every stage."""
-    for slot, variables in zip(problem.slots, x, strict=True):
-        program.add_row(variables, -slot.steady_K, lower=0.0, seconds=[(slowest, 1.0)])
+    for stage in range(int(arcs.stage_A.max()) + 1):
+        at = arcs.stage_A == stage
+        program.add_row(x[at], -arcs.steady_A[at], lower=0.0, seconds=[(slowest, 1.0)])
 
 
-def add_exposed(program: Program, problem: InterStageProblem, x: list[IntArray], exposed: int) -> None:
+def add_paces(program: Program, arcs: Arcs, x: IntArray, slowest: int, paces: FloatArray) -> IntArray:
+    """T is at least every steady time that some stage reaches; returns the variables W."""
+    shares = program.add_shares(len(paces) - 1)
+    for stage in range(int(arcs.stage_A.max()) + 1):
+        at = arcs.stage_A == stage
+        variables, steady = x[at], arcs.steady_A[at]
+        for share, pace in zip(shares, paces[1:], strict=True):
+            slow = variables[steady >= pace]
+            if len(slow):
+                program.add_row(np.append(slow, share), np.append(-np.ones(len(slow)), 1.0), lower=0.0)
+    # A variable without cost that is always 1 would do for p[0]; the flow out of the first node is.
+    first = x[arcs.from_A == 0]
+    steps = np.concatenate([np.full(len(first), -paces[0]), -np.diff(paces)])
+    program.add_row(np.concatenate([first, shares]), steps, lower=0.0, seconds=[(slowest, 1.0)])
+    return shares
+
+
+def add_exposed(program: Program, arcs: Arcs, x: IntArray, exposed: int) -> None:
     """D is at least what of a stage's boundary time exceeds the steady times of the stages before it."""
-    for stage, slot in enumerate(problem.slots):
-        variables = np.concatenate(x[: stage + 1])
-        hidden = [earlier.steady_K for earlier in problem.slots[:stage]]
-        program.add_row(variables, np.concatenate([*hidden, -slot.boundary_K]), lower=0.0, seconds=[(exposed, 1.0)])
-
-
-def add_contiguous(program: Program, problem: InterStageProblem, x: list[IntArray]) -> None:
-    """A stage whose costs depend on its place starts where the stages before it end."""
-    for stage in range(1, len(problem.slots) - 1):
-        slot = problem.slots[stage]
-        if (slot.start_K == ANYWHERE).all():
-            continue
-        before = [earlier.layers_K.astype(np.float64) for earlier in problem.slots[:stage]]
-        coefficients = np.concatenate([*before, -slot.start_K.astype(np.float64)])
-        program.add_row(np.concatenate(x[: stage + 1]), coefficients, lower=0.0, upper=0.0)
+    for stage in range(int(arcs.stage_A.max()) + 1):
+        at, before = arcs.stage_A == stage, arcs.stage_A < stage
+        coefficients = np.concatenate([arcs.steady_A[before], -arcs.boundary_A[at]])
+        program.add_row(np.concatenate([x[before], x[at]]), coefficients, lower=0.0, seconds=[(exposed, 1.0)])

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import highspy
 import numpy as np
 
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 
 Status = Literal["optimal", "infeasible", "time limit"]
 
@@ -61,6 +61,7 @@ class Program:
         self.scale = scale
         self._costs: list[FloatArray] = []
         self._binary: list[bool] = []
+        self._upper: list[float] = []
         self._rows = _Rows()
 
     @property
@@ -70,38 +71,43 @@ class Program:
 
     def add_binaries(self, costs: Sequence[float] | FloatArray) -> IntArray:
         """Variables in {0, 1} with these objective coefficients; returns their indices."""
-        return self._add(np.asarray(costs, dtype=np.float64) / self.scale, binary=True)
+        return self._add(np.asarray(costs, dtype=np.float64) / self.scale, binary=True, upper=1.0)
+
+    def add_shares(self, number: int) -> IntArray:
+        """Variables from 0 to 1 that cost nothing themselves; returns their indices."""
+        return self._add(np.zeros(number), binary=False, upper=1.0)
 
     def add_seconds(self, costs: Sequence[float] | FloatArray) -> IntArray:
         """Variables of at least 0 that are measured in units of the scale; returns their indices."""
-        return self._add(np.asarray(costs, dtype=np.float64), binary=False)
+        return self._add(np.asarray(costs, dtype=np.float64), binary=False, upper=np.inf)
 
-    def _add(self, costs: FloatArray, *, binary: bool) -> IntArray:
+    def _add(self, costs: FloatArray, *, binary: bool, upper: float) -> IntArray:
         first = self.num_variables
         self._costs.append(costs)
         self._binary += [binary] * len(costs)
+        self._upper += [upper] * len(costs)
         return np.arange(first, first + len(costs))
 
     def add_row(
         self,
-        binaries: IntArray,
+        plain: IntArray,
         coefficients: FloatArray,
         *,
         lower: float = -np.inf,
         upper: float = np.inf,
         seconds: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """A constraint ``lower <= sum of coefficients x binaries + sum of factors x seconds <= upper``.
+        """A constraint ``lower <= sum of coefficients x plain + sum of factors x seconds <= upper``.
 
         Args:
-            binaries: Indices of binary variables.
+            plain: Indices of variables without a unit: binary ones and shares.
             coefficients: Their coefficients; in a row with ``seconds`` these are times and are scaled.
             lower: Lower limit (0 or infinite in a row with ``seconds``).
             upper: Upper limit (0 or infinite in a row with ``seconds``).
             seconds: Index and factor of variables in seconds.
         """
         factor = 1.0 / self.scale if seconds else 1.0
-        indices = np.concatenate([binaries, np.array([index for index, _ in seconds], dtype=np.int64)])
+        indices = np.concatenate([plain, np.array([index for index, _ in seconds], dtype=np.int64)])
         values = np.concatenate([coefficients * factor, np.array([value for _, value in seconds])])
         self._rows.indices.append(indices)
         self._rows.values.append(values)
@@ -129,18 +135,21 @@ class Program:
         solver.passModel(self._model())
         if start is not None:
             point = highspy.HighsSolution()
-            point.col_value = list(np.where(self._binary, start, start / self.scale))
+            point.col_value = list(np.where(self._plain(), start, start / self.scale))
             solver.setSolution(point)
         solver.run()
         return self._read(solver)
 
+    def _plain(self) -> BoolArray:
+        """Which variables are without a unit."""
+        return np.isfinite(self._upper)
+
     def _model(self) -> highspy.HighsLp:
-        binary = np.array(self._binary)
         model = highspy.HighsLp()
         model.num_col_, model.num_row_ = self.num_variables, len(self._rows.lower)
         model.col_cost_ = np.concatenate(self._costs)
         model.col_lower_ = np.zeros(self.num_variables)
-        model.col_upper_ = np.where(binary, 1.0, highspy.kHighsInf)
+        model.col_upper_ = np.minimum(self._upper, highspy.kHighsInf)
         model.row_lower_ = np.maximum(self._rows.lower, -highspy.kHighsInf)
         model.row_upper_ = np.minimum(self._rows.upper, highspy.kHighsInf)
         model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
@@ -164,7 +173,7 @@ class Program:
         if not found:
             return Solution(status="time limit", values=np.empty(0), objective=np.inf, bound=bound)
         values = np.array(solver.getSolution().col_value)
-        values = np.where(self._binary, np.round(values), values * self.scale)
+        values = np.where(self._plain(), np.where(self._binary, np.round(values), values), values * self.scale)
         return Solution(
             status="time limit" if stopped else "optimal",
             values=values,

@@ -9,6 +9,9 @@ from lightning_mist.cost import step_seconds
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART, SlotChoices
 
+PRECISION = 1e-9
+"""Relative difference of objectives below which two answers count as equal, far below what costs are known to."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterStageProblem:
@@ -85,6 +88,16 @@ class InterStageProblem:
                 return False
         return position == self.num_layers and not any(left)
 
+    def alone(self) -> "Family":
+        """This problem, of several stages, as a family of its own."""
+        return Family(
+            num_layers=self.num_layers,
+            num_devices=self.num_devices,
+            num_microbatches=self.num_microbatches,
+            tails=self.slots[:0:-1],
+            heads={len(self.slots): self.slots[0]},
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -130,3 +143,15 @@ class Answer:
     chosen: tuple[int, ...]
     objective: float
     bound: float
+
+    @property
+    def gap(self) -> float:
+        """The share of its step seconds by which an answer could be better at most; 0 if there can be none."""
+        if not self.chosen:
+            return 0.0 if np.isinf(self.bound) and self.bound > 0 else float(np.inf)
+        return max(0.0, 1 - self.bound / self.objective) if self.objective > 0 else 0.0
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether nothing is better, but for rounding."""
+        return self.gap <= PRECISION

@@ -19,7 +19,7 @@ import numpy as np
 from lightning_mist.tuner.bound import solve, solve_family
 from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.problem import Answer, Family, InterStageProblem
+from lightning_mist.tuner.problem import PRECISION, Answer, Family, InterStageProblem
 from lightning_mist.tuner.space import Space
 
 CHECK_SECONDS = 5.0
@@ -42,12 +42,24 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Answers by number of stages, by pipeline, the winning number of stages, and a bound over all pipelines."""
+    """What a search found.
+
+    Attributes:
+        best: The best answer by number of stages.
+        found: The best answer by numbers of stages and of microbatches.
+        winner: The winning number of stages, if there is a plan.
+        bound: No plan takes fewer seconds.
+        certified: Whether HiGHS has proven of the winner's numbers of stages and of microbatches what the dynamic
+            program has of all.
+        pipelines: Pairs of numbers of stages and of microbatches.
+        solved: How many of them were solved.
+    """
 
     best: dict[int, Found]
     found: dict[tuple[int, int], Found]
     winner: int | None
     bound: float
+    certified: bool
     pipelines: int
     solved: int
 
@@ -66,25 +78,30 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float) -> Outcom
         if tally.least < assumed or (tally.best and perf_counter() > deadline):
             break
     if not tally.best:
-        return _outcome(tally, None, np.inf)
+        return _outcome(tally, None, np.inf, certified=False)
     winner = min(tally.best, key=lambda count: (tally.best[count].answer.objective, count))
     bound = min(tally.bounds.values())
-    _check(tally, winner)
+    certified = _check(tally, winner)
+    if tally.is_refuted:
+        bound = min(tally.lower.values())
     for num_stages in compared(space, winner):
         _search(tally, [key for key in groups if num_stages in key[0]], tally.least * COMPARED, num_stages)
-    return _outcome(tally, winner, bound)
+    return _outcome(tally, winner, bound, certified=certified)
 
 
-def _check(tally: "_Tally", winner: int) -> None:
-    """Let HiGHS look for something better than the winner."""
+def _check(tally: "_Tally", winner: int) -> bool:
+    """Let HiGHS look for something better than the winner; returns whether it has proven that there is nothing."""
     found = tally.best[winner]
     checked = solve_program(
         found.problem,
         time_limit=max(0.1, min(CHECK_SECONDS, tally.deadline - perf_counter())),
         incumbent=found.answer,
     )
-    if checked.chosen and checked.objective < found.answer.objective:
+    if checked.objective < found.answer.objective:
         tally.note(Found(problem=found.problem, answer=checked))
+        # What the dynamic program has proven is refuted, unless this is rounding.
+        tally.is_refuted = checked.objective < found.answer.bound * (1 - PRECISION)
+    return checked.is_proven
 
 
 Group = tuple[tuple[int, ...], int]
@@ -139,6 +156,7 @@ class _Tally:
         best: The best answer of every number of stages.
         found: The best answer of every pipeline.
         solved: Pipelines that were solved.
+        is_refuted: Whether HiGHS has found something better than what the dynamic program had proven.
     """
 
     intra: IntraStage
@@ -149,6 +167,7 @@ class _Tally:
     best: dict[int, Found] = field(default_factory=dict)
     found: dict[tuple[int, int], Found] = field(default_factory=dict)
     solved: int = 0
+    is_refuted: bool = False
 
     @property
     def least(self) -> float:
@@ -169,13 +188,14 @@ class _Tally:
             self.best[count] = found
 
 
-def _outcome(tally: _Tally, winner: int | None, bound: float) -> Outcome:
+def _outcome(tally: _Tally, winner: int | None, bound: float, *, certified: bool) -> Outcome:
     shown = {winner, *compared(tally.space, winner)} if winner else set()
     return Outcome(
         best={count: found for count, found in tally.best.items() if count in shown},
         found=tally.found,
         winner=winner,
         bound=bound,
+        certified=certified,
         pipelines=len(tally.lower),
         solved=tally.solved,
     )

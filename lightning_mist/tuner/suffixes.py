@@ -158,7 +158,7 @@ class Suffixes:
         total_K = self._totals(head, states, walk.sums[num_stages - 2], walk.pace, walk.cap)
         index = int(total_K.argmin())
         chosen = [int(head.index_K[index])]
-        place = int(self._behind(head, states)[index])
+        place = int(self.behind_head(head, states)[index])
         for stage in range(num_stages - 2, 0, -1):
             lines, row = self.middle[stage - 1], int(states.row_J[place])
             column = 0 if lines.steady_CR.shape[1] == 1 else row
@@ -176,7 +176,7 @@ class Suffixes:
             chosen.append(int(lines.index_CR[best, column]))
             place = int(behind_C[best])
         total_K = self._last_total(walk.pace, walk.cap)
-        total_K = np.where(self._last_places(states) == place, total_K, np.inf)
+        total_K = np.where(self.last_places(states) == place, total_K, np.inf)
         chosen.append(int(self.last.index_K[int(total_K.argmin())]))
         return tuple(chosen)
 
@@ -212,7 +212,7 @@ class Suffixes:
         offset_C: IntArray = lines.layers_C * self._combinations + units_C * self._strides_P[lines.part_C]
         return offset_C
 
-    def _behind(self, head: Ends, states: _States) -> IntArray:
+    def behind_head(self, head: Ends, states: _States) -> IntArray:
         """The state behind each choice of a first stage."""
         rows_K = self.family.num_layers - head.layers_K
         units_K = head.devices_K // self.unit_P[head.part_K]
@@ -220,7 +220,7 @@ class Suffixes:
         behind_K: IntArray = states.number[flat_K]
         return behind_K
 
-    def _last_places(self, states: _States) -> IntArray:
+    def last_places(self, states: _States) -> IntArray:
         """The state that each choice of the last stage makes."""
         last = self.last
         units_K = last.devices_K // self.unit_P[last.part_K]
@@ -234,13 +234,13 @@ class Suffixes:
 
     def _last_sums(self, states: _States, pace: float, cap: float | None) -> FloatArray:
         sums_J = np.full(len(states.row_J) + 1, np.inf)
-        np.minimum.at(sums_J, self._last_places(states), self._last_total(pace, cap))
+        np.minimum.at(sums_J, self.last_places(states), self._last_total(pace, cap))
         sums_J[-1] = np.inf
         return sums_J
 
     def _totals(self, head: Ends, states: _States, sums_J: FloatArray, pace: float, cap: float | None) -> FloatArray:
         """Sums with each choice of a first stage in front."""
-        behind_K = sums_J[self._behind(head, states)]
+        behind_K = sums_J[self.behind_head(head, states)]
         if cap is None:
             total_K = np.maximum(head.steady_K, head.reach_K) + behind_K
         else:
@@ -267,7 +267,7 @@ class Suffixes:
     ) -> FloatArray:
         """Put a stage in front of all suffixes."""
         best_J = np.full(len(behind_J), np.inf)
-        for some, source_C in self._sources(lines, states, maps):
+        for some, source_C in self.sources(lines, states, maps):
             behind_CJ = behind_J[source_C]
             if some.steady_CR.shape[1] == 1:
                 steady_CJ, reach_CJ = some.steady_CR, some.reach_CR
@@ -281,7 +281,7 @@ class Suffixes:
             np.minimum(best_J[:-1], sum_CJ.min(axis=0, initial=np.inf), out=best_J[:-1])
         return best_J
 
-    def _sources(self, lines: Lines, states: _States, maps: dict[int, IntArray]) -> Iterator[tuple[Lines, IntArray]]:
+    def sources(self, lines: Lines, states: _States, maps: dict[int, IntArray]) -> Iterator[tuple[Lines, IntArray]]:
         """Some lines at a time, and for every state the one behind them."""
         step = max(1, _AT_ONCE // max(1, len(states.row_J)))
         offset_C = self._offsets(lines)
