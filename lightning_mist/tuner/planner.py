@@ -198,7 +198,8 @@ def _result(intra: Stages, outcome: Outcome, began: float, memory_limit: int | N
             pipelines=outcome.pipelines,
             solved=outcome.solved,
         ),
-        notes=(*space.notes, *clocked.notes, *chosen.notes, *_numbers(intra, plan, memory_limit)),
+        certified=outcome.certified,
+        notes=(*space.notes, *outcome.notes, *clocked.notes, *chosen.notes, *_numbers(intra, plan, memory_limit)),
     )
 
 

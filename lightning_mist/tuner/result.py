@@ -59,16 +59,20 @@ class TuneResult:
             clock (a few that are best by the closed form, and the best of each number of stages) none is faster there
             than the chosen one, and no other schedule gains on them; ``"explored"`` if another schedule gained: it is
             the fastest that was tried; ``"time limit"`` if time was up before a proof.
-        bound: No plan under the schedule of the exact search takes fewer seconds by the closed form.
+        bound: No plan under the schedule of the exact search takes fewer seconds by the closed form, as the dynamic
+            program has proven for all numbers of stages and of microbatches.
         gap: How far the best plan by the closed form may be above the bound, as a share of its seconds. About seconds
             on the clock, which ``predicted`` has, nothing is proven.
         closed_form_seconds: The plan's seconds by the closed form; under another schedule those of the plan under the
             schedule of the exact search that it competed with.
         predicted: Predicted seconds and bytes of the plan.
         alternatives: Plans of other numbers of stages, fastest first: one, half as many, one less, one more, twice as
-            many; each the best of its number if there was time.
+            many. One that takes at most a quarter longer by the closed form than the best of all is the best of its
+            number if there was time; any other the best that was met.
         stats: How the search went.
         notes: What was ruled out and why, and where numbers come from, for people.
+        certified: Whether HiGHS has proven the same once more, on its own, of the best plan's numbers of stages and of
+            microbatches: that none with these is faster by more than a billionth.
     """
 
     plan: Plan
@@ -80,6 +84,7 @@ class TuneResult:
     alternatives: tuple[Alternative, ...]
     stats: TuneStats
     notes: tuple[str, ...]
+    certified: bool = False
 
     def explain(self) -> tuple[str, ...]:
         """Why this plan: lines for people."""

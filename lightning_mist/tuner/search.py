@@ -31,6 +31,8 @@ ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
 COMPARED = 1.25
 """Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
 
+_REFUTED = "HiGHS has found a faster plan than the dynamic program had proven to be possible: please report this"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
@@ -53,6 +55,7 @@ class Outcome:
             program has of all.
         pipelines: Pairs of numbers of stages and of microbatches.
         solved: How many of them were solved.
+        notes: What went otherwise than it should, for people.
     """
 
     best: dict[int, Found]
@@ -62,6 +65,7 @@ class Outcome:
     certified: bool
     pipelines: int
     solved: int
+    notes: tuple[str, ...] = ()
 
 
 def search_pipelines(intra: IntraStage, space: Space, deadline: float) -> Outcome:
@@ -198,6 +202,7 @@ def _outcome(tally: _Tally, winner: int | None, bound: float, *, certified: bool
         certified=certified,
         pipelines=len(tally.lower),
         solved=tally.solved,
+        notes=(_REFUTED,) if tally.is_refuted else (),
     )
 
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART, SlotChoices
-from lightning_mist.tuner.problem import InterStageProblem
+from lightning_mist.tuner.problem import Family, InterStageProblem
 
 
 def slot(start, layers, devices, steady, boundary, part=None):
@@ -88,3 +88,32 @@ def brute_force(problem, value=None):
         if problem.is_feasible(chosen):
             best = min(best, value(problem, chosen))
     return best
+
+
+def random_family(seed):
+    """Pipelines of 2 to 4 stages that share what lies behind their first stages; starts are open or fixed."""
+    rng = np.random.default_rng(seed)
+    most = int(rng.integers(2, 5))
+    num_layers, num_parts = int(rng.integers(most, 8)), int(rng.choice([1, 2]))
+    num_devices = random_devices(rng, most, num_parts)
+    kinds = [(c, part) for part, of in enumerate(num_devices) for c in (1, 2) if c <= of]
+    is_open, scale = bool(rng.integers(2)), 10.0 ** rng.integers(-4, 2)
+
+    def choices(role, behind):
+        rows = []
+        for length in range(1, num_layers):
+            starts = {"first": [0], "last": [num_layers - length]}.get(role)
+            for start in starts or ([ANYWHERE] if is_open else range(1, num_layers - length)):
+                for count, part in kinds:
+                    base = (length + rng.random() + 0.2 * behind) / count * (1 + part)
+                    rows.append((start, length, count, base * scale, 2 * base * rng.random() * scale, part))
+        rows = [row for row in rows if rng.random() < 0.5] or rows[:1]
+        return slot(*zip(*rows, strict=True)) if rows else slot([], [], [], [], [], [])
+
+    return Family(
+        num_layers=num_layers,
+        num_devices=num_devices,
+        num_microbatches=int(rng.choice([1, 3, 20])),
+        tails=tuple(choices("middle" if behind else "last", behind) for behind in range(most - 1)),
+        heads={count: choices("first", count - 1) for count in range(2, most + 1)},
+    )

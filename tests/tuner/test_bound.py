@@ -3,10 +3,10 @@ from time import perf_counter
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.bound import PRECISION, least_peak, solve
+from lightning_mist.tuner.bound import PRECISION, least_peak, solve, solve_family
 from lightning_mist.tuner.intra_stage import ANYWHERE
 from lightning_mist.tuner.problem import InterStageProblem
-from tests.tuner.problems import brute_force, random_problem, slot, small_seeds
+from tests.tuner.problems import brute_force, random_family, random_problem, slot, small_seeds
 
 
 @pytest.mark.parametrize("seed", small_seeds(150))
@@ -97,3 +97,39 @@ def test_an_open_start_may_lie_anywhere():
     )
     problem = InterStageProblem(num_layers=5, num_devices=(3,), num_microbatches=2, slots=slots)
     assert solve(problem).chosen == (0, 1, 0)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_family_is_as_good_as_the_best_of_its_problems(seed):
+    family = random_family(seed)
+    wanted = {count: brute_force(family.problem(count)) for count in family.heads}
+    least, found = min(wanted.values()), solve_family(family)
+    if np.isinf(least):
+        assert found.num_stages == 0
+        assert found.answers == {}
+        assert np.isinf(found.bound)
+        return
+    assert found.answers[found.num_stages].objective == pytest.approx(least, rel=2 * PRECISION)
+    assert found.bound == pytest.approx(least, rel=2 * PRECISION)
+    for count, answer in found.answers.items():
+        problem = family.problem(count)
+        assert problem.is_feasible(answer.chosen)
+        assert answer.objective == problem.objective(answer.chosen)
+        assert answer.objective >= wanted[count] * (1 - PRECISION)
+    none = solve_family(family, below=least * 0.99)
+    assert none.num_stages == 0
+    assert none.bound >= least * 0.99 * (1 - PRECISION)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_family_without_time_has_a_true_bound(seed):
+    family = random_family(seed)
+    least = min(brute_force(family.problem(count)) for count in family.heads)
+    found = solve_family(family, deadline=perf_counter() - 1)
+    assert found.bound <= least * (1 + PRECISION)
+    assert (found.num_stages == 0) == np.isinf(least)
+
+
+def test_families_of_random_problems_have_answers_and_have_none():
+    least = [min(brute_force(family.problem(n)) for n in family.heads) for family in map(random_family, range(60))]
+    assert 20 <= np.isfinite(least).sum() < 60

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.bound import solve
+from lightning_mist.tuner import inter_stage
+from lightning_mist.tuner.bound import PRECISION, solve
 from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.problem import Answer
 from tests.tuner.problems import brute_force, random_problem, small_seeds
@@ -48,3 +49,37 @@ def some_answer(problem):
 
     brute_force(problem, first)
     return Answer(chosen=found[0], objective=problem.objective(found[0]), bound=0.0)
+
+
+@pytest.mark.parametrize("seed", small_seeds(60))
+def test_what_the_dynamic_program_finds_is_certified(seed):
+    problem = random_problem(seed)
+    exact = solve(problem)
+    program = solve_program(problem, time_limit=30, incumbent=exact)
+    assert program.is_proven
+    assert program.objective == pytest.approx(exact.objective, rel=2 * PRECISION)
+
+
+def test_without_time_the_incumbent_and_a_true_bound_are_given():
+    given = 0
+    for seed in small_seeds(60):
+        problem = random_problem(seed)
+        wanted = brute_force(problem)
+        if np.isinf(wanted):
+            continue
+        incumbent = some_answer(problem)
+        program = solve_program(problem, time_limit=0.0, incumbent=incumbent)
+        assert problem.is_feasible(program.chosen)
+        assert program.objective <= incumbent.objective
+        assert program.bound <= wanted * (1 + 1e-9)
+        given += program.chosen == incumbent.chosen
+    assert given
+
+
+def test_too_large_programs_are_not_made(monkeypatch):
+    problem = next(item for item in map(random_problem, small_seeds(60)) if solve(item).chosen and len(item.slots) > 2)
+    monkeypatch.setattr(inter_stage, "MOST_ARCS", 0)
+    incumbent = some_answer(problem)
+    program = solve_program(problem, time_limit=30, incumbent=incumbent)
+    assert program.chosen == incumbent.chosen
+    assert program.bound == min(problem.lower_bound(), incumbent.objective)
