@@ -11,9 +11,8 @@ from time import perf_counter
 import numpy as np
 
 from lightning_mist.tuner.bound import solve, solve_family
-from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.mixed import Group, MixedStages
-from lightning_mist.tuner.search import ASSUMED, CHECK_SECONDS, COMPARED, Found, Outcome, compared
+from lightning_mist.tuner.search import ASSUMED, COMPARED, Checked, Found, Outcome, check, compared
 
 
 def search_mixed(stages: MixedStages, deadline: float) -> Outcome:
@@ -34,11 +33,14 @@ def search_mixed(stages: MixedStages, deadline: float) -> Outcome:
     winner, bound = search.winner, min(search.bounds.values(), default=np.inf)
     if winner is None:
         return search.outcome(bound)
-    search.check(winner)
+    checked = check(search.best[winner], deadline)
+    search.keep(checked.found)
+    if checked.refutes:
+        bound = least
     for count in compared(stages.space, winner):
         others = [group._replace(counts=(count,)) for group in stages.groups if count in group.counts]
         search.look(others, partial(_less, search, count))
-    return search.outcome(bound)
+    return search.outcome(bound, checked)
 
 
 def _less(search: "_Search", num_stages: int) -> float:
@@ -118,14 +120,6 @@ class _Search:
             key = (*group[:3], count)
             self.bounds[key] = max(self.bounds[key], min(below, bound))
 
-    def check(self, winner: int) -> None:
-        """Let HiGHS look for something better than the best answer."""
-        found = self.best[winner]
-        left = max(0.1, min(CHECK_SECONDS, self.deadline - perf_counter()))
-        checked = solve_program(found.problem, time_limit=left, incumbent=found.answer)
-        if checked.chosen and checked.objective < found.answer.objective:
-            self.keep(Found(problem=found.problem, answer=checked))
-
     def keep(self, found: Found) -> None:
         """Remember an answer, if it is the best of its numbers of stages and microbatches."""
         count, objective = len(found.answer.chosen), found.answer.objective
@@ -135,7 +129,7 @@ class _Search:
         if objective < self.known(count):
             self.best[count] = found
 
-    def outcome(self, bound: float) -> Outcome:
+    def outcome(self, bound: float, checked: Checked | None = None) -> Outcome:
         """What is known, with a bound of the search as a whole."""
         winner = self.winner
         shown = () if winner is None else (winner, *compared(self.stages.space, winner))
@@ -144,6 +138,8 @@ class _Search:
             found=self._found,
             winner=winner,
             bound=bound,
+            certified=checked is not None and checked.certified,
             pipelines=len(self.bounds),
             solved=self.solved,
+            notes=checked.notes if checked is not None else (),
         )

@@ -82,30 +82,48 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float) -> Outcom
         if tally.least < assumed or (tally.best and perf_counter() > deadline):
             break
     if not tally.best:
-        return _outcome(tally, None, np.inf, certified=False)
+        return _outcome(tally, None, np.inf)
     winner = min(tally.best, key=lambda count: (tally.best[count].answer.objective, count))
     bound = min(tally.bounds.values())
-    certified = _check(tally, winner)
-    if tally.is_refuted:
-        bound = min(tally.lower.values())
+    checked = check(tally.best[winner], deadline)
+    tally.note(checked.found)
+    if checked.refutes:
+        bound = min(lower.values())
     for num_stages in compared(space, winner):
         _search(tally, [key for key in groups if num_stages in key[0]], tally.least * COMPARED, num_stages)
-    return _outcome(tally, winner, bound, certified=certified)
+    return _outcome(tally, winner, bound, checked)
 
 
-def _check(tally: "_Tally", winner: int) -> bool:
-    """Let HiGHS look for something better than the winner; returns whether it has proven that there is nothing."""
-    found = tally.best[winner]
-    checked = solve_program(
-        found.problem,
-        time_limit=max(0.1, min(CHECK_SECONDS, tally.deadline - perf_counter())),
-        incumbent=found.answer,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What HiGHS says of an answer that the dynamic program has found.
+
+    Attributes:
+        found: The answer, or the better one that HiGHS has found.
+        certified: Whether it has proven that there is none better.
+        refutes: Whether its answer is better than what the dynamic program had proven to be possible.
+    """
+
+    found: Found
+    certified: bool
+    refutes: bool
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What people should know of it."""
+        return (_REFUTED,) if self.refutes else ()
+
+
+def check(found: Found, deadline: float) -> Checked:
+    """Let HiGHS look for something better."""
+    time_limit = max(0.1, min(CHECK_SECONDS, deadline - perf_counter()))
+    answer = solve_program(found.problem, time_limit=time_limit, incumbent=found.answer)
+    is_better = answer.objective < found.answer.objective
+    return Checked(
+        found=Found(problem=found.problem, answer=answer) if is_better else found,
+        certified=answer.is_proven,
+        refutes=answer.objective < found.answer.bound * (1 - PRECISION),
     )
-    if checked.objective < found.answer.objective:
-        tally.note(Found(problem=found.problem, answer=checked))
-        # What the dynamic program has proven is refuted, unless this is rounding.
-        tally.is_refuted = checked.objective < found.answer.bound * (1 - PRECISION)
-    return checked.is_proven
 
 
 Group = tuple[tuple[int, ...], int]
@@ -160,7 +178,6 @@ class _Tally:
         best: The best answer of every number of stages.
         found: The best answer of every pipeline.
         solved: Pipelines that were solved.
-        is_refuted: Whether HiGHS has found something better than what the dynamic program had proven.
     """
 
     intra: IntraStage
@@ -171,7 +188,6 @@ class _Tally:
     best: dict[int, Found] = field(default_factory=dict)
     found: dict[tuple[int, int], Found] = field(default_factory=dict)
     solved: int = 0
-    is_refuted: bool = False
 
     @property
     def least(self) -> float:
@@ -192,17 +208,17 @@ class _Tally:
             self.best[count] = found
 
 
-def _outcome(tally: _Tally, winner: int | None, bound: float, *, certified: bool) -> Outcome:
+def _outcome(tally: _Tally, winner: int | None, bound: float, checked: Checked | None = None) -> Outcome:
     shown = {winner, *compared(tally.space, winner)} if winner else set()
     return Outcome(
         best={count: found for count, found in tally.best.items() if count in shown},
         found=tally.found,
         winner=winner,
         bound=bound,
-        certified=certified,
+        certified=checked is not None and checked.certified,
         pipelines=len(tally.lower),
         solved=tally.solved,
-        notes=(_REFUTED,) if tally.is_refuted else (),
+        notes=checked.notes if checked is not None else (),
     )
 
 
