@@ -57,13 +57,22 @@ def compare_with_others(
 
 def print_comparison(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> None:
     """Print a comparison as a table, with what to know of it."""
+    print()
+    print(render_comparison(items, comparison_notes(items, spec), width=terminal_width(), color=sys.stdout.isatty()))
+
+
+def comparison_notes(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> tuple[str, ...]:
+    """What to know of a comparison.
+
+    Args:
+        items: The plan, and what it is compared with.
+        spec: The network.
+    """
     from lightning_mist.tuner.baselines import baseline_notes
     from lightning_mist.tuner.comparison import faster_notes
 
     ours = items[0].plan
-    notes = (*(() if ours is None else faster_notes(ours, items)), *baseline_notes(spec))
-    print()
-    print(render_comparison(items, notes, width=terminal_width(), color=sys.stdout.isatty()))
+    return (*(() if ours is None else faster_notes(ours, items)), *baseline_notes(spec))
 
 
 def render_comparison(

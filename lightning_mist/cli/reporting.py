@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning_mist.cli.compare import comparison_notes
+from lightning_mist.cli.machine import devices_of
 from lightning_mist.cli.output import say
 from lightning_mist.plan import Plan
 
 if TYPE_CHECKING:
-    from lightning_mist.hardware import AnyCluster
     from lightning_mist.model import ModelSpec
     from lightning_mist.tuner import Explanation, Planner, TuneResult
     from lightning_mist.tuner.comparison import ComparedPlan
@@ -60,7 +61,6 @@ def write_html(
     """
     from lightning_mist.report.frontier import memory_frontier
     from lightning_mist.report.report import Report, write_report
-    from lightning_mist.tuner.baselines import baseline_notes
 
     say("searching plans under less memory, for the report")
     frontier = memory_frontier(planner, found, **asked)
@@ -69,24 +69,16 @@ def write_html(
         plan=found,
         result=result,
         memory_limits=why.limits,
-        device_names=_device_names(planner.cluster, found),
+        device_names=devices_of(found, planner.cluster),
         explanation=why,
         comparison=tuple(compared or ()),
-        comparison_notes=baseline_notes(spec) if compared else (),
+        comparison_notes=comparison_notes(compared, spec) if compared else (),
         frontier=frontier,
         verdict=verdict,
         inputs=inputs_of(given, found),
         notes=tuple(notes),
     )
     write_report(report, path)
-
-
-def _device_names(cluster: "AnyCluster", found: Plan) -> tuple[str, ...]:
-    """What the devices of every stage are; of a stage over unlike ones all kinds."""
-    return tuple(
-        " and ".join(dict.fromkeys(cluster.parts[cluster.part_of(device)].device.name for device in stage.devices))
-        for stage in found.stages
-    )
 
 
 def inputs_of(given: Mapping[str, Any], found: Plan) -> tuple[tuple[str, str], ...]:

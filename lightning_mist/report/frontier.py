@@ -115,15 +115,21 @@ def _fits(point: FrontierPoint, usable: float) -> bool:
 def frontier_lines(frontier: Frontier) -> tuple[str, ...]:
     """What a frontier says, in sentences."""
     chosen, lines = frontier.points[-1].seconds, []
+    missing = [point for point in frontier.points if point.plan is None]
+    if missing:
+        less = " or less" if len(missing) > 1 else ""
+        lines.append(f"{_limit(missing[-1])}{less}: no plan fits")
     for point in frontier.points[:-1]:
-        limit = f"{format_bytes(point.memory_limit)} per device ({point.share:.0%} of the limit)"
         if point.seconds is None or point.peak_bytes is None or chosen is None:
-            lines.append(f"{limit}: no plan fits")
             continue
         slower = point.seconds / chosen - 1
         words = "as fast as this plan" if abs(slower) < LEAST_SHARE else f"{slower:+.1%}"
         peak = format_bytes(point.peak_bytes)
-        lines.append(f"{limit}: {format_seconds(point.seconds)} per step ({words}), tensors peak at {peak}")
+        lines.append(f"{_limit(point)}: {format_seconds(point.seconds)} per step ({words}), tensors peak at {peak}")
     if frontier.left_out:
         lines.append(f"not tried for want of time: {', '.join(f'{share:.0%}' for share in frontier.left_out)}")
     return tuple(lines)
+
+
+def _limit(point: FrontierPoint) -> str:
+    return f"{format_bytes(point.memory_limit)} per device ({point.share:.0%} of the limit)"

@@ -31,7 +31,7 @@ class Report:
         plan: The plan, with its prediction.
         result: The search that found it, if one did.
         memory_limits: Bytes that tensors may take on each device of each stage, if known.
-        device_names: What the devices of each stage are, if known.
+        device_names: What the devices of each stage are; empty if they are all alike.
         explanation: Why this plan.
         comparison: The plan beside others; the plan itself comes first.
         comparison_notes: What to know of these.
@@ -98,7 +98,9 @@ def _sections(report: Report, predicted: Predicted) -> Iterator[str]:
     yield page.paragraph("" if report.result is None else f"{_proof(report.result)}.", "soft")
     yield page.figures(_figures(report, predicted))
     yield page.warning("A forecast: this version does not execute all of this plan yet", missing)
-    yield page.section("The plan", page.paragraph(_PLAN, "soft"), _table(report))
+    yield page.section(
+        "The plan", page.paragraph(_PLAN, "soft"), page.table(*stage_cells(plan, report.device_names), text=_WORDY)
+    )
     yield seconds_section(plan)
     yield _timeline(plan)
     yield memory_section(plan, report.memory_limits)
@@ -114,23 +116,13 @@ def _sections(report: Report, predicted: Predicted) -> Iterator[str]:
 LEAST_POINTS = 3
 """Fewer limits than these are no picture."""
 
-_WORDY = ("devices", "of kind", "offload")
+_WORDY = ("on", "devices", "offload")
 """Columns that may be long."""
 
 _PLAN = (
     "One line for each stage, a group of devices that runs some of the layers. Forward and backward are seconds of one "
     "microbatch; peak memory is that of the stage's most loaded device."
 )
-
-
-def _table(report: Report) -> str:
-    """The plan as a table; where devices are unlike, with what they are."""
-    headings, rows = stage_cells(report.plan)
-    if len(set(report.device_names)) > 1:
-        at = headings.index("devices") + 1
-        headings = [*headings[:at], "of kind", *headings[at:]]
-        rows = [[*row[:at], name, *row[at:]] for row, name in zip(rows, report.device_names, strict=True)]
-    return page.table(headings, rows, text=_WORDY)
 
 
 def headline(plan: Plan) -> str:
