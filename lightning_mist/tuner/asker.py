@@ -31,7 +31,8 @@ class Asker:
         other: The last machine that needed another planner, and that planner.
         found: Plans for the machine at hand that fit.
         answers: Search spaces that were asked for, and their best plans.
-        left_out: What was not asked.
+        left_out: What could not be asked, and why.
+        unsearched: What there was no time to search for.
     """
 
     planner: Planner
@@ -46,6 +47,7 @@ class Asker:
     found: list[Plan] = field(default_factory=list)
     answers: list[tuple[SearchSpace, Version]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    unsearched: list[str] = field(default_factory=list)
 
     @property
     def ground(self) -> Ground:
@@ -103,7 +105,7 @@ class Asker:
             return False
         if self.deadline - perf_counter() > seconds:
             return True
-        self.left_out.append(f"{what}: there was no time for another search")
+        self.unsearched.append(what)
         return False
 
     def _known(self, search: SearchSpace) -> Version | None:

@@ -90,6 +90,7 @@ def explain_plan(
         others=others,
         what_ifs=what_ifs,
         left_out=tuple(asker.left_out),
+        unsearched=tuple(asker.unsearched),
         seconds=perf_counter() - began,
     )
 

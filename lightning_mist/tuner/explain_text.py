@@ -32,7 +32,9 @@ def explanation_sections(explanation: Explanation, *, full: bool = True) -> tupl
         ("what a better machine would buy", tuple(what_if_line(item, step) for item in explanation.what_ifs)),
     ]
     if full:
-        sections.append(("left out", tuple(f"{text}." for text in explanation.left_out)))
+        late = f"in {format_seconds(explanation.seconds)} there was no time to search for "
+        missing = (late + "; ".join(explanation.unsearched),) if explanation.unsearched else ()
+        sections.append(("left out", tuple(f"{text}." for text in (*missing, *explanation.left_out))))
     return tuple((title, lines) for title, lines in sections if lines)
 
 
@@ -199,6 +201,7 @@ def explanation_data(explanation: Explanation) -> dict[str, Any]:
             for item in explanation.what_ifs
         ],
         "left_out": list(explanation.left_out),
+        "unsearched": list(explanation.unsearched),
         "seconds": explanation.seconds,
     }
 

@@ -174,7 +174,8 @@ class Explanation:
         techniques: What each technique that the plan uses buys.
         others: The next best plans that differ in kind, fastest first.
         what_ifs: What more memory, devices or bandwidth would buy.
-        left_out: What was not computed for want of time, or because it could not be.
+        left_out: What was not computed because it could not be, each with its reason.
+        unsearched: What there was no time to search for.
         seconds: Seconds that explaining took.
     """
 
@@ -185,6 +186,7 @@ class Explanation:
     others: tuple[OtherPlan, ...] = ()
     what_ifs: tuple[WhatIf, ...] = ()
     left_out: tuple[str, ...] = ()
+    unsearched: tuple[str, ...] = ()
     seconds: float = 0.0
 
     @property

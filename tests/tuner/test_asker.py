@@ -63,7 +63,7 @@ def test_nothing_is_asked_without_time_or_when_it_is_up():
     assert asker(is_searching=False).best("a plan", SPACE) is None
     late = asker(deadline=0.0)
     assert late.best("a plan", SPACE) is None
-    assert late.left_out == ["a plan: there was no time for another search"]
+    assert late.unsearched == ["a plan"]
 
 
 def test_what_does_not_exist_has_a_reason():

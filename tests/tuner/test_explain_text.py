@@ -103,6 +103,7 @@ def explanation():
         others=(OtherPlan(plan=plan(0.75), differences=("1 stage in place of 2 stages", "recomputes layers")),),
         what_ifs=(WhatIf(change="more", same_plan=None, best=version(0.25)),),
         left_out=("the rest",),
+        unsearched=("this", "that"),
         seconds=1.5,
     )
 
@@ -116,7 +117,7 @@ def test_all_is_said_under_titles():
             ("750 ms per step (+50.0%), peak 1.0 MiB: 1 stage in place of 2 stages, recomputes layers.",),
         ),
         ("what a better machine would buy", ("more: 250 ms per step (-50.0%), by another plan.",)),
-        ("left out", ("the rest.",)),
+        ("left out", ("in 1.5 s there was no time to search for this; that.", "the rest.")),
     )
 
 
@@ -163,3 +164,4 @@ def test_other_programs_get_numbers_plans_and_sentences():
     assert what_if["best"]["step_seconds"] == 0.25
     assert what_if["text"] == "more: 250 ms per step (-50.0%), by another plan."
     assert data["left_out"] == ["the rest"]
+    assert data["unsearched"] == ["this", "that"]
