@@ -71,8 +71,7 @@ def faster_notes(ours: Plan, items: Sequence[ComparedPlan]) -> tuple[str, ...]:
         if item.plan is None or item.ratio is None or item.ratio > 1 - LEAST_SHARE:
             continue
         if item.plan.schedule not in ("1f1b", "gpipe"):
-            why = f"{item.plan.schedule} is tried on the pipelines that the search finds, where it has to gain "
-            why += f"{LEAST_GAIN:.0%}"
+            why = f"a plan under {item.plan.schedule} is chosen where it gains {LEAST_GAIN:.0%}"
         elif _closed_form(item.plan) < _closed_form(ours) * (1 - LEAST_SHARE):
             why = "it lies outside what was searched"
         else:

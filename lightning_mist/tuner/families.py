@@ -31,6 +31,7 @@ class UniformFamily:
         recomputes: Whether layers are recomputed: ``"none"``, ``"all"``, or as many of every stage as are ``"best"``.
         cuts_batches: Whether one batch of a device may be cut into several microbatches.
         has_chunks: Whether stages may be dealt out in chunks, as far as nothing is offloaded.
+        has_whole: Whether they may be in one piece.
         offloads: What may live in host memory.
         offloads_if_all_recomputed: What else may, where all layers are recomputed.
     """
@@ -41,6 +42,7 @@ class UniformFamily:
     recomputes: Literal["none", "all", "best"] = "best"
     cuts_batches: bool = True
     has_chunks: bool = False
+    has_whole: bool = True
     offloads: tuple[OffloadRatios, ...] = (NO_OFFLOAD,)
     offloads_if_all_recomputed: tuple[OffloadRatios, ...] = ()
 

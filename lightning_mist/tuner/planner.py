@@ -2,7 +2,8 @@
 
 The pipelines of a search (:mod:`lightning_mist.tuner.search`) are solved by the closed form of the step. The best
 answers that were found on the way, one for every pipeline, are then run on the clock, and the fastest there is the
-winner. Other schedules are tried on the pipelines that were found (:mod:`lightning_mist.tuner.variants`).
+winner. Other schedules are tried on the pipelines that were found (:mod:`lightning_mist.tuner.variants`), interleaved
+1F1B also on stages that are all alike (:mod:`lightning_mist.tuner.uniform`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,6 +38,7 @@ from lightning_mist.tuner.result import Alternative, Status, TuneResult, TuneSta
 from lightning_mist.tuner.search import Outcome, search_pipelines
 from lightning_mist.tuner.space import SearchSpace, Space
 from lightning_mist.tuner.tables import Table
+from lightning_mist.tuner.uniform import even_chunks
 from lightning_mist.tuner.variants import best_variant, refuse_without_variant
 from lightning_mist.units import format_bytes
 
@@ -221,6 +223,8 @@ def _with_schedule(intra: Stages, others: Mapping[int, Plan], base: Plan) -> _Ch
     is_asked = space.schedule in space.search.schedules
     below = _seconds(base) * (1 - LEAST_GAIN) if is_asked else np.inf
     found = best_variant(intra.model, space, intra.limits, [base, *others.values()], below=below)
+    if isinstance(intra, IntraStage):
+        found = even_chunks(intra, below=below if found is None else min(below, _seconds(found))) or found
     if not is_asked:
         return _Chosen(plan=found if found is not None else refuse_without_variant(tried), base=base)
     if found is not None and _seconds(found) <= below:

@@ -29,7 +29,7 @@ from lightning_mist.cost.phases import stage_phases
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner.families import Grid, GridCosts, Limits, Setting, Shortage, Uniform, UniformFamily
-from lightning_mist.tuner.intra_stage import layer_classes
+from lightning_mist.tuner.intra_stage import IntraStage, layer_classes
 from lightning_mist.tuner.mixed import mixed_layout
 from lightning_mist.tuner.space import Shape, Space, divisors
 
@@ -38,9 +38,6 @@ CLOCKED = 8
 
 TRIED = 24
 """The most settings with chunks that are run on the clock, the best by the bound of their seconds."""
-
-MOST_CHUNKS = 4
-"""The most chunks of one group of devices, as in the search for a plan."""
 
 
 class UniformSearch:
@@ -78,7 +75,7 @@ class UniformSearch:
             fits_K = np.logical_and(on_device_K, _within(costs.host_SK, host_S))
             device = _least(device, costs.least(costs.peak_SK, device_S))
             host = _least(host, costs.least(costs.host_SK[:, on_device_K], host_S))
-            settings += _closed(grid, family, costs, fits_K)
+            settings += _closed(grid, family, costs, fits_K) if family.has_whole else ()
             if family.has_chunks and not grid.parts:
                 chunked += self._chunked(grid, family, costs, fits_K)
         settings.sort(key=lambda item: item.seconds)
@@ -104,12 +101,18 @@ class UniformSearch:
         # A stage alone has any number of layers, several have as many each.
         counts = [count for count in counts if count == 1 or (family.has_stages and space.num_layers % count == 0)]
         parts = divisors(space.batch_rows) if family.cuts_batches and space.cuts_batches else (1,)
+        allowed, asked = set(space.microbatch_counts()), space.search.num_stages
+        counts = [count for count in counts if asked is None or count in asked]
         kinds = [kind for kind in space.tensor if kind[0] == 1 or family.splits_layers]
         for num_stages in counts:
             for tensor, sequence in kinds:
                 data, rest = divmod(space.world_size // num_stages, tensor)
                 for part in parts if rest == 0 and data else ():
                     shape, count = Shape(data, tensor, sequence), part * num_stages * tensor
+                    if count not in allowed or shape not in space.shapes(count):
+                        continue
+                    if not family.has_whole and (num_stages == 1 or count % num_stages):
+                        continue
                     for places in self._places(num_stages, tensor):
                         yield Grid(num_stages=num_stages, num_microbatches=count, shape=shape, parts=places)
 
@@ -133,7 +136,7 @@ class UniformSearch:
         found = [model.region_seconds(rows, shape.tensor, shape.sequence) for model in stages]
         region_SR = np.stack([item.forward_R + item.backward_R for item in found])
         stage_S = np.array([item[1 + i * count : 1 + (i + 1) * count].sum() for i, item in enumerate(region_SR)])
-        before_S = (np.cumsum(stage_S) - stage_S) / MOST_CHUNKS
+        before_S = (np.cumsum(stage_S) - stage_S) / max(self.space.search.chunks)
         stage_S[0] += region_SR[0, 0]
         stage_S[-1] += region_SR[-1, -1]
         return float((before_S + grid.num_microbatches * stage_S).max())
@@ -231,7 +234,7 @@ class UniformSearch:
             if family.every_offload[offload].any:
                 continue
             same_K = fits_K & (costs.zero_K == zero) & (costs.offload_K == offload)
-            for chunks in range(2, MOST_CHUNKS + 1) if same_K.any() else ():
+            for chunks in self.space.search.chunks if same_K.any() else ():
                 at_K = np.flatnonzero(same_K & (costs.checkpointed_K % chunks == 0))
                 if layers % chunks or not len(at_K):
                     continue
@@ -334,3 +337,24 @@ def _offload(ratios: Sequence[OffloadRatios]) -> OffloadCandidates:
 def _seconds(plan: Plan) -> float:
     assert plan.predicted is not None
     return plan.predicted.step_seconds
+
+
+def even_chunks(stages: IntraStage, *, below: float) -> Plan | None:
+    """The fastest plan with equal stages in interleaved chunks, of a search for any plan.
+
+    Args:
+        stages: Knows the search space and the limits.
+        below: Plans that do not take fewer seconds are of no interest.
+
+    Returns:
+        The plan with its prediction; None if none is faster, or the search does not leave layers open.
+    """
+    search = stages.space.search
+    is_pinned = search.layer_cuts is not None or search.checkpointed_shares is not None
+    if is_pinned or "interleaved-1f1b" not in search.schedules:
+        return None
+    family = UniformFamily(
+        zero_stages=search.zero_stages, has_stages=True, splits_layers=True, has_chunks=True, has_whole=False
+    )
+    limits = Limits(device_bytes=(stages.memory_limit,), host_bytes=(np.inf,))
+    return UniformSearch(stages.model, stages.space, limits).best(family, below=below).plan

@@ -8,8 +8,9 @@ from lightning_mist.cost import StageCostModel, predict_with, step_seconds
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner.families import Limits, UniformFamily
+from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.space import SearchSpace, Shape, apply, divisors
-from lightning_mist.tuner.uniform import UniformSearch
+from lightning_mist.tuner.uniform import UniformSearch, even_chunks
 from tests.specs import cluster, profile, spec, with_splits
 
 NETWORK = with_splits(
@@ -51,6 +52,12 @@ def alike(stages, microbatches, shape, checkpointed, zero, offload=None, chunks=
         ),
         schedule="1f1b" if chunks == 1 else "interleaved-1f1b",
     )
+
+
+def stages(search, memory=np.inf):
+    """What stages of a search space may be."""
+    space = apply(search, NETWORK, DEVICES, ROWS * DEVICES, devices_per_node=DEVICES)
+    return IntraStage(StageCostModel(NETWORK, MACHINE, cluster(DEVICES, kind="cuda")), space, memory)
 
 
 def everything(family, search):
@@ -174,3 +181,40 @@ def test_what_is_not_faster_is_of_no_interest():
     assert searching().best(GRID, below=seconds * 1.001).plan == best
     assert searching().best(GRID, below=seconds).plan is None
     assert searching().best(GRID, below=seconds / 100).device is None  # Nothing had to be looked at.
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"zero_stages": (0, 2), "chunks": (2,)},
+        {"num_stages": (4,), "checkpointing": False},
+        {"num_microbatches": (8,), "tensor_parallel_degrees": (1,)},
+        {"data_parallel_degrees": (2,), "tensor_parallel_degrees": (1,)},
+    ],
+)
+def test_even_chunks_of_a_search(limits):
+    space = SearchSpace(**limits)
+    family = replace(GRID, zero_stages=space.zero_stages, recomputes="best" if space.checkpointing else "none")
+    every = [plan for plan in everything(family, searching()) if plan.schedule != "1f1b" and _allowed(plan, space)]
+    best = even_chunks(stages(space), below=np.inf)
+    assert best in every
+    assert best.predicted.step_seconds <= min(plan.predicted.step_seconds for plan in every) * (1 + 1e-12)
+    assert even_chunks(stages(space), below=best.predicted.step_seconds) is None
+
+
+def _allowed(plan, space):
+    mesh, chunks = plan.stages[0].mesh, plan.num_stages // plan.num_groups
+    pairs = [
+        (chunks, space.chunks),
+        (plan.num_groups, space.num_stages),
+        (plan.num_microbatches, space.num_microbatches),
+        (mesh.tensor_parallel_degree, space.tensor_parallel_degrees),
+        (mesh.data_parallel_degree, space.data_parallel_degrees),
+    ]
+    return all(allowed is None or value in allowed for value, allowed in pairs)
+
+
+@pytest.mark.parametrize("pinned", [{"layer_cuts": (4,)}, {"checkpointed_shares": (0, 1)}, {"schedules": ("1f1b",)}])
+def test_no_even_chunks_where_layers_or_schedules_are_settled(pinned):
+    assert even_chunks(stages(SearchSpace(**pinned)), below=np.inf) is None
