@@ -188,7 +188,7 @@ def _other_spaces(asker: Asker, plan: Plan) -> Iterable[tuple[str, SearchSpace]]
     if sharing and kind_of(plan).tensor == (1,):
         yield "the best plan with tensor parallelism everywhere", replace(search, tensor_parallel_degrees=sharing)
     sharded = tuple(level for level in search.zero_stages if level)
-    if sharded and len(sharded) < len(search.zero_stages) and kind_of(plan).zero == (0,):
+    if sharded and len(sharded) < len(search.zero_stages) and kind_of(plan).zero == (0,) and plan.world_size > 1:
         yield "the best plan with ZeRO wherever there is data parallelism", replace(search, zero_stages=sharded)
 
 

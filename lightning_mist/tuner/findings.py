@@ -135,7 +135,7 @@ def _memory(model: CostModel, costs: Costs, group: int, limit: float, ratios: Se
     free = limit - peak
     head = (
         f"{_does(plan, group, 'need')} {format_bytes(peak)} of the {format_bytes(limit)} that tensors may take on each "
-        f"device, most of it for {WORDS[largest]} ({format_bytes(size)}), at its peak in its {memory.phase}"
+        f"device (largest part: {WORDS[largest]}, {format_bytes(size)}), at its peak in its {memory.phase}"
     )
     values = (
         ("peak_bytes", float(peak)),
@@ -293,7 +293,7 @@ def batch_finding(plan: Plan, versions: Sequence[tuple[int, Version]]) -> Findin
     size = "1 row" if sizes == [1] else f"{' or '.join(map(str, sizes))} rows"
     text = (
         f"Every device loads {rows} {'row' if rows == 1 else 'rows'}, and all must come apart in equal parts: "
-        f"{plan.num_microbatches} microbatches of {size} per data-parallel device"
+        f"{plan.num_microbatches} {'microbatch' if plan.num_microbatches == 1 else 'microbatches'} of {size} per data-parallel device"
     )
     values: list[tuple[str, float]] = [("num_microbatches", float(plan.num_microbatches))]
     for count, version in versions:

@@ -75,7 +75,7 @@ def test_the_moment_and_the_largest_term_of_the_peak_are_named():
     name, size = max(memory.terms, key=lambda item: item[1])
     item = found(model_of(), PLAN, 1e6, "memory")
     assert item.value(name.replace("_bytes", "_at_peak_bytes")) == size
-    assert f"({format_bytes(size)}), at its peak in its {memory.phase}" in item.text
+    assert f"{format_bytes(size)}), at its peak in its {memory.phase}" in item.text
 
 
 def test_chunks_of_one_group_are_judged_together():
