@@ -293,7 +293,8 @@ def batch_finding(plan: Plan, versions: Sequence[tuple[int, Version]]) -> Findin
     size = "1 row" if sizes == [1] else f"{' or '.join(map(str, sizes))} rows"
     text = (
         f"Every device loads {rows} {'row' if rows == 1 else 'rows'}, and all must come apart in equal parts: "
-        f"{plan.num_microbatches} {'microbatch' if plan.num_microbatches == 1 else 'microbatches'} of {size} per data-parallel device"
+        f"{plan.num_microbatches} {'microbatch' if plan.num_microbatches == 1 else 'microbatches'} of "
+        f"{size} per data-parallel device"
     )
     values: list[tuple[str, float]] = [("num_microbatches", float(plan.num_microbatches))]
     for count, version in versions:
