@@ -27,18 +27,24 @@ def size_of(instance):
     )
 
 
-def random_instance(seed):
-    """A network, a machine, a batch, a space and a memory limit that mostly binds, and sometimes cannot be met."""
+def random_instance(seed, *, offloading=OFFLOADING, unlike=UNLIKE):
+    """A network, a machine, a batch, a space and a memory limit that mostly binds, and sometimes cannot be met.
+
+    Args:
+        seed: Instances of one seed are equal.
+        offloading: Share of spaces that offload.
+        unlike: Share of machines with two kinds of devices.
+    """
     rng = np.random.default_rng(seed)
     while True:
-        found = _random_instance(rng)
+        found = _random_instance(rng, offloading, unlike)
         if size_of(found) <= MOST_CANDIDATES:
             return _limited(found, rng)
 
 
-def _random_instance(rng):
+def _random_instance(rng, offloading, unlike):
     network, kind = _network(rng), str(rng.choice(["cpu", "cuda"]))
-    machine, rates = _machine(rng, kind), _rates(rng)
+    machine, rates = _machine(rng, kind, unlike), _rates(rng)
     if len(machine.parts) > 1:
         # What was measured was so on one kind of device.
         network, rates = replace(network, seconds=()), (rates, _rates(rng))
@@ -51,13 +57,13 @@ def _random_instance(rng):
         rates=rates,
         rows=int(rng.choice([1, 2, 4])),
         memory_limit=10**15,
-        search=_search(rng, network.num_layers, machine.world_size),
+        search=_search(rng, network.num_layers, machine.world_size, offloading),
     )
 
 
-def _search(rng, layers, devices):
+def _search(rng, layers, devices, offloading):
     """A space with a few of the limits that there are."""
-    offload, ratios = _offload(rng)
+    offload, ratios = _offload(rng, offloading)
     limits = {
         "num_stages": (int(rng.integers(1, devices + 1)),),
         "microbatch_sizes": (1, 2),
@@ -80,9 +86,9 @@ def _search(rng, layers, devices):
     )
 
 
-def _machine(rng, kind):
+def _machine(rng, kind, unlike):
     """Up to four devices, in one or two nodes, or one and up to three of another kind."""
-    if rng.random() < UNLIKE:
+    if rng.random() < unlike:
         sizes = rng.permutation([1, int(rng.integers(1, 4))]) if rng.random() < 0.7 else (2, 2)
         link = None
         if rng.random() < 0.5:
@@ -100,9 +106,9 @@ def _rates(rng):
     return replace(rates, **copies, host_bytes_per_second_per_node=float(rng.choice([0.0, 1e8])))
 
 
-def _offload(rng):
+def _offload(rng, offloading):
     """Kinds of state that may be offloaded, and shares; the more kinds the fewer shares."""
-    if rng.random() >= OFFLOADING:
+    if rng.random() >= offloading:
         return (), (0.0, 1.0)
     kinds = tuple(name for name in OFFLOADED if rng.random() < 0.5)
     return kinds, (0.0, 0.5, 1.0) if len(kinds) < 3 else (0.0, 0.6)
