@@ -241,6 +241,8 @@ def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCa
         candidates: The stages, with ratios.
     """
     plain, offload = _plain(candidates)
+    if not len(candidates):
+        return model.needs(slot, plain)
     pairs, pair_K = distinct_rows(offload.activations_K, offload.gradients_K)
     parts = []
     for index, (activations, gradients) in enumerate(pairs.tolist()):

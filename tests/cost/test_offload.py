@@ -169,6 +169,12 @@ def test_nothing_moved_is_no_offload(layers, checkpointed, zero):
     assert found.host_bytes == 0
 
 
+def test_no_candidates_need_nothing():
+    none = candidates(activations=0.5).take(np.empty(0, dtype=np.int64))
+    needs = MemoryModel(network()).needs(slot(), none)
+    assert len(needs.saved_K) == len(needs.gradients_K) == 0
+
+
 def test_many_candidates_at_once_are_each_of_them_alone():
     model, place = MemoryModel(network()), slot(num_stages=2, num_microbatches=6, data_parallel_degree=2)
     rng = np.random.default_rng(0)
