@@ -91,8 +91,9 @@ def test_a_faster_machine_is_never_slower(name):
 def wider_spaces(instance):
     """Spaces of which each contains the one before."""
     rows = instance.rows * instance.machine.world_size
-    least_space = replace(
-        instance.search,
+    least_space = SearchSpace(
+        schedules=("1f1b",),
+        offload=(),
         zero_stages=(0,),
         checkpointing=False,
         num_stages=(1,),
@@ -112,11 +113,10 @@ def wider_spaces(instance):
 
 def test_a_larger_space_is_never_slower():
     found = []
-    for seed in SEEDS:
+    for seed in range(1000, 1012):
         instance = random_instance(seed)
-        found.append(
-            never_slower([replace(instance, search=space) for space in wider_spaces(instance)], instance.planner())
-        )
+        questions = [replace(instance, search=space) for space in wider_spaces(instance)]
+        found.append(never_slower(questions, instance.planner()))
     assert any(np.isinf(seconds[0]) and np.isfinite(seconds[-1]) for seconds in found)
     assert any(np.isfinite(seconds[0]) and seconds[-1] < seconds[0] for seconds in found)
 
