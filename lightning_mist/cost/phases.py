@@ -44,6 +44,12 @@ class Phase:
     sent_gradients: int
     sent_activations: int = 0
 
+    @property
+    def size(self) -> int:
+        """How much exists in it, all things counted alike."""
+        counts = (self.others, self.waiting, self.received, self.received_gradients)
+        return self.gradients + sum(counts) + self.sent_gradients + self.sent_activations
+
     def dominates(self, other: "Phase") -> bool:
         """Whether everything of the other situation exists in this one too."""
         # An input backward that finds no gradients makes some, which may be more than there are later (ZeRO-2).
@@ -97,8 +103,18 @@ def _phases_of_stages(num_stages: int, num_microbatches: int, schedule: Schedule
     for stage_index, (actions, arrivals) in enumerate(zip(lists, arrived_sends(lists), strict=True)):
         walked = phases_in_order(actions, sends_gradients=stage_index > 0, arrivals=arrivals)
         found = list(dict.fromkeys(phase for _, phase in walked))
-        result.append(tuple(phase for phase in found if not any(o.dominates(phase) and o != phase for o in found)))
+        result.append(_not_dominated(found))
     return tuple(result)
+
+
+def _not_dominated(found: list[Phase]) -> tuple[Phase, ...]:
+    """The situations that no other one dominates, in their order."""
+    kept: list[Phase] = []
+    # What dominates another has more of something and less of nothing, so it comes first.
+    for phase in sorted(found, key=lambda item: -item.size):
+        if not any(other.dominates(phase) for other in kept):
+            kept.append(phase)
+    return tuple(phase for phase in found if phase in kept)
 
 
 def phases_in_order(
