@@ -66,10 +66,13 @@ def faster_notes(ours: Plan, items: Sequence[ComparedPlan]) -> tuple[str, ...]:
         ours: The plan.
         items: The comparison.
     """
-    notes = []
+    notes, known = [], set[Plan]()
     for item in items:
         if item.plan is None or item.ratio is None or item.ratio > 1 - LEAST_SHARE:
             continue
+        if item.plan in known:
+            continue  # Of plans that several come to the first is enough.
+        known.add(item.plan)
         if item.plan.schedule not in ("1f1b", "gpipe"):
             why = f"a plan under {item.plan.schedule} is chosen where it gains {LEAST_GAIN:.0%}"
         elif _closed_form(item.plan) < _closed_form(ours) * (1 - LEAST_SHARE):

@@ -50,6 +50,7 @@ def test_what_is_faster_is_explained():
         Baseline(name="slow", plan=plan(2.1)),
         Baseline(name="alike", plan=plan(1.9999)),
         Baseline(name="quick", plan=plan(1.9)),
+        Baseline(name="as quick", plan=plan(1.9)),
         Baseline(name="chunks", plan=replace(plan(1.99), schedule="zb-h1")),
         Baseline(name="none", plan=None, reason="too large"),
     ]
