@@ -72,7 +72,8 @@ class Asker:
         try:
             model = self.planner_of(on).model
             known = replace(plan, predicted=predict_with(model, replace(plan, predicted=None)))
-            held = [memory.host_bytes for memory in plan_memory(model.memory, plan)]
+            is_limited = on.host_memory_limit is not None
+            held = [memory.host_bytes for memory in plan_memory(model.memory, plan)] if is_limited else []
         except MistError as error:
             return Version(plan=None, reason=str(error))
         assert known.predicted is not None
@@ -80,7 +81,7 @@ class Asker:
         return Version(
             plan=known,
             missing_bytes=_missing(peaks, on.limits(plan)),
-            missing_host_bytes=_missing(held, on.host_limits(plan)),
+            missing_host_bytes=_missing(held, on.host_limits(plan)) if is_limited else 0,
         )
 
     def best(self, what: str, search: SearchSpace) -> Version | None:

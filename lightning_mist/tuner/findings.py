@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lightning_mist.cost import CostModel, StageMemory, models_of
-from lightning_mist.cost.candidates import placed_slots_of
+from lightning_mist.cost.candidates import placed_slots_of, slots_of
 from lightning_mist.cost.channels import copy_rates
-from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost.chunks import group_memory, plan_memory
 from lightning_mist.cost.estimate_data import WORDS
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.tuner.changed_plan import changed_stage
@@ -172,8 +172,26 @@ class _Cost:
 
 def _versions(model: CostModel, costs: Costs, group: int, ratios: Sequence[float]) -> Iterator[_Cost]:
     for item in _relaxed(costs.plan.stages[group], ratios):
-        found = costs_of(model, _changed_group(costs.plan, group, item.stage))
-        yield _Cost(item.text, found.memory[group].peak_bytes, costs.alone(group) - found.alone(group))
+        plan = _changed_group(costs.plan, group, item.stage)
+        yield _Cost(
+            item.text, _memory_of(model, plan, group).peak_bytes, costs.alone(group) - _alone(model, plan, group)
+        )
+
+
+def _memory_of(model: CostModel, plan: Plan, group: int) -> StageMemory:
+    """The peak of one group of devices."""
+    slot, candidates = slots_of(plan)[group]
+    memory = model.memory(slot)
+    if plan.schedule == "interleaved-1f1b":
+        return group_memory(memory, plan, group)
+    return memory.breakdown(slot, candidates)[0]
+
+
+def _alone(model: CostModel, plan: Plan, group: int) -> float:
+    """Seconds that one group of devices takes for one step, waiting for nobody."""
+    placed = placed_slots_of(plan, model.cluster)
+    seconds = [model.seconds(*placed[stage]) for stage in plan.chunks(group)]
+    return sum(plan.num_microbatches * float(item.steady_K[0]) + float(item.boundary_K[0]) for item in seconds)
 
 
 def _pace(costs: Costs, group: int) -> Finding:
@@ -226,9 +244,10 @@ def _host_memory(model: CostModel, costs: Costs, group: int, host_limit: float, 
         known = (("host_bytes", float(held)),)
         return Finding(stage=group, limit="host memory", binds=False, values=known, text=text)
     more = [
-        costs_of(model, _changed_group(plan, group, stage)) for stage in _more_offloaded(plan.stages[group], ratios)
+        _memory_of(model, _changed_group(plan, group, stage), group)
+        for stage in _more_offloaded(plan.stages[group], ratios)
     ]
-    binds = any(item.memory[group].host_bytes > host_limit for item in more)
+    binds = any(item.host_bytes > host_limit for item in more)
     values = (("host_bytes", float(held)), ("host_limit_bytes", host_limit))
     text = f"{head}, of {format_bytes(host_limit)} that each may use"
     text += "; there is no room for the next larger part of all that it offloads" if binds else ""
