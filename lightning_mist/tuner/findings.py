@@ -247,10 +247,10 @@ def _host_memory(model: CostModel, costs: Costs, group: int, host_limit: float, 
         _memory_of(model, _changed_group(plan, group, stage), group)
         for stage in _more_offloaded(plan.stages[group], ratios)
     ]
-    binds = any(item.host_bytes > host_limit for item in more)
+    binds = bool(more) and all(item.host_bytes > host_limit for item in more)
     values = (("host_bytes", float(held)), ("host_limit_bytes", host_limit))
     text = f"{head}, of {format_bytes(host_limit)} that each may use"
-    text += "; there is no room for the next larger part of all that it offloads" if binds else ""
+    text += "; there is no room to offload one step more of each kind that it offloads" if binds else ""
     return Finding(stage=group, limit="host memory", binds=binds, values=values, text=text)
 
 
