@@ -1,14 +1,22 @@
 """The estimate of a plan that carries the cost model's figures: nothing has to be traced for it."""
 
+from dataclasses import replace
+
 from lightning_mist.cost.estimate_data import MemoryEstimate
-from lightning_mist.cost.estimate_stages import describe_cluster, rank_overheads, summed_estimate, what_is_not_run
+from lightning_mist.cost.estimate_stages import (
+    describe_cluster,
+    rank_overheads,
+    stage_device,
+    summed_estimate,
+    what_is_not_run,
+)
 from lightning_mist.cost.memory import TERMS, StageMemory
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import Cluster
+from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.plan import ModuleMap, Plan, PredictedStage
 
 
-def estimate_prediction(plan: Plan, module_map: ModuleMap, cluster: Cluster, limit: int) -> MemoryEstimate:
+def estimate_prediction(plan: Plan, module_map: ModuleMap, cluster: AnyCluster, limit: int) -> MemoryEstimate:
     """What a plan needs by its own prediction.
 
     Args:
@@ -24,8 +32,11 @@ def estimate_prediction(plan: Plan, module_map: ModuleMap, cluster: Cluster, lim
         raise PlanError("the plan predicts nothing: estimate it from a trace of the module")
     stages = []
     for index, stage in enumerate(plan.predicted.stages):
-        overheads = rank_overheads(cluster, plan, module_map, plan.stages[index].devices[0])
-        stages.append(summed_estimate(plan, index, _memory(stage), cluster, overheads, limit))
+        devices = plan.stages[index].devices
+        part, own = stage_device(cluster, devices, limit)
+        overheads = rank_overheads(part, plan, module_map, devices[0])
+        found = summed_estimate(plan, index, _memory(stage), part, overheads, own)
+        stages.append(replace(found, limit=own) if isinstance(cluster, MixedCluster) else found)
     made_for = dict(plan.fingerprint)
     return MemoryEstimate(
         model="the module",

@@ -6,6 +6,7 @@ many plans are compared) the peak of tensors comes from the vectorised model tha
 allocator holds on top from how much that was elsewhere.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -122,18 +123,28 @@ class Estimator:
         return self._limited(replace(found, tensors=tensors, kinds=kinds), limit)
 
     def _part(self, plan: Plan, group: int) -> tuple[Cluster, int]:
-        """The kind of device of a stage, of several the smallest, and what it may use."""
-        if isinstance(self.cluster, Cluster):
-            return self.cluster, self.limit
-        parts = {self.cluster.part_of(device) for device in plan.stages[group].devices}
-        part = min((self.cluster.parts[index] for index in sorted(parts)), key=lambda item: item.device.memory_bytes)
-        return part, min(self.limit, part.device.memory_bytes)
+        return stage_device(self.cluster, plan.stages[group].devices, self.limit)
 
     def _limited(self, found: StageEstimate, limit: int) -> StageEstimate:
         return found if isinstance(self.cluster, Cluster) else replace(found, limit=limit)
 
     def _overheads(self, plan: Plan, rank: int, part: Cluster) -> DeviceOverheads:
         return rank_overheads(part, plan, self.spec.module_map, rank)
+
+
+def stage_device(cluster: AnyCluster, devices: Sequence[int], limit: int) -> tuple[Cluster, int]:
+    """The kind of device of a stage, of several the smallest, and what it may use: of unlike ones at most its memory.
+
+    Args:
+        cluster: The machine.
+        devices: The devices of the stage.
+        limit: Bytes of each device that may be used.
+    """
+    if isinstance(cluster, Cluster):
+        return cluster, limit
+    parts = (cluster.parts[index] for index in sorted({cluster.part_of(device) for device in devices}))
+    part = min(parts, key=lambda item: item.device.memory_bytes)
+    return part, min(limit, part.device.memory_bytes)
 
 
 def summed_estimate(

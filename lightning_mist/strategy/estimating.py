@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_mist.cost import Estimator, MemoryEstimate, estimate_plan, estimate_prediction
+from lightning_mist.cost.estimate_stages import stage_device
 from lightning_mist.errors import InfeasibleError, TraceError
-from lightning_mist.hardware import Cluster
+from lightning_mist.hardware import AnyCluster
 from lightning_mist.model import ModelSpec
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.units import format_bytes
@@ -20,18 +21,22 @@ class Budget:
         asked: Bytes of each device that training may use, if the user said so.
     """
 
-    cluster: Cluster
+    cluster: AnyCluster
     asked: int | None
 
     @property
     def limit(self) -> int:
-        """Bytes of each device that may be used."""
-        return self.cluster.device.memory_bytes if self.asked is None else self.asked
+        """Bytes of each device that may be used, of the largest if they are unlike."""
+        return max(part.device.memory_bytes for part in self.cluster.parts) if self.asked is None else self.asked
+
+    def limits(self, plan: Plan) -> tuple[int, ...]:
+        """Bytes of each device of every stage of a plan that may be used."""
+        return tuple(stage_device(self.cluster, stage.devices, self.limit)[1] for stage in plan.stages)
 
     @property
     def binds(self) -> bool:
         """Whether going beyond it ends training: where a limit was given, and on devices with memory of their own."""
-        return self.asked is not None or self.cluster.device.kind == "cuda"
+        return self.asked is not None or self.cluster.kind == "cuda"
 
 
 def estimate_made(spec: ModelSpec, plan: Plan, budget: Budget) -> MemoryEstimate:

@@ -1,5 +1,7 @@
 """Evaluation inside ``fit`` runs on the whole module on every rank: does that fit?"""
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from lightning_mist.errors import InfeasibleError
@@ -23,26 +25,28 @@ def whole_module_bytes(plan: Plan, module: nn.Module) -> tuple[int, ...]:
     )
 
 
-def check_evaluation(plan: Plan, module: nn.Module, limit: int) -> None:
+def check_evaluation(plan: Plan, module: nn.Module, limits: Sequence[int]) -> None:
     """Refuse a pipeline whose training fits, but not the evaluation that interrupts it.
 
     Args:
         plan: The plan.
         module: The module with all its parameters.
-        limit: Bytes of each device.
+        limits: Bytes of each device of every stage.
 
     Raises:
-        InfeasibleError: Naming the stage that needs most.
+        InfeasibleError: Naming the stage that lacks most.
     """
     first = plan.stages[0]
     is_whole = first.mesh.tensor_parallel_degree == 1 and first.zero_stage < ZeroStage.PARAMETERS
     if plan.num_stages == 1 and is_whole:
         return  # every rank has the whole module anyway
     needs = whole_module_bytes(plan, module)
-    if needs and max(needs) > limit:
-        stage = needs.index(max(needs))
+    lacks = [need - limit for need, limit in zip(needs, limits, strict=True)] if needs else [0]
+    if max(lacks) > 0:
+        stage = lacks.index(max(lacks))
         raise InfeasibleError(
-            f"validation during fit makes the module whole on every device, which takes {format_bytes(max(needs))} on "
-            f"stage {stage} of {plan.num_stages}, activations not counted; memory_limit is {format_bytes(limit)} per "
-            "device. Set limit_val_batches=0 and validate in a run of its own, or raise memory_limit"
+            "validation during fit makes the module whole on every device, which takes "
+            f"{format_bytes(needs[stage])} on stage {stage} of {plan.num_stages}, activations not counted; memory_limit "
+            f"is {format_bytes(limits[stage])} per device. Set limit_val_batches=0 and validate in a run of its own, or "
+            "raise memory_limit"
         )

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_mist.hardware import (
+    AnyCluster,
     Cluster,
     HardwareProfile,
     detect,
@@ -16,10 +17,10 @@ from lightning_mist.hardware import (
     measuring_groups,
     parse_cluster,
     save_profile,
-    single,
 )
 from lightning_mist.strategy.overheads import measure_overheads
 from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.together import cluster_of_ranks
 
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
 """Element type of matrix products by the first part of Lightning's precision names; all others compute in float32."""
@@ -33,24 +34,19 @@ MACHINE_PART = 0.7
 """The part of measuring, in time, that is the machine's and not the runtime's."""
 
 
-MEASURING = "planning while training, which measures one kind of device,"
-"""What a mixed cluster cannot be used for here."""
-
-
-def cluster_for(wanted: str | Cluster | None, strategy: Any) -> Cluster:
-    """The cluster to plan for.
+def cluster_for(wanted: str | AnyCluster | None, strategy: Any) -> AnyCluster:
+    """The cluster at hand, or the one to plan for; every rank must ask.
 
     Args:
-        wanted: What the user asked for; by default this rank's device, supposing that all are like it.
+        wanted: What the user asked for; by default the devices of all ranks.
         strategy: The strategy, its processes running.
 
     Raises:
-        PlanError: If it is a cluster of unlike devices.
         ValueError: If it has not as many devices as processes run.
     """
     if wanted is None:
-        return detect(strategy.world_size, strategy.num_nodes, strategy.root_device.type)
-    cluster = single(parse_cluster(wanted) if isinstance(wanted, str) else wanted, MEASURING)
+        return cluster_of_ranks(detect(strategy.world_size, strategy.num_nodes, strategy.root_device.type))
+    cluster = parse_cluster(wanted) if isinstance(wanted, str) else wanted
     if cluster.world_size != strategy.world_size:
         raise ValueError(
             f"cluster={wanted!r} has {cluster.world_size} devices, but {strategy.world_size} processes run: plan "

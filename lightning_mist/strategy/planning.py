@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_mist.cost import MemoryEstimate
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile
 from lightning_mist.model import (
     LayerSeconds,
     ModelSpec,
@@ -57,7 +57,7 @@ from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.peek import peek_batch, silent, step_function
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.splitting import degrees_of, with_splits
-from lightning_mist.strategy.together import on_rank_zero, same_devices, same_everywhere
+from lightning_mist.strategy.together import alike, on_rank_zero, same_everywhere
 from lightning_mist.tuner import TuneResult, degrees_to_try
 
 _FEATURES: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing", "tensor", "sequence")
@@ -75,6 +75,7 @@ class _Planner:
     batch: Any
     call: Callable[[Any], Any]
     initial: InitialValues | None
+    cluster: AnyCluster
     spec: ModelSpec | None = None
     basis: Basis | None = None
 
@@ -166,7 +167,7 @@ class _Planner:
     ) -> TuneResult:
         """The best plan; on rank 0."""
         spec = attach_seconds(self.trace(found), seconds, update)
-        cluster, request = self.cluster(), self.request
+        cluster, request = self.alike, self.request
         self.basis = Basis(
             spec=spec,
             profile=profile,
@@ -192,9 +193,10 @@ class _Planner:
             versions=[(name, version(name)) for name in ("lightning-mist", "torch")],
         )
 
-    def cluster(self) -> Cluster:
-        """The cluster to plan for."""
-        return machine.cluster_for(self.request.cluster, self.strategy)
+    @property
+    def alike(self) -> Cluster:
+        """The cluster to plan for, whose devices must be alike."""
+        return alike(self.cluster)
 
 
 def decide(
@@ -236,11 +238,10 @@ def decide(
             batch=batch,
             call=call,
             initial=initial,
+            cluster=machine.cluster_for(request.cluster, strategy),
         )
         found = planner.map()
         same_everywhere(found)
-        if request.plan == "auto" and request.cluster is None:
-            same_devices(planner.cluster())
         plan, made, found = _plan(planner, found)
         _check(planner, found, plan)
         estimate = on_rank_zero(lambda: _estimate(planner, found, plan))
@@ -268,13 +269,13 @@ def _check(planner: _Planner, found: ModuleMap, plan: Plan) -> None:
     check_supported(plan, found)
     _refuse_sharding(plan, planner.plain)
     if planner.trainer.enable_validation:
-        limit = request.memory_limit or planner.cluster().device.memory_bytes
-        check_evaluation(plan, planner.module, limit)
+        budget = Budget(cluster=planner.cluster, asked=request.memory_limit)
+        check_evaluation(plan, planner.module, budget.limits(plan))
 
 
 def _estimate(planner: _Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate | None:
     """What the plan needs of every device; refuses a given one that needs too much. On rank 0."""
-    budget = Budget(cluster=planner.cluster(), asked=planner.request.memory_limit)
+    budget = Budget(cluster=planner.cluster, asked=planner.request.memory_limit)
     if planner.spec is not None:
         return estimate_made(planner.spec, plan, budget)
     changed = differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found))
@@ -307,9 +308,9 @@ def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None,
     if not planner.module.automatic_optimization:
         return _data_parallel(planner), None, found
     request = planner.request
-    found = planner.split(found, degrees_to_try(request.search, planner.cluster().devices_per_node))
+    found = planner.split(found, degrees_to_try(request.search, planner.alike.devices_per_node))
     profile = machine.machine_profile(
-        planner.cluster(),
+        planner.alike,
         planner.strategy.root_device,
         str(planner.trainer.precision),
         machine.directory_of(request.profile_directory),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import Cluster, cluster_of
+from lightning_mist.hardware import AnyCluster, Cluster, cluster_of
 from lightning_mist.plan import ModuleMap
 
 T = TypeVar("T")
@@ -68,41 +68,53 @@ def same_everywhere(found: ModuleMap) -> None:
         )
 
 
-def same_devices(mine: Cluster) -> None:
-    """Raise on every rank if ranks run on unlike devices, which nothing measured here would describe.
+def cluster_of_ranks(mine: Cluster) -> AnyCluster:
+    """The cluster that all ranks are part of, whether their devices are alike or not.
 
     Args:
         mine: What this rank takes the cluster for, by its own device.
     """
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
-    if len({cluster.device.name for cluster in found}) > 1:
-        raise PlanError(unlike_devices(found))
+    return joined(found)
 
 
-def unlike_devices(found: Sequence[Cluster]) -> str:
-    """What to say of ranks that run on unlike devices.
+def joined(found: Sequence[Cluster]) -> AnyCluster:
+    """The cluster of ranks with these devices; of devices of one name the least memory counts.
 
     Args:
         found: What every rank takes the cluster for, by its own device.
     """
-    runs: list[list[int]] = []
-    for rank, cluster in enumerate(found):
-        if runs and found[runs[-1][0]].device.name == cluster.device.name:
-            runs[-1].append(rank)
+    runs: list[list[Cluster]] = []
+    for cluster in found:
+        if runs and runs[-1][0].device.name == cluster.device.name:
+            runs[-1].append(cluster)
         else:
-            runs.append([rank])
+            runs.append([cluster])
     parts = []
     for run in runs:
-        cluster, per_node = found[run[0]], min(len(run), found[run[0]].devices_per_node)
+        first = run[0]
+        per_node = min(len(run), first.devices_per_node)
         per_node = per_node if len(run) % per_node == 0 else 1
-        parts.append(replace(cluster, num_nodes=len(run) // per_node, devices_per_node=per_node))
-    where = "; ".join(
-        f"rank{'s' if len(run) > 1 else ''} {run[0]}{f' to {run[-1]}' if len(run) > 1 else ''} on "
-        f"{found[run[0]].device.name}"
-        for run in runs
-    )
-    return (
+        device = replace(first.device, memory_bytes=min(cluster.device.memory_bytes for cluster in run))
+        parts.append(replace(first, num_nodes=len(run) // per_node, devices_per_node=per_node, device=device))
+    return cluster_of(parts)
+
+
+def alike(cluster: AnyCluster) -> Cluster:
+    """The cluster, if its devices are alike, as what is measured here supposes.
+
+    Args:
+        cluster: The cluster.
+
+    Raises:
+        PlanError: If they are not, with a way to plan for them.
+    """
+    if isinstance(cluster, Cluster):
+        return cluster
+    ends = zip(cluster.offsets, cluster.parts, strict=True)
+    where = "; ".join(f"ranks {first} to {first + part.world_size - 1} on {part.device.name}" for first, part in ends)
+    raise PlanError(
         f"unlike devices: {where}. What is measured for a plan here is measured of one kind of device: make the plan "
-        f"with `lightning-mist plan --cluster {cluster_of(parts).text} --out plan.json` and train with plan='plan.json'"
+        f"with `lightning-mist plan --cluster {cluster.text} --out plan.json` and train with plan='plan.json'"
     )

@@ -72,3 +72,13 @@ def test_a_limit_that_cannot_be_checked_is_said():
         "memory_limit of 1.0 GiB is not checked: nothing predicts what it needs",
     ]
     assert given(PLAN, CPUS, 2**30, trace=None)[1] == said[1:]
+
+
+def test_unlike_devices_have_limits_of_their_own():
+    budget = Budget(cluster=parse_cluster("1xA100-40+1xL4"), asked=None)
+    sizes = [part.device.memory_bytes for part in budget.cluster.parts]
+    assert budget.limit == max(sizes)
+    assert list(budget.limits(PLAN)) == [sizes[stage.devices[0]] for stage in PLAN.stages]
+    assert budget.binds
+    found, _ = given(PREDICTED, budget.cluster)
+    assert [stage.limit for stage in found.stages] == list(budget.limits(PLAN))

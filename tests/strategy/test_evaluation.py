@@ -50,14 +50,14 @@ def test_each_stage_holds_the_whole_module_and_the_state_of_its_own():
 
 
 def test_a_pipeline_that_cannot_be_made_whole_is_refused():
-    check_evaluation(plan(), module(), WHOLE + 300)
+    check_evaluation(plan(), module(), (WHOLE + 300,) * 2)
     with pytest.raises(InfeasibleError, match=r"stage 0 of 2.*limit_val_batches=0"):
-        check_evaluation(plan(), module(), WHOLE + 299)
+        check_evaluation(plan(), module(), (WHOLE + 299,) * 2)
 
 
 def test_one_stage_and_plans_without_prediction_are_not_judged():
-    check_evaluation(plan(stages=1), module(), 1)
-    check_evaluation(plan(predicted=False), module(), 1)
+    check_evaluation(plan(stages=1), module(), (1,))
+    check_evaluation(plan(predicted=False), module(), (1, 1))
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_one_stage_and_plans_without_prediction_are_not_judged():
 )
 def test_a_single_stage_in_parts_is_judged_too(options, is_whole):
     if is_whole:
-        check_evaluation(plan(stages=1, **options), module(), 1)
+        check_evaluation(plan(stages=1, **options), module(), (1,))
         return
-    check_evaluation(plan(stages=1, **options), module(), WHOLE + 300)
+    check_evaluation(plan(stages=1, **options), module(), (WHOLE + 300,))
     with pytest.raises(InfeasibleError, match="validation during fit makes the module whole"):
-        check_evaluation(plan(stages=1, **options), module(), WHOLE + 299)
+        check_evaluation(plan(stages=1, **options), module(), (WHOLE + 299,))

@@ -261,7 +261,7 @@ def test_arguments_that_mean_nothing_yet_are_refused():
 def test_a_cluster_of_another_size_is_refused(tmp_path, profiles):
     with pytest.raises(ValueError, match="has 8 devices, but 1 processes run"):
         train(tmp_path, MistStrategy(cluster="1x8xL4", profile_directory=profiles))
-    with pytest.raises(PlanError, match=r"1x1xL4\+1x1xT4: planning while training, .*, needs devices of one kind"):
+    with pytest.raises(ValueError, match="has 2 devices, but 1 processes run"):
         train(tmp_path, MistStrategy(cluster="L4+T4", profile_directory=profiles))
 
 

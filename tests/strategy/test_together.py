@@ -6,7 +6,7 @@ import torch.distributed as dist
 from lightning_mist.errors import InfeasibleError, PlanError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import ModuleMap
-from lightning_mist.strategy.together import on_rank_zero, same_devices, same_everywhere, unlike_devices
+from lightning_mist.strategy.together import alike, cluster_of_ranks, joined, on_rank_zero, same_everywhere
 
 MAP = ModuleMap(step="training_step", blocks=("a", "b"), outputs=(), cuts=((),), parameters=())
 
@@ -50,24 +50,22 @@ def test_ranks_that_see_another_module_are_named(gloo_workers):
     assert "ranks [1] see another module than rank 0" in first
 
 
-def _run_on(names):
-    try:
-        same_devices(parse_cluster(f"2x{names[dist.get_rank()]}"))
-    except PlanError as error:
-        return str(error)
-    return ""
+def _cluster_on(names):
+    return cluster_of_ranks(parse_cluster(f"2x{names[dist.get_rank()]}"))
 
 
-def test_ranks_on_unlike_devices_hear_of_a_way_out(gloo_workers):
-    assert gloo_workers.run(2, _run_on, ("L4", "L4")) == ["", ""]
-    first, second = gloo_workers.run(2, _run_on, ("L4", "T4"))
-    assert first == second
-    assert "unlike devices: rank 0 on L4; rank 1 on T4" in first
-    assert "plan --cluster 1x1xL4+1x1xT4 --out plan.json" in first
+def test_ranks_know_each_other_s_devices(gloo_workers):
+    assert gloo_workers.run(2, _cluster_on, ("L4", "L4")) == [parse_cluster("2xL4")] * 2
+    assert gloo_workers.run(2, _cluster_on, ("L4", "T4")) == [parse_cluster("1xL4+1xT4")] * 2
+    assert gloo_workers.run(2, _cluster_on, ("L4", "L4:20GiB")) == [parse_cluster("2xL4:20GiB")] * 2
 
 
-def test_unlike_devices_are_described_by_nodes():
+def test_unlike_devices_are_described_by_nodes_with_a_way_out():
     fast, slow = parse_cluster("3x8xA100-40"), parse_cluster("3x8xV100-32")
-    said = unlike_devices([*[fast] * 8, *[slow] * 16])
-    assert "ranks 0 to 7 on A100-40; ranks 8 to 23 on V100-32" in said
-    assert "--cluster 1x8xA100-40+2x8xV100-32 " in said
+    found = joined([*[fast] * 8, *[slow] * 16])
+    assert found == parse_cluster("8xA100-40+2x8xV100-32")
+    with pytest.raises(
+        PlanError, match=r"ranks 0 to 7 on A100-40; ranks 8 to 23 on V100-32\. .* --cluster 1x8xA100-40\+2x"
+    ):
+        alike(found)
+    assert alike(fast) == fast
