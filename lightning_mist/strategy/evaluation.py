@@ -46,7 +46,7 @@ def check_evaluation(plan: Plan, module: nn.Module, limits: Sequence[int]) -> No
         stage = lacks.index(max(lacks))
         raise InfeasibleError(
             "validation during fit makes the module whole on every device, which takes "
-            f"{format_bytes(needs[stage])} on stage {stage} of {plan.num_stages}, activations not counted; memory_limit "
-            f"is {format_bytes(limits[stage])} per device. Set limit_val_batches=0 and validate in a run of its own, or "
-            "raise memory_limit"
+            f"{format_bytes(needs[stage])} on stage {stage} of {plan.num_stages}, activations not counted; "
+            f"memory_limit is {format_bytes(limits[stage])} per device. Set limit_val_batches=0 and validate in a run "
+            "of its own, or raise memory_limit"
         )
