@@ -36,6 +36,9 @@ WORDS: dict[BarKind, str] = {
 _DARK = frozenset({"backward", "input backward", "weight backward"})
 _NUMBERED = frozenset({"forward", "backward", "input backward", "weight backward"})
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 11.0, 1.15, 0.2, 0.62, 0.85
+MOST_SHAPES = 24
+"""Lanes whose bars are shapes in SVG; those of more are pixels, which take less room there."""
+
 _DIGIT = 0.068
 """Inches of a digit of the smallest text."""
 
@@ -90,8 +93,9 @@ def _draw_lanes(axis: Any, timeline: Timeline, window: Window, scale: float, hei
             linewidth=0,
         )
         place = base + bottom, top - bottom
-        _draw_bars(axis, [bar for bar in lane.work if _is_in(bar, window)], place, factor, chunks)
-        _draw_bars(axis, [bar for bar in lane.sends if _is_in(bar, window)], (base + 0.06, 0.12), factor, 1)
+        is_dense = len(timeline.lanes) > MOST_SHAPES
+        _draw_bars(axis, [bar for bar in lane.work if _is_in(bar, window)], place, factor, chunks, is_dense)
+        _draw_bars(axis, [bar for bar in lane.sends if _is_in(bar, window)], (base + 0.06, 0.12), factor, 1, is_dense)
         if height >= 0.16:
             _number(axis, lane, window, base + (top + bottom) / 2, scale, factor, height)
     axis.set_ylim(0, len(timeline.lanes))
@@ -101,7 +105,9 @@ def _is_in(bar: Bar, window: Window) -> bool:
     return bar.end > window[0] and bar.start < window[1]
 
 
-def _draw_bars(axis: Any, bars: Sequence[Bar], place: tuple[float, float], factor: float, chunks: int) -> None:
+def _draw_bars(
+    axis: Any, bars: Sequence[Bar], place: tuple[float, float], factor: float, chunks: int, is_dense: bool
+) -> None:
     """Bars of one lane, all of a colour at once."""
     by_color: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for bar in bars:
@@ -110,7 +116,7 @@ def _draw_bars(axis: Any, bars: Sequence[Bar], place: tuple[float, float], facto
     for color, extents in by_color.items():
         # What is on its way takes so little time that an edge would hide it.
         edge = color if color == COLORS["send"] else "white"
-        axis.broken_barh(extents, place, facecolors=color, edgecolor=edge, linewidth=0.25)
+        axis.broken_barh(extents, place, facecolors=color, edgecolor=edge, linewidth=0.25, rasterized=is_dense)
 
 
 def _shade(color: str, chunk: int, chunks: int) -> str:

@@ -76,7 +76,7 @@ def inline_svg(figure: Any, name: str, description: str) -> str:
         description: What it shows, for readers that cannot see it.
     """
     text = StringIO()
-    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    figure.savefig(text, format="svg", dpi=150, transparent=True, metadata={"Date": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     head, _, body = svg.partition(">")

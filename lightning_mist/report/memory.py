@@ -8,7 +8,7 @@ import numpy as np
 from lightning_mist.cost.memory_curve import MemoryCurve, memory_curves
 from lightning_mist.plan import Plan
 from lightning_mist.report.timeline import Timeline, timeline_of
-from lightning_mist.schedule import simulate_plan
+from lightning_mist.schedule import Simulation, simulate_plan
 
 MOST_GROUPS = 6
 """Groups of devices in one picture: the one that needs most, the first, the last, and some between."""
@@ -46,17 +46,18 @@ class MemoryPicture:
         return tuple(self.curves[group] for group in sorted(list(wanted)[:MOST_GROUPS]))
 
 
-def memory_picture(plan: Plan, limits: Sequence[float] = ()) -> MemoryPicture:
+def memory_picture(plan: Plan, limits: Sequence[float] = (), simulation: Simulation | None = None) -> MemoryPicture:
     """Bytes over a plan's step by its prediction.
 
     Args:
         plan: A plan with a prediction.
         limits: Bytes that tensors of each device may take, for each stage; empty if that is not known.
+        simulation: The plan's schedule on a clock; by default it is run.
 
     Raises:
         PlanError: If nothing was predicted, or not what memory is made of.
     """
-    simulation = simulate_plan(plan)
+    simulation = simulation or simulate_plan(plan)
     return MemoryPicture(
         timeline=timeline_of(plan, simulation),
         curves=memory_curves(plan, simulation),

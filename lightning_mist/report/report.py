@@ -15,6 +15,7 @@ from lightning_mist.report.tables import comparison_table, memory_section, secon
 from lightning_mist.report.timeline import timeline_of
 from lightning_mist.report.words import words_for
 from lightning_mist.runtime.support import unsupported
+from lightning_mist.schedule import Simulation, simulate_plan
 from lightning_mist.tuner.comparison import ComparedPlan
 from lightning_mist.tuner.explain_text import explanation_sections
 from lightning_mist.tuner.explanation import Explanation
@@ -92,6 +93,7 @@ def render_report(report: Report) -> str:
 
 def _sections(report: Report, predicted: Predicted) -> Iterator[str]:
     plan, missing = report.plan, unsupported(report.plan)
+    simulation = simulate_plan(plan)
     yield page.title_line(report.title)
     yield page.paragraph(headline(plan), "lead")
     yield page.paragraph(report.verdict)
@@ -102,9 +104,9 @@ def _sections(report: Report, predicted: Predicted) -> Iterator[str]:
         "The plan", page.paragraph(_PLAN, "soft"), page.table(*stage_cells(plan, report.device_names), text=_WORDY)
     )
     yield seconds_section(plan)
-    yield _timeline(plan)
+    yield _timeline(plan, simulation)
     yield memory_section(plan, report.memory_limits)
-    yield _memory(report)
+    yield _memory(report, simulation)
     yield from _why(report)
     yield _comparison(report)
     yield _frontier(report)
@@ -175,11 +177,11 @@ def _figures(report: Report, predicted: Predicted) -> Iterator[tuple[str, str]]:
             yield f"{mean:.1%}", "of the step stages wait for each other (bubble)"
 
 
-def _timeline(plan: Plan) -> str:
+def _timeline(plan: Plan, simulation: Simulation) -> str:
     """The schedule as a picture."""
     from lightning_mist.report.draw_timeline import timeline_figure
 
-    timeline = timeline_of(plan)
+    timeline = timeline_of(plan, simulation)
     with styled("timeline", is_text=True):
         svg = inline_svg(timeline_figure(timeline), "timeline", "Timeline of one step, by stage")
     caption = (
@@ -189,7 +191,7 @@ def _timeline(plan: Plan) -> str:
     return page.section("One step on a clock", page.picture(svg, caption))
 
 
-def _memory(report: Report) -> str:
+def _memory(report: Report, simulation: Simulation) -> str:
     """Bytes over the step as a picture, of plans that say what they are made of."""
     from lightning_mist.report.draw_memory import memory_figure
     from lightning_mist.report.memory import memory_picture
@@ -197,7 +199,7 @@ def _memory(report: Report) -> str:
     assert report.plan.predicted is not None
     if not all(stage.needs for stage in report.plan.predicted.stages):
         return ""
-    picture = memory_picture(report.plan, report.memory_limits)
+    picture = memory_picture(report.plan, report.memory_limits, simulation)
     with styled("memory", is_text=True):
         svg = inline_svg(memory_figure(picture), "memory", "Memory over one step, by stage and by what it is used for")
     caption = (

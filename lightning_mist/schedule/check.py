@@ -11,6 +11,7 @@
 4. The lists finish: with sends that never wait, there is an order in which every wait is satisfied.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
@@ -201,12 +202,17 @@ def _check_epilogue(schedule: Schedule, stage: int, actions: tuple[Action, ...])
 
 def _check_order_between_groups(schedule: Schedule) -> None:
     for actions in schedule:
-        for receiver, others in enumerate(schedule):
-            sent = [a for a in actions if a.kind in SENDS and receive_of(a).stage % len(schedule) == receiver]
-            expected = {receive_of(action) for action in sent}
+        sent_to: defaultdict[int, list[tuple[Action, Action]]] = defaultdict(list)
+        for action in actions:
+            if action.kind in SENDS:
+                receive = receive_of(action)
+                sent_to[receive.stage % len(schedule)].append((action, receive))
+        for receiver, sent in sent_to.items():
+            others = schedule[receiver]
+            expected = {receive for _, receive in sent}
             received = [action for action in others if action in expected]
-            for first, second in zip(sent, received, strict=True):
-                if receive_of(first) != second:
+            for (first, wanted), second in zip(sent, received, strict=True):
+                if wanted != second:
                     position = others.index(second)
                     message = (
                         f"{second} receives what {first} sends: neighbours must use the same order of microbatches"

@@ -42,9 +42,9 @@ def add_transfers(schedule: Schedule) -> Schedule:
     """Insert ``RECV_F``, ``SEND_F``, ``RECV_B`` and ``SEND_B`` around the computations of every group."""
     last = num_stages_of(schedule) - 1
     sends = tuple(tuple(_sends_behind(action, last) for action in actions) for actions in schedule)
-    result = []
+    result, arriving = [], _arriving(sends)
     for group, actions in enumerate(schedule):
-        receives = _receives_before(schedule, sends, group)
+        receives = _receives_before(actions, arriving[group])
         line: list[Action] = []
         for position, action in enumerate(actions):
             line += [*receives[position], action, *sends[group][position]]
@@ -101,17 +101,22 @@ def _sends_behind(action: Action, last: int) -> tuple[Action, ...]:
     return ()
 
 
-def _receives_before(
-    schedule: Schedule, sends: tuple[tuple[tuple[Action, ...], ...], ...], group: int
-) -> list[list[Action]]:
+def _arriving(sends: tuple[tuple[tuple[Action, ...], ...], ...]) -> list[list[list[Action]]]:
+    """For each group, what it receives from each other group in the order in which that is sent."""
+    result: list[dict[int, list[Action]]] = [{} for _ in sends]
+    for source, posted in enumerate(sends):
+        for receive in (receive_of(send) for after in posted for send in after):
+            result[receive.stage % len(sends)].setdefault(source, []).append(receive)
+    return [list(found.values()) for found in result]
+
+
+def _receives_before(actions: Sequence[Action], arriving: Sequence[Sequence[Action]]) -> list[list[Action]]:
     """The receives to post before each computation of a group."""
-    actions = schedule[group]
     consumer = consumers(actions)
     forwards = {action: position for position, action in enumerate(actions) if action.kind is ActionKind.FORWARD}
     placed: list[list[tuple[int, Action]]] = [[] for _ in actions]
-    for source in range(len(schedule)):
-        sent = [receive_of(send) for posted in sends[source] for send in posted]
-        order = [receive for receive in sent if receive.stage % len(schedule) == group and receive in consumer]
+    for received in arriving:
+        order = [receive for receive in received if receive in consumer]
         earliest = [
             forwards.get(Action(receive.stage, ActionKind.FORWARD, receive.microbatch), -1) + 1
             if receive.kind is ActionKind.RECV_GRADIENT

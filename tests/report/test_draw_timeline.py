@@ -54,6 +54,13 @@ def test_many_stages_have_lanes_of_their_own():
     ]
 
 
+def test_bars_of_very_many_stages_are_pixels(tmp_path):
+    draw_timeline(timeline_of(predicted(32, 32, layers=32)), str(tmp_path / "a.svg"))
+    text = (tmp_path / "a.svg").read_text()
+    assert "data:image/png" in text
+    assert len(text) < 1_000_000
+
+
 def test_numbers_are_left_out_where_the_longest_has_no_room():
     (numbers,), _ = texts(timeline_of(predicted(16, 32, layers=16)))
     assert numbers == []
