@@ -35,7 +35,7 @@ def shape_dims(shape: LanguageModelShape, sequence_length: int) -> TransformerDi
         rotary=shape.rotary_fraction > 0,
         rotation="concatenation",
         rotated_width=int(shape.hidden // shape.heads * shape.rotary_fraction) // 2 * 2,
-        fused_query_key_value=True,
+        fused_query_key_value=shape.key_value_heads is None,
         repeats_key_value=(shape.key_value_heads or shape.heads) < shape.heads,
         tied=shape.tied,
     )

@@ -7,7 +7,7 @@ sequence length ``s`` and checked at one more size: an expression is exact or it
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from math import comb, gcd
 from operator import ge, mul
 
@@ -68,12 +68,6 @@ class Basis:
     def _denominator(self) -> int:
         return int(sympy.ilcm(1, *(x.q for x in self._rational_inverse)))
 
-    @cached_property
-    def _shifts(self) -> tuple[tuple[int, ...], ...]:
-        """The matrix that rewrites a polynomial in ``b - 1`` and ``s - 1``."""
-        targets = sorted({(k, m) for i, j in self.powers for k in range(i + 1) for m in range(j + 1)})
-        return tuple(tuple(comb(i, k) * comb(j, m) for i, j in self.powers) for k, m in targets)
-
     def _interpolate(self, counts: Sequence[int]) -> Coefficients:
         return tuple(sum(map(mul, row, counts)) for row in self._inverse)
 
@@ -126,18 +120,33 @@ class Basis:
 
     def peak(self, timeline: Iterable[Coefficients]) -> sympy.Expr:
         """The ``Max`` of the polynomials of a timeline that no other one exceeds for all rows and lengths from 1 on."""
-        expressions = [self.expression(c) for c in self._undominated(set(timeline))]
+        expressions = [self.expression(c) for c in undominated(self.powers, set(timeline))]
         return expressions[0] if len(expressions) == 1 else sympy.Max(*expressions, evaluate=False)
 
-    def _undominated(self, polynomials: Iterable[Coefficients]) -> list[Coefficients]:
-        """Those that no other one exceeds everywhere: a difference without negative shifted coefficients never is."""
-        kept: list[tuple[Coefficients, Coefficients]] = []
-        # Whatever dominates has the larger sum of shifted coefficients, so it comes first.
-        shifted = {tuple(sum(map(mul, row, p)) for row in self._shifts): p for p in polynomials}
-        for mine in sorted(shifted, key=lambda key: (sum(key), key), reverse=True):
-            if not any(all(map(ge, other, mine)) for other, _ in kept):
-                kept.append((mine, shifted[mine]))
-        return sorted(polynomial for _, polynomial in kept)
+
+def undominated(powers: tuple[Powers, ...], polynomials: Iterable[Coefficients]) -> list[Coefficients]:
+    """Those that no other one exceeds for all rows and lengths from 1 on.
+
+    Such is a difference without negative coefficients in ``b - 1`` and ``s - 1``.
+
+    Args:
+        powers: The monomials.
+        polynomials: Their coefficients, over one denominator.
+    """
+    kept: list[tuple[Coefficients, Coefficients]] = []
+    # Whatever dominates has the larger sum of shifted coefficients, so it comes first.
+    shifted = {tuple(sum(map(mul, row, p)) for row in _shifts(powers)): p for p in polynomials}
+    for mine in sorted(shifted, key=lambda key: (sum(key), key), reverse=True):
+        if not any(all(map(ge, other, mine)) for other, _ in kept):
+            kept.append((mine, shifted[mine]))
+    return sorted(polynomial for _, polynomial in kept)
+
+
+@cache
+def _shifts(powers: tuple[Powers, ...]) -> tuple[tuple[int, ...], ...]:
+    """The matrix that rewrites a polynomial in ``b - 1`` and ``s - 1``."""
+    targets = sorted({(k, m) for i, j in powers for k in range(i + 1) for m in range(j + 1)})
+    return tuple(tuple(comb(i, k) * comb(j, m) for i, j in powers) for k, m in targets)
 
 
 def _text(point: Point) -> str:

@@ -6,7 +6,7 @@ vocabulary of 50304 tokens, no biases, no dropout, and a head of its own.
 
 from collections.abc import Mapping
 
-from lightning_mist.model.reference import LanguageModelShape
+from lightning_mist.model.shapes import LanguageModelShape
 
 _VOCABULARY = 50304
 

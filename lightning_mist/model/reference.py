@@ -5,45 +5,12 @@ They are traced like anybody's module. Their parameters hold no memory: each is 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LanguageModelShape:
-    """Sizes and choices of a decoder-only language model without biases and dropout.
-
-    Attributes:
-        hidden: Width of the residual stream.
-        ffn: Inner width of the feed-forward part.
-        layers: Number of blocks.
-        heads: Number of attention heads.
-        vocabulary: Number of tokens.
-        key_value_heads: Heads of keys and values, a divisor of ``heads``; ``None`` for as many.
-        feed_forward: ``"gelu"`` (two matrices) or ``"swiglu"`` (three; Shazeer, 2020).
-        norm: ``"layernorm"`` or ``"rmsnorm"``.
-        parallel: Whether attention and feed-forward read the same norm and are added together (Wang and Komatsuzaki,
-            2021).
-        rotary_fraction: Part of each head that is rotated by position (Su et al., 2021); 0 for a table of learned
-            positions.
-        tied: Whether the head is the token table.
-    """
-
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    vocabulary: int
-    key_value_heads: int | None = None
-    feed_forward: Literal["gelu", "swiglu"] = "gelu"
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    parallel: bool = False
-    rotary_fraction: float = 0.0
-    tied: bool = False
+from lightning_mist.model.shapes import LanguageModelShape
 
 
 class LanguageModel(nn.Module):
@@ -100,23 +67,30 @@ class _Block(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, shape: LanguageModelShape) -> None:
         super().__init__()
-        self.width = shape.hidden // shape.heads
-        self.heads = shape.heads
-        self.key_value_heads = shape.key_value_heads or shape.heads
-        self.rotated = int(self.width * shape.rotary_fraction) // 2 * 2
-        keys_and_values = self.key_value_heads * self.width
-        self.query_key_value = nn.Linear(shape.hidden, shape.hidden + 2 * keys_and_values, bias=False)
+        self.width, self.heads = shape.head_width, shape.heads
+        self.repeats = shape.heads // (shape.key_value_heads or shape.heads)
+        self.rotated = shape.rotated_width
+        if shape.key_value_heads is None:
+            self.query_key_value = nn.Linear(shape.hidden, 3 * shape.hidden, bias=False)
+        else:
+            self.query = nn.Linear(shape.hidden, shape.hidden, bias=False)
+            self.key = nn.Linear(shape.hidden, shape.key_value_width, bias=False)
+            self.value = nn.Linear(shape.hidden, shape.key_value_width, bias=False)
+        self.is_fused = shape.key_value_heads is None
         self.output = nn.Linear(shape.hidden, shape.hidden, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         rows, length, _ = hidden.shape
-        mixed = self.query_key_value(hidden).view(rows, length, -1, self.width).transpose(1, 2)
-        query, key, value = torch.split(mixed, [self.heads, self.key_value_heads, self.key_value_heads], dim=1)
+        if self.is_fused:
+            mixed = self.query_key_value(hidden).view(rows, length, -1, self.width).transpose(1, 2)
+            query, key, value = torch.split(mixed, [self.heads] * 3, dim=1)
+        else:
+            made = (part(hidden) for part in (self.query, self.key, self.value))
+            query, key, value = (part.view(rows, length, -1, self.width).transpose(1, 2) for part in made)
         if self.rotated:
             query, key = (torch.cat(self._rotate(part), dim=-1) for part in (query, key))
-        repeats = self.heads // self.key_value_heads
-        if repeats > 1:
-            key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+        if self.repeats > 1:
+            key, value = (part.repeat_interleave(self.repeats, dim=1) for part in (key, value))
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         result: Tensor = self.output(attended.transpose(1, 2).reshape(rows, length, -1))
         return result
