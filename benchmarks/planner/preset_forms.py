@@ -1,4 +1,4 @@
-"""Make the files of :mod:`lightning_mist.model.forms`: trace language models of three sizes, find what counts are made of.
+"""Make the files of :mod:`lightning_mist.model.forms`: trace language models of three sizes, find the sums.
 
     python -m benchmarks.planner.preset_forms [--family gpt3] [--precision bf16-true] [--device cuda80]
 
@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 
 import lightning_mist.model.forms as package
 from lightning_mist.model import device_operators, map_module, trace_model
-from lightning_mist.model.forms import FAMILIES, VERSION, widths
+from lightning_mist.model.forms import FAMILIES, PRECISIONS, VERSION, widths
 from lightning_mist.model.polynomial import Polynomial
 from lightning_mist.model.preset_map import preset_map
 from lightning_mist.model.reference import LanguageModel, hollow
@@ -34,7 +35,7 @@ from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
 ROWS = 8
 DEGREES = (2, 8)
 CAPABILITIES = {"cuda80": (8, 0), "cuda70": (7, 0)}
-KEPT = (("bf16-true", "cuda80"), ("bf16-mixed", "cuda80"), ("32-true", "cuda80"), ("32-true", "cuda70"))
+KEPT = tuple((kept, device) for device, known in PRECISIONS.items() for kept in sorted(set(known.values())))
 
 # hidden = heads x (64, 128, 96), everything else times a large prime, so that no small sum of products is zero
 SIZES = (
@@ -139,7 +140,9 @@ class Writer:
         for name, factor in zip(names, self.known[key], strict=True):
             if factor:
                 text = f"{name}{suffix}".strip()
-                found.append([self.monomials.setdefault(text, len(self.monomials)), factor.numerator, factor.denominator])
+                found.append(
+                    [self.monomials.setdefault(text, len(self.monomials)), factor.numerator, factor.denominator]
+                )
         return found
 
 
@@ -158,6 +161,10 @@ def small_sum(column: Sequence[Fraction], rows: Sequence[Sequence[int]]) -> list
         ratios = {value / item for value, item in zip(column, row, strict=True)}
         if len(ratios) == 1 and (ratio := ratios.pop()).denominator <= UNDER and abs(ratio) <= LARGEST:
             return [ratio if place == index else Fraction(0) for place in range(len(rows))]
+    for pair in combinations(range(len(rows)), 2):
+        factors = solve_two(column, *(rows[index] for index in pair))
+        if factors is not None:
+            return [factors[pair.index(place)] if place in pair else Fraction(0) for place in range(len(rows))]
     weight = 10**9
     target = [int(value * UNDER) if (value * UNDER).denominator == 1 else None for value in column]
     if None in target:
@@ -174,6 +181,22 @@ def small_sum(column: Sequence[Fraction], rows: Sequence[Sequence[int]]) -> list
             if max(abs(item) for item in found) <= LARGEST:
                 return found
     raise ValueError(f"{column}: no sum of {rows} with small factors")
+
+
+def solve_two(
+    column: Sequence[Fraction], one: Sequence[int], other: Sequence[int]
+) -> tuple[Fraction, Fraction] | None:
+    """Small factors of two rows; two equations say which, and the third one whether they are right."""
+    base = one[0] * other[1] - one[1] * other[0]
+    if not base:
+        return None
+    found = (
+        (column[0] * other[1] - column[1] * other[0]) / base,
+        (column[1] * one[0] - column[0] * one[1]) / base,
+    )
+    is_small = all(item.denominator <= UNDER and abs(item) <= LARGEST for item in found)
+    is_right = found[0] * one[2] + found[1] * other[2] == column[2]
+    return found if is_small and is_right else None
 
 
 def reduced(matrix: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -245,8 +268,12 @@ def encode_part(writer: Writer, name: str, parts: Sequence[LayerSpec]) -> dict[s
     def work(attribute: str) -> list[Any]:
         rows = []
         for items in zip(*(getattr(part, attribute) for part in parts), strict=True):
-            kind, calls = (same([getattr(item, key) for item in items], f"{name} {attribute} {key}") for key in ("kind", "calls"))
-            flops, moved = (writer.form(name, [getattr(item, key) for item in items]) for key in ("flops", "moved_bytes"))
+            kind, calls = (
+                same([getattr(item, key) for item in items], f"{name} {attribute} {key}") for key in ("kind", "calls")
+            )
+            flops, moved = (
+                writer.form(name, [getattr(item, key) for item in items]) for key in ("flops", "moved_bytes")
+            )
             rows.append([kind, flops, moved, calls])
         return rows
 
@@ -283,7 +310,9 @@ def encode_way(writer: Writer, name: str, ways: Sequence[Any]) -> dict[str, Any]
     """One way to run a part."""
 
     def moment(item: Any) -> Any:
-        return None if item is None else [item.part, writer.text(item.anchor), writer.text(item.direction), item.position]
+        return (
+            None if item is None else [item.part, writer.text(item.anchor), writer.text(item.direction), item.position]
+        )
 
     def releases(attribute: str) -> list[Any]:
         found = same([getattr(way, attribute) for way in ways], attribute)

@@ -96,7 +96,7 @@ def estimate(
         closed_form: Do not trace: estimate a transformer from its sizes alone, in a moment and less exactly.
     """
     from lightning_mist.cost.allocator_text import parse_allocator_settings
-    from lightning_mist.cost.estimate import limit_of
+    from lightning_mist.cost.estimate_planned import limit_of
     from lightning_mist.cost.estimate_sweep import combinations, parse_sweep
     from lightning_mist.hardware import single
 

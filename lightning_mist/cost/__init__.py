@@ -1,12 +1,17 @@
-"""How long a plan takes and how much memory it needs: sympy expressions turned into seconds and bytes."""
+"""How long a plan takes and how much memory it needs: sympy expressions turned into seconds and bytes.
+
+What takes modules needs torch, and is imported when it is first used.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cost.breakdown import predict, predict_with
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.chunks import stage_memory
 from lightning_mist.cost.compile import compile_expressions
-from lightning_mist.cost.estimate import estimate_memory, estimate_plan
 from lightning_mist.cost.estimate_codec import estimate_from_json, estimate_to_json
 from lightning_mist.cost.estimate_data import Change, MemoryEstimate, PeakTensor, StageEstimate
+from lightning_mist.cost.estimate_planned import estimate_plan
 from lightning_mist.cost.estimate_predicted import estimate_prediction
 from lightning_mist.cost.estimate_stages import Estimator
 from lightning_mist.cost.estimate_table import render_estimate
@@ -18,6 +23,9 @@ from lightning_mist.cost.replay import Alive, Replay, replay_group, replay_plan,
 from lightning_mist.cost.roofline import step_work
 from lightning_mist.cost.spent import StageSpent
 from lightning_mist.cost.stage import StageCostModel, StageCosts, StageSeconds
+
+if TYPE_CHECKING:
+    from lightning_mist.cost.estimate import estimate_memory
 
 __all__ = [
     "Alive",
@@ -59,3 +67,11 @@ __all__ = [
     "step_seconds_of",
     "step_work",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "estimate_memory":
+        from lightning_mist.cost.estimate import estimate_memory
+
+        return estimate_memory
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from lightning_mist.cost.closed_estimate import cross_check
 from lightning_mist.cost.closed_form import CPU, CUDA, OperatorSet
 from lightning_mist.cost.closed_spec import ClosedForm, closed_form_spec
 from lightning_mist.cost.dims import TransformerDims, dims_of
 from lightning_mist.errors import PlanError
-from lightning_mist.model.reference import LanguageModel, LanguageModelShape
+from lightning_mist.model.shapes import LanguageModelShape
 from lightning_mist.model.spec import ModelSpec, OptimizerSpec
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def shape_dims(shape: LanguageModelShape, sequence_length: int) -> TransformerDims:
@@ -41,13 +43,15 @@ def shape_dims(shape: LanguageModelShape, sequence_length: int) -> TransformerDi
     )
 
 
-def module_dims(module: nn.Module, sequence_length: int) -> TransformerDims | None:
+def module_dims(module: "nn.Module", sequence_length: int) -> TransformerDims | None:
     """The sizes of a transformer, from the configuration that it or a part of it carries; None if there is none.
 
     Args:
         module: Any module.
         sequence_length: Tokens per row.
     """
+    from lightning_mist.model.reference import LanguageModel
+
     for part in module.modules():
         try:
             if isinstance(part, LanguageModel):
@@ -105,7 +109,7 @@ def closed_spec(
     return replace(spec, device_kind=device_kind)
 
 
-def with_second_opinion(spec: ModelSpec, module: nn.Module, device_kind: str) -> ModelSpec:
+def with_second_opinion(spec: ModelSpec, module: "nn.Module", device_kind: str) -> ModelSpec:
     """A traced specification with a note on what the closed form says, where the module is a transformer that says so.
 
     Args:

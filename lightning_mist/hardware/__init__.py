@@ -1,4 +1,9 @@
-"""What the machine is: detected, described or from the catalog, and what was measured of it."""
+"""What the machine is: detected, described or from the catalog, and what was measured of it.
+
+What measures it needs torch, and is imported when it is first used.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from lightning_mist.hardware.cluster import Cluster, Device, HostLink, Link
 from lightning_mist.hardware.cluster_mixed import AnyCluster, MixedCluster, cluster_of, single
@@ -15,7 +20,6 @@ from lightning_mist.hardware.from_catalog import catalog_profile
 from lightning_mist.hardware.groups import RankGroup, measuring_groups
 from lightning_mist.hardware.interference import CHANNELS, Channel, Interference
 from lightning_mist.hardware.machine_file import read_machine
-from lightning_mist.hardware.measure import measure_profile
 from lightning_mist.hardware.profile import (
     CollectiveCost,
     ComputeRate,
@@ -26,6 +30,9 @@ from lightning_mist.hardware.profile import (
     StepOverheads,
 )
 from lightning_mist.hardware.store import load_profile, read_profile, save_profile, write_profile
+
+if TYPE_CHECKING:
+    from lightning_mist.hardware.measure import measure_profile
 
 __all__ = [
     "CHANNELS",
@@ -67,3 +74,11 @@ __all__ = [
     "single",
     "write_profile",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "measure_profile":
+        from lightning_mist.hardware.measure import measure_profile
+
+        return measure_profile
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

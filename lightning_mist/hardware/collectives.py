@@ -19,12 +19,9 @@ import torch.distributed as dist
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.groups import RankGroup
-from lightning_mist.hardware.profile import CollectiveCost
+from lightning_mist.hardware.profile import OPERATIONS, CollectiveCost
 from lightning_mist.hardware.timing import MIN_SAMPLES, Session, measure
 from lightning_mist.units import format_bytes
-
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send_recv")
-"""What is measured; sending and receiving only in pairs."""
 
 # torch 2.13 renamed these two and warns of the old names, which older releases need.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

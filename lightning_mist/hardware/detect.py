@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import torch
-
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.catalog import canonical_name
 from lightning_mist.hardware.cluster import Cluster, Device
@@ -71,6 +69,8 @@ def host_memory_bytes(information: Path = MEMORY_INFORMATION, limits: tuple[Path
 
 
 def _cuda_device() -> Device:
+    import torch
+
     if not torch.cuda.is_available():
         raise ProfileError(
             "device type 'cuda' without a CUDA device: run where there is one, or with accelerator='cpu'"

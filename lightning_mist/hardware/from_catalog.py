@@ -30,10 +30,16 @@ from lightning_mist.hardware.catalog_rates import (
     REDUCTION_BACKWARD,
 )
 from lightning_mist.hardware.cluster import Cluster, HostLink
-from lightning_mist.hardware.collectives import OPERATIONS
 from lightning_mist.hardware.groups import group_shapes
 from lightning_mist.hardware.interference_kinds import catalog_interference
-from lightning_mist.hardware.profile import CollectiveCost, ComputeRate, HardwareProfile, KernelRate, MemoryRate
+from lightning_mist.hardware.profile import (
+    OPERATIONS,
+    CollectiveCost,
+    ComputeRate,
+    HardwareProfile,
+    KernelRate,
+    MemoryRate,
+)
 
 DISPATCH_SECONDS = 2.3e-6
 """Launching one operator on a CPU from Python, autograd recording ("measured" in the catalog's sources)."""

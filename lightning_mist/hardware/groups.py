@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from lightning_mist.hardware.cluster import Cluster
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +23,7 @@ class RankGroup:
 
     ranks: tuple[int, ...]
     num_nodes: int
-    handle: dist.ProcessGroup
+    handle: "dist.ProcessGroup"
 
 
 def _sizes(limit: int) -> tuple[int, ...]:
@@ -75,6 +77,8 @@ def measuring_groups(cluster: Cluster) -> Iterator[tuple[RankGroup, ...]]:
     if cluster.world_size == 1:
         yield ()
         return
+    import torch.distributed as dist
+
     if dist.get_world_size() != cluster.world_size:
         raise ValueError(
             f"a process group of {dist.get_world_size()} ranks for a cluster of {cluster.world_size} devices: "

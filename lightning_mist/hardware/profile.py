@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from lightning_mist.hardware.interference import Interference
 
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send_recv")
+"""Collectives that are measured; sending and receiving only in pairs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeRate:

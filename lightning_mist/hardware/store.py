@@ -14,9 +14,7 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.cluster import Cluster
@@ -31,12 +29,17 @@ from lightning_mist.hardware.profile import (
     StepOverheads,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 SCHEMA = 2
 """Version of the file format; other versions are not read."""
 
 
 def profile_key(cluster: Cluster) -> dict[str, str]:
     """What a profile of the machine at hand depends on, as text by name."""
+    import torch
+
     return {
         "device": cluster.device.name,
         "kind": cluster.device.kind,
@@ -76,7 +79,7 @@ def save_profile(profile: HardwareProfile, directory: Path, cluster: Cluster) ->
 
 
 def load_profile(
-    directory: Path, cluster: Cluster, dtypes: Sequence[torch.dtype] = ()
+    directory: Path, cluster: Cluster, dtypes: "Sequence[torch.dtype]" = ()
 ) -> tuple[HardwareProfile | None, str | None]:
     """Find a kept profile of the machine at hand.
 

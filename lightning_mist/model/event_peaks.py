@@ -1,6 +1,6 @@
 """Peaks of the parts of a step from their events, as expressions: what a count of the whole step would say."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import lcm
@@ -28,7 +28,9 @@ def part_peaks(head: LayerEvents, layer: LayerEvents, tail: LayerEvents) -> tupl
     """Peaks of head, layer and tail of a network of layers of one kind.
 
     Args:
-        head, layer, tail: Their events.
+        head: The head's events.
+        layer: Those of a layer.
+        tail: Those of the tail.
     """
     steps = {}
     for recomputed in (False, True):
@@ -79,7 +81,9 @@ class _Step:
         times = self._denominator // size.denominator
         return tuple(known.get(powers, 0) * times for powers in BILINEAR)
 
-    def _sums(self, placed: Sequence[Placed], sizes, chosen) -> list[Coefficients]:  # type: ignore[no-untyped-def]
+    def _sums(
+        self, placed: Sequence[Placed], sizes: Mapping[Polynomial, Coefficients], chosen: Callable[[Placed], bool]
+    ) -> list[Coefficients]:
         totals = [(0,) * len(BILINEAR)] * len(self._parts)
         for item in placed:
             if chosen(item):
@@ -90,7 +94,9 @@ class _Step:
         below = (0,) * len(BILINEAR)
         for item in base:
             below = _add(below, item)
-        lines = {tuple(a - b for a, b in zip(alive, below, strict=True)) for alive in self._alive[start : start + readings]}
+        lines = {
+            tuple(a - b for a, b in zip(alive, below, strict=True)) for alive in self._alive[start : start + readings]
+        }
         found = [self._expression(line) for line in undominated(BILINEAR, lines)] or [sympy.S.Zero]
         return found[0] if len(found) == 1 else sympy.Max(*found, evaluate=False)
 

@@ -27,22 +27,29 @@ from lightning_mist.model.spec import CollectiveSpec, LayerSpec, OperatorCost
 VERSION = 1
 """Of the files' layout."""
 
+_GPT = {"feed_forward": "gelu", "norm": "layernorm", "parallel": False, "rotary_fraction": 0.0, "grouped": False}
+_LLAMA = {"feed_forward": "swiglu", "norm": "rmsnorm", "parallel": False, "rotary_fraction": 0.25, "grouped": False}
+
 FAMILIES: Mapping[str, Mapping[str, object]] = {
-    "gpt3": {"feed_forward": "gelu", "norm": "layernorm", "parallel": False, "rotary_fraction": 0.0, "grouped": False},
-    "falcon": {"feed_forward": "gelu", "norm": "layernorm", "parallel": True, "rotary_fraction": 0.25, "grouped": False},
-    "llama": {"feed_forward": "swiglu", "norm": "rmsnorm", "parallel": False, "rotary_fraction": 0.25, "grouped": False},
-    "llama3": {"feed_forward": "swiglu", "norm": "rmsnorm", "parallel": False, "rotary_fraction": 1.0, "grouped": True},
+    "gpt3": _GPT,
+    "falcon": {**_GPT, "parallel": True, "rotary_fraction": 0.25},
+    "llama": _LLAMA,
+    "llama3": {**_LLAMA, "rotary_fraction": 1.0, "grouped": True},
 }
 """Choices that make blocks run other operators, by the name that files go by."""
 
-PRECISIONS: Mapping[str, str] = {
-    "32-true": "32-true",
-    "bf16-true": "bf16-true",
-    "16-true": "bf16-true",
-    "bf16-mixed": "bf16-mixed",
-    "16-mixed": "bf16-mixed",
+PRECISIONS: Mapping[str, Mapping[str, str]] = {
+    "cuda80": {
+        "32-true": "32-true",
+        "bf16-true": "bf16-true",
+        "16-true": "bf16-true",
+        "bf16-mixed": "bf16-mixed",
+        "16-mixed": "bf16-mixed",
+    },
+    "cuda70": {"16-true": "16-true", "16-mixed": "16-mixed"},
 }
-"""Precisions, and under which name their files lie: both types of 16 bits run the same operators."""
+"""By class of device, precisions, and under which name their files lie: from compute capability 8.0 on both types of 16
+bits run the same operators."""
 
 
 def family_of(shape: LanguageModelShape) -> str | None:
@@ -130,7 +137,7 @@ def load_forms(shape: LanguageModelShape, precision: str, device_class: str) -> 
     Returns:
         None if there are none.
     """
-    family, kept = family_of(shape), PRECISIONS.get(precision)
+    family, kept = family_of(shape), PRECISIONS.get(device_class, {}).get(precision)
     if family is None or kept is None:
         return None
     place = files("lightning_mist.model") / "data" / f"{family}_{kept}_{device_class}.json.gz"

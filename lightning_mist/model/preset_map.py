@@ -1,16 +1,13 @@
 """Where a preset can be cut and how it can be shared out, by its sizes alone: what tracing it would find."""
 
 from collections.abc import Iterator, Sequence
-from math import prod
 
 from lightning_mist.model.shapes import LanguageModelShape
 from lightning_mist.plan import LiveTensor, ModuleMap, ParameterUse
 from lightning_mist.plan.tensor_split import Factors, ParameterSplit, SequenceSplit, TensorSplit
 
 
-def preset_map(
-    shape: LanguageModelShape, *, rows: int, length: int, degrees: Sequence[int], dtype: str
-) -> ModuleMap:
+def preset_map(shape: LanguageModelShape, *, rows: int, length: int, degrees: Sequence[int], dtype: str) -> ModuleMap:
     """The map of a :class:`~lightning_mist.model.reference.LanguageModel` of some sizes.
 
     What blocks return is left out: no plan is run from this map.
@@ -41,18 +38,21 @@ def preset_map(
         outputs=(),
         cuts=tuple((cut,) for cut in cuts),
         parameters=tuple(
-            ParameterUse(
-                name=name, slots=((*name.rsplit(".", 1), (region,)),), shape=sizes, dtype=dtype, requires_grad=True
-            )  # type: ignore[arg-type]
+            ParameterUse(name=name, slots=((*_slot(name), (region,)),), shape=sizes, dtype=dtype, requires_grad=True)
             for name, sizes, region in parameters(shape, length)
         ),
         batch_rows=rows,
         splits=tuple(split_of(shape, length, degree) for degree in fitting),
         unsplit=tuple(
-            (degree, f"{degree} does not divide {_counts(shape)}")
-            for degree in sorted({*degrees} - {1, *fitting})
+            (degree, f"{degree} does not divide {_counts(shape)}") for degree in sorted({*degrees} - {1, *fitting})
         ),
     )
+
+
+def _slot(name: str) -> tuple[str, str]:
+    """The module of a parameter, and its name there."""
+    owner, _, attribute = name.rpartition(".")
+    return owner, attribute
 
 
 def _counts(shape: LanguageModelShape) -> str:
@@ -120,8 +120,3 @@ def split_of(shape: LanguageModelShape, length: int, degree: int) -> TensorSplit
         parameters=tuple(found),
         sequence=tuple(SequenceSplit(position=layer, leaf=0, dim=1) for layer in range(shape.layers)),
     )
-
-
-def elements(sizes: tuple[int, ...]) -> int:
-    """Elements of a parameter."""
-    return prod(sizes)

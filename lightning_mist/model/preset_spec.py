@@ -120,9 +120,7 @@ def _split(
     )
 
 
-def _boundaries(
-    shape: LanguageModelShape, dtype: str, itemsize: int, parts: int
-) -> tuple[tuple[TensorSpec, ...], ...]:
+def _boundaries(shape: LanguageModelShape, dtype: str, itemsize: int, parts: int) -> tuple[tuple[TensorSpec, ...], ...]:
     """The hidden states that cross each cut, or one rank's part of the sequence."""
     hidden = TensorSpec(
         shape=(MICROBATCH, SEQUENCE / parts, sympy.Integer(shape.hidden)),

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_mist.errors import TraceError
 from lightning_mist.model.guesses import Guesses, guess
 from lightning_mist.model.memory_rules import workspace_bytes
-from lightning_mist.model.operator_kinds import OperatorKind, kind_of
+from lightning_mist.model.operator_kinds import kind_of
 from lightning_mist.model.operators import computes, flops, moved_bytes, storage_key, tensors_in
 from lightning_mist.model.origins import NOWHERE, Origin, Origins
+from lightning_mist.model.work_kinds import OperatorKind
 
 Cause = Literal["forward", "recompute", "backward", "accumulate"]
 """Why an operator ran: as part of the forward, of a forward that is repeated in backward, of backward itself, or to add

@@ -11,7 +11,7 @@ import sympy
 
 from lightning_mist.errors import PlanError
 from lightning_mist.model.events import LayerEvents
-from lightning_mist.model.operator_kinds import OperatorKind
+from lightning_mist.model.work_kinds import OperatorKind
 from lightning_mist.plan import ModuleMap
 
 

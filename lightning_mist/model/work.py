@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from lightning_mist.model.fit import Basis, MisfitError
-from lightning_mist.model.operator_kinds import OperatorKind
 from lightning_mist.model.saved import PhaseCount
 from lightning_mist.model.spec import OperatorCost
+from lightning_mist.model.work_kinds import OperatorKind
 
 _BY_SIZE: frozenset[OperatorKind] = frozenset({"matmul", "convolution"})
 """Kinds whose speed depends on the size of each call."""
