@@ -37,11 +37,11 @@ DEGREES = (2, 8)
 CAPABILITIES = {"cuda80": (8, 0), "cuda70": (7, 0)}
 KEPT = tuple((kept, device) for device, known in PRECISIONS.items() for kept in sorted(set(known.values())))
 
-# hidden = heads x (64, 128, 96), everything else times a large prime, so that no small sum of products is zero
+# hidden = heads x (64, 128, 80), everything else times a large prime, so that no small sum of products is zero
 SIZES = (
     ({"hidden": 549376, "heads": 8584, "ffn": 8 * 30000001, "vocabulary": 8 * 5000000029}, 232, 1000),
     ({"hidden": 730112, "heads": 5704, "ffn": 8 * 20000003, "vocabulary": 8 * 3000000019}, 248, 2048),
-    ({"hidden": 598272, "heads": 6232, "ffn": 8 * 25000009, "vocabulary": 8 * 4000000007}, 328, 1512),
+    ({"hidden": 498560, "heads": 6232, "ffn": 8 * 25000009, "vocabulary": 8 * 4000000007}, 328, 1512),
 )
 
 MONOMIALS = {
@@ -50,6 +50,7 @@ MONOMIALS = {
     "tail": ("", "h", "v", "v h"),
 }
 GROUPED = ("g", "k", "h k")
+ROUNDED = {"flash": ("x",), "efficient": ("y",)}
 
 UNDER = 64
 """Factors are multiples of one over this."""
@@ -99,11 +100,14 @@ class Writer:
 
     Attributes:
         numbers: The widths of every sample.
+        grouped: Whether heads of keys and values are fewer than of queries.
+        attention: Which one runs, of :data:`ROUNDED`.
         monomials, forms, texts: What is referred to by number.
     """
 
     numbers: Sequence[Mapping[str, int]]
     grouped: bool
+    attention: str
     monomials: dict[str, int] = field(default_factory=dict)
     forms: dict[str, int] = field(default_factory=dict)
     texts: dict[str, int] = field(default_factory=dict)
@@ -132,7 +136,9 @@ class Writer:
         return [*self._sum(part, fixed, ""), *self._sum(part, shared, " /t")]
 
     def _sum(self, part: str, column: Sequence[Fraction], suffix: str) -> list[list[int]]:
-        names = MONOMIALS[part] + (GROUPED if self.grouped and part == "layer" else ())
+        names = MONOMIALS[part]
+        if part == "layer":
+            names += ROUNDED[self.attention] + (GROUPED if self.grouped else ())
         key = (part, tuple(column))
         if key not in self.known:
             self.known[key] = small_sum(column, [[product(name, item) for item in self.numbers] for name in names])
@@ -183,9 +189,7 @@ def small_sum(column: Sequence[Fraction], rows: Sequence[Sequence[int]]) -> list
     raise ValueError(f"{column}: no sum of {rows} with small factors")
 
 
-def solve_two(
-    column: Sequence[Fraction], one: Sequence[int], other: Sequence[int]
-) -> tuple[Fraction, Fraction] | None:
+def solve_two(column: Sequence[Fraction], one: Sequence[int], other: Sequence[int]) -> tuple[Fraction, Fraction] | None:
     """Small factors of two rows; two equations say which, and the third one whether they are right."""
     base = one[0] * other[1] - one[1] * other[0]
     if not base:
@@ -340,10 +344,14 @@ def encode_way(writer: Writer, name: str, ways: Sequence[Any]) -> dict[str, Any]
     }
 
 
-def forms_of(samples: Sequence[Sample]) -> dict[str, Any]:
-    """What a file says."""
+def forms_of(samples: Sequence[Sample], *, is_efficient: bool) -> dict[str, Any]:
+    """What a file says, of networks with memory-efficient attention or with flash attention."""
     numbers = [widths(item.shape, item.length) for item in samples]
-    writer = Writer(numbers=numbers, grouped=samples[0].shape.key_value_heads is not None)
+    writer = Writer(
+        numbers=numbers,
+        grouped=samples[0].shape.key_value_heads is not None,
+        attention="efficient" if is_efficient else "flash",
+    )
     variants = {}
     for name in ("whole", "split", "sequence"):
         if name == "whole":
@@ -385,7 +393,8 @@ def main() -> None:
             if chosen.precision in (None, precision) and chosen.device in (None, device):
                 samples = [sample(family, precision, device, which) for which in range(len(SIZES))]
                 path = folder / f"{family}_{precision}_{device}.json.gz"
-                write(forms_of(samples), path)
+                is_efficient = device == "cuda70" or precision == "32-true"
+                write(forms_of(samples, is_efficient=is_efficient), path)
                 print(f"{path.name}: {path.stat().st_size} bytes")
 
 

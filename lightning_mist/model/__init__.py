@@ -24,7 +24,7 @@ from lightning_mist.model.work_kinds import OperatorKind
 if TYPE_CHECKING:
     from lightning_mist.model.blocks import find_blocks
     from lightning_mist.model.cuts import map_module
-    from lightning_mist.model.device_operators import DeviceOperators, device_operators
+    from lightning_mist.model.device_table import DeviceOperators, device_operators
     from lightning_mist.model.elementwise import coupling_reason, whole_tensor_reason
     from lightning_mist.model.memory_rules import register_memory_rule
     from lightning_mist.model.optimizer import describe_optimizer, optimizer_class
@@ -73,7 +73,7 @@ __all__ = [
 _HOMES = {
     "blocks": ("find_blocks",),
     "cuts": ("map_module",),
-    "device_operators": ("DeviceOperators", "device_operators"),
+    "device_table": ("DeviceOperators", "device_operators"),
     "elementwise": ("coupling_reason", "whole_tensor_reason"),
     "memory_rules": ("register_memory_rule",),
     "optimizer": ("describe_optimizer", "optimizer_class"),

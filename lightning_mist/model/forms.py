@@ -75,6 +75,10 @@ def widths(shape: LanguageModelShape, length: int) -> dict[str, int]:
         "w": shape.head_width,
         "v": shape.vocabulary,
         "p": length,
+        # Attention's backward sums up gradients of queries in rows that are rounded up: of flash attention to 32, of the
+        # memory-efficient one to 64 entries.
+        "x": shape.heads * -(-shape.head_width // 32) * 32,
+        "y": shape.heads * -(-shape.head_width // 64) * 64,
     }
 
 

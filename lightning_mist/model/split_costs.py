@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.batches import device_of
-from lightning_mist.model.device_operators import DeviceOperators
+from lightning_mist.model.device_table import DeviceOperators
 from lightning_mist.model.fakes import quiet_fakes
 from lightning_mist.model.fit import BILINEAR, Basis
 from lightning_mist.model.isolate import isolated, substitute_parameters

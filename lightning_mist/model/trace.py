@@ -21,7 +21,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model.batches import batch_rows, device_of, resize_batch, sequence_length
 from lightning_mist.model.boundaries import boundary_specs
 from lightning_mist.model.cuts import map_module
-from lightning_mist.model.device_operators import KINDS, DeviceOperators, device_operators
+from lightning_mist.model.device_table import KINDS, DeviceOperators, device_operators
 from lightning_mist.model.fakes import has_values, quiet_fakes
 from lightning_mist.model.fit import BILINEAR, CONSTANT, Basis, MisfitError
 from lightning_mist.model.guesses import describe_guesses

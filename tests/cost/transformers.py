@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.cost.dims import TransformerDims
 from lightning_mist.model import derive_splits, map_module
-from lightning_mist.model.device_operators import device_operators
+from lightning_mist.model.device_table import device_operators
 from lightning_mist.model.fakes import quiet_fakes
 from lightning_mist.model.isolate import isolated, substitute_parameters
 from lightning_mist.model.split_step import RankView, present_parts

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_mist.model.device_operators import DeviceOperators
+from lightning_mist.model.device_table import DeviceOperators
 from lightning_mist.model.saved import Ledger
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mist.model import MICROBATCH, SEQUENCE, trace_model
-from lightning_mist.model.device_operators import device_operators
+from lightning_mist.model.device_table import device_operators
 from lightning_mist.model.reference import hollow
 
 
