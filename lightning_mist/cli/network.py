@@ -12,7 +12,7 @@ from lightning_mist.cli.output import say
 
 if TYPE_CHECKING:
     from lightning_mist.cost.dims import TransformerDims
-    from lightning_mist.model import ModelSpec
+    from lightning_mist.model import ModelSpec, OptimizerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class NetworkRequest:
         optimizer: Class in torch.optim; None for what the module's configure_optimizers makes, else AdamW.
         degrees: Tensor-parallel degrees that layers may be shared by.
         device_kind: Kind of the device that computes, ``"cpu"`` or ``"cuda"``.
+        capability: CUDA's compute capability of the device, where it is known.
+        trace: Whether a preset is traced too, instead of described by its sizes.
     """
 
     model: str
@@ -36,23 +38,71 @@ class NetworkRequest:
     optimizer: str | None
     degrees: tuple[int, ...]
     device_kind: str
+    capability: tuple[int, int] | None = None
+    trace: bool = False
 
 
-def trace_network(request: NetworkRequest, capability: tuple[int, int] | None = None) -> "ModelSpec":
+def describe_network(request: NetworkRequest) -> "ModelSpec":
+    """What the network costs: of presets by their sizes, where traces of their family are at hand; else traced.
+
+    Args:
+        request: The network.
+
+    Raises:
+        ValueError: If it names nothing, or something needed is missing.
+    """
+    from lightning_mist.model.names import check_length, check_name, check_precision
+    from lightning_mist.model.presets import PRESETS
+
+    check_precision(request.precision)
+    if ":" not in request.model:
+        check_name(request.model)
+    if request.trace or request.model not in PRESETS:
+        return trace_network(request)
+    from lightning_mist.model.preset_spec import KNOWN_OPTIMIZERS, preset_spec
+
+    length = check_length(request.model, request.seq_len)
+    name = request.optimizer or "AdamW"
+    found = preset_spec(
+        PRESETS[request.model],
+        name=request.model,
+        precision=request.precision,
+        rows=request.rows,
+        length=length,
+        degrees=request.degrees,
+        optimizer=KNOWN_OPTIMIZERS.get(name) or _optimizer(name, request.device_kind),
+        device_kind=request.device_kind,
+        capability=request.capability,
+    )
+    if found is None:
+        say(f"{request.model} in {request.precision} has to be traced for such devices, which takes longer")
+        return trace_network(request)
+    assumed = () if request.optimizer is not None else ("no optimizer was given: AdamW's needs are assumed",)
+    how = f"{request.model} is described by its sizes, from traces of its family; --trace traces it itself"
+    return replace(found, notes=(*found.notes, *assumed, how))
+
+
+def _optimizer(name: str, device_kind: str) -> "OptimizerSpec":
+    """What an optimizer keeps, measured."""
+    from lightning_mist.model import describe_optimizer, optimizer_class
+
+    return describe_optimizer(optimizer_class(name), device_kind=device_kind)
+
+
+def trace_network(request: NetworkRequest) -> "ModelSpec":
     """What the network costs, split over the tensor-parallel degrees too where that can be.
 
     Found out in a process of its own: it runs the user's code, on tensors without values.
 
     Args:
         request: The network.
-        capability: CUDA's compute capability of the device.
     """
     from lightning_mist.model.apart import run_apart
 
-    return run_apart(_trace, request, capability=capability, tell=say)
+    return run_apart(_trace, request, tell=say)
 
 
-def _trace(request: NetworkRequest, *, capability: tuple[int, int] | None, tell: Callable[[str], None]) -> "ModelSpec":
+def _trace(request: NetworkRequest, *, tell: Callable[[str], None]) -> "ModelSpec":
     from lightning_mist.cost.estimate_closed import with_second_opinion
     from lightning_mist.model import (
         derive_splits,
@@ -87,7 +137,7 @@ def _trace(request: NetworkRequest, *, capability: tuple[int, int] | None, tell:
         module_map=found,
         optimizer=optimizer,
         precision=precision,
-        device_kind=device_operators(request.device_kind, capability=capability),
+        device_kind=device_operators(request.device_kind, capability=request.capability),
     )
     spec = replace(spec, name=source.name, notes=(*spec.notes, *notes))
     return with_second_opinion(spec, source.module, request.device_kind)
@@ -100,17 +150,15 @@ def closed_network(request: NetworkRequest) -> "ModelSpec":
         ValueError: If nothing states them.
     """
     from lightning_mist.cost.estimate_closed import closed_spec
-    from lightning_mist.model import describe_optimizer, optimizer_class
-    from lightning_mist.model.sources import check_name
+    from lightning_mist.model.names import check_length, check_name
 
-    model, seq_len = request.model, request.seq_len
+    model = request.model
     if ":" not in model:
         check_name(model)
-    if seq_len is None or seq_len < 1:
-        raise ValueError(f"model {model!r} with seq_len = {seq_len}: tokens per row are needed; give --seq-len 2048")
+    seq_len = check_length(model, request.seq_len)
     return closed_spec(
         _dims(model, seq_len),
-        optimizer=describe_optimizer(optimizer_class(request.optimizer or "AdamW"), device_kind=request.device_kind),
+        optimizer=_optimizer(request.optimizer or "AdamW", request.device_kind),
         precision=request.precision,
         rows=request.rows,
         sequence_length=seq_len,

@@ -33,6 +33,7 @@ _LLAMA = {"feed_forward": "swiglu", "norm": "rmsnorm", "parallel": False, "rotar
 FAMILIES: Mapping[str, Mapping[str, object]] = {
     "gpt3": _GPT,
     "falcon": {**_GPT, "parallel": True, "rotary_fraction": 0.25},
+    "falcon180": {**_GPT, "parallel": True, "rotary_fraction": 1.0, "grouped": True},
     "llama": _LLAMA,
     "llama3": {**_LLAMA, "rotary_fraction": 1.0, "grouped": True},
 }
@@ -75,8 +76,8 @@ def widths(shape: LanguageModelShape, length: int) -> dict[str, int]:
         "w": shape.head_width,
         "v": shape.vocabulary,
         "p": length,
-        # Attention's backward sums up gradients of queries in rows that are rounded up: of flash attention to 32, of the
-        # memory-efficient one to 64 entries.
+        # Attention's backward sums up gradients of queries in rows that are rounded up: of flash attention to 32, of
+        # the memory-efficient one to 64 entries.
         "x": shape.heads * -(-shape.head_width // 32) * 32,
         "y": shape.heads * -(-shape.head_width // 64) * 64,
     }

@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_mist.model.names import check_length, check_name, check_precision
 from lightning_mist.model.presets import PRESETS
 from lightning_mist.model.reference import LanguageModel, hollow
-
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-"""Lightning's names of the precisions that can be planned for."""
 
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
 
@@ -56,35 +53,12 @@ def open_model(text: str, *, batch_rows: int, sequence_length: int | None, preci
     if ":" in text:
         return _from_function(text, context, kept)
     check_name(text)
-    if sequence_length is None or sequence_length < 1:
-        raise ValueError(
-            f"model {text!r} with seq_len = {sequence_length}: tokens per row are needed; give --seq-len 2048"
-        )
+    sequence_length = check_length(text, sequence_length)
     tokens = torch.zeros(batch_rows, sequence_length, dtype=torch.long)
     if text.endswith(".json"):
         return _from_configuration(Path(text), tokens, context, kept)
     module = hollow(lambda: LanguageModel(PRESETS[text], sequence_length), dtype=kept)
     return ModelSource(name=text, module=module, batch=(tokens, tokens.clone()), call=_step(module, context))
-
-
-def check_name(text: str) -> None:
-    """Refuse what names neither a preset nor a file that is there.
-
-    Args:
-        text: The name of a preset, or the path of a configuration.
-
-    Raises:
-        ValueError: If there is no such preset or file.
-    """
-    if text.endswith(".json"):
-        if not Path(text).exists():
-            raise ValueError(f"model {text!r}: there is no such file; give the path of a config.json")
-    elif text not in PRESETS:
-        near = get_close_matches(text, PRESETS, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"model {text!r}: not a preset, a config.json or package.module:function; did you mean {near!r}? Presets: "
-            f"{', '.join(PRESETS)}"
-        )
 
 
 def precision_context(precision: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -93,8 +67,7 @@ def precision_context(precision: str) -> Callable[[], AbstractContextManager[Any
     Raises:
         ValueError: If the precision is not known.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision {precision!r}: known precisions are {', '.join(PRECISIONS)}")
+    check_precision(precision)
     dtype, _, mixed = precision.partition("-")
     if mixed != "mixed":
         # What a step makes out of nothing is in that precision too.
