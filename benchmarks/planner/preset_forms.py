@@ -52,10 +52,10 @@ MONOMIALS = {
 GROUPED = ("g", "k", "h k")
 ROUNDED = {"flash": ("x",), "efficient": ("y",)}
 
-UNDER = 64
-"""Factors are multiples of one over this."""
+UNDER = (1, 2, 4, 8, 16, 32, 64)
+"""Factors are multiples of one over the first of these with which there are such."""
 
-LARGEST = 1000
+LARGEST = 400
 """No factor is larger."""
 
 
@@ -165,28 +165,33 @@ def small_sum(column: Sequence[Fraction], rows: Sequence[Sequence[int]]) -> list
         return [Fraction(0)] * len(rows)
     for index, row in enumerate(rows):
         ratios = {value / item for value, item in zip(column, row, strict=True)}
-        if len(ratios) == 1 and (ratio := ratios.pop()).denominator <= UNDER and abs(ratio) <= LARGEST:
+        if len(ratios) == 1 and (ratio := ratios.pop()).denominator <= UNDER[-1] and abs(ratio) <= LARGEST:
             return [ratio if place == index else Fraction(0) for place in range(len(rows))]
     for pair in combinations(range(len(rows)), 2):
         factors = solve_two(column, *(rows[index] for index in pair))
         if factors is not None:
             return [factors[pair.index(place)] if place in pair else Fraction(0) for place in range(len(rows))]
+    for under in UNDER:
+        if all((value * under).denominator == 1 for value in column):
+            found = shortest(column, rows, under)
+            if found is not None and max(abs(item) for item in found) <= LARGEST:
+                return found
+    raise ValueError(f"{column}: no sum of {rows} with small factors")
+
+
+def shortest(column: Sequence[Fraction], rows: Sequence[Sequence[int]], under: int) -> list[Fraction] | None:
+    """Factors that are multiples of one over a number, of the shortest vector of the lattice that has such."""
     weight = 10**9
-    target = [int(value * UNDER) if (value * UNDER).denominator == 1 else None for value in column]
-    if None in target:
-        raise ValueError(f"{column}: not a multiple of 1/{UNDER}")
     matrix = [
         [*(int(place == index) for place in range(len(rows))), 0, *(weight * item for item in row)]
         for index, row in enumerate(rows)
     ]
-    matrix.append([*([0] * len(rows)), 1, *(-weight * item for item in target)])  # type: ignore[operator]
+    matrix.append([*([0] * len(rows)), 1, *(-weight * int(item * under) for item in column)])
     for line in reduced(matrix):
         factors, sign, rest = line[: len(rows)], line[len(rows)], line[len(rows) + 1 :]
         if abs(sign) == 1 and not any(rest):
-            found = [Fraction(int(item) * int(sign), UNDER) for item in factors]
-            if max(abs(item) for item in found) <= LARGEST:
-                return found
-    raise ValueError(f"{column}: no sum of {rows} with small factors")
+            return [Fraction(int(item) * int(sign), under) for item in factors]
+    return None
 
 
 def solve_two(column: Sequence[Fraction], one: Sequence[int], other: Sequence[int]) -> tuple[Fraction, Fraction] | None:
@@ -198,7 +203,7 @@ def solve_two(column: Sequence[Fraction], one: Sequence[int], other: Sequence[in
         (column[0] * other[1] - column[1] * other[0]) / base,
         (column[1] * one[0] - column[0] * one[1]) / base,
     )
-    is_small = all(item.denominator <= UNDER and abs(item) <= LARGEST for item in found)
+    is_small = all(item.denominator <= UNDER[-1] and abs(item) <= LARGEST for item in found)
     is_right = found[0] * one[2] + found[1] * other[2] == column[2]
     return found if is_small and is_right else None
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.machine import open_cluster
-from lightning_mist.cli.network import NetworkRequest, closed_network, trace_network
+from lightning_mist.cli.network import NetworkRequest, closed_network, describe_network
 from lightning_mist.cli.output import say, terminal_width
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import OffloadRatios, Plan, ScheduleName, load, plan_of
@@ -74,6 +74,7 @@ def estimate(
     json: bool = False,
     picture: str | None = None,
     closed_form: bool = False,
+    trace: bool = False,
 ) -> None:
     """Say what a plan needs of every device's memory, and what would make it fit.
 
@@ -94,6 +95,7 @@ def estimate(
         json: Print JSON on stdout and nothing else there.
         picture: Where to draw the bytes of every stage over one step, as .png, .pdf or .svg; needs matplotlib.
         closed_form: Do not trace: estimate a transformer from its sizes alone, in a moment and less exactly.
+        trace: Trace a preset too, which takes longer, instead of describing it by its sizes.
     """
     from lightning_mist.cost.allocator_text import parse_allocator_settings
     from lightning_mist.cost.estimate_planned import limit_of
@@ -108,7 +110,7 @@ def estimate(
     rows = global_batch_size if global_batch_size is not None else _rows(given, machine)
     if given is not None and rows != given.global_batch_size:
         raise ValueError(f"global_batch_size = {rows}: {plan} is for {given.global_batch_size} rows; leave it out")
-    named = {"model": model, "precision": precision, "optimizer": optimizer}
+    named = {"model": model, "precision": precision, "optimizer": optimizer, "trace": trace}
     base = {**asdict(degrees), "global_batch_size": rows, "seq_len": seq_len}
     points = [{**base, **dict(values)} for values in combinations(axes)] if axes else [base]
     if given is None:
@@ -168,12 +170,13 @@ class _Estimators:
             seq_len=seq_len,
             degrees=self._degrees,
             device_kind=self._machine.device.kind,
+            capability=capability_of(self._machine.device.name),
         )
         if self._closed_form:
             spec = closed_network(request)
             return Estimator(spec, self._machine, self._limit, "closed form (asked for)")
         try:
-            spec = trace_network(request, capability_of(self._machine.device.name))
+            spec = describe_network(request)
             return Estimator(spec, self._machine, self._limit)
         except TraceError as error:
             try:

@@ -22,7 +22,6 @@ def is_measured(text: str) -> bool:
 
 def open_cluster(text: str) -> "AnyCluster":
     """The cluster that a text describes, or this machine."""
-    from lightning_mist.cli.measuring import local_cluster
     from lightning_mist.hardware import parse_cluster, read_machine
 
     if is_measured(text):
@@ -32,6 +31,8 @@ def open_cluster(text: str) -> "AnyCluster":
     count = text.partition(":")[2]
     if text != _LOCAL and not (count.isdecimal() and int(count) > 0):
         raise ValueError(f"cluster {text!r}: write local, or local: and a number of processes, for example local:2")
+    from lightning_mist.cli.measuring import local_cluster
+
     return local_cluster("auto", int(count) if count else None, f"cluster {text!r}")
 
 
@@ -43,12 +44,16 @@ def open_profile(text: str, cluster: "AnyCluster", precision: str) -> "HardwareP
         cluster: What it returned.
         precision: Lightning's name of the precision.
     """
-    from lightning_mist.cli.measuring import measure_local
-    from lightning_mist.hardware import read_machine, single
-
     if is_measured(text):
+        from lightning_mist.hardware import read_machine
+
         return read_machine(Path(text))[1]
-    return measure_local(single(cluster, "measuring"), precision).profile if is_local(text) else None
+    if not is_local(text):
+        return None
+    from lightning_mist.cli.measuring import measure_local
+    from lightning_mist.hardware import single
+
+    return measure_local(single(cluster, "measuring"), precision).profile
 
 
 def devices_of(plan: "Plan", cluster: "AnyCluster") -> tuple[str, ...]:

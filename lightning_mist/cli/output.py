@@ -3,10 +3,13 @@
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from time import perf_counter
 
 from lightning_mist.plan import Plan, render, step_rates, to_json
+from lightning_mist.units import format_seconds
 
 
 def terminal_width() -> int:
@@ -34,3 +37,12 @@ def print_json(found: Plan, **more: object) -> None:
 def say(text: str) -> None:
     """Print one line of progress."""
     print(f"mist: {text}", file=sys.stderr)
+
+
+@contextmanager
+def told(text: str) -> Iterator[None]:
+    """Say what is done inside, and afterwards how long it took."""
+    say(text)
+    start = perf_counter()
+    yield
+    say(f"that took {format_seconds(perf_counter() - start)}")

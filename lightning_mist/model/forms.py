@@ -33,7 +33,6 @@ _LLAMA = {"feed_forward": "swiglu", "norm": "rmsnorm", "parallel": False, "rotar
 FAMILIES: Mapping[str, Mapping[str, object]] = {
     "gpt3": _GPT,
     "falcon": {**_GPT, "parallel": True, "rotary_fraction": 0.25},
-    "falcon180": {**_GPT, "parallel": True, "rotary_fraction": 1.0, "grouped": True},
     "llama": _LLAMA,
     "llama3": {**_LLAMA, "rotary_fraction": 1.0, "grouped": True},
 }
@@ -41,13 +40,11 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
 
 PRECISIONS: Mapping[str, Mapping[str, str]] = {
     "cuda80": {
-        "32-true": "32-true",
         "bf16-true": "bf16-true",
         "16-true": "bf16-true",
         "bf16-mixed": "bf16-mixed",
         "16-mixed": "bf16-mixed",
     },
-    "cuda70": {"16-true": "16-true", "16-mixed": "16-mixed"},
 }
 """By class of device, precisions, and under which name their files lie: from compute capability 8.0 on both types of 16
 bits run the same operators."""

@@ -7,9 +7,6 @@ with the same blocks:
 * ``gpt3-6.7b``, ``gpt3-175b``: Brown et al., Language Models are Few-Shot Learners (arXiv:2005.14165), table 2.1.
 * ``gpt3-39b``, ``gpt3-76b``, ``gpt3-145b``: Narayanan et al., Efficient Large-Scale Language Model Training on GPU
   Clusters (arXiv:2104.04473), table 1.
-* ``falcon-180b``: Almazrouei et al., The Falcon Series of Open Language Models (arXiv:2311.16867), and its published
-  ``config.json`` (tiiuae/falcon-180B): 8 heads of keys and values, whole heads rotated, 65024 tokens; with one norm for
-  each block, and a head of its own.
 * ``llama-65b``: Touvron et al., LLaMA (arXiv:2302.13971), table 2.
 * ``llama3-8b``, ``llama3-70b``, ``llama3-405b``: Dubey et al., The Llama 3 Herd of Models (arXiv:2407.21783), table 3:
   8 heads of keys and values, a vocabulary of 128256 tokens, whole heads rotated. ``llama-405b`` is another name of
@@ -105,16 +102,6 @@ PRESETS: Mapping[str, LanguageModelShape] = {
     "gpt3-145b": _gpt3(12288, 80, 96),
     "gpt3-175b": _gpt3(12288, 96, 96),
     **{f"falcon-{size}": _falcon(*shape) for size, shape in _SIZES.items()},
-    "falcon-180b": LanguageModelShape(
-        hidden=14848,
-        ffn=4 * 14848,
-        layers=80,
-        heads=232,
-        key_value_heads=8,
-        vocabulary=65024,
-        parallel=True,
-        rotary_fraction=1.0,
-    ),
     **{f"llama-{size}": _llama(*shape, _LLAMA_FFN[size]) for size, shape in _SIZES.items()},
     "llama-350m": _llama(1024, 24, 16, 2816),
     "llama-65b": _llama(8192, 80, 64, 22016),

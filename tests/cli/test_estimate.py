@@ -116,7 +116,7 @@ def test_what_cannot_be_traced_has_a_closed_form_where_sizes_are_known(capsys, m
     def fails(*args, **kwargs):
         raise TraceError("an operator has no fake kernel")
 
-    monkeypatch.setattr(estimate_command, "trace_network", fails)
+    monkeypatch.setattr(estimate_command, "describe_network", fails)
     run(*arguments(model="llama-1.3b", seq_len=128, precision="bf16-true", json=True))
     found = estimate_from_json(capsys.readouterr().out)
     assert found.source == "closed form (an operator has no fake kernel)"

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -162,3 +164,28 @@ def test_plan_for_unlike_devices(tmp_path, capsys):
     assert "A100-40" in text.splitlines()[3] + text.splitlines()[4] + text.splitlines()[5]
     assert "18.0 GiB per device, 80% of the memory of L4" in text
     assert "Fits in " in text
+
+
+PRESET = ("--model", "gpt3-1.3b", "--seq-len", "512", "--precision", "bf16-true")
+ONE_STAGE = ("--max-stages", "1", "--schedules", '["1f1b"]', "--offload", "[]", "--tensor-parallel-degrees", "[1]")
+
+
+def test_a_preset_is_described_without_torch():
+    """Torch alone takes longer to import than a search takes."""
+    arguments = ["plan", *PRESET, "--cluster", "1x2xL4", "--global-batch-size", "8", *ONE_STAGE, "--json"]
+    text = f"import sys; from lightning_mist.cli import main; main({arguments!r}); print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=120)
+    document, _, imported = found.stdout.rstrip().rpartition("\n")
+    assert imported == "False"
+    assert any("gpt3-1.3b is described by its sizes" in note for note in json.loads(document)["notes"])
+
+
+def test_json_says_how_sure_the_plan_is(capsys):
+    run("plan", *PRESET, "--cluster", "1x2xL4", "--global-batch-size", "8", *ONE_STAGE, "--json")
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert found["search"]["status"] in ("optimal", "explored")
+    assert 0 < found["search"]["bound"] <= found["search"]["closed_form_seconds"] * (1 + 1e-9)
+    assert found["search"]["gap"] >= 0
+    assert found["search"]["stats"]["candidates"] > 0
+    assert "mist: searching plans for 24 layers on 2 devices\nmist: that took " in shown.err

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.model.sources import PRECISIONS, open_model
+from lightning_mist.model.names import PRECISIONS
+from lightning_mist.model.sources import open_model
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

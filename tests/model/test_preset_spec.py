@@ -1,0 +1,125 @@
+"""Presets by their sizes, against traces of networks of other sizes than those that the forms were found from."""
+
+from dataclasses import fields, is_dataclass, replace
+
+import pytest
+import torch
+
+from lightning_mist.model import Polynomial, device_operators, map_module, trace_model
+from lightning_mist.model.forms import FAMILIES
+from lightning_mist.model.optimizer import describe_optimizer
+from lightning_mist.model.preset_map import preset_map
+from lightning_mist.model.preset_spec import KNOWN_OPTIMIZERS, preset_spec
+from lightning_mist.model.presets import PRESETS
+from lightning_mist.model.shapes import LanguageModelShape
+from lightning_mist.model.sources import open_model
+from tests.specs import ADAMW
+
+ROWS, LENGTH = 4, 96
+
+
+def shape_of(family, **changes):
+    choices = dict(FAMILIES[family])
+    sizes = {"hidden": 320, "ffn": 832, "layers": 2, "heads": 8, "vocabulary": 1000, **changes}
+    return LanguageModelShape(**sizes, key_value_heads=4 if choices.pop("grouped") else None, **choices)
+
+
+def traced(monkeypatch, shape, precision, degrees, capability):
+    monkeypatch.setitem(PRESETS, "small", shape)
+    source = open_model("small", batch_rows=ROWS, sequence_length=LENGTH, precision=precision)
+    dtype = "float32" if "mixed" in precision or "32" in precision else {"16": "float16"}.get(precision[:2], "bfloat16")
+    known = preset_map(shape, rows=ROWS, length=LENGTH, degrees=degrees, dtype=dtype)
+    smaller = tuple(each[: ROWS - 1] for each in source.batch)
+    found = map_module(source.module, source.call, source.batch, second_batch=smaller)
+    spec = trace_model(
+        source.module,
+        source.batch,
+        call=source.call,
+        module_map=replace(known, outputs=found.outputs),
+        optimizer=torch.optim.AdamW,
+        precision=precision,
+        device_kind=device_operators("cuda", capability=capability),
+    )
+    return replace(spec, name="small", module_map=known)
+
+
+def differences(one, other, path=""):
+    """Where two specifications differ, but in lines of code, which files of forms leave out."""
+    if isinstance(one, Polynomial):
+        return [] if one.expression == other.expression else [path]
+    if is_dataclass(one) and type(one) is type(other):
+        return [
+            each
+            for field in fields(one)
+            if field.name != "line"
+            for each in differences(getattr(one, field.name), getattr(other, field.name), f"{path}.{field.name}")
+        ]
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        return [each for index, pair in pairs for each in differences(*pair, f"{path}[{index}]")]
+    return [] if one == other else [f"{path}: {one} against {other}"]
+
+
+CASES = [
+    ("gpt3", "bf16-mixed", (8, 9)),
+    ("llama", "16-mixed", (8, 0)),
+    ("falcon", "bf16-true", (9, 0)),
+    ("llama3", "bf16-true", (8, 0)),
+]
+
+
+@pytest.mark.parametrize(("family", "precision", "capability"), CASES)
+def test_it_is_what_a_trace_says(monkeypatch, family, precision, capability):
+    shape = shape_of(family)
+    expected = traced(monkeypatch, shape, precision, (4,), capability)
+    found = preset_spec(
+        shape,
+        name="small",
+        precision=precision,
+        rows=ROWS,
+        length=LENGTH,
+        degrees=(4,),
+        optimizer=expected.optimizer,
+        capability=capability,
+    )
+    assert found is not None
+    assert found.head.events is not None
+    assert differences(expected, found) == []
+
+
+def test_adam_w_is_known_as_it_is_measured():
+    assert KNOWN_OPTIMIZERS["AdamW"] == describe_optimizer(torch.optim.AdamW, device_kind="cuda")
+
+
+def of(shape, precision="bf16-true", **changes):
+    how = {"name": "x", "rows": 1, "length": 64, "degrees": (2, 3), "optimizer": ADAMW, **changes}
+    return preset_spec(shape, precision=precision, **how)
+
+
+def test_degrees_that_do_not_divide_are_left_out():
+    spec = of(shape_of("gpt3"))
+    assert {item.degree for item in spec.splits} == {2}
+    assert spec.module_map.unsplit == ((3, "3 does not divide 4 heads, the inner width 832 or the vocabulary of 1000"),)
+    assert spec.module_map.split(2).degree == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "how"),
+    [
+        ({"tied": True}, {}),
+        ({"rotary_fraction": 0.5}, {}),
+        ({"heads": 32}, {}),
+        ({"heads": 2}, {}),
+        ({}, {"precision": "64-true"}),
+        ({}, {"device_kind": "cpu"}),
+        ({}, {"capability": (7, 0)}),
+    ],
+    ids=str,
+)
+def test_what_was_never_traced_is_not_known(changes, how):
+    assert of(shape_of("gpt3")) is not None
+    assert of(replace(shape_of("gpt3"), **changes), **how) is None
+
+
+def test_every_preset_is_known():
+    assert [name for name, shape in PRESETS.items() if of(replace(shape, layers=2), degrees=()) is None] == []
