@@ -40,6 +40,7 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
 
 PRECISIONS: Mapping[str, Mapping[str, str]] = {
     "cuda80": {
+        "32-true": "32-true",
         "bf16-true": "bf16-true",
         "16-true": "bf16-true",
         "bf16-mixed": "bf16-mixed",

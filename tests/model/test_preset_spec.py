@@ -64,7 +64,7 @@ CASES = [
     ("gpt3", "bf16-mixed", (8, 9)),
     ("llama", "16-mixed", (8, 0)),
     ("falcon", "bf16-true", (9, 0)),
-    ("llama3", "bf16-true", (8, 0)),
+    ("llama3", "32-true", (8, 0)),
 ]
 
 
