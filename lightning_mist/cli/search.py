@@ -27,7 +27,7 @@ class SearchOptions:
         sequence_parallel: Whether devices that share layers share the sequence between them too; null for what is
             faster.
         checkpointing: Whether layers may be recomputed in backward.
-        checkpointed_shares: Which parts of each stage's layers may be recomputed, "[0,1]" for none or all; null for any.
+        checkpointed_shares: Which parts of each stage's layers may be recomputed, such as "[0,1]"; null for any number.
         offload: What may be in host memory, of parameters, gradients, optimizer and activations; "[]" for nothing.
         offload_ratios: Which parts of each of these may be there.
         schedules: Pipeline schedules to choose from, of 1f1b, gpipe, interleaved-1f1b and zb-h1.
