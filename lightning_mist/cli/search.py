@@ -57,5 +57,8 @@ class SearchOptions:
         """The same for the search."""
         from lightning_mist.tuner import SearchSpace
 
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return SearchSpace(**{name: tuple(item) if isinstance(item, list) else item for name, item in values.items()})
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+        return SearchSpace(**values)
