@@ -36,7 +36,7 @@ def search_mixed(stages: MixedStages, deadline: float) -> Outcome:
     checked = check(search.best[winner], deadline)
     search.keep(checked.found)
     if checked.refutes:
-        bound = least
+        bound = 0.0  # Nothing that has been proven can be relied on.
     for count in compared(stages.space, winner):
         others = [group._replace(counts=(count,)) for group in stages.groups if count in group.counts]
         search.look(others, partial(_less, search, count))

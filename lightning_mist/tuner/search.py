@@ -88,7 +88,7 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float) -> Outcom
     checked = check(tally.best[winner], deadline)
     tally.note(checked.found)
     if checked.refutes:
-        bound = min(lower.values())
+        bound = 0.0  # Nothing that has been proven can be relied on.
     for num_stages in compared(space, winner):
         _search(tally, [key for key in groups if num_stages in key[0]], tally.least * COMPARED, num_stages)
     return _outcome(tally, winner, bound, checked)
@@ -187,7 +187,7 @@ class _Tally:
     bounds: dict[tuple[int, int], float]
     best: dict[int, Found] = field(default_factory=dict)
     found: dict[tuple[int, int], Found] = field(default_factory=dict)
-    solved: int = 0
+    solved: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def least(self) -> float:
@@ -217,14 +217,14 @@ def _outcome(tally: _Tally, winner: int | None, bound: float, checked: Checked |
         bound=bound,
         certified=checked is not None and checked.certified,
         pipelines=len(tally.lower),
-        solved=tally.solved,
+        solved=len(tally.solved),
         notes=checked.notes if checked is not None else (),
     )
 
 
 def _attempt(tally: _Tally, counts: list[int], num_microbatches: int, below: float) -> None:
     """Solve some pipelines, if they can be better than ``below``, and remember their answers."""
-    tally.solved += len(counts)
+    tally.solved |= {(count, num_microbatches) for count in counts}
     if counts == [1]:
         problem = _single(tally.intra, tally.space, num_microbatches, below)
         answer = solve(problem, below=below, deadline=tally.deadline)

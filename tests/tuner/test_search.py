@@ -1,0 +1,92 @@
+from dataclasses import replace
+from time import perf_counter
+
+import numpy as np
+import pytest
+
+from lightning_mist.tuner import SearchSpace, search
+from lightning_mist.tuner.bound import PRECISION, solve
+from lightning_mist.tuner.planner import Planner
+from lightning_mist.tuner.problem import InterStageProblem
+from tests.specs import cluster, profile, spec
+
+
+def stages_of(devices=4, rows=4, memory=10**12, nodes=1, **limits):
+    """What the stages of a small network may be."""
+    planner = Planner(spec(), cluster(devices, nodes=nodes), profile=profile())
+    space = planner.space(rows * devices, SearchSpace(**{"schedules": ("1f1b",), "offload": (), **limits}))
+    return planner.stages(space, memory)
+
+
+def each_by_itself(stages):
+    """The least step seconds of every pipeline, each solved alone."""
+    space, found = stages.space, {}
+    for num_stages, num_microbatches in space.pipelines():
+        problem = InterStageProblem(
+            num_layers=space.num_layers,
+            num_devices=(space.world_size,),
+            num_microbatches=num_microbatches,
+            slots=tuple(stages.frontier(index, num_stages, num_microbatches) for index in range(num_stages)),
+        )
+        found[num_stages, num_microbatches] = solve(problem).objective
+    return found
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("memory", [10**12, 10**6, 600_000])
+def test_families_find_what_each_pipeline_has_by_itself(nodes, memory):
+    stages = stages_of(nodes=nodes, memory=memory)
+    wanted = each_by_itself(stages)
+    outcome = search.search_pipelines(stages, stages.space, np.inf)
+    least = min(wanted.values())
+    assert outcome.certified
+    assert outcome.notes == ()
+    assert outcome.solved <= outcome.pipelines == len(wanted)
+    assert outcome.bound == pytest.approx(least, rel=2 * PRECISION)
+    assert outcome.best[outcome.winner].answer.objective == pytest.approx(least, rel=2 * PRECISION)
+    for count, found in outcome.best.items():
+        near = min(value for key, value in wanted.items() if key[0] == count)
+        assert found.answer.objective >= near * (1 - PRECISION)
+        if near < search.COMPARED * least:
+            assert found.answer.objective == pytest.approx(near, rel=2 * PRECISION)
+    for key, found in outcome.found.items():
+        assert key == (len(found.answer.chosen), found.problem.num_microbatches)
+        assert found.problem.is_feasible(found.answer.chosen)
+        assert found.answer.objective >= wanted[key] * (1 - PRECISION)
+
+
+def test_quick_bounds_hold():
+    stages = stages_of()
+    lower, wanted = search._quick_bounds(stages, stages.space), each_by_itself(stages)
+    assert lower.keys() == wanted.keys()
+    assert all(lower[key] <= wanted[key] for key in lower)
+
+
+def test_without_time_there_is_an_answer_and_a_true_bound():
+    stages = stages_of()
+    least = min(each_by_itself(stages).values())
+    outcome = search.search_pipelines(stages, stages.space, perf_counter() - 1)
+    assert outcome.best[outcome.winner].answer.objective >= least * (1 - PRECISION)
+    assert outcome.bound <= least * (1 + PRECISION)
+
+
+def test_where_nothing_fits_there_is_no_winner():
+    stages = stages_of(memory=100)
+    outcome = search.search_pipelines(stages, stages.space, np.inf)
+    assert outcome.winner is None
+    assert not outcome.certified
+
+
+def test_what_refutes_the_dynamic_program_is_taken_and_said(monkeypatch):
+    stages = stages_of()
+    least = min(each_by_itself(stages).values())
+    monkeypatch.setattr(
+        search,
+        "solve_program",
+        lambda problem, *, time_limit, incumbent: replace(incumbent, objective=least / 2, bound=0.0),
+    )
+    outcome = search.search_pipelines(stages, stages.space, np.inf)
+    assert outcome.best[outcome.winner].answer.objective == least / 2
+    assert outcome.bound == 0.0
+    assert not outcome.certified
+    assert "report" in outcome.notes[0]
