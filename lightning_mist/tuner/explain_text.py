@@ -112,18 +112,19 @@ def _bought(item: WhatIf, step_seconds: float) -> str:
     gain = f"{format_seconds(least)} per step ({least / step_seconds - 1:+.1%})"
     if best is None:
         return f"{gain} by this plan; a better one was not looked for"
-    return gain + _by_which(same, least, step_seconds)
+    other = "another plan" if best.proven else "another plan, the best that was found in time"
+    return gain + _by_which(same, least, step_seconds, other)
 
 
-def _by_which(same: Version | None, least: float, step_seconds: float) -> str:
+def _by_which(same: Version | None, least: float, step_seconds: float, other: str) -> str:
     """Whether the plan at hand has the least seconds on a better machine, and what it has if not."""
     if same is None or not same.fits or same.seconds is None:
-        return ", by another plan"
+        return f", by {other}"
     if same.seconds <= least * (1 + LEAST_SHARE):
         return ", without changing the plan"
     if abs(same.seconds / step_seconds - 1) < LEAST_SHARE:
-        return ", by another plan"
-    return f" by another plan; this one would take {_against(same, step_seconds)}"
+        return f", by {other}"
+    return f" by {other}; this one would take {_against(same, step_seconds)}"
 
 
 def _other(item: OtherPlan, step_seconds: float) -> str:
