@@ -116,19 +116,30 @@ def command_of(given: Mapping[str, Any]) -> str:
 def _words(given: Iterable[tuple[str, Any]]) -> Iterable[str]:
     for name, value in given:
         if is_dataclass(value) and not isinstance(value, type):
-            changed = ((field.name, getattr(value, field.name), field.default) for field in fields(value))
-            yield from _words((key, current) for key, current, default in changed if current != default)
-        elif value is True:
-            yield f"--{name.replace('_', '-')}"
-        elif _is_said(value) or (value is False and name == "checkpointing"):
-            yield f"--{name.replace('_', '-')}"
-            yield _text(value)
+            for field in fields(value):
+                current = _plain(getattr(value, field.name))
+                if current != field.default:
+                    yield from _option(field.name, current, is_switch=field.default is False)
+        elif _is_said(value):
+            yield from _option(name, _plain(value), is_switch=value is True)
+
+
+def _option(name: str, value: Any, *, is_switch: bool) -> Iterable[str]:
+    """An option of the command line; a switch has no value."""
+    yield f"--{name.replace('_', '-')}"
+    if not is_switch:
+        yield _text(value)
+
+
+def _plain(value: Any) -> Any:
+    """A value as options have it by default: parsers make lists of what is said."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, tuple):
         return f"[{','.join(map(str, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _is_said(value: Any) -> bool:

@@ -24,6 +24,13 @@ def test_the_command_can_be_given_again():
     )
 
 
+def test_what_is_said_as_by_default_is_left_out():
+    options = SearchOptions(zero_stages=[0, 1, 2, 3], schedules=["1f1b"])
+    assert command_of({**GIVEN, "compare": False, "html": None, "options": options}) == (
+        "lightning-mist plan --model gpt3-1.3b --cluster 1x2xL4 --global-batch-size 16 --schedules '[1f1b]'"
+    )
+
+
 def test_inputs_in_words():
     found = dict(inputs_of(GIVEN, predicted(2, 4)))
     assert found["global batch size"] == "16"
