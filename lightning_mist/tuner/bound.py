@@ -163,7 +163,7 @@ class _Search:
             return np.inf
         bound, low = np.inf, min(walk.values.values())
         self._note(walk)
-        self._push(first, last, low)
+        self._push(self._fastest(first, last, low), last, low)
         while self.intervals:
             bound_here, begin, end, low = heapq.heappop(self.intervals)
             if bound_here >= self.objective * (1 - PRECISION) or perf_counter() > self.deadline:
@@ -174,6 +174,18 @@ class _Search:
             self._push(begin, reached - 1, value)
             self._push(middle + 1, end, low)
         return bound
+
+    def _fastest(self, first: int, last: int, low: float) -> int:
+        """The least pace that can lead to a better answer; answers near it are good ones to begin with."""
+        while first < last and self.pace * float(self.paces_K[first]) + low < self.objective:
+            middle = (first + last) // 2
+            walk = self.suffixes.walk(float(self.paces_K[middle]))
+            if walk.values:
+                self._note(walk)
+                last = middle
+            else:
+                first = middle + 1
+        return first
 
     def _middle(self, begin: int, end: int, low: float) -> tuple[int, int]:
         """A pace to look at, and the last one of an interval that can still lead to a better answer."""

@@ -149,6 +149,8 @@ class Suffixes:
             if count > len(self.middle) + 1 or not (sums[-1] < np.inf).any():
                 break
             lines = self._kept(self.middle[count - 2], pace, cap, slack)
+            if cap is not None:
+                lines = _needed(lines, sums[-1], cap)
             sums.append(self._extended(lines, states, sums[-1], maps, cap, pace))
         return Walk(pace=pace, cap=cap, values=values, states=states, sums=tuple(sums))
 
@@ -304,3 +306,14 @@ class Suffixes:
             kept = np.zeros(len(lines), dtype=bool)
             kept[some] = True
             yield lines.take(kept), np.stack(found)
+
+
+def _needed(lines: Lines, behind_J: FloatArray, cap: float) -> Lines:
+    """The lines that a cap lets stand in front of some suffix, without those that a faster one can always replace."""
+    reached_J = behind_J[behind_J < np.inf]
+    if not len(lines) or not len(reached_J) or lines.steady_CR.shape[1] > 1:
+        return lines
+    reach_C = lines.reach_CR[:, 0]
+    # Lines with the same layers and devices come one after another, by rising steady time.
+    faster_C = np.where(lines.rank_C > 0, np.concatenate([[np.inf], reach_C[:-1]]), np.inf)
+    return lines.take((reach_C + reached_J.min() <= cap) & (faster_C + reached_J.max() > cap))
