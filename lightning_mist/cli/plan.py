@@ -92,7 +92,7 @@ def plan(
         result = planner.tune(**asked)
     found = replace(result.plan, fingerprint=_made_for(spec, machine, rows, precision))
     memory = _memory_of(spec, machine, found, limit)
-    notes = (*_not_executed(found), *split_notes(found, spec.module_map), *result.explain())
+    notes = (*_not_executed(found), *split_notes(found, spec.module_map), *spec.notes, *result.explain())
     why = explanation_of(planner, result, full=explain or html is not None, **asked)
     compared = compare_with_others(planner, found, **limits) if compare else None
     if json:
