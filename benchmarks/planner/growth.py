@@ -88,10 +88,12 @@ def main() -> None:
     """Search and draw, or draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", action="store_true", help="only draw the latest record")
+    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
+    parser.add_argument("--devices", type=int, nargs="+", default=DEVICES, help="multiples of 8")
     options = parser.parse_args()
     if not options.draw:
-        points = [(layers, FIXED_DEVICES, "layers") for layers in LAYERS]
-        points += [(FIXED_LAYERS, devices, "devices") for devices in DEVICES]
+        points = [(layers, FIXED_DEVICES, "layers") for layers in options.layers]
+        points += [(FIXED_LAYERS, devices, "devices") for devices in options.devices]
         samples = []
         for point in points:
             samples.append(searched(*point))

@@ -271,28 +271,32 @@ def priced(instance, count, parts, index, kind):
     if key not in instance.known:
         rows = candidates_of(instance, len(parts), index, kind)
         slot = slot_of(instance, count, parts, index, kind)
-        instance.known[key] = _prices(instance.known["model"], slot, rows, bool(instance.search.offload))
+        instance.known[key] = _prices(instance.known["model"], slot, rows)
     return instance.known[key]
 
 
-def _prices(model, slot, rows, offloads):
+def _prices(model, slot, rows):
+    """What candidates cost; those that move nothing are priced as what they are, without offload."""
+    moves_K = rows[:, 4:].any(axis=1)
+    costs = np.empty((4, len(rows)))
+    for moves in (False, True):
+        if (moves_K == moves).any():
+            costs[:, moves_K == moves] = _costs(model, slot, rows[moves_K == moves], moves)
+    steady_K, boundary_K, peak_K, host_K = costs
     range_K2 = rows[:, :2].astype(np.int64)
-    if not len(rows):
-        return Prices(range_K2=range_K2, **dict.fromkeys(("steady_K", "boundary_K", "peak_K", "host_K"), np.empty(0)))
+    return Prices(range_K2=range_K2, steady_K=steady_K, boundary_K=boundary_K, peak_K=peak_K, host_K=host_K)
+
+
+def _costs(model, slot, rows, moves):
     start_K, end_K, recomputed_K, zero_K = rows[:, :4].T.astype(np.int64)
     candidates = StageCandidates(start_K=start_K, end_K=end_K, checkpointed_K=recomputed_K, zero_stage_K=zero_K)
-    if offloads:
+    if moves:
         ratios = dict(zip((f"{name}_K" for name in OFFLOADED), rows[:, 4:].T, strict=True))
         candidates = replace(candidates, offload=OffloadCandidates(**ratios))
     costs = model.evaluate(slot, candidates)
     phases = stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
-    return Prices(
-        range_K2=range_K2,
-        steady_K=costs.steady_K,
-        boundary_K=costs.boundary_K,
-        peak_K=costs.needs.peaks(phases),
-        host_K=host_bytes(model.memory(slot), slot, candidates, costs.needs, phases),
-    )
+    host_K = host_bytes(model.memory(slot), slot, candidates, costs.needs, phases)
+    return costs.steady_K, costs.boundary_K, costs.needs.peaks(phases), host_K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
