@@ -95,7 +95,7 @@ def render_comparison(
     known: dict[Plan, str] = {}
     for item in items:
         if item.plan is None:
-            table.add_row(item.name, "-", "-", "-", "-", f"does not fit: {item.reason}")
+            table.add_row(item.name, "-", "-", "-", "-", _noted(f"does not fit: {item.reason}", item))
             continue
         first = known.setdefault(replace(item.plan, predicted=None, fingerprint=()), item.name)
         settings = (
@@ -106,7 +106,7 @@ def render_comparison(
             else f"the same plan as {first}"
         )
         mark = " *" if not_executed(item) else ""
-        table.add_row(f"{item.name}{mark}", *_cells(item, has_tokens), settings)
+        table.add_row(f"{item.name}{mark}", *_cells(item, has_tokens), _noted(settings, item))
     text = StringIO()
     console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
     console.print(table, markup=False)
@@ -114,6 +114,10 @@ def render_comparison(
     if any(not_executed(item) for item in items):
         lines.append("* a forecast: the runtime does not execute all of this plan yet")
     return "\n".join((*lines, *notes))
+
+
+def _noted(text: str, item: "ComparedPlan") -> str:
+    return f"{text} ({item.note})" if item.note else text
 
 
 def not_executed(item: "ComparedPlan") -> tuple[str, ...]:

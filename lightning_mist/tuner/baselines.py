@@ -93,11 +93,13 @@ class Baseline:
         name: What it is.
         plan: The plan with its prediction; None if there is none that fits.
         reason: Why there is none; empty if there is one.
+        note: What to know of the search for it.
     """
 
     name: str
     plan: Plan | None
     reason: str = ""
+    note: str = ""
 
 
 def baselines(
@@ -185,7 +187,9 @@ def baselines_with(
     if isinstance(planner.cluster, MixedCluster):
         result.append(Baseline(name=MIST, plan=None, reason="its stages all have the same devices"))
     else:
-        result.append(_searched(MIST, published_plan(planner, asked), alike, least))
+        published = published_plan(planner, asked)
+        note = "" if published.is_best else "the best found in the time that there was"
+        result.append(replace(_searched(MIST, published.plan, alike, least), note=note))
     return tuple(result)
 
 

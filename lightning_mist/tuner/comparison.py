@@ -23,6 +23,7 @@ class ComparedPlan:
         plan: The plan with its prediction; None if none fits.
         settings: The plan in words; empty without one.
         reason: Why there is no plan; empty with one.
+        note: What to know of the search for it.
         step_seconds: Seconds of one step on the clock.
         ratio: How many times as long as the plan that all are compared with.
         rows_per_second: Rows (samples) over all devices.
@@ -34,6 +35,7 @@ class ComparedPlan:
     plan: Plan | None
     settings: str = ""
     reason: str = ""
+    note: str = ""
     step_seconds: float | None = None
     ratio: float | None = None
     rows_per_second: float | None = None
@@ -94,13 +96,14 @@ def _closed_form(plan: Plan) -> float:
 def _compared(item: Baseline, seconds: float) -> ComparedPlan:
     plan = item.plan
     if plan is None or plan.predicted is None:
-        return ComparedPlan(name=item.name, plan=None, reason=item.reason)
+        return ComparedPlan(name=item.name, plan=None, reason=item.reason, note=item.note)
     found = plan.predicted.step_seconds
     rates = step_rates(plan, found)
     return ComparedPlan(
         name=item.name,
         plan=plan,
         settings=settings_of(plan),
+        note=item.note,
         step_seconds=found,
         ratio=found / seconds,
         rows_per_second=None if rates is None else rates.rows_per_second,

@@ -24,6 +24,9 @@ from lightning_mist.tuner.space import SearchSpace, Space, divisors
 CLOCKED = 8
 """Pipelines that are run on the clock, as many as in the search for a plan."""
 
+MOST_SECONDS = 10.0
+"""The most seconds that the search takes, after which its best plan is only the best that was found."""
+
 UNEVEN_LAYERS = 2
 """Layers by which a stage may differ from an even share (``layers_offset`` of the published tuner)."""
 
@@ -55,17 +58,45 @@ _Solved: TypeAlias = tuple[Space, InterStageProblem, Answer]
 """A pipeline's problem and its answer."""
 
 
-def published_plan(planner: Planner, asked: Asked) -> Plan | None:
-    """The fastest plan of the published space that fits, with its prediction; None if none does.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """The best plan of the published space.
 
-    Pipelines are compared by the closed form of the step, and the best are run on the clock.
+    Attributes:
+        plan: The plan with its prediction; None if none fits.
+        is_best: Whether there was time to look at everything.
     """
-    deadline = perf_counter() + asked.search.solver_seconds
-    least, found = np.inf, list[_Solved]()
+
+    plan: Plan | None
+    is_best: bool
+
+
+def published_plan(planner: Planner, asked: Asked) -> Published:
+    """The fastest plan of the published space that fits.
+
+    Pipelines are compared by the closed form of the step, and the best are run on the clock. What can be done without
+    offload is looked at first: with offload only what is faster needs to be.
+    """
+    deadline = perf_counter() + min(asked.search.solver_seconds, MOST_SECONDS)
+    found: list[_Solved] = []
+    plain = replace(asked, search=replace(asked.search, offload=()))
+    is_best = _solve(planner, plain, found, deadline)
+    if asked.search.offload and is_best:
+        is_best = _solve(planner, asked, found, deadline)
+    plans = [make_plan(space, problem, answer.chosen) for space, problem, answer in _best(found)]
+    clocked = [replace(plan, predicted=predict_with(planner.model, plan)) for plan in plans]
+    return Published(plan=min(clocked, key=_seconds, default=None), is_best=is_best)
+
+
+def _solve(planner: Planner, asked: Asked, found: list[_Solved], deadline: float) -> bool:
+    """Add answers that are better than those that are there; say whether there was time to look at everything."""
+    least = min((answer.objective for _, _, answer in found), default=np.inf)
     stages: dict[Space, IntraStage] = {}
     for bound, space, key in sorted(_pipelines(planner, asked), key=lambda item: (item[0], item[2])):
-        if bound >= least or (found and perf_counter() > deadline):
+        if bound >= least:
             break
+        if perf_counter() > deadline:
+            return False
         if space not in stages:
             stages[space] = planner.stages(space, asked.memory_limit, asked.host_memory_limit)
         problem = _problem(stages[space], *key, below=least)
@@ -75,12 +106,12 @@ def published_plan(planner: Planner, asked: Asked) -> Plan | None:
         if answer.chosen:
             least = min(least, answer.objective)
             found.append((space, problem, answer))
-    plans = [make_plan(space, problem, answer.chosen) for space, problem, answer in _best(found)]
-    clocked = [(predict_with(planner.model, plan), plan) for plan in plans]
-    if not clocked:
-        return None
-    predicted, plan = min(clocked, key=lambda item: item[0].step_seconds)
-    return replace(plan, predicted=predicted)
+    return True
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.step_seconds
 
 
 def _best(found: list[_Solved]) -> list[_Solved]:

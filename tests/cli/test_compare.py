@@ -19,7 +19,7 @@ def compared():
         Baseline(name="same", plan=plan(2.0, tokens=16)),
         Baseline(name="moved", plan=moved()),
         Baseline(name="again", plan=moved()),
-        Baseline(name="none", plan=None, reason="needs 3 GiB of 2 GiB per device"),
+        Baseline(name="none", plan=None, reason="needs 3 GiB of 2 GiB per device", note="to know"),
     ]
     return compare_plans(plan(2.0, tokens=16), others)
 
@@ -33,7 +33,7 @@ def test_table():
     for words in ("4 s", "2.000", "32", "2.9 KiB", "on the host: optimizer"):
         assert words in lines["moved *"]
     assert "the same plan as moved" in lines["again *"]
-    assert "does not fit: needs 3 GiB of 2 GiB per device" in lines["none"]
+    assert "does not fit: needs 3 GiB of 2 GiB per device (to know)" in lines["none"]
     assert text.splitlines()[-2:] == ["* a forecast: the runtime does not execute all of this plan yet", "to know"]
     assert "tokens/s" in text
 

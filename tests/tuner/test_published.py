@@ -21,7 +21,9 @@ def found(memory, network=NETWORK, devices=DEVICES, machine=None):
         host_memory_limit=None,
         search=SearchSpace(offload=()),
     )
-    return published_plan(Planner(network, cluster(devices), profile=machine or profile()), asked)
+    best = published_plan(Planner(network, cluster(devices), profile=machine or profile()), asked)
+    assert best.is_best
+    return best.plan
 
 
 def everything(planner):
@@ -106,5 +108,5 @@ def test_limits_of_tensor_parallelism_count(degrees):
         host_memory_limit=None,
         search=SearchSpace(offload=(), tensor_parallel_degrees=degrees),
     )
-    plan = published_plan(Planner(NETWORK, cluster(DEVICES), profile=profile()), asked)
+    plan = published_plan(Planner(NETWORK, cluster(DEVICES), profile=profile()), asked).plan
     assert {stage.mesh.tensor_parallel_degree for stage in plan.stages} == set(degrees)
