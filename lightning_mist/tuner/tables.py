@@ -17,7 +17,7 @@ Array axes
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from lightning_mist.cost.needs import PeakParts
 from lightning_mist.cost.regions import covered
 from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
 from lightning_mist.tuner.pareto import Order, sort_points
-from lightning_mist.tuner.space import OFFLOADED, Shape, Space
+from lightning_mist.tuner.space import OFFLOADED, Space
 from lightning_mist.tuner.windows import Windows
 
 ROOM = 1 + 1e-9
@@ -41,26 +41,28 @@ class Table:
     Attributes:
         pace: Seconds per microbatch up to which nothing is missing.
         windows: The runs of layers.
-        shapes: The arrangements of devices.
+        slots: A slot for every arrangement of devices.
         window_K: Which run each candidate has.
         shape_K: Which arrangement.
         checkpointed_K: Recomputed layers.
         zero_stage_K: 0 to 3.
         steady_K: Steady seconds.
         boundary_K: Boundary seconds.
+        floor_K: Steady seconds with what of the boundary seconds neither averages gradients nor gives out parameters.
         parts: What their peaks are made of.
         order: The candidates by run and number of devices, for frontiers in ``t`` and ``t + d``.
     """
 
     pace: float
     windows: Windows
-    shapes: tuple[Shape, ...]
+    slots: tuple[StageSlot, ...]
     window_K: IntArray
     shape_K: IntArray
     checkpointed_K: IntArray
     zero_stage_K: IntArray
     steady_K: FloatArray
     boundary_K: FloatArray
+    floor_K: FloatArray
     parts: PeakParts
     order: Order
 
@@ -68,35 +70,73 @@ class Table:
         """Number of candidates."""
         return len(self.steady_K)
 
-    def choices(self, index_J: IntArray, peak_K: FloatArray) -> SlotChoices:
+    @property
+    def devices_K(self) -> IntArray:
+        """Number of devices of each candidate."""
+        devices_S = [slot.data_parallel_degree * slot.tensor_parallel_degree for slot in self.slots]
+        found_K: IntArray = np.array(devices_S, dtype=np.int64)[self.shape_K]
+        return found_K
+
+    @property
+    def place_K(self) -> IntArray:
+        """A number for the run of layers and the devices of each candidate."""
+        devices_K = self.devices_K
+        found_K: IntArray = self.window_K * (int(devices_K.max(initial=0)) + 1) + devices_K
+        return found_K
+
+    def candidates(self, index_J: IntArray) -> StageCandidates:
+        """Some candidates as the cost model knows them."""
+        window_J = self.window_K[index_J]
+        start_J = self.windows.start_W[window_J]
+        return StageCandidates(
+            start_K=start_J,
+            end_K=start_J + self.windows.layers_W[window_J],
+            checkpointed_K=self.checkpointed_K[index_J],
+            zero_stage_K=self.zero_stage_K[index_J],
+        )
+
+    def choices(
+        self,
+        index_J: IntArray,
+        peak_J: FloatArray,
+        seconds: tuple[FloatArray, FloatArray] | None = None,
+        offload_JO: FloatArray | None = None,
+    ) -> SlotChoices:
         """Some candidates as choices, each at every place where its run of layers occurs.
 
         Args:
             index_J: Which.
-            peak_K: Peak bytes of the candidates.
+            peak_J: Their peak bytes.
+            seconds: Their steady and boundary seconds, if they are not those of the table.
+            offload_JO: What they keep in host memory; by default nothing.
         """
+        steady_J, boundary_J = (self.steady_K[index_J], self.boundary_K[index_J]) if seconds is None else seconds
+        ratios_JO = np.zeros((len(index_J), len(OFFLOADED))) if offload_JO is None else offload_JO
         lengths = np.array([len(starts) for starts in self.windows.starts], dtype=np.int64)
         flat = np.concatenate([*self.windows.starts, np.empty(0, dtype=np.int64)]).astype(np.int64)
         first_W = np.cumsum(lengths) - lengths
         count_J = lengths[self.window_K[index_J]]
-        index_K = np.repeat(index_J, count_J)
+        of_K = np.repeat(np.arange(len(index_J)), count_J)
+        index_K = index_J[of_K]
         place_K = np.arange(len(index_K)) - np.repeat(np.cumsum(count_J) - count_J, count_J)
         window_K, shape_K = self.window_K[index_K], self.shape_K[index_K]
-        of_shapes = np.array([(s.devices, s.tensor, int(s.sequence)) for s in self.shapes], dtype=np.int64)
-        devices_K, tensor_K, sequence_K = of_shapes.reshape(-1, 3)[shape_K].T
+        tensor_S, sequence_S = (
+            np.array([getattr(slot, name) for slot in self.slots], dtype=np.int64)
+            for name in ("tensor_parallel_degree", "sequence_parallel")
+        )
         return SlotChoices(
             start_K=flat[first_W[window_K] + place_K],
             layers_K=self.windows.layers_W[window_K],
-            devices_K=devices_K,
+            devices_K=self.devices_K[index_K],
             part_K=np.zeros(len(index_K), dtype=np.int64),
-            steady_K=self.steady_K[index_K],
-            boundary_K=self.boundary_K[index_K],
-            peak_K=peak_K[index_K],
+            steady_K=steady_J[of_K],
+            boundary_K=boundary_J[of_K],
+            peak_K=peak_J[of_K],
             checkpointed_K=self.checkpointed_K[index_K],
             zero_stage_K=self.zero_stage_K[index_K],
-            tensor_K=tensor_K,
-            sequence_K=sequence_K,
-            offload_KO=np.zeros((len(index_K), len(OFFLOADED))),
+            tensor_K=tensor_S[shape_K],
+            sequence_K=sequence_S[shape_K],
+            offload_KO=ratios_JO[of_K],
         )
 
 
@@ -120,7 +160,7 @@ def make_table(
         alone: Whether all devices of the pipeline are of the search space.
     """
     outside_WS = _outside(model, space, slots, windows) if alone else np.zeros((len(windows), len(slots)))
-    found: list[tuple[IntArray, StageCandidates, FloatArray, FloatArray, PeakParts]] = []
+    found: list[_Found] = []
     for index, slot in enumerate(slots):
         candidates, window_C = _candidates(model, space, slot, windows, outside_WS[:, index] <= pace * ROOM, pace)
         if not len(candidates):
@@ -128,46 +168,40 @@ def make_table(
         seconds = model.seconds(slot, candidates)
         parts = PeakParts.of(model.memory(slot).needs(slot, candidates))
         shape_C = np.full(len(candidates), index)
-        found.append((np.stack([window_C, shape_C]), candidates, seconds.steady_K, seconds.boundary_K, parts))
-    return _sorted(found, tuple(_shape(slot) for slot in slots), windows, pace)
+        whole_C = np.stack([window_C, shape_C, candidates.checkpointed_K, candidates.zero_stage_K])
+        steady_C = seconds.steady_K
+        floor_C = steady_C + seconds.tied_K + seconds.update_K + seconds.once_K
+        found.append((whole_C, np.stack([steady_C, seconds.boundary_K, floor_C]), parts))
+    return _sorted(found, tuple(slots), windows, pace)
 
 
-def _shape(slot: StageSlot) -> Shape:
-    return Shape(slot.data_parallel_degree, slot.tensor_parallel_degree, slot.sequence_parallel)
+_Found = tuple[IntArray, FloatArray, PeakParts]
+"""Of the candidates of an arrangement: window, arrangement, recomputed layers and ZeRO stage; the three seconds."""
 
 
-def _sorted(
-    found: list[tuple[IntArray, StageCandidates, FloatArray, FloatArray, PeakParts]],
-    shapes: tuple[Shape, ...],
-    windows: Windows,
-    pace: float,
-) -> Table:
+def _sorted(found: list[_Found], slots: tuple[StageSlot, ...], windows: Windows, pace: float) -> Table:
     """The candidates of all arrangements by rising steady time."""
-    none = np.empty(0, dtype=np.int64)
-    window_K, shape_K = (np.concatenate([none, *(item[0][row] for item in found)]) for row in (0, 1))
-    kept_K, zero_K = (
-        np.concatenate([none, *(getattr(item[1], name) for item in found)])
-        for name in ("checkpointed_K", "zero_stage_K")
-    )
-    steady_K, boundary_K = (np.concatenate([np.empty(0), *(item[row] for item in found)]) for row in (2, 3))
-    rising_K = np.argsort(steady_K, kind="stable")
-    window_K, shape_K = window_K[rising_K], shape_K[rising_K]
-    steady_K, boundary_K = steady_K[rising_K], boundary_K[rising_K]
-    devices_K = np.array([shape.devices for shape in shapes], dtype=np.int64)[shape_K]
-    place_K = window_K * (int(devices_K.max(initial=0)) + 1) + devices_K
-    return Table(
+    numbers_XK = np.concatenate([np.empty((4, 0), dtype=np.int64), *(item[0] for item in found)], axis=1)
+    seconds_XK = np.concatenate([np.empty((3, 0)), *(item[1] for item in found)], axis=1)
+    parts = PeakParts.joined([item[2] for item in found]) if found else PeakParts.none()
+    rising_K = np.argsort(seconds_XK[0], kind="stable")
+    window_K, shape_K, checkpointed_K, zero_stage_K = numbers_XK[:, rising_K]
+    steady_K, boundary_K, floor_K = seconds_XK[:, rising_K]
+    table = Table(
         pace=pace,
         windows=windows,
-        shapes=shapes,
+        slots=slots,
         window_K=window_K,
         shape_K=shape_K,
-        checkpointed_K=kept_K[rising_K],
-        zero_stage_K=zero_K[rising_K],
+        checkpointed_K=checkpointed_K,
+        zero_stage_K=zero_stage_K,
         steady_K=steady_K,
         boundary_K=boundary_K,
-        parts=PeakParts.joined([item[4] for item in found]).take(rising_K) if found else PeakParts.none(),
-        order=sort_points(place_K, steady_K, steady_K + boundary_K),
+        floor_K=floor_K,
+        parts=parts.take(rising_K),
+        order=sort_points(window_K, steady_K, boundary_K),
     )
+    return replace(table, order=sort_points(table.place_K, steady_K, steady_K + boundary_K))
 
 
 def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], windows: Windows) -> FloatArray:
