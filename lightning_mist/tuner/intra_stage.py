@@ -14,19 +14,18 @@ the first term does not grow, the second falls by ``x``, and no term of the thir
 stage itself by ``d' - d``, those of stages behind it by ``x``, those before it not at all.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageSlot
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
-from lightning_mist.tuner.moved import Moving, combinations
+from lightning_mist.tuner.moved import Mover, Ratios, worth_moving
 from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.space import OFFLOADED, Shape, Space, common_unit
-from lightning_mist.tuner.tables import Table, make_table, within
+from lightning_mist.tuner.tables import ROOM, Table, make_table, within
 from lightning_mist.tuner.windows import Role, Windows, fixed_window, layer_classes, role_of, windows_of
 
 __all__ = ["ANYWHERE", "EVERY_PART", "IntraStage", "SlotChoices", "layer_classes", "with_peaks_as_seconds"]
@@ -64,11 +63,33 @@ class IntraStage:
         self._classes = layer_classes(model.spec)
         self._tables: dict[TableKey, Table] = {} if tables is None else tables
         self._windows: dict[Role, Windows] = {}
-        self.moves = True
-        self._ratios_CO = combinations(space.search)
-        self._movings: dict[int, Moving] = {}
         # Frontiers and the pace up to which they hold, before it is asked for which stage they are.
         self._frontiers: dict[tuple[TableKey, tuple[Phase, ...]], tuple[float, SlotChoices]] = {}
+
+        self.try_ratios(self.passes[-1])
+
+    @property
+    def passes(self) -> tuple[tuple[float, ...], ...]:
+        """Ratios to search one after another, each containing those before: none, none or most, all."""
+        ratios = self.space.offload_ratios
+        found = (), ratios[-1:], ratios
+        return tuple(item for index, item in enumerate(found) if item not in found[:index])
+
+    def try_ratios(self, ratios: Sequence[float], deadline: float = np.inf) -> None:
+        """Let frontiers have what moves these parts of state to host memory.
+
+        Args:
+            ratios: Fractions in (0, 1].
+            deadline: Value of ``perf_counter()`` from which on nothing more is evaluated for it.
+        """
+        self._mover = Mover(
+            model=self.model,
+            ratios=Ratios.of(self.space.search, ratios),
+            memory_limit=self.memory_limit,
+            host_limit=self.host_limit,
+            deadline=deadline,
+        )
+        self._frontiers.clear()
 
     def limits(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that the devices of every stage of a plan may use."""
@@ -96,7 +117,7 @@ class IntraStage:
         place = stage_index, num_stages, num_microbatches, pipeline
         key = self._key(*place), phases
         pace, choices = self._frontiers.get(key, (-np.inf, SlotChoices.none()))
-        if pace < slowest:
+        if pace * ROOM < slowest:
             choices = self._frontier(self._table(*place, slowest), phases, slowest)
             self._frontiers[key] = slowest, choices
         most = self.space.world_size if self._elsewhere else self.space.world_size - num_stages + 1
@@ -107,29 +128,23 @@ class IntraStage:
         count = int(np.searchsorted(table.steady_K, slowest, side="right"))
         peak_K = table.parts.take(slice(count)).peaks(phases)
         kept_J = table.order.frontier(peak_K <= self.memory_limit)
-        if not len(self._ratios_CO) or not self.moves:
+        if len(self._mover.ratios) == 1:
             return table.choices(kept_J, peak_K[kept_J])
-        moving = self._moving(table)
-        before = moving.evaluated
-        moved = moving.of(_worth_moving(table, count, kept_J))
-        self.evaluated += moving.evaluated - before
-        peak_M, fits_M = moved.fit(phases, self.memory_limit, self.host_limit)
-        moved, peak_M = moved.take(fits_M), peak_M[fits_M]
-        steady_J, boundary_J = (
+        moved, evaluated = self._mover.of(table, worth_moving(table, count, kept_J), phases)
+        self.evaluated += evaluated
+        steady_J, boundary_J, peak_J, index_J = (
             np.concatenate([here[kept_J], there])
-            for here, there in ((table.steady_K, moved.steady_J), (table.boundary_K, moved.boundary_J))
+            for here, there in (
+                (table.steady_K, moved.steady_J),
+                (table.boundary_K, moved.boundary_J),
+                (peak_K, moved.peak_J),
+                (np.arange(count), moved.index_J),
+            )
         )
-        index_J = np.concatenate([kept_J, moved.index_J])
         best_J = non_dominated(table.place_K[index_J], steady_J, steady_J + boundary_J)
         offload_JO = np.concatenate([np.zeros((len(kept_J), len(OFFLOADED))), moved.offload_JO])
-        peak_J = np.concatenate([peak_K[kept_J], peak_M])
         seconds = steady_J[best_J], boundary_J[best_J]
         return table.choices(index_J[best_J], peak_J[best_J], seconds, offload_JO[best_J])
-
-    def _moving(self, table: Table) -> Moving:
-        if id(table) not in self._movings:
-            self._movings[id(table)] = Moving(self.model, table, self._ratios_CO)
-        return self._movings[id(table)]
 
     def rough_seconds(self, num_stages: int, num_microbatches: int) -> float:
         """Step seconds of about the best pipeline of equal stages; infinite if there is none that fits.
@@ -197,7 +212,7 @@ class IntraStage:
         """Everything about candidates but how many microbatches are in flight, which slots share."""
         key = self._key(stage_index, num_stages, num_microbatches, pipeline)
         table = self._tables.get(key)
-        if table is None or table.pace < pace:
+        if table is None or table.pace * ROOM < pace:
             shapes = [
                 shape
                 for shape in self.space.shapes(num_microbatches)
@@ -219,35 +234,3 @@ class IntraStage:
         if role not in self._windows:
             self._windows[role] = windows_of(role, self.space.num_layers, self._classes)
         return self._windows[role]
-
-
-def _worth_moving(table: Table, count: int, kept_J: IntArray) -> IntArray:
-    """Which of the first candidates could beat those that fit if they moved something."""
-    all_K = np.arange(count)
-    index_J = np.concatenate([kept_J, all_K])
-    steady_J = table.steady_K[index_J]
-    whole_J = np.concatenate([steady_J[: len(kept_J)] + table.boundary_K[kept_J], table.floor_K[:count]])
-    # Of equal points the earliest is kept: one that fits.
-    order = np.lexsort((index_J * 0, whole_J, steady_J, table.place_K[index_J]))
-    return _unbeaten(table.place_K[index_J][order], whole_J[order], order < len(kept_J), index_J[order])
-
-
-def _unbeaten(place_J: IntArray, whole_J: FloatArray, fits_J: BoolArray, index_J: IntArray) -> IntArray:
-    """The candidates that nothing before them of their place which fits equals or beats in the whole time.
-
-    Args:
-        place_J: Their places, ascending, and in each place by rising steady time.
-        whole_J: Steady and boundary seconds, or a bound of them.
-        fits_J: Which are there to beat the others.
-        index_J: Which they are.
-    """
-    known_J = np.where(fits_J, whole_J, np.inf)
-    # The least value so far within each place, by ranks that no later place can reach.
-    _, rank_J = np.unique(known_J, return_inverse=True)
-    _, group_J = np.unique(place_J, return_inverse=True)
-    size = len(rank_J) + 1
-    least_J = np.minimum.accumulate(rank_J.reshape(-1) - group_J.reshape(-1) * size)
-    values = np.append(np.unique(known_J), np.inf)
-    least_value_J = values[least_J + group_J.reshape(-1) * size] if len(rank_J) else known_J
-    result: IntArray = np.sort(index_J[~fits_J & (whole_J < least_value_J)])
-    return result

@@ -3,13 +3,23 @@
 Copies add to the steady time and never take from it, and of the boundary time they can hide no more than averaging
 gradients and giving out parameters. So whatever a candidate moves, it takes at least its own ``t`` without copies, and
 its ``t + d`` is at least ``t`` with what of ``d`` is neither of these two (:attr:`Table.floor_K`). Where a choice that
-fits beats both, no ratio is tried. All others are tried with every combination of ratios of the search space, each
-evaluated once however many stages ask for it.
+fits beats both, no ratio is tried (:func:`worth_moving`).
+
+Of all others every combination of ratios is looked at, its memory first. Of those that fit, one is needed only if it
+moves no more than it has to. For if a ratio rises, no unit copies less: so neither ``t`` nor ``t + d`` fall, as these
+are sums of larger ones of what units take with and without copies. Two things are not compared so:
+
+* Candidates whose update waits for the next forward, which those are that move parameters, gradients or optimizer
+  state, with those whose update does not.
+* Different ratios of what ZeRO deals out over ranks: with a larger ratio other parameters are moved, and the rank that
+  moves most may move less than before.
+
+Where a machine's corrections multiply some terms and not others nothing is left out.
 
 Array axes
     K  candidates of a table
-    B  those that have been evaluated with offload
-    C  combinations of ratios in which something is moved
+    B  those that are tried with offload
+    C  combinations of ratios, nothing moved first
     J  candidates with ratios
     O  kinds of state, in the order of ``OFFLOADED``
 """
@@ -17,15 +27,17 @@ Array axes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from time import perf_counter
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, StageSlot
+from lightning_mist.cost import CostModel, StageCandidates, StageSlot, profiles_of
 from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.needs import PeakParts
-from lightning_mist.cost.offload import host_microbatch_bytes, host_state_bytes
+from lightning_mist.cost.offload import host_bytes
 from lightning_mist.cost.phases import Phase
+from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.search_space import OFFLOADED, SearchSpace
 from lightning_mist.tuner.tables import ROOM, Table
 
@@ -33,137 +45,201 @@ AT_ONCE = 1 << 14
 """Candidates that are evaluated together: enough to be fast, and few enough to take little memory."""
 
 
-def combinations(search: SearchSpace) -> FloatArray:
-    """Every combination of ratios in which something is moved; axes ``C`` and ``O``."""
-    ratios = sorted({0.0, *search.offload_ratios})
-    each = [ratios if name in search.offload else [0.0] for name in OFFLOADED]
-    found = np.array(list(product(*each)), dtype=np.float64)
-    result_CO: FloatArray = found[found.max(axis=1) > 0]
-    return result_CO
+class TimeIsUpError(Exception):
+    """The search's time was over before all candidates were evaluated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratios:
+    """Every combination of what may be moved.
+
+    Attributes:
+        sizes: How many ratios each kind of state may have.
+        offload_CO: The combinations, the ratios of the last kind running fastest.
+    """
+
+    sizes: tuple[int, ...]
+    offload_CO: FloatArray
+
+    @classmethod
+    def of(cls, search: SearchSpace, offered: Sequence[float]) -> "Ratios":
+        """Those of a search space.
+
+        Args:
+            search: Says which kinds of state may be moved.
+            offered: The ratios; 0 is always among them.
+        """
+        ratios = sorted({0.0, *offered})
+        each = [ratios if name in search.offload else [0.0] for name in OFFLOADED]
+        return cls(sizes=tuple(map(len, each)), offload_CO=np.array(list(product(*each)), dtype=np.float64))
+
+    def __len__(self) -> int:
+        """Number of combinations, nothing moved among them."""
+        return len(self.offload_CO)
+
+    def least(self, fits_BC: BoolArray, ordered: Sequence[str]) -> BoolArray:
+        """Of the combinations that fit, those that move no more than they have to.
+
+        Args:
+            fits_BC: Which combinations fit.
+            ordered: Kinds of state of which a larger ratio is never faster.
+        """
+        defers_C = self.offload_CO[:, : OFFLOADED.index("activations")].max(axis=1) > 0
+        moves_C = self.offload_CO.max(axis=1) > 0
+        found_BC = np.zeros_like(fits_BC)
+        for family_C in (moves_C & ~defers_C, defers_C):
+            found_BC |= self._minimal(fits_BC & family_C, ordered)
+        return found_BC
+
+    def _minimal(self, fits_BC: BoolArray, ordered: Sequence[str]) -> BoolArray:
+        grid = fits_BC.reshape(-1, *self.sizes)
+        axes = [1 + OFFLOADED.index(name) for name in ordered]
+        above = grid
+        for axis in axes:
+            above = np.logical_or.accumulate(above, axis=axis)
+        kept = grid.copy()
+        for axis in axes:
+            # One that is beaten along an axis has something that fits at or below its neighbour there.
+            behind = (slice(None),) * axis + (slice(1, None),)
+            before = (slice(None),) * axis + (slice(None, -1),)
+            kept[behind] &= ~above[before]
+        found_BC: BoolArray = kept.reshape(fits_BC.shape)
+        return found_BC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """Candidates with ratios, of which none takes longer than its table's pace.
+    """Candidates with ratios that fit.
 
     Attributes:
         index_J: Which candidate of the table each is.
         offload_JO: What it moves.
         steady_J: Steady seconds.
         boundary_J: Boundary seconds.
-        parts: What their peaks are made of.
-        host_state_J: Host memory of parameters, gradients and optimizer state.
-        host_microbatch_J: Host memory of every microbatch in flight.
+        peak_J: Peak bytes.
     """
 
     index_J: IntArray
     offload_JO: FloatArray
     steady_J: FloatArray
     boundary_J: FloatArray
-    parts: PeakParts
-    host_state_J: FloatArray
-    host_microbatch_J: FloatArray
-
-    def __len__(self) -> int:
-        """How many they are."""
-        return len(self.index_J)
-
-    def take(self, index: IntArray) -> "Moved":
-        """Some of them."""
-        arrays = {name: getattr(self, name)[index] for name in self.__slots__ if name != "parts"}
-        return Moved(parts=self.parts.take(index), **arrays)
+    peak_J: FloatArray
 
     @classmethod
     def joined(cls, items: Sequence["Moved"]) -> "Moved":
-        """All of them."""
-        names = [name for name in cls.__slots__ if name != "parts"]
-        arrays = {name: np.concatenate([getattr(item, name) for item in items]) for name in names}
-        return cls(parts=PeakParts.joined([item.parts for item in items]), **arrays)
-
-    @classmethod
-    def none(cls) -> "Moved":
-        """No candidates."""
-        none_J = np.empty(0)
-        return cls(
-            index_J=np.empty(0, dtype=np.int64),
-            offload_JO=np.empty((0, len(OFFLOADED))),
-            steady_J=none_J,
-            boundary_J=none_J,
-            parts=PeakParts.none(),
-            host_state_J=none_J,
-            host_microbatch_J=none_J,
-        )
-
-    def fit(self, phases: Sequence[Phase], memory_limit: float, host_limit: float) -> tuple[FloatArray, IntArray]:
-        """Peak bytes in some situations, and the candidates that fit.
-
-        Args:
-            phases: The situations.
-            memory_limit: Bytes of the device.
-            host_limit: Bytes of its host memory.
-        """
-        in_flight = max(phase.others + (phase.kind != "transfer") for phase in phases)
-        peak_J = self.parts.peaks(phases)
-        host_J = self.host_state_J + in_flight * self.host_microbatch_J
-        return peak_J, np.flatnonzero((peak_J <= memory_limit) & (host_J <= host_limit))
+        """All of several."""
+        return cls(**{name: np.concatenate([getattr(item, name) for item in items]) for name in cls.__slots__})
 
 
-class Moving:
-    """Evaluates candidates of one table with offload; keeps what it has computed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mover:
+    """Evaluates candidates with offload.
 
-    Args:
+    Attributes:
         model: The cost model.
-        table: The candidates.
-        ratios_CO: The combinations to try.
+        ratios: What may be moved.
+        memory_limit: Bytes that a device may use.
+        host_limit: Bytes of host memory that it may use.
+        deadline: Value of ``perf_counter()`` at which to stop.
     """
 
-    def __init__(self, model: CostModel, table: Table, ratios_CO: FloatArray) -> None:
-        self.model, self.table, self.ratios_CO = model, table, ratios_CO
-        self.evaluated = 0
-        self._is_known_K = np.zeros(len(table), dtype=bool)
-        self._found = Moved.none()
+    model: CostModel
+    ratios: Ratios
+    memory_limit: float
+    host_limit: float
+    deadline: float = np.inf
 
-    def of(self, index_B: IntArray) -> Moved:
-        """Some candidates of the table with every combination of ratios, without those that are too slow.
+    def of(self, table: Table, index_B: IntArray, phases: Sequence[Phase]) -> tuple[Moved, int]:
+        """What some candidates of a table may move, as far as it is of use, and how much has been evaluated.
 
         Args:
+            table: The candidates.
             index_B: Which.
-        """
-        new_B = index_B[~self._is_known_K[index_B]]
-        if len(new_B):
-            self._is_known_K[new_B] = True
-            shape_B = self.table.shape_K[new_B]
-            rows = max(1, AT_ONCE // len(self.ratios_CO))
-            items = [self._found]
-            for shape in np.unique(shape_B):
-                of_shape = new_B[shape_B == shape]
-                for begin in range(0, len(of_shape), rows):
-                    items.append(self._evaluate(self.table.slots[shape], of_shape[begin : begin + rows]))
-            self._found = Moved.joined(items)
-        wanted_K = np.zeros(len(self.table), dtype=bool)
-        wanted_K[index_B] = True
-        return self._found.take(np.flatnonzero(wanted_K[self._found.index_J]))
+            phases: The situations of their stage.
 
-    def _evaluate(self, slot: StageSlot, index_B: IntArray) -> Moved:
-        index_J = np.repeat(index_B, len(self.ratios_CO))
-        offload_JO = np.tile(self.ratios_CO, (len(index_B), 1))
-        plain = self.table.candidates(index_J)
-        candidates = replace(
-            plain, offload=OffloadCandidates(**{f"{name}_K": offload_JO[:, o] for o, name in enumerate(OFFLOADED)})
-        )
-        seconds = self.model.seconds(slot, candidates)
-        self.evaluated += len(candidates)
-        steady_J, boundary_J = seconds.steady_K, seconds.boundary_K
-        kept_J = np.flatnonzero(steady_J <= self.table.pace * ROOM)
-        candidates = candidates.take(kept_J)
+        Raises:
+            TimeIsUpError: If there is no time left to evaluate them.
+        """
+        none = np.empty(0)
+        found = [
+            Moved(
+                index_J=np.empty(0, dtype=np.int64),
+                offload_JO=np.empty((0, len(OFFLOADED))),
+                steady_J=none,
+                boundary_J=none,
+                peak_J=none,
+            )
+        ]
+        kind_B = table.shape_K[index_B] * (max(ZeroStage) + 1) + table.zero_stage_K[index_B]
+        rows = max(1, AT_ONCE // len(self.ratios))
+        for kind in np.unique(kind_B):
+            of_kind = index_B[kind_B == kind]
+            slot = table.slots[int(table.shape_K[of_kind[0]])]
+            for begin in range(0, len(of_kind), rows):
+                if perf_counter() > self.deadline:
+                    raise TimeIsUpError
+                found.append(self._moved(table, slot, of_kind[begin : begin + rows], phases))
+        return Moved.joined(found), len(index_B) * (len(self.ratios) - 1)
+
+    def _moved(self, table: Table, slot: StageSlot, index_B: IntArray, phases: Sequence[Phase]) -> Moved:
+        """Candidates of one arrangement and ZeRO stage."""
+        index_J = np.repeat(index_B, len(self.ratios))
+        offload_JO = np.tile(self.ratios.offload_CO, (len(index_B), 1))
+        candidates = _with(table.candidates(index_J), offload_JO)
         memory = self.model.memory(slot)
         needs = memory.needs(slot, candidates)
+        peak_J = PeakParts.of(needs).peaks(phases)
+        fits_J = peak_J <= self.memory_limit
+        if np.isfinite(self.host_limit):
+            fits_J &= host_bytes(memory, slot, candidates, needs, phases) <= self.host_limit
+        fits_BC = fits_J.reshape(len(index_B), len(self.ratios))
+        ordered = self._ordered(slot, int(table.zero_stage_K[index_B[0]]))
+        kept_J = np.flatnonzero(self.ratios.least(fits_BC, ordered))
+        seconds = self.model.seconds(slot, candidates.take(kept_J))
+        steady_J, boundary_J = seconds.steady_K, seconds.boundary_K
+        fast_J = np.flatnonzero(steady_J <= table.pace * ROOM)
+        at_J = kept_J[fast_J]
         return Moved(
-            index_J=index_J[kept_J],
-            offload_JO=offload_JO[kept_J],
-            steady_J=steady_J[kept_J],
-            boundary_J=boundary_J[kept_J],
-            parts=PeakParts.of(needs),
-            host_state_J=host_state_bytes(memory, slot, candidates),
-            host_microbatch_J=host_microbatch_bytes(memory, slot, candidates, needs),
+            index_J=index_J[at_J],
+            offload_JO=offload_JO[at_J],
+            steady_J=steady_J[fast_J],
+            boundary_J=boundary_J[fast_J],
+            peak_J=peak_J[at_J],
         )
+
+    def _ordered(self, slot: StageSlot, zero_stage: int) -> tuple[str, ...]:
+        """Kinds of state of which a larger ratio is never faster."""
+        if any(profile.corrections for profile in profiles_of(self.model)):
+            return ()
+        if slot.shard_degree == 1 or zero_stage == ZeroStage.NONE:
+            return OFFLOADED
+        return ("activations",) if zero_stage >= ZeroStage.PARAMETERS else ("parameters", "activations")
+
+
+def _with(candidates: StageCandidates, offload_JO: FloatArray) -> StageCandidates:
+    ratios = {f"{name}_K": offload_JO[:, place] for place, name in enumerate(OFFLOADED)}
+    return replace(candidates, offload=OffloadCandidates(**ratios))
+
+
+def worth_moving(table: Table, count: int, kept_J: IntArray) -> IntArray:
+    """Which candidates could beat those that fit if they moved something.
+
+    Args:
+        table: The candidates.
+        count: How many of the first are asked about.
+        kept_J: Those that fit and are not dominated.
+    """
+    index_J = np.concatenate([kept_J, np.arange(count)])
+    fits_J = np.arange(len(index_J)) < len(kept_J)
+    steady_J, place_J = table.steady_K[index_J], table.place_K[index_J]
+    whole_J = np.where(fits_J, steady_J + table.boundary_K[index_J], table.floor_K[index_J])
+    # By place, in each by rising steady time, in each of these what fits first.
+    order = np.lexsort((~fits_J, steady_J, place_J))
+    beats_J = np.where(fits_J, whole_J, np.inf)[order]
+    values, rank_J = np.unique(beats_J, return_inverse=True)
+    _, group_J = np.unique(place_J[order], return_inverse=True)
+    # Ranks fall from place to place, so that the running minimum begins anew in each.
+    least_J = np.minimum.accumulate(rank_J.reshape(-1) - group_J.reshape(-1) * (len(values) + 1))
+    least_whole_J = values[least_J + group_J.reshape(-1) * (len(values) + 1)] if count else beats_J
+    found: IntArray = np.sort(index_J[order][~fits_J[order] & (whole_J[order] < least_whole_J)])
+    return found

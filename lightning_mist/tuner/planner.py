@@ -95,9 +95,13 @@ class Planner:
             PlanError: If the batch does not come in equal parts from the devices.
         """
         near = self.cluster.devices_per_node
-        return search_space.apply(
+        found = search_space.apply(
             search or SearchSpace(), self.spec, self.cluster.world_size, global_batch_size, devices_per_node=near
         )
+        if found.search.offload and not all(map(_knows_copies, profiles_of(self.model), self.cluster.parts)):
+            note = "without offload: how fast devices copy from and to the host is not known"
+            found = replace(found, search=replace(found.search, offload=()), notes=(*found.notes, note))
+        return found
 
     def stages(self, space: Space, memory_limit: int | None = None, host_memory_limit: int | None = None) -> IntraStage:
         """What stages may be and cost; the same for a search and for what it is compared with.
@@ -169,6 +173,12 @@ class Planner:
         if outcome.winner is None:
             explain_infeasible(stages, lambda problem, chosen: make_plan(space, problem, chosen, self.cluster))
         return _result(stages, outcome, began, memory_limit)
+
+
+def _knows_copies(profile: HardwareProfile, part: Cluster) -> bool:
+    """Whether the rates of copies between a device and its host are known."""
+    rates = profile.host_to_device_bytes_per_second, profile.device_to_host_bytes_per_second
+    return part.device.kind != "cuda" or min(rates) > 0
 
 
 def _result(intra: Stages, outcome: Outcome, began: float, memory_limit: int | None) -> TuneResult:

@@ -6,11 +6,15 @@ than the best plan found. Each is solved exactly by the dynamic program (:mod:`l
 numbers of stages at once, and the winner once more by HiGHS, which starts from that answer. All this is about the
 closed form of the step (:mod:`lightning_mist.cost.pipeline`).
 
+What may be in host memory is looked at in passes, each of a space that contains the one before: nothing, then all or
+nothing of each kind of state, then every ratio. The more a plan has to beat, the less is worth evaluating.
+
 Before there is a plan that a family would have to beat, one is assumed: little above the lower bound of all, and if
 none is found below it, further above. So stages that are far too slow are never evaluated.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -20,6 +24,7 @@ from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.tuner.bound import solve, solve_family
 from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.moved import TimeIsUpError
 from lightning_mist.tuner.problem import PRECISION, Answer, Family, InterStageProblem
 from lightning_mist.tuner.space import Space
 
@@ -74,24 +79,51 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float) -> Outcom
     lower = _quick_bounds(intra, space)
     tally = _Tally(intra=intra, space=space, lower=lower, deadline=deadline, bounds=dict(lower))
     groups = list(_groups(space, tuple(lower)))
-    least = min(lower.values(), default=np.inf)
-    for factor in ASSUMED if groups else ():
-        assumed = least * factor if least else np.inf
-        _search(tally, groups, assumed)
-        # What was met on the way may take longer than what was assumed, and prove nothing.
-        if tally.least < assumed or (tally.best and perf_counter() > deadline):
-            break
+    for ratios in intra.passes:
+        intra.try_ratios(ratios, deadline if tally.best else np.inf)
+        tally.bounds = dict(lower)  # What was proven of a smaller space is not of a larger one.
+        _look(tally, groups)
     if not tally.best:
         return _outcome(tally, None, np.inf)
     winner = min(tally.best, key=lambda count: (tally.best[count].answer.objective, count))
     bound = min(tally.bounds.values())
+    if len(intra.passes) > 1:
+        _settle(tally, winner)
     checked = check(tally.best[winner], deadline)
     tally.note(checked.found)
     if checked.refutes:
         bound = 0.0  # Nothing that has been proven can be relied on.
+    # The other numbers of stages are there to compare with, so the fewer ratios do.
+    intra.try_ratios(intra.passes[min(1, len(intra.passes) - 1)], deadline)
     for num_stages in compared(space, winner):
         _search(tally, [key for key in groups if num_stages in key[0]], tally.least * COMPARED, num_stages)
     return _outcome(tally, winner, bound, checked)
+
+
+def _look(tally: "_Tally", groups: list["Group"]) -> None:
+    """Search all families, with a plan to beat assumed as long as there is none."""
+    if tally.best:
+        _search(tally, groups, np.inf)
+        return
+    least = min(tally.lower.values(), default=np.inf)
+    for factor in ASSUMED if groups else ():
+        assumed = least * factor if least else np.inf
+        _search(tally, groups, assumed)
+        # What was met on the way may take longer than what was assumed, and prove nothing.
+        if tally.least < assumed or (tally.best and perf_counter() > tally.deadline):
+            return
+
+
+def _settle(tally: "_Tally", winner: int) -> None:
+    """Solve the winner's pipeline once more in the whole space: its answer may be one of a smaller."""
+    known = tally.best.pop(winner)
+    key = winner, known.problem.num_microbatches
+    tally.found.pop(key)
+    with suppress(TimeIsUpError):
+        # The answer is found again, which is no better than itself.
+        _attempt(tally, [winner], key[1], known.answer.objective * (1 + PRECISION / 2))
+    if winner not in tally.best or tally.least_of(winner) > known.answer.objective:
+        tally.best[winner] = tally.found[key] = known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +194,10 @@ def _search(tally: "_Tally", groups: list[Group], assumed: float, only: int | No
         if lowest(group) >= below() or (tally.best and perf_counter() > tally.deadline):
             return
         counts = [count for count in group[0] if tally.lower[count, group[1]] < below() and only in (None, count)]
-        _attempt(tally, counts, group[1], below())
+        try:
+            _attempt(tally, counts, group[1], below())
+        except TimeIsUpError:
+            return
 
 
 @dataclass(slots=True, kw_only=True)

@@ -153,6 +153,13 @@ class Space:
         asked = self.search.data_parallel_degrees
         return tuple(sorted(found if asked is None else found & set(asked)))
 
+    @property
+    def offload_ratios(self) -> tuple[float, ...]:
+        """Parts of state that may be in host memory, ascending; nothing if it has to stay on the device."""
+        return (
+            tuple(sorted({ratio for ratio in self.search.offload_ratios if ratio > 0})) if self.search.offload else ()
+        )
+
     def cuts(self, num_stages: int) -> tuple[int, ...] | None:
         """Where every stage begins and the last ends, if that is settled."""
         cuts = self.search.layer_cuts

@@ -1,0 +1,108 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from lightning_mist.cost import StageCandidates, StageCostModel
+from lightning_mist.cost.candidates import OffloadCandidates
+from lightning_mist.cost.offload import host_bytes
+from lightning_mist.cost.phases import stage_phases
+from lightning_mist.hardware import catalog_profile, parse_cluster
+from lightning_mist.tuner import SearchSpace
+from lightning_mist.tuner.choices import ANYWHERE
+from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.search_space import OFFLOADED
+from lightning_mist.tuner.space import apply
+from tests.specs import cluster, profile, spec, with_splits
+
+MACHINES = {
+    "cpu": (cluster(4), profile()),
+    "L4": (parse_cluster("1x4xL4"), catalog_profile(parse_cluster("1x4xL4"))),
+}
+NETWORKS = {
+    "alike": spec(4, tied=True),
+    "unlike": spec(4, kinds=(0, 1, 1, 0), widths=(1000, 2500)),
+    "split": with_splits(spec(4), (2, False)),
+}
+RATIOS = (0.0, 0.5, 1.0)
+
+
+def make(network, machine, *, limit, host=np.inf, **search):
+    devices, rates = MACHINES[machine]
+    model = StageCostModel(NETWORKS[network], rates, devices)
+    space = apply(SearchSpace(offload_ratios=RATIOS, **search), NETWORKS[network], 4, 16)
+    return IntraStage(model, space, limit, host_limit=host)
+
+
+def by_hand(maker, index, stages, microbatches):
+    """Every point of every place that fits, by evaluating all ratios of all candidates."""
+    space, phases = maker.space, stage_phases(index, stages, microbatches)
+    found = {}
+    for shape in space.shapes(microbatches):
+        if (shape.devices == space.world_size) != (stages == 1) or shape.devices > space.world_size - stages + 1:
+            continue
+        slot = maker.slot(index, stages, microbatches, shape)
+        memory = maker.model.memory(slot)
+        rows = [
+            (start, end, kept, zero, *ratios)
+            for start, end in itertools.combinations(range(space.num_layers + 1), 2)
+            if (start == 0) == (index == 0) and (end == space.num_layers) == (index == stages - 1)
+            if index <= start and end <= space.num_layers - (stages - 1 - index)
+            for kept in range(end - start + 1)
+            for zero in (space.search.zero_stages if shape.data > 1 else (0,))
+            for ratios in itertools.product(RATIOS, repeat=4)
+        ]
+        if not rows:
+            continue
+        columns = np.array(rows, dtype=np.float64).T
+        numbers = columns[:4].astype(np.int64)
+        candidates = StageCandidates(
+            start_K=numbers[0],
+            end_K=numbers[1],
+            checkpointed_K=numbers[2],
+            zero_stage_K=numbers[3],
+            offload=OffloadCandidates(**{f"{name}_K": columns[4 + o] for o, name in enumerate(OFFLOADED)}),
+        )
+        needs, seconds = memory.needs(slot, candidates), maker.model.seconds(slot, candidates)
+        fits = needs.peaks(phases) <= maker.memory_limit
+        fits &= host_bytes(memory, slot, candidates, needs, phases) <= maker.host_limit
+        for place in np.flatnonzero(fits):
+            key = (int(numbers[0, place]), int(numbers[1, place] - numbers[0, place]), shape.devices)
+            found.setdefault(key, []).append((seconds.steady_K[place], seconds.boundary_K[place]))
+    return found
+
+
+def check(maker, index, stages, microbatches):
+    """That the frontier has what fits and is best, and nothing else; how much of it moves something."""
+    choices = maker.frontier(index, stages, microbatches)
+    points = by_hand(maker, index, stages, microbatches)
+    reached = set()
+    for place in range(len(choices)):
+        start, layers, devices = (int(getattr(choices, f"{name}_K")[place]) for name in ("start", "layers", "devices"))
+        for key in [key for key in points if key[1:] == (layers, devices) and start in (ANYWHERE, key[0])]:
+            reached.add(key)
+            steady, boundary = choices.steady_K[place], choices.boundary_K[place]
+            there = np.array(points[key])
+            assert np.isclose(there, [steady, boundary], rtol=1e-12, atol=0).all(axis=1).any()
+    assert reached == set(points)
+    for (start, layers, devices), there in points.items():
+        at = (choices.layers_K == layers) & (choices.devices_K == devices)
+        at &= (choices.start_K == start) | (choices.start_K == ANYWHERE)
+        for steady, boundary in there:
+            slack = 1e-12 * (steady + boundary)
+            better = choices.steady_K[at] <= steady + slack
+            better &= choices.steady_K[at] + choices.boundary_K[at] <= steady + boundary + slack
+            assert better.any()
+    return int((choices.offload_KO.max(axis=1, initial=0) > 0).sum())
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_frontier_is_that_of_every_ratio(network, machine):
+    # From what nothing fits without offload to what everything does.
+    moved = 0
+    for limit, host in ((400_000, np.inf), (600_000, np.inf), (800_000, 100_000), (1_000_000, np.inf), (1e12, np.inf)):
+        maker = make(network, machine, limit=limit, host=host)
+        for index, stages in ((0, 1), (0, 2), (1, 3), (1, 2)):
+            moved += check(maker, index, stages, 4)
+    assert moved
