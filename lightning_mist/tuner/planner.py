@@ -22,7 +22,7 @@ from lightning_mist.cost import (
     profiles_of,
 )
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import AnyCluster, HardwareProfile, MixedCluster
+from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile, MixedCluster
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout

@@ -46,7 +46,7 @@ class SearchSpace:
         checkpointed_shares: Which parts of each stage's layers may be recomputed, fractions in [0, 1], to the nearest
             layer: ``(0, 1)`` for none or all. ``None`` for any number of layers.
         offload: Which kinds of state may be in host memory: of ``"parameters"``, ``"gradients"``, ``"optimizer"`` and
-            ``"activations"``. What the runtime does not execute yet is for forecasts only.
+            ``"activations"``; by default none, for the runtime does not execute that yet: it is for forecasts only.
         offload_ratios: Which parts of each of these may be there, fractions in [0, 1]; 0 is always among them.
         schedules: Pipeline schedules to choose from. The search is exact for ``"1f1b"`` and ``"gpipe"`` (which is never
             faster and keeps more); ``"interleaved-1f1b"`` and ``"zb-h1"`` are tried on the pipelines that it finds.
@@ -69,7 +69,7 @@ class SearchSpace:
     sequence_parallel: bool | None = None
     checkpointing: bool = True
     checkpointed_shares: tuple[float, ...] | None = None
-    offload: tuple[str, ...] = OFFLOADED
+    offload: tuple[str, ...] = ()
     offload_ratios: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1")
     chunks: tuple[int, ...] = (2, 3, 4)

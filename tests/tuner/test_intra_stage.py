@@ -12,7 +12,6 @@ from tests.specs import cluster, profile, spec, with_splits
 
 def intra(network, *, limit=1e12, devices=4, rows=4, **search):
     model = StageCostModel(network, profile(), cluster(devices))
-    search.setdefault("offload", ())
     return IntraStage(model, apply(SearchSpace(**search), network, devices, rows * devices), limit)
 
 

@@ -30,7 +30,7 @@ RATIOS = (0.0, 0.5, 1.0)
 def make(network, machine, *, limit, host=np.inf, **search):
     devices, rates = MACHINES[machine]
     model = StageCostModel(NETWORKS[network], rates, devices)
-    space = apply(SearchSpace(offload_ratios=RATIOS, **search), NETWORKS[network], 4, 16)
+    space = apply(SearchSpace(offload=OFFLOADED, offload_ratios=RATIOS, **search), NETWORKS[network], 4, 16)
     return IntraStage(model, space, limit, host_limit=host)
 
 
