@@ -15,6 +15,7 @@ stage itself by ``d' - d``, those of stages behind it by ``x``, those before it 
 """
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -66,7 +67,12 @@ class IntraStage:
         # Frontiers and the pace up to which they hold, before it is asked for which stage they are.
         self._frontiers: dict[tuple[TableKey, tuple[Phase, ...]], tuple[float, SlotChoices]] = {}
 
-        self.try_ratios(self.passes[-1])
+        self._mover = Mover(
+            model=model,
+            ratios=Ratios.of(space.search, space.offload_ratios),
+            memory_limit=memory_limit,
+            host_limit=host_limit,
+        )
 
     @property
     def passes(self) -> tuple[tuple[float, ...], ...]:
@@ -82,14 +88,12 @@ class IntraStage:
             ratios: Fractions in (0, 1].
             deadline: Value of ``perf_counter()`` from which on nothing more is evaluated for it.
         """
-        self._mover = Mover(
-            model=self.model,
-            ratios=Ratios.of(self.space.search, ratios),
-            memory_limit=self.memory_limit,
-            host_limit=self.host_limit,
-            deadline=deadline,
+        known, self._mover = (
+            self._mover,
+            replace(self._mover, ratios=Ratios.of(self.space.search, ratios), deadline=deadline),
         )
-        self._frontiers.clear()
+        if self._mover.ratios.sizes != known.ratios.sizes:
+            self._frontiers.clear()
 
     def limits(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that the devices of every stage of a plan may use."""

@@ -1,5 +1,6 @@
 import pytest
 
+from lightning_mist.hardware import parse_cluster
 from lightning_mist.tuner import Planner, SearchSpace, tune
 from tests.specs import cluster, profile, spec
 
@@ -34,3 +35,19 @@ def test_other_numbers_of_stages_and_microbatches_are_answered_from_what_is_know
     ):
         again = planner.tune(**asked, search=SearchSpace(**{"schedules": ("1f1b",), **limits}))
         assert again.stats.candidates == 0
+
+
+def test_what_may_be_in_host_memory_makes_plans_faster_or_possible():
+    planner = Planner(spec(4), parse_cluster("1x4xL4"))
+    kinds = ("parameters", "gradients", "optimizer", "activations")
+    asked = {"global_batch_size": 16, "memory_limit": 800_000}
+    spaces = [SearchSpace(offload=offload, offload_ratios=(0.0, 0.5, 1.0)) for offload in ((), kinds[2:3], kinds)]
+    found = [planner.tune(**asked, search=space) for space in spaces]
+    bounds = [item.bound for item in found]
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[-1] < bounds[0]
+    assert any(stage.offload.any for stage in found[-1].plan.stages)
+    assert {item.status for item in found} <= {"optimal", "explored"}
+    least = planner.tune(**asked, host_memory_limit=0, search=spaces[-1])
+    assert not any(stage.offload.any for stage in least.plan.stages)
+    assert least.bound == bounds[0]
