@@ -39,6 +39,7 @@ from lightning_mist.plan import OffloadRatios, Plan
 from lightning_mist.tuner.families import Limits, Uniform, UniformFamily
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.published import Asked, published_plan
+from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.space import SearchSpace
 from lightning_mist.tuner.uniform import UniformSearch
 from lightning_mist.units import format_bytes
@@ -163,6 +164,7 @@ def baselines_with(
         search=replace(
             SearchSpace(),
             tensor_parallel_degrees=given.tensor_parallel_degrees,
+            offload=OFFLOADED,
             offload_ratios=given.offload_ratios,
             solver_seconds=given.solver_seconds,
         ),

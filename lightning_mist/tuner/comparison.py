@@ -78,7 +78,8 @@ def faster_notes(ours: Plan, items: Sequence[ComparedPlan]) -> tuple[str, ...]:
         if item.plan.schedule not in ("1f1b", "gpipe"):
             why = f"a plan under {item.plan.schedule} is chosen where it gains {LEAST_GAIN:.0%}"
         elif _closed_form(item.plan) < _closed_form(ours) * (1 - LEAST_SHARE):
-            why = "it lies outside what was searched"
+            offloads = any(stage.offload.any for stage in item.plan.stages)
+            why = f"it {'offloads, and ' if offloads else ''}lies outside what was searched"
         else:
             why = "by the closed form of the step, which the search minimises, it is not faster"
         notes.append(f"{item.name} takes {1 - item.ratio:.1%} less on the clock: {why}")
