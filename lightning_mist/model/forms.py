@@ -5,6 +5,9 @@ products of the module's widths, and, of one tensor-parallel rank, of such over 
 from traces of networks of three sizes, and lie beside this module, one file for each family of blocks, precision, and
 kind of device (:mod:`benchmarks.planner.preset_forms` makes them). Put in a preset's own widths, and what comes out is
 the trace of that preset, every allocation of it.
+
+One thing depends on sizes in another way: with one head of keys and values on each tensor-parallel rank torch makes two
+copies of keys and values fewer. Forms count them, which is less than 2 % of a layer's seconds.
 """
 
 import gzip

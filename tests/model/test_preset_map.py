@@ -26,10 +26,10 @@ def test_it_is_what_tracing_finds(monkeypatch, family):
 
 def test_what_devices_can_share():
     shape = shape_of("llama3")
-    assert divides(shape, 4)
-    assert not divides(shape, 8)
-    assert preset_map(shape, rows=1, length=8, degrees=(8,), dtype="float32").unsplit == (
-        (8, "8 does not divide 4 heads, 4 heads of keys and values, the inner width 832 or the vocabulary of 1000"),
+    assert divides(shape, 8)
+    assert not divides(shape, 16)
+    assert preset_map(shape, rows=1, length=8, degrees=(16,), dtype="float32").unsplit == (
+        (16, "16 does not divide 16 heads, 8 heads of keys and values, the inner width 832 or the vocabulary of 1000"),
     )
 
 

@@ -13,6 +13,7 @@ from lightning_mist.model.preset_spec import KNOWN_OPTIMIZERS, preset_spec
 from lightning_mist.model.presets import PRESETS
 from lightning_mist.model.shapes import LanguageModelShape
 from lightning_mist.model.sources import open_model
+from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
 from tests.specs import ADAMW
 
 ROWS, LENGTH = 4, 96
@@ -21,7 +22,9 @@ ROWS, LENGTH = 4, 96
 def shape_of(family, **changes):
     choices = dict(FAMILIES[family])
     sizes = {"hidden": 320, "ffn": 832, "layers": 2, "heads": 8, "vocabulary": 1000, **changes}
-    return LanguageModelShape(**sizes, key_value_heads=4 if choices.pop("grouped") else None, **choices)
+    if choices.pop("grouped"):
+        sizes = {"key_value_heads": 8, **sizes, "hidden": 2 * sizes["hidden"], "heads": 2 * sizes["heads"]}
+    return LanguageModelShape(**sizes, **choices)
 
 
 def traced(monkeypatch, shape, precision, degrees, capability):
@@ -87,6 +90,16 @@ def test_it_is_what_a_trace_says(monkeypatch, family, precision, capability):
     assert differences(expected, found) == []
 
 
+def test_one_head_of_keys_and_values_on_each_rank_is_near(monkeypatch):
+    shape = shape_of("llama3")
+    expected = traced(monkeypatch, shape, "bf16-true", (8,), (8, 0)).split(8)
+    found = of(shape, degrees=(8,), rows=ROWS, length=LENGTH).split(8)
+    for one, other in zip((expected.head, *expected.layers), (found.head, *found.layers), strict=True):
+        for direction in ("forward_moved_bytes", "backward_moved_bytes"):
+            bytes_of = [float(getattr(part, direction).subs({MICROBATCH: 8, SEQUENCE: 2048})) for part in (one, other)]
+            assert bytes_of[1] == pytest.approx(bytes_of[0], rel=0.02)
+
+
 def test_adam_w_is_known_as_it_is_measured():
     assert KNOWN_OPTIMIZERS["AdamW"] == describe_optimizer(torch.optim.AdamW, device_kind="cuda")
 
@@ -99,7 +112,7 @@ def of(shape, precision="bf16-true", **changes):
 def test_degrees_that_do_not_divide_are_left_out():
     spec = of(shape_of("gpt3"))
     assert {item.degree for item in spec.splits} == {2}
-    assert spec.module_map.unsplit == ((3, "3 does not divide 4 heads, the inner width 832 or the vocabulary of 1000"),)
+    assert spec.module_map.unsplit == ((3, "3 does not divide 8 heads, the inner width 832 or the vocabulary of 1000"),)
     assert spec.module_map.split(2).degree == 2
 
 
@@ -109,7 +122,7 @@ def test_degrees_that_do_not_divide_are_left_out():
         ({"tied": True}, {}),
         ({"rotary_fraction": 0.5}, {}),
         ({"heads": 32}, {}),
-        ({"heads": 2}, {}),
+        ({"heads": 1}, {}),
         ({}, {"precision": "64-true"}),
         ({}, {"device_kind": "cpu"}),
         ({}, {"capability": (7, 0)}),
