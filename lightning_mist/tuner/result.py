@@ -71,8 +71,9 @@ class TuneResult:
             number if there was time; any other the best that was met.
         stats: How the search went.
         notes: What was ruled out and why, and where numbers come from, for people.
-        certified: Whether HiGHS has proven the same once more, on its own, of the best plan's numbers of stages and of
-            microbatches: that none with these is faster by more than a billionth.
+        certified: Whether HiGHS has proven the same once more of the best plan's numbers of stages and of microbatches:
+            that none with these is faster by more than a billionth. Its program leaves out stages that by the least
+            sums of steady times in front of them and behind them cannot belong to such a plan.
     """
 
     plan: Plan
