@@ -24,7 +24,7 @@ from lightning_mist.tuner.space import SearchSpace, Space, divisors
 CLOCKED = 8
 """Pipelines that are run on the clock, as many as in the search for a plan."""
 
-MOST_SECONDS = 10.0
+MOST_SECONDS = 4.0
 """The most seconds that the search takes, after which its best plan is only the best that was found."""
 
 UNEVEN_LAYERS = 2

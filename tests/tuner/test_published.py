@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -7,6 +8,7 @@ from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.published import MICROBATCH_ROWS, Asked, published_plan
+from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.space import Shape
 from tests.specs import cluster, profile, spec, with_splits
 
@@ -110,3 +112,26 @@ def test_limits_of_tensor_parallelism_count(degrees):
     )
     plan = published_plan(Planner(NETWORK, cluster(DEVICES), profile=profile()), asked).plan
     assert {stage.mesh.tensor_parallel_degree for stage in plan.stages} == set(degrees)
+
+
+def test_offload_makes_fit_what_would_not():
+    rates = replace(profile(), host_to_device_bytes_per_second=1e9, device_to_host_bytes_per_second=1e9)
+    planner = Planner(spec(8, measured=True, parameter_bytes=400_000), cluster(1, kind="cuda"), profile=rates)
+    verdicts = set()
+    for memory in range(4_000_000, 44_000_000, 4_000_000):
+        asked = Asked(
+            global_batch_size=4,
+            memory_limit=memory,
+            host_memory_limit=None,
+            search=SearchSpace(offload=OFFLOADED, offload_ratios=(0.0, 1.0)),
+        )
+        best = published_plan(planner, asked).plan
+        without = published_plan(planner, replace(asked, host_memory_limit=0)).plan
+        verdicts.add((best is not None, without is not None))
+        if without is not None:
+            assert not without.stages[0].offload.any
+            assert best.predicted.step_seconds <= without.predicted.step_seconds * (1 + 1e-12)
+        elif best is not None:
+            assert best.stages[0].offload.any
+            assert best.predicted.stages[0].peak_bytes <= 0.8 * memory
+    assert verdicts == {(False, False), (True, False), (True, True)}
