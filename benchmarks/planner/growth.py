@@ -67,6 +67,8 @@ def draw(record: Record, path: Path) -> None:
         panels[1].set_xscale("log", base=2)
         panels[1].set_xticks(DEVICES, [str(count) for count in DEVICES])
         panels[0].set_xticks(LAYERS)
+        # The panels share this axis, which must reach to the slowest search of both.
+        panels[0].set_ylim(0.0, 1.05 * max(float(item["search_seconds"] or 0.0) for item in record.samples))
         figure.savefig(path, metadata={"Date": None, "Creator": None})
         pyplot.close(figure)
 
@@ -79,7 +81,6 @@ def _panel(axes: "Axes", samples: Sequence[Sample], name: str) -> None:
         color="#0072B2",  # Blue of Okabe and Ito's palette, which the colour-blind tell apart.
     )
     axes.set_xlabel(name)
-    axes.set_ylim(bottom=0.0)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
