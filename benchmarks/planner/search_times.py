@@ -14,7 +14,9 @@ from benchmarks.planner.apart import PRECISION, Question, Session, ask_apart, sp
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets import PRESETS
+from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.budget import USABLE_MEMORY
+from lightning_mist.tuner.search_space import OFFLOADED
 
 REPLAN_LIMIT_SECONDS = 0.3
 PEAK_LIMIT_BYTES = int(0.6 * 2**30)
@@ -51,8 +53,8 @@ CASES = (
 )
 
 
-def session_of(case: Case) -> Session:
-    """One process with all questions of a case."""
+def session_of(case: Case, *, offload: bool = False) -> Session:
+    """One process with all questions of a case; with offload of all kinds of state the first of them only."""
     cluster = parse_cluster(case.cluster)
     rows = case.batch // cluster.world_size
     spec = spec_of(PRESETS[case.model], case.model, case.cluster, rows=rows, sequence_length=case.length)
@@ -63,20 +65,24 @@ def session_of(case: Case) -> Session:
         Question(global_batch_size=case.batch, memory_limit=limits[1]),
         Question(global_batch_size=2 * case.batch, memory_limit=limits[0]),
     )
+    if offload:
+        return ask_apart(spec, case.cluster, questions[:1], SearchSpace(offload=OFFLOADED))
     return ask_apart(spec, case.cluster, questions)
 
 
-def sample_of(case: Case, sessions: list[Session]) -> Sample:
+def sample_of(case: Case, sessions: list[Session], *, offload: bool = False) -> Sample:
     """Medians over the runs of a case; what must not differ from run to run is taken from the first."""
     first = sessions[0].replies[0]
 
-    def median(place: int) -> float:
-        return statistics.median(session.replies[place].seconds for session in sessions)
+    def median(place: int) -> float | None:
+        asked = [session.replies[place].seconds for session in sessions if place < len(session.replies)]
+        return statistics.median(asked) if asked else None
 
     return {
         "model": case.model,
         "cluster": case.cluster,
         "batch": case.batch,
+        "offload": "searched" if offload else "none",
         "search_seconds": median(0),
         "search_limit_seconds": case.limit,
         "other_memory_seconds": median(1),
@@ -105,11 +111,15 @@ def main() -> None:
         if case.model in options.models:
             samples.append(sample_of(case, [session_of(case) for _ in range(options.repeats)]))
             print(samples[-1], flush=True)
+            if case is not CASES[-1]:
+                samples.append(sample_of(case, [session_of(case, offload=True)], offload=True))
+                print(samples[-1], flush=True)
     notes = (
         f"Medians of {options.repeats} processes, greatest memory of them; {PRECISION}, 2048 tokens per row (4096 of "
         f"llama-70b), AdamW, all devices' memory allowed, of which the planner uses {USABLE_MEMORY:.0%}; asked again "
         f"with {OTHER_MEMORY:.0%} of the memory and with twice the batch. Rise: resident memory above that before the "
-        "search; process peak: with Python and all imports. The gap is proven, of the closed form."
+        "search; process peak: with Python and all imports. The gap is proven, of the closed form. With offload one process each, "
+        "asked once."
     )
     if not options.dry_run:
         print(write_record(make_record("planner-search", samples, notes=notes)))

@@ -14,7 +14,7 @@ from tests.tuner.whole_space import Instance, candidates_of, pipelines, places_o
 MOST_CANDIDATES = 15_000
 """Stage candidates that an instance may have, so that each takes a fraction of a second."""
 
-OFFLOADING, UNLIKE, LIMITED = 0.0, 0.25, 0.12
+OFFLOADING, UNLIKE, LIMITED = 0.5, 0.25, 0.12
 """Share of instances whose spaces offload, whose devices are of two kinds, and which have each of the other limits."""
 
 
