@@ -118,8 +118,8 @@ def main() -> None:
         f"Medians of {options.repeats} processes, greatest memory of them; {PRECISION}, 2048 tokens per row (4096 of "
         f"llama-70b), AdamW, all devices' memory allowed, of which the planner uses {USABLE_MEMORY:.0%}; asked again "
         f"with {OTHER_MEMORY:.0%} of the memory and with twice the batch. Rise: resident memory above that before the "
-        "search; process peak: with Python and all imports. The gap is proven, of the closed form. With offload one process each, "
-        "asked once."
+        "search; process peak: with Python and all imports. The gap is proven, of the closed form. With "
+        "offload one process each, asked once."
     )
     if not options.dry_run:
         print(write_record(make_record("planner-search", samples, notes=notes)))
