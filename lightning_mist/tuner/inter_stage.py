@@ -57,6 +57,9 @@ def solve_program(problem: InterStageProblem, *, time_limit: float, incumbent: A
         The best answer and a bound. If time is up, or if more than :data:`MOST_ARCS` arcs could belong to something
         better, that is the incumbent or something better, with a bound that may be far below; without a feasible
         answer the choice is empty.
+
+    Raises:
+        SolverError: If the solver ends with neither an answer nor a proof for another reason than time.
     """
     none = Answer(chosen=(), objective=np.inf, bound=np.inf)
     if any(not len(slot) for slot in problem.slots):
@@ -64,9 +67,10 @@ def solve_program(problem: InterStageProblem, *, time_limit: float, incumbent: A
     known = incumbent.objective if incumbent is not None and incumbent.chosen else np.inf
     arcs = arcs_of(problem, known)
     if not len(arcs):
-        return none
+        # With a known answer there are its own arcs: that none are left has proven nothing.
+        return none if incumbent is None or np.isinf(known) else _unproven(problem, incumbent)
     if incumbent is not None and incumbent.chosen and len(arcs) > MOST_ARCS:
-        return replace(incumbent, bound=min(problem.lower_bound(), incumbent.objective))
+        return _unproven(problem, incumbent)
     program = Program(scale=max(1e-12, float(arcs.steady_A.max()), float(arcs.boundary_A.max())))
     x = program.add_binaries(arcs.steady_A)
     slowest, exposed = (int(index) for index in program.add_seconds([problem.num_microbatches - 1.0, 1.0]))
@@ -85,7 +89,11 @@ def solve_program(problem: InterStageProblem, *, time_limit: float, incumbent: A
         start[shares] = paces[1:] <= start[slowest]
     solution = program.solve(time_limit=time_limit, start=start)
     if not len(solution.values):
-        return replace(incumbent or none, bound=max(solution.bound, problem.lower_bound()))
+        if incumbent is None or np.isinf(known):
+            return replace(none, bound=max(solution.bound, problem.lower_bound()))
+        # A program that has a known answer and that the solver calls infeasible has proven nothing either.
+        bound = -np.inf if solution.status == "infeasible" else solution.bound
+        return _unproven(problem, incumbent, bound)
     taken = np.flatnonzero(solution.values[x] > 0.5)
     order = taken[np.argsort(arcs.stage_A[taken])]
     chosen = tuple(int(index) for index in arcs.choice_A[order])
@@ -94,6 +102,11 @@ def solve_program(problem: InterStageProblem, *, time_limit: float, incumbent: A
         chosen, objective = incumbent.chosen, incumbent.objective
     bound = min(max(solution.bound, problem.lower_bound()), objective)
     return Answer(chosen=chosen, objective=objective, bound=bound)
+
+
+def _unproven(problem: InterStageProblem, incumbent: Answer, bound: float = -np.inf) -> Answer:
+    """A known answer with what is known without the solver, or with what it says if that is more."""
+    return replace(incumbent, bound=min(max(bound, problem.lower_bound()), incumbent.objective))
 
 
 def _paces(arcs: Arcs) -> FloatArray:

@@ -19,6 +19,10 @@ TOLERANCE = 1e-9
 """Feasibility tolerance of rows and integrality, in scaled units; HiGHS's own 1e-6 would show in step times."""
 
 
+class SolverError(RuntimeError):
+    """HiGHS ended otherwise than with an answer, a proof that there is none, or because time was up."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """What the solver says.
@@ -121,6 +125,9 @@ class Program:
         Args:
             time_limit: Seconds after which the best point so far is taken.
             start: A feasible point to begin with: every variable's value, times in seconds.
+
+        Raises:
+            SolverError: If HiGHS ends in any other way.
         """
         solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         for option, value in (
@@ -168,7 +175,7 @@ class Program:
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         stopped = status in (statuses.kTimeLimit, statuses.kSolutionLimit, statuses.kInterrupt)
         if not stopped and not (status == statuses.kOptimal and found):
-            raise RuntimeError(f"HiGHS ended with {solver.modelStatusToString(status)} on a program it should solve")
+            raise SolverError(f"HiGHS ended with {solver.modelStatusToString(status)} on a program it should solve")
         bound = info.mip_dual_bound * self.scale
         if not found:
             return Solution(status="time limit", values=np.empty(0), objective=np.inf, bound=bound)

@@ -15,7 +15,7 @@ none is found below it, further above. So stages that are far too slow are never
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import numpy as np
@@ -24,6 +24,7 @@ from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.tuner.bound import solve, solve_family
 from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.milp import SolverError
 from lightning_mist.tuner.moved import TimeIsUpError
 from lightning_mist.tuner.problem import PRECISION, Answer, Family, InterStageProblem
 from lightning_mist.tuner.space import Space
@@ -87,9 +88,10 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float) -> Outcom
         return _outcome(tally, None, np.inf)
     winner = min(tally.best, key=lambda count: (tally.best[count].answer.objective, count))
     bound = min(tally.bounds.values())
-    if len(intra.passes) > 1:
-        _settle(tally, winner)
+    is_whole = len(intra.passes) == 1 or _settle(tally, winner)
     checked = check(tally.best[winner], deadline)
+    # What is proven of a smaller space is not of the whole one.
+    checked = replace(checked, certified=checked.certified and is_whole)
     tally.note(checked.found)
     if checked.refutes:
         bound = 0.0  # Nothing that has been proven can be relied on.
@@ -114,8 +116,12 @@ def _look(tally: "_Tally", groups: list["Group"]) -> None:
             return
 
 
-def _settle(tally: "_Tally", winner: int) -> None:
-    """Solve the winner's pipeline once more in the whole space: its answer may be one of a smaller."""
+def _settle(tally: "_Tally", winner: int) -> bool:
+    """Solve the winner's pipeline once more in the whole space: its answer may be one of a smaller.
+
+    Returns:
+        Whether there was time to find it, or one as good, again: the winner's problem is that of the whole space.
+    """
     known = tally.best.pop(winner)
     key = winner, known.problem.num_microbatches
     tally.found.pop(key)
@@ -124,6 +130,8 @@ def _settle(tally: "_Tally", winner: int) -> None:
         _attempt(tally, [winner], key[1], known.answer.objective * (1 + PRECISION / 2))
     if winner not in tally.best or tally.least_of(winner) > known.answer.objective:
         tally.best[winner] = tally.found[key] = known
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,22 +142,28 @@ class Checked:
         found: The answer, or the better one that HiGHS has found.
         certified: Whether it has proven that there is none better.
         refutes: Whether its answer is better than what the dynamic program had proven to be possible.
+        failure: Why HiGHS has no answer, if it ended without one before its time.
     """
 
     found: Found
     certified: bool
     refutes: bool
+    failure: str = ""
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What people should know of it."""
-        return (_REFUTED,) if self.refutes else ()
+        failed = (f"not checked by HiGHS: {self.failure}",) if self.failure else ()
+        return (_REFUTED,) if self.refutes else failed
 
 
 def check(found: Found, deadline: float) -> Checked:
     """Let HiGHS look for something better."""
     time_limit = max(0.1, min(CHECK_SECONDS, deadline - perf_counter()))
-    answer = solve_program(found.problem, time_limit=time_limit, incumbent=found.answer)
+    try:
+        answer = solve_program(found.problem, time_limit=time_limit, incumbent=found.answer)
+    except SolverError as error:
+        return Checked(found=found, certified=False, refutes=False, failure=str(error))
     is_better = answer.objective < found.answer.objective
     return Checked(
         found=Found(problem=found.problem, answer=answer) if is_better else found,

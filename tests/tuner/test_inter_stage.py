@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_mist.tuner import inter_stage
+from lightning_mist.tuner import inter_stage, milp
 from lightning_mist.tuner.bound import PRECISION, solve
 from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.problem import Answer
@@ -83,3 +83,29 @@ def test_too_large_programs_are_not_made(monkeypatch):
     program = solve_program(problem, time_limit=30, incumbent=incumbent)
     assert program.chosen == incumbent.chosen
     assert program.bound == min(problem.lower_bound(), incumbent.objective)
+
+
+def some_problem():
+    """A problem of several stages that has an answer."""
+    return next(item for item in map(random_problem, small_seeds(60)) if solve(item).chosen and len(item.slots) > 2)
+
+
+def test_a_solver_that_denies_a_known_answer_has_proven_nothing(monkeypatch):
+    problem, nothing = some_problem(), np.empty(0)
+    denied = milp.Solution(status="infeasible", values=nothing, objective=np.inf, bound=np.inf)
+    monkeypatch.setattr(milp.Program, "solve", lambda *_, **__: denied)
+    incumbent = some_answer(problem)
+    program = solve_program(problem, time_limit=30, incumbent=incumbent)
+    assert program.chosen == incumbent.chosen
+    assert program.bound == min(problem.lower_bound(), incumbent.objective)
+    assert solve_program(problem, time_limit=30).bound == np.inf
+
+
+def test_that_nothing_is_left_of_a_known_answer_has_proven_nothing(monkeypatch):
+    problem = some_problem()
+    incumbent, real = some_answer(problem), inter_stage.arcs_of
+    monkeypatch.setattr(inter_stage, "arcs_of", lambda item, _: real(item, -np.inf))
+    program = solve_program(problem, time_limit=30, incumbent=incumbent)
+    assert program.chosen == incumbent.chosen
+    assert program.bound == min(problem.lower_bound(), incumbent.objective)
+    assert solve_program(problem, time_limit=30).chosen == ()
