@@ -99,6 +99,10 @@ class IntraStage:
         """Bytes that the devices of every stage of a plan may use."""
         return (self.memory_limit,) * plan.num_stages
 
+    def host_limits(self, plan: Plan) -> tuple[float, ...]:
+        """Bytes of host memory that each device of every stage of a plan may use."""
+        return (self.host_limit,) * plan.num_stages
+
     def frontier(
         self,
         stage_index: int,

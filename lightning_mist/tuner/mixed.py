@@ -101,9 +101,17 @@ class MixedStages:
 
     def limits(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that the devices of every stage of a plan may use."""
+        return self._least(plan, self.part_limits)
+
+    def host_limits(self, plan: Plan) -> tuple[float, ...]:
+        """Bytes of host memory that each device of every stage of a plan may use."""
+        return self._least(plan, tuple(part.host_limit for part in self.parts))
+
+    def _least(self, plan: Plan, of_parts: tuple[float, ...]) -> tuple[float, ...]:
+        """The least of the parts' limits for the devices of every stage."""
         cluster = self.model.cluster
         return tuple(
-            min(self.part_limits[part] for part in {cluster.part_of(device) for device in stage.devices})
+            min(of_parts[part] for part in {cluster.part_of(device) for device in stage.devices})
             for stage in plan.stages
         )
 

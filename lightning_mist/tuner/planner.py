@@ -232,7 +232,7 @@ def _with_schedule(intra: Stages, others: Mapping[int, Plan], base: Plan) -> _Ch
         return _Chosen(plan=base, base=base)
     is_asked = space.schedule in space.search.schedules
     below = _seconds(base) * (1 - LEAST_GAIN) if is_asked else np.inf
-    found = best_variant(intra.model, space, intra.limits, [base, *others.values()], below=below)
+    found = best_variant(intra.model, space, intra.limits, intra.host_limits, [base, *others.values()], below=below)
     if isinstance(intra, IntraStage):
         found = even_chunks(intra, below=below if found is None else min(below, _seconds(found))) or found
     if not is_asked:

@@ -25,13 +25,14 @@ class SearchSpace:
     """Limits of the search for a plan. The defaults look at everything that the runtime can execute.
 
     Attributes:
-        max_stages: The most pipeline stages; ``None`` for as many as there are devices or layers.
-        num_stages: The numbers of stages to look at; ``None`` for all up to ``max_stages``.
+        max_stages: The most pipeline stages; ``None`` for as many as there are devices or layers. Under
+            ``"interleaved-1f1b"`` all chunks of a group of devices count as one stage.
+        num_stages: The numbers of stages to look at, counted as for ``max_stages``; ``None`` for all up to it.
         num_microbatches: The numbers of microbatches per batch to look at; ``None`` for all that the batch allows.
         microbatch_sizes: The numbers of rows that a device may compute on per microbatch; ``None`` for all that the
             batch allows. Stages of one plan may differ.
         layer_cuts: The first layers of all stages but the first, if they are settled; with them the number of stages
-            is too.
+            is too, and stages are not dealt out in chunks.
         devices_per_stage: The numbers of devices that a stage may have; ``None`` for every divisor of the number of
             devices. Stages of one plan may differ.
         zero_stages: Which ZeRO stages data-parallel ranks may use: 0 (nothing is sharded), 1 (optimizer state), 2 (also
@@ -44,7 +45,8 @@ class SearchSpace:
             always, never, or ``None`` for what is faster.
         checkpointing: Whether layers may be recomputed in backward to save memory.
         checkpointed_shares: Which parts of each stage's layers may be recomputed, fractions in [0, 1], to the nearest
-            layer: ``(0, 1)`` for none or all. ``None`` for any number of layers.
+            layer: ``(0, 1)`` for none or all. ``None`` for any number of layers. With shares stages are not dealt out
+            in chunks.
         offload: Which kinds of state may be in host memory: of ``"parameters"``, ``"gradients"``, ``"optimizer"`` and
             ``"activations"``; by default none, for the runtime does not execute that yet: it is for forecasts only.
         offload_ratios: Which parts of each of these may be there, fractions in [0, 1]; 0 is always among them.

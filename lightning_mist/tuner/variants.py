@@ -7,13 +7,13 @@ a dynamic program could build up, so they are tried on the best pipeline of ever
   they had, of other positions;
 * ZB-H1 keeps the stages as they are.
 
-Each is predicted exactly, by its own lists of actions. If it does not fit, every stage recomputes one more layer, until
-it does. What comes out is never slower than what went in, and nothing is proven about other pipelines.
+Where layers or recomputation are settled there are no chunks, which would begin elsewhere. Each is predicted exactly, by
+its own lists of actions. If it does not fit, every stage recomputes one more layer, until it does. What comes out is never slower than what went in, and nothing is proven about other pipelines.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 
@@ -25,10 +25,15 @@ from lightning_mist.plan import Checkpointing, Plan, ScheduleName, ZeroStage
 from lightning_mist.tuner.space import Space
 
 
+Limits: TypeAlias = Callable[[Plan], Sequence[float]]
+"""Bytes that every stage of a plan may use of something, each of its devices."""
+
+
 def best_variant(
     model: CostModel,
     space: Space,
-    limits: Callable[[Plan], Sequence[float]],
+    limits: Limits,
+    host_limits: Limits,
     plans: Iterable[Plan],
     *,
     below: float = np.inf,
@@ -39,6 +44,7 @@ def best_variant(
         model: The cost model.
         space: The search space, whose schedules count.
         limits: Bytes that the devices of every stage of a plan may use.
+        host_limits: Bytes of host memory that each of them may use.
         plans: Pipelines under the schedule of the search.
         below: Plans that do not take fewer seconds are of no interest.
     """
@@ -48,7 +54,7 @@ def best_variant(
             least = _busiest(model, candidate)
             if least >= below or (best is not None and least >= _seconds(best)):
                 continue
-            found = _fitted(model, space, limits, candidate)
+            found = _fitted(model, space, limits, host_limits, candidate)
             if found is None:
                 continue
             found = replace(found, predicted=predict_with(model, found))
@@ -66,7 +72,8 @@ def refuse_without_variant(schedules: Sequence[ScheduleName]) -> NoReturn:
     raise InfeasibleError(
         f"no plan fits under schedules={list(schedules)}: these are tried on the pipelines that the search finds for "
         "1f1b, and none of those can be run so (interleaved-1f1b needs at least 2 stages of 2 layers and a number of "
-        "microbatches that is a multiple of the stages; both keep more in memory). Add '1f1b' to schedules"
+        "microbatches that is a multiple of the stages, and neither layer_cuts nor checkpointed_shares; both keep more "
+        "in memory). Add '1f1b' to schedules"
     )
 
 
@@ -93,7 +100,9 @@ def _busiest(model: CostModel, plan: Plan) -> float:
 def _variants(plan: Plan, space: Space) -> Iterator[Plan]:
     if "zb-h1" in space.search.schedules and all(stage.zero_stage < ZeroStage.GRADIENTS for stage in plan.stages):
         yield replace(plan, schedule="zb-h1", predicted=None)
-    if "interleaved-1f1b" in space.search.schedules:
+    # Chunks begin at layers where no stage did, and share out what is recomputed.
+    is_pinned = space.search.layer_cuts is not None or space.search.checkpointed_shares is not None
+    if "interleaved-1f1b" in space.search.schedules and not is_pinned:
         yield from _interleaved(plan, space.search.chunks)
 
 
@@ -120,13 +129,14 @@ def _parts(count: int, chunks: int) -> list[int]:
     return [count * (chunk + 1) // chunks - count * chunk // chunks for chunk in range(chunks)]
 
 
-def _fitted(model: CostModel, space: Space, limits: Callable[[Plan], Sequence[float]], plan: Plan) -> Plan | None:
+def _fitted(model: CostModel, space: Space, limits: Limits, host_limits: Limits, plan: Plan) -> Plan | None:
     """The plan with as few more recomputed layers per stage as make it fit."""
-    most = max(stage.num_layers - stage.checkpointing.layers for stage in plan.stages) if space.checkpointing else 0
+    may_recompute = space.checkpointing and space.search.checkpointed_shares is None
+    most = max(stage.num_layers - stage.checkpointing.layers for stage in plan.stages) if may_recompute else 0
 
     def fits(item: Plan) -> bool:
-        found = zip(plan_memory(model.memory, item), limits(item), strict=True)
-        return all(memory.peak_bytes <= limit for memory, limit in found)
+        found = zip(plan_memory(model.memory, item), limits(item), host_limits(item), strict=True)
+        return all(memory.peak_bytes <= limit and memory.host_bytes <= host for memory, limit, host in found)
 
     if not fits(_recomputing(plan, most)) and not fits(plan):
         return None

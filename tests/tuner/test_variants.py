@@ -3,16 +3,22 @@ import dataclasses
 import pytest
 
 from lightning_mist.cost import StageCostModel, predict, predict_with
+from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.errors import InfeasibleError
+from lightning_mist.plan import OffloadRatios
 from lightning_mist.schedule import check, lower
 from lightning_mist.tuner.space import SearchSpace, apply
-from lightning_mist.tuner.variants import _busiest, _variants, best_variant
+from lightning_mist.tuner.variants import _busiest, _recomputing, _variants, best_variant
 from tests.specs import cluster, profile, spec
 from tests.tuner.test_tune import search
 
 FAST = profile(link=1e12, latency=0.0)
 NETWORK = spec(8, parameter_bytes=4000, edge_bytes=4000, measured=True)
 ALL = ("1f1b", "interleaved-1f1b", "zb-h1")
+
+
+def plenty(plan):
+    return (1e12,) * plan.num_stages
 
 
 def found(schedules, *, memory=10**12, machine=FAST, network=NETWORK, **limits):
@@ -83,9 +89,9 @@ def test_sharded_gradients_stay_with_1f1b():
     model = StageCostModel(NETWORK, FAST, cluster(2))
     plan = found(("1f1b",)).plan
     stages = tuple(dataclasses.replace(stage, zero_stage=2) for stage in plan.stages)
-    plenty = lambda item: (1e12,) * item.num_stages  # noqa: E731
-    assert best_variant(model, space, plenty, [plan]).schedule == "zb-h1"
-    assert best_variant(model, space, plenty, [dataclasses.replace(plan, stages=stages, predicted=None)]) is None
+    assert best_variant(model, space, plenty, plenty, [plan]).schedule == "zb-h1"
+    sharded = dataclasses.replace(plan, stages=stages, predicted=None)
+    assert best_variant(model, space, plenty, plenty, [sharded]) is None
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -99,3 +105,44 @@ def test_what_devices_compute_is_never_more_than_the_step(kind, schedule, latenc
     assert candidates
     for plan in candidates:
         assert _busiest(model, plan) <= predict_with(model, plan).step_seconds * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("pin", [{"layer_cuts": (5,)}, {"checkpointed_shares": (0.0, 1.0)}])
+def test_settled_layers_and_recomputation_stay_as_they_are(pin):
+    plan = found(ALL, **pin).plan
+    assert plan.num_stages == 2
+    assert found(ALL).plan.num_stages > 2
+    if "layer_cuts" in pin:
+        assert plan.bounds == ((0, 5), (5, 8))
+    for stage in plan.stages:
+        assert "layer_cuts" in pin or stage.checkpointing.layers in (0, stage.num_layers)
+
+
+def test_settled_recomputation_is_not_added_to():
+    plan, model = found(("1f1b",)).plan, StageCostModel(NETWORK, FAST, cluster(2))
+    other = dataclasses.replace(plan, schedule="zb-h1", predicted=None)
+    least = [memory.peak_bytes for memory in plan_memory(model.memory, other)]
+    recomputed = [
+        memory.peak_bytes
+        for memory in plan_memory(model.memory, _recomputing(other, max(stage.num_layers for stage in plan.stages)))
+    ]
+    assert max(recomputed) < max(least)
+    tight = lambda item: (max(least) - 1,) * item.num_stages  # noqa: E731
+    for shares, fits in ((None, True), ((0.0, 1.0), False)):
+        space = apply(SearchSpace(schedules=("zb-h1",), checkpointed_shares=shares), NETWORK, 2, 4)
+        assert (best_variant(model, space, tight, plenty, [plan]) is not None) == fits
+
+
+def test_host_memory_limits_other_schedules_too():
+    plan, model = found(("1f1b",), num_microbatches=(4,)).plan, StageCostModel(NETWORK, FAST, cluster(2))
+    moved = OffloadRatios(activations=1.0)
+    plan = dataclasses.replace(
+        plan, stages=tuple(dataclasses.replace(stage, offload=moved) for stage in plan.stages), predicted=None
+    )
+    space = apply(SearchSpace(schedules=("interleaved-1f1b",), checkpointing=False), NETWORK, 2, 4)
+    chosen = best_variant(model, space, plenty, plenty, [plan])
+    assert chosen is not None
+    held = [max(memory.host_bytes for memory in plan_memory(model.memory, item)) for item in (plan, chosen)]
+    assert 0 < held[0] < held[1]
+    between = lambda item: (held[0],) * item.num_stages  # noqa: E731
+    assert best_variant(model, space, plenty, between, [plan]) is None
