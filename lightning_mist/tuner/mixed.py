@@ -101,13 +101,13 @@ class MixedStages:
 
     def limits(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that the devices of every stage of a plan may use."""
-        return self._least(plan, self.part_limits)
+        return self._in_parts(plan, self.part_limits)
 
     def host_limits(self, plan: Plan) -> tuple[float, ...]:
         """Bytes of host memory that each device of every stage of a plan may use."""
-        return self._least(plan, tuple(part.host_limit for part in self.parts))
+        return self._in_parts(plan, tuple(part.host_limit for part in self.parts))
 
-    def _least(self, plan: Plan, of_parts: tuple[float, ...]) -> tuple[float, ...]:
+    def _in_parts(self, plan: Plan, of_parts: tuple[float, ...]) -> tuple[float, ...]:
         """The least of the parts' limits for the devices of every stage."""
         cluster = self.model.cluster
         return tuple(

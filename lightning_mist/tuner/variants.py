@@ -7,8 +7,9 @@ a dynamic program could build up, so they are tried on the best pipeline of ever
   they had, of other positions;
 * ZB-H1 keeps the stages as they are.
 
-Where layers or recomputation are settled there are no chunks, which would begin elsewhere. Each is predicted exactly, by
-its own lists of actions. If it does not fit, every stage recomputes one more layer, until it does. What comes out is never slower than what went in, and nothing is proven about other pipelines.
+Where layers or recomputation are settled there are no chunks, which would begin elsewhere. Each is predicted exactly,
+by its own lists of actions. If it does not fit, every stage recomputes one more layer, until it does. What comes out is
+never slower than what went in, and nothing is proven about other pipelines.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,6 @@ from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Checkpointing, Plan, ScheduleName, ZeroStage
 from lightning_mist.tuner.space import Space
-
 
 Limits: TypeAlias = Callable[[Plan], Sequence[float]]
 """Bytes that every stage of a plan may use of something, each of its devices."""
