@@ -1,8 +1,12 @@
 """A plan's predicted seconds and bytes, in total and by term."""
 
+from dataclasses import replace
+from functools import partial
+
 from lightning_mist.cost.candidates import placed_slots_of
-from lightning_mist.cost.chunks import plan_needs
+from lightning_mist.cost.chunks import plan_memory, plan_needs
 from lightning_mist.cost.clock import rules_of, step_times, terms_of
+from lightning_mist.cost.memory import StageMemory
 from lightning_mist.cost.mixed import CostModel, Profiles, cost_model, profiles_of
 from lightning_mist.cost.roofline import step_work_among
 from lightning_mist.errors import PlanError
@@ -28,7 +32,16 @@ def predict(spec: ModelSpec, profile: Profiles, cluster: AnyCluster, plan: Plan)
 
 
 def predict_with(model: CostModel, plan: Plan) -> Predicted:
-    """As :func:`predict`, with a cost model that exists already."""
+    """As :func:`predict`, with a cost model that exists already, which keeps what it has predicted."""
+    return model.predicted.of(replace(plan, predicted=None), partial(_predict, model))
+
+
+def memory_with(model: CostModel, plan: Plan) -> tuple[StageMemory, ...]:
+    """The peak memory of every stage of a plan, by term, with a cost model that exists already and keeps it."""
+    return model.remembered.of(replace(plan, predicted=None), partial(plan_memory, model.memory))
+
+
+def _predict(model: CostModel, plan: Plan) -> Predicted:
     _check(model, plan)
     seconds = [model.seconds(slot, candidates) for slot, candidates in placed_slots_of(plan, model.cluster)]
     terms = [terms_of(item) for item in seconds]

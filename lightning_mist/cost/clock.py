@@ -99,7 +99,7 @@ def _run(plan: Plan, seconds: PlanSeconds, rules: StepRules, count: int) -> floa
     return finish(program, times, once, rules, is_tied=is_tied).makespan
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _program(num_stages: int, num_microbatches: int, name: ScheduleName, num_groups: int) -> Program:
     return program_of(num_stages, num_microbatches, name, num_groups=num_groups)
 

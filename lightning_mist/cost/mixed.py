@@ -12,7 +12,8 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
-from lightning_mist.cost.memory import MemoryModel
+from lightning_mist.cost.kept import Kept
+from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.stage import StageCostModel, StageCosts, StageSeconds
 from lightning_mist.cost.time import RegionSeconds
 from lightning_mist.errors import ProfileError
@@ -26,6 +27,7 @@ from lightning_mist.hardware import (
     catalog_profile,
 )
 from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import Predicted
 
 Profiles: TypeAlias = HardwareProfile | Sequence[HardwareProfile] | None
 """How fast a machine is: of a cluster of unlike devices one profile for every part; ``None`` for the catalog's."""
@@ -62,6 +64,8 @@ class MixedCostModel:
             StageCostModel(spec, profile, part, seams=[found for found, _ in seams], memories=memories)
             for part, profile in zip(cluster.parts, self.profiles, strict=True)
         )
+        self.predicted: Kept[Predicted] = Kept()
+        self.remembered: Kept[tuple[StageMemory, ...]] = Kept()
         self._together = tuple(StageCostModel(spec, profile, whole, memories=memories) for profile, whole in seams)
 
     def memory(self, slot: StageSlot) -> MemoryModel:

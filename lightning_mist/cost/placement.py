@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import TypeAlias
 
 from lightning_mist.errors import PlanError
@@ -135,24 +136,31 @@ def placements_of(plan: Plan, cluster: AnyCluster | Nodes | int) -> tuple[Placem
         PlanError: If one of several stages lies in several parts of the cluster.
     """
     nodes = Nodes.of(cluster)
-    parts = parts_of(plan, nodes)
-    bounds = range(plan.num_stages - 1)
-    flows = [tuple(_flows(plan, stage, nodes)) for stage in bounds]
+    return _placements(tuple(stage.mesh for stage in plan.stages), plan.num_replicas, parts_of(plan, nodes), nodes)
+
+
+@lru_cache(maxsize=256)
+def _placements(
+    meshes: tuple[StageMesh, ...], replicas: int, parts: tuple[int, ...], nodes: Nodes
+) -> tuple[Placement, ...]:
+    """The placement of every stage, which depends on nothing else of a plan."""
+    bounds = range(len(meshes) - 1)
+    flows = [tuple(_flows(meshes[stage], meshes[stage + 1], replicas, nodes)) for stage in bounds]
     across = [flow for found in flows for flow in found if flow.across]
     sharing = _crowding({flow.sender for flow in across}, nodes)
     receiving = _crowding({flow.receiver for flow in across}, nodes)
     crossings = [_crossing(flows[stage], sharing, receiving, (parts[stage], parts[stage + 1])) for stage in bounds]
-    ends = [_column(plan.stages[stage].mesh, plan.num_replicas) for stage in (0, -1)]
+    ends = [_column(meshes[stage], replicas) for stage in (0, -1)]
     return tuple(
         Placement(
-            shard_nodes=max(_count(group, nodes) for group in _sharing_parameters(stage.mesh)),
-            ring_nodes=max(_count(group, nodes) for group in _sharing_rows(stage.mesh)),
+            shard_nodes=max(_count(group, nodes) for group in _sharing_parameters(mesh)),
+            ring_nodes=max(_count(group, nodes) for group in _sharing_rows(mesh)),
             tied_nodes=min(2, _count([device for end in ends for device in end], nodes)),
-            share=_share(stage.mesh, plan.num_replicas),
+            share=_share(mesh, replicas),
             before=crossings[index - 1] if index else None,
             behind=crossings[index] if index < len(crossings) else None,
         )
-        for index, stage in enumerate(plan.stages)
+        for index, mesh in enumerate(meshes)
     )
 
 
@@ -175,13 +183,27 @@ class _Flow:
     across: bool
 
 
-def _parts(mesh: StageMesh, replicas: int) -> list[_Part]:
+@dataclass(frozen=True, slots=True)
+class _Degrees:
+    """How the devices of a replica share what it computes."""
+
+    data: int
+    tensor: int
+    context: int
+    sequence: bool
+
+    @classmethod
+    def of(cls, mesh: StageMesh, replicas: int) -> "_Degrees":
+        tensor, context = mesh.tensor_parallel_degree, mesh.context_parallel_degree
+        return cls(mesh.data_parallel_degree // replicas, tensor, context, mesh.sequence_parallel)
+
+
+def _parts(degrees: _Degrees) -> list[_Part]:
     """What the devices of a replica have; it is the same in all replicas."""
-    tensor, context = mesh.tensor_parallel_degree, mesh.context_parallel_degree
-    per_replica = mesh.data_parallel_degree // replicas
-    pieces = tensor if mesh.sequence_parallel else 1
+    tensor, context, per_replica = degrees.tensor, degrees.context, degrees.data
+    pieces = tensor if degrees.sequence else 1
     found = []
-    for place in range(len(mesh.devices) // replicas):
+    for place in range(per_replica * tensor * context):
         others, tensor_index = divmod(place, tensor)
         row, context_index = divmod(others, context)
         piece = context_index * pieces + tensor_index % pieces
@@ -198,22 +220,23 @@ def _common(first: Interval, second: Interval) -> Fraction:
     return max(Fraction(0), min(first[1], second[1]) - max(first[0], second[0]))
 
 
-def _pairs(before: StageMesh, after: StageMesh, replicas: int) -> Iterator[tuple[int, int, Fraction]]:
+@lru_cache(maxsize=256)
+def _pairs(before: _Degrees, after: _Degrees) -> tuple[tuple[int, int, Fraction], ...]:
     """Places of senders and receivers in a replica, and what passes between them in one microbatch."""
-    senders, tensor = _parts(before, replicas), before.tensor_parallel_degree
-    for place, receiver in enumerate(_parts(after, replicas)):
+    senders, found = _parts(before), []
+    for place, receiver in enumerate(_parts(after)):
         for other, sender in enumerate(senders):
-            if not before.sequence_parallel and sender.tensor_index != receiver.tensor_index % tensor:
+            if not before.sequence and sender.tensor_index != receiver.tensor_index % before.tensor:
                 continue
             shared = _common(sender.rows, receiver.rows) * _common(sender.sequence, receiver.sequence)
             if shared:
-                yield other, place, shared
+                found.append((other, place, shared))
+    return tuple(found)
 
 
-def _flows(plan: Plan, stage: int, nodes: Nodes) -> Iterator[_Flow]:
+def _flows(before: StageMesh, after: StageMesh, replicas: int, nodes: Nodes) -> Iterator[_Flow]:
     """What passes from a stage to the next in one microbatch."""
-    before, after, replicas = plan.stages[stage].mesh, plan.stages[stage + 1].mesh, plan.num_replicas
-    pairs = list(_pairs(before, after, replicas))
+    pairs = _pairs(_Degrees.of(before, replicas), _Degrees.of(after, replicas))
     for replica in range(replicas):
         senders, receivers = (mesh.devices[replica * len(mesh.devices) // replicas :] for mesh in (before, after))
         for other, place, shared in pairs:

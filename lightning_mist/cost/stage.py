@@ -29,7 +29,8 @@ from lightning_mist.cost.channels import copy_rates, interference_of
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.corrected import computation_factor, corrected_regions, corrected_terms
 from lightning_mist.cost.exchange import reductions, shard_nodes, transfers
-from lightning_mist.cost.memory import MemoryModel
+from lightning_mist.cost.kept import Kept
+from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.needs import StageNeeds
 from lightning_mist.cost.offload_loads import WithoutCopies
 from lightning_mist.cost.offload_time import CopySeconds, copy_seconds, no_copies
@@ -41,7 +42,7 @@ from lightning_mist.cost.time import RegionSeconds, region_seconds, split_second
 from lightning_mist.cost.update import update_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import ZeroStage
+from lightning_mist.plan import Predicted, ZeroStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +167,8 @@ class StageCostModel:
         self.spec, self.profile, self.cluster, self.seams = spec, profile, cluster, tuple(seams)
         self._memories = {} if memories is None else memories
         self._ranks: dict[tuple[int, bool], _Rank] = {}
+        self.predicted: Kept[Predicted] = Kept()
+        self.remembered: Kept[tuple[StageMemory, ...]] = Kept()
 
     def _rank(self, degree: int, sequence: bool) -> _Rank:
         key = (degree, sequence)

@@ -18,9 +18,8 @@ from typing import NoReturn, TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, predict_with
+from lightning_mist.cost import CostModel, memory_with, predict_with
 from lightning_mist.cost.candidates import StageCandidates, StageSlot, placed_slots_of
-from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Checkpointing, Plan, ScheduleName, ZeroStage
 from lightning_mist.tuner.space import Space
@@ -49,17 +48,16 @@ def best_variant(
         below: Plans that do not take fewer seconds are of no interest.
     """
     best: Plan | None = None
-    for plan in plans:
-        for candidate in _variants(plan, space):
-            least = _busiest(model, candidate)
-            if least >= below or (best is not None and least >= _seconds(best)):
-                continue
-            found = _fitted(model, space, limits, host_limits, candidate)
-            if found is None:
-                continue
-            found = replace(found, predicted=predict_with(model, found))
-            if best is None or _seconds(found) < _seconds(best):
-                best = found
+    candidates = [(_busiest(model, candidate), candidate) for plan in plans for candidate in _variants(plan, space)]
+    for least, candidate in sorted(candidates, key=lambda item: item[0]):
+        if least >= (below if best is None else min(below, _seconds(best))):
+            break
+        found = _fitted(model, space, limits, host_limits, candidate)
+        if found is None:
+            continue
+        found = replace(found, predicted=predict_with(model, found))
+        if best is None or _seconds(found) < _seconds(best):
+            best = found
     return best
 
 
@@ -83,18 +81,22 @@ def _seconds(plan: Plan) -> float:
 
 
 def _busiest(model: CostModel, plan: Plan) -> float:
-    """Seconds that the busiest devices of a plan compute, which its step takes at least.
+    """Seconds that the busiest devices of a plan compute, after those before them, which its step takes at least.
 
     Transfers may hide, and the first microbatch has no gradients to add to.
     """
 
-    def busy(slot: StageSlot, candidates: StageCandidates) -> float:
+    def busy(slot: StageSlot, candidates: StageCandidates) -> tuple[float, float]:
         found = model.seconds(slot, candidates)
-        lane = float((found.steady_K - found.transfer_K)[0])
-        return plan.num_microbatches * lane - float(found.accumulate_K[0])
+        lane, saved = float((found.steady_K - found.transfer_K)[0]), float(found.accumulate_K[0])
+        # ZB-H1 puts off a part of the backward, which need not be over when the devices behind have ended.
+        alone = float(found.forward_K[0]) if plan.schedule == "zb-h1" else lane - saved
+        return plan.num_microbatches * lane - saved, max(0.0, alone)
 
     each = [busy(*item) for item in placed_slots_of(plan, model.cluster)]
-    return max(sum(each[chunk] for chunk in plan.chunks(group)) for group in range(plan.num_groups))
+    groups = range(plan.num_groups)
+    before = np.cumsum([0.0, *(each[group][1] for group in groups)])
+    return max(float(before[group]) + sum(each[chunk][0] for chunk in plan.chunks(group)) for group in groups)
 
 
 def _variants(plan: Plan, space: Space) -> Iterator[Plan]:
@@ -135,7 +137,7 @@ def _fitted(model: CostModel, space: Space, limits: Limits, host_limits: Limits,
     most = max(stage.num_layers - stage.checkpointing.layers for stage in plan.stages) if may_recompute else 0
 
     def fits(item: Plan) -> bool:
-        found = zip(plan_memory(model.memory, item), limits(item), host_limits(item), strict=True)
+        found = zip(memory_with(model, item), limits(item), host_limits(item), strict=True)
         return all(memory.peak_bytes <= limit and memory.host_bytes <= host for memory, limit, host in found)
 
     if not fits(_recomputing(plan, most)) and not fits(plan):

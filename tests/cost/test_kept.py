@@ -1,0 +1,34 @@
+from dataclasses import replace
+
+from lightning_mist.cost import StageCostModel, kept, memory_with, predict, predict_with
+from lightning_mist.cost.chunks import plan_memory
+from tests.cost.test_memory import make_plan
+from tests.specs import cluster, profile, spec
+
+NETWORK = spec(6, tied=True, measured=True)
+PLAN = make_plan([2, 4], degree=2, microbatches=4, rows=2, zero=1, checkpointed=1)
+
+
+def test_answers_are_found_once():
+    asked, answers = [], kept.Kept()
+    for _ in range(3):
+        assert answers.of(PLAN, lambda plan: asked.append(plan) or "found") == "found"
+    assert asked == [PLAN]
+
+
+def test_what_was_asked_for_longest_ago_is_forgotten(monkeypatch):
+    monkeypatch.setattr(kept, "MOST", 2)
+    answers = kept.Kept()
+    first, second, third = (replace(PLAN, schedule=name) for name in ("1f1b", "gpipe", "zb-h1"))
+    for number, plan in enumerate((first, second, first, third)):
+        answers.of(plan, lambda _, number=number: number)
+    assert [answers.of(plan, lambda _: 9) for plan in (first, third, second)] == [0, 3, 9]
+
+
+def test_what_a_model_remembers_is_what_a_new_one_finds():
+    model = StageCostModel(NETWORK, profile(), cluster(PLAN.world_size))
+    first = predict_with(model, PLAN)
+    assert predict_with(model, replace(PLAN, predicted=first)) is first
+    assert first == predict(NETWORK, profile(), cluster(PLAN.world_size), PLAN)
+    assert memory_with(model, PLAN) == plan_memory(model.memory, PLAN)
+    assert memory_with(model, replace(PLAN, predicted=first)) is memory_with(model, PLAN)
