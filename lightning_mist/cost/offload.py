@@ -353,8 +353,17 @@ def host_bytes(
     """
     if candidates.offload is None:
         return np.zeros(len(candidates))
-    in_flight = max(phase.others + (phase.kind != "transfer") for phase in phases)
-    return host_state_bytes(model, slot, candidates) + in_flight * host_microbatch_bytes(model, slot, candidates, needs)
+    microbatch_K = host_microbatch_bytes(model, slot, candidates, needs)
+    return host_state_bytes(model, slot, candidates) + in_flight(phases) * microbatch_K
+
+
+def in_flight(phases: Sequence[Phase]) -> int:
+    """The most microbatches whose activations a slot keeps.
+
+    Args:
+        phases: The situations of the slot.
+    """
+    return max(phase.others + (phase.kind != "transfer") for phase in phases)
 
 
 def host_state_bytes(model: OffloadingModel, slot: StageSlot, candidates: StageCandidates) -> FloatArray:

@@ -90,7 +90,7 @@ class IntraStage:
         """
         known, self._mover = (
             self._mover,
-            replace(self._mover, ratios=Ratios.of(self.space.search, ratios), deadline=deadline),
+            replace(self._mover, ratios=Ratios.of(self.space.search, ratios), deadline=deadline, known={}),
         )
         if self._mover.ratios.sizes != known.ratios.sizes:
             self._frontiers.clear()

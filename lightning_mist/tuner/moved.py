@@ -24,8 +24,8 @@ Array axes
     O  kinds of state, in the order of ``OFFLOADED``
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from time import perf_counter
 
@@ -35,7 +35,7 @@ from lightning_mist.cost import CostModel, StageCandidates, StageSlot, profiles_
 from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.needs import PeakParts
-from lightning_mist.cost.offload import host_bytes
+from lightning_mist.cost.offload import host_microbatch_bytes, host_state_bytes, in_flight
 from lightning_mist.cost.phases import Phase
 from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.search_space import OFFLOADED, SearchSpace
@@ -131,9 +131,46 @@ class Moved:
         return cls(**{name: np.concatenate([getattr(item, name) for item in items]) for name in cls.__slots__})
 
 
+@dataclass(slots=True, kw_only=True)
+class Known:
+    """What has been evaluated of a table, which all stages with its role share; bases in the order they came in.
+
+    Attributes:
+        table: The table.
+        row_K: Of every candidate its place among the bases, -1 where it is not one of them.
+        parts: What the peaks of bases are made of, all combinations of a base one after another.
+        host_state_J: Host memory of parameters, gradients and optimizer state; empty without a limit of it.
+        host_microbatch_J: The same of one microbatch's activations.
+        steady_J: Steady seconds, NaN where they are not known.
+        boundary_J: Boundary seconds, likewise.
+    """
+
+    table: Table
+    row_K: IntArray
+    parts: PeakParts
+    host_state_J: FloatArray
+    host_microbatch_J: FloatArray
+    steady_J: FloatArray
+    boundary_J: FloatArray
+
+    @classmethod
+    def nothing(cls, table: Table) -> "Known":
+        """Before anything has been evaluated."""
+        none = np.empty(0)
+        return cls(
+            table=table,
+            row_K=np.full(len(table), -1, dtype=np.int64),
+            parts=PeakParts.none(),
+            host_state_J=none,
+            host_microbatch_J=none,
+            steady_J=none,
+            boundary_J=none,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mover:
-    """Evaluates candidates with offload.
+    """Evaluates candidates with offload; keeps what it has evaluated for one number of microbatches.
 
     Attributes:
         model: The cost model.
@@ -141,6 +178,7 @@ class Mover:
         memory_limit: Bytes that a device may use.
         host_limit: Bytes of host memory that it may use.
         deadline: Value of ``perf_counter()`` at which to stop.
+        known: What has been evaluated, by table.
     """
 
     model: CostModel
@@ -148,6 +186,7 @@ class Mover:
     memory_limit: float
     host_limit: float
     deadline: float = np.inf
+    known: dict[int, Known] = field(default_factory=dict)
 
     def of(self, table: Table, index_B: IntArray, phases: Sequence[Phase]) -> tuple[Moved, int]:
         """What some candidates of a table may move, as far as it is of use, and how much has been evaluated.
@@ -160,52 +199,101 @@ class Mover:
         Raises:
             TimeIsUpError: If there is no time left to evaluate them.
         """
-        none = np.empty(0)
-        found = [
-            Moved(
-                index_J=np.empty(0, dtype=np.int64),
-                offload_JO=np.empty((0, len(OFFLOADED))),
-                steady_J=none,
-                boundary_J=none,
-                peak_J=none,
-            )
-        ]
-        kind_B = table.shape_K[index_B] * (max(ZeroStage) + 1) + table.zero_stage_K[index_B]
-        rows = max(1, AT_ONCE // len(self.ratios))
-        for kind in np.unique(kind_B):
-            of_kind = index_B[kind_B == kind]
-            slot = table.slots[int(table.shape_K[of_kind[0]])]
-            for begin in range(0, len(of_kind), rows):
-                if perf_counter() > self.deadline:
-                    raise TimeIsUpError
-                found.append(self._moved(table, slot, of_kind[begin : begin + rows], phases))
-        return Moved.joined(found), len(index_B) * (len(self.ratios) - 1)
-
-    def _moved(self, table: Table, slot: StageSlot, index_B: IntArray, phases: Sequence[Phase]) -> Moved:
-        """Candidates of one arrangement and ZeRO stage."""
-        index_J = np.repeat(index_B, len(self.ratios))
-        offload_JO = np.tile(self.ratios.offload_CO, (len(index_B), 1))
-        candidates = _with(table.candidates(index_J), offload_JO)
-        memory = self.model.memory(slot)
-        needs = memory.needs(slot, candidates)
-        peak_J = PeakParts.of(needs).peaks(phases)
+        known, count = self._known(table), len(self.ratios)
+        new_B = index_B[known.row_K[index_B] < 0]
+        for at_N in self._together(table, new_B, count):
+            self._learn_bytes(known, new_B[at_N])
+        place_J = (known.row_K[index_B][:, None] * count + np.arange(count)).reshape(-1)
+        peak_J = known.parts.take(place_J).peaks(phases)
         fits_J = peak_J <= self.memory_limit
         if np.isfinite(self.host_limit):
-            fits_J &= host_bytes(memory, slot, candidates, needs, phases) <= self.host_limit
-        fits_BC = fits_J.reshape(len(index_B), len(self.ratios))
-        ordered = self._ordered(slot, int(table.zero_stage_K[index_B[0]]))
-        kept_J = np.flatnonzero(self.ratios.least(fits_BC, ordered))
-        seconds = self.model.seconds(slot, candidates.take(kept_J))
-        steady_J, boundary_J = seconds.steady_K, seconds.boundary_K
+            host_J = known.host_state_J + in_flight(phases) * known.host_microbatch_J
+            fits_J &= host_J[place_J] <= self.host_limit
+        kept_J = np.flatnonzero(self._least(table, index_B, fits_J.reshape(-1, count)))
+        of_J, place_J, peak_J = index_B[kept_J // count], place_J[kept_J], peak_J[kept_J]
+        new_J = np.flatnonzero(np.isnan(known.steady_J[place_J]))
+        for at_N in self._together(table, of_J[new_J], 1):
+            self._learn_seconds(known, of_J[new_J[at_N]], place_J[new_J[at_N]])
+        steady_J = known.steady_J[place_J]
         fast_J = np.flatnonzero(steady_J <= table.pace * ROOM)
-        at_J = kept_J[fast_J]
-        return Moved(
-            index_J=index_J[at_J],
-            offload_JO=offload_JO[at_J],
+        moved = Moved(
+            index_J=of_J[fast_J],
+            offload_JO=self.ratios.offload_CO[place_J[fast_J] % count],
             steady_J=steady_J[fast_J],
-            boundary_J=boundary_J[fast_J],
-            peak_J=peak_J[at_J],
+            boundary_J=known.boundary_J[place_J[fast_J]],
+            peak_J=peak_J[fast_J],
         )
+        return moved, len(new_B) * (count - 1)
+
+    def _known(self, table: Table) -> Known:
+        """What is known of a table; nothing is kept of those with other numbers of microbatches."""
+        found = self.known.get(id(table))
+        if found is None:
+            found = Known.nothing(table)
+            for key, other in list(self.known.items()):
+                if not other.table.slots or other.table.slots[0].num_microbatches != table.slots[0].num_microbatches:
+                    del self.known[key]
+            self.known[id(table)] = found
+        return found
+
+    def _together(self, table: Table, index_N: IntArray, each: int) -> Iterator[IntArray]:
+        """Places of candidates to evaluate together: with the same arrangement, and not too many.
+
+        Args:
+            table: The candidates.
+            index_N: Which.
+            each: How many combinations of each.
+
+        Raises:
+            TimeIsUpError: If there is no time left to evaluate them.
+        """
+        rows, shape_N = max(1, AT_ONCE // each), table.shape_K[index_N]
+        for shape in np.unique(shape_N):
+            of_shape = np.flatnonzero(shape_N == shape)
+            for begin in range(0, len(of_shape), rows):
+                if perf_counter() > self.deadline:
+                    raise TimeIsUpError
+                yield of_shape[begin : begin + rows]
+
+    def _learn_bytes(self, known: Known, index_B: IntArray) -> None:
+        """Bytes of all combinations of some bases of one arrangement."""
+        table, count = known.table, len(self.ratios)
+        slot = table.slots[int(table.shape_K[index_B[0]])]
+        offload_JO = np.tile(self.ratios.offload_CO, (len(index_B), 1))
+        candidates = _with(table.candidates(np.repeat(index_B, count)), offload_JO)
+        memory = self.model.memory(slot)
+        needs = memory.needs(slot, candidates)
+        known.row_K[index_B] = len(known.parts) // count + np.arange(len(index_B))
+        known.parts = PeakParts.joined([known.parts, PeakParts.of(needs)])
+        if np.isfinite(self.host_limit):
+            state_J = host_state_bytes(memory, slot, candidates)
+            microbatch_J = host_microbatch_bytes(memory, slot, candidates, needs)
+            known.host_state_J = np.concatenate([known.host_state_J, state_J])
+            known.host_microbatch_J = np.concatenate([known.host_microbatch_J, microbatch_J])
+        unknown_J = np.full(len(candidates), np.nan)
+        known.steady_J = np.concatenate([known.steady_J, unknown_J])
+        known.boundary_J = np.concatenate([known.boundary_J, unknown_J])
+
+    def _learn_seconds(self, known: Known, index_N: IntArray, place_N: IntArray) -> None:
+        """Seconds of some candidates of one arrangement: which of the table, and where they are among what is known."""
+        table = known.table
+        offload_NO = self.ratios.offload_CO[place_N % len(self.ratios)]
+        slot = table.slots[int(table.shape_K[index_N[0]])]
+        seconds = self.model.seconds(slot, _with(table.candidates(index_N), offload_NO))
+        known.steady_J[place_N], known.boundary_J[place_N] = seconds.steady_K, seconds.boundary_K
+
+    def _least(self, table: Table, index_B: IntArray, fits_BC: BoolArray) -> BoolArray:
+        """Those that fit and move no more than they have to."""
+        kinds = (table.shape_K * (max(ZeroStage) + 1) + table.zero_stage_K)[index_B]
+        ordered = {
+            int(kind): self._ordered(table.slots[int(kind) // (max(ZeroStage) + 1)], int(kind) % (max(ZeroStage) + 1))
+            for kind in np.unique(kinds)
+        }
+        least_BC = np.zeros_like(fits_BC)
+        for names in set(ordered.values()):
+            at_B = np.isin(kinds, [kind for kind, of_kind in ordered.items() if of_kind == names])
+            least_BC[at_B] = self.ratios.least(fits_BC[at_B], names)
+        return least_BC
 
     def _ordered(self, slot: StageSlot, zero_stage: int) -> tuple[str, ...]:
         """Kinds of state of which a larger ratio is never faster."""
