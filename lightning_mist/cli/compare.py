@@ -17,7 +17,7 @@ from lightning_mist.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lightning_mist.model import ModelSpec
-    from lightning_mist.tuner import Planner, SearchSpace
+    from lightning_mist.tuner import Planner, SearchSpace, TuneResult
     from lightning_mist.tuner.comparison import ComparedPlan
 
 TITLE = "what people would have chosen, each at its best by the same cost model"
@@ -26,33 +26,47 @@ TITLE = "what people would have chosen, each at its best by the same cost model"
 
 def compare_with_others(
     planner: "Planner",
-    found: Plan,
+    result: "TuneResult",
     *,
     memory_limit: int | None = None,
     host_memory_limit: int | None = None,
     search: "SearchSpace | None" = None,
-) -> "tuple[ComparedPlan, ...]":
+) -> "tuple[TuneResult, tuple[ComparedPlan, ...]]":
     """A plan and the best of what people would have chosen for the same batch, under the same limits.
+
+    Where one of these is faster on the clock and one of the plans searched, it takes the place of the plan.
 
     Args:
         planner: Has found the plan, and knows what stages cost.
-        found: The plan, with its prediction.
+        result: What it found.
         memory_limit: Bytes of each device that may be used.
         host_memory_limit: Bytes of host memory of each node that offloading may take.
         search: What the plan was searched for in; see :func:`~lightning_mist.tuner.baselines.baselines`.
+
+    Returns:
+        What was found, with the plan that is best of all, and that plan beside the others.
     """
     from lightning_mist.tuner.baselines import baselines_with
-    from lightning_mist.tuner.comparison import compare_plans
+    from lightning_mist.tuner.comparison import compare_plans, faster_plan, with_faster
+    from lightning_mist.tuner.inside import outside
+
+    def asked(plan: Plan) -> tuple[str, ...]:
+        return outside(planner, plan, search)
 
     others = baselines_with(
         planner,
-        global_batch_size=found.global_batch_size,
+        global_batch_size=result.plan.global_batch_size,
         memory_limit=memory_limit,
         host_memory_limit=host_memory_limit,
         search=search,
         tell=say,
     )
-    return compare_plans(found, others)
+    compared = compare_plans(result.plan, others, outside=asked)
+    better = faster_plan(compared)
+    if better is not None:
+        result = with_faster(result, better)
+        compared = compare_plans(result.plan, others, outside=asked)
+    return result, compared
 
 
 def print_comparison(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> None:
@@ -95,7 +109,7 @@ def render_comparison(
     known: dict[Plan, str] = {}
     for item in items:
         if item.plan is None:
-            table.add_row(item.name, "-", "-", "-", "-", _noted(f"does not fit: {item.reason}", item))
+            table.add_row(item.name, "-", "-", "-", "-", item.noted(item.reason))
             continue
         first = known.setdefault(replace(item.plan, predicted=None, fingerprint=()), item.name)
         settings = (
@@ -106,7 +120,7 @@ def render_comparison(
             else f"the same plan as {first}"
         )
         mark = " *" if not_executed(item) else ""
-        table.add_row(f"{item.name}{mark}", *_cells(item, has_tokens), _noted(settings, item))
+        table.add_row(f"{item.name}{mark}", *_cells(item, has_tokens), item.noted(settings))
     text = StringIO()
     console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
     console.print(table, markup=False)
@@ -114,10 +128,6 @@ def render_comparison(
     if any(not_executed(item) for item in items):
         lines.append("* a forecast: the runtime does not execute all of this plan yet")
     return "\n".join((*lines, *notes))
-
-
-def _noted(text: str, item: "ComparedPlan") -> str:
-    return f"{text} ({item.note})" if item.note else text
 
 
 def not_executed(item: "ComparedPlan") -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """``lightning-mist plan``: a plan made without the machine it is for."""
 
 import importlib.metadata
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.compare import compare_with_others, comparison_json, print_comparison
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from lightning_mist.hardware import AnyCluster
     from lightning_mist.model import ModelSpec
     from lightning_mist.plan import Plan
-    from lightning_mist.tuner import TuneResult
+    from lightning_mist.tuner import Explanation, Planner, SearchSpace, TuneResult
+    from lightning_mist.tuner.comparison import ComparedPlan
 
 
 def plan(
@@ -64,67 +65,155 @@ def plan(
     """
     given = dict(locals())
     check_html(html)
-    from lightning_mist.runtime.support import EXECUTED
-    from lightning_mist.tuner import Planner, degrees_to_try, explanation_data
-
-    limit, host_limit = (None if text is None else parse_bytes(text) for text in (memory_limit, host_memory_limit))
-    search = options.space()
-    if is_local(cluster):
-        search = replace(search, **EXECUTED)  # A plan for this machine is to be executed.
-    machine = open_cluster(cluster)
-    rows = rows_of_each(global_batch_size, machine)
-    request = NetworkRequest(
+    request = _Request(
         model=model,
-        rows=rows,
+        cluster=cluster,
+        global_batch_size=global_batch_size,
         seq_len=seq_len,
         precision=precision,
         optimizer=optimizer,
-        degrees=degrees_to_try(search, machine.devices_per_node),
-        device_kind=machine.kind,
-        capability=oldest_capability(machine),
         trace=trace,
     )
-    spec = describe_network(request)
-    planner = Planner(spec, machine, profile=open_profile(cluster, machine, precision))
-    limits: dict[str, Any] = {"memory_limit": limit, "host_memory_limit": host_limit, "search": search}
-    asked = {"global_batch_size": global_batch_size, **limits}
-    with told(f"searching plans for {spec.num_layers} layers on {machine.world_size} devices"):
-        result = planner.tune(**asked)
-    found = replace(result.plan, fingerprint=_made_for(spec, machine, rows, precision))
-    memory = _memory_of(spec, machine, found, limit)
-    notes = (*_not_executed(found), *split_notes(found, spec.module_map), *spec.notes, *result.explain())
-    why = explanation_of(planner, result, full=explain or html is not None, **asked)
-    compared = compare_with_others(planner, found, **limits) if compare else None
-    if json:
-        more: dict[str, Any] = {"explanation": explanation_data(why)} if explain else {}
-        if compared is not None:
-            more["compare"] = comparison_json(compared)
-        print_json(found, memory=memory, search=_search_data(result), notes=notes, **more)
-    else:
-        show_plan(found, devices_of(found, machine))
-        print(memory, end="\n\n")
-        show_explanation(why, full=explain)
-        if compared is not None:
-            print_comparison(compared, spec)
-        print("\n".join(("", *notes)))
+    found = _search(request, options, memory_limit, host_memory_limit, compare=compare)
+    why = explanation_of(found.planner, found.result, full=explain or html is not None, **found.asked)
+    _show(found, why, json=json, explain=explain)
     if html is not None:
         write_html(
             html,
-            found,
-            planner=planner,
-            result=result,
+            found.plan,
+            planner=found.planner,
+            result=found.result,
             why=why,
-            compared=compared,
-            spec=spec,
-            verdict=memory,
-            notes=(*split_notes(found, spec.module_map), *result.notes),
+            compared=found.compared,
+            spec=found.spec,
+            verdict=found.memory,
+            notes=(*found.restricted, *split_notes(found.plan, found.spec.module_map), *found.result.notes),
             given=given,
-            asked=asked,
+            asked=found.asked,
         )
         (say if json else print)(f"report written to {html}")
     if out is not None:
-        save(found, out)
+        save(found.plan, out)
         (say if json else print)(f"plan written to {out}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What a plan is asked for, by the names of the options."""
+
+    model: str
+    cluster: str
+    global_batch_size: int
+    seq_len: int | None
+    precision: str
+    optimizer: str | None
+    trace: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A plan and all that is known of it.
+
+    Attributes:
+        planner: What found it.
+        asked: What was asked of the planner.
+        result: What it found.
+        plan: The plan, with what it is made for.
+        memory: What it needs of devices, in one sentence.
+        restricted: What was not searched although it was allowed, for people.
+        compared: The plan beside others, if that was asked for.
+    """
+
+    planner: "Planner"
+    asked: dict[str, Any]
+    result: "TuneResult"
+    plan: "Plan"
+    memory: str
+    restricted: tuple[str, ...]
+    compared: "tuple[ComparedPlan, ...] | None"
+
+    @property
+    def spec(self) -> "ModelSpec":
+        """The network."""
+        return self.planner.spec
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know of the plan, for people."""
+        split = split_notes(self.plan, self.spec.module_map)
+        return (*_not_executed(self.plan), *self.restricted, *split, *self.spec.notes, *self.result.explain())
+
+
+def _search(
+    request: _Request, options: SearchOptions, memory_limit: str | None, host_memory_limit: str | None, *, compare: bool
+) -> _Found:
+    """Describe the network and the machine, and search."""
+    from lightning_mist.runtime.support import EXECUTED, restriction_notes
+    from lightning_mist.tuner import Planner
+    from lightning_mist.tuner.budget import check_memory_limit
+
+    limit, host_limit = (None if text is None else parse_bytes(text) for text in (memory_limit, host_memory_limit))
+    search, restricted = options.space(), tuple[str, ...]()
+    if is_local(request.cluster):
+        restricted = restriction_notes(search.offload)
+        search = replace(search, **EXECUTED)  # A plan for this machine is to be executed.
+    machine = open_cluster(request.cluster)
+    check_memory_limit(machine, limit)
+    rows = rows_of_each(request.global_batch_size, machine)
+    spec = describe_network(
+        NetworkRequest(
+            model=request.model,
+            rows=rows,
+            seq_len=request.seq_len,
+            precision=request.precision,
+            optimizer=request.optimizer,
+            degrees=_degrees(search, machine),
+            device_kind=machine.kind,
+            capability=oldest_capability(machine),
+            trace=request.trace,
+        )
+    )
+    planner = Planner(spec, machine, profile=open_profile(request.cluster, machine, request.precision))
+    limits: dict[str, Any] = {"memory_limit": limit, "host_memory_limit": host_limit, "search": search}
+    asked = {"global_batch_size": request.global_batch_size, **limits}
+    with told(f"searching plans for {spec.num_layers} layers on {machine.world_size} devices"):
+        result = planner.tune(**asked)
+    result, compared = compare_with_others(planner, result, **limits) if compare else (result, None)
+    plan = replace(result.plan, fingerprint=_made_for(spec, machine, rows, request.precision))
+    return _Found(
+        planner=planner,
+        asked=asked,
+        result=result,
+        plan=plan,
+        memory=_memory_of(spec, machine, plan, limit),
+        restricted=restricted,
+        compared=compared if compared is None else (replace(compared[0], plan=plan), *compared[1:]),
+    )
+
+
+def _degrees(search: "SearchSpace", machine: "AnyCluster") -> tuple[int, ...]:
+    """The degrees in which devices of any part of a machine may share layers."""
+    from lightning_mist.tuner import degrees_to_try
+
+    return tuple(sorted({n for part in machine.parts for n in degrees_to_try(search, part.devices_per_node)}))
+
+
+def _show(found: _Found, why: "Explanation", *, json: bool, explain: bool) -> None:
+    """Print the plan and all that was asked for."""
+    from lightning_mist.tuner import explanation_data
+
+    if json:
+        more: dict[str, Any] = {"explanation": explanation_data(why)} if explain else {}
+        if found.compared is not None:
+            more["compare"] = comparison_json(found.compared)
+        print_json(found.plan, memory=found.memory, search=_search_data(found.result), notes=found.notes, **more)
+        return
+    show_plan(found.plan, devices_of(found.plan, found.planner.cluster))
+    print(found.memory, end="\n\n")
+    show_explanation(why, full=explain)
+    if found.compared is not None:
+        print_comparison(found.compared, found.spec)
+    print("\n".join(("", *found.notes)))
 
 
 def _memory_of(spec: "ModelSpec", machine: "AnyCluster", found: "Plan", limit: int | None) -> str:
@@ -149,6 +238,7 @@ def _search_data(result: "TuneResult") -> dict[str, Any]:
         "status": result.status,
         "bound": result.bound,
         "gap": result.gap,
+        "certified": result.certified,
         "closed_form_seconds": result.closed_form_seconds,
         "stats": asdict(result.stats),
         "alternatives": [

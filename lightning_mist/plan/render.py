@@ -23,7 +23,8 @@ class _Column:
 
 
 def _range(layers: tuple[int, int]) -> str:
-    return "none" if layers[0] == layers[1] else f"{layers[0]}-{layers[1] - 1} ({layers[1] - layers[0]})"
+    first, count = layers[0], layers[1] - layers[0]
+    return "none" if not count else f"{first} (1)" if count == 1 else f"{first}-{layers[1] - 1} ({count})"
 
 
 def _ranks(devices: Sequence[int]) -> str:

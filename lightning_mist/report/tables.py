@@ -123,7 +123,7 @@ def comparison_table(compared: Sequence[ComparedPlan]) -> str:
     rows = []
     for item in compared:
         if item.plan is None or item.step_seconds is None or item.peak_bytes is None or item.ratio is None:
-            rows.append([item.name, "-", "-", "-", "-", f"does not fit: {item.reason}"])
+            rows.append([item.name, "-", "-", "-", "-", item.noted(item.reason)])
             continue
         rate = item.tokens_per_second if has_tokens else item.rows_per_second
         mark = " (a forecast: not executed yet)" if unsupported(item.plan) else ""
@@ -134,7 +134,7 @@ def comparison_table(compared: Sequence[ComparedPlan]) -> str:
                 f"{item.ratio:.2f}",
                 "-" if rate is None else per_second(rate),
                 format_bytes(item.peak_bytes),
-                item.settings + mark,
+                item.noted(item.settings + mark),
             ]
         )
     return page.table(headings, rows, text=("plan", "settings"), ours=0)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
 from lightning_mist.schedule import ActionKind, Simulation, Span, simulate_plan
 from lightning_mist.schedule.action import SENDS
@@ -110,10 +111,15 @@ def timeline_of(plan: Plan, simulation: Simulation | None = None) -> Timeline:
         simulation: Its schedule on a clock; by default it is run.
 
     Raises:
-        PlanError: If nothing was predicted.
+        PlanError: If nothing was predicted, or no time.
     """
     simulation = simulation or simulate_plan(plan)
     assert plan.predicted is not None
+    if simulation.makespan <= 0:
+        raise PlanError(
+            "predicted.step_seconds = 0: nothing takes time, so there is nothing to draw; plan again with "
+            "`lightning-mist plan`"
+        )
     terms = [dict(stage.breakdown) for stage in plan.predicted.stages]
     return Timeline(
         lanes=tuple(_lane(plan, group, spans, terms) for group, spans in enumerate(simulation.spans)),

@@ -1,6 +1,6 @@
 """What this version can run; everything else a plan may say is refused."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -9,6 +9,16 @@ from lightning_mist.plan import ModuleMap, Plan, StagePlan, check_split
 
 EXECUTED: Mapping[str, Any] = MappingProxyType({"offload": ()})
 """Fields of a search space, and what plans that are to be executed may use of them: nothing is offloaded yet."""
+
+
+def restriction_notes(offload: Sequence[str]) -> tuple[str, ...]:
+    """What a search space allows that plans to be executed do not use, for people.
+
+    Args:
+        offload: The kinds of state that it allows in host memory.
+    """
+    return ("nothing is offloaded: the runtime does not do it yet",) if offload else ()
+
 
 _OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
 

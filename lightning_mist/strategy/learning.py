@@ -23,7 +23,7 @@ from lightning_mist.hardware import (
 from lightning_mist.model import ModelSpec
 from lightning_mist.plan import Plan, Predicted, save
 from lightning_mist.plan.naming import short_name
-from lightning_mist.runtime.support import EXECUTED
+from lightning_mist.runtime.support import EXECUTED, restriction_notes
 from lightning_mist.strategy.observing import observe
 from lightning_mist.strategy.report import Better
 from lightning_mist.strategy.stage_times import Measured
@@ -68,7 +68,7 @@ class Basis:
 
     def tune(self) -> TuneResult:
         """The best plan by what is known."""
-        return tune(
+        found = tune(
             self.spec,
             self.cluster,
             profile=corrected(self.profile, self.corrections),
@@ -76,6 +76,7 @@ class Basis:
             memory_limit=self.memory_limit,
             search=replace(self.search, **EXECUTED),  # The plan is to be executed here.
         )
+        return replace(found, notes=(*found.notes, *restriction_notes(self.search.offload)))
 
     def predict(self, plan: Plan) -> Predicted:
         """What is known of a plan."""

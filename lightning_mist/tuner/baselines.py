@@ -38,9 +38,10 @@ from lightning_mist.model.spec import LayerSpec, ModelSpec
 from lightning_mist.plan import OffloadRatios, Plan
 from lightning_mist.tuner.families import Limits, Uniform, UniformFamily
 from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.published import Asked, published_plan
+from lightning_mist.tuner.published import Asked, has_published, published_plan
 from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.space import SearchSpace
+from lightning_mist.tuner.techniques import DEFERRED_UPDATE
 from lightning_mist.tuner.uniform import UniformSearch
 from lightning_mist.units import format_bytes
 
@@ -84,6 +85,12 @@ _LEAST_WITHOUT_OFFLOAD = replace(_LEAST_OF_MIST, offloads=(OffloadRatios(),))
 
 
 MIST = "Mist paper's space"
+
+UNDIVIDED = "no number of microbatches or stages that it allows divides this batch"
+"""Why there is no plan where memory is not the reason."""
+
+CUT_SHORT = "the best found in the time that there was"
+"""What to know of a plan whose search was stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +187,7 @@ def baselines_with(
             continue
         result.append(_baseline(name, alike.best(family)))
     say("comparing with Aceso")
-    result.append(_searched("Aceso", _aceso(planner, asked), alike, _LEAST_OF_ACESO))
+    result.append(_aceso(planner, asked, alike))
     say("comparing with the Mist paper's space")
     if refused:
         asked, least = replace(asked, search=replace(asked.search, offload=())), _LEAST_WITHOUT_OFFLOAD
@@ -189,14 +196,22 @@ def baselines_with(
     if isinstance(planner.cluster, MixedCluster):
         result.append(Baseline(name=MIST, plan=None, reason="its stages all have the same devices"))
     else:
-        published = published_plan(planner, asked)
-        note = "" if published.is_best else "the best found in the time that there was"
-        result.append(replace(_searched(MIST, published.plan, alike, least), note=note))
+        result.append(_published(planner, asked, alike, least))
     return tuple(result)
 
 
-def _aceso(planner: Planner, asked: Asked) -> Plan | None:
-    """The best plan that Aceso could choose; None if none fits."""
+def _published(planner: Planner, asked: Asked, alike: UniformSearch, least: UniformFamily) -> Baseline:
+    """The best plan of the published space."""
+    if not has_published(planner, asked):
+        return Baseline(name=MIST, plan=None, reason=UNDIVIDED)
+    published = published_plan(planner, asked)
+    if published.plan is None and not published.is_best:
+        return Baseline(name=MIST, plan=None, reason="none was found in the time that there was")
+    return replace(_searched(MIST, published.plan, alike, least), note="" if published.is_best else CUT_SHORT)
+
+
+def _aceso(planner: Planner, asked: Asked, alike: UniformSearch) -> Baseline:
+    """The best plan that Aceso could choose."""
     search = replace(
         asked.search, zero_stages=(0,), sequence_parallel=False, offload=(), offload_ratios=(0.0,), schedules=("1f1b",)
     )
@@ -208,8 +223,8 @@ def _aceso(planner: Planner, asked: Asked) -> Plan | None:
             search=search,
         )
     except InfeasibleError:
-        return None
-    return found.plan
+        return _searched("Aceso", None, alike, _LEAST_OF_ACESO)
+    return Baseline(name="Aceso", plan=found.plan, note=CUT_SHORT if found.status == "time limit" else "")
 
 
 def _why_no_offload(planner: Planner) -> str:
@@ -232,7 +247,10 @@ def _searched(name: str, plan: Plan | None, alike: UniformSearch, least: Uniform
     """A baseline whose stages may differ; if nothing fits, with the least that stages need that are alike."""
     if plan is not None:
         return Baseline(name=name, plan=plan)
-    needed = _baseline(name, replace(alike.best(least), plan=None))
+    found = replace(alike.best(least), plan=None)
+    needed = _baseline(name, found)
+    if found.device is None:  # Stages that are alike do not divide the batch, but others did.
+        return replace(needed, reason="does not fit; with stages that are alike nothing divides the batch")
     return replace(needed, reason=f"{needed.reason}, with stages that are alike")
 
 
@@ -241,10 +259,10 @@ def _baseline(name: str, found: Uniform) -> Baseline:
     if found.plan is not None:
         return Baseline(name=name, plan=found.plan)
     if found.device is None:
-        return Baseline(name=name, plan=None, reason="the module or the batch does not allow any")
+        return Baseline(name=name, plan=None, reason=UNDIVIDED)
     # Where a setting fits on its devices, host memory is what it lacks.
     short = found.device if found.host is None else found.host
-    reason = f"needs {format_bytes(short.needed_bytes)} of {format_bytes(short.limit_bytes)} per device"
+    reason = f"does not fit: needs {format_bytes(short.needed_bytes)} of {format_bytes(short.limit_bytes)} per device"
     return Baseline(name=name, plan=None, reason=reason if short is found.device else f"{reason} in host memory")
 
 
@@ -255,7 +273,11 @@ def baseline_notes(spec: ModelSpec) -> tuple[str, ...]:
         selective = f"{attention}: the fused attention of these layers keeps none, so it is the same as none recomputed"
     else:
         selective = f"{attention}: these layers have no fused attention, and parts of layers are not recomputed here"
-    return (selective, "ZeRO-Offload and ZeRO-Infinity: the update runs on the device, through which the state passes")
+    offload = (
+        "ZeRO-Offload and ZeRO-Infinity: the update runs on the device, through which the state passes; "
+        f"{DEFERRED_UPDATE}"
+    )
+    return (selective, offload)
 
 
 def _is_fused(layer: LayerSpec) -> bool:

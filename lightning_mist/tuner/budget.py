@@ -1,6 +1,7 @@
 """What of a device's memory, and of its host's, is left for the tensors of a plan."""
 
 from lightning_mist.hardware import AnyCluster, Cluster
+from lightning_mist.units import format_bytes
 
 USABLE_MEMORY = 0.8
 """Share of a device's memory that plans use by default. What a prediction leaves out (context, communicators,
@@ -16,6 +17,24 @@ def usable_bytes(cluster: Cluster, memory_limit: int | None) -> float:
     if memory_limit is None:
         return USABLE_MEMORY * cluster.device.memory_bytes
     return float(memory_limit) * tensor_share(cluster)
+
+
+def check_memory_limit(cluster: AnyCluster, memory_limit: int | None) -> None:
+    """Refuse a limit of more memory than any device has.
+
+    Args:
+        cluster: The devices.
+        memory_limit: Bytes of each device that may be used in all; None for all that it has.
+
+    Raises:
+        ValueError: If the limit is not between nothing and a device's memory.
+    """
+    most = max(part.device.memory_bytes for part in cluster.parts)
+    if memory_limit is not None and not 0 < memory_limit <= most:
+        raise ValueError(
+            f"memory_limit = {format_bytes(memory_limit)}: more than nothing and at most the {format_bytes(most)} of a "
+            "device; leave it out to plan with all of it"
+        )
 
 
 def at_most(part: Cluster, memory_limit: int | None) -> int | None:

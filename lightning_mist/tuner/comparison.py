@@ -1,17 +1,21 @@
 """A plan beside what people would have chosen: figures for whoever shows them."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from lightning_mist.cost import step_seconds
 from lightning_mist.plan import Plan, step_rates
 from lightning_mist.plan.settings import settings_of
 from lightning_mist.tuner.baselines import Baseline
 from lightning_mist.tuner.planner import LEAST_GAIN
-from lightning_mist.tuner.result import LEAST_SHARE
+from lightning_mist.tuner.problem import PRECISION
+from lightning_mist.tuner.result import LEAST_SHARE, Alternative, Status, TuneResult
 
 OURS = "this plan"
 """What the plan itself is called."""
+
+EXACT = ("1f1b", "gpipe")
+"""Schedules for which the search is exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,7 @@ class ComparedPlan:
         rows_per_second: Rows (samples) over all devices.
         tokens_per_second: Tokens over all devices, where rows are sequences of tokens.
         peak_bytes: Peak memory of the most loaded device.
+        outside: What the plan has that the search for the first one does not look at.
     """
 
     name: str
@@ -41,14 +46,23 @@ class ComparedPlan:
     rows_per_second: float | None = None
     tokens_per_second: float | None = None
     peak_bytes: int | None = None
+    outside: tuple[str, ...] = ()
+
+    def noted(self, text: str) -> str:
+        """What is said of it, with its note."""
+        return f"{text} ({self.note})" if self.note else text
 
 
-def compare_plans(ours: Plan, others: Iterable[Baseline]) -> tuple[ComparedPlan, ...]:
+def compare_plans(
+    ours: Plan, others: Iterable[Baseline], *, outside: Callable[[Plan], tuple[str, ...]] | None = None
+) -> tuple[ComparedPlan, ...]:
     """A plan and others, in seconds, rates and bytes; the plan comes first, the others in their order.
 
     Args:
         ours: The plan, with its prediction.
         others: What it is compared with.
+        outside: Says of a plan what the search did not look at (:func:`~lightning_mist.tuner.inside.outside`); by
+            default all others count as such that it did not.
 
     Raises:
         ValueError: If the plan has no prediction, or takes no time by it.
@@ -56,7 +70,61 @@ def compare_plans(ours: Plan, others: Iterable[Baseline]) -> tuple[ComparedPlan,
     if ours.predicted is None or ours.predicted.step_seconds <= 0:
         raise ValueError("plan.predicted = None or 0 s: only plans whose seconds are predicted can be compared")
     seconds = ours.predicted.step_seconds
-    return tuple(_compared(item, seconds) for item in (Baseline(name=OURS, plan=ours), *others))
+    lines = [_compared(item, seconds) for item in (Baseline(name=OURS, plan=ours), *others)]
+    asked = outside or _unknown
+    return (lines[0], *(line if line.plan is None else replace(line, outside=asked(line.plan)) for line in lines[1:]))
+
+
+def _unknown(plan: Plan) -> tuple[str, ...]:
+    return ("settings of which it is not known whether they were searched",)
+
+
+def faster_plan(items: Sequence[ComparedPlan]) -> ComparedPlan | None:
+    """The fastest of a comparison that the search could have chosen and that gains on the clock; None if none does.
+
+    Args:
+        items: The comparison, the plan itself first.
+    """
+    ours = items[0].plan
+    assert ours is not None
+    gaining = [item for item in items[1:] if _is_to_run(ours, item)]
+    return min(gaining, key=lambda item: item.ratio or 1.0, default=None)
+
+
+def _is_to_run(ours: Plan, item: ComparedPlan) -> bool:
+    """Whether a plan is one of those searched, and gains what another schedule has to."""
+    if item.plan is None or item.ratio is None or item.outside:
+        return False
+    exact = item.plan.schedule in EXACT or item.plan.schedule == ours.schedule
+    return item.ratio <= 1 - (LEAST_SHARE if exact else LEAST_GAIN)
+
+
+def with_faster(result: TuneResult, item: ComparedPlan) -> TuneResult:
+    """A result whose plan is one of a comparison, which is faster on the clock than what the search chose.
+
+    Args:
+        result: What the search found.
+        item: The faster plan; see :func:`faster_plan`.
+    """
+    plan = item.plan
+    assert plan is not None
+    assert plan.predicted is not None
+    assert item.ratio is not None
+    is_exact = plan.schedule in EXACT
+    note = (
+        f"the plan is that of {item.name}, which takes {1 - item.ratio:.1%} less on the clock than what the search had "
+        "chosen among the few best by the closed form"
+    )
+    exact: Status = "optimal" if result.gap <= 10 * PRECISION else "time limit"
+    return replace(
+        result,
+        plan=plan,
+        predicted=plan.predicted,
+        status=exact if is_exact else "explored",
+        closed_form_seconds=closed_form_of(plan) if is_exact else result.closed_form_seconds,
+        alternatives=(Alternative(name="what the search had chosen", plan=result.plan), *result.alternatives),
+        notes=(note, *result.notes),
+    )
 
 
 def faster_notes(ours: Plan, items: Sequence[ComparedPlan]) -> tuple[str, ...]:
@@ -75,22 +143,36 @@ def faster_notes(ours: Plan, items: Sequence[ComparedPlan]) -> tuple[str, ...]:
         if item.plan in known:
             continue  # Of plans that several come to the first is enough.
         known.add(item.plan)
-        if item.plan.schedule not in ("1f1b", "gpipe"):
-            why = f"a plan under {item.plan.schedule} is chosen where it gains {LEAST_GAIN:.0%}"
-        elif _closed_form(item.plan) < _closed_form(ours) * (1 - LEAST_SHARE):
-            offloads = any(stage.offload.any for stage in item.plan.stages)
-            why = f"it {'offloads, and ' if offloads else ''}lies outside what was searched"
-        else:
-            why = "by the closed form of the step, which the search minimises, it is not faster"
-        notes.append(f"{item.name} takes {1 - item.ratio:.1%} less on the clock: {why}")
+        notes.append(f"{item.name} takes {1 - item.ratio:.1%} less on the clock: {_why_faster(ours, item)}")
+        if _is_to_run(ours, item):
+            notes.append(
+                f"run the plan of {item.name} instead: it is predicted to be {1 - item.ratio:.1%} faster on the clock"
+            )
     return tuple(notes)
 
 
-def _closed_form(plan: Plan) -> float:
-    """Step seconds of a plan's stages under 1F1B, by the form that the search minimises."""
+def _why_faster(ours: Plan, item: ComparedPlan) -> str:
+    assert item.plan is not None
+    if item.outside:
+        return f"it lies outside what was searched, with {item.outside[0]}"
+    if item.plan.schedule not in EXACT:
+        return f"{item.plan.schedule} is tried on some pipelines only, and chosen where it gains {LEAST_GAIN:.0%}"
+    if closed_form_of(item.plan) < closed_form_of(ours) * (1 - LEAST_SHARE):
+        return "the search ended before it had looked at everything, or another schedule was chosen"
+    return "by the closed form of the step, which the search minimises, it is not faster"
+
+
+def closed_form_of(plan: Plan) -> float:
+    """Step seconds of a plan under 1F1B, by the form that the search minimises; chunks as if they were in one piece.
+
+    Args:
+        plan: A plan with its prediction.
+    """
     assert plan.predicted is not None
     stages = plan.predicted.stages
-    steady, boundary = [item.steady_seconds for item in stages], [item.boundary_seconds for item in stages]
+    groups = [[stages[chunk] for chunk in plan.chunks(group)] for group in range(plan.num_groups)]
+    steady = [sum(item.steady_seconds for item in group) for group in groups]
+    boundary = [sum(item.boundary_seconds for item in group) for group in groups]
     return step_seconds(steady, boundary, plan.num_microbatches)
 
 

@@ -15,11 +15,13 @@ from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.asker import Asker
 from lightning_mist.tuner.changed_plan import microbatch_counts, with_microbatches
+from lightning_mist.tuner.comparison import closed_form_of
 from lightning_mist.tuner.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf, kind_of
 from lightning_mist.tuner.findings import batch_finding, findings_of
 from lightning_mist.tuner.kinds import differences
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.result import TuneResult
+from lightning_mist.tuner.search import COMPARED
 from lightning_mist.tuner.space import SearchSpace
 from lightning_mist.tuner.techniques import TECHNIQUES, Technique
 from lightning_mist.tuner.what_if import Machine, better_machines
@@ -100,9 +102,13 @@ def _remember(asker: Asker, result: TuneResult) -> None:
     plans = [result.plan, *(item.plan for item in result.alternatives)]
     asker.found += plans
     alone = next((plan for plan in plans if plan.num_groups == 1), None)
-    if alone is not None:
+    had_time = result.status != "time limit" and result.stats.seconds < asker.search.solver_seconds
+    if alone is None or asker.search.offload or not had_time:
+        return
+    # The search only guarantees the best plan of another number of stages where it takes little longer than the best.
+    if closed_form_of(alone) < COMPARED * result.bound:
         search = replace(asker.search, num_stages=(1,), layer_cuts=None)
-        asker.answers.append((search, Version(plan=alone, proven=result.status != "time limit")))
+        asker.answers.append((search, Version(plan=alone)))
 
 
 def _searched(

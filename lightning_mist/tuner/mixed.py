@@ -269,14 +269,20 @@ def mixed_stages(
     return MixedStages(
         model,
         space,
-        [_space_of(part, space, model.spec) for part in parts],
+        [space_of(part, space, model.spec) for part in parts],
         [usable_bytes(part, at_most(part, memory_limit)) for part in parts],
         [host_bytes_of_each(part, host_memory_limit) for part in parts],
     )
 
 
-def _space_of(part: Cluster, space: Space, spec: ModelSpec) -> Space:
-    """The search space of a part: its stages have some of its devices, of which those of a node may share layers."""
+def space_of(part: Cluster, space: Space, spec: ModelSpec) -> Space:
+    """The search space of a part: its stages have some of its devices, of which those of a node may share layers.
+
+    Args:
+        part: The part.
+        space: The search space of all devices.
+        spec: The network.
+    """
     asked = space.search.devices_per_stage
     counts = divisors(part.world_size) if asked is None else tuple(n for n in asked if n <= part.world_size)
     # A number that no stage of the part can have leaves it without any.

@@ -211,8 +211,22 @@ def _result(intra: Stages, outcome: Outcome, began: float, memory_limit: int | N
             solved=outcome.solved,
         ),
         certified=outcome.certified,
-        notes=(*space.notes, *outcome.notes, *clocked.notes, *chosen.notes, *_numbers(intra, plan, memory_limit)),
+        notes=(
+            *space.notes,
+            *_part_notes(intra),
+            *outcome.notes,
+            *clocked.notes,
+            *chosen.notes,
+            *_numbers(intra, plan, memory_limit),
+        ),
     )
+
+
+def _part_notes(stages: Stages) -> Iterable[str]:
+    """What was ruled out on a part of a mixed cluster, and not on all."""
+    if isinstance(stages, MixedStages):
+        for part, own in zip(stages.model.cluster.parts, stages.spaces, strict=True):
+            yield from (f"on {part.text} {note}" for note in own.notes if note not in stages.space.notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

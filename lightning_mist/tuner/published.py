@@ -71,6 +71,11 @@ class Published:
     is_best: bool
 
 
+def has_published(planner: Planner, asked: Asked) -> bool:
+    """Whether the published space has any plan for the batch, whatever memory it needs."""
+    return next(_pipelines(planner, replace(asked, search=replace(asked.search, offload=()))), None) is not None
+
+
 def published_plan(planner: Planner, asked: Asked) -> Published:
     """The fastest plan of the published space that fits.
 

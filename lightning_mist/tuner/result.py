@@ -8,6 +8,12 @@ from lightning_mist.units import format_bytes, format_seconds
 
 Status = Literal["optimal", "explored", "time limit"]
 
+CERTIFIED = "HiGHS certifies the same of plans with as many stages and microbatches as the best by the closed form"
+"""What is said if HiGHS has proven its part."""
+
+UNCERTIFIED = "HiGHS has not certified it: there was no time, or too much to look at"
+"""What is said if it has not."""
+
 LEAST_SHARE = 5e-4
 """A share of the seconds that shows in figures with one decimal of a percent."""
 
@@ -100,6 +106,7 @@ class TuneResult:
         }[self.status]
         lines = [
             f"chosen among {self.stats.candidates} stage candidates in {self.stats.pipelines} pipelines: {proof}",
+            CERTIFIED if self.certified else UNCERTIFIED,
             *(_compare(item, self.predicted.step_seconds) for item in self.alternatives),
             *self.notes,
         ]

@@ -18,6 +18,9 @@ from lightning_mist.tuner.changed_plan import (
 )
 from lightning_mist.tuner.space import OFFLOADED, SearchSpace
 
+DEFERRED_UPDATE = "the update then runs layer by layer in the next forward, which hides giving out parameters"
+"""What moving any parameters, gradients or optimizer state also does (:mod:`lightning_mist.cost.offload_time`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Technique:
@@ -180,9 +183,10 @@ def _offload(kind: str) -> Technique:
         return replace(search, offload=tuple(name for name in search.offload if name != kind))
 
     words = "optimizer state" if kind == "optimizer" else kind
+    meaning = f"a part of the {words} waits in the memory of the host and is copied when it is needed"
     return Technique(
         name=f"offload of {words}",
-        meaning=f"a part of the {words} waits in the memory of the host and is copied when it is needed",
+        meaning=meaning if kind == "activations" else f"{meaning}; {DEFERRED_UPDATE}",
         use=use,
         off=off,
         without=without,

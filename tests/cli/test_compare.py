@@ -19,7 +19,7 @@ def compared():
         Baseline(name="same", plan=plan(2.0, tokens=16)),
         Baseline(name="moved", plan=moved()),
         Baseline(name="again", plan=moved()),
-        Baseline(name="none", plan=None, reason="needs 3 GiB of 2 GiB per device", note="to know"),
+        Baseline(name="none", plan=None, reason="does not fit: needs 3 GiB of 2 GiB per device", note="to know"),
     ]
     return compare_plans(plan(2.0, tokens=16), others)
 
@@ -57,4 +57,4 @@ def test_json():
     assert from_json(json.dumps(found[2]["plan"])) == moved()
     assert found[2]["ratio"] == 2.0
     assert found[2]["not_executed"] == ["stages[0].offload.optimizer = 1.0"]
-    assert (found[4]["plan"], found[4]["reason"]) == (None, "needs 3 GiB of 2 GiB per device")
+    assert (found[4]["plan"], found[4]["reason"]) == (None, "does not fit: needs 3 GiB of 2 GiB per device")

@@ -94,6 +94,7 @@ def test_plan_of_a_configuration(tmp_path, capsys):
         ({"global_batch_size": 7}, "global_batch_size = 7 on 2 devices"),
         ({"memory_limit": "lots"}, "'lots' is not a size"),
         ({"memory_limit": "1B"}, "memory_limit"),
+        ({"memory_limit": "100GiB"}, "more than nothing and at most the 22.5 GiB of a device"),
         ({"optimizer": "lr_scheduler"}, "optimizer 'lr_scheduler' is not a class in torch.optim"),
         ({"precision": "8bit"}, "precision '8bit': known precisions are"),
         ({"zero_stages": "[7]"}, "zero_stages"),
@@ -166,6 +167,16 @@ def test_plan_for_unlike_devices(tmp_path, capsys):
     assert "Fits in " in text
 
 
+def test_layers_are_shared_on_unlike_devices_too(tmp_path):
+    """One part has one device per node, so that there is no number of devices that the nodes of both parts share."""
+    arguments = ("--model", "gpt3-1.3b", "--seq-len", 512, "--precision", "bf16-true", "--global-batch-size", 3)
+    limits = ("--schedules", '["1f1b"]', "--num-stages", "[2]", "--zero-stages", "[0]", "--offload", "[]")
+    shared = ("--tensor-parallel-degrees", "[1,2]", "--data-parallel-degrees", "[1]", "--devices-per-stage", "[1,2]")
+    out = tmp_path / "plan.json"
+    run("plan", *arguments, *limits, *shared, "--cluster", "1x2xA100-40+1xL4", "--out", out)
+    assert {stage.mesh.tensor_parallel_degree for stage in load(out).stages} == {1, 2}
+
+
 PRESET = ("--model", "gpt3-1.3b", "--seq-len", "512", "--precision", "bf16-true")
 ONE_STAGE = ("--max-stages", "1", "--schedules", '["1f1b"]', "--offload", "[]", "--tensor-parallel-degrees", "[1]")
 
@@ -187,5 +198,7 @@ def test_json_says_how_sure_the_plan_is(capsys):
     assert found["search"]["status"] in ("optimal", "explored")
     assert 0 < found["search"]["bound"] <= found["search"]["closed_form_seconds"] * (1 + 1e-9)
     assert found["search"]["gap"] >= 0
+    assert found["search"]["certified"] is True
+    assert any(note.startswith("HiGHS certifies") for note in found["notes"])
     assert found["search"]["stats"]["candidates"] > 0
     assert "mist: searching plans for 24 layers on 2 devices\nmist: that took " in shown.err

@@ -102,6 +102,15 @@ def test_a_plan_without_a_prediction_is_refused():
         timeline_of(dataclasses.replace(predicted(), predicted=None))
 
 
+def test_a_plan_that_takes_no_time_has_nothing_to_draw():
+    plan = predicted()
+    empty = {"steady_seconds": 0.0, "boundary_seconds": 0.0, "forward_seconds": 0.0, "backward_seconds": 0.0}
+    stages = tuple(dataclasses.replace(stage, **empty, breakdown=()) for stage in plan.predicted.stages)
+    nothing = dataclasses.replace(plan.predicted, step_seconds=0.0, stages=stages)
+    with pytest.raises(PlanError, match=r"predicted\.step_seconds = 0: nothing takes time"):
+        timeline_of(dataclasses.replace(plan, predicted=nothing))
+
+
 def test_ranks_in_words():
     assert rank_text([0, 1, 2, 3, 8]) == "0-3, 8"
     assert rank_text([5]) == "5"

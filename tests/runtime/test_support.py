@@ -4,7 +4,7 @@ import pytest
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Exclusion, OffloadRatios, Plan, SequenceSplit, StageMesh, StagePlan, ZeroStage
-from lightning_mist.runtime.support import EXECUTED, check_supported, unsupported
+from lightning_mist.runtime.support import EXECUTED, check_supported, restriction_notes, unsupported
 from lightning_mist.tuner import SearchSpace
 from tests.plan.test_mesh import make_map
 
@@ -70,3 +70,5 @@ def test_what_is_not_executed_yet_is_named():
 
 def test_a_search_space_can_be_kept_to_what_is_executed():
     assert replace(SearchSpace(offload=("optimizer",)), **EXECUTED).offload == ()
+    assert restriction_notes(("optimizer",)) == ("nothing is offloaded: the runtime does not do it yet",)
+    assert restriction_notes(()) == ()

@@ -124,6 +124,14 @@ def test_a_better_plan_is_found_and_written(tmp_path):
     assert f"strategy.plan={teacher.path}" in said
 
 
+def test_what_is_not_executed_is_not_searched_and_that_is_said():
+    basis = make_basis()
+    wish = replace(basis, search=replace(basis.search, offload=("optimizer",)))
+    note = "nothing is offloaded: the runtime does not do it yet"
+    assert note in wish.tune().explain()
+    assert note not in replace(basis, search=replace(basis.search, offload=())).tune().explain()
+
+
 def test_a_good_plan_stays(tmp_path):
     teacher = Teacher(make_basis(tmp_path), tmp_path)
     teacher.learner.learn(run(make_basis(communication=1.2), teacher.plan))

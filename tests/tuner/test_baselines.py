@@ -127,7 +127,7 @@ def test_recomputation_is_tuned_and_not_all_or_nothing():
     memory = (most + least.stages[0].peak_bytes) // 2
     items = found(wide, devices=1, rows=1, memory=memory, kind="cpu")
     assert items["DDP"].plan is None
-    assert items["DDP"].reason.startswith("needs ")
+    assert items["DDP"].reason.startswith("does not fit: needs ")
     best = items["DDP, tuned"].plan
     assert 0 < best.stages[0].checkpointing.layers < 8
     assert best.predicted.step_seconds < items["Megatron-LM, all recomputed"].plan.predicted.step_seconds
@@ -141,6 +141,28 @@ def test_what_does_not_fit_says_what_it_needs():
     assert items["Aceso"].reason.endswith("with stages that are alike")
 
 
+def test_what_divides_no_batch_does_not_fail_to_fit():
+    """12 rows on each of 2 devices leave the published space no power of two of microbatches of 1, 2 or 4 rows."""
+    items = found(devices=2, rows=12)
+    assert items["DDP"].plan is not None
+    items = found(devices=2, rows=48)
+    reason = items["Mist paper's space"].reason
+    assert reason == "no number of microbatches or stages that it allows divides this batch"
+    assert items["DDP"].plan is not None
+
+
+def test_searches_that_are_cut_short_say_so():
+    planner = Planner(NETWORK, cluster(4, kind="cuda"), profile=MACHINE)
+    search = replace(SMALL, solver_seconds=1e-9)
+    asked = {"global_batch_size": 16, "memory_limit": 10**12, "search": search}
+    items = {item.name: item for item in baselines_with(planner, **asked)}
+    assert items["Aceso"].note == "the best found in the time that there was"
+    published = items["Mist paper's space"]
+    said = ("none was found in the time that there was", "the best found in the time that there was")
+    assert said == (published.reason or said[0], published.note or said[1])
+    assert published.reason or published.note
+
+
 def test_host_memory_limits_what_is_offloaded():
     items = found(host_memory_limit=0)
     assert items["FSDP"].plan is not None
@@ -151,7 +173,7 @@ def test_host_memory_limits_what_is_offloaded():
 def test_what_a_module_does_not_allow_is_said():
     network = spec(4, measured=True, exclusions=[("pipeline", "x"), ("checkpointing", "y")])
     items = found(network)
-    assert "does not allow" in items["Megatron-LM, all recomputed"].reason
+    assert "does not fit" not in items["Megatron-LM, all recomputed"].reason
     assert items["Megatron-LM, tuned"].plan.num_stages == 1
     assert items["DDP"].plan is not None
 
@@ -205,6 +227,7 @@ def test_progress_is_told():
 
 def test_selective_recomputation_is_explained():
     assert "have no fused attention" in baseline_notes(NETWORK)[0]
+    assert "in the next forward, which hides giving out parameters" in baseline_notes(NETWORK)[1]
     block = NETWORK.layers[0]
     work = tuple(replace(item, kind="causal_attention") for item in block.forward_work)
     fused = replace(NETWORK, layers=(replace(block, forward_work=work),))

@@ -5,9 +5,12 @@ import pytest
 from lightning_mist.cost import predict, predict_with, stage_memory
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.explain import explain_plan
+from lightning_mist.tuner.asker import Asker
+from lightning_mist.tuner.comparison import closed_form_of
+from lightning_mist.tuner.explain import _remember, explain_plan
 from lightning_mist.tuner.explanation import kind_of
 from lightning_mist.tuner.planner import Planner
+from lightning_mist.tuner.result import Alternative
 from lightning_mist.tuner.techniques import TECHNIQUES
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
@@ -96,6 +99,32 @@ def test_a_faster_link_is_predicted_for_the_same_plan_and_searched_for():
     assert item.same_plan.predicted == predict_with(other.model, replace(result.plan, predicted=None))
     again = other.tune(global_batch_size=16, memory_limit=TIGHT, search=SPACE)
     assert item.best.seconds == again.predicted.step_seconds
+
+
+def test_a_plan_of_one_stage_is_proven_best_only_where_the_search_proves_it():
+    planner, result, _ = explained(seconds=0)
+    alone = planner.tune(global_batch_size=16, search=replace(SPACE, num_stages=(1,))).plan
+    result = replace(result, alternatives=(Alternative(name="1 stage", plan=alone),))
+    assert (result.plan.num_stages, result.status) == (2, "optimal")
+
+    def known(search=SPACE, **changes):
+        asker = Asker(
+            planner=planner,
+            machine=None,
+            global_batch_size=16,
+            search=search,
+            deadline=0.0,
+            is_searching=True,
+            slowest=0.0,
+        )
+        _remember(asker, replace(result, **changes))
+        return [version.plan for _, version in asker.answers]
+
+    seconds = closed_form_of(alone)
+    assert known(bound=seconds / 1.2) == [alone]
+    assert known(bound=seconds / 1.3) == []
+    assert known(bound=seconds / 1.2, status="time limit") == []
+    assert known(bound=seconds / 1.2, search=replace(SPACE, offload=("optimizer",))) == []
 
 
 def test_without_time_only_what_needs_no_search_is_said():

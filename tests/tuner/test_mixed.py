@@ -213,6 +213,14 @@ def test_limits_are_each_part_s_own():
     assert "tensors may take 24.0 GiB per device" in "\n".join(asked.notes)
 
 
+def test_what_is_ruled_out_on_a_part_is_said():
+    """The whole has no two devices of a node everywhere, so that of it nothing is to be said."""
+    found = tune(spec(4), parse_cluster("1x2xA100-40+1xL4"), global_batch_size=3, search=SPACE)
+    assert [note for note in found.notes if "tensor parallelism" in note] == [
+        "on 1x2xA100-40 without tensor parallelism: how its layers could be split is not known"
+    ]
+
+
 def test_a_profile_is_of_one_part():
     place = parse_cluster("2xA100-40+2xL4")
     with pytest.raises(ProfileError, match=r"1 profile .* for the 2 parts"):

@@ -48,6 +48,7 @@ def result(status, bound=0.4, **changes):
 def test_it_says_how_sure_it_is_what_else_there_was_and_where_numbers_come_from(status, bound, proof):
     assert result(status, bound, schedule="gpipe").explain() == (
         f"chosen among 12 stage candidates in 3 pipelines: {proof}",
+        "HiGHS has not certified it: there was no time, or too much to look at",
         "2 stages instead: 750 ms per step (+50.0%), peak 1.0 MiB",
         "seconds of layers are measured",
     )

@@ -158,6 +158,16 @@ def test_what_is_insisted_on_cannot_be_left_out(name, limits):
     assert BY_NAME[name].without(EVERYTHING, SearchSpace(**limits)) is None
 
 
+def test_what_offload_also_does_is_said():
+    """Moving activations leaves the update where it is."""
+    said = {item.name: "layer by layer in the next forward" in item.meaning for item in TECHNIQUES}
+    offloads = {name: told for name, told in said.items() if name.startswith("offload of ")}
+    assert offloads.pop("offload of activations") is False
+    assert len(offloads) == 3
+    assert all(offloads.values())
+    assert sum(said.values()) == 3
+
+
 def test_places_are_runs_of_stages():
     plan = pipeline(*({"layers": 1, "checkpointed": at in (0, 2, 3, 4)} for at in range(6)), microbatches=6, rows=1)
     assert places(plan, lambda stage: stage.checkpointing.layers > 0) == "stages 0, 2 to 4"

@@ -1,0 +1,76 @@
+"""Whether a plan is one of those that a search looks at, by its settings and not by its seconds."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from lightning_mist.cost import MixedCostModel
+from lightning_mist.plan import Plan, StagePlan
+from lightning_mist.tuner.mixed import space_of
+from lightning_mist.tuner.planner import Planner
+from lightning_mist.tuner.search_space import OFFLOADED, SearchSpace
+from lightning_mist.tuner.space import Shape, Space
+
+
+def outside(planner: Planner, plan: Plan, search: SearchSpace | None = None) -> tuple[str, ...]:
+    """What a plan has that a search does not look at, for people; empty if it looks at it.
+
+    Limits of memory are not asked for.
+
+    Args:
+        planner: Knows the network and the devices.
+        plan: The plan.
+        search: Limits of the search; by default none.
+
+    Raises:
+        PlanError: If the plan's batch does not come in equal parts from the devices.
+    """
+    space = planner.space(plan.global_batch_size, search)
+    found = list(_of_plan(plan, space))
+    for index, stage in enumerate(plan.stages):
+        found += [f"{text} on stage {index}" for text in _of_stage(stage, plan, _space_of_stage(planner, stage, space))]
+    return tuple(found)
+
+
+def _space_of_stage(planner: Planner, stage: StagePlan, space: Space) -> Space:
+    """The search space of the part in which a stage lies, or of all devices."""
+    model = planner.model
+    if not isinstance(model, MixedCostModel):
+        return space
+    parts = {model.cluster.part_of(device) for device in stage.devices}
+    return space if len(parts) > 1 else space_of(model.cluster.parts[parts.pop()], space, model.spec)
+
+
+def _of_plan(plan: Plan, space: Space) -> Iterator[str]:
+    search, groups = space.search, plan.num_groups
+    if groups > 1 and plan.schedule not in search.schedules:
+        yield f"schedule {plan.schedule}"
+    if groups < plan.num_stages and plan.num_stages // groups not in search.chunks:
+        yield f"{plan.num_stages // groups} chunks of each stage"
+    if groups not in space.stage_counts:
+        yield f"{groups} stage{'s' * (groups > 1)}"
+    if search.num_microbatches is not None and plan.num_microbatches not in search.num_microbatches:
+        yield f"{plan.num_microbatches} microbatches"
+    cuts = space.cuts(groups) if groups == plan.num_stages else None
+    starts = tuple(first for first, _ in plan.bounds)
+    if cuts is not None and starts != cuts[:-1]:
+        yield f"stages that begin at layers {', '.join(map(str, starts))}"
+
+
+def _of_stage(stage: StagePlan, plan: Plan, space: Space) -> Iterator[str]:
+    mesh, search, recomputed = stage.mesh, space.search, stage.checkpointing.layers
+    shape = Shape(mesh.data_parallel_degree, mesh.tensor_parallel_degree, mesh.sequence_parallel)
+    if mesh.context_parallel_degree > 1:
+        yield "context parallelism"
+    elif shape not in space.shapes(plan.num_microbatches):
+        kind = " with sequence parallelism" if shape.sequence else ""
+        yield f"data {shape.data} x tensor {shape.tensor}{kind} and {plan.num_microbatches} microbatches"
+    if mesh.data_parallel_degree > 1 and int(stage.zero_stage) not in search.zero_stages:
+        yield f"ZeRO-{int(stage.zero_stage)}"
+    _, allowed = space.recomputed(np.array([stage.num_layers]))
+    if recomputed not in allowed:
+        yield f"{recomputed} recomputed layers"
+    for kind in OFFLOADED:
+        ratio = getattr(stage.offload, kind)
+        if ratio and (kind not in search.offload or ratio not in space.offload_ratios):
+            yield f"{ratio:.0%} of {'optimizer state' if kind == 'optimizer' else kind} in host memory"
