@@ -20,6 +20,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageSlot
+from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
@@ -126,19 +127,39 @@ class IntraStage:
         key = self._key(*place), phases
         pace, choices = self._frontiers.get(key, (-np.inf, SlotChoices.none()))
         if pace * ROOM < slowest:
-            choices = self._frontier(self._table(*place, slowest), phases, slowest)
+            behind = () if key[0][2] >= 0 else self._ahead(stage_index, num_stages, num_microbatches)
+            choices = self._frontier(self._table(*place, slowest), phases, slowest, behind)
             self._frontiers[key] = slowest, choices
         most = self.space.world_size if self._elsewhere else self.space.world_size - num_stages + 1
         inside_K = within(choices, stage_index, num_stages, self.space.num_layers, most)
         return choices.take(inside_K & (choices.steady_K <= slowest))
 
-    def _frontier(self, table: Table, phases: tuple[Phase, ...], slowest: float) -> SlotChoices:
+    def _ahead(self, stage_index: int, num_stages: int, num_microbatches: int) -> tuple[tuple[Phase, ...], ...]:
+        """The situations of stages that share a table with one and have more behind them, up to twice as many."""
+        if role_of(stage_index, num_stages) not in ("first", "middle"):
+            return ()
+        near = self.space.devices_per_node
+        most = min(2 * num_stages - stage_index, near if num_stages <= near else self.space.max_stages)
+        found = (
+            stage_phases(stage_index, count, num_microbatches, self.space.schedule)
+            for count in range(num_stages + 1, min(most, self.space.max_stages) + 1)
+        )
+        return tuple(dict.fromkeys(found))
+
+    def _frontier(
+        self,
+        table: Table,
+        phases: tuple[Phase, ...],
+        slowest: float,
+        ahead: tuple[tuple[Phase, ...], ...] = (),
+    ) -> SlotChoices:
         count = int(np.searchsorted(table.steady_K, slowest, side="right"))
-        peak_K = table.parts.take(slice(count)).peaks(phases)
-        kept_J = table.order.frontier(peak_K <= self.memory_limit)
+        peak_K, kept_J = self._fitting(table, count, phases)
         if len(self._mover.ratios) == 1:
             return table.choices(kept_J, peak_K[kept_J])
-        moved, evaluated = self._mover.of(table, worth_moving(table, count, kept_J), phases)
+        later = () if self._mover.has_looked(table, phases) else ahead
+        behind = [(worth_moving(table, count, self._fitting(table, count, item)[1]), item) for item in later]
+        moved, evaluated = self._mover.of(table, worth_moving(table, count, kept_J), phases, behind)
         self.evaluated += evaluated
         steady_J, boundary_J, peak_J, index_J = (
             np.concatenate([here[kept_J], there])
@@ -153,6 +174,11 @@ class IntraStage:
         offload_JO = np.concatenate([np.zeros((len(kept_J), len(OFFLOADED))), moved.offload_JO])
         seconds = steady_J[best_J], boundary_J[best_J]
         return table.choices(index_J[best_J], peak_J[best_J], seconds, offload_JO[best_J])
+
+    def _fitting(self, table: Table, count: int, phases: tuple[Phase, ...]) -> tuple[FloatArray, IntArray]:
+        """Peaks of the first candidates of a table, and those that fit and are not dominated."""
+        peak_K = table.parts.take(slice(count)).peaks(phases)
+        return peak_K, table.order.frontier(peak_K <= self.memory_limit)
 
     def rough_seconds(self, num_stages: int, num_microbatches: int) -> float:
         """Step seconds of about the best pipeline of equal stages; infinite if there is none that fits.

@@ -45,6 +45,10 @@ AT_ONCE = 1 << 14
 """Candidates that are evaluated together: enough to be fast, and few enough to take little memory."""
 
 
+Situations = tuple[Phase, ...]
+"""The situations of a stage."""
+
+
 class TimeIsUpError(Exception):
     """The search's time was over before all candidates were evaluated."""
 
@@ -143,6 +147,7 @@ class Known:
         host_microbatch_J: The same of one microbatch's activations.
         steady_J: Steady seconds, NaN where they are not known.
         boundary_J: Boundary seconds, likewise.
+        looked: The situations of the stages that were looked at.
     """
 
     table: Table
@@ -152,6 +157,7 @@ class Known:
     host_microbatch_J: FloatArray
     steady_J: FloatArray
     boundary_J: FloatArray
+    looked: set[Situations]
 
     @classmethod
     def nothing(cls, table: Table) -> "Known":
@@ -165,6 +171,7 @@ class Known:
             host_microbatch_J=none,
             steady_J=none,
             boundary_J=none,
+            looked=set(),
         )
 
 
@@ -188,32 +195,35 @@ class Mover:
     deadline: float = np.inf
     known: dict[int, Known] = field(default_factory=dict)
 
-    def of(self, table: Table, index_B: IntArray, phases: Sequence[Phase]) -> tuple[Moved, int]:
+    def of(
+        self, table: Table, index_B: IntArray, phases: Situations, ahead: Sequence[tuple[IntArray, Situations]] = ()
+    ) -> tuple[Moved, int]:
         """What some candidates of a table may move, as far as it is of use, and how much has been evaluated.
 
         Args:
             table: The candidates.
             index_B: Which.
             phases: The situations of their stage.
+            ahead: The same of stages that will be asked about next, so that it is all evaluated together.
 
         Raises:
             TimeIsUpError: If there is no time left to evaluate them.
         """
         known, count = self._known(table), len(self.ratios)
-        new_B = index_B[known.row_K[index_B] < 0]
+        asked = ((index_B, phases), *ahead)
+        every_B = np.unique(np.concatenate([index for index, _ in asked]))
+        new_B = every_B[known.row_K[every_B] < 0]
         for at_N in self._together(table, new_B, count):
             self._learn_bytes(known, new_B[at_N])
-        place_J = (known.row_K[index_B][:, None] * count + np.arange(count)).reshape(-1)
-        peak_J = known.parts.take(place_J).peaks(phases)
-        fits_J = peak_J <= self.memory_limit
-        if np.isfinite(self.host_limit):
-            host_J = known.host_state_J + in_flight(phases) * known.host_microbatch_J
-            fits_J &= host_J[place_J] <= self.host_limit
-        kept_J = np.flatnonzero(self._least(table, index_B, fits_J.reshape(-1, count)))
-        of_J, place_J, peak_J = index_B[kept_J // count], place_J[kept_J], peak_J[kept_J]
-        new_J = np.flatnonzero(np.isnan(known.steady_J[place_J]))
-        for at_N in self._together(table, of_J[new_J], 1):
-            self._learn_seconds(known, of_J[new_J[at_N]], place_J[new_J[at_N]])
+        kept = [self._kept(known, *item) for item in asked]
+        place_N, first_N = np.unique(np.concatenate([place for _, place, _ in kept]), return_index=True)
+        unknown_N = np.isnan(known.steady_J[place_N])
+        of_N = np.concatenate([of for of, _, _ in kept])[first_N][unknown_N]
+        place_N = place_N[unknown_N]
+        for at_N in self._together(table, of_N, 1):
+            self._learn_seconds(known, of_N[at_N], place_N[at_N])
+        known.looked |= {item for _, item in asked}
+        of_J, place_J, peak_J = kept[0]
         steady_J = known.steady_J[place_J]
         fast_J = np.flatnonzero(steady_J <= table.pace * ROOM)
         moved = Moved(
@@ -224,6 +234,22 @@ class Mover:
             peak_J=peak_J[fast_J],
         )
         return moved, len(new_B) * (count - 1)
+
+    def has_looked(self, table: Table, phases: Situations) -> bool:
+        """Whether stages in these situations have been looked at, ahead of time or not."""
+        return phases in self._known(table).looked
+
+    def _kept(self, known: Known, index_B: IntArray, phases: Situations) -> tuple[IntArray, IntArray, FloatArray]:
+        """What fits and moves no more than it has to: its base, its place among what is known, its peak."""
+        count = len(self.ratios)
+        place_J = (known.row_K[index_B][:, None] * count + np.arange(count)).reshape(-1)
+        peak_J = known.parts.take(place_J).peaks(phases)
+        fits_J = peak_J <= self.memory_limit
+        if np.isfinite(self.host_limit):
+            host_J = known.host_state_J[place_J] + in_flight(phases) * known.host_microbatch_J[place_J]
+            fits_J &= host_J <= self.host_limit
+        kept_J = np.flatnonzero(self._least(known.table, index_B, fits_J.reshape(-1, count)))
+        return index_B[kept_J // count], place_J[kept_J], peak_J[kept_J]
 
     def _known(self, table: Table) -> Known:
         """What is known of a table; nothing is kept of those with other numbers of microbatches."""
