@@ -8,6 +8,7 @@ from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.budget import tensor_share
+from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.result import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_seconds
 
@@ -98,6 +99,9 @@ def memory_frontier(
                 host_memory_limit=host_memory_limit,
                 search=search,
             ).plan
+        except UndecidedError:
+            left_out.append(share)
+            continue
         except InfeasibleError:
             plan = None
         last = FrontierPoint(share=share, memory_limit=limit, plan=plan)

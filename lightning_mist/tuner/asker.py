@@ -10,6 +10,7 @@ from lightning_mist.errors import InfeasibleError, MistError
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.changed_plan import Ground
 from lightning_mist.tuner.explanation import Version
+from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.space import SearchSpace
 from lightning_mist.tuner.what_if import Machine
@@ -128,6 +129,9 @@ class Asker:
                 host_memory_limit=machine.host_memory_limit,
                 search=replace(search, solver_seconds=min(search.solver_seconds, left)),
             )
+        except UndecidedError:
+            self.unsearched.append(what)
+            return None
         except InfeasibleError as error:
             return Version(plan=None, reason=str(error))
         except MistError as error:

@@ -26,12 +26,33 @@ SHOWN_TERMS = 3
 """Terms of the peak that the message names."""
 
 
-def explain_infeasible(intra: Stages, make_plan: Callable[[InterStageProblem, tuple[int, ...]], Plan]) -> NoReturn:
+class UndecidedError(InfeasibleError):
+    """Time was up before a plan was found; whether one fits is not known."""
+
+
+def refuse_late(intra: Stages) -> NoReturn:
+    """Say that time was up before anything was found.
+
+    Raises:
+        UndecidedError: Always.
+    """
+    search = intra.space.search
+    raise UndecidedError(
+        f"no plan was found in solver_seconds={search.solver_seconds:g}, and not everything was looked at: whether one "
+        "fits is not known. Give more seconds, or leave less to search, for example with num_stages or "
+        "num_microbatches"
+    )
+
+
+def explain_infeasible(
+    intra: Stages, make_plan: Callable[[InterStageProblem, tuple[int, ...]], Plan], deadline: float = np.inf
+) -> NoReturn:
     """Raise the error that says what the least demanding plan needs.
 
     Args:
         intra: Makes choices, and knows the limits.
         make_plan: The plan that one choice per stage of a problem describes.
+        deadline: Value of ``perf_counter()`` at which to stop looking for the least that a plan needs.
 
     Raises:
         InfeasibleError: Always.
@@ -50,7 +71,7 @@ def explain_infeasible(intra: Stages, make_plan: Callable[[InterStageProblem, tu
             f"of stages and microbatches that cut every batch into equal parts. {_excluded(space.notes)}"
             "Leave these out of the search space"
         )
-    plan, is_least = _least(intra, pipelines, make_plan)
+    plan, is_least = _least(intra, pipelines, make_plan, deadline)
     if plan is None:
         raise InfeasibleError(
             f"no plan of the search space deals {space.num_layers} layers and {space.world_size} devices out to "
@@ -64,9 +85,10 @@ def _least(
     intra: Stages,
     pipelines: tuple[Pipeline, ...],
     make_plan: Callable[[InterStageProblem, tuple[int, ...]], Plan],
+    deadline: float,
 ) -> tuple[Plan | None, bool]:
     """The plan that needs the least memory, and whether all were looked at."""
-    deadline, best, plan = perf_counter() + LOOK_SECONDS, np.inf, None
+    deadline, best, plan = min(deadline, perf_counter() + LOOK_SECONDS), np.inf, None
     # Many microbatches need little memory each, so the first pipelines are good and rule out others.
     for pipeline in sorted(pipelines, key=lambda item: (-item.num_microbatches, -item.num_stages, item.parts)):
         if perf_counter() > deadline and plan is not None:

@@ -255,7 +255,7 @@ Stages: TypeAlias = IntraStage | MixedStages
 
 
 def mixed_stages(
-    model: MixedCostModel, space: Space, memory_limit: int | None, host_memory_limit: int | None
+    model: MixedCostModel, space: Space, memory_limit: int | None, host_memory_limit: int | None, more: float = 0.0
 ) -> MixedStages:
     """What the stages of plans on unlike devices may be.
 
@@ -264,13 +264,14 @@ def mixed_stages(
         space: The search space of all devices.
         memory_limit: Bytes of each device that may be used in all, at most its memory.
         host_memory_limit: Bytes of host memory of each node that offloading may take.
+        more: Bytes that tensors may take on each device beyond its limit.
     """
     parts = model.cluster.parts
     return MixedStages(
         model,
         space,
         [space_of(part, space, model.spec) for part in parts],
-        [usable_bytes(part, at_most(part, memory_limit)) for part in parts],
+        [usable_bytes(part, at_most(part, memory_limit)) + more for part in parts],
         [host_bytes_of_each(part, host_memory_limit) for part in parts],
     )
 

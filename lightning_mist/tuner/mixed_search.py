@@ -12,7 +12,17 @@ import numpy as np
 
 from lightning_mist.tuner.bound import solve, solve_family
 from lightning_mist.tuner.mixed import Group, MixedStages
-from lightning_mist.tuner.search import ASSUMED, COMPARED, Checked, Found, Outcome, check, compared
+from lightning_mist.tuner.moved import TimeIsUpError
+from lightning_mist.tuner.search import (
+    ASSUMED,
+    COMPARED,
+    FIRST_SECONDS,
+    Checked,
+    Found,
+    Outcome,
+    check,
+    compared,
+)
 
 
 def search_mixed(stages: MixedStages, deadline: float) -> Outcome:
@@ -59,6 +69,10 @@ class _Search:
 
     def __init__(self, stages: MixedStages, deadline: float) -> None:
         self.stages, self.deadline = stages, deadline
+        self.patience = max(deadline, perf_counter() + FIRST_SECONDS)
+        for item in (*stages.parts, stages.together):
+            item.try_ratios(item.space.offload_ratios, self.patience)
+        self.is_stopped = False
         self.best: dict[int, Found] = {}
         self.solved = 0
         self._found: dict[tuple[int, int], Found] = {}
@@ -72,8 +86,8 @@ class _Search:
 
     @property
     def is_late(self) -> bool:
-        """Whether time is up, and there is a plan."""
-        return bool(self.best) and perf_counter() > self.deadline
+        """Whether time is up."""
+        return perf_counter() > (self.deadline if self.best else self.patience)
 
     @property
     def winner(self) -> int | None:
@@ -95,9 +109,16 @@ class _Search:
             return min(self.lower[count, group.num_microbatches] for count in group.counts)
 
         for group in sorted(groups, key=lambda item: (lowest(item), item)):
-            if lowest(group) >= below() or self.is_late:
+            if lowest(group) >= below():
                 return
-            self._attempt(group, below())
+            if self.is_late:
+                self.is_stopped = True
+                return
+            try:
+                self._attempt(group, below())
+            except TimeIsUpError:
+                self.is_stopped = True
+                return
 
     def _attempt(self, group: Group, below: float) -> None:
         counts = [count for count in group.counts if self.lower[count, group.num_microbatches] < below]
@@ -142,4 +163,5 @@ class _Search:
             pipelines=len(self.bounds),
             solved=self.solved,
             notes=checked.notes if checked is not None else (),
+            is_late=self.is_stopped,
         )

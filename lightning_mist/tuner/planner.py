@@ -29,7 +29,8 @@ from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, usable_bytes
-from lightning_mist.tuner.infeasible import explain_infeasible
+from lightning_mist.tuner.copies import search_copies
+from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late
 from lightning_mist.tuner.intra_stage import IntraStage, TableKey
 from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_layout, mixed_stages
 from lightning_mist.tuner.mixed_search import search_mixed
@@ -103,24 +104,36 @@ class Planner:
             found = replace(found, search=replace(found.search, offload=()), notes=(*found.notes, note))
         return found
 
-    def stages(self, space: Space, memory_limit: int | None = None, host_memory_limit: int | None = None) -> IntraStage:
+    def stages(
+        self,
+        space: Space,
+        memory_limit: int | None = None,
+        host_memory_limit: int | None = None,
+        more: float = 0.0,
+    ) -> IntraStage:
         """What stages may be and cost; the same for a search and for what it is compared with.
+
+        Args:
+            space: The search space.
+            memory_limit: Bytes of each device that may be used in all.
+            host_memory_limit: Bytes of host memory of each node that offloading may take.
+            more: Bytes that tensors may take on each device beyond that.
 
         Raises:
             PlanError: If the devices are unlike.
         """
         model = self.alike
         limit, host = usable_bytes(model.cluster, memory_limit), host_bytes_of_each(model.cluster, host_memory_limit)
-        return IntraStage(model, space, limit, host_limit=host, tables=self._tables_of(space))
+        return IntraStage(model, space, limit + more, host_limit=host, tables=self._tables_of(space))
 
     def _look(
-        self, space: Space, memory_limit: int | None, host_memory_limit: int | None, deadline: float
+        self, space: Space, limits: tuple[int | None, int | None], deadline: float, more: float = 0.0
     ) -> tuple[Stages, Outcome]:
-        """Search the pipelines."""
+        """Search the pipelines, with so many more bytes on each device."""
         if isinstance(self.model, MixedCostModel):
-            mixed = mixed_stages(self.model, space, memory_limit, host_memory_limit)
+            mixed = mixed_stages(self.model, space, *limits, more)
             return mixed, search_mixed(mixed, deadline)
-        intra = self.stages(space, memory_limit, host_memory_limit)
+        intra = self.stages(space, *limits, more)
         return intra, search_pipelines(intra, space, deadline)
 
     def _tables_of(self, space: Space) -> dict[TableKey, Table]:
@@ -163,15 +176,22 @@ class Planner:
             search: Limits of the search; by default none.
 
         Raises:
-            InfeasibleError: If no plan fits, with the least that any needs and what binds.
+            InfeasibleError: If no plan fits, with the least that any needs and what binds; or
+                :class:`~lightning_mist.tuner.infeasible.UndecidedError`, if time was up before one was found.
             PlanError: If the batch does not come in equal parts from the devices.
             ProfileError: If the profile lacks what the cost model needs.
         """
         began, search = perf_counter(), search or SearchSpace()
         space = self.space(global_batch_size, search)
-        stages, outcome = self._look(space, memory_limit, host_memory_limit, began + search.solver_seconds)
+        deadline = began + search.solver_seconds
+        stages, outcome = search_copies(
+            lambda item, more: self._look(item, (memory_limit, host_memory_limit), deadline, more), self.spec, space
+        )
+        if outcome.winner is None and outcome.is_late:
+            refuse_late(stages)
         if outcome.winner is None:
-            explain_infeasible(stages, lambda problem, chosen: make_plan(space, problem, chosen, self.cluster))
+            until = max(deadline, perf_counter() + 0.1)
+            explain_infeasible(stages, lambda problem, chosen: make_plan(space, problem, chosen, self.cluster), until)
         return _result(stages, outcome, began, memory_limit)
 
 

@@ -29,6 +29,9 @@ from lightning_mist.tuner.moved import TimeIsUpError
 from lightning_mist.tuner.problem import PRECISION, Answer, Family, InterStageProblem
 from lightning_mist.tuner.space import Space
 
+FIRST_SECONDS = 1.0
+"""Seconds that a search may take until it has a plan, however little time it is given: with less it says nothing."""
+
 CHECK_SECONDS = 5.0
 """The most seconds for which HiGHS checks a proven optimum."""
 
@@ -63,6 +66,7 @@ class Outcome:
         pipelines: Pairs of numbers of stages and of microbatches.
         solved: How many of them were solved.
         notes: What went otherwise than it should, for people.
+        is_late: Whether time was up before all was looked at: if there is no plan, one may yet fit.
     """
 
     best: dict[int, Found]
@@ -73,21 +77,23 @@ class Outcome:
     pipelines: int
     solved: int
     notes: tuple[str, ...] = ()
+    is_late: bool = False
 
 
 def search_pipelines(intra: IntraStage, space: Space, deadline: float) -> Outcome:
     """The best pipeline, proven; and good ones with other numbers of stages."""
     lower = _quick_bounds(intra, space)
-    tally = _Tally(intra=intra, space=space, lower=lower, deadline=deadline, bounds=dict(lower))
+    patience = max(deadline, perf_counter() + FIRST_SECONDS)
+    tally = _Tally(intra=intra, space=space, lower=lower, deadline=deadline, patience=patience, bounds=dict(lower))
     groups = list(_groups(space, tuple(lower)))
     for ratios in intra.passes:
-        intra.try_ratios(ratios, deadline if tally.best else np.inf)
+        intra.try_ratios(ratios, deadline if tally.best else patience)
         tally.bounds = dict(lower)  # What was proven of a smaller space is not of a larger one.
         _look(tally, groups)
+    bound = min(tally.bounds.values(), default=np.inf)
     if not tally.best:
-        return _outcome(tally, None, np.inf)
+        return _outcome(tally, None, bound)
     winner = min(tally.best, key=lambda count: (tally.best[count].answer.objective, count))
-    bound = min(tally.bounds.values())
     is_whole = len(intra.passes) == 1 or _settle(tally, winner)
     checked = check(tally.best[winner], deadline)
     # What is proven of a smaller space is not of the whole one.
@@ -112,7 +118,7 @@ def _look(tally: "_Tally", groups: list["Group"]) -> None:
         assumed = least * factor if least else np.inf
         _search(tally, groups, assumed)
         # What was met on the way may take longer than what was assumed, and prove nothing.
-        if tally.least < assumed or (tally.best and perf_counter() > tally.deadline):
+        if tally.least < assumed or tally.is_late:
             return
 
 
@@ -205,12 +211,16 @@ def _search(tally: "_Tally", groups: list[Group], assumed: float, only: int | No
         return min(tally.lower[count, group[1]] for count in group[0] if only in (None, count))
 
     for group in sorted(groups, key=lambda item: (lowest(item), item)):
-        if lowest(group) >= below() or (tally.best and perf_counter() > tally.deadline):
+        if lowest(group) >= below():
+            return
+        if tally.is_late:
+            tally.is_stopped = True
             return
         counts = [count for count in group[0] if tally.lower[count, group[1]] < below() and only in (None, count)]
         try:
             _attempt(tally, counts, group[1], below())
         except TimeIsUpError:
+            tally.is_stopped = True
             return
 
 
@@ -223,20 +233,29 @@ class _Tally:
         space: The search space.
         lower: Step seconds that no plan of a pipeline goes below, by a cheap estimate.
         deadline: When to stop.
+        patience: When to stop without a plan.
         bounds: The same by what has been proven.
         best: The best answer of every number of stages.
         found: The best answer of every pipeline.
         solved: Pipelines that were solved.
+        is_stopped: Whether some were not because time was up.
     """
 
     intra: IntraStage
     space: Space
     lower: dict[tuple[int, int], float]
     deadline: float
+    patience: float
     bounds: dict[tuple[int, int], float]
     best: dict[int, Found] = field(default_factory=dict)
     found: dict[tuple[int, int], Found] = field(default_factory=dict)
     solved: set[tuple[int, int]] = field(default_factory=set)
+    is_stopped: bool = False
+
+    @property
+    def is_late(self) -> bool:
+        """Whether time is up."""
+        return perf_counter() > (self.deadline if self.best else self.patience)
 
     @property
     def least(self) -> float:
@@ -268,6 +287,7 @@ def _outcome(tally: _Tally, winner: int | None, bound: float, checked: Checked |
         pipelines=len(tally.lower),
         solved=len(tally.solved),
         notes=checked.notes if checked is not None else (),
+        is_late=tally.is_stopped,
     )
 
 

@@ -1,7 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
+from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import parse_cluster
-from lightning_mist.tuner import Planner, SearchSpace, tune
+from lightning_mist.model.symbols import MICROBATCH
+from lightning_mist.tuner import Planner, SearchSpace, mixed_search, search, tune
+from lightning_mist.tuner.infeasible import UndecidedError
 from tests.specs import cluster, profile, spec
 
 ALIKE = spec(6, tied=True, measured=True)
@@ -51,3 +56,39 @@ def test_what_may_be_in_host_memory_makes_plans_faster_or_possible():
     least = planner.tune(**asked, host_memory_limit=0, search=spaces[-1])
     assert not any(stage.offload.any for stage in least.plan.stages)
     assert least.bound == bounds[0]
+
+
+BATCHES = replace(spec(4, measured=True), batch_bytes=1_000_000 * MICROBATCH)
+"""Rows of a megabyte each, so that it matters how many ranks' batches a rank has."""
+
+
+def test_what_fits_only_in_several_copies_is_found():
+    planner, asked = Planner(BATCHES, cluster(4), profile=profile()), {"schedules": ("1f1b",), "num_stages": (2,)}
+    pinned = SearchSpace(**asked, data_parallel_degrees=(2,))
+    roomy = planner.tune(global_batch_size=32, memory_limit=10**10, search=pinned)
+    limit = max(stage.peak_bytes for stage in roomy.predicted.stages)
+    found = planner.tune(global_batch_size=32, memory_limit=limit, search=SearchSpace(**asked))
+    assert found.plan.num_replicas == 2
+    assert max(stage.peak_bytes for stage in found.predicted.stages) <= limit
+    assert found.bound == pytest.approx(planner.tune(global_batch_size=32, memory_limit=limit, search=pinned).bound)
+    assert any("several" in note for note in found.notes)
+    assert not found.certified
+    # Where a slower plan fits without, it is not taken for the best.
+    asked["num_stages"] = (1, 2, 3)
+    found = planner.tune(global_batch_size=32, memory_limit=limit, search=SearchSpace(**asked))
+    best = planner.tune(global_batch_size=32, memory_limit=limit, search=replace(pinned, num_stages=(1, 2, 3)))
+    assert found.bound <= best.bound * (1 + 1e-9)
+    with pytest.raises(InfeasibleError, match=r"no plan fits.*Raise memory_limit by \d"):
+        planner.tune(global_batch_size=32, memory_limit=limit // 4, search=SearchSpace(**asked))
+
+
+@pytest.mark.parametrize("place", ["1x4xL4", "1x2xL4+1x2xT4"])
+def test_a_search_cut_short_does_not_say_that_nothing_fits(monkeypatch, place):
+    for module in (search, mixed_search):
+        monkeypatch.setattr(module, "FIRST_SECONDS", 0.0)
+    planner = Planner(spec(4), parse_cluster(place))
+    asked = {"global_batch_size": 16, "memory_limit": 1000}
+    with pytest.raises(UndecidedError, match="no plan was found in solver_seconds=1e-09, and not everything"):
+        planner.tune(**asked, search=SearchSpace(solver_seconds=1e-9))
+    with pytest.raises(InfeasibleError, match="no plan fits"):
+        planner.tune(**asked)

@@ -132,3 +132,17 @@ def test_what_is_proven_without_all_ratios_is_not_certified(monkeypatch, is_met)
     outcome = search.search_pipelines(stages, stages.space, np.inf)
     assert len(checked) == 1
     assert outcome.certified == is_met
+
+
+def test_a_search_without_a_plan_stops_when_time_is_up(monkeypatch):
+    stages = stages_of(memory=100)
+    every = search.search_pipelines(stages, stages.space, np.inf)
+    assert not every.is_late
+    assert every.bound == np.inf
+    monkeypatch.setattr(search, "FIRST_SECONDS", 0.0)
+    stages = stages_of(memory=100)
+    outcome = search.search_pipelines(stages, stages.space, perf_counter() - 1)
+    assert outcome.winner is None
+    assert outcome.is_late
+    assert outcome.solved == 0 < every.solved
+    assert outcome.bound == min(search._quick_bounds(stages, stages.space).values())
