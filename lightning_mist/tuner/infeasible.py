@@ -143,7 +143,13 @@ def _message(intra: Stages, plan: Plan, is_least: bool) -> str:
     worst, stage = stages[index], plan.stages[index]
     terms = sorted(worst.terms, key=lambda item: -item[1])[:SHOWN_TERMS]
     needs = ", ".join(f"{name.removesuffix('_bytes')} {format_bytes(value)}" for name, value in terms)
-    least = "The least that any plan needs" if is_least else "The least that a plan needs, of those looked at in time,"
+    # What is in host memory is not counted: a plan that offloads may need less, though too much as well.
+    kept = " without offload" if intra.space.offload_ratios else ""
+    least = (
+        f"The least that any plan{kept} needs"
+        if is_least
+        else f"The least that a plan{kept} needs, of those looked at in time,"
+    )
     limit, share = limits[index], tensor_share(cluster)
     more = worst.peak_bytes - int(limit)
     names = sorted({cluster.parts[cluster.part_of(device)].device.name for device in stage.devices})

@@ -40,6 +40,11 @@ def test_the_message_says_limit_terms_and_ways_out():
         assert part in text
 
 
+def test_with_offload_the_least_is_said_to_be_without_it():
+    with pytest.raises(InfeasibleError, match="The least that any plan without offload needs is"):
+        search(spec(4, measured=True), devices=1, rows=4, memory=100_000, offload=("optimizer",), offload_ratios=(1.0,))
+
+
 def test_what_binds_changes_the_way_out():
     wide = spec(4, widths=(1_000_000,), parameter_bytes=400, edge_bytes=400, measured=True)
     with pytest.raises(InfeasibleError, match=r"Largest terms: working .*smaller batches or shorter samples"):
