@@ -30,6 +30,7 @@ class StageSlot:
         parts: The part of a cluster of unlike devices in which each stage of the pipeline lies; nothing if devices are
             alike, or the only stage has all of them.
         placement: Where the devices lie, if that is known.
+        behind: Stages behind this one of which microbatches come back, if not those of the pipeline.
     """
 
     stage_index: int
@@ -45,11 +46,17 @@ class StageSlot:
     context_parallel_degree: int = 1
     parts: tuple[int, ...] = ()
     placement: Placement | None = None
+    behind: int | None = None
 
     @property
     def part(self) -> int:
         """The part of the cluster in which the stage lies."""
         return self.parts[self.stage_index] if self.parts else 0
+
+    @property
+    def stages_behind(self) -> int:
+        """Stages behind this one."""
+        return self.num_stages - 1 - self.stage_index if self.behind is None else self.behind
 
     @property
     def near_stages(self) -> int:

@@ -1,11 +1,13 @@
 """Seconds of what stages exchange: across boundaries, among ranks with the same parameters, between tied copies.
 
 Where the devices lie is known of a plan (:class:`~lightning_mist.cost.placement.Placement`). Of a slot of a search it
-is taken for granted that a replica of the pipeline is contiguous: ranks with the same parameters spread over all nodes,
-and boundaries of a pipeline longer than a node go to another one.
+is taken for granted that a replica of the pipeline is contiguous and its stages are like this one: ranks with the same
+parameters spread over all nodes, and where a replica of stages of ``t`` devices is longer than a node of ``n``, every
+``n / t``-th boundary goes to another one. As a microbatch passes every boundary once, each stage is charged with their
+mean.
 
 A pair of devices in different nodes is measured, or catalogued, with all devices of the node communicating. If fewer do
-each gets more of the node's network, up to what a device can send inside its node.
+each gets more of the node's network, up to what a device can send inside its node. At a boundary those of one stage do.
 
 Between unlike parts of a cluster there are two ends with networks of their own, and the slower one sets the pace. What
 each of them does with nodes of other parts is in a profile of its own (``seams``).
@@ -55,9 +57,9 @@ def shard_nodes(cluster: Cluster, slot: StageSlot) -> int:
     return slot.placement.shard_nodes if slot.placement else min(cluster.num_nodes, slot.shard_degree)
 
 
-def _pipeline_nodes(cluster: Cluster, slot: StageSlot) -> int:
-    """Nodes that neighbouring stages span, if nothing more is known."""
-    return 1 if slot.near_stages <= cluster.devices_per_node else 2
+def _leaves_node(cluster: Cluster, slot: StageSlot) -> bool:
+    """Whether a replica of a pipeline is longer than a node, if its stages are alike and nothing more is known."""
+    return cluster.num_nodes > 1 and slot.near_stages * slot.tensor_parallel_degree > cluster.devices_per_node
 
 
 def _over_seam(
@@ -109,7 +111,7 @@ def reductions(
     if ends:
         tied_K = _over_seam(ends, "all_reduce", held.shared_K)
     elif slot.num_stages > 1:
-        nodes = slot.placement.tied_nodes if slot.placement else _pipeline_nodes(cluster, slot)
+        nodes = slot.placement.tied_nodes if slot.placement else 1 + _leaves_node(cluster, slot)
         tied_K = collective_seconds(profile, "all_reduce", 2, nodes, held.shared_K)
     return Reductions(whole_K=whole_K, exposed_K=exposed_K, gather_K=gather_K, tied_K=tied_K)
 
@@ -190,6 +192,19 @@ def _tensors(memory: MemoryModel, *, trained: bool = False) -> FloatArray:
     return np.array([0.0, *counts, 0.0][: spec.num_layers + 1])
 
 
+def _mean_crossing(
+    profile: HardwareProfile, cluster: Cluster, slot: StageSlot, payload_C: FloatArray, tensors_C: FloatArray
+) -> FloatArray:
+    """Seconds of a boundary of a pipeline of which nobody knows where it lies: the mean over boundaries."""
+    inside_C = collective_seconds(profile, "send_recv", 2, 1, payload_C, tensors_C)
+    if not _leaves_node(cluster, slot):
+        return inside_C
+    share = min(1.0, slot.tensor_parallel_degree / cluster.devices_per_node)
+    across_C = collective_seconds(profile, "send_recv", 2, 2, payload_C * share, tensors_C)
+    result_C: FloatArray = inside_C + share * np.maximum(0.0, across_C - inside_C)
+    return result_C
+
+
 def _crossing_seconds(
     profile: HardwareProfile,
     cluster: Cluster,
@@ -202,7 +217,7 @@ def _crossing_seconds(
     if seam and crossing is None:
         return _over_seam(seam, "send_recv", payload_C, tensors_C)
     if slot.placement is None or crossing is None:
-        return collective_seconds(profile, "send_recv", 2, _pipeline_nodes(cluster, slot), payload_C, tensors_C)
+        return _mean_crossing(profile, cluster, slot, payload_C, tensors_C)
     own = crossing is slot.placement.before
     ends = (
         (crossing.sent, crossing.sent_messages, crossing.sent * crossing.sharing),

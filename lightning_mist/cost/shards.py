@@ -212,7 +212,7 @@ def restarts(slot: StageSlot) -> tuple[int, int]:
     others = slot.num_microbatches - 1
     if slot.schedule == "interleaved-1f1b":
         return others, slot.num_microbatches
-    ahead = others if slot.schedule == "gpipe" else min(slot.num_stages - 1 - slot.stage_index, others)
+    ahead = others if slot.schedule == "gpipe" else min(slot.stages_behind, others)
     return ahead, ahead
 
 

@@ -27,14 +27,14 @@ from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with
 from lightning_mist.tuner.moved import Mover, Ratios, worth_moving
 from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.space import OFFLOADED, Shape, Space, common_unit
-from lightning_mist.tuner.tables import ROOM, Table, make_table, within
+from lightning_mist.tuner.tables import ROOM, Table, make_table, with_stages_behind, within
 from lightning_mist.tuner.windows import Role, Windows, fixed_window, layer_classes, role_of, windows_of
 
 __all__ = ["ANYWHERE", "EVERY_PART", "IntraStage", "SlotChoices", "layer_classes", "with_peaks_as_seconds"]
 
-TableKey = tuple[Role, int, int, bool, Hashable]
-"""Role, number of microbatches, stage where its layers are settled (else -1), whether a pipeline fits a node, and where
-it passes from one part of the cluster to another."""
+TableKey = tuple[Role, int, int, tuple[bool, ...], Hashable]
+"""Role, number of microbatches, stage where its layers are settled (else -1), for every tensor-parallel degree whether
+the pipeline is longer than a node, and where it passes from one part of the cluster to another."""
 
 
 class IntraStage:
@@ -65,9 +65,11 @@ class IntraStage:
         self._classes = layer_classes(model.spec)
         self._tables: dict[TableKey, Table] = {} if tables is None else tables
         self._windows: dict[Role, Windows] = {}
-        # Frontiers and the pace up to which they hold, before it is asked for which stage they are.
-        self._frontiers: dict[tuple[TableKey, tuple[Phase, ...]], tuple[float, SlotChoices]] = {}
+        # Frontiers and the pace up to which they hold, by how many stages and which situations they are for.
+        self._frontiers: dict[tuple[TableKey, int, tuple[Phase, ...]], tuple[float, SlotChoices]] = {}
 
+        # Tables with what so many stages behind cost, beside those that they were made of.
+        self._behind: dict[tuple[TableKey, int], tuple[Table, Table]] = {}
         self._mover = Mover(
             model=model,
             ratios=Ratios.of(space.search, space.offload_ratios),
@@ -124,11 +126,13 @@ class IntraStage:
         """
         phases = stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule)
         place = stage_index, num_stages, num_microbatches, pipeline
-        key = self._key(*place), phases
+        # More microbatches than there are do not pass a stage before the first of them comes back.
+        key = self._key(*place), min(num_stages - 1 - stage_index, num_microbatches - 1), phases
         pace, choices = self._frontiers.get(key, (-np.inf, SlotChoices.none()))
         if pace * ROOM < slowest:
-            behind = () if key[0][2] >= 0 else self._ahead(stage_index, num_stages, num_microbatches)
-            choices = self._frontier(self._table(*place, slowest), phases, slowest, behind)
+            ahead = () if key[0][2] >= 0 else self._ahead(stage_index, num_stages, num_microbatches)
+            table = self._table(*place, slowest)
+            choices = self._frontier(table, self._counted(key[0], table, key[1]), phases, slowest, ahead)
             self._frontiers[key] = slowest, choices
         most = self.space.world_size if self._elsewhere else self.space.world_size - num_stages + 1
         inside_K = within(choices, stage_index, num_stages, self.space.num_layers, most)
@@ -146,25 +150,45 @@ class IntraStage:
         )
         return tuple(dict.fromkeys(found))
 
+    def _counted(self, key: TableKey, table: Table, behind: int) -> Table:
+        """A table that counts the stages behind; kept as long as the table is."""
+        if not behind:
+            return table
+        known, counted = self._behind.get((key, behind), (None, table))
+        if known is not table:
+            counted = with_stages_behind(table, behind)
+            self._behind[key, behind] = table, counted
+        return counted
+
     def _frontier(
         self,
         table: Table,
+        counted: Table,
         phases: tuple[Phase, ...],
         slowest: float,
         ahead: tuple[tuple[Phase, ...], ...] = (),
     ) -> SlotChoices:
+        """The frontier of one stage.
+
+        Args:
+            table: What stages of its role share.
+            counted: The same with what the stages behind this one cost.
+            phases: Its situations.
+            slowest: The most steady seconds.
+            ahead: Situations of stages that will be asked about next.
+        """
         count = int(np.searchsorted(table.steady_K, slowest, side="right"))
-        peak_K, kept_J = self._fitting(table, count, phases)
+        peak_K, kept_J = self._fitting(counted, count, phases)
         if len(self._mover.ratios) == 1:
-            return table.choices(kept_J, peak_K[kept_J])
+            return counted.choices(kept_J, peak_K[kept_J])
         later = () if self._mover.has_looked(table, phases) else ahead
-        behind = [(worth_moving(table, count, self._fitting(table, count, item)[1]), item) for item in later]
-        moved, evaluated = self._mover.of(table, worth_moving(table, count, kept_J), phases, behind)
+        next_ones = [(worth_moving(table, count, self._fitting(table, count, item)[1]), item) for item in later]
+        moved, evaluated = self._mover.of(table, worth_moving(counted, count, kept_J), phases, next_ones)
         self.evaluated += evaluated
         steady_J, boundary_J, peak_J, index_J = (
             np.concatenate([here[kept_J], there])
             for here, there in (
-                (table.steady_K, moved.steady_J),
+                (counted.steady_K, moved.steady_J + (counted.steady_K - table.steady_K)[moved.index_J]),
                 (table.boundary_K, moved.boundary_J),
                 (peak_K, moved.peak_J),
                 (np.arange(count), moved.index_J),
@@ -236,9 +260,9 @@ class IntraStage:
     def _key(self, stage_index: int, num_stages: int, num_microbatches: int, pipeline: tuple[int, ...]) -> TableKey:
         slot = self.slot(stage_index, num_stages, num_microbatches, Shape(1), pipeline)
         # Between nodes a transfer costs more; all else depends on the number of stages only through the situations.
-        inside = slot.near_stages <= self.model.cluster.devices_per_node
+        leaves = self.space.leaves_node(slot.near_stages)
         settled = stage_index if self.space.cuts(num_stages) is not None else -1
-        return role_of(stage_index, num_stages), num_microbatches, settled, inside, slot.seams
+        return role_of(stage_index, num_stages), num_microbatches, settled, leaves, slot.seams
 
     def _table(
         self, stage_index: int, num_stages: int, num_microbatches: int, pipeline: tuple[int, ...], pace: float
@@ -252,7 +276,11 @@ class IntraStage:
                 for shape in self.space.shapes(num_microbatches)
                 if self._elsewhere or (shape.devices == self.space.world_size) == (num_stages == 1)
             ]
-            slots = [self.slot(stage_index, num_stages, num_microbatches, shape, pipeline) for shape in shapes]
+            # What depends on the stages behind is counted when they are known.
+            slots = [
+                replace(self.slot(stage_index, num_stages, num_microbatches, shape, pipeline), behind=0)
+                for shape in shapes
+            ]
             windows = self._windows_of(stage_index, num_stages)
             # Of the devices of other parts nothing is known here.
             table = make_table(self.model, self.space, slots, windows, pace, alone=not self._elsewhere)

@@ -231,11 +231,11 @@ def _groups(space: Space, spaces: Sequence[Space], only: Space, parts: Sequence[
         for order in permutations(range(len(parts))):
             for stages in product(*(reached[part] for part in order[1:])):
                 rest = tuple(part for part, count in zip(order[1:], stages, strict=True) for _ in range(count))
-                near: dict[bool, list[int]] = {}
+                near: dict[tuple[bool, ...], list[int]] = {}
                 for count in reached[order[0]]:
                     if count + len(rest) in asked:
                         # Stages that fit into a node send faster.
-                        near.setdefault(count <= parts[order[0]].devices_per_node, []).append(count + len(rest))
+                        near.setdefault(spaces[order[0]].leaves_node(count), []).append(count + len(rest))
                 for counts in near.values():
                     yield Group(num_microbatches=num_microbatches, first=order[0], rest=rest, counts=tuple(counts))
 

@@ -43,7 +43,7 @@ from lightning_mist.tuner.uniform import even_chunks
 from lightning_mist.tuner.variants import best_variant, refuse_without_variant
 from lightning_mist.units import format_bytes
 
-CLOCKED = 8
+CLOCKED = 12
 """Pipelines that are run on the clock, the best by the closed form."""
 
 KEPT = 4

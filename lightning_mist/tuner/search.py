@@ -41,6 +41,10 @@ ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
 COMPARED = 1.25
 """Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
 
+NEAR = 1.03
+"""Multiple of the best plan's seconds below which all numbers of stages are searched for theirs, to be run on the
+clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`)."""
+
 _REFUTED = "HiGHS has found a faster plan than the dynamic program had proven to be possible: please report this"
 
 
@@ -105,6 +109,8 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float) -> Outcom
     intra.try_ratios(intra.passes[min(1, len(intra.passes) - 1)], deadline)
     for num_stages in compared(space, winner):
         _search(tally, [key for key in groups if num_stages in key[0]], tally.least * COMPARED, num_stages)
+    for num_stages in range(1, space.max_stages + 1):
+        _search(tally, [key for key in groups if num_stages in key[0]], tally.least * NEAR, num_stages)
     return _outcome(tally, winner, bound, checked)
 
 
@@ -184,10 +190,10 @@ Group = tuple[tuple[int, ...], int]
 
 def _groups(space: Space, pipelines: tuple[tuple[int, int], ...]) -> Iterator[Group]:
     """Pipelines whose stages cost the same, but for how many are behind them."""
-    counts: dict[tuple[int, int], list[int]] = {}
+    counts: dict[tuple[tuple[bool, ...], int], list[int]] = {}
     for num_stages, num_microbatches in pipelines:
         # One stage has nothing to send, and pipelines that fit into a node send faster.
-        kind = 0 if num_stages == 1 else 1 if num_stages <= space.devices_per_node else 2
+        kind = () if num_stages == 1 else space.leaves_node(num_stages)
         counts.setdefault((kind, num_microbatches), []).append(num_stages)
     for (_, num_microbatches), stages in sorted(counts.items()):
         yield tuple(sorted(stages)), num_microbatches

@@ -25,6 +25,7 @@ from lightning_mist.cost import CostModel, StageCandidates, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.needs import PeakParts
 from lightning_mist.cost.regions import covered
+from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
 from lightning_mist.tuner.pareto import Order, sort_points
 from lightning_mist.tuner.space import OFFLOADED, Space
@@ -49,6 +50,7 @@ class Table:
         steady_K: Steady seconds.
         boundary_K: Boundary seconds.
         floor_K: Steady seconds with what of the boundary seconds neither averages gradients nor gives out parameters.
+        again_K: What every stage behind adds to the steady seconds.
         parts: What their peaks are made of.
         order: The candidates by run and number of devices, for frontiers in ``t`` and ``t + d``.
     """
@@ -63,6 +65,7 @@ class Table:
     steady_K: FloatArray
     boundary_K: FloatArray
     floor_K: FloatArray
+    again_K: FloatArray
     parts: PeakParts
     order: Order
 
@@ -166,27 +169,41 @@ def make_table(
         if not len(candidates):
             continue
         seconds = model.seconds(slot, candidates)
+        steady_C = seconds.steady_K
+        floor_C = steady_C + seconds.tied_K + seconds.update_K + seconds.once_K
+        seconds_XC = np.stack([steady_C, seconds.boundary_K, floor_C, np.zeros(len(candidates))])
+        fast_C = np.flatnonzero(steady_C <= pace * ROOM)
+        candidates, window_C, seconds_XC = candidates.take(fast_C), window_C[fast_C], seconds_XC[:, fast_C]
+        seconds_XC[3] = _again(model, slot, candidates, seconds_XC[0])
         parts = PeakParts.of(model.memory(slot).needs(slot, candidates))
         shape_C = np.full(len(candidates), index)
         whole_C = np.stack([window_C, shape_C, candidates.checkpointed_K, candidates.zero_stage_K])
-        steady_C = seconds.steady_K
-        floor_C = steady_C + seconds.tied_K + seconds.update_K + seconds.once_K
-        found.append((whole_C, np.stack([steady_C, seconds.boundary_K, floor_C]), parts))
+        found.append((whole_C, seconds_XC, parts))
     return _sorted(found, tuple(slots), windows, pace)
 
 
+def _again(model: CostModel, slot: StageSlot, candidates: StageCandidates, steady_C: FloatArray) -> FloatArray:
+    """What one more stage behind adds to the steady seconds; only unsharding depends on them, in equal steps."""
+    again_C = np.zeros(len(candidates))
+    at_J = np.flatnonzero(candidates.zero_stage_K == ZeroStage.PARAMETERS)
+    if slot.behind is not None and len(at_J) and slot.num_microbatches > 1:
+        more = model.seconds(replace(slot, behind=slot.behind + 1), candidates.take(at_J))
+        again_C[at_J] = more.steady_K - steady_C[at_J]
+    return again_C
+
+
 _Found = tuple[IntArray, FloatArray, PeakParts]
-"""Of the candidates of an arrangement: window, arrangement, recomputed layers and ZeRO stage; the three seconds."""
+"""Of the candidates of an arrangement: window, arrangement, recomputed layers, ZeRO stage; four kinds of seconds."""
 
 
 def _sorted(found: list[_Found], slots: tuple[StageSlot, ...], windows: Windows, pace: float) -> Table:
     """The candidates of all arrangements by rising steady time."""
     numbers_XK = np.concatenate([np.empty((4, 0), dtype=np.int64), *(item[0] for item in found)], axis=1)
-    seconds_XK = np.concatenate([np.empty((3, 0)), *(item[1] for item in found)], axis=1)
+    seconds_XK = np.concatenate([np.empty((4, 0)), *(item[1] for item in found)], axis=1)
     parts = PeakParts.joined([item[2] for item in found]) if found else PeakParts.none()
     rising_K = np.argsort(seconds_XK[0], kind="stable")
     window_K, shape_K, checkpointed_K, zero_stage_K = numbers_XK[:, rising_K]
-    steady_K, boundary_K, floor_K = seconds_XK[:, rising_K]
+    steady_K, boundary_K, floor_K, again_K = seconds_XK[:, rising_K]
     table = Table(
         pace=pace,
         windows=windows,
@@ -198,10 +215,29 @@ def _sorted(found: list[_Found], slots: tuple[StageSlot, ...], windows: Windows,
         steady_K=steady_K,
         boundary_K=boundary_K,
         floor_K=floor_K,
+        again_K=again_K,
         parts=parts.take(rising_K),
         order=sort_points(window_K, steady_K, boundary_K),
     )
     return replace(table, order=sort_points(table.place_K, steady_K, steady_K + boundary_K))
+
+
+def with_stages_behind(table: Table, behind: int) -> Table:
+    """A table, in its order, that counts how often a stage under ZeRO-3 begins anew.
+
+    A table is made for stages with none behind them. With some, forwards follow each other before the first backward
+    comes, and the outermost units have to be unsharded again for each.
+
+    Args:
+        table: Candidates of the role.
+        behind: Stages behind the one that is asked about, as far as microbatches are in flight between.
+    """
+    if not behind or not table.again_K.any():
+        return table
+    more_K = behind * table.again_K
+    steady_K = table.steady_K + more_K
+    order = sort_points(table.place_K, steady_K, steady_K + table.boundary_K)
+    return replace(table, steady_K=steady_K, floor_K=table.floor_K + more_K, order=order)
 
 
 def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], windows: Windows) -> FloatArray:
