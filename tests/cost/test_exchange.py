@@ -80,6 +80,21 @@ def test_stages_share_the_network_between_nodes():
     assert seconds == pytest.approx(1e-4 + 1000 / 1.5e8)
 
 
+def test_stages_of_a_search_pay_for_the_mean_boundary():
+    hardware, memory, inside, across = machine(), MemoryModel(spec(8)), 1e-4 + 1000 / 1e9, 1e-4 + 250 / 1e8
+    slot, some = slots_of(make_plan([(1, 1)] * 8))[3]
+    # One boundary in four leaves a node of four, where one of four devices has the network to itself.
+    assert transfers(hardware, cluster(8, nodes=2), slot, some, memory)[0][0] == pytest.approx(
+        inside + (across - inside) / 4
+    )
+    assert transfers(hardware, cluster(8, nodes=1), slot, some, memory)[0][0] == pytest.approx(inside)
+    # Four stages fit into a node, unless each has several devices of every replica.
+    slot, some = slots_of(make_plan([(1, 1)] * 4))[1]
+    assert transfers(hardware, cluster(8, nodes=2), slot, some, memory)[0][0] == pytest.approx(inside)
+    split = dataclasses.replace(slot, tensor_parallel_degree=4)
+    assert transfers(hardware, cluster(16, nodes=4), split, some, memory)[0][0] == pytest.approx(1e-4 + 1000 / 1e8)
+
+
 @pytest.mark.parametrize(
     ("degrees", "boundary", "part"), [([(8, 1), (1, 4), (1, 4)], 0, 1 / 2), ([(1, 4), (1, 4), (8, 1)], 1, 1 / 8)]
 )

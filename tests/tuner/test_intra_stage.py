@@ -6,7 +6,7 @@ import pytest
 from lightning_mist.cost import StageCandidates, StageCostModel
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.intra_stage import ANYWHERE, IntraStage, layer_classes, with_peaks_as_seconds
-from lightning_mist.tuner.space import apply
+from lightning_mist.tuner.space import Shape, apply
 from tests.specs import cluster, profile, spec, with_splits
 
 
@@ -103,6 +103,30 @@ def test_slots_share_what_they_can():
     maker.frontier(2, 4, 4)
     maker.frontier(1, 3, 4)
     assert maker.evaluated == evaluated
+
+
+def test_slots_under_zero_3_do_not_share_what_stages_behind_cost():
+    def made():
+        slow = StageCostModel(spec(8), profile(link=1e7), cluster(8))
+        space = apply(SearchSpace(zero_stages=(3,), data_parallel_degrees=(2, 4)), spec(8), 8, 64)
+        return IntraStage(slow, space, 1e12)
+
+    asked, fresh = made(), made()
+    before = asked.frontier(0, 2, 8)
+    after, alone = asked.frontier(0, 3, 8), fresh.frontier(0, 3, 8)
+    assert np.array_equal(after.steady_K, alone.steady_K)
+    # The outermost units of stages with more than two are fetched again.
+    long_K = after.layers_K > 1
+    assert np.all(after.steady_K[long_K] > before.steady_K[: len(after)][long_K])
+    assert np.array_equal(after.steady_K[~long_K], before.steady_K[: len(after)][~long_K])
+    slot = asked.slot(0, 3, 8, Shape(int(after.devices_K[-1])))
+    one = StageCandidates(
+        start_K=np.array([0]),
+        end_K=after.layers_K[-1:],
+        checkpointed_K=after.checkpointed_K[-1:],
+        zero_stage_K=after.zero_stage_K[-1:],
+    )
+    assert after.steady_K[-1] == pytest.approx(asked.model.seconds(slot, one).steady_K[0], rel=1e-12)
 
 
 def test_without_checkpointing_nothing_is_recomputed():
