@@ -17,7 +17,7 @@ from lightning_mist.model.spec import ModelSpec
 from lightning_mist.tuner.mixed import Stages
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.search import Outcome
-from lightning_mist.tuner.space import Space, common_unit, divisors
+from lightning_mist.tuner.space import Space, divisors
 
 MATTERS = 0.01
 """Share of the memory of a device above which the batches of other ranks are worth more searches where something
@@ -76,7 +76,7 @@ def degrees_of_copies(space: Space) -> tuple[tuple[int, ...], ...]:
     found = dict.fromkeys(tuple(degree for degree in degrees if degree % number == 0) for number in numbers)
     # One stage is one of all devices, and several have at most half of them on some.
     fit = (item for item in found if 2 * min(item) <= space.world_size and item != degrees)
-    return tuple(fit) if max(space.stage_counts, default=1) > 1 and common_unit(degrees) != max(degrees) else ()
+    return tuple(fit) if max(space.stage_counts, default=1) > 1 else ()
 
 
 def most_saved(spec: ModelSpec, space: Space) -> float:

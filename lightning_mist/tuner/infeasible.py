@@ -17,6 +17,7 @@ from lightning_mist.tuner.intra_stage import EVERY_PART, IntraStage, SlotChoices
 from lightning_mist.tuner.mixed import MixedStages, Pipeline, Stages
 from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.problem import InterStageProblem
+from lightning_mist.tuner.search_space import COUNTS, SearchSpace
 from lightning_mist.units import format_bytes
 
 LOOK_SECONDS = 10.0
@@ -66,10 +67,8 @@ def explain_infeasible(
     if not pipelines:
         raise InfeasibleError(
             f"no plan of the search space uses all {space.world_size} devices with {space.batch_rows} rows each: "
-            f"num_stages={search.num_stages}, max_stages={search.max_stages}, "
-            f"num_microbatches={search.num_microbatches}, devices_per_stage={search.devices_per_stage} leave no number "
-            f"of stages and microbatches that cut every batch into equal parts. {_excluded(space.notes)}"
-            "Leave these out of the search space"
+            f"{_pins(search)} leave no number of stages and microbatches that cut every batch into equal parts. "
+            f"{_excluded(space.notes)}Leave these out of the search space"
         )
     plan, is_least = _least(intra, pipelines, make_plan, deadline)
     if plan is None:
@@ -165,6 +164,12 @@ def _message(intra: Stages, plan: Plan, is_least: bool) -> str:
         f"{_excluded(intra.space.notes)}Raise memory_limit by {format_bytes(more / share)}, use more devices, or use "
         f"{_way_out(terms[0][0])}"
     )
+
+
+def _pins(search: SearchSpace) -> str:
+    """The limits that say how devices and batches are divided, those that were given."""
+    given = ((name, getattr(search, name)) for name in ("max_stages", "layer_cuts", *COUNTS))
+    return ", ".join(f"{name}={value}" for name, value in given if value is not None) or "the defaults"
 
 
 def _excluded(notes: tuple[str, ...]) -> str:

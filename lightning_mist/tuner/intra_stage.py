@@ -47,6 +47,10 @@ class IntraStage:
         host_limit: Bytes of host memory that it may use for what it offloads.
         elsewhere: The search spaces of other parts of the cluster, if it has unlike ones.
         tables: Where what does not depend on the limits is kept; by default for this object alone.
+
+    Attributes:
+        evaluated: Candidates whose seconds were computed here.
+        known: Candidates of tables that were there before.
     """
 
     def __init__(
@@ -61,7 +65,8 @@ class IntraStage:
     ) -> None:
         self.model, self.space, self._elsewhere = model, space, elsewhere
         self.memory_limit, self.host_limit = memory_limit, host_limit
-        self.evaluated = 0
+        self.evaluated = self.known = 0
+        self._used: set[TableKey] = set()
         self._classes = layer_classes(model.spec)
         self._tables: dict[TableKey, Table] = {} if tables is None else tables
         self._windows: dict[Role, Windows] = {}
@@ -286,6 +291,9 @@ class IntraStage:
             table = make_table(self.model, self.space, slots, windows, pace, alone=not self._elsewhere)
             self.evaluated += len(table)
             self._tables[key] = table
+        elif key not in self._used:
+            self.known += len(table)
+        self._used.add(key)
         return table
 
     def _windows_of(self, stage_index: int, num_stages: int) -> Windows:

@@ -99,6 +99,11 @@ class MixedStages:
         """Candidates whose seconds have been computed."""
         return sum(item.evaluated for item in (*self.parts, self.together))
 
+    @property
+    def known(self) -> int:
+        """Candidates whose seconds were known before."""
+        return sum(item.known for item in (*self.parts, self.together))
+
     def limits(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that the devices of every stage of a plan may use."""
         return self._in_parts(plan, self.part_limits)

@@ -226,7 +226,8 @@ def _result(intra: Stages, outcome: Outcome, began: float, memory_limit: int | N
         alternatives=tuple(sorted(alternatives, key=lambda item: item.predicted.step_seconds)),
         stats=TuneStats(
             seconds=perf_counter() - began,
-            candidates=intra.evaluated,
+            candidates=intra.evaluated + intra.known,
+            evaluated=intra.evaluated,
             pipelines=outcome.pipelines,
             solved=outcome.solved,
         ),

@@ -43,13 +43,15 @@ class TuneStats:
 
     Attributes:
         seconds: Seconds of the whole search.
-        candidates: Stage candidates whose seconds and bytes were computed.
+        candidates: Stage candidates whose seconds and bytes were looked at.
+        evaluated: How many of them were computed for it, and not for a search before.
         pipelines: Pairs of stage and microbatch counts in the search space.
         solved: Pairs that had to be solved.
     """
 
     seconds: float
     candidates: int
+    evaluated: int
     pipelines: int
     solved: int
 
@@ -74,7 +76,8 @@ class TuneResult:
         predicted: Predicted seconds and bytes of the plan.
         alternatives: Plans of other numbers of stages, fastest first: one, half as many, one less, one more, twice as
             many. One that takes at most a quarter longer by the closed form than the best of all is the best of its
-            number if there was time; any other the best that was met.
+            number if there was time; any other the best that was met. With offload only all or nothing of each kind of
+            state is tried for other numbers of stages than the winner's, so that one may be the best only of these.
         stats: How the search went.
         notes: What was ruled out and why, and where numbers come from, for people.
         certified: Whether HiGHS has proven the same once more of the best plan's numbers of stages and of microbatches:

@@ -1,5 +1,6 @@
 """What a user may say about the plans to look at."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ from lightning_mist.plan.plan import SCHEDULES
 OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
 """Kinds of state that may be in host memory."""
 
-_COUNTS = (
+COUNTS = (
     "num_stages",
     "num_microbatches",
     "microbatch_sizes",
@@ -18,6 +19,10 @@ _COUNTS = (
     "tensor_parallel_degrees",
 )
 """Limits that are numbers of something, or ``None``."""
+
+
+_OTHERS = ("layer_cuts", "zero_stages", "checkpointed_shares", "offload", "offload_ratios", "schedules", "chunks")
+"""Limits that are several of something else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +84,11 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         """Check each limit by itself."""
+        for name in (*COUNTS, *_OTHERS):
+            self._settle(name)
         if self.max_stages is not None and self.max_stages < 1:
             raise ValueError(f"max_stages={self.max_stages}: a plan has at least 1 stage")
-        for name in _COUNTS:
+        for name in COUNTS:
             values = getattr(self, name)
             if values is not None and (not values or min(values) < 1):
                 raise ValueError(f"{name}={values}: give at least one number, each at least 1, or None for all")
@@ -95,6 +102,15 @@ class SearchSpace:
             raise ValueError(f"schedules={self.schedules}: give at least one; known are {', '.join(SCHEDULES)}")
         if not self.solver_seconds > 0:
             raise ValueError(f"solver_seconds={self.solver_seconds}: some time is needed, for example 60")
+
+    def _settle(self, name: str) -> None:
+        """Make a tuple of several values, so that search spaces can be told apart; refuse a single one."""
+        values = getattr(self, name)
+        if values is None or isinstance(values, tuple):
+            return
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise ValueError(f"{name}={values!r}: there may be several; give ({values!r},)")
+        object.__setattr__(self, name, tuple(values))
 
     def _check_cuts(self) -> None:
         cuts = self.layer_cuts

@@ -52,12 +52,20 @@ def test_what_binds_changes_the_way_out():
 
 
 @pytest.mark.parametrize(
-    "limits", [{"num_stages": (5,)}, {"num_microbatches": (7,)}, {"devices_per_stage": (3,)}, {"num_stages": (2,)}]
+    "limits",
+    [
+        {"num_stages": (5,)},
+        {"num_microbatches": (7,)},
+        {"devices_per_stage": (3,)},
+        {"num_stages": (2,)},
+        {"data_parallel_degrees": (3,), "microbatch_sizes": (7,)},
+    ],
 )
 def test_an_empty_search_space_is_told_from_a_lack_of_memory(limits):
     exclusions = [("pipeline", "x")] if limits == {"num_stages": (2,)} else []
     network = spec(4, measured=True, exclusions=exclusions)
-    with pytest.raises(InfeasibleError, match="leave no number of stages and microbatches"):
+    names = re.escape(", ".join(f"{name}={value}" for name, value in reversed(limits.items())))
+    with pytest.raises(InfeasibleError, match=f"each: {names} leave no number of stages and microbatches"):
         tune(
             network,
             cluster(4),

@@ -54,3 +54,17 @@ def test_recomputation_can_be_none_or_all():
     window_C, kept_C = space.recomputed(np.arange(1, 7))
     found_C = {(int(window) + 1, int(kept)) for window, kept in zip(window_C, kept_C, strict=True)}
     assert found_C == {(layers, kept) for layers in range(1, 7) for kept in (0, layers)}
+
+
+@pytest.mark.parametrize("name", ["num_stages", "layer_cuts", "zero_stages", "offload_ratios", "chunks"])
+def test_several_values_are_a_tuple_and_one_is_refused(name):
+    asked = SearchSpace(**{name: [1] if name != "chunks" else [2]})
+    assert asked == SearchSpace(**{name: (1,) if name != "chunks" else (2,)})
+    assert hash(asked) is not None
+    with pytest.raises(ValueError, match=rf"{name}=2: there may be several; give \(2,\)"):
+        SearchSpace(**{name: 2})
+
+
+def test_a_word_is_not_taken_for_its_letters():
+    with pytest.raises(ValueError, match=r"schedules='1f1b': there may be several; give \('1f1b',\)"):
+        SearchSpace(schedules="1f1b")
