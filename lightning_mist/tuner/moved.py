@@ -7,12 +7,16 @@ fits beats both, no ratio is tried (:func:`worth_moving`).
 
 Of all others every combination of ratios is looked at, its memory first. Of those that fit, one is needed only if it
 moves no more than it has to. For if a ratio rises, no unit copies less: so neither ``t`` nor ``t + d`` fall, as these
-are sums of larger ones of what units take with and without copies. Two things are not compared so:
+are sums of larger ones of what units take with and without copies. Three things are not compared so:
 
 * Candidates whose update waits for the next forward, which those are that move parameters, gradients or optimizer
   state, with those whose update does not.
 * Different ratios of what ZeRO deals out over ranks: with a larger ratio other parameters are moved, and the rank that
   moves most may move less than before.
+
+* Different ratios where parameters are tied and a larger ratio moves a larger parameter of a unit instead of one that
+  several units fetch. Of all others a larger ratio moves as many bytes of every unit or more: the largest that fits
+  comes first, so that what a smaller ratio moves instead of it is less.
 
 Where a machine's corrections multiply some terms and not others nothing is left out.
 
@@ -26,7 +30,7 @@ Array axes
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise, product
 from time import perf_counter
 
 import numpy as np
@@ -325,9 +329,22 @@ class Mover:
         """Kinds of state of which a larger ratio is never faster."""
         if any(profile.corrections for profile in profiles_of(self.model)):
             return ()
+        if self._displaces(slot):
+            return ("activations",)
         if slot.shard_degree == 1 or zero_stage == ZeroStage.NONE:
             return OFFLOADED
         return ("activations",) if zero_stage >= ZeroStage.PARAMETERS else ("parameters", "activations")
+
+    def _displaces(self, slot: StageSlot) -> bool:
+        """Whether a larger ratio may leave on the device what a smaller one moves and several units use."""
+        memory = self.model.memory(slot)
+        shared_P = memory.holdings.table.uses_PR[:, -1] > 1
+        ratios = [float(ratio) for ratio in np.unique(self.ratios.offload_CO)]
+        for trained in (False, True):
+            moved = [memory.states.moved(ratio, trained=trained) & shared_P for ratio in ratios]
+            if any(bool((low & ~high).any()) for low, high in pairwise(moved)):
+                return True
+        return False
 
 
 def _with(candidates: StageCandidates, offload_JO: FloatArray) -> StageCandidates:

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import numpy as np
@@ -8,6 +9,8 @@ from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.cost.offload import host_bytes
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.hardware import catalog_profile, parse_cluster
+from lightning_mist.model.spec import ParameterSpec
+from lightning_mist.plan import ParameterUse
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.choices import ANYWHERE
 from lightning_mist.tuner.intra_stage import IntraStage
@@ -106,3 +109,44 @@ def test_the_frontier_is_that_of_every_ratio(network, machine):
         for index, stages in ((0, 1), (0, 2), (1, 3), (1, 2)):
             moved += check(maker, index, stages, 4)
     assert moved
+
+
+def displacing():
+    """A network whose embedding is tied, next to a larger parameter that nothing else uses."""
+    network, size = spec(4, tied=True), 120_000
+    slots = (("wte", "extra", (-1,)),)
+    use = ParameterUse(name="wte.extra", slots=slots, shape=(size // 4,), dtype="float32", requires_grad=True)
+    extra = ParameterSpec(name="wte.extra", numel=size // 4, bytes=size, trainable=True)
+    return dataclasses.replace(
+        network,
+        parameters=(*network.parameters, extra),
+        module_map=dataclasses.replace(network.module_map, parameters=(*network.module_map.parameters, use)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratios", "ordered"),
+    [((0.5, 1.0), OFFLOADED), ((0.5, 0.75), ("activations",)), ((0.25, 0.5, 0.75, 1.0), ("activations",))],
+)
+def test_a_tied_parameter_that_a_larger_ratio_leaves_behind_ends_the_order(ratios, ordered):
+    devices, rates = MACHINES["L4"]
+    network = displacing()
+    space = apply(SearchSpace(offload=OFFLOADED, offload_ratios=ratios), network, 4, 16)
+    maker = IntraStage(StageCostModel(network, rates, devices), space, 10**12)
+    slot = maker.slot(0, 2, 4, space.shapes(4)[0])
+    assert maker._mover._ordered(slot, 0) == ordered
+    plain = IntraStage(StageCostModel(spec(4, tied=True), rates, devices), space, 10**12)
+    assert plain._mover._ordered(slot, 0) == OFFLOADED
+
+
+def test_a_unit_moves_no_less_with_a_larger_ratio():
+    model = StageCostModel(displacing(), *reversed(MACHINES["L4"]))
+    space = apply(SearchSpace(), displacing(), 4, 16)
+    memory = model.memory(IntraStage(model, space, 10**12).slot(0, 2, 4, space.shapes(4)[0]))
+    table, ratios = memory.holdings.table, np.linspace(0, 1, 101)
+    used_PR = np.diff(table.uses_PR, axis=1) > 0
+    moved_XR = np.stack([(table.bytes_P * memory.states.moved(ratio, trained=False)) @ used_PR for ratio in ratios])
+    falls_R = (np.diff(moved_XR, axis=0) < 0).any(axis=0)
+    # The unit that only uses the tied parameter has less to fetch; the one it belongs to has not.
+    assert falls_R[-1]
+    assert not falls_R[:-1].any()
