@@ -22,6 +22,7 @@ import sympy
 import torch
 
 import lightning_mist.model.forms as package
+from benchmarks.planner.lattice import reduced
 from lightning_mist.model import device_operators, map_module, trace_model
 from lightning_mist.model.forms import FAMILIES, PRECISIONS, VERSION, widths
 from lightning_mist.model.polynomial import Polynomial
@@ -206,50 +207,6 @@ def solve_two(column: Sequence[Fraction], one: Sequence[int], other: Sequence[in
     is_small = all(item.denominator <= UNDER[-1] and abs(item) <= LARGEST for item in found)
     is_right = found[0] * one[2] + found[1] * other[2] == column[2]
     return found if is_small and is_right else None
-
-
-def reduced(matrix: Sequence[Sequence[int]]) -> list[list[int]]:
-    """A basis of short vectors of the lattice that rows span (Cohen, A Course in Computational Algebraic Number Theory,
-    algorithm 2.6.3)."""
-    rows = [list(row) for row in matrix]
-    near: list[list[Fraction]] = []
-    norms: list[Fraction] = []
-
-    def dot(one: Sequence[Any], other: Sequence[Any]) -> Any:
-        return sum(a * b for a, b in zip(one, other, strict=True))
-
-    def orthogonalise() -> list[list[Fraction]]:
-        stars: list[list[Fraction]] = []
-        near.clear()
-        norms.clear()
-        for row in rows:
-            star, line = [Fraction(item) for item in row], []
-            for before, norm in zip(stars, norms, strict=True):
-                factor = dot(row, before) / norm
-                line.append(factor)
-                star = [a - factor * b for a, b in zip(star, before, strict=True)]
-            near.append(line)
-            stars.append(star)
-            norms.append(dot(star, star))
-        return stars
-
-    orthogonalise()
-    at = 1
-    while at < len(rows):
-        for other in reversed(range(at)):
-            times = round(near[at][other])
-            if times:
-                rows[at] = [a - times * b for a, b in zip(rows[at], rows[other], strict=True)]
-                for place in range(other):
-                    near[at][place] -= times * near[other][place]
-                near[at][other] -= times
-        if norms[at] >= (Fraction(3, 4) - near[at][at - 1] ** 2) * norms[at - 1]:
-            at += 1
-        else:
-            rows[at - 1], rows[at] = rows[at], rows[at - 1]
-            orthogonalise()
-            at = max(at - 1, 1)
-    return rows
 
 
 def coefficients(value: Any) -> dict[tuple[int, int], Fraction]:

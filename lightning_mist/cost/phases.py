@@ -141,19 +141,17 @@ def phases_in_order(
             forward, weights = action.kind is ActionKind.FORWARD, action.kind is ActionKind.BACKWARD_WEIGHT
             arrived = arrivals.get(action, ())
             if arrived:
-                yield (
-                    action,
-                    Phase(
-                        kind="transfer",
-                        gradients=backwards > 0,
-                        others=open_microbatches,
-                        waiting=waiting,
-                        received=received,
-                        received_gradients=received_gradients,
-                        sent_gradients=len(sent),
-                        sent_activations=len(handed),
-                    ),
+                held = Phase(
+                    kind="transfer",
+                    gradients=backwards > 0,
+                    others=open_microbatches,
+                    waiting=waiting,
+                    received=received,
+                    received_gradients=received_gradients,
+                    sent_gradients=len(sent),
+                    sent_activations=len(handed),
                 )
+                yield action, held
             sent -= {send.microbatch for send in arrived if send.kind is ActionKind.SEND_GRADIENT}
             handed -= {send.microbatch for send in arrived if send.kind is ActionKind.SEND_ACTIVATION}
             yield (

@@ -55,23 +55,18 @@ def preset_spec(
     if forms is None or not all(limit >= shape.head_width for limit in (_FLASH_WIDTH,)) or shape.head_width % 8:
         return None
     dtype = "float32" if precision == "32-true" or precision.endswith("-mixed") else forms.half
-    module_map = preset_map(shape, rows=rows, length=length, degrees=degrees, dtype=dtype)
     itemsize = 4 if dtype == "float32" else 2
-    known = tuple(parameters(shape, length))
-    numels = [sympy.prod(sizes) for _, sizes, _ in known]
+    known = _parameters(shape, length, itemsize)
     whole = forms.parts(shape, length)
     return ModelSpec(
         name=name,
-        module_map=module_map,
+        module_map=preset_map(shape, rows=rows, length=length, degrees=degrees, dtype=dtype),
         head=whole.head,
         layers=(whole.layer,),
         kinds=(0,) * shape.layers,
         tail=whole.tail,
         boundaries=_boundaries(shape, dtype, itemsize, 1),
-        parameters=tuple(
-            ParameterSpec(name=item, numel=int(numel), bytes=int(numel) * itemsize, trainable=True)
-            for (item, _, _), numel in zip(known, numels, strict=True)
-        ),
+        parameters=known,
         buffer_bytes=0,
         # Ids of tokens and of those that follow, 8 bytes each.
         batch_bytes=16 * MICROBATCH * SEQUENCE,
@@ -82,7 +77,7 @@ def preset_spec(
         device_kind=device_kind,
         shared_saved_bytes=forms.shared(shape, length),
         splits=tuple(
-            _split(forms, shape, length, degree, sequence, [int(n) * itemsize for n in numels], dtype, itemsize)
+            _split(forms, shape, length, degree, sequence, [item.bytes for item in known], dtype, itemsize)
             for degree in sorted({*degrees} - {1})
             if divides(shape, degree)
             for sequence in (False, True)
@@ -92,6 +87,13 @@ def preset_spec(
 
 _FLASH_WIDTH = 192
 """Heads up to this width run the attention that was traced on every device (torch's sdp_utils.cpp)."""
+
+
+def _parameters(shape: LanguageModelShape, length: int, itemsize: int) -> tuple[ParameterSpec, ...]:
+    numels = {name: int(sympy.prod(sizes)) for name, sizes, _ in parameters(shape, length)}
+    return tuple(
+        ParameterSpec(name=name, numel=numel, bytes=numel * itemsize, trainable=True) for name, numel in numels.items()
+    )
 
 
 def _split(

@@ -61,16 +61,17 @@ def explain_plan(
     if seconds < 0:
         raise ValueError(f"seconds={seconds}: explaining takes some time; give 0 for what needs no search")
     began = perf_counter()
+    machine = Machine(
+        change="",
+        cluster=planner.cluster,
+        profiles=profiles_of(planner.model),
+        memory_limit=memory_limit,
+        host_memory_limit=host_memory_limit,
+        is_other=False,
+    )
     asker = Asker(
         planner=planner,
-        machine=Machine(
-            change="",
-            cluster=planner.cluster,
-            profiles=profiles_of(planner.model),
-            memory_limit=memory_limit,
-            host_memory_limit=host_memory_limit,
-            is_other=False,
-        ),
+        machine=machine,
         global_batch_size=global_batch_size,
         search=search or SearchSpace(),
         deadline=began + seconds,
@@ -78,7 +79,11 @@ def explain_plan(
         slowest=result.stats.seconds,
     )
     _remember(asker, result)
-    plan = result.plan
+    return replace(_explained(asker, result.plan), seconds=perf_counter() - began)
+
+
+def _explained(asker: Asker, plan: Plan) -> Explanation:
+    """All that is said of a plan."""
     findings = _findings(asker, plan)
     used = [technique for technique in TECHNIQUES if technique.use(plan)]
     values = [_switched_off(asker, technique, plan) for technique in used]
@@ -93,7 +98,6 @@ def explain_plan(
         what_ifs=what_ifs,
         left_out=tuple(asker.left_out),
         unsearched=tuple(asker.unsearched),
-        seconds=perf_counter() - began,
     )
 
 

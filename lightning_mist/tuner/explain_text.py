@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from lightning_mist.plan import Plan, to_json
+from lightning_mist.tuner.explain_group import told_together
 from lightning_mist.tuner.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf
 from lightning_mist.tuner.result import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_seconds
@@ -20,7 +21,8 @@ def explanation_sections(explanation: Explanation, *, full: bool = True) -> tupl
         full: Whether to say also what does not bind, what other kinds of plans there are, and what was left out.
     """
     step = explanation.step_seconds
-    findings = [f"{finding.text}." for finding in explanation.findings if finding.binds or (full and _is_told(finding))]
+    told = [finding for finding in explanation.findings if finding.binds or (full and _is_told(finding))]
+    findings = [f"{text}." for text in told_together(explanation.plan, told)]
     findings += _together(explanation) if full else []
     sections: list[Section] = [
         ("what binds" if not full else "what binds and what does not", tuple(findings)),

@@ -11,7 +11,7 @@ Status = Literal["optimal", "explored", "time limit"]
 CERTIFIED = "HiGHS certifies the same of plans with as many stages and microbatches as the best by the closed form"
 """What is said if HiGHS has proven its part."""
 
-UNCERTIFIED = "HiGHS has not certified it: there was no time, or too much to look at"
+UNCERTIFIED = "HiGHS has not certified it"
 """What is said if it has not."""
 
 LEAST_SHARE = 5e-4
@@ -104,7 +104,9 @@ class TuneResult:
             "optimal": "no plan of the search space is faster by the closed form of the cost model"
             if behind < LEAST_SHARE
             else f"by the closed form of the cost model another plan takes {behind:.1%} less, on the clock more",
-            "explored": f"{self.plan.schedule} gains on the pipelines that it was tried on; others may gain more",
+            "explored": f"{self.plan.schedule} gains on the pipelines that it was tried on; others may gain more"
+            if self.bound > 0
+            else "it is the fastest that was tried; of others nothing is proven",
             "time limit": f"time was up; by the closed form a plan could be faster by at most {behind:.1%}",
         }[self.status]
         lines = [

@@ -145,14 +145,12 @@ def _zero(level: int) -> Technique:
 
 def _checkpointing() -> Technique:
     def use(plan: Plan) -> str:
-        used = [(index, stage) for index, stage in enumerate(plan.stages) if stage.checkpointing.layers]
-        if len({(stage.checkpointing.layers, stage.num_layers) for _, stage in used}) == 1:
-            stage = used[0][1]
-            where = places(plan, lambda stage: stage.checkpointing.layers > 0)
-            return f"{stage.checkpointing.layers} of {stage.num_layers} layers on {where}"
-        return ", ".join(
-            f"{stage.checkpointing.layers} of {stage.num_layers} layers on stage {index}" for index, stage in used
-        )
+        def told(kind: tuple[int, int]) -> str:
+            where = places(plan, lambda stage: (stage.checkpointing.layers, stage.num_layers) == kind)
+            return f"{kind[0]} of {kind[1]} layers on {where}"
+
+        kinds = {(stage.checkpointing.layers, stage.num_layers): None for stage in plan.stages}
+        return "; ".join(told(kind) for kind in kinds if kind[0])
 
     def off(plan: Plan, ground: Ground) -> Plan:
         return every_stage(plan, lambda stage: replace(stage, checkpointing=Checkpointing()))

@@ -122,7 +122,7 @@ def test_a_faster_plan_takes_the_place_of_the_one_that_was_found():
     result = TuneResult(
         plan=ours,
         status="explored",
-        bound=3.0,
+        bound=2.0,
         gap=0.0,
         closed_form_seconds=9.0,
         predicted=ours.predicted,
@@ -136,5 +136,7 @@ def test_a_faster_plan_takes_the_place_of_the_one_that_was_found():
     assert found.closed_form_seconds == closed_form_of(quick)
     assert found.alternatives[0].plan == ours
     assert found.notes[0].startswith("the plan is that of quick, which takes 5.0% less on the clock")
+    refuted = with_faster(replace(result, bound=10.0), item)
+    assert (refuted.status, refuted.bound, refuted.gap, refuted.certified) == ("explored", 0.0, 1.0, False)
     chunks = replace(item, plan=replace(quick, schedule="zb-h1"))
     assert (with_faster(result, chunks).status, with_faster(result, chunks).closed_form_seconds) == ("explored", 9.0)

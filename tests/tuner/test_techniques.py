@@ -35,7 +35,7 @@ def test_it_is_said_how_much_of_each_technique_is_used_and_where():
         "ZeRO-3": "on stage 0",
         "ZeRO-2 or more": "on stage 0",
         "ZeRO-1 or more": "on every stage",
-        "activation checkpointing": "1 of 2 layers on stage 0, 5 of 5 layers on stage 1",
+        "activation checkpointing": "1 of 2 layers on stage 0; 5 of 5 layers on stage 1",
         "offload of optimizer state": "50% on stage 1",
         "offload of activations": "50% on stage 1",
     }
@@ -156,6 +156,12 @@ def test_the_space_without_a_technique_is_smaller_in_that_alone(name, field, val
 )
 def test_what_is_insisted_on_cannot_be_left_out(name, limits):
     assert BY_NAME[name].without(EVERYTHING, SearchSpace(**limits)) is None
+
+
+def test_recomputed_layers_are_told_by_runs_of_stages():
+    stages = [{"layers": 2, "checkpointed": 2}] * 3 + [{"layers": 2, "checkpointed": 1}] * 2 + [{"layers": 2}]
+    used = BY_NAME["activation checkpointing"].use(pipeline(*stages, microbatches=6))
+    assert used == "2 of 2 layers on stages 0 to 2; 1 of 2 layers on stages 3 to 4"
 
 
 def test_what_offload_also_does_is_said():
