@@ -24,6 +24,7 @@ from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
+from lightning_mist.tuner.families import GridCosts
 from lightning_mist.tuner.moved import Mover, Ratios, worth_moving
 from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.space import OFFLOADED, Shape, Space, common_unit
@@ -47,6 +48,7 @@ class IntraStage:
         host_limit: Bytes of host memory that it may use for what it offloads.
         elsewhere: The search spaces of other parts of the cluster, if it has unlike ones.
         tables: Where what does not depend on the limits is kept; by default for this object alone.
+        grids: The same of stages that are all alike.
 
     Attributes:
         evaluated: Candidates whose seconds were computed here.
@@ -62,6 +64,7 @@ class IntraStage:
         host_limit: float = np.inf,
         elsewhere: tuple[Space, ...] = (),
         tables: dict[TableKey, Table] | None = None,
+        grids: dict[Hashable, GridCosts] | None = None,
     ) -> None:
         self.model, self.space, self._elsewhere = model, space, elsewhere
         self.memory_limit, self.host_limit = memory_limit, host_limit
@@ -69,6 +72,7 @@ class IntraStage:
         self._used: set[TableKey] = set()
         self._classes = layer_classes(model.spec)
         self._tables: dict[TableKey, Table] = {} if tables is None else tables
+        self.grids: dict[Hashable, GridCosts] = {} if grids is None else grids
         self._windows: dict[Role, Windows] = {}
         # Frontiers and the pace up to which they hold, by how many stages and which situations they are for.
         self._frontiers: dict[tuple[TableKey, int, tuple[Phase, ...]], tuple[float, SlotChoices]] = {}
@@ -102,6 +106,11 @@ class IntraStage:
         )
         if self._mover.ratios.sizes != known.ratios.sizes:
             self._frontiers.clear()
+
+    @property
+    def both_limits(self) -> tuple[float, float]:
+        """Bytes that a device may use, and of host memory."""
+        return self.memory_limit, self.host_limit
 
     def limits(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that the devices of every stage of a plan may use."""

@@ -6,7 +6,7 @@ winner. Other schedules are tried on the pipelines that were found (:mod:`lightn
 1F1B also on stages that are all alike (:mod:`lightning_mist.tuner.uniform`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -30,10 +30,12 @@ from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, usable_bytes
 from lightning_mist.tuner.copies import search_copies
+from lightning_mist.tuner.families import GridCosts
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late
 from lightning_mist.tuner.intra_stage import IntraStage, TableKey
 from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_layout, mixed_stages
 from lightning_mist.tuner.mixed_search import search_mixed
+from lightning_mist.tuner.past import Past, Pasts
 from lightning_mist.tuner.problem import InterStageProblem
 from lightning_mist.tuner.result import Alternative, Status, TuneResult, TuneStats
 from lightning_mist.tuner.search import Outcome, search_pipelines
@@ -68,7 +70,8 @@ class Planner:
     def __init__(self, spec: ModelSpec, cluster: AnyCluster, *, profile: Profiles = None) -> None:
         self.spec, self.cluster = spec, cluster
         self.model = cost_model(spec, profile, cluster)
-        self._tables: dict[Space, dict[TableKey, Table]] = {}
+        self._tables: dict[Space, tuple[dict[TableKey, Table], dict[Hashable, GridCosts]]] = {}
+        self._pasts = Pasts()
 
     @property
     def alike(self) -> StageCostModel:
@@ -124,7 +127,8 @@ class Planner:
         """
         model = self.alike
         limit, host = usable_bytes(model.cluster, memory_limit), host_bytes_of_each(model.cluster, host_memory_limit)
-        return IntraStage(model, space, limit + more, host_limit=host, tables=self._tables_of(space))
+        tables, grids = self._tables_of(space)
+        return IntraStage(model, space, limit + more, host_limit=host, tables=tables, grids=grids)
 
     def _look(
         self, space: Space, limits: tuple[int | None, int | None], deadline: float, more: float = 0.0
@@ -134,10 +138,12 @@ class Planner:
             mixed = mixed_stages(self.model, space, *limits, more)
             return mixed, search_mixed(mixed, deadline)
         intra = self.stages(space, *limits, more)
-        return intra, search_pipelines(intra, space, deadline)
+        outcome = search_pipelines(intra, space, deadline, self._pasts.of(space))
+        self._pasts.add(space, Past.of(intra.both_limits, outcome.bounds, tuple(outcome.found.values())))
+        return intra, outcome
 
-    def _tables_of(self, space: Space) -> dict[TableKey, Table]:
-        """What is known of a search space; those that were asked for longest ago are forgotten.
+    def _tables_of(self, space: Space) -> tuple[dict[TableKey, Table], dict[Hashable, GridCosts]]:
+        """What is known of a search space, of any stages and equal ones; those asked for longest ago are forgotten.
 
         Stages of a number of microbatches cost the same whichever such numbers, numbers of stages and schedules
         beside that of the exact search are looked at, and for how long.
@@ -152,7 +158,7 @@ class Planner:
             solver_seconds=SearchSpace().solver_seconds,
         )
         key = replace(space, search=looked, max_stages=space.world_size, notes=())
-        tables = self._tables.pop(key, {})
+        tables = self._tables.pop(key, ({}, {}))
         self._tables[key] = tables
         while len(self._tables) > KEPT:
             del self._tables[next(iter(self._tables))]

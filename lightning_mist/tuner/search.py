@@ -13,7 +13,7 @@ Before there is a plan that a family would have to beat, one is assumed: little 
 none is found below it, further above. So stages that are far too slow are never evaluated.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -26,7 +26,8 @@ from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.milp import SolverError
 from lightning_mist.tuner.moved import TimeIsUpError
-from lightning_mist.tuner.problem import PRECISION, Answer, Family, InterStageProblem
+from lightning_mist.tuner.past import Found, Past, known_answers, raised
+from lightning_mist.tuner.problem import PRECISION, Family, InterStageProblem
 from lightning_mist.tuner.space import Space
 
 FIRST_SECONDS = 1.0
@@ -49,14 +50,6 @@ _REFUTED = "HiGHS has found a faster plan than the dynamic program had proven to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The answer to one pipeline's problem."""
-
-    problem: InterStageProblem
-    answer: Answer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What a search found.
 
@@ -71,6 +64,7 @@ class Outcome:
         solved: How many of them were solved.
         notes: What went otherwise than it should, for people.
         is_late: Whether time was up before all was looked at: if there is no plan, one may yet fit.
+        bounds: Seconds that no plan of a pipeline goes below, as far as can be relied on.
     """
 
     best: dict[int, Found]
@@ -82,13 +76,17 @@ class Outcome:
     solved: int
     notes: tuple[str, ...] = ()
     is_late: bool = False
+    bounds: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
-def search_pipelines(intra: IntraStage, space: Space, deadline: float) -> Outcome:
-    """The best pipeline, proven; and good ones with other numbers of stages."""
-    lower = _quick_bounds(intra, space)
+def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Sequence[Past] = ()) -> Outcome:
+    """The best pipeline, proven, and good ones with other numbers of stages, from what earlier searches have left."""
+    limits = intra.both_limits
+    lower = raised(_quick_bounds(intra, space), pasts, limits)
     patience = max(deadline, perf_counter() + FIRST_SECONDS)
     tally = _Tally(intra=intra, space=space, lower=lower, deadline=deadline, patience=patience, bounds=dict(lower))
+    for item in (known := known_answers(pasts, limits)):
+        tally.note(item)
     groups = list(_groups(space, tuple(lower)))
     for ratios in intra.passes:
         intra.try_ratios(ratios, deadline if tally.best else patience)
@@ -98,20 +96,22 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float) -> Outcom
     if not tally.best:
         return _outcome(tally, None, bound)
     winner = min(tally.best, key=lambda count: (tally.best[count].answer.objective, count))
-    is_whole = len(intra.passes) == 1 or _settle(tally, winner)
+    is_known = any(tally.best[winner] is item for item in known)  # Its problem has no other choices.
+    is_whole = (len(intra.passes) == 1 and not is_known) or _settle(tally, winner)
     checked = check(tally.best[winner], deadline)
-    # What is proven of a smaller space is not of the whole one.
+    # What is proven of a smaller problem is not of the whole one.
     checked = replace(checked, certified=checked.certified and is_whole)
     tally.note(checked.found)
     if checked.refutes:
         bound = 0.0  # Nothing that has been proven can be relied on.
-    # The other numbers of stages are there to compare with, so the fewer ratios do.
+    proven = dict(tally.bounds) if len(intra.passes) > 1 else tally.bounds
+    # The other numbers of stages are there to compare with, so the fewer ratios do; that proves nothing of all.
     intra.try_ratios(intra.passes[min(1, len(intra.passes) - 1)], deadline)
     for num_stages in compared(space, winner):
         _search(tally, [key for key in groups if num_stages in key[0]], tally.least * COMPARED, num_stages)
     for num_stages in range(1, space.max_stages + 1):
         _search(tally, [key for key in groups if num_stages in key[0]], tally.least * NEAR, num_stages)
-    return _outcome(tally, winner, bound, checked)
+    return replace(_outcome(tally, winner, bound, checked), bounds={} if checked.refutes else proven)
 
 
 def _look(tally: "_Tally", groups: list["Group"]) -> None:
@@ -213,16 +213,20 @@ def _search(tally: "_Tally", groups: list[Group], assumed: float, only: int | No
         known = tally.least if only is None else tally.least_of(only)
         return min(known, assumed)
 
+    def enough() -> float:
+        # What was proven of a pipeline before is so but for rounding.
+        return below() * (1 - PRECISION)
+
     def lowest(group: Group) -> float:
         return min(tally.lower[count, group[1]] for count in group[0] if only in (None, count))
 
     for group in sorted(groups, key=lambda item: (lowest(item), item)):
-        if lowest(group) >= below():
+        if lowest(group) >= enough():
             return
         if tally.is_late:
             tally.is_stopped = True
             return
-        counts = [count for count in group[0] if tally.lower[count, group[1]] < below() and only in (None, count)]
+        counts = [count for count in group[0] if tally.lower[count, group[1]] < enough() and only in (None, count)]
         try:
             _attempt(tally, counts, group[1], below())
         except TimeIsUpError:
@@ -294,6 +298,7 @@ def _outcome(tally: _Tally, winner: int | None, bound: float, checked: Checked |
         solved=len(tally.solved),
         notes=checked.notes if checked is not None else (),
         is_late=tally.is_stopped,
+        bounds=tally.bounds,
     )
 
 

@@ -47,12 +47,15 @@ class UniformSearch:
         model: The cost model.
         space: The network's batch, devices, and how its layers can be split.
         limits: What a plan may use.
+        kept: Where what does not depend on the limits is kept; by default for this object alone.
     """
 
-    def __init__(self, model: CostModel, space: Space, limits: Limits) -> None:
+    def __init__(
+        self, model: CostModel, space: Space, limits: Limits, *, kept: dict[Hashable, GridCosts] | None = None
+    ) -> None:
         self.model, self.space, self.limits = model, space, limits
         self._classes = layer_classes(model.spec)
-        self._kept: dict[Hashable, GridCosts] = {}
+        self._kept: dict[Hashable, GridCosts] = {} if kept is None else kept
         self._predicted: dict[Hashable, Plan] = {}
 
     def best(self, family: UniformFamily, *, below: float = np.inf) -> Uniform:
@@ -357,4 +360,4 @@ def even_chunks(stages: IntraStage, *, below: float) -> Plan | None:
         zero_stages=search.zero_stages, has_stages=True, splits_layers=True, has_chunks=True, has_whole=False
     )
     limits = Limits(device_bytes=(stages.memory_limit,), host_bytes=(np.inf,))
-    return UniformSearch(stages.model, stages.space, limits).best(family, below=below).plan
+    return UniformSearch(stages.model, stages.space, limits, kept=stages.grids).best(family, below=below).plan
