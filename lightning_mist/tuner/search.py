@@ -20,10 +20,10 @@ from time import perf_counter
 
 import numpy as np
 
-from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.tuner.bound import solve, solve_family
 from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.likely import likely_seconds, quick_bounds
 from lightning_mist.tuner.milp import SolverError
 from lightning_mist.tuner.moved import TimeIsUpError
 from lightning_mist.tuner.past import Found, Past, known_answers, raised
@@ -82,7 +82,7 @@ class Outcome:
 def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Sequence[Past] = ()) -> Outcome:
     """The best pipeline, proven, and good ones with other numbers of stages, from what earlier searches have left."""
     limits = intra.both_limits
-    lower = raised(_quick_bounds(intra, space), pasts, limits)
+    lower = raised(quick_bounds(intra, space), pasts, limits)
     patience = max(deadline, perf_counter() + FIRST_SECONDS)
     tally = _Tally(intra=intra, space=space, lower=lower, deadline=deadline, patience=patience, bounds=dict(lower))
     for item in (known := known_answers(pasts, limits)):
@@ -120,8 +120,9 @@ def _look(tally: "_Tally", groups: list["Group"]) -> None:
         _search(tally, groups, np.inf)
         return
     least = min(tally.lower.values(), default=np.inf)
-    for factor in ASSUMED if groups else ():
-        assumed = least * factor if least else np.inf
+    guess = likely_seconds(tally.intra, tally.lower, tally.deadline)
+    multiples = [least * factor if least else np.inf for factor in ASSUMED if groups]
+    for assumed in multiples if guess == np.inf else [guess, *(item for item in multiples if item > guess)]:
         _search(tally, groups, assumed)
         # What was met on the way may take longer than what was assumed, and prove nothing.
         if tally.least < assumed or tally.is_late:
@@ -329,40 +330,6 @@ def compared(space: Space, winner: int) -> tuple[int, ...]:
     """Numbers of stages to compare the winner with: none, half, one less, one more, twice as many."""
     wanted = {1, winner // 2, winner - 1, winner + 1, 2 * winner} - {winner}
     return tuple(sorted(count for count in wanted if 1 <= count <= space.max_stages))
-
-
-def _quick_bounds(intra: IntraStage, space: Space) -> dict[tuple[int, int], float]:
-    """Step seconds that no plan of a pipeline goes below, whatever memory it needs.
-
-    Every region takes at least its least time over all numbers of devices that a stage may have, and all devices
-    together at least its least time times devices. Every stage has a layer: with ``r`` the least seconds times devices
-    that any layer takes, stages of ``n_i`` devices take at least ``sum_i r / n_i >= r S^2 / N`` together.
-    """
-    region_seconds: dict[int, tuple[IntArray, FloatArray]] = {}
-    result = {}
-    for num_stages, num_microbatches in space.pipelines():
-        if num_microbatches not in region_seconds:
-            region_seconds[num_microbatches] = _region_seconds(intra, space, num_microbatches)
-        devices_N, region_NR = region_seconds[num_microbatches]
-        most, least = space.world_size - num_stages + 1, space.world_size if num_stages == 1 else 1
-        inside_N = (devices_N >= least) & (devices_N <= most)
-        region_NR, taken_R = region_NR[inside_N], (region_NR * devices_N[:, None])[inside_N].min(axis=0)
-        slowest = float(taken_R.sum()) / space.world_size
-        total = float(region_NR.min(axis=0).sum())
-        layer = float(taken_R[1 : space.num_layers + 1].min(initial=np.inf))
-        stages = layer * num_stages**2 / space.world_size if space.num_layers else 0.0
-        result[num_stages, num_microbatches] = (num_microbatches - 1) * slowest + max(total, slowest, stages)
-    return result
-
-
-def _region_seconds(intra: IntraStage, space: Space, num_microbatches: int) -> tuple[IntArray, FloatArray]:
-    """The devices of every arrangement, and what every region takes on them."""
-    shapes = space.shapes(num_microbatches)
-    seconds = [
-        intra.model.region_seconds(space.rows(num_microbatches, shape.data), shape.tensor, shape.sequence)
-        for shape in shapes
-    ]
-    return np.array([shape.devices for shape in shapes]), np.stack([s.forward_R + s.backward_R for s in seconds])
 
 
 def _single(intra: IntraStage, space: Space, num_microbatches: int, below: float) -> InterStageProblem:
