@@ -87,6 +87,11 @@ class IntraStage:
         )
 
     @property
+    def is_warm(self) -> bool:
+        """Whether candidates have been evaluated already, for this search or another."""
+        return bool(self._tables)
+
+    @property
     def passes(self) -> tuple[tuple[float, ...], ...]:
         """Ratios to search one after another, each containing those before: none, none or most, all."""
         ratios = self.space.offload_ratios

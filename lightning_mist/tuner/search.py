@@ -120,7 +120,8 @@ def _look(tally: "_Tally", groups: list["Group"]) -> None:
         _search(tally, groups, np.inf)
         return
     least = min(tally.lower.values(), default=np.inf)
-    guess = likely_seconds(tally.intra, tally.lower, tally.deadline)
+    # Where candidates are known already, trying is cheaper than guessing.
+    guess = np.inf if tally.intra.is_warm else likely_seconds(tally.intra, tally.lower, tally.deadline)
     multiples = [least * factor if least else np.inf for factor in ASSUMED if groups]
     for assumed in multiples if guess == np.inf else [guess, *(item for item in multiples if item > guess)]:
         _search(tally, groups, assumed)
