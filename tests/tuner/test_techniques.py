@@ -5,6 +5,7 @@ import pytest
 from lightning_mist.errors import PlanError
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.changed_plan import Ground
+from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.techniques import TECHNIQUES, places
 from tests.tuner.plans import pipeline
 
@@ -138,7 +139,8 @@ def test_what_cannot_be_arranged_says_so():
     ],
 )
 def test_the_space_without_a_technique_is_smaller_in_that_alone(name, field, value):
-    assert BY_NAME[name].without(EVERYTHING, SearchSpace()) == replace(SearchSpace(), **{field: value})
+    space = SearchSpace(offload=OFFLOADED)
+    assert BY_NAME[name].without(EVERYTHING, space) == replace(space, **{field: value})
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ from lightning_mist.hardware import Device, Link, catalog_profile, cluster_of, p
 from lightning_mist.plan import Plan, StageMesh, StagePlan
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.budget import usable_bytes
+from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.what_if import MORE_BYTES, Machine, better_machines
 from tests.specs import cluster, profile
 
-SPACE = SearchSpace()
+SPACE = SearchSpace(offload=OFFLOADED)
 
 
 def machine(text="2x4xL4", **changes):
