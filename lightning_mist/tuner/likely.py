@@ -14,7 +14,7 @@ from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.space import Space
 
-GUESSED = 1.01
+GUESSED = 1.15
 """Multiple of the step seconds of equal stages that a plan is assumed to take first: a little more than the best takes,
 whose stages differ, and whose edges are longer than what the estimate counts."""
 

@@ -43,8 +43,8 @@ COMPARED = 1.25
 """Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
 
 NEAR = 1.03
-"""Multiple of the best plan's seconds below which all numbers of stages are searched for theirs, to be run on the
-clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`)."""
+"""Multiple of the best plan's seconds below which all numbers of stages that share its candidates are searched for
+theirs, to be run on the clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`)."""
 
 _REFUTED = "HiGHS has found a faster plan than the dynamic program had proven to be possible: please report this"
 
@@ -109,7 +109,8 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     intra.try_ratios(intra.passes[min(1, len(intra.passes) - 1)], deadline)
     for num_stages in compared(space, winner):
         _search(tally, [key for key in groups if num_stages in key[0]], tally.least * COMPARED, num_stages)
-    for num_stages in range(1, space.max_stages + 1):
+    near = [count for count in range(2, space.max_stages + 1) if space.leaves_node(count) == space.leaves_node(winner)]
+    for num_stages in near:
         _search(tally, [key for key in groups if num_stages in key[0]], tally.least * NEAR, num_stages)
     return replace(_outcome(tally, winner, bound, checked), bounds={} if checked.refutes else proven)
 
@@ -122,8 +123,9 @@ def _look(tally: "_Tally", groups: list["Group"]) -> None:
     least = min(tally.lower.values(), default=np.inf)
     # Where candidates are known already, trying is cheaper than guessing.
     guess = np.inf if tally.intra.is_warm else likely_seconds(tally.intra, tally.lower, tally.deadline)
-    multiples = [least * factor if least else np.inf for factor in ASSUMED if groups]
-    for assumed in multiples if guess == np.inf else [guess, *(item for item in multiples if item > guess)]:
+    start = least * ASSUMED[0] if guess == np.inf else guess
+    for factor in ASSUMED if groups else ():
+        assumed = start * factor / ASSUMED[0] if start else np.inf
         _search(tally, groups, assumed)
         # What was met on the way may take longer than what was assumed, and prove nothing.
         if tally.least < assumed or tally.is_late:
