@@ -62,6 +62,8 @@ class Failing(Project):
 
 
 def main():
+    # Whoever starts the tests in the background of a script starts them deaf to interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     mode, folder = sys.argv[1], Path(sys.argv[2])
