@@ -26,6 +26,8 @@ settings.load_profile("suite")
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
     """Put the environment back: Lightning leaves addresses, ports and ranks of its processes in it."""
+    # Processes that share out the suite are told the width of a terminal that their output does not go to.
+    os.environ.pop("COLUMNS", None)
     before = dict(os.environ)
     yield
     os.environ.clear()
