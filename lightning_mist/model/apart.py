@@ -121,6 +121,8 @@ def _child(
 ) -> None:
     """What the other process does."""
     with last_words.open("w") as file:
+        # Where it is on already it takes another file, but not the signals back that somebody took from it.
+        faulthandler.disable()
         faulthandler.enable(file, all_threads=False)
         _work(pipe, function, args, kwargs, tells)
 

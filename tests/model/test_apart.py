@@ -1,4 +1,5 @@
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -95,6 +96,19 @@ def test_errors_come_back_as_they_were() -> None:
 def test_an_end_without_a_result_is_an_error(how: str, text: str) -> None:
     with pytest.raises(TraceError, match=text):
         run_apart(fail, how)
+
+
+def deaf() -> str:
+    """Fail where faulthandler is on and the signal is somebody else's."""
+    faulthandler.enable()
+    signal.signal(signal.SIGABRT, signal.SIG_DFL)
+    with pytest.raises(TraceError) as caught:
+        run_apart(fail, "abort")
+    return str(caught.value)
+
+
+def test_the_place_is_known_whoever_had_the_signal_before() -> None:
+    assert "test_apart.py" in run_apart(deaf)
 
 
 def test_what_does_not_end_is_given_up() -> None:
