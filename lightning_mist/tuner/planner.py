@@ -47,7 +47,6 @@ from lightning_mist.units import format_bytes
 
 CLOCKED = 12
 """Pipelines that are run on the clock, the best by the closed form."""
-
 KEPT = 4
 """Search spaces whose candidates are kept."""
 

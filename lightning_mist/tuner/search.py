@@ -9,8 +9,9 @@ closed form of the step (:mod:`lightning_mist.cost.pipeline`).
 What may be in host memory is looked at in passes, each of a space that contains the one before: nothing, then all or
 nothing of each kind of state, then every ratio. The more a plan has to beat, the less is worth evaluating.
 
-Before there is a plan that a family would have to beat, one is assumed: little above the lower bound of all, and if
-none is found below it, further above. So stages that are far too slow are never evaluated.
+Before there is a plan that a family would have to beat, one is assumed: a little slower than the best of equal stages,
+or where candidates are known already little above the lower bound of all; if none is found below it, ever slower ones.
+So stages that are far too slow are never evaluated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,8 @@ CHECK_SECONDS = 5.0
 """The most seconds for which HiGHS checks a proven optimum."""
 
 ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
-"""Multiples of the lower bound of all pipelines that a plan is assumed to take, until one is found."""
+"""Multiples of the lower bound of all pipelines that a plan is assumed to take, until one is found. Where there is a
+guess it stands in place of the first, and the others are as many times it as they are times the first."""
 
 COMPARED = 1.25
 """Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
