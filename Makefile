@@ -51,6 +51,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.planner.tuning
 	$(BIN)/python -m benchmarks.planner.search_times
 	$(BIN)/python -m benchmarks.planner.growth
+	$(BIN)/python -m benchmarks.planner.command_times
 	$(BIN)/python -m benchmarks.planner.against_brute_force
 	$(BIN)/python -m benchmarks.throughput.against_ddp
 	$(BIN)/python -m benchmarks.parity.table

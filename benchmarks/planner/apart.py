@@ -1,22 +1,24 @@
 """A search in a process of its own: what it takes from the first question on, and what it asks of memory.
 
-The specification is made before, by the network's sizes alone, and handed over; imports are done before the clock
-starts. Memory is what the kernel says of the process (``VmRSS`` before, ``VmHWM`` after, in /proc/self/status): its
-greatest resident size belongs to the process alone, unlike what ``getrusage`` says after a fork.
+The specification is made before, as ``lightning-mist plan`` makes it of a preset, and handed over; imports are done
+before the clock starts. Memory is what the kernel says of the process (``VmRSS`` before, ``VmHWM`` after, in
+/proc/self/status): its greatest resident size belongs to the process alone, unlike what ``getrusage`` says after a
+fork.
 """
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING
 
 from lightning_mist.hardware import parse_cluster
+from lightning_mist.hardware.capability import capability_of
 from lightning_mist.tuner import Planner, SearchSpace, degrees_to_try
 
 if TYPE_CHECKING:
-    from lightning_mist.model.reference import LanguageModelShape
+    from lightning_mist.model.shapes import LanguageModelShape
     from lightning_mist.model.spec import ModelSpec
 
 PRECISION = "bf16-true"
@@ -41,6 +43,8 @@ class Reply:
 
     Attributes:
         seconds: From the question to the plan.
+        processor_seconds: What the process computed meanwhile, which others on the machine hardly change.
+        peak_bytes: Greatest resident size of the process so far, imports included.
         status: The planner's.
         gap: The proven gap.
         candidates: Stage candidates that were priced for all questions so far.
@@ -49,6 +53,8 @@ class Reply:
     """
 
     seconds: float
+    processor_seconds: float
+    peak_bytes: int
     status: str
     gap: float
     candidates: int
@@ -62,38 +68,47 @@ class Session:
 
     Attributes:
         replies: One for each question.
-        rise_bytes: Greatest resident size above that before the first question.
-        peak_bytes: Greatest resident size, imports included.
+        before_bytes: Resident size before the first question, imports included.
     """
 
     replies: tuple[Reply, ...]
-    rise_bytes: int
-    peak_bytes: int
+    before_bytes: int
 
 
 def spec_of(
     shape: "LanguageModelShape", name: str, cluster_text: str, *, rows: int, sequence_length: int
 ) -> "ModelSpec":
-    """The network by its sizes, split over all degrees that the cluster allows.
+    """The network as ``lightning-mist plan`` describes it, split over all degrees that the cluster allows.
 
     What this imports is not needed for searching, so the process that searches does not import it here.
-    """
-    import torch
 
-    from lightning_mist.cost.estimate_closed import closed_spec, shape_dims
-    from lightning_mist.model import describe_optimizer
+    Args:
+        shape: Its sizes, a preset's or ones like them.
+        name: For people.
+        cluster_text: In words, of one kind of devices.
+        rows: Rows of each device's batch.
+        sequence_length: Tokens per row.
+
+    Raises:
+        ValueError: If networks of its family would have to be traced for such devices.
+    """
+    from lightning_mist.model.preset_spec import KNOWN_OPTIMIZERS, preset_spec
 
     cluster = parse_cluster(cluster_text)
-    return closed_spec(
-        shape_dims(shape, sequence_length),
-        optimizer=describe_optimizer(torch.optim.AdamW, device_kind=cluster.device.kind),
+    found = preset_spec(
+        shape,
+        name=name,
         precision=PRECISION,
         rows=rows,
-        sequence_length=sequence_length,
+        length=sequence_length,
         degrees=degrees_to_try(SearchSpace(), cluster.devices_per_node),
+        optimizer=KNOWN_OPTIMIZERS["AdamW"],
         device_kind=cluster.device.kind,
-        name=name,
+        capability=capability_of(cluster.device.name),
     )
+    if found is None:
+        raise ValueError(f"{name} was never traced in {PRECISION} for {cluster.device.name}: choose another")
+    return found
 
 
 def ask_apart(
@@ -108,7 +123,7 @@ def _ask(spec: "ModelSpec", cluster_text: str, questions: tuple[Question, ...], 
     cluster = parse_cluster(cluster_text)
     before, replies, planner = _memory("VmRSS"), [], None
     for question in questions:
-        started = perf_counter()
+        started, computed = perf_counter(), process_time()
         planner = planner or Planner(spec, cluster)
         found = planner.tune(
             global_batch_size=question.global_batch_size, memory_limit=question.memory_limit, search=search
@@ -116,6 +131,8 @@ def _ask(spec: "ModelSpec", cluster_text: str, questions: tuple[Question, ...], 
         replies.append(
             Reply(
                 seconds=perf_counter() - started,
+                processor_seconds=process_time() - computed,
+                peak_bytes=_memory("VmHWM"),
                 status=found.status,
                 gap=found.gap,
                 candidates=found.stats.candidates,
@@ -123,8 +140,7 @@ def _ask(spec: "ModelSpec", cluster_text: str, questions: tuple[Question, ...], 
                 step_seconds=found.predicted.step_seconds,
             )
         )
-    peak = _memory("VmHWM")
-    return Session(replies=tuple(replies), rise_bytes=max(0, peak - before), peak_bytes=peak)
+    return Session(replies=tuple(replies), before_bytes=before)
 
 
 def _memory(name: str) -> int:

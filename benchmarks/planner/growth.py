@@ -4,7 +4,8 @@ OMP_NUM_THREADS=1 python -m benchmarks.planner.growth
 python -m benchmarks.planner.growth --draw
 
 The first searches, writes the record and draws docs/planner-growth.svg from it; the second only draws. Each search is
-the whole space, in a new process, for GPT-3's block of 6.7B (hidden size 4096) on nodes of eight H100.
+what ``lightning-mist plan`` searches by default, in a new process, for GPT-3's block of 6.7B (hidden size 4096) on
+nodes of eight H100.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.planner.apart import PRECISION, Question, ask_apart, spec_of
 from benchmarks.record import RECORDS, ROOT, Record, Sample, make_record, read_record, write_record
+from lightning_mist.cli.search import SearchOptions
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets import PRESETS
 
@@ -35,14 +37,14 @@ def searched(layers: int, devices: int, grows: str) -> Sample:
     world = parse_cluster(name).world_size
     shape = replace(PRESETS["gpt3-7b"], layers=layers)
     spec = spec_of(shape, f"{layers} layers", name, rows=BATCH // world, sequence_length=LENGTH)
-    session = ask_apart(spec, name, (Question(global_batch_size=BATCH),))
+    session = ask_apart(spec, name, (Question(global_batch_size=BATCH),), SearchOptions().space())
     reply = session.replies[0]
     return {
         "grows": grows,
         "layers": layers,
         "devices": devices,
         "search_seconds": reply.seconds,
-        "rise_bytes": session.rise_bytes,
+        "rise_bytes": reply.peak_bytes - session.before_bytes,
         "candidates": reply.candidates,
         "status": reply.status,
         "gap": reply.gap,
@@ -91,6 +93,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="only draw the latest record")
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--devices", type=int, nargs="+", default=DEVICES, help="multiples of 8")
+    parser.add_argument("--dry-run", action="store_true", help="write no record and no picture")
     options = parser.parse_args()
     if not options.draw:
         points = [(layers, FIXED_DEVICES, "layers") for layers in options.layers]
@@ -103,6 +106,8 @@ def main() -> None:
             f"One search per row, each in a new process; {PRECISION}, {LENGTH} tokens per row, {BATCH} rows over all "
             "devices, AdamW. Rise: resident memory above that before the search."
         )
+        if options.dry_run:
+            return
         print(write_record(make_record(THEME, samples, notes=notes)))
     latest = max(RECORDS.glob(f"{THEME}_*.json"), key=lambda path: path.stem[-6:])
     draw(read_record(latest), PICTURE)

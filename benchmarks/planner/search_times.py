@@ -1,9 +1,11 @@
-"""How long the planner searches the whole space, how much memory it takes, and how long it takes when asked again.
+"""How long the planner searches, how much memory it takes, and how long it takes when asked again.
 
 OMP_NUM_THREADS=1 python -m benchmarks.planner.search_times
+OMP_NUM_THREADS=1 python -m benchmarks.planner.search_times --models gpt3-13b --offload default --repeats 1 --dry-run
 
-The network is described by its sizes before; imports are done. Each run is a new process: one search from nothing, then
-the same network with another memory limit, then with another batch.
+The network is described before, as ``lightning-mist plan`` describes it; imports are done. Each run is a new process:
+one search from nothing, then the same planner with less memory, with more memory and with a smaller batch. What is
+searched is what the command searches by default, the same with nothing offloaded, and with every kind of state.
 """
 
 import argparse
@@ -12,16 +14,18 @@ from dataclasses import dataclass
 
 from benchmarks.planner.apart import PRECISION, Question, Session, ask_apart, spec_of
 from benchmarks.record import Sample, make_record, write_record
+from lightning_mist.cli.search import SearchOptions
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets import PRESETS
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.budget import USABLE_MEMORY
 from lightning_mist.tuner.search_space import OFFLOADED
 
+THEME = "planner-search"
 REPLAN_LIMIT_SECONDS = 0.3
 PEAK_LIMIT_BYTES = int(0.6 * 2**30)
-OTHER_MEMORY = 0.9
-"""Share of the devices' memory that the second question allows."""
+LESS_MEMORY, MORE_MEMORY = 0.95, 1.05
+"""Shares of the devices' memory that later questions allow; more than there is as if there were more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,44 +57,60 @@ CASES = (
 )
 
 
-def session_of(case: Case, *, offload: bool = False) -> Session:
-    """One process with all questions of a case; with offload of all kinds of state the first of them only."""
-    cluster = parse_cluster(case.cluster)
-    rows = case.batch // cluster.world_size
-    spec = spec_of(PRESETS[case.model], case.model, case.cluster, rows=rows, sequence_length=case.length)
-    # A limit is about all that a device has in use, of which the planner leaves a share for what it does not predict.
-    limits = [int(share * cluster.device.memory_bytes) for share in (1.0, OTHER_MEMORY)]
-    questions = (
-        Question(global_batch_size=case.batch, memory_limit=limits[0]),
-        Question(global_batch_size=case.batch, memory_limit=limits[1]),
-        Question(global_batch_size=2 * case.batch, memory_limit=limits[0]),
+def spaces() -> dict[str, SearchSpace]:
+    """What is searched, by what may be offloaded; spaces that are the same once, by their first name."""
+    found: dict[str, SearchSpace] = {}
+    for name, space in (
+        ("default", SearchOptions().space()),
+        ("nothing", SearchSpace(offload=())),
+        ("everything", SearchSpace(offload=OFFLOADED)),
+    ):
+        if space not in found.values():
+            found[name] = space
+    return found
+
+
+def questions_of(case: Case) -> tuple[Question, ...]:
+    """All questions of a case, in the order in which they are asked."""
+    memory = parse_cluster(case.cluster).device.memory_bytes
+    return (
+        Question(global_batch_size=case.batch),
+        Question(global_batch_size=case.batch, memory_limit=int(LESS_MEMORY * memory)),
+        Question(global_batch_size=case.batch, memory_limit=int(MORE_MEMORY * memory)),
+        Question(global_batch_size=case.batch // 2),
     )
-    if offload:
-        return ask_apart(spec, case.cluster, questions[:1], SearchSpace(offload=OFFLOADED))
-    return ask_apart(spec, case.cluster, questions)
 
 
-def sample_of(case: Case, sessions: list[Session], *, offload: bool = False) -> Sample:
+def session_of(case: Case, search: SearchSpace) -> Session:
+    """One process with all questions of a case."""
+    rows = case.batch // parse_cluster(case.cluster).world_size
+    spec = spec_of(PRESETS[case.model], case.model, case.cluster, rows=rows, sequence_length=case.length)
+    return ask_apart(spec, case.cluster, questions_of(case), search)
+
+
+def sample_of(case: Case, offload: str, sessions: list[Session]) -> Sample:
     """Medians over the runs of a case; what must not differ from run to run is taken from the first."""
     first = sessions[0].replies[0]
 
-    def median(place: int) -> float | None:
-        asked = [session.replies[place].seconds for session in sessions if place < len(session.replies)]
-        return statistics.median(asked) if asked else None
+    def median(place: int, name: str = "seconds") -> float:
+        return statistics.median(getattr(session.replies[place], name) for session in sessions)
 
     return {
         "model": case.model,
         "cluster": case.cluster,
         "batch": case.batch,
-        "offload": "searched" if offload else "none",
+        "offload": offload,
         "search_seconds": median(0),
         "search_limit_seconds": case.limit,
-        "other_memory_seconds": median(1),
-        "other_batch_seconds": median(2),
+        "processor_seconds": median(0, "processor_seconds"),
+        "less_memory_seconds": median(1),
+        "more_memory_seconds": median(2),
+        "half_batch_seconds": median(3),
         "replan_limit_seconds": REPLAN_LIMIT_SECONDS,
-        "rise_bytes": max(session.rise_bytes for session in sessions),
-        "process_peak_bytes": max(session.peak_bytes for session in sessions),
+        "rise_bytes": max(session.replies[0].peak_bytes - session.before_bytes for session in sessions),
+        "process_peak_bytes": max(session.replies[0].peak_bytes for session in sessions),
         "peak_limit_bytes": PEAK_LIMIT_BYTES,
+        "replan_peak_bytes": max(session.replies[-1].peak_bytes for session in sessions),
         "candidates": first.candidates,
         "status": first.status,
         "gap": first.gap,
@@ -104,25 +124,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--models", nargs="+", default=[case.model for case in CASES], help="only these")
+    parser.add_argument("--offload", nargs="+", default=list(spaces()), choices=list(spaces()), help="only these")
     parser.add_argument("--dry-run", action="store_true", help="write no record")
     options = parser.parse_args()
     samples = []
     for case in CASES:
-        if case.model in options.models:
-            samples.append(sample_of(case, [session_of(case) for _ in range(options.repeats)]))
+        for name in options.offload if case.model in options.models else ():
+            runs = [session_of(case, spaces()[name]) for _ in range(options.repeats)]
+            samples.append(sample_of(case, name, runs))
             print(samples[-1], flush=True)
-            if case is not CASES[-1]:
-                samples.append(sample_of(case, [session_of(case, offload=True)], offload=True))
-                print(samples[-1], flush=True)
     notes = (
         f"Medians of {options.repeats} processes, greatest memory of them; {PRECISION}, 2048 tokens per row (4096 of "
-        f"llama-70b), AdamW, all devices' memory allowed, of which the planner uses {USABLE_MEMORY:.0%}; asked again "
-        f"with {OTHER_MEMORY:.0%} of the memory and with twice the batch. Rise: resident memory above that before the "
-        "search; process peak: with Python and all imports. The gap is proven, of the closed form. With "
-        "offload one process each, asked once."
+        f"llama-70b), AdamW, all devices' memory allowed, of which the planner uses {USABLE_MEMORY:.0%}. Offload: "
+        f"what may be; {_defaults()}. Processor: what the search computed. Asked again with {LESS_MEMORY:.0%} and "
+        f"{MORE_MEMORY:.0%} of the memory and with half of the batch. Rise: resident memory above that before the "
+        "search; process peak: with Python and all imports; replan peak: after all questions. The gap is proven, of "
+        "the closed form."
     )
     if not options.dry_run:
-        print(write_record(make_record("planner-search", samples, notes=notes)))
+        print(write_record(make_record(THEME, samples, notes=notes)))
+
+
+def _defaults() -> str:
+    """What the default space offloads, in words."""
+    offload = SearchOptions().space().offload
+    return f"by default {', '.join(offload) if offload else 'nothing'}"
 
 
 if __name__ == "__main__":

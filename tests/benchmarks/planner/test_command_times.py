@@ -1,0 +1,39 @@
+import json
+import sys
+
+import pytest
+
+from benchmarks.planner.command_times import Run, command_of, run_once, sample_of
+from benchmarks.planner.search_times import CASES
+
+
+def test_a_command_is_run_with_what_it_took() -> None:
+    program = "import json; held = bytearray(200 * 2**20); print(json.dumps({'size': len(held)}))"
+    found = run_once([sys.executable, "-c", program])
+    assert found.answer == {"size": 200 * 2**20}
+    assert found.peak_bytes > 200 * 2**20
+    assert found.seconds > 0
+    assert found.processor_seconds > 0
+
+
+def test_a_command_that_fails_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="ended with status 3"):
+        run_once([sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_the_answer_of_the_real_command_is_understood() -> None:
+    case = CASES[0]
+    found = run_once([*command_of(case), "--max-stages", "1", "--zero-stages", "[0,1]"])
+    sample = sample_of(case, [found])
+    assert (sample["model"], sample["stages"], sample["limit_seconds"]) == (case.model, 1, 3.0)
+    assert json.dumps(sample)
+
+
+def test_medians_of_seconds_and_the_most_memory_are_kept() -> None:
+    runs = [
+        Run(seconds=float(item), processor_seconds=2.0 * item, peak_bytes=item, answer={"plan": {"stages": [{}, {}]}})
+        for item in (3, 1, 2)
+    ]
+    sample = sample_of(CASES[-1], runs)
+    names = ("command_seconds", "processor_seconds", "peak_bytes", "limit_seconds", "stages")
+    assert [sample[name] for name in names] == [2.0, 4.0, 3, None, 2]
