@@ -98,6 +98,7 @@ def _explained(asker: Asker, plan: Plan) -> Explanation:
         what_ifs=what_ifs,
         left_out=tuple(asker.left_out),
         unsearched=tuple(asker.unsearched),
+        more_seconds=len(asker.unsearched) * max(asker.longest, asker.slowest),
     )
 
 

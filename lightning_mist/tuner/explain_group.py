@@ -93,7 +93,7 @@ def _is_near(group: Sequence[_Said], said: _Said) -> bool:
 
 def _joined(plan: Plan, group: Sequence[_Said]) -> str:
     """One sentence for all of a group."""
-    where = _ranges([item.finding.stage for item in group if item.finding.stage is not None])
+    where = ranges([item.finding.stage for item in group if item.finding.stage is not None])
     has_chunks = plan.num_groups < plan.num_stages
     head = f"The stages of each of the groups of devices {where}" if has_chunks else f"Each of stages {where}"
     text = head + group[0].words[0]
@@ -110,13 +110,17 @@ def _range(least: tuple[float, str, str], most: tuple[float, str, str]) -> str:
     return f"{first} to {last}{unit}" if unit == other else f"{first}{unit} to {last}{other}"
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """Numbers in words: ``0 to 3, 5 and 7 to 8``."""
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers in words: ``0 to 3, 5 and 7 to 9``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    parts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    parts = [
+        part
+        for first, last in runs
+        for part in (map(str, range(first, last + 1)) if last <= first + 1 else [f"{first} to {last}"])
+    ]
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

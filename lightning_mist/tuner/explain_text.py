@@ -1,10 +1,11 @@
 """An explanation as sentences, and as data for other programs."""
 
 import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning_mist.plan import Plan, to_json
-from lightning_mist.tuner.explain_group import told_together
+from lightning_mist.tuner.explain_group import ranges, told_together
 from lightning_mist.tuner.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf
 from lightning_mist.tuner.result import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_seconds
@@ -34,10 +35,19 @@ def explanation_sections(explanation: Explanation, *, full: bool = True) -> tupl
         ("what a better machine would buy", tuple(what_if_line(item, step) for item in explanation.what_ifs)),
     ]
     if full:
-        late = f"in {format_seconds(explanation.seconds)} there was no time to search for "
-        missing = (late + "; ".join(explanation.unsearched),) if explanation.unsearched else ()
-        sections.append(("left out", tuple(f"{text}." for text in (*missing, *explanation.left_out))))
+        sections.append(("left out", (*_unsearched(explanation), *(f"{text}." for text in explanation.left_out))))
     return tuple((title, lines) for title, lines in sections if lines)
+
+
+def _unsearched(explanation: Explanation) -> tuple[str, ...]:
+    """What there was no time to search for, and how to have it searched for."""
+    if not explanation.unsearched:
+        return ()
+    needed = max(1, round(explanation.seconds + explanation.more_seconds))
+    return (
+        f"in {format_seconds(explanation.seconds)} there was no time to search for {'; '.join(explanation.unsearched)}.",
+        f"--explain-seconds {needed} gives about the time that this takes (explain_plan: seconds={needed}).",
+    )
 
 
 def _is_told(finding: Finding) -> bool:
@@ -58,11 +68,17 @@ def _together(explanation: Explanation) -> list[str]:
         ("Waiting for the slowest stage, per microbatch", waiting),
         ("Reducing gradients and updating, hidden behind other stages", hidden),
     )
-    return [
-        f"{what}: {'; '.join(f'stage {stage} {format_seconds(seconds)}' for stage, seconds in stages)}."
-        for what, stages in told
-        if stages
-    ]
+    return [f"{what}: {'; '.join(_by_stage(stages))}." for what, stages in told if stages]
+
+
+def _by_stage(items: Sequence[tuple[int | None, float]]) -> Iterator[str]:
+    """Seconds of stages, those with the same figure together."""
+    alike: dict[str, list[int]] = {}
+    for stage, seconds in items:
+        if stage is not None:
+            alike.setdefault(format_seconds(seconds), []).append(stage)
+    for figure, stages in alike.items():
+        yield f"stage{'s' * (len(stages) > 1)} {ranges(stages)} {figure}"
 
 
 def technique_line(value: TechniqueValue, step_seconds: float) -> str:
@@ -205,6 +221,7 @@ def explanation_data(explanation: Explanation) -> dict[str, Any]:
         ],
         "left_out": list(explanation.left_out),
         "unsearched": list(explanation.unsearched),
+        "more_seconds": explanation.more_seconds,
         "seconds": explanation.seconds,
     }
 

@@ -177,6 +177,7 @@ class Explanation:
         left_out: What was not computed because it could not be, each with its reason.
         unsearched: What there was no time to search for.
         seconds: Seconds that explaining took.
+        more_seconds: About how many more the rest would take, each as long as the longest search so far.
     """
 
     plan: Plan
@@ -188,6 +189,7 @@ class Explanation:
     left_out: tuple[str, ...] = ()
     unsearched: tuple[str, ...] = ()
     seconds: float = 0.0
+    more_seconds: float = 0.0
 
     @property
     def step_seconds(self) -> float:

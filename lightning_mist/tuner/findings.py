@@ -5,11 +5,11 @@ offloaded) all need more than there is. What a stage does once per step hides as
 busy (:mod:`lightning_mist.cost.pipeline`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from lightning_mist.cost import CostModel, StageMemory, models_of
+from lightning_mist.cost import CostModel, StageMemory, models_of, step_seconds
 from lightning_mist.cost.candidates import placed_slots_of, slots_of
 from lightning_mist.cost.channels import copy_rates
 from lightning_mist.cost.chunks import group_memory, plan_memory
@@ -17,11 +17,16 @@ from lightning_mist.cost.estimate_data import WORDS
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.tuner.changed_plan import changed_stage
 from lightning_mist.tuner.explanation import Finding, Version
+from lightning_mist.tuner.result import LEAST_SHARE
 from lightning_mist.tuner.space import OFFLOADED
 from lightning_mist.units import format_bytes, format_rate, format_seconds
 
 BY_CLOSED_FORM = ("1f1b", "gpipe")
 """Schedules of which the closed form says what hides."""
+
+HARDLY = 0.1
+"""Share of the seconds that a stage's devices save below which the step is said not to be shorter: not every number that
+differs is worth telling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +53,17 @@ class Costs:
         """Seconds that a stage's devices take for one step, waiting for nobody."""
         group = self.plan.group_of(stage)
         return self.plan.num_microbatches * self.group(self.steady, group) + self.group(self.boundary, group)
+
+    def step(self, changed: Mapping[int, tuple[float, float]] | None = None) -> float:
+        """Seconds of a step by the closed form.
+
+        Args:
+            changed: Steady and boundary seconds of groups of devices, where they are others than the plan's.
+        """
+        groups = range(self.plan.num_groups)
+        times = {group: (self.group(self.steady, group), self.group(self.boundary, group)) for group in groups}
+        steady, boundary = zip(*{**times, **(changed or {})}.values(), strict=True)
+        return step_seconds(steady, boundary, self.plan.num_microbatches)
 
 
 def costs_of(model: CostModel, plan: Plan) -> Costs:
@@ -143,16 +159,17 @@ def _memory(model: CostModel, costs: Costs, group: int, limit: float, ratios: Se
         ("free_bytes", free),
         (largest.replace("_bytes", "_at_peak_bytes"), float(size)),
     )
-    faster = [item for item in _versions(model, costs, group, ratios) if item.gain > 0]
+    least_gain = LEAST_SHARE * costs.alone(group)
+    faster = [item for item in _versions(model, costs, group, ratios) if item.gain > least_gain]
     lacking = [item for item in faster if item.peak > limit]
     if faster and len(lacking) == len(faster):
         least = min(lacking, key=lambda item: item.peak)
         over = least.peak - limit
         text = (
-            f"{head}. Memory holds it back: {least.text} it would take {format_seconds(least.gain)} less per step, but "
-            f"need {format_bytes(over)} more than there is"
+            f"{head}. Memory holds it back: {least.text} {_gained(costs, group, least)}, but it would need "
+            f"{format_bytes(over)} more than there is"
         )
-        more = (("missing_bytes", over), ("gain_seconds", least.gain))
+        more = (("missing_bytes", over), ("gain_seconds", least.gain), ("step_gain_seconds", least.step_gain))
         return Finding(stage=group, limit="memory", binds=True, values=(*values, *more), text=text)
     fitting = next((item.text for item in faster if item.peak <= limit), None)
     text = f"{head}; {format_bytes(free)} are free. "
@@ -163,19 +180,31 @@ def _memory(model: CostModel, costs: Costs, group: int, limit: float, ratios: Se
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """A relaxed version with its peak bytes and the seconds per step that its devices take less."""
+    """A relaxed version: its peak bytes, the seconds per step that its devices take less, and those of the step."""
 
     text: str
     peak: int
     gain: float
+    step_gain: float
 
 
 def _versions(model: CostModel, costs: Costs, group: int, ratios: Sequence[float]) -> Iterator[_Cost]:
     for item in _relaxed(costs.plan.stages[group], ratios):
         plan = _changed_group(costs.plan, group, item.stage)
-        yield _Cost(
-            item.text, _memory_of(model, plan, group).peak_bytes, costs.alone(group) - _alone(model, plan, group)
-        )
+        steady, boundary = _times(model, plan, group)
+        gain = costs.alone(group) - plan.num_microbatches * steady - boundary
+        step_gain = costs.step() - costs.step({group: (steady, boundary)})
+        yield _Cost(item.text, _memory_of(model, plan, group).peak_bytes, gain, step_gain)
+
+
+def _gained(costs: Costs, group: int, item: _Cost) -> str:
+    """What a relaxed version would gain: the step, or only the stage's own devices while the step waits for others."""
+    if costs.plan.num_groups == 1:
+        return f"it would take {format_seconds(item.gain)} less per step"
+    text = f"its devices would work {format_seconds(item.gain)} less per step"
+    if item.step_gain <= max(LEAST_SHARE * costs.step(), HARDLY * item.gain):
+        return f"{text} (the step would hardly be shorter, as it waits for other stages)"
+    return f"{text}, and the step would be {format_seconds(item.step_gain)} shorter"
 
 
 def _memory_of(model: CostModel, plan: Plan, group: int) -> StageMemory:
@@ -187,11 +216,11 @@ def _memory_of(model: CostModel, plan: Plan, group: int) -> StageMemory:
     return memory.breakdown(slot, candidates)[0]
 
 
-def _alone(model: CostModel, plan: Plan, group: int) -> float:
-    """Seconds that one group of devices takes for one step, waiting for nobody."""
+def _times(model: CostModel, plan: Plan, group: int) -> tuple[float, float]:
+    """Steady and boundary seconds of one group of devices."""
     placed = placed_slots_of(plan, model.cluster)
     seconds = [model.seconds(*placed[stage]) for stage in plan.chunks(group)]
-    return sum(plan.num_microbatches * float(item.steady_K[0]) + float(item.boundary_K[0]) for item in seconds)
+    return sum(float(item.steady_K[0]) for item in seconds), sum(float(item.boundary_K[0]) for item in seconds)
 
 
 def _pace(costs: Costs, group: int) -> Finding:
@@ -199,7 +228,7 @@ def _pace(costs: Costs, group: int) -> Finding:
     seconds = [costs.group(costs.steady, index) for index in range(plan.num_groups)]
     slowest = max(range(plan.num_groups), key=lambda index: seconds[index])
     mine, behind = seconds[group], max(seconds) - seconds[group]
-    head = f"{_does(plan, group, 'take')} {format_seconds(mine)} for forward and backward of one microbatch"
+    head = f"{_does(plan, group, 'take')} {format_seconds(mine)} per microbatch{_parts(plan, group, mine)}"
     values: tuple[tuple[str, float], ...] = (("steady_seconds", mine), ("slowest_seconds", seconds[slowest]))
     if group != slowest:
         text = f"{head}, {format_seconds(behind)} less than {_lower(_stage(plan, slowest))}, for which it waits"
@@ -214,6 +243,17 @@ def _pace(costs: Costs, group: int) -> Finding:
     return Finding(stage=group, limit="pace", binds=True, values=values, text=text)
 
 
+def _parts(plan: Plan, group: int, steady: float) -> str:
+    """What the steady seconds of a group of devices are made of, in brackets; nothing without a prediction."""
+    if plan.predicted is None:
+        return ""
+    stages = [plan.predicted.stages[stage] for stage in plan.chunks(group)]
+    forward, backward = (sum(getattr(item, f"{name}_seconds") for item in stages) for name in ("forward", "backward"))
+    rest = steady - forward - backward
+    more = f", transfers and overhead {format_seconds(rest)}" if rest > LEAST_SHARE * steady else ""
+    return f" (forward {format_seconds(forward)}, backward {format_seconds(backward)}{more})"
+
+
 def _boundary(costs: Costs, group: int) -> Finding:
     plan = costs.plan
     before = [0.0, *accumulate(costs.steady)]
@@ -224,12 +264,15 @@ def _boundary(costs: Costs, group: int) -> Finding:
         f"{_does(plan, group, 'take')} {format_seconds(mine)} once per step, to reduce gradients, "
         "update and give out parameters"
     )
-    binds = shown > 0 and shown == max(exposed)
+    is_longest = shown > 0 and shown == max(exposed)
+    binds = is_longest and shown >= LEAST_SHARE * costs.step()
     if not shown:
         text = f"{head}; it hides behind the stages before it"
-    elif binds:
+    elif is_longest and hidden > 0:
         text = f"{head}; {format_seconds(shown)} of it lengthen the step"
-        text += f", {format_seconds(hidden)} hide behind the stages before it" if hidden > 0 else ""
+        text += f", {format_seconds(hidden)} hide behind the stages before it"
+    elif is_longest:
+        text = f"{head}, which lengthens the step by as much"
     else:
         text = f"{head}; it ends before that of {_lower(_stage(plan, exposed.index(max(exposed))))}"
     values = (("boundary_seconds", mine), ("exposed_seconds", shown))

@@ -18,7 +18,7 @@ def needs(stage, size, phase="backward", missing="500.0 MiB"):
 def test_stages_that_say_the_same_are_told_as_one():
     found = told_together(PLAN, [needs(1, "16.9 GiB"), needs(2, "17.0 GiB", missing="1.2 GiB"), needs(4, "16.8 GiB")])
     assert found == (
-        "Each of stages 1 to 2 and 4 needs 16.8 to 17.0 GiB of the 18.0 GiB, in its backward, but 500.0 MiB to 1.2 GiB "
+        "Each of stages 1, 2 and 4 needs 16.8 to 17.0 GiB of the 18.0 GiB, in its backward, but 500.0 MiB to 1.2 GiB "
         "more",
     )
 
@@ -43,7 +43,7 @@ def test_settings_are_no_measured_numbers():
     waits = [finding(stage, f"Stage {stage} waits for stage {slowest}") for stage, slowest in ((1, 7), (2, 8))]
     assert len(told_together(PLAN, waits)) == 2
     shares = [finding(stage, f"Stage {stage} takes {share}% less") for stage, share in ((1, 2.5), (2, 2.6))]
-    assert told_together(PLAN, shares) == ("Each of stages 1 to 2 takes 2.5 to 2.6% less",)
+    assert told_together(PLAN, shares) == ("Each of stages 1 and 2 takes 2.5 to 2.6% less",)
 
 
 def test_stages_whose_numbers_begin_alike_are_told_apart():
@@ -54,7 +54,7 @@ def test_stages_whose_numbers_begin_alike_are_told_apart():
 def test_chunks_are_told_by_their_group_of_devices():
     chunks = pipeline(*[{"layers": 1}] * 6, groups=3, schedule="interleaved-1f1b", microbatches=3)
     items = [finding(group, f"Stages {group} and {group + 3} need 1.{group} GiB") for group in range(2)]
-    assert told_together(chunks, items) == ("The stages of each of the groups of devices 0 to 1 need 1.0 to 1.1 GiB",)
+    assert told_together(chunks, items) == ("The stages of each of the groups of devices 0 and 1 need 1.0 to 1.1 GiB",)
 
 
 def test_what_is_about_the_whole_plan_stays_as_it_is():

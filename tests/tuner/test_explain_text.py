@@ -110,6 +110,7 @@ def explanation():
         left_out=("the rest",),
         unsearched=("this", "that"),
         seconds=1.5,
+        more_seconds=8.5,
     )
 
 
@@ -122,7 +123,14 @@ def test_all_is_said_under_titles():
             ("750 ms per step (+50.0%), peak 1.0 MiB: 1 stage in place of 2 stages, recomputes layers.",),
         ),
         ("what a better machine would buy", ("more: 250 ms per step (-50.0%), by another plan.",)),
-        ("left out", ("in 1.5 s there was no time to search for this; that.", "the rest.")),
+        (
+            "left out",
+            (
+                "in 1.5 s there was no time to search for this; that.",
+                "--explain-seconds 10 gives about the time that this takes (explain_plan: seconds=10).",
+                "the rest.",
+            ),
+        ),
     )
 
 
@@ -140,14 +148,14 @@ def test_stages_that_wait_or_hide_share_a_sentence():
         item(0, "pace", True, steady_seconds=0.3, slowest_seconds=0.3),
         item(0, "boundary", True, boundary_seconds=0.1),
         *(item(at, "pace", False, steady_seconds=0.3 - 0.1 * at, slowest_seconds=0.3) for at in (1, 2)),
-        *(item(at, "boundary", False, boundary_seconds=0.2 * at) for at in (1, 2)),
+        *(item(at, "boundary", False, boundary_seconds=0.2) for at in (1, 2, 3, 5)),
     )
     told = dict(explanation_sections(replace(explanation(), findings=findings)))["what binds and what does not"]
     assert told == (
         "pace of 0.",
         "boundary of 0.",
         "Waiting for the slowest stage, per microbatch: stage 1 100 ms; stage 2 200 ms.",
-        "Reducing gradients and updating, hidden behind other stages: stage 1 200 ms; stage 2 400 ms.",
+        "Reducing gradients and updating, hidden behind other stages: stages 1 to 3 and 5 200 ms.",
     )
 
 
@@ -170,3 +178,4 @@ def test_other_programs_get_numbers_plans_and_sentences():
     assert what_if["text"] == "more: 250 ms per step (-50.0%), by another plan."
     assert data["left_out"] == ["the rest"]
     assert data["unsearched"] == ["this", "that"]
+    assert data["more_seconds"] == 8.5

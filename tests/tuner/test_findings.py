@@ -4,6 +4,7 @@ import pytest
 
 from lightning_mist.cost import StageCostModel, predict_with, stage_memory
 from lightning_mist.plan import Checkpointing
+from lightning_mist.tuner.comparison import closed_form_of
 from lightning_mist.tuner.explanation import Version
 from lightning_mist.tuner.findings import batch_finding, findings_of
 from lightning_mist.units import format_bytes, format_seconds
@@ -53,7 +54,31 @@ def test_memory_holds_a_stage_back_if_one_layer_fewer_recomputed_does_not_fit():
     assert item.value("gain_seconds") == pytest.approx(4 * (steady[0] - steady[1]))
     assert f"needs {format_bytes(peak)} of the {format_bytes(more - 1)}" in item.text
     assert "with one layer fewer recomputed" in item.text
-    assert f"{format_seconds(item.value('gain_seconds'))} less per step" in item.text
+    assert f"its devices would work {format_seconds(item.value('gain_seconds'))} less per step" in item.text
+
+
+def test_what_memory_costs_the_step_is_told_from_what_it_costs_one_stage():
+    """The first stage recomputes and sets the pace; a second one that recomputes beside it only waits less."""
+    model, plan = model_of(), recomputing(PLAN, 1, at=1)
+    steps = {
+        at: closed_form_of(predicted(model, recomputing(plan, count - 1, at=at))) for at, count in ((0, 2), (1, 1))
+    }
+    now = closed_form_of(predicted(model, plan))
+    first, second = (found(model, plan, 1.0, "memory", stage=at) for at in (0, 1))
+    assert [item.value("step_gain_seconds") for item in (first, second)] == pytest.approx(
+        [now - steps[0], now - steps[1]]
+    )
+    assert f"and the step would be {format_seconds(now - steps[0])} shorter" in first.text
+    assert first.value("step_gain_seconds") > second.value("step_gain_seconds") >= 0
+
+
+def test_a_stage_that_memory_slows_down_may_not_slow_down_the_step():
+    """A stage with as many layers recomputed as leave it faster than its neighbour waits less without them."""
+    plan = pipeline({"layers": 5}, {"layers": 1, "checkpointed": 1}, microbatches=64, rows=32)
+    item = found(model_of(), plan, 1.0, "memory", stage=1)
+    assert item.binds
+    assert item.value("step_gain_seconds") < item.value("gain_seconds") / 50
+    assert "(the step would hardly be shorter, as it waits for other stages)" in item.text
 
 
 def test_memory_does_not_hold_a_stage_back_whose_faster_version_fits():
@@ -99,6 +124,12 @@ def test_the_slowest_stage_sets_the_pace_and_others_wait():
     assert item.binds
     assert item.value("steady_seconds") - item.value("next_seconds") == pytest.approx(abs(first - second))
     assert "sets the pace" in item.text
+    stage = predict_with(model, PLAN).stages[slow]
+    rest = stage.steady_seconds - stage.forward_seconds - stage.backward_seconds
+    assert (
+        f"{format_seconds(stage.steady_seconds)} per microbatch (forward {format_seconds(stage.forward_seconds)}, "
+        f"backward {format_seconds(stage.backward_seconds)}, transfers and overhead {format_seconds(rest)})"
+    ) in item.text
     other = found(model, PLAN, 1e9, "pace", stage=fast)
     assert not other.binds
     assert f"{format_seconds(abs(first - second))} less than stage {slow}, for which it waits" in other.text
