@@ -1,11 +1,13 @@
 """The ``lightning-mist`` command: its subcommands, their arguments, and errors in one line."""
 
 import inspect
+import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any, get_type_hints
+from difflib import get_close_matches
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import docstring_parser
 from jsonargparse import ArgumentParser
@@ -29,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             of the user's own code.
     """
     parser = _parser()
-    chosen = parser.parse_args(None if arguments is None else list(arguments))
+    chosen = parser.parse_args(_listed(sys.argv[1:] if arguments is None else arguments))
     function = _COMMANDS[chosen.subcommand]
     values = vars(chosen[chosen.subcommand])
     with warnings.catch_warnings():
@@ -78,8 +80,81 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
+class _Parser(ArgumentParser):  # type: ignore[misc]
+    """Says what is wrong in one line, in the words of the command line, and not all that could be right."""
+
+    def __init__(self, **options: Any) -> None:
+        """Options are not shortened, so that a misspelt one is told."""
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End the process with one line."""
+        known = [item for action in self._actions for item in action.option_strings]
+        program = self.prog.replace(" [options]", "")
+        print(f"{program}: error: {_readable(str(ex or message), known)}; see {program} --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+_KINDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
+
+
+def _readable(text: str, known: Sequence[str]) -> str:
+    """What a parser says, in the words of the command line."""
+    wrong = re.search(r'Parser key "([\w.]+)"', text)
+    expected = re.search(
+        r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*?)\])\.? Got value: (\S+)", " ".join(text.split())
+    )
+    if wrong and expected:
+        kind = f"one of {expected[2]}" if expected[2] else _KINDS.get(expected[1], "another value")
+        return f"{_option(wrong[1].rpartition('.')[2])}: {kind} is needed in place of {expected[3]}"
+    text = re.sub(rf"(?<![\w-])({'|'.join(_COMMANDS)})\.(\w+)", lambda found: _argument(found[1], found[2]), text)
+    unknown = re.search(r"[Uu]nrecognized arguments: --([\w-]+)", text)
+    near = get_close_matches(unknown[1], [item.lstrip("-") for item in known], n=1) if unknown else []
+    return f"{' '.join(text.split()).rstrip('.')}{f'; did you mean --{near[0]}?' if near else ''}"
+
+
+def _argument(command: str, name: str) -> str:
+    """How an argument of a command is written."""
+    parameter = inspect.signature(_COMMANDS[command]).parameters.get(name)
+    is_placed = parameter is not None and parameter.kind is inspect.Parameter.POSITIONAL_ONLY
+    return name if is_placed else _option(name)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _listed(arguments: Sequence[str]) -> list[str]:
+    """Arguments with brackets around what stands for a list: ``--zero-stages 0,1`` is ``--zero-stages [0,1]``."""
+    lists = {_option(name) for function in _COMMANDS.values() for name in _names_of_lists(function)}
+    found, is_list = [], False
+    for item in arguments:
+        option, equals, value = item.partition("=")
+        if is_list and not item.startswith("--"):
+            found.append(_bracketed(item))
+        elif option in lists and equals:
+            found.append(f"{option}={_bracketed(value)}")
+        else:
+            found.append(item)
+        is_list = item in lists
+    return found
+
+
+def _bracketed(value: str) -> str:
+    return value if value == "null" or value.startswith(("[", "(")) else f"[{value}]"
+
+
+def _names_of_lists(function: Callable[..., Any]) -> Iterator[str]:
+    """Parameters that are several values, or perhaps none."""
+    for name, hint in get_type_hints(function).items():
+        if is_dataclass(hint):
+            yield from _names_of_lists(hint)
+        elif any(get_origin(item) is tuple for item in (hint, *get_args(hint))):
+            yield name
+
+
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="lightning-mist", description="Plan how to train a network, and look at plans.")
+    parser = _Parser(prog="lightning-mist", description="Plan how to train a network, and look at plans.")
     commands = parser.add_subcommands(dest="subcommand", required=True)
     for name, function in _COMMANDS.items():
         command = _command(function)
@@ -88,7 +163,7 @@ def _parser() -> ArgumentParser:
 
 
 def _command(function: Callable[..., None]) -> ArgumentParser:
-    command = ArgumentParser(description=docstring_parser.parse(function.__doc__ or "").short_description)
+    command = _Parser(description=docstring_parser.parse(function.__doc__ or "").short_description)
     _add_arguments(command, function)
     return command
 

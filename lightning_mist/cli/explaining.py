@@ -3,27 +3,27 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from lightning_mist.cli.output import say, terminal_width
+from lightning_mist.cli.output import terminal_width, told
 
 if TYPE_CHECKING:
     from lightning_mist.tuner import Explanation, Planner, TuneResult
 
 
-def explanation_of(planner: "Planner", result: "TuneResult", *, full: bool, **asked: Any) -> "Explanation":
+def explanation_of(planner: "Planner", result: "TuneResult", *, seconds: float, **asked: Any) -> "Explanation":
     """Why a plan was chosen.
 
     Args:
         planner: What found it.
         result: What it found.
-        full: Whether to search for other plans too, for some seconds; else only what needs no search is said.
+        seconds: The most seconds to search for other plans; with 0 only what needs no search is said.
         asked: What was asked of the planner.
     """
     from lightning_mist.tuner import explain_plan
 
-    if not full:
+    if not seconds:
         return explain_plan(planner, result, seconds=0.0, **asked)
-    say("searching plans without each technique, of other kinds and for better machines")
-    return explain_plan(planner, result, **asked)
+    with told("searching plans without each technique, of other kinds and for better machines"):
+        return explain_plan(planner, result, seconds=seconds, **asked)
 
 
 def show_explanation(explanation: "Explanation", *, full: bool) -> None:
@@ -37,4 +37,4 @@ def show_explanation(explanation: "Explanation", *, full: bool) -> None:
 
     print(render_explanation(explanation, full=full, width=terminal_width(), color=sys.stdout.isatty()))
     if not full:
-        print("more about this, other plans and better machines: --explain")
+        print("\nmore about this, other plans and better machines: --explain")

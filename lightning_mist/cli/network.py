@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_mist.cli.output import say
+from lightning_mist.cli.output import say, told
 
 if TYPE_CHECKING:
     from lightning_mist.cost.dims import TransformerDims
@@ -75,11 +75,21 @@ def describe_network(request: NetworkRequest) -> "ModelSpec":
         capability=request.capability,
     )
     if found is None:
-        say(f"{request.model} in {request.precision} has to be traced for such devices, which takes longer")
+        say(
+            f"{request.model} in {request.precision} has to be traced for {_devices(request)}: its sizes alone do not say "
+            "what its operators keep there"
+        )
         return trace_network(request)
     assumed = () if request.optimizer is not None else ("no optimizer was given: AdamW's needs are assumed",)
     how = f"{request.model} is described by its sizes, from traces of its family; --trace traces it itself"
     return replace(found, notes=(*found.notes, *assumed, how))
+
+
+def _devices(request: NetworkRequest) -> str:
+    """The devices that a network is for, by what tells apart how they compute."""
+    if request.device_kind != "cuda" or request.capability is None:
+        return f"{request.device_kind} devices"
+    return f"devices of compute capability {'.'.join(map(str, request.capability))}"
 
 
 def _optimizer(name: str, device_kind: str) -> "OptimizerSpec":
@@ -99,7 +109,8 @@ def trace_network(request: NetworkRequest) -> "ModelSpec":
     """
     from lightning_mist.model.apart import run_apart
 
-    return run_apart(_trace, request, tell=say)
+    with told("looking at the network, in a process of its own"):
+        return run_apart(_trace, request, tell=say)
 
 
 def _trace(request: NetworkRequest, *, tell: Callable[[str], None]) -> "ModelSpec":

@@ -6,10 +6,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from textwrap import fill
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from lightning_mist.plan import Plan, render, step_rates, to_json
 from lightning_mist.units import format_seconds
+
+if TYPE_CHECKING:
+    from lightning_mist.tuner.explain_text import Section
 
 
 def terminal_width() -> int:
@@ -25,6 +30,22 @@ def show_plan(found: Plan, devices: Sequence[str] = ()) -> None:
         devices: What the devices of every stage are, if that is to be shown.
     """
     print(render(found, width=terminal_width(), color=sys.stdout.isatty(), devices=devices))
+
+
+def show_sections(sections: "Sequence[Section]") -> None:
+    """Print titles with sentences, those without any left out.
+
+    Args:
+        sections: The titles and their sentences.
+    """
+    from lightning_mist.tuner.explain_render import render_sections
+
+    print(render_sections(sections, width=terminal_width(), color=sys.stdout.isatty()))
+
+
+def show_text(text: str) -> None:
+    """Print a sentence or more, broken where the terminal ends."""
+    print(fill(text, terminal_width(), break_long_words=False, break_on_hyphens=False))
 
 
 def print_json(found: Plan, **more: object) -> None:

@@ -8,7 +8,7 @@ from lightning_mist.cli.compare import compare_with_others, comparison_json, pri
 from lightning_mist.cli.explaining import explanation_of, show_explanation
 from lightning_mist.cli.machine import devices_of, is_local, oldest_capability, open_cluster, open_profile
 from lightning_mist.cli.network import NetworkRequest, describe_network
-from lightning_mist.cli.output import print_json, say, show_plan, told
+from lightning_mist.cli.output import print_json, say, show_plan, show_sections, show_text, told
 from lightning_mist.cli.reporting import check_html, write_html
 from lightning_mist.cli.search import SearchOptions
 from lightning_mist.plan import fingerprint_of, save, split_notes
@@ -35,6 +35,7 @@ def plan(
     optimizer: str | None = None,
     json: bool = False,
     explain: bool = False,
+    explain_seconds: float = 10.0,
     compare: bool = False,
     html: str | None = None,
     trace: bool = False,
@@ -56,7 +57,8 @@ def plan(
         optimizer: Class in torch.optim, by its default options; else what configure_optimizers makes, or AdamW.
         json: Print JSON on stdout and nothing else there.
         explain: Say all about why: what binds, what each technique buys against the best plan without it, the best
-            plans of other kinds, and what a better machine would buy. Takes about 10 seconds more.
+            plans of other kinds, and what a better machine would buy.
+        explain_seconds: About how many seconds more that may take; what there was no time for is listed.
         compare: Also tune what people would have chosen (DDP, FSDP, Megatron-LM ...), and print how they compare.
         html: Where to write a page with all of this, pictures of a step, all that --explain says, and what less memory
             would cost; it needs nothing else to be read.
@@ -65,6 +67,8 @@ def plan(
     """
     given = dict(locals())
     check_html(html)
+    if explain_seconds <= 0:
+        raise ValueError(f"explain_seconds = {explain_seconds:g}: searching for other plans takes time; give some")
     request = _Request(
         model=model,
         cluster=cluster,
@@ -75,7 +79,9 @@ def plan(
         trace=trace,
     )
     found = _search(request, options, memory_limit, host_memory_limit, compare=compare)
-    why = explanation_of(found.planner, found.result, full=explain or html is not None, **found.asked)
+    why = explanation_of(
+        found.planner, found.result, seconds=explain_seconds if explain or html else 0.0, **found.asked
+    )
     _show(found, why, json=json, explain=explain)
     if html is not None:
         write_html(
@@ -87,7 +93,8 @@ def plan(
             compared=found.compared,
             spec=found.spec,
             verdict=found.memory,
-            notes=(*found.restricted, *split_notes(found.plan, found.spec.module_map), *found.result.notes),
+            notes=found.notes,
+            seconds=explain_seconds / 2,
             given=given,
             asked=found.asked,
         )
@@ -139,9 +146,9 @@ class _Found:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know of the plan, for people."""
+        """What to know of the plan and of its numbers, for people."""
         split = split_notes(self.plan, self.spec.module_map)
-        return (*_not_executed(self.plan), *self.restricted, *split, *self.spec.notes, *self.result.explain())
+        return (*self.restricted, *split, *self.spec.notes, *self.result.notes)
 
 
 def _search(
@@ -201,19 +208,43 @@ def _degrees(search: "SearchSpace", machine: "AnyCluster") -> tuple[int, ...]:
 def _show(found: _Found, why: "Explanation", *, json: bool, explain: bool) -> None:
     """Print the plan and all that was asked for."""
     from lightning_mist.tuner import explanation_data
+    from lightning_mist.tuner.result import CLOSED_FORM_AND_CLOCK
 
     if json:
         more: dict[str, Any] = {"explanation": explanation_data(why)} if explain else {}
         if found.compared is not None:
             more["compare"] = comparison_json(found.compared)
-        print_json(found.plan, memory=found.memory, search=_search_data(found.result), notes=found.notes, **more)
+        notes = (*_not_executed(found.plan), *found.result.proof, *found.result.compared, *found.notes)
+        print_json(found.plan, memory=found.memory, search=_search_data(found.result), notes=notes, **more)
         return
+    show_text(_subject(found))
     show_plan(found.plan, devices_of(found.plan, found.planner.cluster))
-    print(found.memory, end="\n\n")
+    for line in (found.memory, *_not_executed(found.plan)):
+        show_text(line)
+    print()
     show_explanation(why, full=explain)
     if found.compared is not None:
         print_comparison(found.compared, found.spec)
-    print("\n".join(("", *found.notes)))
+    print()
+    show_sections(
+        (
+            ("how sure it is that this plan is the best", (*found.result.proof, CLOSED_FORM_AND_CLOCK)),
+            ("the best plans met of other shapes", found.result.compared),
+            ("what to know of this plan, and where its numbers come from", found.notes),
+        )
+    )
+
+
+def _subject(found: _Found) -> str:
+    """What was asked for, in a line."""
+    spec, cluster = found.spec, found.planner.cluster
+    parameters = dict(found.plan.fingerprint).get("num_parameters")
+    size = "" if parameters is None else f" ({int(parameters):,} parameters)"
+    rows = f"{found.plan.global_batch_size} rows"
+    tokens = "" if spec.sequence_length is None else f" of {spec.sequence_length:,} tokens"
+    return (
+        f"{spec.name}{size} in {spec.precision} with {spec.optimizer.name} on {cluster.text}: {rows}{tokens} per step"
+    )
 
 
 def _memory_of(spec: "ModelSpec", machine: "AnyCluster", found: "Plan", limit: int | None) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.compare import comparison_notes
 from lightning_mist.cli.machine import devices_of
-from lightning_mist.cli.output import say
+from lightning_mist.cli.output import told
 from lightning_mist.plan import Plan
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def write_html(
     notes: Sequence[str],
     given: Mapping[str, Any],
     asked: Mapping[str, Any],
+    seconds: float,
 ) -> None:
     """Write the page of a plan.
 
@@ -58,12 +59,13 @@ def write_html(
         notes: What to know of the plan.
         given: What stood on the command line, by name.
         asked: What was asked of the planner.
+        seconds: The most seconds to search for plans under less memory.
     """
     from lightning_mist.report.frontier import memory_frontier
     from lightning_mist.report.report import Report, write_report
 
-    say("searching plans under less memory, for the report")
-    frontier = memory_frontier(planner, found, **asked)
+    with told("searching plans under less memory, for the report"):
+        frontier = memory_frontier(planner, found, seconds=seconds, **asked)
     report = Report(
         title=f"{given['model']} on {given['cluster']}",
         plan=found,

@@ -11,24 +11,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """Which plans are looked at.
+    """Which plans are looked at. Several values are separated by commas.
 
     Attributes:
         max_stages: The most pipeline stages.
-        num_stages: The numbers of pipeline stages, such as "[2,4]"; null for all up to max_stages.
-        num_microbatches: The numbers of microbatches, such as "[64]"; null for all that the batch allows.
-        microbatch_sizes: The numbers of rows of a microbatch on one device, such as "[1,2]"; null for all.
-        layer_cuts: The first layers of all stages but the first, such as "[12]", if they are settled.
-        devices_per_stage: The numbers of devices of a stage, such as "[8]"; null for every divisor of all devices.
+        num_stages: The numbers of pipeline stages, such as 2,4; null for all up to max_stages.
+        num_microbatches: The numbers of microbatches, such as 64; null for all that the batch allows.
+        microbatch_sizes: The numbers of rows of a microbatch on one device, such as 1,2; null for all.
+        layer_cuts: The first layers of all stages but the first, such as 12,24, if they are settled.
+        devices_per_stage: The numbers of devices of a stage, such as 8; null for every divisor of all devices.
         zero_stages: Which ZeRO stages may be used.
-        data_parallel_degrees: How many devices of a stage may compute on different rows, such as "[4]"; null for all.
+        data_parallel_degrees: How many devices of a stage may compute on different rows, such as 4; null for all.
         tensor_parallel_degrees: How many devices of a node may share every layer, 1 among them; null for all that the
             module allows.
         sequence_parallel: Whether devices that share layers share the sequence between them too; null for what is
             faster.
         checkpointing: Whether layers may be recomputed in backward.
-        checkpointed_shares: Which parts of each stage's layers may be recomputed, such as "[0,1]"; null for any number.
-        offload: What may be in host memory, such as "[optimizer]", of parameters, gradients, optimizer and activations;
+        checkpointed_shares: Which parts of each stage's layers may be recomputed, such as 0,1; null for any number.
+        offload: What may be in host memory, such as optimizer, of parameters, gradients, optimizer and activations;
             for forecasts only, as the runtime does not execute it yet.
         offload_ratios: Which parts of each of these may be there.
         schedules: Pipeline schedules to choose from, of 1f1b, gpipe, interleaved-1f1b and zb-h1.

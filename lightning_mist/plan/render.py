@@ -27,8 +27,12 @@ def _range(layers: tuple[int, int]) -> str:
     return "none" if not count else f"{first} (1)" if count == 1 else f"{first}-{layers[1] - 1} ({count})"
 
 
-def _ranks(devices: Sequence[int]) -> str:
-    """Ranks in their order, runs of neighbours shortened: ``0-3, 8``."""
+def ranges(devices: Sequence[int]) -> str:
+    """Numbers in their order, runs of neighbours shortened: ``0-3, 8``.
+
+    Args:
+        devices: The numbers, for example ranks.
+    """
     runs: list[list[int]] = []
     for device in devices:
         if runs and device == runs[-1][1] + 1:
@@ -46,7 +50,7 @@ def _offload(stage: StagePlan) -> str:
 
 _COLUMNS = (
     _Column("layers", lambda stage: _range(stage.layers)),
-    _Column("devices", lambda stage: _ranks(stage.devices)),
+    _Column("devices", lambda stage: ranges(stage.devices)),
     _Column("microbatch", lambda stage: str(stage.microbatch_size)),
     _Column("data parallel", lambda stage: str(stage.mesh.data_parallel_degree)),
     _Column("tensor parallel", lambda stage: str(stage.mesh.tensor_parallel_degree), dull="1"),

@@ -1,7 +1,7 @@
 """What memory buys: the best plan found anew under less and less of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from lightning_mist.errors import InfeasibleError
@@ -77,11 +77,11 @@ def memory_frontier(
         host_memory_limit: Bytes of host memory of each node that offloading may take.
         search: Limits of the search.
         shares: Parts of the limit, below 1.
-        seconds: The most seconds in all: no search begins behind them.
+        seconds: The most seconds in all; a search is over then with the best that it has found.
     """
     most = max(part.device.memory_bytes for part in planner.cluster.parts)
     whole = most if memory_limit is None else memory_limit
-    began, points, left_out = perf_counter(), [], []
+    began, points, left_out, asked = perf_counter(), [], [], search or SearchSpace()
     last = FrontierPoint(share=1.0, memory_limit=whole, plan=chosen)
     for share in sorted(shares, reverse=True):
         limit = int(share * whole)
@@ -89,7 +89,8 @@ def memory_frontier(
             # What fits now too is still the best; what does not fit in more does not fit in less.
             points.append(FrontierPoint(share=share, memory_limit=limit, plan=last.plan))
             continue
-        if perf_counter() - began > seconds:
+        left = seconds - (perf_counter() - began)
+        if left <= 0:
             left_out.append(share)
             continue
         try:
@@ -97,7 +98,7 @@ def memory_frontier(
                 global_batch_size=global_batch_size,
                 memory_limit=limit,
                 host_memory_limit=host_memory_limit,
-                search=search,
+                search=replace(asked, solver_seconds=min(asked.solver_seconds, left)),
             ).plan
         except UndecidedError:
             left_out.append(share)

@@ -110,7 +110,9 @@ def _sections(report: Report, predicted: Predicted) -> Iterator[str]:
     yield from _why(report)
     yield _comparison(report)
     yield _frontier(report)
-    yield page.section("Notes, and where the numbers come from", page.items(report.notes))
+    if report.result is not None:
+        yield page.section("How sure it is that this plan is the best", page.items(report.result.proof))
+    yield page.section("What to know of this plan, and where its numbers come from", page.items(report.notes))
     yield page.section("What this was made from", page.pairs(report.inputs))
     yield page.section("Words", page.pairs(words_for(plan)))
 
@@ -148,7 +150,7 @@ def headline(plan: Plan) -> str:
 
 def _proof(result: TuneResult) -> str:
     """How sure the search is, in a sentence."""
-    return _capital(result.explain()[0])
+    return _capital(result.proof[0])
 
 
 def _capital(text: str) -> str:
@@ -216,9 +218,7 @@ def _why(report: Report) -> Iterator[str]:
         inner = [page.subsection(_capital(title), page.items(lines)) for title, lines in parts]
         yield page.section("Why this plan", *inner)
     elif report.result is not None and report.result.alternatives:
-        notes = set(report.result.notes)
-        lines = [line for line in report.result.explain()[1:] if line not in notes]
-        yield page.section("Other plans", page.items(lines))
+        yield page.section("Other plans", page.items(report.result.compared))
 
 
 def _comparison(report: Report) -> str:

@@ -16,6 +16,7 @@ def words_for(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 def _words(plan: Plan) -> Iterator[tuple[str, str]]:
     stages = plan.stages
+    yield "row", "one sample of a batch; of language models one sequence of tokens"
     yield "microbatch", "a part of a batch that goes through the network at once; gradients of all parts are added up"
     if plan.num_stages > 1:
         yield "stage", "a run of neighbouring layers, and the group of devices that computes them"
@@ -39,6 +40,8 @@ def _words(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "checkpointed", "layers whose activations are not kept but computed again in backward (recompute)"
     if any(stage.offload.any for stage in stages):
         yield "offload", "the share of parameters, gradients, optimizer state or activations that lives in host memory"
+    yield "closed form", "the formula of a step's seconds that the search minimises, and what its proof is about"
+    yield "clock", "runs the plan's schedule action by action; predicted steps are the clock's"
     yield (
         "working set",
         "what is there only while a microbatch is computed: its own activations, and what layers need meanwhile",

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import ModuleMap, Plan, StagePlan, check_split
+from lightning_mist.plan.render import ranges
 
 EXECUTED: Mapping[str, Any] = MappingProxyType({"offload": ()})
 """Fields of a search space, and what plans that are to be executed may use of them: nothing is offloaded yet."""
@@ -21,6 +22,7 @@ def restriction_notes(offload: Sequence[str]) -> tuple[str, ...]:
 
 
 _OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
+_WORDS = {"optimizer": "optimizer state"}
 
 
 def check_supported(plan: Plan, module_map: ModuleMap) -> None:
@@ -52,12 +54,20 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
         plan: The plan.
     """
     found = [f"schedule {plan.schedule} with {plan.num_stages} stages on one group of devices"] * _is_alone(plan)
+    stages_of: dict[str, list[int]] = {}
     for index, stage in enumerate(plan.stages):
         if stage.mesh.context_parallel_degree > 1:
-            found.append(f"stages[{index}].context_parallel_degree = {stage.mesh.context_parallel_degree}")
-        ratios = [(name, getattr(stage.offload, name)) for name in _OFFLOADED]
-        found += [f"stages[{index}].offload.{name} = {ratio}" for name, ratio in ratios if ratio > 0.0]
+            stages_of.setdefault("context_parallel_degree above 1", []).append(index)
+        for name in _OFFLOADED:
+            if getattr(stage.offload, name) > 0.0:
+                stages_of.setdefault(f"{_WORDS.get(name, name)} in host memory", []).append(index)
+    many = plan.num_stages > 1
+    found += [f"{what}{_on(stages) if many else ''}" for what, stages in stages_of.items()]
     return tuple(found)
+
+
+def _on(stages: Sequence[int]) -> str:
+    return f" (stage{'s' * (len(stages) > 1)} {ranges(stages)})"
 
 
 def _is_alone(plan: Plan) -> bool:

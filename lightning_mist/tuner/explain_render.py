@@ -1,5 +1,6 @@
 """An explanation for people at a terminal."""
 
+from collections.abc import Sequence
 from io import StringIO
 from textwrap import wrap
 
@@ -9,7 +10,7 @@ from rich.table import Table
 from lightning_mist.cost.estimate_data import WORDS
 from lightning_mist.plan import Plan
 from lightning_mist.plan.render import fitted
-from lightning_mist.tuner.explain_text import explanation_sections
+from lightning_mist.tuner.explain_text import Section, explanation_sections
 from lightning_mist.tuner.explanation import Explanation
 from lightning_mist.units import format_bytes
 
@@ -32,14 +33,34 @@ def render_explanation(explanation: Explanation, *, full: bool = True, width: in
         title, table = memory_table(explanation.plan)
         console.print(title, style="bold italic", markup=False)
         console.print(fitted(table, console), markup=False)
-    for place, (title, lines) in enumerate(explanation_sections(explanation, full=full)):
-        if place or full:
+        console.print()
+    _print_sections(console, explanation_sections(explanation, full=full))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def render_sections(sections: Sequence[Section], *, width: int = 120, color: bool = False) -> str:
+    """Titles with sentences as text, a line between sections.
+
+    Args:
+        sections: Titles with sentences; those without any are left out.
+        width: Columns of text at most.
+        color: Whether to add ANSI escapes.
+    """
+    text = StringIO()
+    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
+    _print_sections(console, [(title, lines) for title, lines in sections if lines])
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _print_sections(console: Console, sections: Sequence[Section]) -> None:
+    for place, (title, lines) in enumerate(sections):
+        if place:
             console.print()
         console.print(title, style="bold italic", markup=False)
         for line in lines:
-            for number, part in enumerate(wrap(line, width - 2, break_long_words=False, break_on_hyphens=False)):
+            parts = wrap(line, console.width - 2, break_long_words=False, break_on_hyphens=False)
+            for number, part in enumerate(parts):
                 console.print(f"{'  ' if number else '- '}{part}", markup=False, soft_wrap=True)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def memory_table(plan: Plan) -> tuple[str, Table]:

@@ -44,8 +44,9 @@ def _unsearched(explanation: Explanation) -> tuple[str, ...]:
     if not explanation.unsearched:
         return ()
     needed = max(1, round(explanation.seconds + explanation.more_seconds))
+    had, missing = format_seconds(explanation.seconds), "; ".join(explanation.unsearched)
     return (
-        f"in {format_seconds(explanation.seconds)} there was no time to search for {'; '.join(explanation.unsearched)}.",
+        f"in {had} there was no time to search for {missing}.",
         f"--explain-seconds {needed} gives about the time that this takes (explain_plan: seconds={needed}).",
     )
 

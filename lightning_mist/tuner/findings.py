@@ -25,8 +25,7 @@ BY_CLOSED_FORM = ("1f1b", "gpipe")
 """Schedules of which the closed form says what hides."""
 
 HARDLY = 0.1
-"""Share of the seconds that a stage's devices save below which the step is said not to be shorter: not every number that
-differs is worth telling."""
+"""Share of the seconds that a stage's devices save below which the step is said hardly to be shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -390,10 +390,9 @@ def _numbers(stages: Stages, plan: Plan, asked: int | None) -> Iterable[str]:
     limits = stages.part_limits if isinstance(stages, MixedStages) else (stages.memory_limit,)
     names = (part.device.name for part in model.cluster.parts)
     for name, limit in dict.fromkeys(zip(names, limits, strict=True)):
-        if asked is None:
-            yield f"memory_limit is {format_bytes(limit)} per device, {USABLE_MEMORY:.0%} of the memory of {name}"
-        elif limit < asked:
+        if asked is None or limit < asked:
+            whole = f"the memory of {name}" if asked is None else "memory_limit"
             yield (
-                f"tensors may take {format_bytes(limit)} per device, {USABLE_MEMORY:.0%} of memory_limit: the rest is "
-                "for the context, communicators and what the allocator keeps free"
+                f"tensors may take {format_bytes(limit)} per device, {USABLE_MEMORY:.0%} of {whole}: the rest is for "
+                "the context, communicators and what the allocator keeps free"
             )

@@ -8,11 +8,20 @@ from lightning_mist.units import format_bytes, format_seconds
 
 Status = Literal["optimal", "explored", "time limit"]
 
-CERTIFIED = "HiGHS certifies the same of plans with as many stages and microbatches as the best by the closed form"
+CERTIFIED = (
+    "HiGHS certifies that no plan with as many stages and microbatches as the best by the closed form is faster by it "
+    "than that one"
+)
 """What is said if HiGHS has proven its part."""
 
 UNCERTIFIED = "HiGHS has not certified it"
 """What is said if it has not."""
+
+CLOSED_FORM_AND_CLOCK = (
+    "the closed form is the formula of a step's seconds that the search minimises; the clock runs a plan's schedule "
+    "action by action, and predicted steps are the clock's"
+)
+"""What the two kinds of seconds are."""
 
 LEAST_SHARE = 5e-4
 """A share of the seconds that shows in figures with one decimal of a percent."""
@@ -96,8 +105,9 @@ class TuneResult:
     notes: tuple[str, ...]
     certified: bool = False
 
-    def explain(self) -> tuple[str, ...]:
-        """Why this plan: lines for people."""
+    @property
+    def proof(self) -> tuple[str, ...]:
+        """How sure it is that the plan is the best: lines for people."""
         # The clock may have chosen another plan than the best by the closed form, which is what is proven of.
         behind = 1 - self.bound / self.closed_form_seconds if self.closed_form_seconds > 0 else 0.0
         proof = {
@@ -109,13 +119,17 @@ class TuneResult:
             else "it is the fastest that was tried; of others nothing is proven",
             "time limit": f"time was up; by the closed form a plan could be faster by at most {behind:.1%}",
         }[self.status]
-        lines = [
-            f"chosen among {self.stats.candidates} stage candidates in {self.stats.pipelines} pipelines: {proof}",
-            CERTIFIED if self.certified else UNCERTIFIED,
-            *(_compare(item, self.predicted.step_seconds) for item in self.alternatives),
-            *self.notes,
-        ]
-        return tuple(lines)
+        looked = f"chosen among {self.stats.candidates:,} stage candidates in {self.stats.pipelines:,} pipelines"
+        return f"{looked}: {proof}", CERTIFIED if self.certified else UNCERTIFIED
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The plans of other kinds beside the chosen one: lines for people."""
+        return tuple(_compare(item, self.predicted.step_seconds) for item in self.alternatives)
+
+    def explain(self) -> tuple[str, ...]:
+        """Why this plan: lines for people."""
+        return (*self.proof, *self.compared, *self.notes)
 
 
 def _compare(item: Alternative, seconds: float) -> str:

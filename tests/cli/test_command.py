@@ -1,10 +1,37 @@
 import pytest
 
 from tests.cli.networks import refused
+from tests.cli.test_plan import plan_arguments
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["dance"], ["show"], ["show", "a", "--agaist", "b"], ["plan", "--model", "m"]]
+    ("arguments", "said"),
+    [
+        ([], "lightning-mist: error: "),
+        (["dance"], "invalid choice: 'dance'"),
+        (["show"], "are required: plan; see"),
+        (["show", "a", "--agaist", "b"], "unrecognized arguments: --agaist b; did you mean --against?"),
+        (["show", "a", "--zzz"], "unrecognized arguments: --zzz; see"),
+        (["plan", "--model", "m"], "are required: --cluster, --global-batch-size"),
+        (plan_arguments(global_batch_size="x"), "--global-batch-size: a whole number is needed in place of x"),
+        (plan_arguments(num_stages="two"), "--num-stages: a whole number is needed in place of two"),
+        (
+            plan_arguments(schedules="2f2b"),
+            "--schedules: one of '1f1b', 'gpipe', 'interleaved-1f1b', 'zb-h1' is needed",
+        ),
+        (plan_arguments(zero_stage="3"), "unrecognized arguments: --zero-stage 3; did you mean --zero-stages?"),
+    ],
 )
-def test_wrong_arguments_are_refused_with_usage(capsys, arguments):
-    assert "usage: lightning-mist" in refused(capsys, *arguments)
+def test_wrong_arguments_are_refused_in_one_line(capsys, arguments, said):
+    text = refused(capsys, *arguments)
+    assert said in text
+    assert text.startswith("lightning-mist")
+    assert text.count("\n") == 1
+    assert text.endswith("--help\n")
+
+
+@pytest.mark.parametrize("value", ["0,7", "[0,7]", "7"])
+def test_lists_may_go_without_brackets(capsys, value):
+    """ZeRO has no stage 7, so that the list is read and refused."""
+    for arguments in (plan_arguments(zero_stages=value), [*plan_arguments(), f"--zero-stages={value}"]):
+        assert "7" in refused(capsys, *arguments).partition("zero_stages=(")[2].partition(")")[0]

@@ -56,5 +56,5 @@ def test_json():
     assert [item["name"] for item in found] == ["this plan", "same", "moved", "again", "none"]
     assert from_json(json.dumps(found[2]["plan"])) == moved()
     assert found[2]["ratio"] == 2.0
-    assert found[2]["not_executed"] == ["stages[0].offload.optimizer = 1.0"]
+    assert found[2]["not_executed"] == ["optimizer state in host memory (stage 0)"]
     assert (found[4]["plan"], found[4]["reason"]) == (None, "does not fit: needs 3 GiB of 2 GiB per device")

@@ -31,6 +31,10 @@ def test_plan_of_a_function(tmp_path, capsys):
     assert (made_for["world_size"], made_for["batch_rows"], made_for["layer_kinds"]) == ("2", "4", "4A")
     assert made_for["precision"] == "bf16-mixed"
     assert "predicted step: " in text.out
+    assert text.out.startswith("Net (288 parameters) in bf16-mixed with AdamW on 1x2xL4: 8 rows per step\n")
+    for title in ("what binds", "how sure it is that this plan is the best", "what to know of this plan"):
+        assert f"\n\n{title}" in text.out
+    assert max(map(len, text.out.splitlines()[:-1])) <= 120
     assert "Fits in 22.5 GiB per device: stage 0 of" in text.out
     assert text.out.endswith(f"plan written to {out}\n")
     assert "tracing Net" in text.err
@@ -162,8 +166,8 @@ def test_plan_for_unlike_devices(tmp_path, capsys):
     assert plan.world_size == 2
     if plan.num_stages == 2:
         assert [stage.devices for stage in plan.stages] in ([(0,), (1,)], [(1,), (0,)])
-    assert "A100-40" in text.splitlines()[3] + text.splitlines()[4] + text.splitlines()[5]
-    assert "18.0 GiB per device, 80% of the memory of L4" in text
+    assert any("A100-40" in line and "│" in line for line in text.splitlines())
+    assert "18.0 GiB per device, 80% of the memory of L4" in text.replace("\n  ", " ")
     assert "Fits in " in text
 
 
