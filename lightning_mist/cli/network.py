@@ -76,8 +76,8 @@ def describe_network(request: NetworkRequest) -> "ModelSpec":
     )
     if found is None:
         say(
-            f"{request.model} in {request.precision} has to be traced for {_devices(request)}: its sizes alone do not say "
-            "what its operators keep there"
+            f"{request.model} in {request.precision} has to be traced for {_devices(request)}: its sizes alone do not "
+            "say what its operators keep there"
         )
         return trace_network(request)
     assumed = () if request.optimizer is not None else ("no optimizer was given: AdamW's needs are assumed",)
