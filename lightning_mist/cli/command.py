@@ -80,7 +80,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
-class _Parser(ArgumentParser):  # type: ignore[misc]
+class _Parser(ArgumentParser):
     """Says what is wrong in one line, in the words of the command line, and not all that could be right."""
 
     def __init__(self, **options: Any) -> None:
@@ -144,7 +144,7 @@ def _bracketed(value: str) -> str:
     return value if value == "null" or value.startswith(("[", "(")) else f"[{value}]"
 
 
-def _names_of_lists(function: Callable[..., Any]) -> Iterator[str]:
+def _names_of_lists(function: Any) -> Iterator[str]:
     """Parameters that are several values, or perhaps none."""
     for name, hint in get_type_hints(function).items():
         if is_dataclass(hint):
