@@ -17,7 +17,7 @@ Array axes
     C  cuts between layers
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,7 @@ from lightning_mist.cost.channels import interference_of
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.held import HeldBytes
 from lightning_mist.cost.memory import BUCKET_BYTES, MemoryModel
-from lightning_mist.cost.overlap import concurrent_seconds
+from lightning_mist.cost.overlap import beyond_computing
 from lightning_mist.cost.placement import Crossing
 from lightning_mist.cost.time import collective_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
@@ -96,16 +96,18 @@ def reductions(
     if degree > 1:
         nodes = shard_nodes(cluster, slot)
 
+        buckets_K = np.ceil(held.trained_K / BUCKET_BYTES)
+
         def bucketed(operation: str, messages: int = 1) -> FloatArray:
-            calls_K = np.maximum(messages, np.ceil(held.trained_K / BUCKET_BYTES))
+            calls_K = np.maximum(messages, buckets_K)
             return collective_seconds(profile, operation, degree, nodes, held.trained_K, calls_K)
 
         shards_K = zero_K >= ZeroStage.OPTIMIZER
         # Every owner has a bucket of its own at least.
         whole_K = np.where(shards_K, bucketed("reduce", degree), bucketed("all_reduce"))
-        whole_K = np.where(zero_K >= ZeroStage.GRADIENTS, 0.0, whole_K)
+        whole_K *= zero_K < ZeroStage.GRADIENTS
         exposed_K = _exposed(profile, cluster, whole_K, held.trained_K, backward_K, across=nodes > 1)
-        gather_K = np.where(shards_K & (zero_K < ZeroStage.PARAMETERS), bucketed("broadcast", degree), 0.0)
+        gather_K = bucketed("broadcast", degree) * (shards_K & (zero_K < ZeroStage.PARAMETERS))
     tied_K = none_K
     ends = _ends(slot, seams, 0, slot.num_stages - 1)
     if ends:
@@ -129,10 +131,8 @@ def _exposed(
     interference = interference_of(profile, cluster)
     if interference is None:
         return reduce_K
-    none_K = np.zeros(1)
     last_K = reduce_K * np.minimum(1.0, BUCKET_BYTES / np.maximum(payload_K, 1.0))
-    both_K = concurrent_seconds(backward_K, reduce_K, none_K, none_K, interference, across)
-    result_K: FloatArray = np.maximum(both_K - backward_K, last_K)
+    result_K: FloatArray = np.maximum(beyond_computing(backward_K, reduce_K, interference, across), last_K)
     return result_K
 
 
@@ -159,22 +159,65 @@ def transfers(
     """
     if slot.num_stages == 1:
         return np.zeros(len(candidates)), np.zeros(len(candidates))
+    return of_cuts(
+        cut_seconds(profile, cluster, slot, memory, sending=sending, seams=seams), candidates, sending=sending
+    )
+
+
+def of_cuts(
+    seconds: tuple[FloatArray, FloatArray], candidates: StageCandidates, *, sending: bool
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds of activations and of gradients at the cuts where stages begin and end.
+
+    Args:
+        seconds: As :func:`cut_seconds` gives them.
+        candidates: The stages.
+        sending: Whether these send what it is about, which is an activation at their end.
+    """
+    activation_C, gradient_C = seconds
+    if sending:
+        return activation_C[candidates.end_K], gradient_C[candidates.start_K]
+    return activation_C[candidates.start_K], gradient_C[candidates.end_K]
+
+
+def cut_seconds(
+    profile: HardwareProfile,
+    cluster: Cluster,
+    slot: StageSlot,
+    memory: MemoryModel,
+    *,
+    sending: bool,
+    seams: Sequence[HardwareProfile],
+) -> tuple[FloatArray, FloatArray]:
+    """What the activation and the gradient that a stage receives, or sends, take by the cut that they cross.
+
+    Args:
+        profile: The machine.
+        cluster: Its devices.
+        slot: The place of a stage, not the only one.
+        memory: The network, or one tensor-parallel rank's part of it.
+        sending: Whether the stage sends them.
+        seams: As for :func:`reductions`.
+    """
     costs = memory.costs(slot.rows, slot.context_parallel_degree)
     before, behind = (slot.placement.before, slot.placement.behind) if slot.placement else (None, None)
     index = slot.stage_index
-    sides = (
-        (behind, candidates.end_K, _ends(slot, seams, index, index + 1)),
-        (before, candidates.start_K, _ends(slot, seams, index - 1, index)),
-    )
+    sides = (behind, _ends(slot, seams, index, index + 1)), (before, _ends(slot, seams, index - 1, index))
     activation, gradient = sides if sending else sides[::-1]
-    activation_C, gradient_C = (
-        _crossing_seconds(profile, cluster, slot, side, ends, payload_C, tensors_C)
-        for (side, _, ends), payload_C, tensors_C in (
-            (activation, costs.boundary_C, _tensors(memory)),
-            (gradient, costs.gradient_boundary_C, _tensors(memory, trained=True)),
-        )
+    return (
+        _crossing_seconds(profile, cluster, slot, *activation, costs.boundary_C, _tensors(memory)),
+        _crossing_seconds(profile, cluster, slot, *gradient, costs.gradient_boundary_C, _tensors(memory, trained=True)),
     )
-    return activation_C[activation[1]], gradient_C[gradient[1]]
+
+
+def cut_key(cluster: Cluster, slot: StageSlot) -> Hashable:
+    """Equal for slots of one tensor-parallel degree whose :func:`cut_seconds` are equal.
+
+    Args:
+        cluster: The devices.
+        slot: A slot of which it is not known where its devices lie.
+    """
+    return slot.rows, slot.context_parallel_degree, _leaves_node(cluster, slot), slot.seams
 
 
 def _ends(slot: StageSlot, seams: Sequence[HardwareProfile], first: int, second: int) -> tuple[HardwareProfile, ...]:

@@ -9,7 +9,7 @@ Array axes
     X  figures
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,10 +83,16 @@ class Holdings:
         self.table = ParameterTable.of(spec)
         self.is_one_unit = not spec.module_map.blocks or bool(spec.module_map.excludes("shards"))
         self._owners = Owners(self.table, is_one_unit=self.is_one_unit)
+        self._held = _ByRange(self.table.uses_PR.shape[1], len(HeldBytes.__slots__))
+        self._shares: dict[int, _ByRange] = {}
 
     def of(self, candidates: StageCandidates) -> HeldBytes:
         """Parameters and gradients of each candidate."""
-        low_U, high_U, inverse_K = self._ranges(candidates)
+        found_XK = self._held.of(*covered(self.spec, candidates.start_K, candidates.end_K), self._held_of)
+        return HeldBytes(**dict(zip(HeldBytes.__slots__, found_XK, strict=True)))
+
+    def _held_of(self, low_U: IntArray, high_U: IntArray) -> FloatArray:
+        """What is held of ranges of regions, in the order of :class:`HeldBytes`; axes ``X`` and ``U``."""
         uses = self.table.uses_PR
         inside_PU = uses[:, high_U] - uses[:, low_U]
         held_PU = inside_PU > 0
@@ -95,29 +101,35 @@ class Holdings:
         trained_P = self.table.trainable_P
 
         def trained(chosen_PU: BoolArray) -> FloatArray:
-            return (trained_P @ chosen_PU.astype(np.float64))[inverse_K]
+            found_U: FloatArray = trained_P @ chosen_PU.astype(np.float64)
+            return found_U
 
-        largest_U = (trained_P[:, None] * held_PU).max(axis=0, initial=0.0)
-        return HeldBytes(
-            all_K=(self.table.bytes_P @ held_PU)[inverse_K],
+        found = HeldBytes(
+            all_K=self.table.bytes_P @ held_PU,
             trained_K=trained(held_PU),
             head_only_K=trained((head_PU > 0) & (inside_PU == head_PU)),
             tail_K=trained(tail_PU > 0),
             shared_K=trained((inside_PU > 0) & (inside_PU < uses[:, -1:])),
             reused_K=trained(inside_PU > 1),
-            largest_K=largest_U[inverse_K],
+            largest_K=(trained_P[:, None] * held_PU).max(axis=0, initial=0.0),
             together_K=trained(held_PU & self.table.together_P[:, None]),
-            count_K=((trained_P > 0).astype(np.float64) @ held_PU)[inverse_K],
+            count_K=(trained_P > 0).astype(np.float64) @ held_PU,
         )
+        stacked_XU: FloatArray = np.stack([getattr(found, name) for name in HeldBytes.__slots__])
+        return stacked_XU
 
     def shares(self, candidates: StageCandidates, ranks: int) -> SharedOut:
         """What the fullest of the data-parallel ranks of each candidate has where parameters are dealt out."""
-        low_U, high_U, inverse_K = self._ranges(candidates)
-        found = [self._owners.of(low, high, ranks) for low, high in zip(low_U.tolist(), high_U.tolist(), strict=True)]
-        away_UX = np.array(
-            [(*_of_places(item.forward), *_of_places(item.backward), item.trained, item.every) for item in found]
-        ).reshape(len(found), 10)
-        away_XK = away_UX[inverse_K].T
+        if ranks not in self._shares:
+            self._shares[ranks] = _ByRange(self.table.uses_PR.shape[1], 10)
+
+        def shares(low_U: IntArray, high_U: IntArray) -> FloatArray:
+            found = [self._owners.of(*item, ranks) for item in zip(low_U.tolist(), high_U.tolist(), strict=True)]
+            each = [(*_of_places(item.forward), *_of_places(item.backward), item.trained, item.every) for item in found]
+            found_XU: FloatArray = np.array(each, dtype=np.float64).reshape(len(found), 10).T
+            return found_XU
+
+        away_XK = self._shares[ranks].of(*covered(self.spec, candidates.start_K, candidates.end_K), shares)
         return SharedOut(trained_K=away_XK[8], every_K=away_XK[9], forward_AK=away_XK[:4], backward_AK=away_XK[4:8])
 
     def together(self, stages: Sequence[StageCandidates], ranks: int) -> Together:
@@ -150,6 +162,41 @@ class Holdings:
         width = self.table.uses_PR.shape[1]
         code_U, inverse_K = distinct_codes(low_K * width + high_K, width * width)
         return code_U // width, code_U % width, inverse_K
+
+
+class _ByRange:
+    """Figures of ranges of regions, worked out when they are asked for the first time.
+
+    Args:
+        width: One more than the number of regions.
+        count: How many figures of each range.
+    """
+
+    def __init__(self, width: int, count: int) -> None:
+        self._width = width
+        # The column of every range among those that are known, -1 if it is not one of them.
+        self._column = np.full(width * width, -1, dtype=np.int64)
+        self._known_XU = np.empty((count, 0))
+
+    def of(self, low_K: IntArray, high_K: IntArray, make: Callable[[IntArray, IntArray], FloatArray]) -> FloatArray:
+        """The figures of each range; axes ``X`` and ``K``.
+
+        Args:
+            low_K: First region.
+            high_K: One past the last.
+            make: Gives the figures of ranges, with axes ``X`` and ``U``.
+        """
+        code_K = low_K * self._width + high_K
+        column_K = self._column[code_K]
+        if len(column_K) and column_K.min() < 0:
+            code_U, _ = distinct_codes(code_K[column_K < 0], self._width**2)
+            count = self._known_XU.shape[1]
+            made_XU = make(code_U // self._width, code_U % self._width)
+            self._known_XU = np.concatenate([self._known_XU, made_XU], axis=1)
+            self._column[code_U] = count + np.arange(len(code_U))
+            column_K = self._column[code_K]
+        found_XK: FloatArray = self._known_XU.take(column_K, axis=1)
+        return found_XK
 
 
 def _of_places(away: Away) -> tuple[float, float, float, float]:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
+from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.kept import Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.stage import StageCostModel, StageCosts, StageSeconds
@@ -111,6 +112,12 @@ class MixedCostModel:
             return found[0]
         names = [field.name for field in fields(StageSeconds)]
         return StageSeconds(**{name: np.maximum.reduce([getattr(item, name) for item in found]) for name in names})
+
+    def again_seconds(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
+        """What every further stage behind adds to the steady seconds; as of a :class:`StageCostModel`."""
+        found = [model.again_seconds(slot, candidates) for model in self.models(slot)]
+        again_K: FloatArray = np.maximum.reduce(found)
+        return again_K
 
 
 CostModel: TypeAlias = StageCostModel | MixedCostModel

@@ -65,3 +65,25 @@ def concurrent_seconds(
         summed_K: FloatArray = load_CK.sum(axis=0)
         return summed_K
     return seconds_together(load_CK, speed_table(interference, across_nodes))
+
+
+def beyond_computing(
+    compute_K: FloatArray, network_K: FloatArray, interference: Interference | None, across_nodes: bool
+) -> FloatArray:
+    """Seconds that communication takes beside computation beyond those of computing alone.
+
+    Two channels with the coefficient ``a`` run at ``1 / (1 + a)`` of their speeds until the smaller load ``x`` is done,
+    for ``x + a x`` seconds, and the rest of the larger one ``y`` takes ``y - x``: together ``y + a x``.
+
+    Args:
+        compute_K: Seconds of computing alone, not negative.
+        network_K: Seconds of communicating alone, not negative.
+        interference: The machine's coefficients; None where channels take turns.
+        across_nodes: Whether the network's group spans several nodes.
+    """
+    if interference is None:
+        return network_K
+    coefficient = interference.compute_across if across_nodes else interference.compute_network
+    less_K = np.minimum(compute_K, network_K)
+    result_K: FloatArray = (network_K - less_K) + coefficient * less_K
+    return result_K

@@ -224,8 +224,8 @@ def _bytes(tensors: Sequence[TensorSpec]) -> sympy.Expr:
 
 def covered(spec: ModelSpec, start_K: IntArray, end_K: IntArray) -> tuple[IntArray, IntArray]:
     """The half-open range of regions that stages of layers ``[start, end)`` cover."""
-    low_K = np.where(start_K == 0, 0, start_K + 1)
-    high_K = np.where(end_K == spec.num_layers, spec.num_layers + 2, end_K + 1)
+    low_K: IntArray = start_K + (start_K > 0)
+    high_K: IntArray = end_K + 1 + (end_K == spec.num_layers)
     return low_K, high_K
 
 

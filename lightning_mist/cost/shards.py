@@ -22,15 +22,17 @@ Array axes
     F  first regions of stages, as far as they differ
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.cost.overlap import concurrent_seconds
+from lightning_mist.cost.overlap import beyond_computing
 from lightning_mist.cost.regions import ParameterTable
+from lightning_mist.cost.sums import prefix_sums
 from lightning_mist.cost.time import RegionSeconds, collective_seconds
 from lightning_mist.hardware import HardwareProfile, Interference
 from lightning_mist.plan import ZeroStage
@@ -73,132 +75,213 @@ def unit_seconds(profile: HardwareProfile, table: ParameterTable, degree: int, n
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSums:
+    """What communication of units takes beyond computation, as sums over units and by unit.
+
+    Every array of sums has one entry more than there are units: entry ``r`` is the sum over the units below ``r``.
+
+    Attributes:
+        reduced: Sums for backwards of units that are not recomputed, beside which gradients are reduced.
+        reduced_again: What those of units that are recomputed take more.
+        unsharded: Sums for forwards and backwards of units that are not recomputed, between the outermost.
+        unsharded_again: What those of units that are recomputed take more.
+        fetched_R: A forward of each unit beside which the next one is unsharded.
+        bare: Sums of unsharding alone.
+    """
+
+    reduced: FloatArray
+    reduced_again: FloatArray
+    unsharded: FloatArray
+    unsharded_again: FloatArray
+    fetched_R: FloatArray
+    bare: FloatArray
+
+    @classmethod
+    def of(cls, compute: RegionSeconds, unshard_R: FloatArray, reduce_R: FloatArray, beyond: "_Beyond") -> "UnitSums":
+        """The sums of a network.
+
+        Args:
+            compute: Seconds of every region.
+            unshard_R: Unsharding every unit.
+            reduce_R: Reducing the gradients of every unit.
+            beyond: What communication adds to computation beside it.
+        """
+        above_R, below_R = np.append(reduce_R[1:], 0.0), np.append(0.0, unshard_R[:-1])
+        backward_R, both_R = compute.backward_R, compute.backward_R + compute.forward_R
+        fetched_R = beyond(compute.forward_R, np.append(unshard_R[1:], 0.0))
+        reduced_R, reduced_again_R = beyond(backward_R, above_R), beyond(both_R, above_R)
+        added_R = beyond(backward_R, below_R + above_R) - reduced_R
+        added_again_R = beyond(both_R, below_R + above_R) - reduced_again_R
+        return cls(
+            reduced=prefix_sums(reduced_R),
+            reduced_again=prefix_sums(reduced_again_R - reduced_R),
+            unsharded=prefix_sums(fetched_R + added_R),
+            unsharded_again=prefix_sums(added_again_R - added_R),
+            fetched_R=fetched_R,
+            bare=prefix_sums(unshard_R),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Communication of units beside computation, among the ranks of stages that have the same rows and degrees.
+
+    Attributes:
+        compute: Seconds of every region.
+        units: Seconds of communication.
+        is_one_unit: Whether all parameters of a stage are one unit.
+        interference: How communication and computation slow each other down; ``None`` where they take turns.
+        across_nodes: Whether the ranks are in several nodes.
+        sums: Sums over units by row of ``units.reduce_FR``, as far as they were asked for.
+    """
+
+    compute: RegionSeconds
+    units: UnitSeconds
+    is_one_unit: bool
+    interference: Interference | None
+    across_nodes: bool
+    sums: dict[int, UnitSums] = field(default_factory=dict)
+
+    def beyond(self, compute_R: FloatArray, network_R: FloatArray) -> FloatArray:
+        """What communication adds to computation beside it, of the seconds of both alone."""
+        return beyond_computing(compute_R, network_R, self.interference, self.across_nodes)
+
+    def sums_of(self, row: int) -> UnitSums:
+        """The sums for stages whose first region has a row of reductions."""
+        if row not in self.sums:
+            units = self.units.unshard_R, self.units.reduce_FR[row]
+            self.sums[row] = UnitSums.of(self.compute, *units, self.beyond)
+        return self.sums[row]
+
+    def split(
+        self, low_K: IntArray, high_K: IntArray, candidates: StageCandidates, least: ZeroStage
+    ) -> Iterator["_Some"]:
+        """The candidates from a ZeRO stage on, by row of reductions."""
+        at_K = candidates.zero_stage_K >= least
+        rows = range(len(self.units.reduce_FR))
+        for row in rows:
+            at_J = np.flatnonzero(at_K if len(rows) == 1 else at_K & (self.units.row_R[low_K] == row))
+            if len(at_J):
+                first_J = candidates.start_K[at_J] + 1
+                yield _Some(
+                    row=row,
+                    at_J=at_J,
+                    low_J=low_K[at_J],
+                    last_J=high_K[at_J] - 1,
+                    first_J=first_J,
+                    middle_J=first_J + candidates.checkpointed_K[at_J],
+                )
+
+    def never_leave(self, slot: StageSlot) -> bool:
+        """Whether parameters stay once they are unsharded: nothing ever takes the place of the only unit."""
+        return self.is_one_unit and slot.schedule != "interleaved-1f1b"
+
+
 def exposed_seconds(
-    compute: RegionSeconds,
-    units: UnitSeconds,
-    slot: StageSlot,
-    candidates: StageCandidates,
-    low_K: IntArray,
-    high_K: IntArray,
-    *,
-    is_one_unit: bool,
-    interference: Interference | None,
-    across_nodes: bool,
+    beside: Beside, slot: StageSlot, candidates: StageCandidates, low_K: IntArray, high_K: IntArray
 ) -> tuple[FloatArray, FloatArray]:
     """What unsharding and reducing add to one microbatch, beyond its computation.
 
     Args:
-        compute: Seconds of every region.
-        units: Seconds of communication.
+        beside: Communication beside computation.
         slot: Where the stages are.
         candidates: The stages.
         low_K: Their first region.
         high_K: One past their last region.
-        is_one_unit: Whether all parameters of a stage are one unit.
-        interference: How communication and computation slow each other down; ``None`` where they take turns.
-        across_nodes: Whether the ranks are in several nodes.
 
     Returns:
         Seconds of unsharding and of reducing, of each candidate by its ZeRO stage.
     """
-    none_R = np.zeros(1)
-
-    def beyond(compute_R: FloatArray, network_R: FloatArray) -> FloatArray:
-        if interference is None:
-            return network_R
-        both_R = concurrent_seconds(compute_R, network_R, none_R, none_R, interference, across_nodes)
-        beyond_R: FloatArray = np.maximum(both_R - compute_R, 0.0)
-        return beyond_R
-
-    shards_K = candidates.zero_stage_K >= ZeroStage.PARAMETERS
-    reduces_K = candidates.zero_stage_K >= ZeroStage.GRADIENTS
     unshard_K, scatter_K = np.zeros(len(candidates)), np.zeros(len(candidates))
-    for row in np.unique(units.row_R[low_K]):
-        at_J = np.flatnonzero((units.row_R[low_K] == row) & reduces_K)
-        some = _Some(
-            low_J=low_K[at_J],
-            last_J=high_K[at_J] - 1,
-            first_J=candidates.start_K[at_J] + 1,
-            middle_J=candidates.start_K[at_J] + 1 + candidates.checkpointed_K[at_J],
-        )
-        reduce_R = units.reduce_FR[row]
-        scatter_K[at_J] = _reduced(compute, reduce_R, some, beyond)
-        if is_one_unit and slot.schedule != "interleaved-1f1b":
-            # Nothing ever takes its place.
-            unshard_K[at_J] = _between(units.unshard_R, some.low_J, some.last_J + 1) / slot.num_microbatches
+    for some in beside.split(low_K, high_K, candidates, ZeroStage.GRADIENTS):
+        scatter_K[some.at_J] = _reduced(beside, some)
+    for some in beside.split(low_K, high_K, candidates, ZeroStage.PARAMETERS):
+        if beside.never_leave(slot):
+            bare = beside.sums_of(some.row).bare
+            unshard_K[some.at_J] = (bare[some.last_J + 1] - bare[some.low_J]) / slot.num_microbatches
         else:
-            unshard_K[at_J] = _unsharded(compute, (units.unshard_R, reduce_R), some, slot, beyond)
-    return np.where(shards_K, unshard_K, 0.0), scatter_K
+            unshard_K[some.at_J] = _unsharded(beside, some, slot)
+    return unshard_K, scatter_K
+
+
+def again_seconds(
+    beside: Beside, slot: StageSlot, candidates: StageCandidates, low_K: IntArray, high_K: IntArray
+) -> FloatArray:
+    """What every further stage behind adds to :func:`exposed_seconds`, as far as microbatches are in flight between.
+
+    The arguments are those of :func:`exposed_seconds`.
+    """
+    again_K = np.zeros(len(candidates))
+    if slot.num_microbatches == 1 or slot.schedule in ("gpipe", "interleaved-1f1b") or beside.never_leave(slot):
+        return again_K
+    for some in beside.split(low_K, high_K, candidates, ZeroStage.PARAMETERS):
+        again_K[some.at_J] = sum(_outermost(beside, some, slot)) / slot.num_microbatches
+    return again_K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Some:
-    """Units of some candidates: the first, the last, the first that may be recomputed, and the first behind those."""
+    """Candidates with one row of reductions, and their units: first, last, first to recompute, first behind those."""
 
+    row: int
+    at_J: IntArray
     low_J: IntArray
     last_J: IntArray
     first_J: IntArray
     middle_J: IntArray
 
 
-_Beyond = Callable[[FloatArray, FloatArray], FloatArray]
+_Beyond: TypeAlias = Callable[[FloatArray, FloatArray], FloatArray]
 
 
-def _reduced(compute: RegionSeconds, reduce_R: FloatArray, some: _Some, beyond: _Beyond) -> FloatArray:
+def _reduced(beside: Beside, some: _Some) -> FloatArray:
     """Seconds of reducing a microbatch's gradients."""
-    above_R = np.concatenate([reduce_R[1:], [0.0]])
-    plain_R = beyond(compute.backward_R, above_R)
-    more_R = beyond(compute.backward_R + compute.forward_R, above_R) - plain_R
-    first_J, middle_J = (np.minimum(unit_J, some.last_J) for unit_J in (some.first_J, some.middle_J))
-    result_J: FloatArray = _between(plain_R, some.low_J, some.last_J) + _between(more_R, first_J, middle_J)
-    return result_J + reduce_R[some.low_J]
+    sums, low_J, last_J = beside.sums_of(some.row), some.low_J, some.last_J
+    first_J, middle_J = np.minimum(some.first_J, last_J), np.minimum(some.middle_J, last_J)
+    plain_J = sums.reduced[last_J] - sums.reduced[low_J]
+    more_J = sums.reduced_again[middle_J] - sums.reduced_again[first_J]
+    result_J: FloatArray = plain_J + more_J + beside.units.reduce_FR[some.row][low_J]
+    return result_J
 
 
-def _unsharded(
-    compute: RegionSeconds, units: tuple[FloatArray, FloatArray], some: _Some, slot: StageSlot, beyond: _Beyond
-) -> FloatArray:
-    """Seconds of unsharding for a microbatch, the mean of a batch.
+def _unsharded(beside: Beside, some: _Some, slot: StageSlot) -> FloatArray:
+    """Seconds of unsharding for a microbatch, the mean of a batch."""
+    sums, low_J, last_J = beside.sums_of(some.row), some.low_J, some.last_J
+    second_J = np.minimum(low_J + 1, last_J)
+    first_J, middle_J = (np.minimum(np.maximum(unit_J, second_J), last_J) for unit_J in (some.first_J, some.middle_J))
+    steady_J = sums.unsharded[last_J] - sums.unsharded[second_J]
+    steady_J = steady_J + sums.unsharded_again[middle_J] - sums.unsharded_again[first_J]
+    once_J = beside.units.unshard_R[low_J] + sums.fetched_R[low_J] * (second_J > low_J)
+    forwards, backwards = restarts(slot)
+    if forwards or backwards:
+        forward_J, backward_J = _outermost(beside, some, slot)
+        once_J = once_J + forwards * forward_J + backwards * backward_J
+    result_J: FloatArray = steady_J + once_J / slot.num_microbatches
+    return result_J
 
-    Args:
-        compute: Seconds of every region.
-        units: Seconds of unsharding and of reducing each.
-        some: The candidates.
-        slot: Where they are.
-        beyond: What communication adds to computation beside it.
-    """
-    unshard_R, reduce_R = units
+
+def _outermost(beside: Beside, some: _Some, slot: StageSlot) -> tuple[FloatArray, FloatArray]:
+    """Seconds of unsharding in a forward that follows a forward, and in a backward that follows a backward."""
+    compute, unshard_R, reduce_R = beside.compute, beside.units.unshard_R, beside.units.reduce_FR[some.row]
     low_J, last_J = some.low_J, some.last_J
     second_J, fore_J = np.minimum(low_J + 1, last_J), np.maximum(last_J - 1, low_J)
-    above_R = np.concatenate([reduce_R[1:], [0.0]])
-    below_R, next_R = np.concatenate([[0.0], unshard_R[:-1]]), np.concatenate([unshard_R[1:], [0.0]])
-
-    def added(compute_R: FloatArray, unshard_R: FloatArray, reduce_R: FloatArray) -> FloatArray:
-        return beyond(compute_R, unshard_R + reduce_R) - beyond(compute_R, reduce_R)
 
     def backward(unit_J: IntArray) -> FloatArray:
         again_J = (unit_J >= some.first_J) & (unit_J < some.middle_J)
         seconds_J: FloatArray = compute.backward_R[unit_J] + again_J * compute.forward_R[unit_J]
         return seconds_J
 
-    plain_R = added(compute.backward_R, below_R, above_R)
-    more_R = added(compute.backward_R + compute.forward_R, below_R, above_R) - plain_R
-    end_J = np.maximum(last_J, second_J)
-    first_J, middle_J = (np.clip(unit_J, second_J, end_J) for unit_J in (some.first_J, some.middle_J))
-    steady_J = _between(beyond(compute.forward_R, next_R) + plain_R, second_J, end_J)
-    steady_J = steady_J + _between(more_R, first_J, middle_J)
-    fetched_J = np.where(second_J > low_J, beyond(compute.forward_R[low_J], unshard_R[second_J]), 0.0)
-    forward_J = beyond(compute.forward_R[last_J], unshard_R[low_J]) + fetched_J
-    backward_J = added(backward(low_J), unshard_R[last_J], reduce_R[second_J])
-    backward_J = backward_J + beyond(backward(last_J), unshard_R[fore_J])
+    fetched_J = beside.sums_of(some.row).fetched_R[low_J] * (second_J > low_J)
+    forward_J = beside.beyond(compute.forward_R[last_J], unshard_R[low_J]) + fetched_J
+    lowest_J, reduce_J = backward(low_J), reduce_R[second_J]
+    backward_J = beside.beyond(lowest_J, unshard_R[last_J] + reduce_J) - beside.beyond(lowest_J, reduce_J)
+    backward_J = backward_J + beside.beyond(backward(last_J), unshard_R[fore_J])
     # One or two units never leave, but where chunks of other layers come between.
     takes_turns = slot.schedule == "interleaved-1f1b"
-    alone_J = np.where(last_J == low_J, unshard_R[low_J] * takes_turns, 0.0)
+    alone_J = unshard_R[low_J] * ((last_J == low_J) & takes_turns)
     is_many_J = last_J - low_J >= (1 if takes_turns else 2)
-    forward_J, backward_J = (np.where(is_many_J, seconds_J, alone_J) for seconds_J in (forward_J, backward_J))
-    forwards, backwards = restarts(slot)
-    once_J = unshard_R[low_J] + fetched_J + forwards * forward_J + backwards * backward_J
-    result_J: FloatArray = steady_J + once_J / slot.num_microbatches
-    return result_J
+    return np.where(is_many_J, forward_J, alone_J), np.where(is_many_J, backward_J, alone_J)
 
 
 def restarts(slot: StageSlot) -> tuple[int, int]:
@@ -214,9 +297,3 @@ def restarts(slot: StageSlot) -> tuple[int, int]:
         return others, slot.num_microbatches
     ahead = others if slot.schedule == "gpipe" else min(slot.stages_behind, others)
     return ahead, ahead
-
-
-def _between(values_R: FloatArray, low_K: IntArray, high_K: IntArray) -> FloatArray:
-    prefix = np.concatenate([[0.0], np.cumsum(values_R)])
-    result_K: FloatArray = prefix[high_K] - prefix[low_K]
-    return result_K

@@ -19,16 +19,16 @@ Array axes
     R  regions
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.channels import copy_rates, interference_of
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.corrected import computation_factor, corrected_regions, corrected_terms
-from lightning_mist.cost.exchange import reductions, shard_nodes, transfers
+from lightning_mist.cost.exchange import cut_key, cut_seconds, of_cuts, reductions, shard_nodes, transfers
 from lightning_mist.cost.kept import Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.needs import StageNeeds
@@ -37,10 +37,11 @@ from lightning_mist.cost.offload_time import CopySeconds, copy_seconds, no_copie
 from lightning_mist.cost.overheads import overhead_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.ring_time import ring_seconds, stage_ring_seconds
-from lightning_mist.cost.shards import UnitSeconds, exposed_seconds, unit_seconds
+from lightning_mist.cost.shards import Beside, UnitSeconds, again_seconds, exposed_seconds, unit_seconds
+from lightning_mist.cost.sums import RegionSums
 from lightning_mist.cost.time import RegionSeconds, region_seconds, split_seconds
 from lightning_mist.cost.update import update_seconds
-from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Predicted, ZeroStage
 
@@ -140,7 +141,10 @@ class _Rank:
     def __init__(self, spec: ModelSpec, memory: MemoryModel) -> None:
         self.spec, self.memory = spec, memory
         self.seconds: dict[float, RegionSeconds] = {}
+        self.sums: dict[tuple[int, int], RegionSums] = {}
         self.units: dict[tuple[int, int], UnitSeconds] = {}
+        self.beside: dict[tuple[float, int, int], Beside] = {}
+        self.cuts: dict[Hashable, tuple[FloatArray, FloatArray]] = {}
 
 
 class StageCostModel:
@@ -227,16 +231,18 @@ class StageCostModel:
         """Seconds of candidates for a slot, by term."""
         compute = self.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
         low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
-        forward_sum, backward_sum = _prefix(compute.forward_R), _prefix(compute.backward_R)
+        sums = self._sums(slot, compute)
         first_K = candidates.start_K + 1
-        backward_K = backward_sum[high_K] - backward_sum[low_K]
-        recompute_K = forward_sum[first_K + candidates.checkpointed_K] - forward_sum[first_K]
-        weight_sum = _prefix(self._weights(slot) * compute.backward_R)
-        units, unshard_K, scatter_K = self._shards(slot, candidates, compute)
+        backward_K = sums.backward[high_K] - sums.backward[low_K]
+        recompute_K = sums.forward[first_K + candidates.checkpointed_K] - sums.forward[first_K]
         machine, memory = (self.profile, self.cluster), self.memory(slot)
-        arrival_K, return_K = transfers(*machine, slot, candidates, memory, seams=self.seams)
-        send_K, send_back_K = self._sending(slot, candidates)
-        forward_exchange_K, backward_exchange_K, recompute_exchange_K = _exchange(compute, candidates, low_K, high_K)
+        beside, unshard_K = self._beside(slot, candidates, compute), np.zeros(len(candidates))
+        scatter_K = unshard_K
+        if beside is not None:
+            unshard_K, scatter_K = exposed_seconds(beside, slot, candidates, low_K, high_K)
+        arrival_K, return_K = self._transfers(slot, candidates, sending=False)
+        send_K, send_back_K = self._transfers(slot, candidates, sending=True)
+        forward_exchange_K, backward_exchange_K, recompute_exchange_K = sums.exchanged(candidates, low_K, high_K)
         forward_ring_K, ring_K = self._ring(slot, candidates, compute)
         held = memory.holdings.of(candidates)
         once = reductions(*machine, slot, candidates, held, backward_K + recompute_K, self.seams)
@@ -245,15 +251,19 @@ class StageCostModel:
         slower = computation_factor(self.spec, self.profile, "backward")
         pass_K, accumulate_K = slower * passes.pass_K, slower * passes.accumulate_K
         known = WithoutCopies(
-            compute=compute, units=units, update_K=update_K, reduce_K=once.whole_K, gather_K=once.gather_K
+            compute=compute,
+            units=None if beside is None else beside.units,
+            update_K=update_K,
+            reduce_K=once.whole_K,
+            gather_K=once.gather_K,
         )
         copies = self._copies(slot, candidates, known)
         overhead = overhead_seconds(self.profile.overheads, slot, candidates, self.spec)
         found = StageSeconds(
-            forward_K=forward_sum[high_K] - forward_sum[low_K],
+            forward_K=sums.forward[high_K] - sums.forward[low_K],
             backward_K=backward_K + pass_K,
             recompute_K=recompute_K,
-            weight_K=weight_sum[high_K] - weight_sum[low_K],
+            weight_K=sums.weight[high_K] - sums.weight[low_K],
             exchange_K=forward_exchange_K + backward_exchange_K,
             recompute_exchange_K=recompute_exchange_K,
             accumulate_K=np.minimum(accumulate_K, backward_K + pass_K),
@@ -279,38 +289,57 @@ class StageCostModel:
         )
         return corrected_terms(self.profile, found)
 
-    def _sending(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
-        """What sending the output takes of the computing cores, and sending the gradient of the input."""
-        if self.cluster.device.kind == "cuda":
-            return np.zeros(len(candidates)), np.zeros(len(candidates))
-        memory = self.memory(slot)
-        return transfers(self.profile, self.cluster, slot, candidates, memory, sending=True, seams=self.seams)
+    def again_seconds(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
+        """What every further stage behind adds to the steady seconds of candidates without offload.
 
-    def _shards(
-        self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds
-    ) -> tuple[UnitSeconds | None, FloatArray, FloatArray]:
-        """Unsharding and reducing of every microbatch: of units, and of candidates as far as they wait for it."""
-        degree, nodes = slot.shard_degree, shard_nodes(self.cluster, slot)
+        Only unsharding depends on stages behind, as far as microbatches are in flight between.
+        """
+        compute = self.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
+        beside = self._beside(slot, candidates, compute)
+        if beside is None:
+            return np.zeros(len(candidates))
+        again_K = again_seconds(beside, slot, candidates, *covered(self.spec, candidates.start_K, candidates.end_K))
+        return again_K * factor_of(self.profile.corrections, "communication")
+
+    def _sums(self, slot: StageSlot, compute: RegionSeconds) -> RegionSums:
+        """Sums over regions."""
+        rank, key = self._of(slot), (slot.rows, slot.context_parallel_degree)
+        if key not in rank.sums:
+            rank.sums[key] = RegionSums.of(compute, self._weights(slot))
+        return rank.sums[key]
+
+    def _beside(self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds) -> Beside | None:
+        """What ZeRO-2 and ZeRO-3 communicate beside computation; ``None`` where nothing is shared out so."""
+        degree, nodes, rank = slot.shard_degree, shard_nodes(self.cluster, slot), self._of(slot)
         if degree == 1 or candidates.zero_stage_K.max(initial=0) < ZeroStage.GRADIENTS:
-            return None, np.zeros(len(candidates)), np.zeros(len(candidates))
-        rank = self._of(slot)
-        if (degree, nodes) not in rank.units:
-            table = rank.memory.holdings.table
-            rank.units[degree, nodes] = unit_seconds(self.profile, table, degree, nodes)
-        low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
-        units = rank.units[degree, nodes]
-        unshard_K, scatter_K = exposed_seconds(
-            compute,
-            units,
-            slot,
-            candidates,
-            low_K,
-            high_K,
-            is_one_unit=rank.memory.holdings.is_one_unit,
-            interference=interference_of(self.profile, self.cluster),
-            across_nodes=nodes > 1,
-        )
-        return units, unshard_K, scatter_K
+            return None
+        key = slot.whole_rows, degree, nodes
+        if key not in rank.beside:
+            holdings = rank.memory.holdings
+            if (degree, nodes) not in rank.units:
+                rank.units[degree, nodes] = unit_seconds(self.profile, holdings.table, degree, nodes)
+            rank.beside[key] = Beside(
+                compute=compute,
+                units=rank.units[degree, nodes],
+                is_one_unit=holdings.is_one_unit,
+                interference=interference_of(self.profile, self.cluster),
+                across_nodes=nodes > 1,
+            )
+        return rank.beside[key]
+
+    def _transfers(
+        self, slot: StageSlot, candidates: StageCandidates, *, sending: bool
+    ) -> tuple[FloatArray, FloatArray]:
+        """What receiving takes, or sending does of the computing cores: of the activation, and of its gradient."""
+        if slot.num_stages == 1 or (sending and self.cluster.device.kind == "cuda"):
+            return (np.zeros(len(candidates)),) * 2
+        rank, machine = self._of(slot), (self.profile, self.cluster)
+        if slot.placement is not None:
+            return transfers(*machine, slot, candidates, rank.memory, sending=sending, seams=self.seams)
+        key = sending, cut_key(self.cluster, slot)
+        if key not in rank.cuts:
+            rank.cuts[key] = cut_seconds(*machine, slot, rank.memory, sending=sending, seams=self.seams)
+        return of_cuts(rank.cuts[key], candidates, sending=sending)
 
     def _ring(
         self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds
@@ -340,20 +369,3 @@ class StageCostModel:
         costs = self.memory(slot).costs(slot.rows)
         share_R: FloatArray = np.minimum(1.0, costs.weight_flops_R / np.maximum(costs.backward_flops_R, 1.0))
         return share_R
-
-
-def _prefix(values_R: FloatArray) -> FloatArray:
-    return np.concatenate([[0.0], np.cumsum(values_R)])
-
-
-def _exchange(
-    compute: RegionSeconds, candidates: StageCandidates, low_K: IntArray, high_K: IntArray
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """What tensor-parallel ranks exchange in a forward, a backward, and what is recomputed."""
-    if compute.exchange is None:
-        none_K = np.zeros(len(candidates))
-        return none_K, none_K, none_K
-    forward_sum, backward_sum = (_prefix(exchange_R) for exchange_R in compute.exchange)
-    first_K = candidates.start_K + 1
-    again_K = forward_sum[first_K + candidates.checkpointed_K] - forward_sum[first_K]
-    return forward_sum[high_K] - forward_sum[low_K], backward_sum[high_K] - backward_sum[low_K], again_K

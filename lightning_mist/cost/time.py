@@ -7,6 +7,7 @@ Array axes
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import log
 from typing import Literal
 
 import numpy as np
@@ -203,7 +204,7 @@ def collective_seconds(
     hops, crossings = ring_steps(operation, group_size)
     measured_hops, measured_crossings = ring_steps(operation, cost.group_size)
     steps, share = hops / measured_hops, crossings / measured_crossings
-    used = np.where(payload > 0, np.asarray(calls_K) * cost.latency_seconds * steps, 0.0)
+    used = (payload > 0) * (np.asarray(calls_K) * cost.latency_seconds * steps)
     result: FloatArray = used + payload * share / cost.bytes_per_second
     return result
 
@@ -240,8 +241,8 @@ def _nearest(profile: HardwareProfile, operation: str, group_size: int, num_node
 
     def distance(cost: CollectiveCost) -> tuple[float, float, int]:
         return (
-            abs(np.log(cost.num_nodes / num_nodes)),
-            abs(np.log(cost.group_size / group_size)),
+            abs(log(cost.num_nodes / num_nodes)),
+            abs(log(cost.group_size / group_size)),
             -cost.group_size,
         )
 

@@ -25,7 +25,6 @@ from lightning_mist.cost import CostModel, StageCandidates, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.needs import PeakParts
 from lightning_mist.cost.regions import covered
-from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
 from lightning_mist.tuner.pareto import Order, sort_points
 from lightning_mist.tuner.space import OFFLOADED, Space
@@ -174,22 +173,12 @@ def make_table(
         seconds_XC = np.stack([steady_C, seconds.boundary_K, floor_C, np.zeros(len(candidates))])
         fast_C = np.flatnonzero(steady_C <= pace * ROOM)
         candidates, window_C, seconds_XC = candidates.take(fast_C), window_C[fast_C], seconds_XC[:, fast_C]
-        seconds_XC[3] = _again(model, slot, candidates, seconds_XC[0])
+        seconds_XC[3] = model.again_seconds(slot, candidates)
         parts = PeakParts.of(model.memory(slot).needs(slot, candidates))
         shape_C = np.full(len(candidates), index)
         whole_C = np.stack([window_C, shape_C, candidates.checkpointed_K, candidates.zero_stage_K])
         found.append((whole_C, seconds_XC, parts))
     return _sorted(found, tuple(slots), windows, pace)
-
-
-def _again(model: CostModel, slot: StageSlot, candidates: StageCandidates, steady_C: FloatArray) -> FloatArray:
-    """What one more stage behind adds to the steady seconds; only unsharding depends on them, in equal steps."""
-    again_C = np.zeros(len(candidates))
-    at_J = np.flatnonzero(candidates.zero_stage_K == ZeroStage.PARAMETERS)
-    if slot.behind is not None and len(at_J) and slot.num_microbatches > 1:
-        more = model.seconds(replace(slot, behind=slot.behind + 1), candidates.take(at_J))
-        again_C[at_J] = more.steady_K - steady_C[at_J]
-    return again_C
 
 
 _Found = tuple[IntArray, FloatArray, PeakParts]

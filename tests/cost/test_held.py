@@ -1,7 +1,7 @@
 import numpy as np
 
 from lightning_mist.cost import StageCandidates
-from lightning_mist.cost.held import Holdings
+from lightning_mist.cost.held import HeldBytes, Holdings
 from lightning_mist.plan.sharding import assign_owners
 from tests.specs import spec, with_splits
 
@@ -70,3 +70,20 @@ def test_devices_with_several_stages_deal_out_what_they_hold_together():
     holdings = Holdings(spec(4, parameter_bytes=40_000, edge_bytes=100_000))
     sizes = [100_000, 40_000, 400, 40_000, 400]
     assert holdings.together([one(0, 1), one(2, 3)], 2).trained == max(loads(sizes, 2))
+
+
+def test_what_is_asked_together_is_what_is_asked_one_by_one():
+    network = spec(4, parameter_bytes=40_000, edge_bytes=100_000, tied=True, frozen=("wte.weight",))
+    ranges = [(start, end) for start in range(4) for end in range(start + 1, 5)]
+    together, later = Holdings(network), Holdings(network)
+    start_K, end_K = np.array(ranges * 2).T
+    zero_K = np.zeros_like(start_K)
+    every = StageCandidates(start_K=start_K, end_K=end_K, checkpointed_K=zero_K, zero_stage_K=zero_K)
+    found, shares = together.of(every), together.shares(every, 2)
+    for index in np.random.default_rng(0).permutation(len(start_K)):
+        alone = later.of(one(start_K[index], end_K[index]))
+        for name in HeldBytes.__slots__:
+            assert getattr(found, name)[index] == getattr(alone, name)[0]
+        part = later.shares(one(start_K[index], end_K[index]), 2)
+        assert shares.every_K[index] == part.every_K[0]
+        assert shares.backward_AK[:, index].tolist() == part.backward_AK[:, 0].tolist()

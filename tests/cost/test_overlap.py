@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mist.cost.overlap import concurrent_seconds, speeds
+from lightning_mist.cost.overlap import beyond_computing, concurrent_seconds, speeds
 from lightning_mist.hardware.interference import CHANNELS, COEFFICIENTS, Channel, Interference
 
 FREE = Interference(**dict.fromkeys(COEFFICIENTS, 0.0), source="test")
@@ -112,3 +112,16 @@ def test_a_channel_alone_runs_at_its_own_speed() -> None:
 def test_wrong_loads(load: float) -> None:
     with pytest.raises(ValueError, match="finite and not negative"):
         one([load, 0.0, 0.0, 0.0], FREE)
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("coefficient", [0.0, 0.3, 1.0])
+def test_two_channels_take_what_the_larger_load_does_and_the_smaller_one_s_turns(coefficient, across):
+    name = "compute_across" if across else "compute_network"
+    machine = dataclasses.replace(FREE, **{name: coefficient})
+    loads_CK = np.random.default_rng(0).uniform(0, 2, (2, 50)) * (np.arange(50) % np.array([[4], [5]]) > 0)
+    none_K = np.zeros(50)
+    for one_kind in (machine, None):
+        both_K = concurrent_seconds(*loads_CK, none_K, none_K, one_kind, across)
+        beyond_K = beyond_computing(*loads_CK, one_kind, across)
+        np.testing.assert_allclose(beyond_K, both_K - loads_CK[0], atol=1e-14)

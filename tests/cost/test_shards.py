@@ -8,7 +8,7 @@ from lightning_mist.cost.candidates import StageSlot
 from lightning_mist.cost.channels import FREE
 from lightning_mist.cost.held import Holdings
 from lightning_mist.cost.regions import covered
-from lightning_mist.cost.shards import UnitSeconds, exposed_seconds, unit_seconds
+from lightning_mist.cost.shards import Beside, UnitSeconds, again_seconds, exposed_seconds, unit_seconds
 from lightning_mist.cost.time import RegionSeconds
 from lightning_mist.plan import ZeroStage
 from lightning_mist.schedule import ActionKind
@@ -28,7 +28,7 @@ UNITS = UnitSeconds(
 TURNS = dataclasses.replace(FREE, compute_network=1.0)
 
 
-def exposed(start, end, *, checkpointed=0, zero=3, interference=FREE, units=UNITS, is_one_unit=False, **place):
+def asked(start, end, *, checkpointed=0, zero=3, interference=FREE, units=UNITS, is_one_unit=False, **place):
     candidates = StageCandidates(
         start_K=np.array([start]),
         end_K=np.array([end]),
@@ -38,17 +38,14 @@ def exposed(start, end, *, checkpointed=0, zero=3, interference=FREE, units=UNIT
     default = {"stage_index": 0, "num_stages": 1, "num_microbatches": 1}
     slot = StageSlot(data_parallel_degree=2, rows=1, batch_rows=1, **default | place)
     low_K, high_K = covered(NETWORK, candidates.start_K, candidates.end_K)
-    unshard_K, reduce_K = exposed_seconds(
-        COMPUTE,
-        units,
-        slot,
-        candidates,
-        low_K,
-        high_K,
-        is_one_unit=is_one_unit,
-        interference=interference,
-        across_nodes=False,
+    beside = Beside(
+        compute=COMPUTE, units=units, is_one_unit=is_one_unit, interference=interference, across_nodes=False
     )
+    return beside, slot, candidates, low_K, high_K
+
+
+def exposed(start, end, **given):
+    unshard_K, reduce_K = exposed_seconds(*asked(start, end, **given))
     return float(unshard_K[0]), float(reduce_K[0])
 
 
@@ -126,6 +123,41 @@ def test_chunks_of_a_group_are_never_charged_too_little():
 def test_one_unit_comes_once_per_batch(interference):
     unshard, _ = exposed(0, 3, interference=interference, is_one_unit=True, num_microbatches=5)
     assert unshard == pytest.approx(15 / 5)
+
+
+@pytest.mark.parametrize("interference", [FREE, TURNS, None])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 3), (1, 2), (1, 3)])
+def test_every_stage_behind_adds_the_same(start, end, name, interference):
+    given = {"num_stages": 9, "num_microbatches": 5, "schedule": name, "interference": interference}
+    for zero in (2, 3):
+        again = float(again_seconds(*asked(start, end, zero=zero, **given))[0])
+        found = [exposed(start, end, zero=zero, behind=behind, **given)[0] for behind in range(7)]
+        assert np.diff(found) == pytest.approx([again] * 4 + [0.0, 0.0])
+        # One or two units never leave.
+        assert (again > 0) == (zero == 3 and name != "gpipe" and end == 3)
+    alone = given | {"num_microbatches": 1}
+    assert float(again_seconds(*asked(start, end, **alone))[0]) == 0.0
+
+
+def test_many_candidates_are_what_each_is_alone():
+    table = Holdings(spec(3, tied=True, parameter_bytes=40_000, edge_bytes=100_000)).table
+    units = unit_seconds(profile(link=1e8, latency=0.0), table, 2, 1)
+    every = [
+        (start, end, kept, zero)
+        for start in range(3)
+        for end in range(start + 1, 4)
+        for kept in range(end - start + 1)
+        for zero in range(4)
+    ]
+    beside, slot, *_ = asked(0, 3, units=units, interference=TURNS, num_stages=3, num_microbatches=4)
+    start_K, end_K, kept_K, zero_K = np.array(every).T
+    candidates = StageCandidates(start_K=start_K, end_K=end_K, checkpointed_K=kept_K, zero_stage_K=zero_K)
+    unshard_K, reduce_K = exposed_seconds(beside, slot, candidates, *covered(NETWORK, start_K, end_K))
+    for index, (start, end, kept, zero) in enumerate(every):
+        place = {"units": units, "interference": TURNS, "num_stages": 3, "num_microbatches": 4}
+        alone = exposed(start, end, checkpointed=kept, zero=zero, **place)
+        assert (unshard_K[index], reduce_K[index]) == pytest.approx(alone, rel=1e-12)
 
 
 @pytest.mark.parametrize("interference", [FREE, None])
