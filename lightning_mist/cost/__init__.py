@@ -5,7 +5,7 @@ What takes modules needs torch, and is imported when it is first used.
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_mist.cost.breakdown import memory_with, predict, predict_with
+from lightning_mist.cost.breakdown import memory_with, predict, predict_with, seconds_with
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.chunks import stage_memory
 from lightning_mist.cost.compile import compile_expressions
@@ -63,6 +63,7 @@ __all__ = [
     "replay_group",
     "replay_plan",
     "replay_rank",
+    "seconds_with",
     "stage_memory",
     "step_seconds",
     "step_seconds_of",

@@ -5,10 +5,12 @@ from functools import partial
 
 from lightning_mist.cost.candidates import placed_slots_of
 from lightning_mist.cost.chunks import plan_memory, plan_needs
-from lightning_mist.cost.clock import rules_of, step_times, terms_of
+from lightning_mist.cost.clock import clock_seconds, rules_of, step_times, terms_of
 from lightning_mist.cost.memory import StageMemory
 from lightning_mist.cost.mixed import CostModel, Profiles, cost_model, profiles_of
 from lightning_mist.cost.roofline import step_work_among
+from lightning_mist.cost.stage import StageSeconds
+from lightning_mist.cost.together import seconds_of_stages
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
@@ -41,9 +43,19 @@ def memory_with(model: CostModel, plan: Plan) -> tuple[StageMemory, ...]:
     return model.remembered.of(replace(plan, predicted=None), partial(plan_memory, model.memory))
 
 
-def _predict(model: CostModel, plan: Plan) -> Predicted:
+def seconds_with(model: CostModel, plan: Plan) -> float:
+    """Seconds of one step of a plan, the same that :func:`predict_with` predicts, and nothing else."""
+    terms = [terms_of(item) for item in _stage_seconds(model, plan)]
+    return clock_seconds(plan, terms, rules_of(model.cluster, model.spec.precision))
+
+
+def _stage_seconds(model: CostModel, plan: Plan) -> tuple[StageSeconds, ...]:
     _check(model, plan)
-    seconds = [model.seconds(slot, candidates) for slot, candidates in placed_slots_of(plan, model.cluster)]
+    return seconds_of_stages(model, placed_slots_of(plan, model.cluster))
+
+
+def _predict(model: CostModel, plan: Plan) -> Predicted:
+    seconds = _stage_seconds(model, plan)
     terms = [terms_of(item) for item in seconds]
     rules = rules_of(model.cluster, model.spec.precision)
     times = step_times(plan, terms, rules)

@@ -62,6 +62,11 @@ def terms_of(seconds: StageSeconds) -> dict[str, float]:
     return {f"{field.name[:-2]}_seconds": float(getattr(seconds, field.name)[0]) for field in fields(seconds)}
 
 
+def clock_seconds(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> float:
+    """Seconds of one step of a plan, and nothing else; arguments as for :func:`step_times`."""
+    return _seconds(plan, plan_seconds(plan, terms), rules)
+
+
 def step_times(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> StepTimes:
     """Seconds of one step of a plan.
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_mist.cost.chunks import Situation, situation_terms, situations_in_order, update_terms
+from lightning_mist.cost.chunks import situation_terms, update_terms
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.memory import TERMS
 from lightning_mist.cost.need_terms import needs_of
 from lightning_mist.cost.needs import StageNeeds
 from lightning_mist.cost.phases import Phase, phases_in_order
+from lightning_mist.cost.situations import Situation, situations_in_order
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
 from lightning_mist.schedule import Action, ActionKind, Schedule, Simulation, Span, arrived_sends

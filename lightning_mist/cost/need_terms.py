@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost.needs import StageNeeds
+from lightning_mist.cost.needs import Bytes, StageNeeds
 from lightning_mist.errors import PlanError
 
 NeedTerms: TypeAlias = tuple[tuple[str, float], ...]
@@ -16,7 +16,7 @@ nothing is left out."""
 _ARRAYS = tuple(name for name in StageNeeds.__slots__ if name.endswith("_K"))
 
 
-def need_terms(needs: StageNeeds, always: Mapping[str, float] | None = None) -> NeedTerms:
+def need_terms(needs: StageNeeds, always: Mapping[str, Bytes] | None = None) -> NeedTerms:
     """What the memory of one candidate is made of.
 
     Args:

@@ -60,6 +60,19 @@ class StageNeeds:
     together_K: FloatArray
     update: tuple[tuple[str, Mapping[str, Bytes]], ...]
 
+    def take(self, index: IntArray | slice) -> "StageNeeds":
+        """Those of the candidates at some indices."""
+
+        def taken(terms: Mapping[str, Bytes]) -> dict[str, Bytes]:
+            # Bytes of all alike are numbers.
+            return {name: value[index] if isinstance(value, np.ndarray) else value for name, value in terms.items()}
+
+        return StageNeeds(
+            always=taken(self.always),
+            update=tuple((name, taken(terms)) for name, terms in self.update),
+            **{name: getattr(self, name)[index] for name in _ARRAYS},
+        )
+
     def situations(self, phases: Iterable[Phase]) -> list[tuple[str, Mapping[str, Bytes]]]:
         """Every situation with its bytes by term, ``always`` included."""
         found: list[tuple[str, Mapping[str, Bytes]]] = [(phase.kind, self.around(phase)) for phase in phases]
@@ -95,6 +108,9 @@ class StageNeeds:
             + handed * self.handed_K,
             "working_bytes": working_K,
         }
+
+
+_ARRAYS = tuple(name for name in StageNeeds.__slots__ if name.endswith("_K"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,11 @@ from typing import NoReturn, TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, memory_with, predict_with
-from lightning_mist.cost.candidates import StageCandidates, StageSlot, placed_slots_of
+from lightning_mist.cost import CostModel, predict_with, seconds_with
+from lightning_mist.cost.candidates import StageSlot, placed_slots_of
+from lightning_mist.cost.chunks import plan_peaks
+from lightning_mist.cost.stage import StageSeconds
+from lightning_mist.cost.together import seconds_of_stages
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Checkpointing, Plan, ScheduleName, ZeroStage
 from lightning_mist.tuner.space import Space
@@ -50,15 +53,15 @@ def best_variant(
     best: Plan | None = None
     candidates = [(_busiest(model, candidate), candidate) for plan in plans for candidate in _variants(plan, space)]
     for least, candidate in sorted(candidates, key=lambda item: item[0]):
-        if least >= (below if best is None else min(below, _seconds(best))):
+        if least >= below:
             break
         found = _fitted(model, space, limits, host_limits, candidate)
-        if found is None:
+        if found is None or (found is not candidate and _busiest(model, found) >= below):
             continue
-        found = replace(found, predicted=predict_with(model, found))
-        if best is None or _seconds(found) < _seconds(best):
-            best = found
-    return best
+        seconds = seconds_with(model, found)
+        if seconds < below:
+            best, below = found, seconds
+    return None if best is None else replace(best, predicted=predict_with(model, best))
 
 
 def refuse_without_variant(schedules: Sequence[ScheduleName]) -> NoReturn:
@@ -75,28 +78,30 @@ def refuse_without_variant(schedules: Sequence[ScheduleName]) -> NoReturn:
     )
 
 
-def _seconds(plan: Plan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.step_seconds
-
-
 def _busiest(model: CostModel, plan: Plan) -> float:
     """Seconds that the busiest devices of a plan compute, after those before them, which its step takes at least.
 
     Transfers may hide, and the first microbatch has no gradients to add to.
     """
 
-    def busy(slot: StageSlot, candidates: StageCandidates) -> tuple[float, float]:
-        found = model.seconds(slot, candidates)
+    def busy(found: StageSeconds) -> tuple[float, float]:
         lane, saved = float((found.steady_K - found.transfer_K)[0]), float(found.accumulate_K[0])
         # ZB-H1 puts off a part of the backward, which need not be over when the devices behind have ended.
         alone = float(found.forward_K[0]) if plan.schedule == "zb-h1" else lane - saved
         return plan.num_microbatches * lane - saved, max(0.0, alone)
 
-    each = [busy(*item) for item in placed_slots_of(plan, model.cluster)]
+    # Without their transfers most stages are at places of the same kind.
+    stages = [(_alone(slot), candidates) for slot, candidates in placed_slots_of(plan, model.cluster)]
+    each = [busy(found) for found in seconds_of_stages(model, stages)]
     groups = range(plan.num_groups)
     before = np.cumsum([0.0, *(each[group][1] for group in groups)])
     return max(float(before[group]) + sum(each[chunk][0] for chunk in plan.chunks(group)) for group in groups)
+
+
+def _alone(slot: StageSlot) -> StageSlot:
+    """A place in a pipeline without what crosses its boundaries."""
+    assert slot.placement is not None
+    return replace(slot, placement=replace(slot.placement, tied_nodes=1, share=1.0, before=None, behind=None))
 
 
 def _variants(plan: Plan, space: Space) -> Iterator[Plan]:
@@ -135,17 +140,20 @@ def _fitted(model: CostModel, space: Space, limits: Limits, host_limits: Limits,
     """The plan with as few more recomputed layers per stage as make it fit."""
     may_recompute = space.checkpointing and space.search.checkpointed_shares is None
     most = max(stage.num_layers - stage.checkpointing.layers for stage in plan.stages) if may_recompute else 0
-
-    def fits(item: Plan) -> bool:
-        found = zip(memory_with(model, item), limits(item), host_limits(item), strict=True)
-        return all(memory.peak_bytes <= limit and memory.host_bytes <= host for memory, limit, host in found)
-
-    if not fits(_recomputing(plan, most)) and not fits(plan):
+    more_M = np.arange(most + 1)
+    layers_S = np.array([stage.num_layers for stage in plan.stages])
+    fixed_S = np.array([stage.checkpointing.layers for stage in plan.stages])
+    found = plan_peaks(model.memory, plan, np.minimum(layers_S[:, None], fixed_S[:, None] + more_M))
+    fits_M = np.all(found.device_SM <= np.array(limits(plan))[:, None], axis=0)
+    fits_M &= np.all(found.host_SM <= np.array(host_limits(plan))[:, None], axis=0)
+    if not fits_M[0] and not fits_M[-1]:
         return None
-    return next((item for more in range(most + 1) if fits(item := _recomputing(plan, more))), None)
+    return _recomputing(plan, int(fits_M.argmax()))
 
 
 def _recomputing(plan: Plan, more: int) -> Plan:
+    if not more:
+        return plan
     return replace(
         plan,
         stages=tuple(

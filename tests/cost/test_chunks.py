@@ -3,10 +3,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightning_mist.cost import StageCandidates, predict, stage_memory
+from lightning_mist.cost import StageCandidates, StageCostModel, predict, stage_memory
+from lightning_mist.cost.chunks import plan_memory, plan_peaks
 from lightning_mist.cost.held import Holdings
-from lightning_mist.plan import Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
 from tests.specs import cluster, profile, spec
+from tests.tuner.plans import pipeline
 
 
 def interleaved(layers, *, groups=2, degree=1, rows=4, microbatches=4, zero=0):
@@ -85,6 +87,36 @@ def test_predictions_of_chunks_add_up():
     fast = profile(latency=0.0, link=1e12)
     seconds = [predict(network, fast, cluster(2), item).step_seconds for item in (plan, plain)]
     assert seconds[0] < seconds[1]
+
+
+MOVED = {"activations": 0.5, "optimizer": 1.0}
+# Weights' gradients stay where they are made.
+SAVINGS = [
+    (name, zero, moved) for name in ("1f1b", "gpipe", "interleaved-1f1b") for zero in range(4) for moved in ({}, MOVED)
+]
+SAVINGS += [("zb-h1", 0, {}), ("zb-h1", 1, {})]
+
+
+@pytest.mark.parametrize(("schedule", "zero", "offload"), SAVINGS)
+@pytest.mark.parametrize("microbatches", [2, 8])
+def test_peaks_of_all_ways_to_recompute_are_those_of_each(schedule, zero, offload, microbatches):
+    network = spec(9, kinds=(0, 1, 0, 0, 1, 1, 0, 0, 0), widths=(1000, 3000), tied=True)
+    stages = [{"layers": layers, "data": 2, "zero": zero, "offload": offload} for layers in (3, 2, 2, 2)]
+    groups = {"groups": 2} if schedule == "interleaved-1f1b" else {}
+    plan = pipeline(*stages, rows=8, microbatches=microbatches, schedule=schedule, **groups)
+    model = StageCostModel(network, profile(), cluster(plan.world_size))
+    counts_SM = np.array([[0, 1, 3, 2], [0, 1, 2, 0], [0, 1, 2, 1], [0, 1, 2, 2]])
+    found = plan_peaks(model.memory, plan, counts_SM)
+    for index, counts in enumerate(counts_SM.T.tolist()):
+        stages = tuple(
+            dataclasses.replace(stage, checkpointing=Checkpointing(layers=count))
+            for stage, count in zip(plan.stages, counts, strict=True)
+        )
+        wanted = plan_memory(model.memory, dataclasses.replace(plan, stages=stages))
+        for stage, memory in enumerate(wanted):
+            # Their terms are rounded one by one.
+            assert abs(found.device_SM[stage, index] - memory.peak_bytes) <= 5
+            assert found.host_SM[stage, index] == memory.host_bytes
 
 
 def _merged(plan):

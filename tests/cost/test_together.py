@@ -1,0 +1,70 @@
+"""Asking about all stages of a plan at once gives what asking about each gives."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from lightning_mist.cost import StageCostModel
+from lightning_mist.cost.candidates import placed_slots_of, slots_of
+from lightning_mist.cost.need_terms import need_terms
+from lightning_mist.cost.stage import StageSeconds
+from lightning_mist.cost.together import needs_of_stages, seconds_of_stages
+from tests.specs import cluster, profile, spec
+from tests.tuner.plans import pipeline
+
+NETWORK = spec(8, kinds=(0, 0, 1, 0, 1, 0, 0, 0), widths=(1000, 2500), tied=True)
+SHAPES = {
+    "alike": [{"layers": 2, "data": 2, "checkpointed": index} for index in (1, 0, 2, 1)],
+    "sharded": [{"layers": 2, "data": 2, "zero": zero} for zero in (0, 2, 2, 3)],
+    "uneven": [{"layers": layers, "data": data} for layers, data in ((3, 4), (2, 1), (1, 1), (2, 2))],
+    "moved": [{"layers": 2, "data": 2, "zero": 1, "offload": {"optimizer": ratio}} for ratio in (0.0, 0.5, 1.0, 0.0)],
+}
+
+
+def model_of(plan, kind="cuda"):
+    machine = dataclasses.replace(profile(), host_to_device_bytes_per_second=1e8, device_to_host_bytes_per_second=2e8)
+    return StageCostModel(NETWORK, machine, cluster(plan.world_size, nodes=2, kind=kind))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_stages_together_take_as_long_as_each(name, kind):
+    plan = pipeline(*SHAPES[name], rows=4)
+    model = model_of(plan, kind)
+    stages = placed_slots_of(plan, model.cluster)
+    for found, stage in zip(seconds_of_stages(model, stages), stages, strict=True):
+        wanted = model.seconds(*stage)
+        for term in StageSeconds.__slots__:
+            assert getattr(found, term) == pytest.approx(getattr(wanted, term), rel=1e-12), term
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_stages_together_need_as_much_as_each(name, schedule):
+    plan = pipeline(*SHAPES[name], rows=4, schedule="1f1b" if name in ("sharded", "moved") else schedule)
+    model = model_of(plan)
+    stages = slots_of(plan)
+    for found, (slot, candidates) in zip(needs_of_stages(model.memory, stages), stages, strict=True):
+        wanted = model.memory(slot).needs(slot, candidates)
+        assert need_terms(found) == need_terms(wanted)
+
+
+def test_places_of_one_kind_are_asked_about_once(monkeypatch):
+    plan = pipeline(*SHAPES["alike"], rows=4)
+    model = StageCostModel(NETWORK, profile(), cluster(8))
+    asked = []
+    real = StageCostModel.seconds
+    monkeypatch.setattr(
+        StageCostModel, "seconds", lambda self, slot, items: asked.append(len(items)) or real(self, slot, items)
+    )
+    seconds_of_stages(model, slots_of(plan))
+    assert asked == [4]
+
+
+def test_several_candidates_each_stay_with_their_stage():
+    plan = pipeline(*SHAPES["alike"], rows=4)
+    model = model_of(plan)
+    stages = [(slot, items.take(np.zeros(index + 1, dtype=int))) for index, (slot, items) in enumerate(slots_of(plan))]
+    assert [len(found.forward_K) for found in seconds_of_stages(model, stages)] == [1, 2, 3, 4]
+    assert [len(found.saved_K) for found in needs_of_stages(model.memory, stages)] == [1, 2, 3, 4]
