@@ -52,7 +52,8 @@ def plan(
         seq_len: Tokens per row, for presets and configurations.
         precision: Lightning's name of the precision, such as bf16-mixed.
         memory_limit: The most memory of each device that the plan may use, such as 22GiB.
-        host_memory_limit: The most memory of each node's host that offloading may take, such as 200GiB.
+        host_memory_limit: The most memory of each node's host that offloading may take, such as 200GiB; by default 80 %
+            of what it has.
         out: Where to write the plan file.
         optimizer: Class in torch.optim, by its default options; else what configure_optimizers makes, or AdamW.
         json: Print JSON on stdout and nothing else there.

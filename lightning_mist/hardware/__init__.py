@@ -18,6 +18,7 @@ from lightning_mist.hardware.describe import parse_cluster
 from lightning_mist.hardware.detect import detect
 from lightning_mist.hardware.from_catalog import catalog_profile
 from lightning_mist.hardware.groups import RankGroup, measuring_groups
+from lightning_mist.hardware.host_memory import host_memory
 from lightning_mist.hardware.interference import CHANNELS, Channel, Interference
 from lightning_mist.hardware.machine_file import read_machine
 from lightning_mist.hardware.profile import (
@@ -61,6 +62,7 @@ __all__ = [
     "correction_store",
     "detect",
     "factor_of",
+    "host_memory",
     "learn",
     "load_corrections",
     "load_profile",

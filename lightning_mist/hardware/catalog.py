@@ -17,7 +17,7 @@ SOURCES = {
     "mist": "Mist artifact, github.com/Dazz993/Mist at d69e530, Apache-2.0: collectives, copies, operators",
     "mamf": "S. Bekman, ml-engineering, compute/accelerator: Maximum Achievable Matmul FLOPS",
     "nccl": "S. Jeaugey in github.com/NVIDIA/nccl-tests issue 212: NVLink's protocol costs a fifth of its rate",
-    "ec2": "AWS EC2 instance types: network of g4dn.metal, g5.48xlarge, g6.48xlarge, p3, p4d, p4de, p5, p5e, p6-b200",
+    "ec2": "AWS EC2, network and host memory: g4dn.metal, g5.48xlarge, g6.48xlarge, p3, p4d, p4de, p5, p5e, p6-b200",
     "mli": "github.com/mli/transformers-benchmarks issue 4: RTX 4090 and A800 matrix products and memory bandwidth",
     "calculon": "github.com/calculon-ai/calculon, systems/a100_80g.json: network efficiencies and latencies",
     "measured": "this project, 2 processes on 2 cores of a virtual AMD EPYC: python -m benchmarks.hardware.profile",
@@ -51,6 +51,8 @@ class CatalogDevice:
         host_bytes_per_second: Line rate to the host, one direction; 0 for the host itself.
         host_efficiency: Part of it that copies of one device reach while the others do not copy.
         host_node_efficiency: What all devices of a node together reach, as a multiple of one device's line rate.
+        host_memory_bytes: Memory of the host for each of a node's devices, as rented or built most often: smaller nodes
+            are rented as parts of such hosts. None where the device's memory is the host's.
         sources: Names in :data:`SOURCES`.
     """
 
@@ -67,6 +69,7 @@ class CatalogDevice:
     host_bytes_per_second: float
     host_efficiency: float
     host_node_efficiency: float
+    host_memory_bytes: int | None
     sources: tuple[str, ...]
 
     @property
@@ -112,6 +115,10 @@ HOST_NODE_EFFICIENCY = 1.52
 ZeRO-Infinity, 2021, figure 2b)."""
 
 
+DEVICES_PER_HOST = 8
+"""Devices in each of the nodes whose host memory is listed (ec2; AWS Batch user guide, GPU jobs)."""
+
+
 def _device(
     name: str,
     cuda_name: str,
@@ -122,9 +129,13 @@ def _device(
     pcie: float,
     nvlink: float | None,
     network: float,
+    host: float,
     sources: tuple[str, ...],
 ) -> CatalogDevice:
-    """An NVIDIA device with the figures of its class; bandwidth and NVLink in GB/s, network in Gbit/s."""
+    """An NVIDIA device with the figures of its class.
+
+    Bandwidth and NVLink in GB/s, network in Gbit/s, memory of the host for each device in GiB.
+    """
     efficiencies = EFFICIENCIES[name]
     return CatalogDevice(
         name=name,
@@ -140,6 +151,7 @@ def _device(
         host_bytes_per_second=pcie,
         host_efficiency=HOST_EFFICIENCY,
         host_node_efficiency=HOST_NODE_EFFICIENCY,
+        host_memory_bytes=int(host * GIB),
         sources=("datasheet", *dict.fromkeys((*efficiencies.sources, *sources))),
     )
 
@@ -152,8 +164,9 @@ def _board(
     flops: tuple[tuple[str, float], ...],
     bandwidth: float,
     pcie: float,
+    host: float,
 ) -> CatalogDevice:
-    """A PCIe board of a data centre, eight of them in a node with 100 Gbit/s (ec2)."""
+    """A PCIe board of a data centre, eight of them in a node with 100 Gbit/s (ec2) and ``host`` GiB of memory."""
     return _device(
         name,
         cuda_name,
@@ -163,6 +176,7 @@ def _board(
         pcie=pcie,
         nvlink=None,
         network=100,
+        host=host / DEVICES_PER_HOST,
         sources=("mist", "ec2"),
     )
 
@@ -177,8 +191,9 @@ def _module(
     pcie: float,
     nvlink: float,
     network: float,
+    host: float,
 ) -> CatalogDevice:
-    """An SXM module with NVLink (GB/s in one direction)."""
+    """An SXM module with NVLink (GB/s in one direction), eight of them in a node with ``host`` GiB of memory (ec2)."""
     return _device(
         name,
         cuda_name,
@@ -188,6 +203,7 @@ def _module(
         pcie=pcie,
         nvlink=nvlink,
         network=network,
+        host=host / DEVICES_PER_HOST,
         sources=("mist", "nccl", "ec2"),
     )
 
@@ -203,6 +219,8 @@ def _geforce(name: str, cuda_name: str, *, flops: tuple[tuple[str, float], ...],
         pcie=PCIE4,
         nvlink=None,
         network=10,
+        # Puget Systems, hardware recommendations for machine learning: 128 GB beside two RTX 3090, about twice theirs.
+        host=64,
         sources=("mist",),
     )
 
@@ -220,11 +238,16 @@ DEVICES: tuple[CatalogDevice, ...] = (
         flops=_flops(30.3, 60, 121, 121),
         bandwidth=300,
         pcie=PCIE4,
+        host=768,
     ),
     # Memory as torch reports it on an A10: github.com/zai-org/CogVLM issue 236. Rates: AWS's data sheet of the A10G.
-    _board("A10G", "NVIDIA A10G", memory=21.99 * GIB, flops=_flops(35, 35, 70, 70), bandwidth=600, pcie=PCIE4),
+    _board(
+        "A10G", "NVIDIA A10G", memory=21.99 * GIB, flops=_flops(35, 35, 70, 70), bandwidth=600, pcie=PCIE4, host=768
+    ),
     # Memory as torch reports it.
-    _board("T4", "Tesla T4", memory=15102 * 2**20, flops=_flops(8.1, None, 65, None), bandwidth=320, pcie=PCIE3),
+    _board(
+        "T4", "Tesla T4", memory=15102 * 2**20, flops=_flops(8.1, None, 65, None), bandwidth=320, pcie=PCIE3, host=384
+    ),
     # Memory: github.com/meta-llama/llama issue 918; the 32 GB module has twice that.
     _module(
         "V100-16",
@@ -235,6 +258,7 @@ DEVICES: tuple[CatalogDevice, ...] = (
         pcie=PCIE3,
         nvlink=150,
         network=25,
+        host=488,
     ),
     _module(
         "V100-32",
@@ -245,6 +269,7 @@ DEVICES: tuple[CatalogDevice, ...] = (
         pcie=PCIE3,
         nvlink=150,
         network=100,
+        host=768,
     ),
     # Memory: github.com/bottlerocket-os/bottlerocket pull request 3873; the 80 GB module has twice that.
     _module(
@@ -256,6 +281,7 @@ DEVICES: tuple[CatalogDevice, ...] = (
         pcie=PCIE4,
         nvlink=300,
         network=400,
+        host=1152,
     ),
     _module(
         "A100-80",
@@ -266,6 +292,7 @@ DEVICES: tuple[CatalogDevice, ...] = (
         pcie=PCIE4,
         nvlink=300,
         network=400,
+        host=1152,
     ),
     # Memory: github.com/vllm-project/vllm issue 27508.
     _module(
@@ -277,6 +304,7 @@ DEVICES: tuple[CatalogDevice, ...] = (
         pcie=PCIE5,
         nvlink=450,
         network=3200,
+        host=2048,
     ),
     # Memory as sold; what a program sees is a little more.
     _module(
@@ -288,6 +316,7 @@ DEVICES: tuple[CatalogDevice, ...] = (
         pcie=PCIE5,
         nvlink=450,
         network=3200,
+        host=2048,
     ),
     # Memory and its 7.672 TB/s: github.com/pytorch/ao pull request 4002.
     _module(
@@ -299,6 +328,7 @@ DEVICES: tuple[CatalogDevice, ...] = (
         pcie=PCIE5,
         nvlink=900,
         network=3200,
+        host=2048,
     ),
     _geforce("RTX3090", "NVIDIA GeForce RTX 3090", flops=_flops(35.6, 35.6, 71, 71), bandwidth=936),
     _geforce("RTX4090", "NVIDIA GeForce RTX 4090", flops=_flops(82.6, 82.6, 165.2, 165.2), bandwidth=1008),
@@ -318,6 +348,7 @@ DEVICES: tuple[CatalogDevice, ...] = (
         host_bytes_per_second=0.0,
         host_efficiency=0.0,
         host_node_efficiency=0.0,
+        host_memory_bytes=None,
         sources=("measured", "calculon"),
     ),
 )

@@ -78,6 +78,8 @@ class Cluster:
         inter_node: What one node can send to the others, all its devices together, if described; the catalog's
             otherwise.
         host: How fast devices copy from and to their host, if described; the catalog's otherwise.
+        host_memory_bytes: Memory of each node's host, if described or measured; the catalog's otherwise, see
+            :func:`~lightning_mist.hardware.host_memory`.
     """
 
     num_nodes: int
@@ -86,11 +88,16 @@ class Cluster:
     intra_node: Link | None = None
     inter_node: Link | None = None
     host: HostLink | None = None
+    host_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the counts."""
+        """Check the counts and the memory."""
         if self.num_nodes < 1 or self.devices_per_node < 1:
             raise PlanError(f"a cluster of {self.num_nodes} nodes x {self.devices_per_node}: both must be at least 1")
+        if self.host_memory_bytes is not None and self.host_memory_bytes < 1:
+            raise PlanError(
+                f"hosts with {self.host_memory_bytes} bytes of memory: a host has some; leave it out if it is not known"
+            )
 
     @property
     def world_size(self) -> int:

@@ -10,6 +10,7 @@ a cluster of unlike devices. A YAML file has these keys, the first three of them
     intra_node: {bandwidth: 32 GB/s, latency: 20 us}  # what one device sends inside its node
     inter_node: {bandwidth: 100 Gbit/s, latency: 50 us}  # what one node sends
     host: {to_device: 25 GB/s, to_host: 26 GB/s, per_node: 100 GB/s}  # pinned copies
+    host_memory: 768GiB                               # of each node's host; the catalog's otherwise
 
 Copies to the device and to the host are those of one device, ``per_node`` is what all of a node copy in one direction;
 without it they can all copy at once as fast as each alone.
@@ -38,7 +39,7 @@ from lightning_mist.hardware.cluster import Cluster, Device, HostLink, Link
 from lightning_mist.hardware.cluster_mixed import AnyCluster, cluster_of
 from lightning_mist.units import parse_bytes, parse_rate, parse_seconds
 
-KEYS = ("nodes", "devices_per_node", "device", "memory", "intra_node", "inter_node", "host")
+KEYS = ("nodes", "devices_per_node", "device", "memory", "intra_node", "inter_node", "host", "host_memory")
 """Keys of a cluster file."""
 
 LINK_KEYS = ("bandwidth", "latency")
@@ -129,6 +130,7 @@ def _part(content: Any, where: str) -> Cluster:
         intra_node=_link(data.get("intra_node"), "intra_node", where),
         inter_node=_link(data.get("inter_node"), "inter_node", where),
         host=_host(data.get("host"), where),
+        host_memory_bytes=_host_memory(data.get("host_memory"), where),
     )
 
 
@@ -187,6 +189,18 @@ def _host(value: Any, where: str) -> HostLink | None:
         to_host_bytes_per_second=rates["to_host"],
         node_bytes_per_second=rates.get("per_node", 0.0),
     )
+
+
+def _host_memory(value: Any, where: str) -> int | None:
+    if value is None:
+        return None
+    try:
+        size = parse_bytes(value)
+    except ValueError as error:
+        raise PlanError(f"{where}: host_memory: {error}") from error
+    if size == 0:
+        raise PlanError(f"{where}: host_memory of {value!r}: a host has some; leave it out if it is not known")
+    return size
 
 
 def _count(value: Any, name: str, where: str) -> int:

@@ -23,7 +23,7 @@ def detect(world_size: int, num_nodes: int, device_type: str) -> Cluster:
             where that is limited).
 
     Returns:
-        The cluster.
+        The cluster, with the memory of its host: the container's where that is limited.
 
     Raises:
         ProfileError: If processes do not fill nodes equally, or the kind of device is another or is not there.
@@ -33,14 +33,17 @@ def detect(world_size: int, num_nodes: int, device_type: str) -> Cluster:
             f"{world_size} processes on {num_nodes} nodes: every node must have as many; for example "
             f"{max(num_nodes, 1) * max(1, round(world_size / max(num_nodes, 1)))} processes"
         )
-    devices_per_node = world_size // num_nodes
+    devices_per_node, memory = world_size // num_nodes, None
     if device_type == "cpu":
-        device = Device(name="cpu", memory_bytes=host_memory_bytes() // devices_per_node, kind="cpu")
+        memory = host_memory_bytes()
+        device = Device(name="cpu", memory_bytes=memory // devices_per_node, kind="cpu")
     elif device_type == "cuda":
         device = _cuda_device()
+        if MEMORY_INFORMATION.exists():  # Elsewhere than on Linux the catalog's figure has to do.
+            memory = host_memory_bytes()
     else:
         raise ProfileError(f"device type {device_type!r}: mist runs on cuda and cpu")
-    return Cluster(num_nodes=num_nodes, devices_per_node=devices_per_node, device=device)
+    return Cluster(num_nodes=num_nodes, devices_per_node=devices_per_node, device=device, host_memory_bytes=memory)
 
 
 def host_memory_bytes(information: Path = MEMORY_INFORMATION, limits: tuple[Path, ...] = CONTROL_GROUP_LIMITS) -> int:

@@ -34,8 +34,10 @@ def read_machine(path: Path) -> tuple[Cluster, HardwareProfile]:
 
 def _decode(data: dict[str, Any]) -> Cluster:
     device = data["device"]
+    host_memory = data.get("host_memory_bytes")  # Not in files that were written before it was known.
     return Cluster(
         num_nodes=int(data["num_nodes"]),
         devices_per_node=int(data["devices_per_node"]),
         device=Device(name=str(device["name"]), memory_bytes=int(device["memory_bytes"]), kind=str(device["kind"])),
+        host_memory_bytes=None if host_memory is None else int(host_memory),
     )

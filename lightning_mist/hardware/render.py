@@ -23,9 +23,10 @@ def render_profile(cluster: Cluster, profile: HardwareProfile, *, width: int = 1
     text = StringIO()
     console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
     devices = f"{cluster.num_nodes}x{cluster.devices_per_node}x{cluster.device.name}"
-    console.print(
-        f"{devices}, {format_bytes(cluster.device.memory_bytes)} each: {profile.source}", markup=False, soft_wrap=False
-    )
+    sizes = f"{format_bytes(cluster.device.memory_bytes)} each"
+    if cluster.kind == "cuda" and cluster.host_memory_bytes is not None:
+        sizes += f", {format_bytes(cluster.host_memory_bytes)} in each host"
+    console.print(f"{devices}, {sizes}: {profile.source}", markup=False, soft_wrap=False)
     for table in (
         _matrix_products(profile),
         _kernels(profile),

@@ -80,7 +80,7 @@ def cluster_of_ranks(mine: Cluster) -> AnyCluster:
 
 
 def joined(found: Sequence[Cluster]) -> AnyCluster:
-    """The cluster of ranks with these devices; of devices of one name the least memory counts.
+    """The cluster of ranks with these devices; of devices of one name the least memory counts, and of their hosts.
 
     Args:
         found: What every rank takes the cluster for, by its own device.
@@ -97,8 +97,22 @@ def joined(found: Sequence[Cluster]) -> AnyCluster:
         per_node = min(len(run), first.devices_per_node)
         per_node = per_node if len(run) % per_node == 0 else 1
         device = replace(first.device, memory_bytes=min(cluster.device.memory_bytes for cluster in run))
-        parts.append(replace(first, num_nodes=len(run) // per_node, devices_per_node=per_node, device=device))
+        parts.append(
+            replace(
+                first,
+                num_nodes=len(run) // per_node,
+                devices_per_node=per_node,
+                device=device,
+                host_memory_bytes=_host_memory(run, per_node),
+            )
+        )
     return cluster_of(parts)
+
+
+def _host_memory(run: Sequence[Cluster], per_node: int) -> int | None:
+    """The least host memory that so many devices of a node have; those of other parts have an equal share of it."""
+    known = [item.host_memory_bytes * per_node // item.devices_per_node for item in run if item.host_memory_bytes]
+    return min(known, default=None)
 
 
 def alike(cluster: AnyCluster) -> Cluster:

@@ -73,8 +73,8 @@ class Asker:
         try:
             model = self.planner_of(on).model
             known = replace(plan, predicted=predict_with(model, replace(plan, predicted=None)))
-            is_limited = on.host_memory_limit is not None
-            held = [memory.host_bytes for memory in plan_memory(model.memory, plan)] if is_limited else []
+            moves = any(stage.offload.any for stage in plan.stages)
+            held = [memory.host_bytes for memory in plan_memory(model.memory, plan)] if moves else []
         except MistError as error:
             return Version(plan=None, reason=str(error))
         assert known.predicted is not None
@@ -82,7 +82,7 @@ class Asker:
         return Version(
             plan=known,
             missing_bytes=_missing(peaks, on.limits(plan)),
-            missing_host_bytes=_missing(held, on.host_limits(plan)) if is_limited else 0,
+            missing_host_bytes=_missing(held, on.host_limits(plan)) if moves else 0,
         )
 
     def best(self, what: str, search: SearchSpace) -> Version | None:

@@ -156,6 +156,9 @@ def _message(intra: Stages, plan: Plan, is_least: bool) -> str:
     allowed = f"memory_limit is {format_bytes(limit / share)} per device"
     if share < 1:
         allowed += f", of which tensors may take {format_bytes(limit)}"
+    host = intra.host_limits(plan)[index]
+    if kept and np.isfinite(host):
+        allowed += f", and offload {format_bytes(host)} of its host's memory"
     return (
         f"no plan fits. {least} is {format_bytes(worst.peak_bytes)}, on stage {index} of {plan.num_stages} "
         f"(layers {stage.layers[0]} to {stage.layers[1]} on {len(stage.devices)} {kind}, {stage.microbatch_size} rows "

@@ -28,7 +28,7 @@ from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.bound import PRECISION
-from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, usable_bytes
+from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, host_notes, usable_bytes
 from lightning_mist.tuner.copies import search_copies
 from lightning_mist.tuner.families import GridCosts
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late
@@ -176,8 +176,8 @@ class Planner:
         Args:
             global_batch_size: Rows that one Lightning batch brings over all devices.
             memory_limit: Bytes of each device that may be used in all; see :func:`usable_bytes`.
-            host_memory_limit: Bytes of host memory of each node that offloading may take; by default as many as it
-                wants. Every device of a node may take an equal part.
+            host_memory_limit: Bytes of host memory of each node that offloading may take, its devices equal parts; by
+                default a share of what the hosts have, see :func:`~lightning_mist.tuner.budget.usable_host_bytes`.
             search: Limits of the search; by default none.
 
         Raises:
@@ -197,7 +197,7 @@ class Planner:
         if outcome.winner is None:
             until = max(deadline, perf_counter() + 0.1)
             explain_infeasible(stages, lambda problem, chosen: make_plan(space, problem, chosen, self.cluster), until)
-        return _result(stages, outcome, began, memory_limit)
+        return _result(stages, outcome, began, (memory_limit, host_memory_limit))
 
 
 def _knows_copies(profile: HardwareProfile, part: Cluster) -> bool:
@@ -206,7 +206,7 @@ def _knows_copies(profile: HardwareProfile, part: Cluster) -> bool:
     return part.device.kind != "cuda" or min(rates) > 0
 
 
-def _result(intra: Stages, outcome: Outcome, began: float, memory_limit: int | None) -> TuneResult:
+def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | None, int | None]) -> TuneResult:
     """The plan that an outcome leads to, and why."""
     assert outcome.winner is not None
     model, space = intra.model, intra.space
@@ -243,7 +243,7 @@ def _result(intra: Stages, outcome: Outcome, began: float, memory_limit: int | N
             *outcome.notes,
             *clocked.notes,
             *chosen.notes,
-            *_numbers(intra, plan, memory_limit),
+            *_numbers(intra, plan, *asked),
         ),
     )
 
@@ -374,7 +374,7 @@ def _stages(count: int) -> str:
     return "1 stage (data parallel)" if count == 1 else f"{count} stages"
 
 
-def _numbers(stages: Stages, plan: Plan, asked: int | None) -> Iterable[str]:
+def _numbers(stages: Stages, plan: Plan, asked: int | None, asked_of_host: int | None) -> Iterable[str]:
     """Where the numbers behind a plan come from, and what devices may use."""
     model = stages.model
     sources = {model.region_seconds(stage.microbatch_size).source for stage in plan.stages}
@@ -396,3 +396,4 @@ def _numbers(stages: Stages, plan: Plan, asked: int | None) -> Iterable[str]:
                 f"tensors may take {format_bytes(limit)} per device, {USABLE_MEMORY:.0%} of {whole}: the rest is for "
                 "the context, communicators and what the allocator keeps free"
             )
+    yield from host_notes(model.cluster, asked_of_host) if stages.space.search.offload else ()

@@ -30,7 +30,8 @@ def tune(
         memory_limit: Bytes of each device that may be used in all; see
             :func:`~lightning_mist.tuner.budget.usable_bytes`.
         host_memory_limit: Bytes of host memory of each node that offloading may take, of which every device may take
-            an equal part; by default as many as it wants.
+            an equal part; by default a share of what the hosts have, see
+            :func:`~lightning_mist.tuner.budget.usable_host_bytes`.
         search: Limits of the search; by default none.
 
     Raises:

@@ -1,11 +1,12 @@
 """Machines that are better than the one at hand in one way each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import isfinite
 
-from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile, MixedCluster, catalog_profile
+from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile, MixedCluster, catalog_profile, host_memory
 from lightning_mist.plan import Plan
-from lightning_mist.tuner.budget import host_bytes_of_each, tensor_share, usable_bytes
+from lightning_mist.tuner.budget import host_bytes_of_each, tensor_share, usable_bytes, usable_host_bytes
 from lightning_mist.tuner.space import SearchSpace
 from lightning_mist.units import format_bytes
 
@@ -25,7 +26,8 @@ class Machine:
         cluster: Its devices.
         profiles: How fast they are, by part of the cluster.
         memory_limit: What a device may use in all; ``None`` for what it has.
-        host_memory_limit: What a node may use of its host's memory; ``None`` for no limit.
+        host_memory_limit: What a node may use of its host's memory; ``None`` for the share that
+            plans use of what it has, see :func:`~lightning_mist.tuner.budget.usable_host_bytes`.
         is_other: Whether more differs than limits, so that another planner has to be asked.
     """
 
@@ -73,10 +75,8 @@ def better_machines(
     cluster, other = machine.cluster, replace(machine, is_other=True)
     collectives = [item for profile in machine.profiles for item in profile.collectives]
     found, left_out = [_more_memory(machine)], []
-    if machine.host_memory_limit is not None and search.offload:
-        twice = 2 * machine.host_memory_limit
-        change = f"twice the host memory ({format_bytes(twice)} per node)"
-        found.append(replace(machine, change=change, host_memory_limit=twice))
+    if search.offload:
+        found.extend(_more_host_memory(machine))
     larger = _larger(cluster, global_batch_size)
     if larger is None:
         left_out.append(
@@ -110,6 +110,26 @@ def _more_memory(machine: Machine) -> Machine:
     if limit is None:
         limit = round(usable_bytes(_with_more(cluster), None) / tensor_share(cluster)) - MORE_BYTES
     return replace(machine, change=change, memory_limit=limit + MORE_BYTES)
+
+
+def _more_host_memory(machine: Machine) -> Iterator[Machine]:
+    """The machine with twice the host memory, if that is limited."""
+    cluster, limit = machine.cluster, machine.host_memory_limit
+    if isinstance(cluster, MixedCluster) and limit is None:
+        larger = replace(cluster, parts=tuple(map(_with_twice_the_host, cluster.parts)))
+        if larger != cluster:
+            yield replace(machine, change="twice the host memory", cluster=larger, is_other=True)
+        return
+    node = usable_host_bytes(cluster.parts[0]) if limit is None else limit
+    if isfinite(node):
+        twice = 2 * round(node)
+        change = f"twice the host memory ({format_bytes(twice)} per node)"
+        yield replace(machine, change=change, host_memory_limit=twice)
+
+
+def _with_twice_the_host(part: Cluster) -> Cluster:
+    there = host_memory(part)
+    return part if there is None else replace(part, host_memory_bytes=2 * there)
 
 
 def _with_more(part: Cluster) -> Cluster:

@@ -16,6 +16,11 @@ def test_counts_are_positive(nodes: int, devices: int) -> None:
         Cluster(num_nodes=nodes, devices_per_node=devices, device=DEVICE)
 
 
+def test_hosts_have_memory() -> None:
+    with pytest.raises(PlanError, match="hosts with 0 bytes of memory: a host has some; leave it out"):
+        Cluster(num_nodes=1, devices_per_node=1, device=DEVICE, host_memory_bytes=0)
+
+
 @pytest.mark.parametrize(("rate", "latency"), [(0.0, 1e-6), (1e9, -1e-6), (float("inf"), 0.0), (1e9, float("nan"))])
 def test_links_have_sensible_figures(rate: float, latency: float) -> None:
     with pytest.raises(PlanError, match="the rate must be positive"):

@@ -83,6 +83,23 @@ def test_host_link(tmp_path: Path) -> None:
     )
 
 
+def test_host_memory(tmp_path: Path) -> None:
+    machine = "nodes: 1\ndevices_per_node: 2\ndevice: L4\n"
+    assert parse_cluster(write(tmp_path, machine + "host_memory: 64GiB")).host_memory_bytes == 64 * 2**30
+    assert parse_cluster(write(tmp_path, machine)).host_memory_bytes is None
+    parts = "parts:\n  - {nodes: 1, devices_per_node: 8, device: A100-40, host_memory: 1TiB}\n"
+    parts += "  - {nodes: 2, devices_per_node: 8, device: A100-40}\n"
+    assert [part.host_memory_bytes for part in parse_cluster(write(tmp_path, parts)).parts] == [2**40, None]
+
+
+@pytest.mark.parametrize(
+    ("size", "message"), [("much", "host_memory: 'much' is not a size"), ("0", "host_memory of 0: a host has some")]
+)
+def test_wrong_host_memory_says_what_is_needed(tmp_path: Path, size: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        parse_cluster(write(tmp_path, f"nodes: 1\ndevices_per_node: 2\ndevice: L4\nhost_memory: {size}"))
+
+
 @pytest.mark.parametrize(
     ("host", "message"),
     [

@@ -14,6 +14,7 @@ def test_cpu_processes_share_the_host_s_memory() -> None:
     assert (four.num_nodes, four.devices_per_node) == (2, 4)
     assert two.device.memory_bytes == host_memory_bytes() // 2
     assert four.device.memory_bytes == host_memory_bytes() // 4
+    assert two.host_memory_bytes == four.host_memory_bytes == host_memory_bytes()
 
 
 @pytest.mark.parametrize(("processes", "nodes"), [(3, 2), (0, 1), (2, 0)])
@@ -35,7 +36,9 @@ def test_cuda_without_a_device_is_refused() -> None:
 
 @pytest.mark.gpu
 def test_cuda_device() -> None:
-    device = detect(1, 1, "cuda").device
+    found = detect(1, 1, "cuda")
+    device = found.device
+    assert found.host_memory_bytes == host_memory_bytes()
     assert device.kind == "cuda"
     assert device.memory_bytes == torch.cuda.get_device_properties(0).total_memory
 

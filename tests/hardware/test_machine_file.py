@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,16 @@ def test_kept_profiles_are_such_files_too(tmp_path):
     cluster = parse_cluster("2xcpu:8GiB")
     path = save_profile(catalog_profile(cluster), tmp_path, cluster)
     assert read_machine(path)[0] == cluster
+
+
+def test_host_memory_is_kept_and_files_without_it_are_read(tmp_path):
+    path, cluster = tmp_path / "profile.json", replace(parse_cluster("2x4xL4"), host_memory_bytes=2**38)
+    write_profile(catalog_profile(cluster), path, cluster=cluster)
+    assert read_machine(path)[0] == cluster
+    content = json.loads(path.read_text())
+    del content["cluster"]["host_memory_bytes"]
+    path.write_text(json.dumps(content))
+    assert read_machine(path)[0] == parse_cluster("2x4xL4")
 
 
 def test_a_file_without_devices_says_how_to_get_one(tmp_path):

@@ -29,6 +29,12 @@ def test_matrix_products_by_size_and_type():
     ]
 
 
+def test_memory_of_hosts_is_shown_where_it_was_measured():
+    assert "host" not in render_profile(CLUSTER, PROFILE).splitlines()[0]
+    shown = render_profile(replace(CLUSTER, host_memory_bytes=2**38), PROFILE).splitlines()[0]
+    assert shown.startswith("2x4xL4, 22.5 GiB each, 256.0 GiB in each host: catalog")
+
+
 def test_memory_launches_and_copies():
     profile = replace(PROFILE, memory_bytes_per_second=235e9, operator_seconds=7.3e-6)
     shown = cells(render_profile(CLUSTER, profile))

@@ -69,3 +69,14 @@ def test_unlike_devices_are_described_by_nodes_with_a_way_out():
     ):
         alike(found)
     assert alike(fast) == fast
+
+
+def test_the_least_of_the_hosts_memory_counts_and_unlike_devices_of_a_node_share_it():
+    first, second, other = (
+        replace(parse_cluster(f"1x8x{name}"), host_memory_bytes=size)
+        for name, size in (("L4", 900), ("L4", 800), ("T4", 800))
+    )
+    unknown = replace(first, host_memory_bytes=None)
+    assert joined([first] * 8 + [second] * 8).host_memory_bytes == 800
+    assert joined([unknown] * 16).host_memory_bytes is None
+    assert [part.host_memory_bytes for part in joined([first] * 4 + [other] * 4).parts] == [450, 400]

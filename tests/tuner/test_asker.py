@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.asker import Asker
@@ -88,3 +89,14 @@ def test_a_plan_that_lacks_memory_says_how_much():
     peak = asking.predicted(plan).predicted.stages[0].peak_bytes
     asking.machine = replace(HERE, memory_limit=peak - 7)
     assert asking.predicted(plan).missing_bytes == 7
+
+
+def test_plans_that_offload_more_than_hosts_have_lack_host_memory():
+    asking, plan = asker(), pipeline({"layers": 6, "data": 2, "offload": {"optimizer": 1.0}}, rows=8)
+    assert asking.predicted(plan).missing_host_bytes == 0  # nothing is known of the hosts
+    held = max(memory.host_bytes for memory in plan_memory(asking.planner.model.memory, plan))
+    limited = replace(asking.machine, host_memory_limit=2 * held - 2)
+    assert asking.predicted(plan, limited).missing_host_bytes == 1
+    known = replace(asking.machine.cluster, host_memory_bytes=1)
+    assert asking.predicted(plan, replace(asking.machine, cluster=known)).missing_host_bytes == held
+    assert asking.predicted(sharded(0), limited).missing_host_bytes == 0

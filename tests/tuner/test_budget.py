@@ -1,7 +1,18 @@
+from dataclasses import replace
+
 import pytest
 
-from lightning_mist.hardware import MixedCluster
-from lightning_mist.tuner.budget import USABLE_MEMORY, check_memory_limit, tensor_share, usable_bytes
+from lightning_mist.hardware import MixedCluster, parse_cluster
+from lightning_mist.tuner.budget import (
+    USABLE_HOST_MEMORY,
+    USABLE_MEMORY,
+    check_memory_limit,
+    host_bytes_of_each,
+    host_notes,
+    tensor_share,
+    usable_bytes,
+    usable_host_bytes,
+)
 from tests.specs import cluster
 
 
@@ -24,3 +35,50 @@ def test_no_more_than_a_device_has_can_be_allowed(limit):
         check_memory_limit(mixed, limit)
     check_memory_limit(mixed, 2000)
     check_memory_limit(mixed, None)
+
+
+def test_devices_share_what_is_used_of_their_host():
+    assert host_bytes_of_each(parse_cluster("4x8xL4"), None) == USABLE_HOST_MEMORY * 96 * 2**30
+    described = replace(cluster(4, nodes=2, kind="cuda"), host_memory_bytes=1000)
+    assert usable_host_bytes(described) == USABLE_HOST_MEMORY * 1000
+    assert host_bytes_of_each(described, None) == USABLE_HOST_MEMORY * 500
+    assert host_bytes_of_each(described, 3000) == 1500
+
+
+def test_unlike_devices_have_the_least_of_their_hosts():
+    parts = [replace(cluster(2, kind="cuda"), host_memory_bytes=size) for size in (1000, 3000)]
+    assert host_bytes_of_each(MixedCluster(parts=tuple(parts)), None) == USABLE_HOST_MEMORY * 500
+    assert (
+        host_bytes_of_each(MixedCluster(parts=(parts[1], cluster(1, kind="cuda"))), None) == USABLE_HOST_MEMORY * 1500
+    )
+
+
+def test_of_a_cpu_s_host_only_what_its_processes_leave_is_used():
+    assert usable_host_bytes(replace(cluster(2, memory=1000), host_memory_bytes=10_000)) == 6000
+    assert usable_host_bytes(replace(cluster(2, memory=1000), host_memory_bytes=2000)) == 0
+
+
+def test_without_any_knowledge_host_memory_is_unlimited_and_a_note_says_so():
+    unknown = cluster(2, kind="cuda")
+    assert host_bytes_of_each(unknown, None) == float("inf")
+    (note,) = host_notes(unknown, None)
+    assert note.startswith("offload takes as much host memory as it wants: how much a node of 2 test has is not known")
+    assert "host_memory_limit" in note
+    assert "host_memory in the description" in note
+
+
+def test_notes_say_what_limits_host_memory_and_where_it_is_from():
+    assert list(host_notes(parse_cluster("4x8xL4"), None)) == [
+        "host_memory_limit is 614.4 GiB per node, 80% of the catalog's 768.0 GiB of a node of 8 L4"
+    ]
+    described = replace(parse_cluster("1x2xL4"), host_memory_bytes=100 * 2**30)
+    assert list(host_notes(described, None)) == [
+        "host_memory_limit is 80.0 GiB per node, 80% of 100.0 GiB of a node of 2 L4"
+    ]
+    assert not list(host_notes(described, 2**30))
+    assert len(list(host_notes(parse_cluster("1x8xA100-40+2x8xV100-32+1x8xA100-40"), None))) == 2
+    shared = replace(cluster(2, memory=2**30), host_memory_bytes=10 * 2**30)
+    assert list(host_notes(shared, None)) == [
+        "host_memory_limit is 6.0 GiB per node, 80% of 10.0 GiB of a node of 2 test, less what its processes have for "
+        "themselves"
+    ]

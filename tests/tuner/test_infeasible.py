@@ -1,5 +1,6 @@
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -43,6 +44,18 @@ def test_the_message_says_limit_terms_and_ways_out():
 def test_with_offload_the_least_is_said_to_be_without_it():
     with pytest.raises(InfeasibleError, match="The least that any plan without offload needs is"):
         search(spec(4, measured=True), devices=1, rows=4, memory=100_000, offload=("optimizer",), offload_ratios=(1.0,))
+
+
+def test_host_memory_that_offload_may_take_is_said_where_it_is_known():
+    space = SearchSpace(offload=("optimizer",), offload_ratios=(1.0,))
+    known = replace(cluster(1, kind="cuda"), host_memory_bytes=20_480)
+    copies = replace(profile(), host_to_device_bytes_per_second=1e9, device_to_host_bytes_per_second=1e9)
+    asked = {"profile": copies, "global_batch_size": 4, "memory_limit": 1000, "search": space}
+    with pytest.raises(InfeasibleError, match=r"and offload 16\.0 KiB of its host's memory\. Largest"):
+        tune(spec(4, measured=True), known, **asked)
+    with pytest.raises(InfeasibleError) as caught:
+        tune(spec(4, measured=True), cluster(1, kind="cuda"), **asked)
+    assert "host" not in str(caught.value)
 
 
 def test_what_binds_changes_the_way_out():

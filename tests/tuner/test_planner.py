@@ -2,6 +2,8 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_mist.cost import StageCostModel
+from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.symbols import MICROBATCH
@@ -57,6 +59,29 @@ def test_what_may_be_in_host_memory_makes_plans_faster_or_possible():
     least = planner.tune(**asked, host_memory_limit=0, search=spaces[-1])
     assert not any(stage.offload.any for stage in least.plan.stages)
     assert least.bound == bounds[0]
+
+
+def test_what_hosts_have_limits_what_is_offloaded():
+    machine, kinds = parse_cluster("1x4xL4"), ("parameters", "gradients", "optimizer", "activations")
+    space = SearchSpace(offload=kinds, offload_ratios=(0.0, 0.5, 1.0))
+    asked = {"global_batch_size": 16, "memory_limit": 800_000, "search": space}
+    roomy = Planner(spec(4), machine).tune(**asked)
+    assert "host_memory_limit is 307.2 GiB per node, 80% of the catalog's 384.0 GiB of a node of 4 L4" in roomy.notes
+    held = _host_bytes(machine, roomy.plan)
+    assert held > 0
+    small = replace(machine, host_memory_bytes=4 * held)
+    found = Planner(spec(4), small).tune(**asked)
+    assert _host_bytes(machine, found.plan) <= 0.8 * held
+    limited = Planner(spec(4), machine).tune(**asked, host_memory_limit=int(0.8 * 4 * held))
+    assert (found.plan, found.bound) == (limited.plan, limited.bound)
+    assert found.bound > roomy.bound
+    assert any(note.startswith("host_memory_limit is") for note in found.notes)
+    for notes in (limited.notes, Planner(spec(4), machine).tune(global_batch_size=16).notes):
+        assert not any("host" in note for note in notes)
+
+
+def _host_bytes(machine, plan):
+    return max(memory.host_bytes for memory in plan_memory(StageCostModel(spec(4), None, machine).memory, plan))
 
 
 BATCHES = replace(spec(4, measured=True), batch_bytes=1_000_000 * MICROBATCH)

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.hardware import Device, Link, catalog_profile, cluster_of, parse_cluster
+from lightning_mist.hardware import Device, Link, MixedCluster, catalog_profile, cluster_of, parse_cluster
 from lightning_mist.plan import Plan, StageMesh, StagePlan
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.budget import usable_bytes
@@ -157,7 +157,7 @@ def test_every_stage_has_what_its_devices_may_use(limit):
     ]
     plan = Plan(global_batch_size=144, num_microbatches=3, stages=tuple(stages))
     assert here.limits(plan) == pytest.approx(usable[::-1])
-    assert here.host_limits(plan) == (float("inf"),) * 2
+    assert here.host_limits(plan) == pytest.approx([0.8 * 61 * 2**30, 0.8 * 144 * 2**30])
     assert replace(here, host_memory_limit=2**33).host_limits(plan) == (2**30,) * 2
     everywhere = StageMesh(devices=tuple(range(24)), data_parallel_degree=24)
     alone = Plan(
@@ -166,3 +166,25 @@ def test_every_stage_has_what_its_devices_may_use(limit):
         stages=(StagePlan(layers=(0, 2), mesh=everywhere, microbatch_size=2),),
     )
     assert here.limits(alone) == pytest.approx([usable[1]])
+    assert here.host_limits(alone) == pytest.approx([0.8 * 61 * 2**30])
+
+
+def test_without_a_limit_the_host_memory_that_plans_use_is_doubled():
+    found, _ = asked(machine())
+    twice = found["twice the host memory (614.4 GiB per node)"]
+    assert (twice.host_memory_limit, twice.is_other) == (2 * round(0.8 * 4 * 96 * 2**30), False)
+    assert not any("host memory" in change for change in asked(machine(), search=replace(SPACE, offload=()))[0])
+    unlike, _ = asked(mixed(), 48)
+    twice = unlike["twice the host memory"]
+    assert [part.host_memory_bytes for part in twice.cluster.parts] == [2 * 1152 * 2**30, 2 * 488 * 2**30]
+    assert (twice.host_memory_limit, twice.is_other) == (None, True)
+
+
+def test_host_memory_that_is_not_known_is_not_doubled():
+    unknown = Machine(
+        change="", cluster=cluster(2), profiles=(profile(),), memory_limit=None, host_memory_limit=None, is_other=False
+    )
+    assert not any("host memory" in change for change in asked(unknown, 8)[0])
+    parts = tuple(cluster(count) for count in (1, 2))
+    unlike = replace(unknown, cluster=MixedCluster(parts=parts), profiles=(profile(), profile()))
+    assert not any("host memory" in change for change in asked(unlike, 9)[0])
