@@ -29,12 +29,13 @@ import numpy as np
 
 from lightning_mist.cost.apart import apart_of
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
-from lightning_mist.cost.compile import BoolArray, FloatArray
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.held import HeldBytes, Holdings
 from lightning_mist.cost.needs import Bytes, StageNeeds
 from lightning_mist.cost.offload import Adjustment, StateShares, host_bytes, offloaded_needs, unadjusted
 from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.cost.regions import RegionCosts, compile_regions, covered
+from lightning_mist.cost.stage_working import StageWorking
 from lightning_mist.cost.working import Sharding, StageRuns, WorkingSets
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
@@ -193,8 +194,12 @@ class MemoryModel:
         runs = self._runs(candidates, held, degree)
         owned_K, kept_K, parameters_K = self._owned(candidates, held, degree)
         working_ZK = self._working_sets(slot, candidates, runs, held)
-        plain, plain_K = self.working(slot.rows, 0, 1, context), is_plain(slot, candidates) & (not self._is_variant)
-        plain_first_K = held.trained_K + held.reused_K + working_ZK[2]
+        plain, plain_K = StageWorking(self.working(slot.rows, 0, 1, context), runs), self._plain(slot, candidates)
+        handed_K, forward_K, first_backward_K = plain.handed(), working_ZK[0], working_ZK[1]
+        if plain_K is not None:
+            forward_K = forward_K + held.trained_K * plain_K
+            plain_first_K = held.trained_K + held.reused_K + working_ZK[2]
+            first_backward_K = np.where(plain_K, plain_first_K, first_backward_K)
         return StageNeeds(
             always={
                 "parameter_bytes": parameters_K,
@@ -205,20 +210,26 @@ class MemoryModel:
             gradients_K=kept_K,
             reused_K=held.reused_K,
             pending_K=working_ZK[3],
-            saved_K=plain.saved(runs) - plain.handed(runs),
-            handed_K=plain.handed(runs),
+            saved_K=plain.saved_K - handed_K,
+            handed_K=handed_K,
             entering_K=costs.boundary_C[candidates.start_K],
             leaving_K=costs.gradient_boundary_C[candidates.end_K],
             returned_K=costs.gradient_boundary_C[candidates.start_K],
-            forward_K=working_ZK[0] + held.trained_K * plain_K,
-            first_backward_K=np.where(plain_K, plain_first_K, working_ZK[1]),
+            forward_K=forward_K,
+            first_backward_K=first_backward_K,
             backward_K=working_ZK[2],
             input_backward_K=working_ZK[4],
             waiting_K=working_ZK[5],
             weight_backward_K=working_ZK[6],
             together_K=held.together_K,
-            update=tuple(self._update(slot, runs, held, owned_K, kept_K, candidates)),
+            update=tuple(self._update(slot, plain, held, owned_K, kept_K, candidates)),
         )
+
+    def _plain(self, slot: StageSlot, candidates: StageCandidates) -> BoolArray | None:
+        """Which candidates torch's own module runs; ``None`` if none can be."""
+        if self._is_variant or slot.num_stages > 1 or slot.num_microbatches > 1:
+            return None
+        return is_plain(slot, candidates)
 
     def _owned(
         self, candidates: StageCandidates, held: HeldBytes, degree: int
@@ -240,25 +251,25 @@ class MemoryModel:
         """Of a forward, a first and a later backward; what is pending; of inputs only, its rest, of weights only."""
         found, is_split = np.empty((7, len(candidates))), slot.schedule == "zb-h1"
         # Below ZeRO-2 working sets are the same, and above it but for what the runs say.
-        level_K = (candidates.zero_stage_K >= ZeroStage.GRADIENTS).astype(np.int64)
-        for level in np.flatnonzero(np.bincount(level_K)):
-            index_J = np.flatnonzero(level_K == level)
-            chosen = runs if len(index_J) == len(candidates) else runs.take(index_J)
-            zero_stage = int(ZeroStage.GRADIENTS) if level else 0
-            working = self.working(
+        shards_K = candidates.zero_stage_K >= ZeroStage.GRADIENTS
+        for zero_stage, index_J in ((0, _places(~shards_K)), (int(ZeroStage.GRADIENTS), _places(shards_K))):
+            if index_J is None:
+                continue
+            sets = self.working(
                 slot.rows,
                 zero_stage,
                 slot.shard_degree,
                 slot.context_parallel_degree,
                 is_split=is_split,
             )
-            found[0, index_J] = working.forward(chosen)
-            found[1, index_J], found[2, index_J] = working.first_backward(chosen), working.backward(chosen)
-            found[3, index_J] = working.pending(chosen)
+            working = StageWorking(sets, runs.take(index_J))
+            found[0, index_J] = working.forward()
+            found[1, index_J], found[2, index_J] = working.first_backward(), working.backward()
+            found[3, index_J] = working.pending()
             # Only zero bubble makes gradients of inputs by themselves.
-            found[4, index_J] = working.input_backward(chosen) if is_split else found[2, index_J]
-            found[5, index_J] = working.waiting(chosen)
-            found[6, index_J] = working.weight_backward(chosen, held.largest_K[index_J])
+            found[4, index_J] = working.input_backward() if is_split else found[2, index_J]
+            found[5, index_J] = working.waiting()
+            found[6, index_J] = working.weight_backward(held.largest_K[index_J])
         return found
 
     def peaks(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
@@ -288,7 +299,7 @@ class MemoryModel:
     def _update(
         self,
         slot: StageSlot,
-        runs: StageRuns,
+        plain: StageWorking,
         held: HeldBytes,
         owned_K: FloatArray,
         kept_K: FloatArray,
@@ -307,18 +318,26 @@ class MemoryModel:
             result.append(("tied gradients", {"gradient_bytes": kept_K, "working_bytes": held.shared_K}))
         if slot.shard_degree > 1:
             bucket_K = np.minimum(held.trained_K, BUCKET_BYTES + held.largest_K)
-            working = self.working(slot.rows, 0, 1, slot.context_parallel_degree)
-            filled_K = working.bucket(runs, bucket_K, progressive=slot.num_microbatches == 1)
-            plain_K = is_plain(slot, candidates) & (not self._is_variant)
-            filled_K = np.where(plain_K, held.trained_K, filled_K)
-            filled_K = np.where(zero_K >= ZeroStage.GRADIENTS, 0.0, filled_K)
+            filled_K = plain.bucket(bucket_K, progressive=slot.num_microbatches == 1)
+            plain_K, reduces_K = self._plain(slot, candidates), zero_K < ZeroStage.GRADIENTS
+            if plain_K is not None:
+                filled_K = np.where(plain_K, held.trained_K, filled_K)
             # What was received is there until its gradient leaves: a sum, and what is being added to it, beside the
             # gradient of the microbatch before.
             costs = self.costs(slot.rows, slot.context_parallel_degree)
             sent_K = costs.boundary_C[candidates.start_K] + 3 * costs.gradient_boundary_C[candidates.start_K]
-            sent_K = np.where(zero_K >= ZeroStage.GRADIENTS, 0.0, sent_K)
-            result.append(("gradient reduction", {"transfer_bytes": sent_K, "working_bytes": filled_K}))
+            filled = {"transfer_bytes": sent_K * reduces_K, "working_bytes": filled_K * reduces_K}
+            result.append(("gradient reduction", filled))
             gathers_K = (zero_K >= ZeroStage.OPTIMIZER) & (zero_K < ZeroStage.PARAMETERS)
-            gathered_K = np.minimum(np.where(gathers_K, BUCKETS_IN_FLIGHT * bucket_K, 0.0), held.trained_K)
+            gathered_K = np.minimum(BUCKETS_IN_FLIGHT * bucket_K, held.trained_K) * gathers_K
             result.append(("parameter gathering", {"gradient_bytes": owned_K, "working_bytes": gathered_K}))
         return result
+
+
+def _places(chosen_K: BoolArray) -> IntArray | slice | None:
+    """Where some candidates are, as a slice if nothing else is between; ``None`` if there are none."""
+    index_J = np.flatnonzero(chosen_K)
+    if not len(index_J):
+        return None
+    first, last = int(index_J[0]), int(index_J[-1])
+    return slice(first, last + 1) if last - first + 1 == len(index_J) else index_J

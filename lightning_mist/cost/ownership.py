@@ -111,8 +111,9 @@ class Owners:
         """
         used_PR = np.concatenate([self._used_PR[:, low:high] for low, high in ranges], axis=1)
         held_P: BoolArray = np.any(used_PR, axis=1)
-        trained, every = self._shares(held_P, ranks)
-        lacks_PJ = _padded(self._table.bytes_P[held_P])[:, None] * ~self._weights(held_P, ranks)
+        weights_PJ = self._weights(held_P, ranks)
+        trained, every = self._shares(held_P, weights_PJ)
+        lacks_PJ = _padded(self._table.bytes_P[held_P])[:, None] * ~weights_PJ
         # What follows a region of a stage is a neighbour there; or, at a stage's ends, an end of any of them.
         ends = [at for low, high in ranges for at in (low, high - 1)]
         pairs = [(at, at + 1) for low, high in ranges for at in range(low, high - 1)]
@@ -123,9 +124,8 @@ class Owners:
             there_PR = np.ones_like(there_PR)
         return Together(trained=trained, every=every, away=float((there_PR.T @ lacks_PJ).max(initial=0.0)))
 
-    def _shares(self, held_P: BoolArray, ranks: int) -> tuple[float, float]:
+    def _shares(self, held_P: BoolArray, weights_PJ: BoolArray) -> tuple[float, float]:
         """What the fullest rank owns of some parameters: of those that are trained, and of all."""
-        weights_PJ = self._weights(held_P, ranks)
         trained_P = self._table.trainable_P[held_P] > 0
         bytes_P = self._table.bytes_P[held_P]
         owned_J = bytes_P @ (weights_PJ & trained_P[:, None])
@@ -145,8 +145,8 @@ class Owners:
     def _ownership(
         self, held_P: BoolArray, used_PR: BoolArray, ranks: int, has_head: bool, has_tail: bool
     ) -> Ownership:
-        trained, every = self._shares(held_P, ranks)
         owned_PJ, padded_P = self._weights(held_P, ranks), _padded(self._table.bytes_P[held_P])
+        trained, every = self._shares(held_P, owned_PJ)
         if used_PR.shape[1] == 1:
             used_PR = np.repeat(used_PR, 2, axis=1)
 
