@@ -37,6 +37,7 @@ from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.model.spec import LayerSpec, ModelSpec
 from lightning_mist.plan import OffloadRatios, Plan
 from lightning_mist.tuner.families import Limits, Uniform, UniformFamily
+from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.published import Asked, has_published, published_plan
 from lightning_mist.tuner.search_space import OFFLOADED
@@ -88,6 +89,9 @@ MIST = "Mist paper's space"
 
 UNDIVIDED = "no number of microbatches or stages that it allows divides this batch"
 """Why there is no plan where memory is not the reason."""
+
+UNDECIDED = "not decided in time: none was found, and whether one fits is not known"
+"""Why there is no plan where the search for one was stopped."""
 
 CUT_SHORT = "the best found in the time that there was"
 """What to know of a plan whose search was stopped."""
@@ -206,7 +210,7 @@ def _published(planner: Planner, asked: Asked, alike: UniformSearch, least: Unif
         return Baseline(name=MIST, plan=None, reason=UNDIVIDED)
     published = published_plan(planner, asked)
     if published.plan is None and not published.is_best:
-        return Baseline(name=MIST, plan=None, reason="none was found in the time that there was")
+        return Baseline(name=MIST, plan=None, reason=UNDECIDED)
     return replace(_searched(MIST, published.plan, alike, least), note="" if published.is_best else CUT_SHORT)
 
 
@@ -222,6 +226,8 @@ def _aceso(planner: Planner, asked: Asked, alike: UniformSearch) -> Baseline:
             host_memory_limit=asked.host_memory_limit,
             search=search,
         )
+    except UndecidedError:
+        return Baseline(name="Aceso", plan=None, reason=UNDECIDED)
     except InfeasibleError:
         return _searched("Aceso", None, alike, _LEAST_OF_ACESO)
     return Baseline(name="Aceso", plan=found.plan, note=CUT_SHORT if found.status == "time limit" else "")

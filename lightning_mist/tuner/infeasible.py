@@ -3,22 +3,26 @@
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 
 from lightning_mist.cost import stage_memory
+from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.cost.memory import TERMS
 from lightning_mist.errors import InfeasibleError
-from lightning_mist.plan import Plan
+from lightning_mist.plan import Plan, StagePlan
 from lightning_mist.tuner.bound import least_peak
 from lightning_mist.tuner.budget import tensor_share
 from lightning_mist.tuner.intra_stage import EVERY_PART, IntraStage, SlotChoices, with_peaks_as_seconds
+from lightning_mist.tuner.least import LateError, LeastMemory
 from lightning_mist.tuner.mixed import MixedStages, Pipeline, Stages
-from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.problem import InterStageProblem
-from lightning_mist.tuner.search_space import COUNTS, SearchSpace
+from lightning_mist.tuner.search_space import COUNTS, OFFLOADED, SearchSpace
 from lightning_mist.units import format_bytes
+
+MakePlan: TypeAlias = Callable[[InterStageProblem, tuple[int, ...]], Plan]
+"""The plan that one choice per stage of a problem describes."""
 
 LOOK_SECONDS = 10.0
 """Seconds after which the search for the least memory stops at the best found."""
@@ -45,9 +49,7 @@ def refuse_late(intra: Stages) -> NoReturn:
     )
 
 
-def explain_infeasible(
-    intra: Stages, make_plan: Callable[[InterStageProblem, tuple[int, ...]], Plan], deadline: float = np.inf
-) -> NoReturn:
+def explain_infeasible(intra: Stages, make_plan: MakePlan, deadline: float = np.inf) -> NoReturn:
     """Raise the error that says what the least demanding plan needs.
 
     Args:
@@ -70,53 +72,81 @@ def explain_infeasible(
             f"{_pins(search)} leave no number of stages and microbatches that cut every batch into equal parts. "
             f"{_excluded(space.notes)}Leave these out of the search space"
         )
-    plan, is_least = _least(intra, pipelines, make_plan, deadline)
+    until = min(deadline, perf_counter() + LOOK_SECONDS)
+    look = LeastMemory(deadline=until)
+    plan, is_least = _least(intra, pipelines, make_plan, look)
     if plan is None:
         raise InfeasibleError(
             f"no plan of the search space deals {space.num_layers} layers and {space.world_size} devices out to "
             f"{', '.join(str(count) for count in sorted({item.num_stages for item in pipelines}))} stages: "
             "allow other numbers in devices_per_stage or num_stages"
         )
-    raise InfeasibleError(_message(intra, plan, is_least))
+    raise InfeasibleError(_message(intra, plan, is_least, _with_more_host(intra, pipelines, make_plan, look)))
+
+
+def _with_more_host(
+    intra: Stages, pipelines: tuple[Pipeline, ...], make_plan: MakePlan, look: LeastMemory
+) -> Plan | None:
+    """The plan that fits with the least host memory, if host memory is what is missing."""
+    if not intra.space.offload_ratios or all(np.isinf(own.host_limit) for own in _each(intra)):
+        return None
+    for wanted in ("device without host limit", "host"):
+        plan, _ = _least(intra, pipelines, make_plan, replace(look, wanted=wanted))
+        if plan is None:
+            return None
+        peaks = [stage.peak_bytes for stage in stage_memory(intra.model.spec, plan)]
+        if any(peak > limit for peak, limit in zip(peaks, intra.limits(plan), strict=True)):
+            return None
+    return plan
+
+
+def _each(intra: Stages) -> tuple[IntraStage, ...]:
+    """Who makes the stages of each part."""
+    return (*intra.parts, intra.together) if isinstance(intra, MixedStages) else (intra,)
 
 
 def _least(
-    intra: Stages,
-    pipelines: tuple[Pipeline, ...],
-    make_plan: Callable[[InterStageProblem, tuple[int, ...]], Plan],
-    deadline: float,
+    intra: Stages, pipelines: tuple[Pipeline, ...], make_plan: MakePlan, look: LeastMemory
 ) -> tuple[Plan | None, bool]:
-    """The plan that needs the least memory, and whether all were looked at."""
-    deadline, best, plan = min(deadline, perf_counter() + LOOK_SECONDS), np.inf, None
+    """The plan that needs least, and whether all were looked at."""
+    best, plan = np.inf, None
     # Many microbatches need little memory each, so the first pipelines are good and rule out others.
     for pipeline in sorted(pipelines, key=lambda item: (-item.num_microbatches, -item.num_stages, item.parts)):
-        if perf_counter() > deadline and plan is not None:
+        if perf_counter() > look.deadline and plan is not None:
             return plan, False
-        problem = _problem(intra, pipeline)
+        try:
+            problem = _problem(intra, pipeline, look if plan is not None else replace(look, deadline=np.inf))
+        except LateError:
+            return plan, False
         if max(float(slot.steady_K.min(initial=np.inf)) for slot in problem.slots) >= best:
             continue
         found = least_peak(problem)
         if found is not None and found[0] < best:
             best, plan = found[0], make_plan(problem, found[1])
-    return plan, True
+    return plan, not look.is_coarse
 
 
-def _problem(intra: Stages, pipeline: Pipeline) -> InterStageProblem:
+def _problem(intra: Stages, pipeline: Pipeline, look: LeastMemory) -> InterStageProblem:
     """What every stage needs at least, in place of seconds: bytes, on unlike devices as parts of what there is."""
     stages, microbatches, parts = pipeline
     if isinstance(intra, MixedStages):
         own = [intra.parts[part] for part in parts] or [intra.together]
         slots = tuple(
-            _as_parts(_by_memory(item, index, stages, microbatches, parts), item.memory_limit, part)
+            _as_parts(_by_memory(item, index, stages, microbatches, look, parts), _limit(item, look), part)
             for index, (item, part) in enumerate(zip(own, parts or (EVERY_PART,), strict=True))
         )
         sizes = intra.sizes
     else:
-        slots = tuple(_by_memory(intra, index, stages, microbatches) for index in range(stages))
+        slots = tuple(_by_memory(intra, index, stages, microbatches, look) for index in range(stages))
         sizes = (intra.space.world_size,)
     return InterStageProblem(
         num_layers=intra.space.num_layers, num_devices=sizes, num_microbatches=microbatches, slots=slots
     )
+
+
+def _limit(intra: IntraStage, look: LeastMemory) -> float:
+    """The limit of what is to be least."""
+    return intra.host_limit if look.wanted == "host" else intra.memory_limit
 
 
 def _as_parts(choices: SlotChoices, limit: float, part: int) -> SlotChoices:
@@ -125,48 +155,81 @@ def _as_parts(choices: SlotChoices, limit: float, part: int) -> SlotChoices:
 
 
 def _by_memory(
-    intra: IntraStage, stage_index: int, num_stages: int, num_microbatches: int, pipeline: tuple[int, ...] = ()
+    intra: IntraStage,
+    stage_index: int,
+    num_stages: int,
+    num_microbatches: int,
+    look: LeastMemory,
+    pipeline: tuple[int, ...] = (),
 ) -> SlotChoices:
-    """For every range and number of devices the choice with the least peak, its bytes in place of seconds."""
-    parts = []
-    for shape in intra.space.shapes(num_microbatches):
-        choices = intra.choices(intra.slot(stage_index, num_stages, num_microbatches, shape, pipeline))
-        group_K = choices.start_K * (intra.space.num_layers + 1) + choices.layers_K
-        parts.append(choices.take(non_dominated(group_K, choices.peak_K, np.zeros(len(choices)))))
-    return with_peaks_as_seconds(SlotChoices.joined(parts))
+    """For every range and number of devices the choice that needs least, its bytes in place of seconds."""
+    shapes = intra.space.shapes(num_microbatches)
+    slots = (intra.slot(stage_index, num_stages, num_microbatches, shape, pipeline) for shape in shapes)
+    return with_peaks_as_seconds(SlotChoices.joined([look.choices(intra, slot) for slot in slots]))
 
 
-def _message(intra: Stages, plan: Plan, is_least: bool) -> str:
+def _message(intra: Stages, plan: Plan, is_least: bool, with_more_host: Plan | None) -> str:
     stages, limits, cluster = stage_memory(intra.model.spec, plan), intra.limits(plan), intra.model.cluster
     index = max(range(len(stages)), key=lambda i: stages[i].peak_bytes / max(limits[i], 1.0))
     worst, stage = stages[index], plan.stages[index]
     terms = sorted(worst.terms, key=lambda item: -item[1])[:SHOWN_TERMS]
     needs = ", ".join(f"{name.removesuffix('_bytes')} {format_bytes(value)}" for name, value in terms)
-    # What is in host memory is not counted: a plan that offloads may need less, though too much as well.
-    kept = " without offload" if intra.space.offload_ratios else ""
+    kept = " without offload" if cluster.kind == "cuda" and not intra.space.offload_ratios else ""
     least = (
         f"The least that any plan{kept} needs"
         if is_least
         else f"The least that a plan{kept} needs, of those looked at in time,"
     )
     limit, share = limits[index], tensor_share(cluster)
-    more = worst.peak_bytes - int(limit)
-    names = sorted({cluster.parts[cluster.part_of(device)].device.name for device in stage.devices})
-    kind = "devices" if len(cluster.parts) == 1 else " and ".join(names)
     allowed = f"memory_limit is {format_bytes(limit / share)} per device"
     if share < 1:
         allowed += f", of which tensors may take {format_bytes(limit)}"
     host = intra.host_limits(plan)[index]
-    if kept and np.isfinite(host):
+    if intra.space.offload_ratios and np.isfinite(host):
         allowed += f", and offload {format_bytes(host)} of its host's memory"
     return (
         f"no plan fits. {least} is {format_bytes(worst.peak_bytes)}, on stage {index} of {plan.num_stages} "
-        f"(layers {stage.layers[0]} to {stage.layers[1]} on {len(stage.devices)} {kind}, {stage.microbatch_size} rows "
-        f"per microbatch, {stage.checkpointing.layers} layers recomputed, ZeRO-{int(stage.zero_stage)}) in its "
-        f"{worst.phase}; {allowed}. Largest terms: {needs}. "
-        f"{_excluded(intra.space.notes)}Raise memory_limit by {format_bytes(more / share)}, use more devices, or use "
+        f"({_stage(intra, stage)}) in its {worst.phase}; {allowed}. Largest terms: {needs}. "
+        f"{_excluded(intra.space.notes)}{_ways_out(intra, plan, index, worst.peak_bytes / share, with_more_host)}"
         f"{_way_out(terms[0][0])}"
     )
+
+
+def _stage(intra: Stages, stage: StagePlan) -> str:
+    """A stage in words."""
+    cluster, (first, end) = intra.model.cluster, stage.layers
+    names = sorted({cluster.parts[cluster.part_of(device)].device.name for device in stage.devices})
+    kind = " and ".join(names) if len(cluster.parts) > 1 else "device" if len(stage.devices) == 1 else "devices"
+    layers = f"layers {first} to {end - 1}" if end > first + 1 else f"layer {first}" if end > first else "no layers"
+    moved = [
+        f"{getattr(stage.offload, name):.0%} of {'optimizer state' if name == 'optimizer' else name}"
+        for name in OFFLOADED
+        if getattr(stage.offload, name)
+    ]
+    words = (
+        f"{layers} on {len(stage.devices)} {kind}",
+        f"{stage.microbatch_size} {'row' if stage.microbatch_size == 1 else 'rows'} per microbatch",
+        f"{stage.checkpointing.layers} layers recomputed",
+        f"ZeRO-{int(stage.zero_stage)}",
+        *([f"with {', '.join(moved)} in host memory"] if moved else []),
+    )
+    return ", ".join(words)
+
+
+def _ways_out(intra: Stages, plan: Plan, index: int, needed: float, with_more_host: Plan | None) -> str:
+    """What would make something fit: more of what binds, first of all."""
+    cluster = intra.model.cluster
+    has = min(cluster.parts[cluster.part_of(device)].device.memory_bytes for device in plan.stages[index].devices)
+    if with_more_host is not None:
+        memory = plan_memory(intra.model.memory, with_more_host)
+        wanted = max(item.host_bytes for item in memory) * max(part.devices_per_node for part in cluster.parts)
+        return (
+            f"Host memory is what binds: with {format_bytes(wanted)} of it per node a plan fits. Raise "
+            "host_memory_limit to that where hosts have it, use more devices, or use "
+        )
+    if needed <= has:
+        return f"Raise memory_limit to {format_bytes(needed)}, use more devices, or use "
+    return f"Use devices with {format_bytes(needed)} of memory (these have {format_bytes(has)}), more of them, or use "
 
 
 def _pins(search: SearchSpace) -> str:

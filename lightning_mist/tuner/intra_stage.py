@@ -242,12 +242,19 @@ class IntraStage:
         return (num_microbatches - 1 + num_stages) * steady
 
     def choices(self, slot: StageSlot) -> SlotChoices:
-        """Everything that a slot may be, whether it fits or not."""
-        windows = self._windows_of(slot.stage_index, slot.num_stages)
-        table = make_table(self.model, self.space, [slot], windows, np.inf)
-        self.evaluated += len(table)
+        """Everything that a slot may be without offload, whether it fits or not."""
+        table = self.everything(slot)
         phases = stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
-        found = table.choices(np.arange(len(table)), table.parts.peaks(phases))
+        return self.inside(slot, table.choices(np.arange(len(table)), table.parts.peaks(phases)))
+
+    def everything(self, slot: StageSlot) -> Table:
+        """Everything that stages with the role of a slot may be."""
+        table = make_table(self.model, self.space, [slot], self._windows_of(slot.stage_index, slot.num_stages), np.inf)
+        self.evaluated += len(table)
+        return table
+
+    def inside(self, slot: StageSlot, found: SlotChoices) -> SlotChoices:
+        """Those of some choices that a slot may be where it lies."""
         return found.take(within(found, slot.stage_index, slot.num_stages, self.space.num_layers, np.iinfo(int).max))
 
     def slot(

@@ -8,6 +8,7 @@ from lightning_mist.hardware import MixedCluster
 from lightning_mist.plan import row_slice
 from lightning_mist.tuner import Planner, SearchSpace, baselines, tune
 from lightning_mist.tuner.baselines import baseline_notes, baselines_with
+from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.search_space import OFFLOADED
 from tests.specs import cluster, profile, spec, with_splits
 
@@ -158,9 +159,22 @@ def test_searches_that_are_cut_short_say_so():
     items = {item.name: item for item in baselines_with(planner, **asked)}
     assert items["Aceso"].note == "the best found in the time that there was"
     published = items["Mist paper's space"]
-    said = ("none was found in the time that there was", "the best found in the time that there was")
+    said = (
+        "not decided in time: none was found, and whether one fits is not known",
+        "the best found in the time that there was",
+    )
     assert said == (published.reason or said[0], published.note or said[1])
     assert published.reason or published.note
+
+
+def test_what_is_not_decided_in_time_is_not_said_not_to_fit(monkeypatch):
+    def undecided(self, **asked):
+        raise UndecidedError("no plan was found in solver_seconds")
+
+    monkeypatch.setattr(Planner, "tune", undecided)
+    items = found(devices=2, rows=2)
+    assert items["Aceso"].plan is None
+    assert items["Aceso"].reason == "not decided in time: none was found, and whether one fits is not known"
 
 
 def test_host_memory_limits_what_is_offloaded():

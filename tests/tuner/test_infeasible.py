@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.cost import StageCostModel, predict_with
+from lightning_mist.cost import StageCostModel, predict_with, stage_memory
 from lightning_mist.errors import InfeasibleError
+from lightning_mist.plan import OffloadRatios
 from lightning_mist.tuner import SearchSpace, tune
+from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.units import format_bytes
 from tests.specs import cluster, profile, spec
 from tests.tuner.test_tune import SMALL, every_plan, search
@@ -35,15 +37,69 @@ def test_the_message_says_limit_terms_and_ways_out():
         "memory_limit is 97.7 KiB per device",
         "Largest terms: optimizer ",
         "The search went without several pipeline stages: it peeks",
-        "Raise memory_limit by",
+        "Raise memory_limit to",
         "or use an optimizer that keeps less state",
     ):
         assert part in text
 
 
-def test_with_offload_the_least_is_said_to_be_without_it():
-    with pytest.raises(InfeasibleError, match="The least that any plan without offload needs is"):
-        search(spec(4, measured=True), devices=1, rows=4, memory=100_000, offload=("optimizer",), offload_ratios=(1.0,))
+OFFLOADING = {"offload": OFFLOADED, "offload_ratios": (0.5, 1.0)}
+HALVES = [OffloadRatios(**dict(zip(OFFLOADED, item, strict=True))) for item in itertools.product((0, 0.5, 1), repeat=4)]
+
+
+def offloading_plans(network, rows):
+    """Every plan of one device with each of its ways to offload, and the bytes that it takes of device and host."""
+    for plan in every_plan(network, 1, rows):
+        for offload in HALVES:
+            found = replace(plan, stages=tuple(replace(stage, offload=offload) for stage in plan.stages))
+            yield found, stage_memory(network, found)[0]
+
+
+def test_with_offload_the_least_is_that_of_all_plans():
+    network = spec(2, measured=True)
+    least = min(memory.peak_bytes for _, memory in offloading_plans(network, 2))
+    assert least < min(stage_memory(network, plan)[0].peak_bytes for plan in every_plan(network, 1, 2))
+    message = f"The least that any plan needs is {format_bytes(least)}, on stage 0 of 1 .* in host memory"
+    with pytest.raises(InfeasibleError, match=message):
+        search(network, devices=1, rows=2, memory=least - 1, **OFFLOADING)
+    assert search(network, devices=1, rows=2, memory=least, **OFFLOADING).plan
+
+
+def test_host_memory_is_named_where_it_binds():
+    """A plan fits into the device if it may move enough; with less host memory than that none does."""
+    network = spec(2, measured=True)
+    plans = [memory for _, memory in offloading_plans(network, 2)]
+    plain = min(memory.peak_bytes for memory in plans if not memory.host_bytes)
+    limit = (plain + min(memory.peak_bytes for memory in plans)) // 2
+    host = min(memory.host_bytes for memory in plans if memory.peak_bytes <= limit)
+
+    def tuned(host_limit):
+        return tune(
+            network,
+            cluster(1),
+            profile=profile(),
+            global_batch_size=2,
+            memory_limit=limit,
+            host_memory_limit=host_limit,
+            search=SearchSpace(schedules=("1f1b",), **OFFLOADING),
+        )
+
+    message = re.escape(f"Host memory is what binds: with {format_bytes(host)} of it per node a plan fits")
+    with pytest.raises(InfeasibleError, match=message):
+        tuned(host - 1)
+    assert tuned(host).plan
+    with pytest.raises(InfeasibleError, match=r"Raise memory_limit to|Use devices with") as caught:
+        search(network, devices=1, rows=2, memory=1000, **OFFLOADING)
+    assert "Host memory" not in str(caught.value)
+
+
+def test_that_offload_was_left_out_is_said_of_devices_that_have_a_host():
+    network, machine = spec(2, measured=True), cluster(1, kind="cuda")
+    for search_space, said in ((SearchSpace(offload=()), "any plan without offload needs"), (None, "any plan needs")):
+        rates = replace(profile(), host_to_device_bytes_per_second=1e9, device_to_host_bytes_per_second=1e9)
+        chosen = search_space or SearchSpace(offload=OFFLOADED)
+        with pytest.raises(InfeasibleError, match=said):
+            tune(network, machine, profile=rates, global_batch_size=2, memory_limit=1000, search=chosen)
 
 
 def test_host_memory_that_offload_may_take_is_said_where_it_is_known():
@@ -93,11 +149,13 @@ def test_every_number_in_the_message_is_of_one_plan():
     network = spec(4, tied=True, measured=True)
     with pytest.raises(InfeasibleError) as caught:
         search(network, devices=2, rows=2, memory=1)
-    stage, stages, first, end, devices = map(
-        int, re.search(r"stage (\d+) of (\d+) \(layers (\d+) to (\d+) on (\d+) devices", str(caught.value)).groups()
+    stage, stages, first, last, devices = map(
+        int, re.search(r"stage (\d+) of (\d+) \(layers (\d+) to (\d+) on (\d+) device", str(caught.value)).groups()
     )
     assert stage < stages
     assert any(
-        plan.num_stages == stages and plan.bounds[stage] == (first, end) and len(plan.stages[stage].devices) == devices
+        plan.num_stages == stages
+        and plan.bounds[stage] == (first, last + 1)
+        and len(plan.stages[stage].devices) == devices
         for plan in itertools.islice(every_plan(network, 2, 2), 10_000)
     )
