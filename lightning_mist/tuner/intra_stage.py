@@ -25,6 +25,7 @@ from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.families import GridCosts
+from lightning_mist.tuner.least_runs import LeastRuns
 from lightning_mist.tuner.moved import Mover, Ratios, worth_moving
 from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.space import OFFLOADED, Shape, Space, common_unit
@@ -49,10 +50,12 @@ class IntraStage:
         elsewhere: The search spaces of other parts of the cluster, if it has unlike ones.
         tables: Where what does not depend on the limits is kept; by default for this object alone.
         grids: The same of stages that are all alike.
+        runs: The same of what stages take at least.
 
     Attributes:
         evaluated: Candidates whose seconds were computed here.
         known: Candidates of tables that were there before.
+        runs: What stages take at least, by number of microbatches.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class IntraStage:
         elsewhere: tuple[Space, ...] = (),
         tables: dict[TableKey, Table] | None = None,
         grids: dict[Hashable, GridCosts] | None = None,
+        runs: dict[int, LeastRuns] | None = None,
     ) -> None:
         self.model, self.space, self._elsewhere = model, space, elsewhere
         self.memory_limit, self.host_limit = memory_limit, host_limit
@@ -73,6 +77,7 @@ class IntraStage:
         self._classes = layer_classes(model.spec)
         self._tables: dict[TableKey, Table] = {} if tables is None else tables
         self.grids: dict[Hashable, GridCosts] = {} if grids is None else grids
+        self.runs: dict[int, LeastRuns] = {} if runs is None else runs
         self._windows: dict[Role, Windows] = {}
         # Frontiers and the pace up to which they hold, by how many stages and which situations they are for.
         self._frontiers: dict[tuple[TableKey, int, tuple[Phase, ...]], tuple[float, SlotChoices]] = {}

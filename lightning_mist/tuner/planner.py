@@ -33,6 +33,7 @@ from lightning_mist.tuner.copies import search_copies
 from lightning_mist.tuner.families import GridCosts
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late
 from lightning_mist.tuner.intra_stage import IntraStage, TableKey
+from lightning_mist.tuner.least_runs import LeastRuns
 from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_layout, mixed_stages
 from lightning_mist.tuner.mixed_search import search_mixed
 from lightning_mist.tuner.past import Past, Pasts
@@ -49,6 +50,9 @@ CLOCKED = 12
 """Pipelines that are run on the clock, the best by the closed form."""
 KEPT = 4
 """Search spaces whose candidates are kept."""
+
+_Kept = tuple[dict[TableKey, Table], dict[Hashable, GridCosts], dict[int, LeastRuns]]
+"""What is known of a search space: candidates, those of equal stages, what stages take at least."""
 
 LEAST_GAIN = 0.01
 """Share of the step that another schedule than that of the exact search must gain by the cost model to be chosen: less
@@ -69,7 +73,7 @@ class Planner:
     def __init__(self, spec: ModelSpec, cluster: AnyCluster, *, profile: Profiles = None) -> None:
         self.spec, self.cluster = spec, cluster
         self.model = cost_model(spec, profile, cluster)
-        self._tables: dict[Space, tuple[dict[TableKey, Table], dict[Hashable, GridCosts]]] = {}
+        self._tables: dict[Space, _Kept] = {}
         self._pasts = Pasts()
 
     @property
@@ -126,8 +130,8 @@ class Planner:
         """
         model = self.alike
         limit, host = usable_bytes(model.cluster, memory_limit), host_bytes_of_each(model.cluster, host_memory_limit)
-        tables, grids = self._tables_of(space)
-        return IntraStage(model, space, limit + more, host_limit=host, tables=tables, grids=grids)
+        tables, grids, runs = self._tables_of(space)
+        return IntraStage(model, space, limit + more, host_limit=host, tables=tables, grids=grids, runs=runs)
 
     def _look(
         self, space: Space, limits: tuple[int | None, int | None], deadline: float, more: float = 0.0
@@ -141,7 +145,7 @@ class Planner:
         self._pasts.add(space, Past.of(intra.both_limits, outcome.bounds, tuple(outcome.found.values())))
         return intra, outcome
 
-    def _tables_of(self, space: Space) -> tuple[dict[TableKey, Table], dict[Hashable, GridCosts]]:
+    def _tables_of(self, space: Space) -> _Kept:
         """What is known of a search space, of any stages and equal ones; those asked for longest ago are forgotten.
 
         Stages of a number of microbatches cost the same whichever such numbers, numbers of stages and schedules
@@ -157,7 +161,7 @@ class Planner:
             solver_seconds=SearchSpace().solver_seconds,
         )
         key = replace(space, search=looked, max_stages=space.world_size, notes=())
-        tables = self._tables.pop(key, ({}, {}))
+        tables = self._tables.pop(key, ({}, {}, {}))
         self._tables[key] = tables
         while len(self._tables) > KEPT:
             del self._tables[next(iter(self._tables))]

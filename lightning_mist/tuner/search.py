@@ -21,7 +21,9 @@ from time import perf_counter
 
 import numpy as np
 
+from lightning_mist.cost import StageCostModel
 from lightning_mist.tuner.bound import solve, solve_family
+from lightning_mist.tuner.family_floors import FamilyFloors, family_of
 from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.likely import likely_seconds, quick_bounds
@@ -86,20 +88,35 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     limits = intra.both_limits
     lower = raised(quick_bounds(intra, space), pasts, limits)
     patience = max(deadline, perf_counter() + FIRST_SECONDS)
-    tally = _Tally(intra=intra, space=space, lower=lower, deadline=deadline, patience=patience, bounds=dict(lower))
+    tally = _Tally(
+        intra=intra,
+        space=space,
+        lower=lower,
+        deadline=deadline,
+        patience=patience,
+        bounds=dict(lower),
+        floors=floors_of(intra, space),
+        is_warm=intra.is_warm,
+    )
     for item in (known := known_answers(pasts, limits)):
         tally.note(item)
     groups = list(_groups(space, tuple(lower)))
+    pipelines = [group for group in groups if group[0] != (1,)]
+    # One stage has so few choices that all are looked at; what it takes is to be beaten.
+    intra.try_ratios(intra.passes[-1], patience)
+    _search(tally, [group for group in groups if group[0] == (1,)], np.inf)
+    alone = {key: bound for key, bound in tally.bounds.items() if key[0] == 1}
     for ratios in intra.passes:
         intra.try_ratios(ratios, deadline if tally.best else patience)
-        tally.bounds = dict(lower)  # What was proven of a smaller space is not of a larger one.
-        _look(tally, groups)
+        tally.floors.kinds = frozenset(space.search.offload if ratios else ())
+        tally.bounds = {**lower, **alone}  # What was proven of a smaller space is not of a larger one.
+        _look(tally, pipelines)
     bound = min(tally.bounds.values(), default=np.inf)
     if not tally.best:
         return _outcome(tally, None, bound)
     winner = min(tally.best, key=lambda count: (tally.best[count].answer.objective, count))
     is_known = any(tally.best[winner] is item for item in known)  # Its problem has no other choices.
-    is_whole = (len(intra.passes) == 1 and not is_known) or _settle(tally, winner)
+    is_whole = (not is_known and (winner == 1 or len(intra.passes) == 1)) or _settle(tally, winner)
     checked = check(tally.best[winner], deadline)
     # What is proven of a smaller problem is not of the whole one.
     checked = replace(checked, certified=checked.certified and is_whole)
@@ -117,16 +134,31 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     return replace(_outcome(tally, winner, bound, checked), bounds={} if checked.refutes else proven)
 
 
+def floors_of(intra: IntraStage, space: Space) -> FamilyFloors:
+    """Bounds of families that know how much memory stages have.
+
+    Args:
+        intra: The stages, of devices that are all alike.
+        space: The search space.
+    """
+    assert isinstance(intra.model, StageCostModel)
+    return FamilyFloors(
+        model=intra.model, space=space, slot_of=intra.slot, memory_limit=intra.memory_limit, runs=intra.runs
+    )
+
+
 def _look(tally: "_Tally", groups: list["Group"]) -> None:
-    """Search all families, with a plan to beat assumed as long as there is none."""
+    """Search families of pipelines, with a plan to beat assumed as long as there is none or only one that is slow."""
     if tally.best:
-        _search(tally, groups, np.inf)
+        enough = tally.least * (1 - PRECISION)
+        groups = [group for group in groups if tally.floor(group[0], group[1], tally.least) < enough]
+    if not groups:
         return
-    least = min(tally.lower.values(), default=np.inf)
+    lower = {(count, group[1]): tally.lower[count, group[1]] for group in groups for count in group[0]}
     # Where candidates are known already, trying is cheaper than guessing.
-    guess = np.inf if tally.intra.is_warm else likely_seconds(tally.intra, tally.lower, tally.deadline)
-    start = least * ASSUMED[0] if guess == np.inf else guess
-    for factor in ASSUMED if groups else ():
+    guess = np.inf if tally.is_warm else likely_seconds(tally.intra, lower, tally.deadline)
+    start = min(lower.values()) * ASSUMED[0] if guess == np.inf else guess
+    for factor in ASSUMED:
         assumed = start * factor / ASSUMED[0] if start else np.inf
         _search(tally, groups, assumed)
         # What was met on the way may take longer than what was assumed, and prove nothing.
@@ -223,16 +255,19 @@ def _search(tally: "_Tally", groups: list[Group], assumed: float, only: int | No
         # What was proven of a pipeline before is so but for rounding.
         return below() * (1 - PRECISION)
 
-    def lowest(group: Group) -> float:
-        return min(tally.lower[count, group[1]] for count in group[0] if only in (None, count))
+    def counts_of(group: Group) -> tuple[int, ...]:
+        return tuple(count for count in group[0] if only in (None, count))
 
-    for group in sorted(groups, key=lambda item: (lowest(item), item)):
-        if lowest(group) >= enough():
+    lowest = {
+        group: bound for group in groups if (bound := tally.floor(counts_of(group), group[1], below())) < enough()
+    }
+    for group in sorted(lowest, key=lambda item: (lowest[item], item)):
+        if lowest[group] >= enough():
             return
         if tally.is_late:
             tally.is_stopped = True
             return
-        counts = [count for count in group[0] if tally.lower[count, group[1]] < enough() and only in (None, count)]
+        counts = [count for count in counts_of(group) if tally.lower[count, group[1]] < enough()]
         try:
             _attempt(tally, counts, group[1], below())
         except TimeIsUpError:
@@ -251,6 +286,8 @@ class _Tally:
         deadline: When to stop.
         patience: When to stop without a plan.
         bounds: The same by what has been proven.
+        floors: Bounds of families that know the memory.
+        is_warm: Whether candidates had been evaluated before.
         best: The best answer of every number of stages.
         found: The best answer of every pipeline.
         solved: Pipelines that were solved.
@@ -263,6 +300,8 @@ class _Tally:
     deadline: float
     patience: float
     bounds: dict[tuple[int, int], float]
+    floors: FamilyFloors
+    is_warm: bool
     best: dict[int, Found] = field(default_factory=dict)
     found: dict[tuple[int, int], Found] = field(default_factory=dict)
     solved: set[tuple[int, int]] = field(default_factory=set)
@@ -281,6 +320,17 @@ class _Tally:
     def least_of(self, num_stages: int) -> float:
         """The least step seconds found with a number of stages."""
         return self.best[num_stages].answer.objective if num_stages in self.best else np.inf
+
+    def floor(self, counts: tuple[int, ...], num_microbatches: int, below: float) -> float:
+        """Step seconds that no plan of some pipelines goes below, as far as they are less than ``below``."""
+        keys = [(count, num_microbatches) for count in counts]
+        lowest = min(self.lower[key] for key in keys)
+        if lowest >= below * (1 - PRECISION) or below == np.inf or counts == (1,):
+            return lowest
+        bound = self.floors.bound(counts, num_microbatches, below, self.deadline if self.best else self.patience)
+        for key in keys:
+            self.bounds[key] = max(self.bounds[key], bound)
+        return max(lowest, bound)
 
     def note(self, found: Found) -> None:
         """Remember an answer."""
@@ -350,23 +400,12 @@ def _single(intra: IntraStage, space: Space, num_microbatches: int, below: float
 def _family(intra: IntraStage, space: Space, counts: list[int], num_microbatches: int, below: float) -> Family:
     """The choices of all stages, without those that only plans of at least ``below`` seconds can have.
 
-    A pipeline takes at least ``G`` times the steady time of any of its stages. What may lie behind a first stage is
-    asked for in the shortest pipeline that has it, which leaves it the most layers and devices; longer ones rule out
-    by themselves what leaves too few.
+    A pipeline takes at least ``G`` times the steady time of any of its stages.
     """
     slowest = below / num_microbatches
-    tails = []
-    for behind in range(max(counts) - 1):
-        num_stages = max(behind + 2, min(counts))
-        slot = intra.frontier(num_stages - 1 - behind, num_stages, num_microbatches, slowest)
-        if not len(slot):
-            break
-        tails.append(slot)
-    heads = {count: intra.frontier(0, count, num_microbatches, slowest) for count in counts if count <= len(tails) + 1}
-    return Family(
-        num_layers=space.num_layers,
-        num_devices=(space.world_size,),
-        num_microbatches=num_microbatches,
-        tails=tuple(tails),
-        heads={count: slot for count, slot in heads.items() if len(slot)},
+    return family_of(
+        space,
+        counts,
+        num_microbatches,
+        lambda stage_index, num_stages: intra.frontier(stage_index, num_stages, num_microbatches, slowest),
     )

@@ -1,0 +1,135 @@
+"""Step seconds that no pipeline of a family goes below where its stages have to fit.
+
+The inter-stage problem is solved with choices that take no more than what there is (:mod:`lightning_mist.tuner.floors`):
+its answer is a bound. Most families are ruled out by it before any of their stages is evaluated.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lightning_mist.cost import StageCostModel, StageSlot
+from lightning_mist.cost.channels import copy_rates
+from lightning_mist.cost.phases import Phase, stage_phases
+from lightning_mist.tuner.bound import solve_family
+from lightning_mist.tuner.choices import SlotChoices
+from lightning_mist.tuner.floors import Room, floor_choices
+from lightning_mist.tuner.least_runs import LeastRuns, least_runs
+from lightning_mist.tuner.problem import Family
+from lightning_mist.tuner.space import Shape, Space
+from lightning_mist.tuner.tables import ROOM
+
+SlotOf = Callable[[int, int, int, Shape], StageSlot]
+"""A slot, by stage, number of stages and of microbatches, and arrangement of its devices."""
+
+
+def family_of(
+    space: Space, counts: Sequence[int], num_microbatches: int, choices_of: Callable[[int, int], SlotChoices]
+) -> Family:
+    """The pipelines of some numbers of stages with the choices of their stages.
+
+    What may lie behind a first stage is asked for in the shortest pipeline that has it, which leaves it the most layers
+    and devices; longer ones rule out by themselves what leaves too few.
+
+    Args:
+        space: The search space.
+        counts: Numbers of stages.
+        num_microbatches: Number of microbatches.
+        choices_of: The choices by stage and number of stages.
+    """
+    tails: list[SlotChoices] = []
+    for behind in range(max(counts) - 1):
+        num_stages = max(behind + 2, min(counts))
+        slot = choices_of(num_stages - 1 - behind, num_stages)
+        if not len(slot):
+            break
+        tails.append(slot)
+    heads = {count: choices_of(0, count) for count in counts if count <= len(tails) + 1}
+    return Family(
+        num_layers=space.num_layers,
+        num_devices=(space.world_size,),
+        num_microbatches=num_microbatches,
+        tails=tuple(tails),
+        heads={count: slot for count, slot in heads.items() if len(slot)},
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class FamilyFloors:
+    """Bounds of families under one limit of memory; keeps what it has found.
+
+    Attributes:
+        model: The cost model.
+        space: The search space.
+        slot_of: Makes slots.
+        memory_limit: Bytes that a device may use.
+        runs: Runs of layers by number of microbatches, which do not depend on limits.
+        kinds: Kinds of state that may be in host memory.
+    """
+
+    model: StageCostModel
+    space: Space
+    slot_of: SlotOf
+    memory_limit: float
+    runs: dict[int, LeastRuns]
+    kinds: frozenset[str] = frozenset()
+    _found: dict[tuple[frozenset[str], tuple[int, ...], int], tuple[float, float]] = field(default_factory=dict)
+    _choices: dict[tuple[object, ...], tuple[LeastRuns, SlotChoices]] = field(default_factory=dict)
+
+    def bound(self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float = np.inf) -> float:
+        """Step seconds that no pipeline of some numbers of stages goes below, as far as they are less than ``below``.
+
+        Args:
+            counts: Numbers of stages, of which all or none are longer than a node, by tensor-parallel degree.
+            num_microbatches: Number of microbatches.
+            below: Seconds from which on it does not matter; finite.
+            deadline: Value of ``perf_counter()`` at which to stop with what has been found.
+        """
+        key = self.kinds, counts, num_microbatches
+        known_below, known = self._found.get(key, (-np.inf, -np.inf))
+        # One below what was asked for is that of the problem, whatever is asked for.
+        if known_below < below and known >= known_below:
+            known = self._solve(counts, num_microbatches, below, deadline)
+            self._found[key] = below, known
+        return min(known, below)
+
+    def _solve(self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float) -> float:
+        runs = self._runs(num_microbatches, below / num_microbatches)
+        if not len(runs):
+            return below
+        leaves = self.space.leaves_node(counts[0])
+        room = Room(
+            memory_limit=self.memory_limit,
+            kinds=self.kinds,
+            rates=copy_rates(self.model.profile, self.model.cluster) if self.kinds else None,
+            num_microbatches=num_microbatches,
+        )
+
+        def choices_of(stage_index: int, num_stages: int) -> SlotChoices:
+            place = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
+            phases = stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule)
+            found = self._of(runs, room, place, phases, leaves)
+            return found.take(found.steady_K <= below / num_microbatches * ROOM)
+
+        family = family_of(self.space, counts, num_microbatches, choices_of)
+        # A pipeline with a stage that is left out takes at least as long.
+        return min(below, solve_family(family, below=below, deadline=deadline).bound) if family.heads else below
+
+    def _of(
+        self, runs: LeastRuns, room: Room, place: str, phases: tuple[Phase, ...], leaves: tuple[bool, ...]
+    ) -> SlotChoices:
+        key = self.kinds, room.num_microbatches, place, phases, leaves
+        known, choices = self._choices.get(key, (None, SlotChoices.none()))
+        if known is not runs:
+            choices = floor_choices(runs, room, place, phases, leaves)
+            self._choices[key] = runs, choices
+        return choices
+
+    def _runs(self, num_microbatches: int, pace: float) -> LeastRuns:
+        """Runs of layers up to a pace."""
+        known = self.runs.get(num_microbatches)
+        if known is None or known.pace * ROOM < pace:
+            known = least_runs(self.model, self.space, self.slot_of, num_microbatches, pace)
+            self.runs[num_microbatches] = known
+        return known

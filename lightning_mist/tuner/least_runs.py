@@ -1,0 +1,322 @@
+"""What runs of layers compute, exchange and hold at least, wherever they lie: a few sums over layers.
+
+Of ``l`` layers the least sum over any run of that length counts, so that one entry stands for all runs. What is left
+out is never negative: temporaries of all but one layer, buffers of transfers, updates, what parameters that several
+regions use need.
+
+Array axes
+    L  layers; lengths of runs ``0 .. L``
+    R  regions
+    K  runs: arrangement of devices and ZeRO stage, number of layers, how many of the first are recomputed
+    J  the same without the last
+    X  with neither the head nor the tail, with the head, with the tail: places in a pipeline
+    N  pipelines that fit into a node, others
+    W  sets of weights
+    C  channels
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
+from lightning_mist.cost.channels import interference_of
+from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.exchange import shard_nodes, transfers
+from lightning_mist.cost.memory import BUCKET_BYTES
+from lightning_mist.cost.shards import unit_seconds
+from lightning_mist.cost.time import collective_seconds
+from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
+from lightning_mist.plan import ZeroStage
+from lightning_mist.tuner.load_weights import load_weights
+from lightning_mist.tuner.space import Shape, Space
+from lightning_mist.tuner.tables import ROOM
+
+PLACES = ("middle", "first", "last")
+"""Places in a pipeline, in the order of axis ``X``."""
+
+OUTERMOST = 4
+"""Units of a stage that a microbatch finds unsharded already, at most; see :func:`lightning_mist.cost.shards`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastRuns:
+    """Seconds and bytes that runs of layers take and hold at least, of one number of microbatches.
+
+    Attributes:
+        pace: Seconds per microbatch; runs that compute for longer are missing.
+        layers_K: Layers.
+        devices_K: Devices.
+        tensor_K: Which tensor-parallel degree of the search space, by its place among them in ascending order.
+        recomputed_K: Layers that are recomputed.
+        forward_XK: Computing a forward.
+        backward_XK: Computing a backward, with what it recomputes.
+        forward_network_K: Exchanging among ranks with the same parameters beside a forward.
+        backward_network_K: The same beside a backward.
+        outer_K: The part of both that the outermost units may not take.
+        reduce_XK: Averaging gradients after the last microbatch, hidden or not.
+        arrival_NK: Receiving the input, in pipelines that fit into a node, and in longer ones.
+        return_NK: Receiving the gradient of the output, likewise.
+        saved_K: What one microbatch keeps until its backward, when its output has gone.
+        whole_K: The same with its output.
+        top_K: The part of it that the last layer keeps.
+        top_two_K: The part that the last two layers keep.
+        working_XK: What is alive of its own microbatch in some moment of a backward.
+        parameters_XK: Parameters.
+        gradients_XK: Gradients that stay.
+        optimizer_XK: Optimizer state.
+        always_K: What is there whatever is moved.
+        copies_K: 1 where it can be told what copies take, else 0.
+        weights_WCK: Weights of loads; see :mod:`lightning_mist.tuner.load_weights`.
+        begins_J: Where runs begin that differ in how many layers are recomputed only.
+        is_alike: Whether all layers keep and hold the same.
+    """
+
+    pace: float
+    layers_K: IntArray
+    devices_K: IntArray
+    tensor_K: IntArray
+    recomputed_K: IntArray
+    forward_XK: FloatArray
+    backward_XK: FloatArray
+    forward_network_K: FloatArray
+    backward_network_K: FloatArray
+    outer_K: FloatArray
+    reduce_XK: FloatArray
+    arrival_NK: FloatArray
+    return_NK: FloatArray
+    saved_K: FloatArray
+    whole_K: FloatArray
+    top_K: FloatArray
+    top_two_K: FloatArray
+    working_XK: FloatArray
+    parameters_XK: FloatArray
+    gradients_XK: FloatArray
+    optimizer_XK: FloatArray
+    always_K: FloatArray
+    copies_K: FloatArray
+    weights_WCK: FloatArray
+    begins_J: IntArray
+    is_alike: bool
+
+    def __len__(self) -> int:
+        """Number of runs."""
+        return len(self.layers_K)
+
+
+def least_sums(values_L: FloatArray) -> FloatArray:
+    """The least sum over any run of layers, by its length from none to all.
+
+    Args:
+        values_L: What each layer has.
+    """
+    if not len(values_L) or not np.ptp(values_L):
+        return np.arange(len(values_L) + 1) * float(values_L[0] if len(values_L) else 0.0)
+    prefix = np.concatenate([[0.0], np.cumsum(values_L)])
+    return np.array([(prefix[length:] - prefix[: len(prefix) - length]).min() for length in range(len(prefix))])
+
+
+def least_runs(
+    model: StageCostModel,
+    space: Space,
+    slot_of: Callable[[int, int, int, Shape], StageSlot],
+    num_microbatches: int,
+    pace: float,
+) -> LeastRuns:
+    """All runs of layers that compute for no longer than a pace.
+
+    Args:
+        model: The cost model.
+        space: The search space.
+        slot_of: A slot, by stage, number of stages and of microbatches, and arrangement.
+        num_microbatches: Number of microbatches.
+        pace: Seconds per microbatch.
+    """
+    found: list[dict[str, Any]] = []
+    for shape in space.shapes(num_microbatches):
+        if shape.devices < space.world_size:
+            slots = [slot_of(1, count, num_microbatches, shape) for count in (2, 2 + space.devices_per_node)]
+            of_shape = _OfShape(model, space, slots, pace)
+            if len(of_shape.layers_K):
+                zeros = sorted(set(space.search.zero_stages)) if shape.data > 1 else [0]
+                found += [of_shape.runs(zero_stage) for zero_stage in zeros]
+    arrays = {
+        item.name: np.concatenate([runs[item.name] for runs in found], axis=-1) if found else np.empty(0)
+        for item in fields(LeastRuns)
+        if item.name.endswith("K")
+    }
+    number_K = np.repeat(np.arange(len(found)), [len(item["layers_K"]) for item in found])
+    key_K = number_K * (space.num_layers + 1) + arrays["layers_K"]
+    begins_J = np.flatnonzero(np.diff(key_K, prepend=-1))
+    return LeastRuns(pace=pace, begins_J=begins_J, is_alike=_is_alike(model), **arrays)
+
+
+def _is_alike(model: StageCostModel) -> bool:
+    """Whether every layer is like any other, as far as bytes are concerned."""
+    costs, table = model.whole.costs(1), model.whole.holdings.table
+    every = (costs.saved_R, costs.checkpointed_saved_R, table.used_R, table.trained_R)
+    return not any(np.ptp(values_R[1:-1]) for values_R in every if len(values_R) > 2)
+
+
+class _OfShape:
+    """Runs of layers on one arrangement of devices.
+
+    Args:
+        model: The cost model.
+        space: The search space.
+        slots: A stage between others, of a pipeline that may fit into a node and of one that does not.
+        pace: Seconds per microbatch.
+    """
+
+    def __init__(self, model: StageCostModel, space: Space, slots: Sequence[StageSlot], pace: float) -> None:
+        self.model, self.space, self.slots, self.slot = model, space, slots, slots[0]
+        self.memory = model.memory(self.slot)
+        self.costs, self.holdings = self.memory.costs(self.slot.rows), self.memory.holdings
+        self.degree, self.nodes = self.slot.shard_degree, shard_nodes(model.cluster, self.slot)
+        tensor = self.slot.tensor_parallel_degree, self.slot.sequence_parallel
+        self.compute = model.region_seconds(self.slot.whole_rows, *tensor)
+        both_L = _of_layers(self.compute.forward_R + self.compute.backward_R)
+        most = min(int(np.searchsorted(both_L, pace * ROOM, side="right")) - 1, space.num_layers - 1)
+        index_K, self.recomputed_K = space.recomputed(np.arange(1, most + 1))
+        self.layers_K = index_K + 1
+        # A correction says of communication how much longer what is exposed of it takes.
+        self.corrected = min(1.0, factor_of(model.profile.corrections, "communication"))
+
+    def runs(self, zero_stage: int) -> dict[str, Any]:
+        """What :class:`LeastRuns` has of them under a ZeRO stage."""
+        degrees = sorted({kind[0] for kind in self.space.tensor})
+        whole = self.costs_of_batches() + self.memory.spec.buffer_bytes
+        weights_WC = load_weights(interference_of(self.model.profile, self.model.cluster), self.nodes > 1)
+        every = np.ones(len(self.layers_K), dtype=np.int64)
+        # Copies are priced with what is exposed of communication, and corrections change only one of both.
+        is_told = (not self.holdings.is_one_unit or zero_stage < ZeroStage.PARAMETERS) and (
+            not self.model.profile.corrections or zero_stage < ZeroStage.GRADIENTS
+        )
+        return {
+            "layers_K": self.layers_K,
+            "devices_K": every * self.degree * self.slot.tensor_parallel_degree,
+            "tensor_K": every * degrees.index(self.slot.tensor_parallel_degree),
+            "recomputed_K": self.recomputed_K,
+            "always_K": every * whole,
+            "copies_K": every * float(is_told),
+            "weights_WCK": weights_WC[:, :, None] * every,
+            **self._computed(),
+            **self._transferred(every),
+            **self._exchanged(zero_stage),
+            **self._saved(),
+            **self._states(zero_stage),
+        }
+
+    def costs_of_batches(self) -> float:
+        """Bytes of the batches that a rank has."""
+        return self.slot.batches_held * self.memory.costs(self.slot.batch_rows).batch_bytes
+
+    def _computed(self) -> dict[str, FloatArray]:
+        """Seconds of computing."""
+        forward_R, backward_R = self.compute.forward_R, self.compute.backward_R
+        forward_L, backward_L = _of_layers(forward_R), _of_layers(backward_R)
+        backward_K = backward_L[self.layers_K] + forward_L[self.recomputed_K]
+        return {
+            "forward_XK": np.stack([forward_L[self.layers_K] + edge for edge in _edges(forward_R)]),
+            "backward_XK": np.stack([backward_K + edge for edge in _edges(backward_R)]),
+        }
+
+    def _transferred(self, every: IntArray) -> dict[str, FloatArray]:
+        """Seconds of receiving what comes from the neighbours, over any cut."""
+        cuts = np.arange(1, self.space.num_layers)
+        ends = StageCandidates(start_K=cuts, end_K=cuts, checkpointed_K=0 * cuts, zero_stage_K=0 * cuts)
+        found = [
+            [float(seconds.min()) * self.corrected for seconds in transfers(*self._machine, slot, ends, self.memory)]
+            for slot in self.slots
+        ]
+        arrival_N, return_N = np.array(found).T
+        return {"arrival_NK": arrival_N[:, None] * every, "return_NK": return_N[:, None] * every}
+
+    @property
+    def _machine(self) -> tuple[HardwareProfile, Cluster]:
+        return self.model.profile, self.model.cluster
+
+    def _exchanged(self, zero_stage: int) -> dict[str, FloatArray]:
+        """Seconds of communicating among ranks with the same parameters."""
+        unshard_L = scatter_L = np.zeros(self.space.num_layers + 1)
+        outer, table = 0.0, self.holdings.table
+        if self.degree > 1 and zero_stage >= ZeroStage.GRADIENTS:
+            units = unit_seconds(self.model.profile, table, self.degree, self.nodes)
+            scatter_L = _of_layers(units.reduce_FR.min(axis=0)) * self.corrected
+            # Where all parameters are one unit they are unsharded once per batch.
+            if zero_stage >= ZeroStage.PARAMETERS and not self.holdings.is_one_unit:
+                unshard_L = _of_layers(units.unshard_R) * self.corrected
+                outer = OUTERMOST * float(units.unshard_R.max())
+        unshard_K = unshard_L[self.layers_K]
+        return {
+            "forward_network_K": unshard_K,
+            "backward_network_K": unshard_K + scatter_L[self.layers_K],
+            "outer_K": np.full(len(self.layers_K), outer),
+            "reduce_XK": self._reduced(zero_stage),
+        }
+
+    def _reduced(self, zero_stage: int) -> FloatArray:
+        """Seconds of averaging gradients after the last microbatch."""
+        table = self.holdings.table
+        single_L = _of_layers(table.single_R)
+        if self.degree == 1 or zero_stage >= ZeroStage.GRADIENTS:
+            return np.zeros((len(PLACES), len(self.layers_K)))
+        operation, least = ("reduce", self.degree) if zero_stage >= ZeroStage.OPTIMIZER else ("all_reduce", 1)
+        found = []
+        for edge in _edges(table.trained_R):
+            bytes_L = single_L + edge
+            calls_L = np.maximum(least, np.ceil(bytes_L / BUCKET_BYTES))
+            args = self.model.profile, operation, self.degree, self.nodes
+            found.append(collective_seconds(*args, bytes_L, calls_L)[self.layers_K] * self.corrected)
+        return np.stack(found)
+
+    def _saved(self) -> dict[str, FloatArray]:
+        """Bytes of what microbatches keep for backward, and of one moment of a backward."""
+        costs, layers_K, recomputed_K = self.costs, self.layers_K, self.recomputed_K
+        plain_L, kept_L = _of_layers(costs.saved_R), _of_layers(costs.checkpointed_saved_R)
+        plain_K, kept_K = plain_L[layers_K - recomputed_K], kept_L[recomputed_K]
+        handed = float(max(costs.handed_R.max(), costs.checkpointed_handed_R.max()))
+        whole_K, is_plain_K = plain_K + kept_K, recomputed_K < layers_K
+        top_K = np.where(is_plain_K, plain_L[1], kept_L[1])
+        # The one below the top is recomputed if all but the top, or all, are.
+        below_K = np.where(recomputed_K >= layers_K - 1, kept_L[1], plain_L[1]) * (layers_K > 1)
+        peak, again_peak = (_least(values_R) for values_R in (costs.backward_peak_R, costs.recompute_backward_peak_R))
+        inner_K = whole_K + np.where(is_plain_K, peak, again_peak)
+        inner_K = np.maximum(inner_K, np.where(recomputed_K > 0, kept_K + again_peak, 0.0))
+        tail_K = whole_K + costs.saved_R[-1] + min(costs.backward_peak_R[-1], costs.recompute_backward_peak_R[-1])
+        return {
+            "saved_K": np.maximum(whole_K - handed, 0.0),
+            "whole_K": whole_K,
+            "top_K": top_K,
+            "top_two_K": np.minimum(top_K + below_K, whole_K),
+            "working_XK": np.maximum(np.stack([inner_K, inner_K, np.maximum(inner_K, tail_K)]), 0.0),
+        }
+
+    def _states(self, zero_stage: int) -> dict[str, FloatArray]:
+        """Bytes of parameters, gradients and optimizer state of the rank that has most."""
+        table, state = self.holdings.table, self.memory.spec.optimizer.state_bytes_per_parameter_byte
+        single_K = _of_layers(table.single_R)[self.layers_K]
+        held_XK = np.stack([single_K + edge for edge in _edges(table.trained_R)])
+        names = {"parameters_XK": ZeroStage.PARAMETERS, "gradients_XK": ZeroStage.GRADIENTS}
+        names["optimizer_XK"] = ZeroStage.OPTIMIZER
+        return {
+            name: held_XK * (state if name == "optimizer_XK" else 1.0) / (self.degree if zero_stage >= since else 1)
+            for name, since in names.items()
+        }
+
+
+def _of_layers(values_R: FloatArray) -> FloatArray:
+    """The least sums over runs of layers of what regions have."""
+    return least_sums(values_R[1:-1])
+
+
+def _least(values_R: FloatArray) -> float:
+    """The least that any layer has."""
+    return float(values_R[1:-1].min())
+
+
+def _edges(values_R: FloatArray) -> tuple[float, float, float]:
+    """What neither head nor tail adds, the head, the tail."""
+    return 0.0, float(values_R[0]), float(values_R[-1])
