@@ -1,7 +1,8 @@
 """Step seconds that no pipeline of a family goes below where its stages have to fit.
 
-The inter-stage problem is solved with choices that take no more than what there is (:mod:`lightning_mist.tuner.floors`):
-its answer is a bound. Most families are ruled out by it before any of their stages is evaluated.
+The inter-stage problem is solved with choices that take no more than any that there are, which
+:mod:`lightning_mist.tuner.floors` makes: its answer is a bound. Most families are ruled out by it before any of their
+stages is evaluated.
 """
 
 from collections.abc import Callable, Sequence

@@ -171,7 +171,8 @@ class _Stage:
         needed_K = runs.always_K + runs.parameters_XK[place] + runs.optimizer_XK[place] * stays_K
         needed_K = needed_K + runs.gradients_XK[place] * self.has_gradients
         needed_K += self.others * runs.saved_K + runs.working_XK[place]
-        return needed_K - self.room.memory_limit
+        excess_K: FloatArray = needed_K - self.room.memory_limit
+        return excess_K
 
     def _moved(self, at_M: IntArray, excess_M: FloatArray) -> FloatArray:
         """Seconds of a microbatch without transfers where something has to be moved; infinite if that is not enough."""

@@ -113,7 +113,8 @@ def least_sums(values_L: FloatArray) -> FloatArray:
         values_L: What each layer has.
     """
     if not len(values_L) or not np.ptp(values_L):
-        return np.arange(len(values_L) + 1) * float(values_L[0] if len(values_L) else 0.0)
+        multiples: FloatArray = np.arange(len(values_L) + 1) * np.float64(values_L[0] if len(values_L) else 0.0)
+        return multiples
     prefix = np.concatenate([[0.0], np.cumsum(values_L)])
     return np.array([(prefix[length:] - prefix[: len(prefix) - length]).min() for length in range(len(prefix))])
 
@@ -142,7 +143,7 @@ def least_runs(
             if len(of_shape.layers_K):
                 zeros = sorted(set(space.search.zero_stages)) if shape.data > 1 else [0]
                 found += [of_shape.runs(zero_stage) for zero_stage in zeros]
-    arrays = {
+    arrays: dict[str, Any] = {
         item.name: np.concatenate([runs[item.name] for runs in found], axis=-1) if found else np.empty(0)
         for item in fields(LeastRuns)
         if item.name.endswith("K")
@@ -187,7 +188,7 @@ class _OfShape:
     def runs(self, zero_stage: int) -> dict[str, Any]:
         """What :class:`LeastRuns` has of them under a ZeRO stage."""
         degrees = sorted({kind[0] for kind in self.space.tensor})
-        whole = self.costs_of_batches() + self.memory.spec.buffer_bytes
+        whole = self._of_batches() + self.memory.spec.buffer_bytes
         weights_WC = load_weights(interference_of(self.model.profile, self.model.cluster), self.nodes > 1)
         every = np.ones(len(self.layers_K), dtype=np.int64)
         # Copies are priced with what is exposed of communication, and corrections change only one of both.
@@ -209,7 +210,7 @@ class _OfShape:
             **self._states(zero_stage),
         }
 
-    def costs_of_batches(self) -> float:
+    def _of_batches(self) -> float:
         """Bytes of the batches that a rank has."""
         return self.slot.batches_held * self.memory.costs(self.slot.batch_rows).batch_bytes
 

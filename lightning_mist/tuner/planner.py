@@ -153,16 +153,13 @@ class Planner:
         """
         looked = replace(
             space.search,
-            max_stages=None,
-            num_stages=None,
-            num_microbatches=None,
+            **dict.fromkeys(("max_stages", "num_stages", "num_microbatches")),
             schedules=(space.schedule,),
             chunks=SearchSpace().chunks,
             solver_seconds=SearchSpace().solver_seconds,
         )
         key = replace(space, search=looked, max_stages=space.world_size, notes=())
-        tables = self._tables.pop(key, ({}, {}, {}))
-        self._tables[key] = tables
+        self._tables[key] = tables = self._tables.pop(key, ({}, {}, {}))
         while len(self._tables) > KEPT:
             del self._tables[next(iter(self._tables))]
         return tables
@@ -339,7 +336,7 @@ def make_plan(
         chosen: Those that were chosen.
         cluster: The devices; by default equal ones, on nodes as the search space says.
     """
-    picked = [(slot, index) for slot, index in zip(problem.slots, chosen, strict=True)]
+    picked = list(zip(problem.slots, chosen, strict=True))
     shapes = [slot.shape(index) for slot, index in picked]
     degrees = [(shape.data, shape.tensor) for shape in shapes]
     parts = [int(slot.part_K[index]) for slot, index in picked]

@@ -1,12 +1,14 @@
 """The search loop: every number of stages and of microbatches, in the order of what they take at least.
 
 Pipelines of several stages with the same number of microbatches form a family: their stages differ only by how many
-are behind them. Families are taken in the order of a cheap lower bound of their step seconds, until it is no better
-than the best plan found. Each is solved exactly by the dynamic program (:mod:`lightning_mist.tuner.bound`), all its
+are behind them. Families are taken in the order of a lower bound of their step seconds that knows how much memory
+their stages have (:mod:`lightning_mist.tuner.family_floors`), until it is no better than the best plan found; most are
+ruled out by it before any of their stages is evaluated. Each that is left is solved exactly by the dynamic program (:mod:`lightning_mist.tuner.bound`), all its
 numbers of stages at once, and the winner once more by HiGHS, which starts from that answer. All this is about the
 closed form of the step (:mod:`lightning_mist.cost.pipeline`).
 
-What may be in host memory is looked at in passes, each of a space that contains the one before: nothing, then all or
+A single stage is looked at first, with everything that it may have in host memory. What the stages of pipelines may
+have there is looked at in passes, each of a space that contains the one before: nothing, then all or
 nothing of each kind of state, then every ratio. The more a plan has to beat, the less is worth evaluating.
 
 Before there is a plan that a family would have to beat, one is assumed: a little slower than the best of equal stages,
@@ -23,11 +25,10 @@ import numpy as np
 
 from lightning_mist.cost import StageCostModel
 from lightning_mist.tuner.bound import solve, solve_family
+from lightning_mist.tuner.checked import Checked, check
 from lightning_mist.tuner.family_floors import FamilyFloors, family_of
-from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.likely import likely_seconds, quick_bounds
-from lightning_mist.tuner.milp import SolverError
 from lightning_mist.tuner.moved import TimeIsUpError
 from lightning_mist.tuner.past import Found, Past, known_answers, raised
 from lightning_mist.tuner.problem import PRECISION, Family, InterStageProblem
@@ -35,9 +36,6 @@ from lightning_mist.tuner.space import Space
 
 FIRST_SECONDS = 1.0
 """Seconds that a search may take until it has a plan, however little time it is given: with less it says nothing."""
-
-CHECK_SECONDS = 5.0
-"""The most seconds for which HiGHS checks a proven optimum."""
 
 ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
 """Multiples of the lower bound of all pipelines that a plan is assumed to take, until one is found. Where there is a
@@ -49,8 +47,6 @@ COMPARED = 1.25
 NEAR = 1.03
 """Multiple of the best plan's seconds below which all numbers of stages that share its candidates are searched for
 theirs, to be run on the clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`)."""
-
-_REFUTED = "HiGHS has found a faster plan than the dynamic program had proven to be possible: please report this"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +122,11 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     proven = dict(tally.bounds) if len(intra.passes) > 1 else tally.bounds
     # The other numbers of stages are there to compare with, so the fewer ratios do; that proves nothing of all.
     intra.try_ratios(intra.passes[min(1, len(intra.passes) - 1)], deadline)
-    for num_stages in compared(space, winner):
-        _search(tally, [key for key in groups if num_stages in key[0]], tally.least * COMPARED, num_stages)
     near = [count for count in range(2, space.max_stages + 1) if space.leaves_node(count) == space.leaves_node(winner)]
-    for num_stages in near:
-        _search(tally, [key for key in groups if num_stages in key[0]], tally.least * NEAR, num_stages)
+    for counts, factor in ((compared(space, winner), COMPARED), (near, NEAR)):
+        some = _open(tally, [key for key in groups if not set(counts).isdisjoint(key[0])], tally.least * factor)
+        for num_stages in counts:
+            _search(tally, [key for key in some if num_stages in key[0]], tally.least * factor, num_stages)
     return replace(_outcome(tally, winner, bound, checked), bounds={} if checked.refutes else proven)
 
 
@@ -149,9 +145,7 @@ def floors_of(intra: IntraStage, space: Space) -> FamilyFloors:
 
 def _look(tally: "_Tally", groups: list["Group"]) -> None:
     """Search families of pipelines, with a plan to beat assumed as long as there is none or only one that is slow."""
-    if tally.best:
-        enough = tally.least * (1 - PRECISION)
-        groups = [group for group in groups if tally.floor(group[0], group[1], tally.least) < enough]
+    groups = _open(tally, groups, tally.least)
     if not groups:
         return
     lower = {(count, group[1]): tally.lower[count, group[1]] for group in groups for count in group[0]}
@@ -164,6 +158,11 @@ def _look(tally: "_Tally", groups: list["Group"]) -> None:
         # What was met on the way may take longer than what was assumed, and prove nothing.
         if tally.least < assumed or tally.is_late:
             return
+
+
+def _open(tally: "_Tally", groups: list["Group"], below: float) -> list["Group"]:
+    """Families that may have a plan of fewer seconds."""
+    return [group for group in groups if tally.floor(*group, below) < below * (1 - PRECISION)]
 
 
 def _settle(tally: "_Tally", winner: int) -> bool:
@@ -182,44 +181,6 @@ def _settle(tally: "_Tally", winner: int) -> bool:
         tally.best[winner] = tally.found[key] = known
         return False
     return True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
-    """What HiGHS says of an answer that the dynamic program has found.
-
-    Attributes:
-        found: The answer, or the better one that HiGHS has found.
-        certified: Whether it has proven that there is none better.
-        refutes: Whether its answer is better than what the dynamic program had proven to be possible.
-        failure: Why HiGHS has no answer, if it ended without one before its time.
-    """
-
-    found: Found
-    certified: bool
-    refutes: bool
-    failure: str = ""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What people should know of it."""
-        failed = (f"not checked by HiGHS: {self.failure}",) if self.failure else ()
-        return (_REFUTED,) if self.refutes else failed
-
-
-def check(found: Found, deadline: float) -> Checked:
-    """Let HiGHS look for something better."""
-    time_limit = max(0.1, min(CHECK_SECONDS, deadline - perf_counter()))
-    try:
-        answer = solve_program(found.problem, time_limit=time_limit, incumbent=found.answer)
-    except SolverError as error:
-        return Checked(found=found, certified=False, refutes=False, failure=str(error))
-    is_better = answer.objective < found.answer.objective
-    return Checked(
-        found=Found(problem=found.problem, answer=answer) if is_better else found,
-        certified=answer.is_proven,
-        refutes=answer.objective < found.answer.bound * (1 - PRECISION),
-    )
 
 
 Group = tuple[tuple[int, ...], int]

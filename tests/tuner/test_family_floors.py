@@ -1,0 +1,63 @@
+import numpy as np
+import pytest
+
+from lightning_mist.tuner import Planner
+from lightning_mist.tuner.family_floors import FamilyFloors, family_of
+from lightning_mist.tuner.search import floors_of, search_pipelines
+from tests.tuner.instances import random_instance
+
+
+def prepared(seed):
+    found = random_instance(seed, unlike=0)
+    planner = Planner(found.network, found.machine, profile=found.rates)
+    space = planner.space(found.rows * found.machine.world_size, found.search)
+    return planner.stages(space, found.memory_limit, found.host_memory_limit)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_pipeline_takes_less_than_its_bound(seed):
+    maker = prepared(seed)
+    outcome, floors = search_pipelines(maker, maker.space, np.inf), floors_of(maker, maker.space)
+    floors.kinds = frozenset(maker.space.search.offload)
+    for (count, microbatches), answer in outcome.found.items():
+        if count > 1:
+            seconds = answer.answer.objective
+            assert floors.bound((count,), microbatches, 2 * seconds) <= seconds * (1 + 1e-9)
+            assert floors.bound((count,), microbatches, seconds / 2) <= seconds / 2
+
+
+class Counting(FamilyFloors):
+    """Counts how often a problem is solved."""
+
+    solved = 0
+
+    def _solve(self, *args):
+        Counting.solved += 1
+        return super()._solve(*args)
+
+
+def test_what_is_known_is_not_asked_again():
+    maker = next(maker for maker in map(prepared, range(50)) if maker.space.max_stages > 1)
+    floors = Counting(
+        model=maker.model, space=maker.space, slot_of=maker.slot, memory_limit=maker.memory_limit, runs={}
+    )
+    microbatches = max(count for stages, count in maker.space.pipelines() if stages == 2)
+    Counting.solved = 0
+    least = floors.bound((2,), microbatches, 1e9)
+    assert floors.bound((2,), microbatches, 2e9) == least if least < 1e9 else True
+    assert floors.bound((2,), microbatches, least / 2) == least / 2
+    assert Counting.solved == (1 if least < 1e9 else 2)
+
+
+def test_a_family_ends_where_a_stage_has_no_choice():
+    maker = prepared(3)
+    asked = []
+
+    def none(stage, count):
+        asked.append((stage, count))
+        return maker.frontier(0, 1, 1).take(np.array([], dtype=np.int64))
+
+    family = family_of(maker.space, (2, 3), 4, none)
+    assert asked == [(1, 2)]
+    assert not family.heads
+    assert not family.tails

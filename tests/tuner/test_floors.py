@@ -1,0 +1,80 @@
+"""What is a bound has to be one: every candidate of random questions takes at least as long."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from lightning_mist.cost.channels import copy_rates
+from lightning_mist.cost.phases import stage_phases
+from lightning_mist.hardware import Interference
+from lightning_mist.hardware.interference import COEFFICIENTS
+from lightning_mist.tuner import Planner
+from lightning_mist.tuner.floors import Room, floor_choices
+from lightning_mist.tuner.least_runs import least_runs
+from tests.tuner.instances import random_instance
+from tests.tuner.whole_space import candidates_of, pipelines, places_of, priced
+
+MOST = 12
+"""Candidates of a place that are compared, the memory that each needs being the limit."""
+
+
+def question(seed):
+    """A random instance whose channels slow each other down at random."""
+    found, rng = random_instance(seed, unlike=0), np.random.default_rng(seed)
+    slow = Interference(**{name: float(rng.choice([0.0, rng.random(), 1.0])) for name in COEFFICIENTS}, source="drawn")
+    return replace(found, rates=replace(found.rates, interference=slow), known={}), rng
+
+
+def floors_of(maker, room, index, count, microbatches):
+    runs = least_runs(maker.model, maker.space, maker.slot, microbatches, np.inf)
+    place = "first" if not index else "last" if index == count - 1 else "middle"
+    phases = stage_phases(index, count, microbatches)
+    return floor_choices(runs, room, place, phases, maker.space.leaves_node(count)) if len(runs) else None
+
+
+def compare(found, rng):
+    """Compare candidates of all places of an instance with the floors under their own memory."""
+    planner = Planner(found.network, found.machine, profile=found.rates)
+    space = planner.space(found.rows * found.machine.world_size, found.search)
+    maker, compared = planner.stages(space), 0
+    rates = copy_rates(found.rates, found.machine) if space.search.offload else None
+    for microbatches, parts, arrangements in pipelines(found):
+        for index, kind in places_of(arrangements) if len(parts) > 1 else ():
+            prices = priced(found, microbatches, parts, index, kind)
+            rows = candidates_of(found, len(parts), index, kind)
+            for at in rng.permutation(len(rows))[:MOST]:
+                room = Room(
+                    memory_limit=float(prices.peak_K[at]) * (1 + 1e-12),
+                    kinds=frozenset(space.search.offload),
+                    rates=rates,
+                    num_microbatches=microbatches,
+                )
+                floors = floors_of(maker, room, index, len(parts), microbatches)
+                here = (floors.layers_K == rows[at][1] - rows[at][0]) & (floors.devices_K == kind.devices)
+                steady, reach = prices.steady_K[at], prices.steady_K[at] + prices.boundary_K[at]
+                assert floors.steady_K[here].min(initial=np.inf) <= steady * (1 + 1e-9)
+                assert (floors.steady_K + floors.boundary_K)[here].min(initial=np.inf) <= reach * (1 + 1e-9)
+                compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("first", range(0, 60, 15))
+def test_no_candidate_takes_less_than_the_floor(first):
+    assert sum(compare(*question(seed)) for seed in range(first, first + 15)) > 200
+
+
+def test_floors_rise_as_memory_shrinks_and_what_cannot_fit_is_not_there():
+    found, _ = question(11)
+    planner = Planner(found.network, found.machine, profile=found.rates)
+    maker = planner.stages(planner.space(found.rows * found.machine.world_size, found.search))
+    microbatches = maker.space.microbatch_counts()[-1]
+    steady = []
+    for limit in (1e15, 1e6, 3e5, 1e5, 1.0):
+        room = Room(memory_limit=limit, kinds=frozenset(), rates=None, num_microbatches=microbatches)
+        floors = floors_of(maker, room, 0, 2, microbatches)
+        steady.append(sorted(zip(floors.layers_K, floors.devices_K, floors.steady_K, strict=True)))
+    assert steady[0]
+    assert not steady[-1]
+    assert all(len(less) <= len(more) for more, less in pairwise(steady))
