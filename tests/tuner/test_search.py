@@ -1,13 +1,11 @@
-from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
 import pytest
 
-from lightning_mist.tuner import SearchSpace, search
+from lightning_mist.tuner import SearchSpace, checked, search
 from lightning_mist.tuner.bound import PRECISION, solve
 from lightning_mist.tuner.likely import quick_bounds
-from lightning_mist.tuner.milp import Program, SolverError
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.problem import InterStageProblem
 from tests.specs import cluster, profile, spec
