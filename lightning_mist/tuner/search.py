@@ -3,13 +3,13 @@
 Pipelines of several stages with the same number of microbatches form a family: their stages differ only by how many
 are behind them. Families are taken in the order of a lower bound of their step seconds that knows how much memory
 their stages have (:mod:`lightning_mist.tuner.family_floors`), until it is no better than the best plan found; most are
-ruled out by it before any of their stages is evaluated. Each that is left is solved exactly by the dynamic program (:mod:`lightning_mist.tuner.bound`), all its
-numbers of stages at once, and the winner once more by HiGHS, which starts from that answer. All this is about the
-closed form of the step (:mod:`lightning_mist.cost.pipeline`).
+ruled out by it before any of their stages is evaluated. Each that is left is solved exactly by the dynamic program
+(:mod:`lightning_mist.tuner.bound`), all its numbers of stages at once, and the winner once more by HiGHS, which starts
+from that answer. All this is about the closed form of the step (:mod:`lightning_mist.cost.pipeline`).
 
 A single stage is looked at first, with everything that it may have in host memory. What the stages of pipelines may
-have there is looked at in passes, each of a space that contains the one before: nothing, then all or
-nothing of each kind of state, then every ratio. The more a plan has to beat, the less is worth evaluating.
+have there is looked at in passes, each of a space that contains the one before: nothing, then all or nothing of each
+kind of state, then every ratio. The more a plan has to beat, the less is worth evaluating.
 
 Before there is a plan that a family would have to beat, one is assumed: a little slower than the best of equal stages,
 or where candidates are known already little above the lower bound of all; if none is found below it, ever slower ones.
