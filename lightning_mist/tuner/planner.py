@@ -153,7 +153,9 @@ class Planner:
         """
         looked = replace(
             space.search,
-            **dict.fromkeys(("max_stages", "num_stages", "num_microbatches")),
+            max_stages=None,
+            num_stages=None,
+            num_microbatches=None,
             schedules=(space.schedule,),
             chunks=SearchSpace().chunks,
             solver_seconds=SearchSpace().solver_seconds,
