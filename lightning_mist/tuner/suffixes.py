@@ -31,6 +31,9 @@ from lightning_mist.tuner.space import common_unit
 _MARGIN = 1e-9
 """Relative margin within which rounding may make a choice look as if it were idle by too much."""
 
+_NO_TIME = 1e-200
+"""Seconds that stand for none where they are divided by: so few that even bytes in their place do not overflow."""
+
 _AT_ONCE = 1 << 19
 """Sums that are formed at once: 4 MiB, so that they stay near the processor."""
 
@@ -102,13 +105,16 @@ class Suffixes:
         self._capacity_P = np.array(devices) / self.rate_P
 
     def _rates(self) -> FloatArray:
-        """Least seconds times devices per layer in every part; 0 if a layer takes no time, infinite without choices."""
+        """Least seconds times devices per layer in every part, infinite without choices.
+
+        Where a layer takes no time it is so little that all layers fit, and not so little that numbers overflow.
+        """
         rate_P = np.full(len(self.unit_P), np.inf)
         for item in (*self.heads.values(), self.last):
             np.minimum.at(rate_P, item.part_K, item.steady_K * item.devices_K / item.layers_K)
         for lines in self.middle:
             np.minimum.at(rate_P, lines.part_C, lines.least_C * lines.devices_C / lines.layers_C)
-        floor_P: FloatArray = np.maximum(rate_P, np.finfo(float).tiny)
+        floor_P: FloatArray = np.maximum(rate_P, _NO_TIME)
         return floor_P
 
     def paces(self) -> FloatArray:

@@ -3,8 +3,9 @@ import itertools
 import numpy as np
 import pytest
 
+from lightning_mist.tuner.problem import Family, InterStageProblem
 from lightning_mist.tuner.suffixes import Suffixes
-from tests.tuner.problems import brute_force, random_family
+from tests.tuner.problems import brute_force, random_family, slot
 
 SEEDS = range(40)
 
@@ -59,6 +60,19 @@ def test_no_answer_is_faster_than_the_least_pace(seed):
     slowest = [brute_force(family.problem(n), lambda p, chosen: float(p.steady(chosen).max())) for n in family.heads]
     assert suffixes.least_pace() <= min(slowest) * (1 + 1e-9)
     assert not suffixes.walk(suffixes.least_pace() * 0.99).values
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e15])
+def test_layers_that_take_no_time_are_free(scale):
+    """With bytes in place of seconds many choices have nothing, and others very much."""
+    times = [0.0, scale], [0.0, 0.0]
+    head = slot([0, 0], [1, 2], [1, 1], *times)
+    last = slot([2, 1], [1, 2], [1, 1], *times)
+    problem = InterStageProblem(num_layers=3, num_devices=(2,), num_microbatches=1, slots=(head, last))
+    suffixes = Suffixes(Family(num_layers=3, num_devices=(2,), num_microbatches=1, heads={2: head}, tails=(last,)))
+    walk = suffixes.walk(scale)
+    assert walk.values == {2: brute_force(problem, lambda item, chosen: float(item.steady(chosen).sum()))}
+    assert walk.values == {2: scale}
 
 
 def test_the_random_families_bind():
