@@ -151,6 +151,7 @@ class StageCandidates:
         checkpointed_K: How many of the first layers are recomputed in backward.
         zero_stage_K: 0 to 3.
         offload: What lives in host memory; nothing if ``None``.
+        variant_K: Where several variants of the network are asked about at once: which of them each is of.
     """
 
     start_K: IntArray
@@ -158,6 +159,7 @@ class StageCandidates:
     checkpointed_K: IntArray
     zero_stage_K: IntArray
     offload: OffloadCandidates | None = None
+    variant_K: IntArray | None = None
 
     def __len__(self) -> int:
         """Number of candidates."""
@@ -171,6 +173,7 @@ class StageCandidates:
             checkpointed_K=self.checkpointed_K[index_J],
             zero_stage_K=self.zero_stage_K[index_J],
             offload=None if self.offload is None else self.offload.take(index_J),
+            variant_K=None if self.variant_K is None else self.variant_K[index_J],
         )
 
 

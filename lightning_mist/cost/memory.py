@@ -32,10 +32,12 @@ from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.held import HeldBytes, Holdings
 from lightning_mist.cost.needs import Bytes, StageNeeds
-from lightning_mist.cost.offload import Adjustment, StateShares, host_bytes, offloaded_needs, unadjusted
+from lightning_mist.cost.offload import Adjustment, Pairs, host_bytes, offloaded_needs, unadjusted
+from lightning_mist.cost.offload_shares import StateShares
 from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.cost.regions import RegionCosts, compile_regions, covered
 from lightning_mist.cost.stage_working import StageWorking
+from lightning_mist.cost.variants import VariantHoldings
 from lightning_mist.cost.working import Sharding, StageRuns, WorkingSets
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
@@ -56,6 +58,12 @@ buffers of what passes between device and host memory."""
 
 BUCKET_BYTES = 25 * 2**20
 """Capacity of a gradient bucket: the default ``bucket_cap_mb`` of ``torch.nn.parallel.DistributedDataParallel``."""
+
+MOST_VARIANTS = 16
+"""Sets of variants of a network that are kept."""
+
+MOST_TABLES = 8
+"""Working sets of variants that are kept: the tables of 25 variants of 40 layers take 5 MB, and milliseconds to make."""
 
 BUCKETS_IN_FLIGHT = 2
 """Buckets of updated parameters under way at once when ZeRO-1 and ZeRO-2 gather them."""
@@ -107,22 +115,27 @@ class MemoryModel:
         self._at_rows = compile_regions(spec)
         self._adjustment: Adjustment = unadjusted
         self._is_variant = False
-        self._variants: dict[tuple[float, float], MemoryModel] = {}
-        self._begin(spec)
+        self._variants: dict[Pairs, MemoryModel] = {}
+        self._begin(Holdings(spec))
         self.states = StateShares(self.holdings)
 
-    def _begin(self, spec: ModelSpec) -> None:
-        self.holdings = Holdings(spec)
+    def _begin(self, holdings: Holdings) -> None:
+        self.holdings = holdings
         self._costs: dict[tuple[float, int], RegionCosts] = {}
         self._working: dict[tuple[float, int, int, bool], WorkingSets] = {}
 
-    def variant(self, key: tuple[float, float], build: Callable[[], tuple[ModelSpec, Adjustment]]) -> "MemoryModel":
-        """The same network with other parameters and changed costs of regions, built once for each key."""
+    def variants(self, key: Pairs, build: Callable[[], tuple[VariantHoldings, Adjustment]]) -> "MemoryModel":
+        """Variants of the network with other parameters and changed costs of regions, built once for each key.
+
+        Which of them a candidate is of is said by its ``variant_K``.
+        """
         if key not in self._variants:
-            made, (spec, adjustment) = copy(self), build()
+            made, (holdings, adjustment) = copy(self), build()
             made._adjustment, made._is_variant = adjustment, True
-            made._begin(spec)
+            made._begin(holdings)
             self._variants[key] = made
+            while len(self._variants) > MOST_VARIANTS:
+                del self._variants[next(iter(self._variants))]
         return self._variants[key]
 
     def costs(self, rows: float, context: int = 1) -> RegionCosts:
@@ -152,6 +165,11 @@ class MemoryModel:
             apart = apart_of(self.spec, self.costs(rows), int(rows)) if exact else None
             table, sharding = self.holdings.table, self._sharding(degree) if degree > 1 else None
             self._working[key] = WorkingSets(self.costs(rows, context), table.single_R, sharding, apart)
+        if self._is_variant:
+            # What was asked for last comes last.
+            self._working[key] = self._working.pop(key)
+            while len(self._working) > MOST_TABLES:
+                del self._working[next(iter(self._working))]
         return self._working[key]
 
     def _sharding(self, degree: int) -> Sharding:
@@ -175,11 +193,12 @@ class MemoryModel:
             gradient_bytes_K=held.trained_K,
             head_gradient_bytes_K=held.head_only_K,
             tail_gradient_bytes_K=held.tail_K,
-            last_gradient_bytes_K=self.holdings.table.trained_R[low_K],
+            last_gradient_bytes_K=_looked_up(self.holdings.table.trained_R, candidates.variant_K, low_K),
             together_gradient_bytes_K=held.together_K,
             imbalance_K=imbalance_K,
             forward_away_AK=away[0],
             backward_away_AK=away[1],
+            variant_K=candidates.variant_K,
         )
 
     def needs(self, slot: StageSlot, candidates: StageCandidates) -> "StageNeeds":
@@ -332,6 +351,12 @@ class MemoryModel:
             gathered_K = np.minimum(BUCKETS_IN_FLIGHT * bucket_K, held.trained_K) * gathers_K
             result.append(("parameter gathering", {"gradient_bytes": owned_K, "working_bytes": gathered_K}))
         return result
+
+
+def _looked_up(values_R: FloatArray, variant_K: IntArray | None, at_K: IntArray) -> FloatArray:
+    """Values at regions: of one row for all, or of each candidate's variant."""
+    found_K: FloatArray = values_R[at_K] if variant_K is None else values_R[variant_K, at_K]
+    return found_K
 
 
 def _places(chosen_K: BoolArray) -> IntArray | slice | None:

@@ -25,29 +25,34 @@ Array axes
     K  candidates
     P  parameters
     R  regions
-    J  distinct questions
+    V  variants: distinct ratios of activations and gradients
+    W  networks with other trained parameters
+    X  kinds of state
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_rows
-from lightning_mist.cost.held import Holdings
 from lightning_mist.cost.needs import Bytes, StageNeeds
+from lightning_mist.cost.offload_shares import Shares, StateShares
 from lightning_mist.cost.phases import Phase
-from lightning_mist.cost.regions import ParameterTable, RegionCosts, covered
+from lightning_mist.cost.regions import RegionCosts
+from lightning_mist.cost.variants import VariantHoldings
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
-from lightning_mist.plan.sharding import assign_owners
 
 BUFFERS = 2
 """Buffers of each kind: what is used, and what is fetched ahead or written back."""
+
+Pairs: TypeAlias = tuple[tuple[float, float], ...]
+"""Ratios of activations and of gradients."""
 
 Adjustment: TypeAlias = Callable[[RegionCosts], RegionCosts]
 """What changes about the costs of regions."""
@@ -58,119 +63,7 @@ def unadjusted(costs: RegionCosts) -> RegionCosts:
     return costs
 
 
-def moved_parameters(table: ParameterTable, ratio: float, *, trained: bool) -> BoolArray:
-    """Which parameters are moved; axis ``P``.
-
-    Args:
-        table: Bytes and uses of all parameters.
-        ratio: Share of each unit's bytes that may be moved.
-        trained: Whether only trained parameters count (for gradients and optimizer state).
-    """
-    bytes_P = table.trainable_P if trained else table.bytes_P
-    unit_P = np.diff(table.uses_PR, axis=1).argmax(axis=1)
-    moved_P = np.zeros(len(bytes_P), dtype=bool)
-    if ratio == 0.0:
-        return moved_P
-    for unit in np.unique(unit_P):
-        members = np.flatnonzero((unit_P == unit) & (bytes_P > 0))
-        # Bytes are whole numbers: one part in 10^12 is less than one of them, and more than rounding.
-        room = ratio * bytes_P[members].sum() * (1 + 1e-12)
-        for index in members[np.argsort(-bytes_P[members], kind="stable")]:
-            if bytes_P[index] <= room:
-                moved_P[index] = True
-                room -= bytes_P[index]
-    return moved_P
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """What a stage's ranks have of one kind of state, in bytes of parameters; the most of any rank.
-
-    Attributes:
-        resident_K: What stays on the device.
-        moved_K: What is in host memory.
-        largest_K: The largest moved part of one unit: the size of a buffer.
-        unit_K: The largest unit, moved or not.
-    """
-
-    resident_K: FloatArray
-    moved_K: FloatArray
-    largest_K: FloatArray
-    unit_K: FloatArray
-
-
-class StateShares:
-    """Shares of stages of one network; keeps what it has computed.
-
-    Args:
-        holdings: The network's parameters.
-    """
-
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings = holdings
-        self._moved: dict[tuple[float, bool], BoolArray] = {}
-        self._found: dict[tuple[float, ...], tuple[float, ...]] = {}
-
-    def moved(self, ratio: float, *, trained: bool) -> BoolArray:
-        """As :func:`moved_parameters`."""
-        key = (ratio, trained)
-        if key not in self._moved:
-            self._moved[key] = moved_parameters(self._holdings.table, ratio, trained=trained)
-        return self._moved[key]
-
-    def of(
-        self, candidates: StageCandidates, ratio_K: FloatArray, ranks: int, shards_K: BoolArray, *, trained: bool
-    ) -> Shares:
-        """The shares of each candidate.
-
-        Args:
-            candidates: The stages.
-            ratio_K: How much is moved.
-            ranks: Ranks with the same parameters.
-            shards_K: Whether they own a part each; otherwise every rank has all.
-            trained: Whether only trained parameters count.
-        """
-        low_K, high_K = covered(self._holdings.spec, candidates.start_K, candidates.end_K)
-        ranks_K = np.where(shards_K, ranks, 1)
-        width = self._holdings.table.uses_PR.shape[1]
-        questions, inverse_K = distinct_rows(low_K * width + high_K, ranks_K, ratio_K)
-        found = np.array(
-            [self._answer((code // width, code % width, *rest), trained) for code, *rest in questions.tolist()]
-        )
-        resident_K, moved_K, largest_K, unit_K = found.T[:, inverse_K]
-        return Shares(resident_K=resident_K, moved_K=moved_K, largest_K=largest_K, unit_K=unit_K)
-
-    def _answer(self, question: tuple[float, ...], trained: bool) -> tuple[float, ...]:
-        key = (*question, float(trained))
-        if key not in self._found:
-            low, high, ranks = (int(number) for number in question[:3])
-            self._found[key] = self._compute(low, high, ranks, question[3], trained)
-        return self._found[key]
-
-    def _compute(self, low: int, high: int, ranks: int, ratio: float, trained: bool) -> tuple[float, ...]:
-        table = self._holdings.table
-        held_P = np.flatnonzero(table.uses_PR[:, high] > table.uses_PR[:, low])
-        bytes_H = (table.trainable_P if trained else table.bytes_P)[held_P]
-        moved_H = self.moved(ratio, trained=trained)[held_P]
-        # The first unit of this stage that uses it.
-        unit_H = np.diff(table.uses_PR[held_P][:, low : high + 1], axis=1).argmax(axis=1)
-        owner_H = np.array(assign_owners(bytes_H.astype(np.int64).tolist(), ranks), dtype=np.int64)
-        place_H, width = owner_H * (high - low) + unit_H, high - low
-
-        def totals(weights_H: FloatArray) -> FloatArray:
-            counted = np.bincount(place_H, weights=weights_H, minlength=ranks * width)
-            return np.asarray(counted, dtype=np.float64).reshape(ranks, width)
-
-        kept, away = totals(bytes_H * ~moved_H), totals(bytes_H * moved_H)
-        return (
-            float(kept.sum(axis=1).max(initial=0.0)),
-            float(away.sum(axis=1).max(initial=0.0)),
-            float(away.max(initial=0.0)),
-            float((kept + away).max(initial=0.0)),
-        )
-
-
-def offloaded_activations(costs: RegionCosts, ratio: float) -> RegionCosts:
+def offloaded_activations(costs: RegionCosts, ratio_V: FloatArray) -> RegionCosts:
     """Costs of regions whose layers have moved a share of what they keep, as the module's docstring says.
 
     The layer below a region is taken to be recomputed if the region is (for the tail: if the last layer is). So of the
@@ -178,22 +71,22 @@ def offloaded_activations(costs: RegionCosts, ratio: float) -> RegionCosts:
 
     Args:
         costs: What regions cost if nothing is moved.
-        ratio: The share.
+        ratio_V: The share in each of several variants; what is changed has a row for each.
     """
-    share_R = np.full(len(costs.saved_R), ratio)
-    share_R[[0, -1]] = 0.0
-    saved_R, kept_R = share_R * costs.saved_R, share_R * costs.checkpointed_saved_R
-    below_R, kept_below_R = (np.concatenate([[0.0], moved_R[:-1]]) for moved_R in (saved_R, kept_R))
+    share_VR = np.repeat(ratio_V[:, None], len(costs.saved_R), axis=1)
+    share_VR[:, [0, -1]] = 0.0
+    saved_VR, kept_VR = share_VR * costs.saved_R, share_VR * costs.checkpointed_saved_R
+    below_VR, kept_below_VR = (np.pad(moved_VR[:, :-1], ((0, 0), (1, 0))) for moved_VR in (saved_VR, kept_VR))
     return replace(
         costs,
-        saved_R=costs.saved_R - saved_R,
-        checkpointed_saved_R=costs.checkpointed_saved_R - kept_R,
-        forward_peak_R=costs.forward_peak_R + below_R,
-        recompute_forward_peak_R=costs.recompute_forward_peak_R + kept_below_R,
-        backward_peak_R=costs.backward_peak_R + saved_R + below_R,
-        first_backward_peak_R=costs.first_backward_peak_R + saved_R + below_R,
-        recompute_backward_peak_R=costs.recompute_backward_peak_R + kept_R + kept_below_R,
-        first_recompute_backward_peak_R=costs.first_recompute_backward_peak_R + kept_R + kept_below_R,
+        saved_R=costs.saved_R - saved_VR,
+        checkpointed_saved_R=costs.checkpointed_saved_R - kept_VR,
+        forward_peak_R=costs.forward_peak_R + below_VR,
+        recompute_forward_peak_R=costs.recompute_forward_peak_R + kept_below_VR,
+        backward_peak_R=costs.backward_peak_R + saved_VR + below_VR,
+        first_backward_peak_R=costs.first_backward_peak_R + saved_VR + below_VR,
+        recompute_backward_peak_R=costs.recompute_backward_peak_R + kept_VR + kept_below_VR,
+        first_recompute_backward_peak_R=costs.first_recompute_backward_peak_R + kept_VR + kept_below_VR,
     )
 
 
@@ -206,23 +99,32 @@ class OffloadingModel(Protocol):
     def needs(self, slot: StageSlot, candidates: StageCandidates) -> StageNeeds:
         """What the memory of candidates is made of."""
 
-    def variant(self, key: tuple[float, float], build: Callable[[], tuple[ModelSpec, Adjustment]]) -> "OffloadingModel":
-        """The same with other parameters and changed costs of regions, built once for each key."""
+    def variants(self, key: Pairs, build: Callable[[], tuple[VariantHoldings, Adjustment]]) -> "OffloadingModel":
+        """Variants with other parameters and changed costs of regions, built once for each key."""
 
 
-def _stays(model: OffloadingModel, activations: float, gradients: float) -> OffloadingModel:
-    """The network of what stays on the device: gradients of moved parameters are made and are gone."""
+def _staying(model: OffloadingModel, pairs_VX: FloatArray) -> OffloadingModel:
+    """The networks of what stays on the device: gradients of moved parameters are made and are gone.
 
-    def build() -> tuple[ModelSpec, Adjustment]:
-        moved_P = model.states.moved(gradients, trained=True)
+    Args:
+        model: The network's memory.
+        pairs_VX: What is moved of activations and of gradients in each.
+    """
+
+    def trained_of(ratio: float) -> ModelSpec:
+        moved_P = model.states.moved(ratio, trained=True)
         parameters = tuple(
             replace(item, trainable=False) if moved else item
             for item, moved in zip(model.spec.parameters, moved_P, strict=True)
         )
-        adjustment = partial(offloaded_activations, ratio=activations) if activations else unadjusted
-        return replace(model.spec, parameters=parameters), adjustment
+        return replace(model.spec, parameters=parameters)
 
-    return model.variant((activations, gradients), build)
+    def build() -> tuple[VariantHoldings, Adjustment]:
+        ratios_W, network_V = np.unique(pairs_VX[:, 1], return_inverse=True)
+        holdings = VariantHoldings([trained_of(float(ratio)) for ratio in ratios_W], network_V.reshape(-1))
+        return holdings, partial(offloaded_activations, ratio_V=pairs_VX[:, 0])
+
+    return model.variants(tuple((a, g) for a, g in pairs_VX.tolist()), build)
 
 
 def _plain(candidates: StageCandidates) -> tuple[StageCandidates, OffloadCandidates]:
@@ -243,96 +145,120 @@ def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCa
     plain, offload = _plain(candidates)
     if not len(candidates):
         return model.needs(slot, plain)
-    pairs, pair_K = distinct_rows(offload.activations_K, offload.gradients_K)
-    parts = []
-    for index, (activations, gradients) in enumerate(pairs.tolist()):
-        at_J = np.flatnonzero(pair_K == index)
-        parts.append((at_J, _stays(model, activations, gradients).needs(slot, plain.take(at_J))))
-    return _with_states(model, slot, candidates, _joined(parts, len(candidates)), model.needs(slot, plain))
+    pairs_VX, pair_K = distinct_rows(offload.activations_K, offload.gradients_K)
+    whole = model.needs(slot, plain)
+    stays = staying_needs(model, slot, plain, whole, pairs_VX, pair_K)
+    parameters = parameter_shares(model, slot, plain, offload.parameters_K)
+    optimizer = optimizer_shares(model, slot, plain, offload.optimizer_K)
+    return _with_states(model, stays, parameters, optimizer, largest_trained(whole))
 
 
-def _joined(parts: Sequence[tuple[IntArray, StageNeeds]], count: int) -> StageNeeds:
-    """Needs of groups of candidates as those of all."""
-    if len(parts) == 1:
-        return parts[0][1]
-
-    def scatter(values: Sequence[Bytes]) -> FloatArray:
-        found_K = np.empty(count)
-        for (at_J, _), value in zip(parts, values, strict=True):
-            found_K[at_J] = value
-        return found_K
-
-    first = parts[0][1]
-    arrays: dict[str, Any] = {
-        name: scatter([getattr(needs, name) for _, needs in parts]) for name in first.__slots__ if name.endswith("_K")
-    }
-    update = []
-    for position, (name, terms) in enumerate(first.update):
-        found = {term: scatter([needs.update[position][1][term] for _, needs in parts]) for term in terms}
-        update.append((name, found))
-    return replace(first, update=tuple(update), **arrays)
-
-
-def _with_states(
-    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, stays: StageNeeds, whole: StageNeeds
+def staying_needs(
+    model: OffloadingModel,
+    slot: StageSlot,
+    plain: StageCandidates,
+    whole: StageNeeds,
+    pairs_VX: FloatArray,
+    pair_K: IntArray,
 ) -> StageNeeds:
-    """Needs with what stays of parameters and state, and the buffers.
+    """Needs of candidates that move activations and gradients only, but without the optimizer's temporaries.
 
     Args:
         model: The network's memory.
         slot: Their place.
-        candidates: The stages.
-        stays: Their needs with activations and gradients as far as they stay.
+        plain: The stages, without ratios.
         whole: Their needs if nothing is moved.
+        pairs_VX: Ratios of activations and of gradients.
+        pair_K: Which of them each candidate has.
     """
-    parameters, gradients, optimizer = _states(model, slot, candidates)
-    zero_K, spec = candidates.zero_stage_K, model.spec.optimizer
-    state = spec.state_bytes_per_parameter_byte
-    buffers_K = parameters.largest_K + gradients.largest_K + state * optimizer.largest_K
-    owned = _gradients(model, slot, candidates, ZeroStage.OPTIMIZER)
-    always: Mapping[str, Bytes] = {
-        **whole.always,
-        "parameter_bytes": parameters.resident_K,
-        "optimizer_bytes": state * optimizer.resident_K,
-        "offload_bytes": BUFFERS * buffers_K,
-    }
-    all_K = optimizer.resident_K + optimizer.moved_K
-    stepped_K = np.where(optimizer.moved_K > 0, optimizer.unit_K, all_K)
-    largest_K = whole.weight_backward_K - whole.waiting_K
-    step_K = spec.step_peak_bytes_per_parameter_byte * stepped_K + spec.step_peak_bytes_per_largest * np.minimum(
-        largest_K, stepped_K
-    )
+    found = _staying(model, pairs_VX).needs(slot, replace(plain, variant_K=pair_K))
+    gradients = gradient_shares(model, slot, plain, pairs_VX[pair_K, 1], ZeroStage.GRADIENTS)
+    owned = gradient_shares(model, slot, plain, pairs_VX[pair_K, 1], ZeroStage.OPTIMIZER)
     gathered = dict(whole.update).get("parameter gathering", {})
     changed: dict[str, Mapping[str, Bytes]] = {
-        "optimizer step": {"gradient_bytes": owned.resident_K, "working_bytes": step_K},
+        "optimizer step": {"gradient_bytes": owned.resident_K},
         "parameter gathering": {**gathered, "gradient_bytes": owned.resident_K},
     }
-    kept_K = np.where(zero_K >= ZeroStage.GRADIENTS, gradients.resident_K, stays.gradients_K)
+    kept_K = np.where(plain.zero_stage_K >= ZeroStage.GRADIENTS, gradients.resident_K, found.gradients_K)
     return replace(
-        stays,
-        always=always,
+        found,
+        always={**whole.always, "offload_bytes": BUFFERS * gradients.largest_K},
         gradients_K=kept_K,
         weight_backward_K=whole.weight_backward_K,
-        update=tuple((name, changed.get(name, terms)) for name, terms in stays.update),
+        update=tuple((name, changed.get(name, terms)) for name, terms in found.update),
     )
 
 
-def _states(model: OffloadingModel, slot: StageSlot, candidates: StageCandidates) -> tuple[Shares, Shares, Shares]:
-    """Shares of parameters, gradients and optimizer state."""
-    _, offload = _plain(candidates)
-    ranks, zero_K = slot.shard_degree, candidates.zero_stage_K
-    return (
-        model.states.of(candidates, offload.parameters_K, ranks, zero_K >= ZeroStage.PARAMETERS, trained=False),
-        _gradients(model, slot, candidates, ZeroStage.GRADIENTS),
-        model.states.of(candidates, offload.optimizer_K, ranks, zero_K >= ZeroStage.OPTIMIZER, trained=True),
+def _with_states(
+    model: OffloadingModel, stays: StageNeeds, parameters: Shares, optimizer: Shares, largest_K: FloatArray
+) -> StageNeeds:
+    """Needs with what stays of parameters and state, and their buffers.
+
+    Args:
+        model: The network's memory.
+        stays: Needs with activations and gradients as far as they stay.
+        parameters: What stays of parameters.
+        optimizer: What stays of optimizer state.
+        largest_K: Bytes of the largest trained parameter.
+    """
+    state = model.spec.optimizer.state_bytes_per_parameter_byte
+    always: Mapping[str, Bytes] = {
+        **stays.always,
+        "parameter_bytes": parameters.resident_K,
+        "optimizer_bytes": state * optimizer.resident_K,
+        "offload_bytes": stays.always["offload_bytes"] + BUFFERS * (parameters.largest_K + state * optimizer.largest_K),
+    }
+    changed = {"optimizer step": {"working_bytes": step_bytes(model, optimizer, largest_K)}}
+    update = tuple((name, {**terms, **changed.get(name, {})}) for name, terms in stays.update)
+    return replace(stays, always=always, update=update)
+
+
+def largest_trained(needs: StageNeeds) -> FloatArray:
+    """Bytes of the largest trained parameter, as far as weights' gradients are made of what waits for them."""
+    largest_K: FloatArray = needs.weight_backward_K - needs.waiting_K
+    return largest_K
+
+
+def step_bytes(model: OffloadingModel, optimizer: Shares, largest_K: FloatArray) -> FloatArray:
+    """Temporaries of the optimizer's step: unit by unit with any of its state moved.
+
+    Args:
+        model: The network's memory.
+        optimizer: Shares of the optimizer's state.
+        largest_K: Bytes of the largest trained parameter.
+    """
+    spec = model.spec.optimizer
+    all_K = optimizer.resident_K + optimizer.moved_K
+    stepped_K = np.where(optimizer.moved_K > 0, optimizer.unit_K, all_K)
+    step_K: FloatArray = (
+        spec.step_peak_bytes_per_parameter_byte * stepped_K
+        + spec.step_peak_bytes_per_largest * np.minimum(largest_K, stepped_K)
     )
+    return step_K
 
 
-def _gradients(model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, since: ZeroStage) -> Shares:
+def parameter_shares(
+    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratio_K: FloatArray
+) -> Shares:
+    """Shares of parameters, of which the given ratio is moved."""
+    shards_K = candidates.zero_stage_K >= ZeroStage.PARAMETERS
+    return model.states.of(candidates, ratio_K, slot.shard_degree, shards_K, trained=False)
+
+
+def optimizer_shares(
+    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratio_K: FloatArray
+) -> Shares:
+    """Shares of optimizer state, in bytes of the parameters."""
+    shards_K = candidates.zero_stage_K >= ZeroStage.OPTIMIZER
+    return model.states.of(candidates, ratio_K, slot.shard_degree, shards_K, trained=True)
+
+
+def gradient_shares(
+    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratio_K: FloatArray, since: ZeroStage
+) -> Shares:
     """Shares of gradients, shared out from a ZeRO stage on."""
-    _, offload = _plain(candidates)
     shards_K = candidates.zero_stage_K >= since
-    return model.states.of(candidates, offload.gradients_K, slot.shard_degree, shards_K, trained=True)
+    return model.states.of(candidates, ratio_K, slot.shard_degree, shards_K, trained=True)
 
 
 def host_bytes(
@@ -368,7 +294,10 @@ def in_flight(phases: Sequence[Phase]) -> int:
 
 def host_state_bytes(model: OffloadingModel, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
     """Host memory of what a device moves of parameters, gradients and optimizer state."""
-    parameters, gradients, optimizer = _states(model, slot, candidates)
+    plain, offload = _plain(candidates)
+    parameters = parameter_shares(model, slot, plain, offload.parameters_K)
+    gradients = gradient_shares(model, slot, plain, offload.gradients_K, ZeroStage.GRADIENTS)
+    optimizer = optimizer_shares(model, slot, plain, offload.optimizer_K)
     state = model.spec.optimizer.state_bytes_per_parameter_byte
     moved_K: FloatArray = parameters.moved_K + gradients.moved_K + state * optimizer.moved_K
     return moved_K

@@ -34,27 +34,38 @@ class StageWorking:
         self._sets, self._runs = sets, runs
         self._has_head, self._has_tail = bool(runs.is_first_K.any()), bool(runs.is_last_K.any())
         self._is_kept_K = runs.middle_K == runs.end_K
-        self._kept_K = sets.kept_S[runs.start_K]
+        self._variant_K = 0 if runs.variant_K is None else runs.variant_K * sets.width
+        self._start_K, self._middle_K, self._end_K = (
+            self._placed(at_K) for at_K in (runs.start_K, runs.middle_K, runs.end_K)
+        )
+        self._kept_K = sets.kept_S[self._start_K]
         self._whole = self._range(runs.end_K)
         costs = sets.costs
         self._head_K: FloatArray | float = costs.shared_saved_bytes
         if self._has_head:
             # A layer that is recomputed keeps what it was called with. Stages behind the first run the head too, as
             # far as the batch alone determines it.
-            saved_K = np.where(runs.middle_K > runs.start_K, costs.checkpointed_saved_R[0], costs.saved_R[0])
+            saved_K = np.where(
+                runs.middle_K > runs.start_K, runs.edge(costs.checkpointed_saved_R, 0), runs.edge(costs.saved_R, 0)
+            )
             self._head_K = np.where(runs.is_first_K, saved_K, costs.shared_saved_bytes)
-        plain_K = sets.saved_S[runs.end_K] - sets.saved_S[runs.middle_K]
+        plain_K = sets.saved_S[self._end_K] - sets.saved_S[self._middle_K]
         self._before_tail_K = self._head_K + self._whole.recomputed_K + plain_K
         self.saved_K = self._before_tail_K
         if self._has_tail:
-            self.saved_K = self._before_tail_K + costs.saved_R[-1] * runs.is_last_K
+            self.saved_K = self._before_tail_K + runs.edge(costs.saved_R, -1) * runs.is_last_K
+
+    def _placed(self, at_K: IntArray) -> IntArray:
+        """Where positions are in the tables of each stage's variant."""
+        return at_K if self._runs.variant_K is None else at_K + self._variant_K
 
     def _range(self, end_K: IntArray) -> _Range:
         """The layers of both runs that lie before ``end``."""
         runs, width = self._runs, self._sets.width
         middle_K = np.minimum(runs.middle_K, end_K)
+        placed_K = self._placed(middle_K)
         return _Range(
-            runs.start_K * width + middle_K, middle_K * width + end_K, self._sets.kept_S[middle_K] - self._kept_K
+            self._start_K * width + middle_K, placed_K * width + end_K, self._sets.kept_S[placed_K] - self._kept_K
         )
 
     def _over(self, table: RangeTable, layers: _Range) -> FloatArray:
@@ -73,9 +84,10 @@ class StageWorking:
 
     def _tail(self, plain_R: FloatArray, recomputed_R: FloatArray) -> FloatArray | float:
         """A peak of the tail behind a layer that is recomputed or not: what of that layer is under way may differ."""
-        if plain_R[-1] == recomputed_R[-1]:
-            return float(plain_R[-1])
-        result_K: FloatArray = np.where(self._is_kept_K, recomputed_R[-1], plain_R[-1])
+        plain, recomputed = (self._runs.edge(values_R, -1) for values_R in (plain_R, recomputed_R))
+        if isinstance(plain, float) and plain == recomputed:
+            return plain
+        result_K: FloatArray = np.where(self._is_kept_K, recomputed, plain)
         return result_K
 
     def pending(self) -> FloatArray:
@@ -98,9 +110,8 @@ class StageWorking:
 
     def _last_layer(self, table: RangeTable) -> FloatArray:
         """The value of the stage's last layer."""
-        runs = self._runs
-        kept_K = table.last_kept_S[runs.end_K] - self._kept_K
-        plain_K = table.last_plain_S[runs.end_K] - self._sets.saved_S[runs.middle_K] + self._whole.recomputed_K
+        kept_K = table.last_kept_S[self._end_K] - self._kept_K
+        plain_K = table.last_plain_S[self._end_K] - self._sets.saved_S[self._middle_K] + self._whole.recomputed_K
         result_K: FloatArray = np.where(self._is_kept_K, kept_K, plain_K) + self._head_K
         return result_K
 
@@ -136,13 +147,14 @@ class StageWorking:
         sets, costs = self._sets, self._sets.costs
         layers_K, first_K = self._over(sets.forward, self._whole), self._first_layer(sets.forward)
         tail_K = self._before_tail_K + self._tail(costs.forward_peak_R, costs.recompute_forward_peak_R)
-        return self._largest(costs.forward_peak_R[0], first_K, layers_K, tail_K, self._runs.forward_away_AK)
+        head_K = self._runs.edge(costs.forward_peak_R, 0)
+        return self._largest(head_K, first_K, layers_K, tail_K, self._runs.forward_away_AK)
 
     def backward(self) -> FloatArray:
         """Largest bytes alive in a backward with all gradients there, beyond these; its saved bytes included."""
         sets, costs, pending_K = self._sets, self._sets.costs, self.pending()
         layers_K = self._layers_backward(sets.backward, pending_K)
-        head_K = self._head_K + (costs.backward_peak_R[0] + sets.head_reduced)
+        head_K = self._head_K + (self._runs.edge(costs.backward_peak_R, 0) + self._runs.edge(sets.reduced_R, 0))
         tail_K = self.saved_K + self._tail(costs.backward_peak_R, costs.recompute_backward_peak_R) + pending_K
         first_K = self._first_layer(sets.backward[1])
         result_K = self._largest(head_K, first_K, layers_K, tail_K, self._runs.backward_away_AK)
@@ -164,10 +176,10 @@ class StageWorking:
         trained_R = sharding.trained_R
         result_K: FloatArray | float = 0.0
         if self._has_head:
-            head_K = 2 * trained_R[0] + above_head_K + runs.backward_away_AK[0]
+            head_K = 2 * runs.edge(trained_R, 0) + above_head_K + runs.backward_away_AK[0]
             result_K = np.where(runs.is_first_K, head_K, 0.0)
         if self._has_tail:
-            tail_K = self._before_tail_K + 2 * trained_R[-1] + runs.backward_away_AK[3]
+            tail_K = self._before_tail_K + 2 * runs.edge(trained_R, -1) + runs.backward_away_AK[3]
             result_K = np.maximum(result_K, np.where(runs.is_last_K, tail_K, 0.0))
         return np.maximum(result_K, 0.0)
 
@@ -177,9 +189,11 @@ class StageWorking:
         above_head_K = sets.kept * (runs.gradient_bytes_K - runs.head_gradient_bytes_K)
         # Layer k finds all gradients but the head's and those of the layers from the first up to itself. Parameters
         # that several parts use are made by the last of them; if that is no tail, assume the earliest time.
-        before_K = above_head_K + sets.made_S[runs.start_K]
+        before_K = above_head_K + sets.made_S[self._start_K]
         layers_K = self._layers_backward(sets.first, 0.0) + before_K
-        head_K = self._head_K + (costs.first_backward_peak_R[0] + sets.head_reduced) + above_head_K
+        head_K = (
+            self._head_K + (runs.edge(costs.first_backward_peak_R, 0) + runs.edge(sets.reduced_R, 0)) + above_head_K
+        )
         peak_K = self._tail(costs.first_backward_peak_R, costs.first_recompute_backward_peak_R)
         tail_K = self.saved_K + self._before_tail_gradients() + peak_K if self._has_tail else self.saved_K
         first_K = self._first_layer(sets.first[1])
@@ -190,7 +204,7 @@ class StageWorking:
     def _before_tail_gradients(self) -> FloatArray:
         """Gradients that exist before the tail's backward, by the assumption above."""
         sets, runs = self._sets, self._runs
-        layers_K = sets.made_S[runs.end_K] - sets.made_S[runs.start_K]
+        layers_K = sets.made_S[self._end_K] - sets.made_S[self._start_K]
         edges_K = runs.head_gradient_bytes_K + runs.tail_gradient_bytes_K
         result_K: FloatArray = sets.kept * (runs.gradient_bytes_K - edges_K) - layers_K
         return result_K
@@ -199,7 +213,7 @@ class StageWorking:
         """Bytes that one microbatch keeps from its input gradients until its weight gradients."""
         sets, runs = self._sets, self._runs
         weight_R = sets.apart.waiting_R
-        layers_K = sets.weight_S[runs.end_K] - sets.weight_S[runs.start_K]
+        layers_K = sets.weight_S[self._end_K] - sets.weight_S[self._start_K]
         result_K: FloatArray = layers_K + runs.is_first_K * weight_R[0] + runs.is_last_K * weight_R[-1]
         return result_K
 
@@ -207,10 +221,10 @@ class StageWorking:
         """Largest bytes alive in a backward that makes input gradients only, its saved bytes included."""
         sets, runs, apart = self._sets, self._runs, self._sets.apart
         # Layer k finds what the weight gradients of the layers above it need.
-        above_K = sets.weight_S[runs.end_K] + runs.is_last_K * apart.waiting_R[-1]
+        above_K = sets.weight_S[self._end_K] + runs.is_last_K * apart.waiting_R[-1]
         layers_K = self._over(sets.split, self._whole) + above_K
         whole_K = self.waiting()
-        head_K = self._head_K + apart.peak_R[0] + whole_K - apart.waiting_R[0]
+        head_K = self._head_K + runs.edge(apart.peak_R, 0) + whole_K - apart.waiting_R[0]
         tail_K = self.saved_K + self._tail(apart.peak_R, apart.recompute_peak_R)
         first_K = self._first_layer(sets.split)
         first_K = None if first_K is None else first_K + above_K
@@ -231,7 +245,7 @@ class StageWorking:
         copy_K = runs.gradient_bytes_K
         if not sharding.is_one_unit:
             trained_R = sharding.trained_R
-            copy_K = np.maximum(runs.is_first_K * trained_R[0], runs.is_last_K * trained_R[-1])
+            copy_K = np.maximum(runs.is_first_K * runs.edge(trained_R, 0), runs.is_last_K * runs.edge(trained_R, -1))
         made_K = runs.gradient_bytes_K + np.maximum(copy_K, largest_K)
         return np.maximum(waiting_K + runs.together_gradient_bytes_K, made_K) + self.pending()
 
@@ -248,7 +262,7 @@ class StageWorking:
             progressive: Whether the last backward is also the first, so that gradients appear in it.
         """
         sets, runs = self._sets, self._runs
-        final_K = runs.gradient_bytes_K - runs.head_gradient_bytes_K + sets.made_S[runs.start_K]
+        final_K = runs.gradient_bytes_K - runs.head_gradient_bytes_K + sets.made_S[self._start_K]
         full_K = runs.gradient_bytes_K
         once_K = self._over(sets.ended(1), self._whole) + final_K
         if progressive:

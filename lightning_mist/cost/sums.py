@@ -15,9 +15,9 @@ from lightning_mist.cost.time import RegionSeconds
 
 
 def prefix_sums(values_R: FloatArray) -> FloatArray:
-    """Sums over what comes before each value, and over all."""
-    sums = np.zeros(len(values_R) + 1)
-    np.cumsum(values_R, out=sums[1:])
+    """Sums over what comes before each value, and over all; of several rows, those of each."""
+    sums = np.zeros((*values_R.shape[:-1], values_R.shape[-1] + 1))
+    np.cumsum(values_R, axis=-1, out=sums[..., 1:])
     return sums
 
 

@@ -17,6 +17,7 @@ every backward makes them anew, and of those above only what this rank owns stay
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -27,11 +28,14 @@ from lightning_mist.cost.sums import prefix_sums
 
 
 def range_maxima(values_L: FloatArray) -> FloatArray:
-    """Table of shape ``(L + 1, L + 1)``: entry ``[i, j]`` is the largest of ``values[i:j]``, -inf if there is none."""
-    count = len(values_L)
-    table_SS = np.full((count + 1, count + 1), -np.inf)
-    inside_LL = np.tri(count, dtype=bool).T
-    np.maximum.accumulate(np.where(inside_LL, values_L, -np.inf), axis=1, out=table_SS[:-1, 1:])
+    """Table of shape ``(L + 1, L + 1)``: entry ``[i, j]`` is the largest of ``values[i:j]``, -inf if there is none.
+
+    Of several rows of values there is a table for each.
+    """
+    count = values_L.shape[-1]
+    table_SS = np.full((*values_L.shape[:-1], count + 1, count + 1), -np.inf)
+    inside_LL = np.where(np.tri(count, dtype=bool).T, values_L[..., None, :], -np.inf)
+    np.maximum.accumulate(inside_LL, axis=-1, out=table_SS[..., :-1, 1:])
     return table_SS
 
 
@@ -55,6 +59,7 @@ class StageRuns:
         imbalance_K: From ZeRO-2 on, what the fullest rank owns of all gradients beyond an equal share.
         forward_away_AK: Under ZeRO-3 parameters that are there only for a forward, by where it is (axis ``A``).
         backward_away_AK: The same for a backward.
+        variant_K: Which of several variants of the network each is of, if there are several.
     """
 
     start_K: IntArray
@@ -70,10 +75,25 @@ class StageRuns:
     imbalance_K: FloatArray
     forward_away_AK: FloatArray
     backward_away_AK: FloatArray
+    variant_K: IntArray | None = None
 
     def take(self, index_J: IntArray | slice) -> "StageRuns":
         """The candidates at some indices."""
-        return StageRuns(**{field.name: getattr(self, field.name)[..., index_J] for field in fields(self)})
+        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
+        some: dict[str, Any] = {name: None if item is None else item[..., index_J] for name, item in arrays.items()}
+        return StageRuns(**some)
+
+    def edge(self, values_R: FloatArray, at: int) -> FloatArray | float:
+        """A value of the head or of the tail: one for all, or of each candidate's variant.
+
+        Args:
+            values_R: A row of values of regions, or one of each variant.
+            at: 0 for the head, -1 for the tail.
+        """
+        if values_R.ndim == 1:
+            return float(values_R[at])
+        found_K: FloatArray = values_R[:, at][self.variant_K]
+        return found_K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,15 +138,18 @@ class RangeTable:
             begins: What is below the first layer of a run of either kind; axes ``S``.
         """
         kept, plain = (
-            (range_maxima(values_L) - begin_S[:, None]).ravel()
+            (range_maxima(values_L) - begin_S[..., None]).ravel()
             for values_L, begin_S in zip(values, begins, strict=True)
         )
-        last_kept_S, last_plain_S = (np.append(-np.inf, values_L) for values_L in values)
+        last_kept_S, last_plain_S = (_led_by(-np.inf, values_L).ravel() for values_L in values)
         return cls(kept=kept, plain=plain, last_kept_S=last_kept_S, last_plain_S=last_plain_S)
 
 
 class WorkingSets:
     """Range tables of a network at one number of rows; :class:`~lightning_mist.cost.stage_working.StageWorking` asks.
+
+    Several variants of the network have theirs one after another, so that a position in one of them is ``width`` from
+    the same in the next. Of what variants differ in, costs and gradients have a row for each.
 
     Args:
         costs: What every region costs.
@@ -140,7 +163,7 @@ class WorkingSets:
         sharding: As given.
         apart: As given or taken for it.
         kept: Share of the gradients of every layer that stay.
-        head_reduced: Gradients that are being reduced while the head runs backward.
+        reduced_R: Gradients that are being reduced while each region runs backward.
         saved_S: What layers save, summed over those below each position.
         kept_S: The same of recomputed layers.
         made_S: The same of the gradients that stay.
@@ -162,23 +185,31 @@ class WorkingSets:
             recompute_peak_R=costs.recompute_backward_peak_R,
             waiting_R=costs.weight_R,
         )
-        reduced_R, self.kept, self.sharding = np.zeros(len(single_R)), 1.0, sharding
+        reduced_R, self.kept, self.sharding = np.zeros_like(single_R), 1.0, sharding
         if sharding is not None and not sharding.is_one_unit:
             # While a region runs, those of the region above are under way.
-            reduced_R, self.kept = np.concatenate([sharding.trained_R[1:], [0.0]]), sharding.kept
+            reduced_R, self.kept = np.zeros_like(sharding.trained_R), sharding.kept
+            reduced_R[..., :-1] = sharding.trained_R[..., 1:]
             costs = _making_anew(costs)
-        self.costs, self.head_reduced = costs, float(reduced_R[0])
-        layers = slice(1, -1)
-        self.saved_S, self.kept_S = prefix_sums(costs.saved_R[layers]), prefix_sums(costs.checkpointed_saved_R[layers])
-        self.made_S = prefix_sums(single_R[layers] * self.kept)
-        # Where input and weight gradients are apart, what the latter need stays of every layer above.
-        self.weight_S = prefix_sums(self.apart.waiting_R[layers])
-        self._begins = self.kept_S, self.saved_S
+        self.costs, self.reduced_R = costs, reduced_R
+        layers = (..., slice(1, -1))
+        self._saved, self._kept, self._made, self._weight = (
+            prefix_sums(values_R[layers])
+            for values_R in (
+                costs.saved_R,
+                costs.checkpointed_saved_R,
+                single_R * self.kept,
+                # Where input and weight gradients are apart, what the latter need stays of every layer above.
+                np.broadcast_to(self.apart.waiting_R, single_R.shape),
+            )
+        )
+        self.saved_S, self.kept_S = self._saved.ravel(), self._kept.ravel()
+        self.made_S, self.weight_S = self._made.ravel(), self._weight.ravel()
         # A recomputed layer keeps less in its forward than a plain one; its plain peak is an upper bound.
         self.forward = self._table(costs.forward_peak_R, costs.recompute_forward_peak_R, after=False)
         self.backward = self._tables(costs.backward_peak_R, costs.recompute_backward_peak_R, reduced_R)
         first = costs.first_backward_peak_R, costs.first_recompute_backward_peak_R
-        self.first = self._tables(*first, reduced_R, -self.made_S[1:])
+        self.first = self._tables(*first, reduced_R, -self._made[..., 1:])
         self._split: RangeTable | None = None
         self._ended: dict[int, RangeTable] = {}
 
@@ -186,7 +217,7 @@ class WorkingSets:
     def split(self) -> RangeTable:
         """Of backwards that make gradients of inputs only."""
         if self._split is None:
-            self._split = self._table(self.apart.peak_R, self.apart.recompute_peak_R, -self.weight_S[1:])
+            self._split = self._table(self.apart.peak_R, self.apart.recompute_peak_R, -self._weight[..., 1:])
         return self._split
 
     def ended(self, times: int) -> RangeTable:
@@ -194,13 +225,13 @@ class WorkingSets:
         if times not in self._ended:
             # After the backward of layer k its saved bytes are gone; gradients of layers below it do not count.
             none_R = np.zeros(self.width + 1)
-            self._ended[times] = self._table(none_R, none_R, -times * self.made_S[:-1], after=False)
+            self._ended[times] = self._table(none_R, none_R, -times * self._made[..., :-1], after=False)
         return self._ended[times]
 
     @property
     def width(self) -> int:
         """Positions where layers begin or end."""
-        return len(self.saved_S)
+        return self._saved.shape[-1]
 
     def _table(
         self,
@@ -211,10 +242,10 @@ class WorkingSets:
         after: bool = True,
     ) -> RangeTable:
         """The table of peaks of regions, on top of what all layers below save, and if ``after`` the layer itself."""
-        layers, below = slice(1, -1), slice(1, None) if after else slice(None, -1)
-        kept_L = self.kept_S[below] + recomputed_R[layers] + besides_L
-        plain_L = self.saved_S[below] + plain_R[layers] + besides_L
-        return RangeTable.of((kept_L, plain_L), self._begins)
+        layers, below = (..., slice(1, -1)), (..., slice(1, None) if after else slice(None, -1))
+        kept_L = self._kept[below] + recomputed_R[layers] + besides_L
+        plain_L = self._saved[below] + plain_R[layers] + besides_L
+        return RangeTable.of((kept_L, plain_L), (self._kept, self._saved))
 
     def _tables(
         self, plain_R: FloatArray, recomputed_R: FloatArray, reduced_R: FloatArray, besides_L: FloatArray | float = 0.0
@@ -223,7 +254,12 @@ class WorkingSets:
         top = self._table(plain_R, recomputed_R, besides_L)
         if not reduced_R.any():
             return top, top
-        return top, self._table(plain_R, recomputed_R, besides_L + reduced_R[1:-1])
+        return top, self._table(plain_R, recomputed_R, besides_L + reduced_R[..., 1:-1])
+
+
+def _led_by(first: float, values_L: FloatArray) -> FloatArray:
+    """Values of positions: those of layers behind one for the first position."""
+    return np.concatenate([np.full((*values_L.shape[:-1], 1), first), values_L], axis=-1)
 
 
 def _making_anew(costs: RegionCosts) -> RegionCosts:

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_memory
 from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.offload import moved_parameters
-from lightning_mist.cost.regions import ParameterTable
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.plan.sharding import assign_owners
 from tests.specs import ADAMW, spec
@@ -67,23 +65,6 @@ def counted(uses, ratio, ranks=1, trained=True):
     by_rank = [[sum(unit[kind] for unit in rank) for rank in totals] for kind in (0, 1)]
     largest = max(unit[1] for rank in totals for unit in rank)
     return max(by_rank[0]), max(by_rank[1]), largest, max(sum(unit) for rank in totals for unit in rank)
-
-
-def test_the_largest_parameters_that_fit_are_moved():
-    uses = spec(1, parameter_bytes=400, edge_bytes=800)
-    table = ParameterTable.of(uses)
-    # wte, block's matrix and bias (4 bytes of 404), head.
-    assert [item.bytes for item in uses.parameters] == [800, 400, 4, 800]
-    assert moved_parameters(table, 0.0, trained=True).tolist() == [False] * 4
-    assert moved_parameters(table, 0.5, trained=True).tolist() == [False, False, True, False]
-    assert moved_parameters(table, 400 / 404, trained=True).tolist() == [False, True, False, False]
-    assert moved_parameters(table, 1.0, trained=True).tolist() == [True] * 4
-
-
-def test_frozen_parameters_have_no_gradients_to_move():
-    table = ParameterTable.of(spec(1, frozen=("blocks.0.weight",)))
-    assert moved_parameters(table, 1.0, trained=True).tolist() == [True, False, True, True]
-    assert moved_parameters(table, 1.0, trained=False).tolist() == [True] * 4
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -33,10 +33,10 @@ def test_only_where_gradients_are_reduced_the_top_layer_differs():
     single_R = model.holdings.table.single_R
     plain = WorkingSets(model.costs(2), single_R)
     assert plain.backward[0] is plain.backward[1]
-    assert plain.head_reduced == 0.0
+    assert plain.reduced_R[0] == 0.0
     trained_R = np.arange(5) * 1000.0
     sharded = WorkingSets(model.costs(2), single_R, Sharding(kept=0.5, trained_R=trained_R))
-    assert sharded.head_reduced == 1000.0
+    assert sharded.reduced_R[0] == 1000.0
     assert (sharded.made_S == plain.made_S / 2).all()
     # Of one layer both tables differ by what is reduced of the layer above.
     top, others = sharded.backward

@@ -1,0 +1,133 @@
+"""What a stage's ranks have of parameters, gradients or optimizer state of which a share is moved to host memory.
+
+Which parameters are moved is said in :mod:`lightning_mist.cost.offload`.
+
+Array axes
+    K  candidates
+    P  parameters
+    R  regions
+    H  parameters of one stage
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost.candidates import StageCandidates
+from lightning_mist.cost.compile import BoolArray, FloatArray
+from lightning_mist.cost.distinct import distinct_rows
+from lightning_mist.cost.held import Holdings
+from lightning_mist.cost.regions import ParameterTable, covered
+from lightning_mist.plan.sharding import assign_owners
+
+
+def moved_parameters(table: ParameterTable, ratio: float, *, trained: bool) -> BoolArray:
+    """Which parameters are moved; axis ``P``.
+
+    Args:
+        table: Bytes and uses of all parameters.
+        ratio: Share of each unit's bytes that may be moved.
+        trained: Whether only trained parameters count (for gradients and optimizer state).
+    """
+    bytes_P = table.trainable_P if trained else table.bytes_P
+    unit_P = np.diff(table.uses_PR, axis=1).argmax(axis=1)
+    moved_P = np.zeros(len(bytes_P), dtype=bool)
+    if ratio == 0.0:
+        return moved_P
+    for unit in np.unique(unit_P):
+        members = np.flatnonzero((unit_P == unit) & (bytes_P > 0))
+        # Bytes are whole numbers: one part in 10^12 is less than one of them, and more than rounding.
+        room = ratio * bytes_P[members].sum() * (1 + 1e-12)
+        for index in members[np.argsort(-bytes_P[members], kind="stable")]:
+            if bytes_P[index] <= room:
+                moved_P[index] = True
+                room -= bytes_P[index]
+    return moved_P
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What a stage's ranks have of one kind of state, in bytes of parameters; the most of any rank.
+
+    Attributes:
+        resident_K: What stays on the device.
+        moved_K: What is in host memory.
+        largest_K: The largest moved part of one unit: the size of a buffer.
+        unit_K: The largest unit, moved or not.
+    """
+
+    resident_K: FloatArray
+    moved_K: FloatArray
+    largest_K: FloatArray
+    unit_K: FloatArray
+
+
+class StateShares:
+    """Shares of stages of one network; keeps what it has computed.
+
+    Args:
+        holdings: The network's parameters.
+    """
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._moved: dict[tuple[float, bool], BoolArray] = {}
+        self._found: dict[tuple[float, ...], tuple[float, ...]] = {}
+
+    def moved(self, ratio: float, *, trained: bool) -> BoolArray:
+        """As :func:`moved_parameters`."""
+        key = (ratio, trained)
+        if key not in self._moved:
+            self._moved[key] = moved_parameters(self._holdings.table, ratio, trained=trained)
+        return self._moved[key]
+
+    def of(
+        self, candidates: StageCandidates, ratio_K: FloatArray, ranks: int, shards_K: BoolArray, *, trained: bool
+    ) -> Shares:
+        """The shares of each candidate.
+
+        Args:
+            candidates: The stages.
+            ratio_K: How much is moved.
+            ranks: Ranks with the same parameters.
+            shards_K: Whether they own a part each; otherwise every rank has all.
+            trained: Whether only trained parameters count.
+        """
+        low_K, high_K = covered(self._holdings.spec, candidates.start_K, candidates.end_K)
+        ranks_K = np.where(shards_K, ranks, 1)
+        width = self._holdings.table.uses_PR.shape[1]
+        questions, inverse_K = distinct_rows(low_K * width + high_K, ranks_K, ratio_K)
+        found = np.array(
+            [self._answer((code // width, code % width, *rest), trained) for code, *rest in questions.tolist()]
+        )
+        resident_K, moved_K, largest_K, unit_K = found.T[:, inverse_K]
+        return Shares(resident_K=resident_K, moved_K=moved_K, largest_K=largest_K, unit_K=unit_K)
+
+    def _answer(self, question: tuple[float, ...], trained: bool) -> tuple[float, ...]:
+        key = (*question, float(trained))
+        if key not in self._found:
+            low, high, ranks = (int(number) for number in question[:3])
+            self._found[key] = self._compute(low, high, ranks, question[3], trained)
+        return self._found[key]
+
+    def _compute(self, low: int, high: int, ranks: int, ratio: float, trained: bool) -> tuple[float, ...]:
+        table = self._holdings.table
+        held_P = np.flatnonzero(table.uses_PR[:, high] > table.uses_PR[:, low])
+        bytes_H = (table.trainable_P if trained else table.bytes_P)[held_P]
+        moved_H = self.moved(ratio, trained=trained)[held_P]
+        # The first unit of this stage that uses it.
+        unit_H = np.diff(table.uses_PR[held_P][:, low : high + 1], axis=1).argmax(axis=1)
+        owner_H = np.array(assign_owners(bytes_H.astype(np.int64).tolist(), ranks), dtype=np.int64)
+        place_H, width = owner_H * (high - low) + unit_H, high - low
+
+        def totals(weights_H: FloatArray) -> FloatArray:
+            counted = np.bincount(place_H, weights=weights_H, minlength=ranks * width)
+            return np.asarray(counted, dtype=np.float64).reshape(ranks, width)
+
+        kept, away = totals(bytes_H * ~moved_H), totals(bytes_H * moved_H)
+        return (
+            float(kept.sum(axis=1).max(initial=0.0)),
+            float(away.sum(axis=1).max(initial=0.0)),
+            float(away.max(initial=0.0)),
+            float((kept + away).max(initial=0.0)),
+        )

@@ -1,0 +1,35 @@
+import numpy as np
+
+from lightning_mist.cost import MemoryModel, StageCandidates
+from lightning_mist.cost.offload_shares import moved_parameters
+from lightning_mist.cost.regions import ParameterTable
+from tests.specs import spec
+
+
+def test_the_largest_parameters_that_fit_are_moved():
+    uses = spec(1, parameter_bytes=400, edge_bytes=800)
+    table = ParameterTable.of(uses)
+    # wte, block's matrix and bias (4 bytes of 404), head.
+    assert [item.bytes for item in uses.parameters] == [800, 400, 4, 800]
+    assert moved_parameters(table, 0.0, trained=True).tolist() == [False] * 4
+    assert moved_parameters(table, 0.5, trained=True).tolist() == [False, False, True, False]
+    assert moved_parameters(table, 400 / 404, trained=True).tolist() == [False, True, False, False]
+    assert moved_parameters(table, 1.0, trained=True).tolist() == [True] * 4
+
+
+def test_frozen_parameters_have_no_gradients_to_move():
+    table = ParameterTable.of(spec(1, frozen=("blocks.0.weight",)))
+    assert moved_parameters(table, 1.0, trained=True).tolist() == [True, False, True, True]
+    assert moved_parameters(table, 1.0, trained=False).tolist() == [True] * 4
+
+
+def test_what_stays_and_what_is_moved_is_everything():
+    model = MemoryModel(spec(4, widths=(1000,)))
+    zeros = np.zeros(3, dtype=np.int64)
+    stages = StageCandidates(start_K=zeros, end_K=zeros + 4, checkpointed_K=zeros, zero_stage_K=zeros)
+    shares = model.states.of(stages, np.array([0.0, 0.5, 1.0]), 2, np.zeros(3, dtype=bool), trained=True)
+    every = sum(item.bytes for item in model.spec.parameters if item.trainable)
+    assert (shares.resident_K + shares.moved_K).tolist() == [every] * 3
+    assert shares.moved_K[0] == shares.largest_K[0] == 0
+    assert shares.moved_K[2] == every
+    assert shares.largest_K[2] == shares.unit_K[0] == shares.unit_K[2]
