@@ -6,7 +6,7 @@ Array axes
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -81,6 +81,10 @@ class StageNeeds:
     def peaks(self, phases: Sequence[Phase]) -> FloatArray:
         """Peak bytes over all situations."""
         return PeakParts.of(self).peaks(phases)
+
+    def without(self, *names: str) -> "StageNeeds":
+        """All but some terms of what is always there."""
+        return replace(self, always={name: value for name, value in self.always.items() if name not in names})
 
     def working(self, kind: PhaseKind) -> FloatArray:
         """The working set of what is computed."""

@@ -231,7 +231,7 @@ class WorkingSets:
     @property
     def width(self) -> int:
         """Positions where layers begin or end."""
-        return self._saved.shape[-1]
+        return int(self._saved.shape[-1])
 
     def _table(
         self,

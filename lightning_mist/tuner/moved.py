@@ -38,8 +38,8 @@ import numpy as np
 from lightning_mist.cost import CostModel, StageCandidates, StageSlot, profiles_of
 from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.needs import PeakParts
-from lightning_mist.cost.offload import host_microbatch_bytes, host_state_bytes, in_flight
+from lightning_mist.cost.offload_parts import OffloadParts
+from lightning_mist.cost.offload_parts import Ratios as KindRatios
 from lightning_mist.cost.phases import Phase
 from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.search_space import OFFLOADED, SearchSpace
@@ -47,6 +47,9 @@ from lightning_mist.tuner.tables import ROOM, Table
 
 AT_ONCE = 1 << 14
 """Candidates that are evaluated together: enough to be fast, and few enough to take little memory."""
+
+BASES_AT_ONCE = 1 << 10
+"""Candidates whose combinations are looked at together: their peaks take some megabytes."""
 
 
 Situations = tuple[Phase, ...]
@@ -69,6 +72,12 @@ class Ratios:
     sizes: tuple[int, ...]
     offload_CO: FloatArray
 
+    @property
+    def each(self) -> KindRatios:
+        """The ratios of each kind of state."""
+        values = (tuple(np.unique(column_C).tolist()) for column_C in self.offload_CO.T)
+        return KindRatios(**dict(zip(OFFLOADED, values, strict=True)))
+
     @classmethod
     def of(cls, search: SearchSpace, offered: Sequence[float]) -> "Ratios":
         """Those of a search space.
@@ -84,6 +93,11 @@ class Ratios:
     def __len__(self) -> int:
         """Number of combinations, nothing moved among them."""
         return len(self.offload_CO)
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of ratios of activations and of gradients."""
+        return self.sizes[OFFLOADED.index("gradients")] * self.sizes[OFFLOADED.index("activations")]
 
     def least(self, fits_BC: BoolArray, ordered: Sequence[str]) -> BoolArray:
         """Of the combinations that fit, those that move no more than they have to.
@@ -146,9 +160,7 @@ class Known:
     Attributes:
         table: The table.
         row_K: Of every candidate its place among the bases, -1 where it is not one of them.
-        parts: What the peaks of bases are made of, all combinations of a base one after another.
-        host_state_J: Host memory of parameters, gradients and optimizer state; empty without a limit of it.
-        host_microbatch_J: The same of one microbatch's activations.
+        parts: What the peaks of bases are made of; nothing before there are any.
         steady_J: Steady seconds, NaN where they are not known.
         boundary_J: Boundary seconds, likewise.
         looked: The situations of the stages that were looked at.
@@ -156,9 +168,7 @@ class Known:
 
     table: Table
     row_K: IntArray
-    parts: PeakParts
-    host_state_J: FloatArray
-    host_microbatch_J: FloatArray
+    parts: OffloadParts | None
     steady_J: FloatArray
     boundary_J: FloatArray
     looked: set[Situations]
@@ -170,9 +180,7 @@ class Known:
         return cls(
             table=table,
             row_K=np.full(len(table), -1, dtype=np.int64),
-            parts=PeakParts.none(),
-            host_state_J=none,
-            host_microbatch_J=none,
+            parts=None,
             steady_J=none,
             boundary_J=none,
             looked=set(),
@@ -217,7 +225,7 @@ class Mover:
         asked = ((index_B, phases), *ahead)
         every_B = np.unique(np.concatenate([index for index, _ in asked]))
         new_B = every_B[known.row_K[every_B] < 0]
-        for at_N in self._together(table, new_B, count):
+        for at_N in self._together(table, new_B, self.ratios.pairs):
             self._learn_bytes(known, new_B[at_N])
         kept = [self._kept(known, *item) for item in asked]
         place_N, first_N = np.unique(np.concatenate([place for _, place, _ in kept]), return_index=True)
@@ -245,15 +253,23 @@ class Mover:
 
     def _kept(self, known: Known, index_B: IntArray, phases: Situations) -> tuple[IntArray, IntArray, FloatArray]:
         """What fits and moves no more than it has to: its base, its place among what is known, its peak."""
-        count = len(self.ratios)
-        place_J = (known.row_K[index_B][:, None] * count + np.arange(count)).reshape(-1)
-        peak_J = known.parts.take(place_J).peaks(phases)
-        fits_J = peak_J <= self.memory_limit
-        if np.isfinite(self.host_limit):
-            host_J = known.host_state_J[place_J] + in_flight(phases) * known.host_microbatch_J[place_J]
-            fits_J &= host_J <= self.host_limit
-        kept_J = np.flatnonzero(self._least(known.table, index_B, fits_J.reshape(-1, count)))
-        return index_B[kept_J // count], place_J[kept_J], peak_J[kept_J]
+        count, parts = len(self.ratios), known.parts
+        if parts is None or not len(index_B):
+            none = np.empty(0, dtype=np.int64)
+            return none, none, np.empty(0)
+        fits_BC, peaks = np.empty((len(index_B), count), dtype=bool), []
+        rows_B = known.row_K[index_B]
+        for begin in range(0, len(index_B), BASES_AT_ONCE):
+            some, block = parts.take(rows_B[begin : begin + BASES_AT_ONCE]), slice(begin, begin + BASES_AT_ONCE)
+            peak_BC = some.peaks(phases).reshape(-1, count)
+            fits_BC[block] = peak_BC <= self.memory_limit
+            if np.isfinite(self.host_limit):
+                fits_BC[block] &= some.host_bytes(phases).reshape(-1, count) <= self.host_limit
+            fits_BC[block] = self._least(known.table, index_B[block], fits_BC[block])
+            peaks.append(peak_BC[fits_BC[block]])
+        kept_J = np.flatnonzero(fits_BC)
+        of_J = kept_J // count
+        return index_B[of_J], rows_B[of_J] * count + kept_J % count, np.concatenate(peaks)
 
     def _known(self, table: Table) -> Known:
         """What is known of a table; nothing is kept of those with other numbers of microbatches."""
@@ -289,18 +305,11 @@ class Mover:
         """Bytes of all combinations of some bases of one arrangement."""
         table, count = known.table, len(self.ratios)
         slot = table.slots[int(table.shape_K[index_B[0]])]
-        offload_JO = np.tile(self.ratios.offload_CO, (len(index_B), 1))
-        candidates = _with(table.candidates(np.repeat(index_B, count)), offload_JO)
-        memory = self.model.memory(slot)
-        needs = memory.needs(slot, candidates)
-        known.row_K[index_B] = len(known.parts) // count + np.arange(len(index_B))
-        known.parts = PeakParts.joined([known.parts, PeakParts.of(needs)])
-        if np.isfinite(self.host_limit):
-            state_J = host_state_bytes(memory, slot, candidates)
-            microbatch_J = host_microbatch_bytes(memory, slot, candidates, needs)
-            known.host_state_J = np.concatenate([known.host_state_J, state_J])
-            known.host_microbatch_J = np.concatenate([known.host_microbatch_J, microbatch_J])
-        unknown_J = np.full(len(candidates), np.nan)
+        parts = OffloadParts.of(self.model.memory(slot), slot, table.candidates(index_B), self.ratios.each)
+        before = 0 if known.parts is None else len(known.parts)
+        known.row_K[index_B] = before + np.arange(len(index_B))
+        known.parts = parts if known.parts is None else OffloadParts.joined([known.parts, parts])
+        unknown_J = np.full(len(index_B) * count, np.nan)
         known.steady_J = np.concatenate([known.steady_J, unknown_J])
         known.boundary_J = np.concatenate([known.boundary_J, unknown_J])
 

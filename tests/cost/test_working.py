@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,3 +51,26 @@ def test_gradients_of_layers_below_are_taken_off_as_often_as_is_said():
     for times in (0, 1, 2):
         less_S = times * sets.made_S[:-1]
         assert (sets.ended(times).last_plain_S[1:] == sets.saved_S[:-1] - less_S).all()
+
+
+def test_variants_lie_one_after_another():
+    model = MemoryModel(spec(3, parameter_bytes=40_000))
+    costs, single_R = model.costs(2), model.holdings.table.single_R
+    factors = np.array([1.0, 0.5])[:, None]
+    changed = {name: factors * getattr(costs, name) for name in costs.__slots__ if name.endswith(("saved_R", "peak_R"))}
+    both = WorkingSets(replace(costs, **changed), factors * single_R)
+    for variant, factor in enumerate(factors[:, 0]):
+        alone = WorkingSets(
+            replace(costs, **{name: values[variant] for name, values in changed.items()}), factor * single_R
+        )
+        at = slice(variant * both.width, (variant + 1) * both.width)
+        assert np.array_equal(both.saved_S[at], alone.saved_S)
+        assert np.array_equal(both.made_S[at], alone.made_S)
+        table = slice(variant * both.width**2, (variant + 1) * both.width**2)
+        for mine, other in (
+            (both.first[0], alone.first[0]),
+            (both.ended(1), alone.ended(1)),
+            (both.split, alone.split),
+        ):
+            assert np.array_equal(mine.kept[table], other.kept)
+            assert np.array_equal(mine.last_plain_S[at], other.last_plain_S)

@@ -1,0 +1,66 @@
+"""What is put together of single kinds of state is what is counted for all of them at once."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot
+from lightning_mist.cost.candidates import OffloadCandidates
+from lightning_mist.cost.offload import host_bytes
+from lightning_mist.cost.offload_parts import OffloadParts, Ratios
+from lightning_mist.cost.phases import stage_phases
+from tests.specs import spec
+
+NETWORK = spec(4, kinds=(0, 1, 1, 0), widths=(1000, 2500), tied=True)
+RATIOS = Ratios(
+    parameters=(0.0, 0.5, 1.0), gradients=(0.0, 0.3, 1.0), optimizer=(0.0, 0.9), activations=(0.0, 0.25, 0.5, 1.0)
+)
+
+
+def stages(index, count):
+    bounds = [
+        (start, end)
+        for start, end in itertools.combinations(range(5), 2)
+        if (start == 0) == (index == 0) and (end == 4) == (index == count - 1)
+    ]
+    rows = [(*item, kept, zero) for item in bounds for kept in range(item[1] - item[0] + 1) for zero in range(4)]
+    names = ("start_K", "end_K", "checkpointed_K", "zero_stage_K")
+    return StageCandidates(**dict(zip(names, np.array(rows).T, strict=True)))
+
+
+def slot_of(index, count, **given):
+    sizes = {"num_microbatches": 6, "data_parallel_degree": 2, "rows": 2, "batch_rows": 12}
+    return StageSlot(stage_index=index, num_stages=count, **{**sizes, **given})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize(("index", "count", "degree"), [(0, 1, 2), (0, 3, 3), (1, 3, 1), (2, 3, 2), (1, 4, 2)])
+def test_peaks_and_host_memory(index, count, degree, schedule):
+    model, slot = MemoryModel(NETWORK), slot_of(index, count, data_parallel_degree=degree, schedule=schedule)
+    some, phases = stages(index, count), stage_phases(index, count, 6, schedule)
+    parts = OffloadParts.of(model, slot, some, RATIOS)
+    combinations = np.array(list(itertools.product(*(getattr(RATIOS, name) for name in RATIOS.__slots__))))
+    whole = some.take(np.repeat(np.arange(len(some)), len(combinations)))
+    columns = np.tile(combinations, (len(some), 1)).T
+    offload = {f"{name}_K": values for name, values in zip(RATIOS.__slots__, columns, strict=True)}
+    whole = replace(whole, offload=OffloadCandidates(**offload))
+    needs = model.needs(slot, whole)
+    assert parts.peaks(phases).shape == (len(some), *RATIOS.shape)
+    assert parts.peaks(phases).reshape(-1) == pytest.approx(needs.peaks(phases), rel=1e-12)
+    hosts = host_bytes(model, slot, whole, needs, phases)
+    assert parts.host_bytes(phases).reshape(-1) == pytest.approx(hosts, rel=1e-12, abs=1e-6)
+
+
+def test_some_of_several():
+    model, phases = MemoryModel(NETWORK), stage_phases(1, 3, 6)
+    found = [
+        OffloadParts.of(model, slot_of(1, 3, data_parallel_degree=degree), stages(1, 3), RATIOS) for degree in (1, 2)
+    ]
+    every = OffloadParts.joined(found)
+    assert len(every) == len(found[0]) + len(found[1])
+    at = np.array([len(every) - 1, 0, 2])
+    assert np.array_equal(every.take(at).peaks(phases), every.peaks(phases)[at])
+    assert np.array_equal(every.peaks(phases)[: len(found[0])], found[0].peaks(phases))
+    assert np.array_equal(every.take(at).host_bytes(phases), every.host_bytes(phases)[at])
