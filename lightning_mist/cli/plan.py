@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.compare import compare_with_others, comparison_json, print_comparison
 from lightning_mist.cli.explaining import explanation_of, show_explanation
+from lightning_mist.cli.fitting import estimate_of, memory_words, plan_that_fits
 from lightning_mist.cli.machine import devices_of, is_local, oldest_capability, open_cluster, open_profile
 from lightning_mist.cli.network import NetworkRequest, describe_network
 from lightning_mist.cli.output import print_json, say, show_plan, show_sections, show_text, told
@@ -186,15 +187,19 @@ def _search(
     asked = {"global_batch_size": request.global_batch_size, **limits}
     with told(f"searching plans for {spec.num_layers} layers on {machine.world_size} devices"):
         result = planner.tune(**asked)
+    fitting = plan_that_fits(planner, result, asked)
+    result, asked = fitting.result, fitting.asked
+    limits = {name: value for name, value in asked.items() if name != "global_batch_size"}
     result, compared = compare_with_others(planner, result, **limits) if compare else (result, None)
     plan = replace(result.plan, fingerprint=_made_for(spec, machine, rows, request.precision))
+    estimate = fitting.estimate if result is fitting.result else estimate_of(planner, plan, limit)
     return _Found(
         planner=planner,
         asked=asked,
         result=result,
         plan=plan,
-        memory=_memory_of(spec, machine, plan, limit),
-        restricted=restricted,
+        memory=memory_words(estimate),
+        restricted=(*restricted, *fitting.notes),
         compared=compared if compared is None else (replace(compared[0], plan=plan), *compared[1:]),
     )
 
@@ -246,14 +251,6 @@ def _subject(found: _Found) -> str:
     return (
         f"{spec.name}{size} in {spec.precision} with {spec.optimizer.name} on {cluster.text}: {rows}{tokens} per step"
     )
-
-
-def _memory_of(spec: "ModelSpec", machine: "AnyCluster", found: "Plan", limit: int | None) -> str:
-    """What a plan needs of devices, in one sentence."""
-    from lightning_mist.cost import Estimator, estimate_plan
-
-    estimator = Estimator(spec, machine, limit or max(part.device.memory_bytes for part in machine.parts))
-    return estimate_plan(estimator, found, advise=False, replay="worst").headline()
 
 
 def _not_executed(found: "Plan") -> tuple[str, ...]:

@@ -198,7 +198,8 @@ class MemoryEstimate:
         worst, limit = self.worst, format_bytes(self.limit_of(self.worst))
         at, total = f"stage {worst.stage} of {len(self.stages)}", worst.device_total
         largest = ", ".join(f"{WORDS[name]} {format_bytes(value)}" for name, value in worst.largest_terms[:2])
-        need = f"{at} needs {format_bytes(total.p50)}, up to {format_bytes(total.p95)} in 95 of 100 cases"
+        of_tensors = f" (tensors {format_bytes(worst.allocated.p50)})" if worst.allocated.p50 < total.p50 else ""
+        need = f"{at} needs {format_bytes(total.p50)}{of_tensors}, up to {format_bytes(total.p95)} in 95 of 100 cases"
         begin = {
             "fits": f"Fits in {limit} per device",
             "tight": f"Tight: it may not fit in {limit} per device",

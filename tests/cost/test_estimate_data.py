@@ -42,6 +42,11 @@ def test_the_worst_stage_makes_the_headline():
     )
 
 
+def test_what_is_no_tensor_is_told_from_what_is():
+    worst = replace(stage(0, 4, 7), allocated=Interval(p50=3 * GIB, p95=6 * GIB))
+    assert "needs 4.0 GiB (tensors 3.0 GiB), up to 7.0 GiB" in replace(ESTIMATE, stages=(worst,)).headline()
+
+
 @pytest.mark.parametrize(("limit", "verdict"), [(7, "fits"), (6, "tight"), (4, "tight"), (3, "does not fit")])
 def test_verdicts(limit, verdict):
     assert verdict_of(Interval(p50=4 * GIB, p95=7 * GIB), limit * GIB) == verdict

@@ -1,0 +1,102 @@
+"""Plans that fit by their estimate too.
+
+A search leaves a share of each device's memory for the context, communicators and what the allocator keeps free; the
+estimate of a plan knows how many communicators there are, and replays its allocations. Where it needs more than there
+is, the plan is made again with as much less for its tensors.
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lightning_mist.cli.output import say
+from lightning_mist.errors import InfeasibleError
+from lightning_mist.units import format_bytes
+
+if TYPE_CHECKING:
+    from lightning_mist.cost.estimate_data import MemoryEstimate
+    from lightning_mist.plan import Plan
+    from lightning_mist.tuner import Planner, TuneResult
+
+TRIES = 3
+"""How often a plan is made again, with less memory, whose estimate does not fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitting:
+    """A plan whose estimate fits, if one was found.
+
+    Attributes:
+        result: The plan and why.
+        asked: What was asked of the planner for it.
+        estimate: What it needs of every device.
+        notes: What to know of that, for people.
+    """
+
+    result: "TuneResult"
+    asked: dict[str, Any]
+    estimate: "MemoryEstimate"
+    notes: tuple[str, ...] = ()
+
+
+def plan_that_fits(planner: "Planner", result: "TuneResult", asked: dict[str, Any]) -> Fitting:
+    """A plan that fits by its estimate, if there is one; else the first, whose estimate says that it does not.
+
+    Args:
+        planner: What found the plan.
+        result: What it found.
+        asked: What was asked of it.
+    """
+    from lightning_mist.tuner.budget import tensor_share
+
+    limit = asked["memory_limit"]
+    first = Fitting(result=result, asked=asked, estimate=estimate_of(planner, result.plan, limit))
+    found = first
+    for _ in range(TRIES):
+        estimate = found.estimate
+        if estimate.verdict != "does not fit":
+            break
+        has = estimate.limit_of(estimate.worst)
+        over = estimate.worst.device_total.p50 - has
+        before = has if found is first else found.asked["memory_limit"]
+        less = int(min(before, has) - over / tensor_share(planner.cluster))
+        say(f"by its estimate that plan needs {format_bytes(over)} more than there is: searching with as much less")
+        again = {**asked, "memory_limit": max(1, less)}
+        try:
+            result = planner.tune(**again)
+        except InfeasibleError:
+            return replace(first, notes=("no plan fits by its estimate, which counts more than the search does",))
+        needed = format_bytes(first.estimate.worst.device_total.p50)
+        note = (
+            f"planned with {format_bytes(less)} of the {format_bytes(has)} of each device: with all of it the plan "
+            f"would be one that needs {needed}, with communicators and what the allocator reserves"
+        )
+        found = Fitting(result=result, asked=again, estimate=estimate_of(planner, result.plan, limit), notes=(note,))
+    return found
+
+
+def estimate_of(planner: "Planner", found: "Plan", limit: int | None) -> "MemoryEstimate":
+    """What a plan needs of every device.
+
+    Args:
+        planner: Knows the network and the machine.
+        found: The plan.
+        limit: Bytes of each device that may be used; by default all that it has.
+    """
+    from lightning_mist.cost import Estimator, estimate_plan
+
+    parts = planner.cluster.parts
+    estimator = Estimator(planner.spec, planner.cluster, limit or max(part.device.memory_bytes for part in parts))
+    return estimate_plan(estimator, found, advise=False, replay="worst")
+
+
+def memory_words(estimate: "MemoryEstimate") -> str:
+    """What a plan needs of devices, and what would leave more room, in sentences.
+
+    Args:
+        estimate: What it needs.
+    """
+    text = estimate.headline()
+    if estimate.verdict == "fits":
+        return text
+    need, has = estimate.worst.device_total, estimate.limit_of(estimate.worst)
+    return f"{text} To be surer, plan with less: --memory-limit {int(10 * has / need.p95 * has / 2**30) / 10:g}GiB."

@@ -1,0 +1,79 @@
+from dataclasses import replace
+
+import pytest
+
+from lightning_mist.cli import fitting
+from lightning_mist.cli.fitting import estimate_of, memory_words, plan_that_fits
+from lightning_mist.cost.interval import Interval
+from lightning_mist.tuner import Planner, SearchSpace
+from tests.specs import cluster, profile, spec
+
+NETWORK = spec(4, measured=True)
+
+
+def planned(memory=10**7):
+    planner = Planner(NETWORK, cluster(2, kind="cuda", memory=memory), profile=profile())
+    search = SearchSpace(schedules=("1f1b",), offload=())
+    asked = {"global_batch_size": 8, "memory_limit": None, "host_memory_limit": None, "search": search}
+    return planner, planner.tune(**asked), asked
+
+
+def needing(more):
+    """Estimates that find so many times the bytes that the search does."""
+
+    def estimate(planner, found, limit):
+        known = estimate_of(planner, found, limit)
+        peaks = [int(more * stage.peak_bytes) for stage in found.predicted.stages]
+        stages = tuple(
+            replace(stage, device_total=Interval(p50=peak, p95=peak))
+            for stage, peak in zip(known.stages, peaks, strict=True)
+        )
+        return replace(known, stages=stages)
+
+    return estimate
+
+
+def test_a_plan_that_fits_stays(monkeypatch):
+    planner, result, asked = planned()
+    monkeypatch.setattr(fitting, "estimate_of", needing(1.0))
+    found = plan_that_fits(planner, result, asked)
+    assert found.result is result
+    assert (found.asked, found.notes) == (asked, ())
+    assert memory_words(found.estimate) == found.estimate.headline()
+
+
+def test_a_plan_whose_estimate_does_not_fit_is_made_again_with_less(monkeypatch, capsys):
+    planner, _, asked = planned()
+    least = max(stage.peak_bytes for stage in planner.tune(**asked).predicted.stages)
+    planner, result, asked = planned(memory=int(least / 0.8) + 1)  # the search leaves nothing free
+    monkeypatch.setattr(fitting, "estimate_of", needing(1.3))
+    found = plan_that_fits(planner, result, asked)
+    assert found.estimate.verdict != "does not fit"
+    assert found.asked["memory_limit"] < planner.cluster.device.memory_bytes
+    peaks = [max(stage.peak_bytes for stage in item.predicted.stages) for item in (result, found.result)]
+    assert peaks[1] < peaks[0]
+    assert "of each device: with all of it the plan would be one that needs" in found.notes[0]
+    assert "searching with as much less" in capsys.readouterr().err
+
+
+def test_where_nothing_fits_by_its_estimate_the_first_plan_stays(monkeypatch):
+    planner, result, asked = planned()
+    monkeypatch.setattr(fitting, "estimate_of", needing(1000.0))
+    found = plan_that_fits(planner, result, asked)
+    assert found.result is result
+    assert found.estimate.verdict == "does not fit"
+    assert found.notes == ("no plan fits by its estimate, which counts more than the search does",)
+
+
+def test_a_tight_plan_says_how_to_leave_room():
+    planner, result, _ = planned()
+    estimate = estimate_of(planner, result.plan, None)
+    stage = replace(estimate.stages[0], device_total=Interval(p50=8 * 2**30, p95=12 * 2**30))
+    tight = replace(estimate, memory_limit=10 * 2**30, stages=(stage,))
+    assert memory_words(tight).endswith("To be surer, plan with less: --memory-limit 8.3GiB.")
+
+
+@pytest.mark.parametrize("limit", [None, 5 * 10**6])
+def test_the_limit_of_an_estimate(limit):
+    planner, result, _ = planned()
+    assert estimate_of(planner, result.plan, limit).memory_limit == (limit or 10**7)
