@@ -17,7 +17,7 @@ SOURCES = {
     "mist": "Mist artifact, github.com/Dazz993/Mist at d69e530, Apache-2.0: collectives, copies, operators",
     "mamf": "S. Bekman, ml-engineering, compute/accelerator: Maximum Achievable Matmul FLOPS",
     "nccl": "S. Jeaugey in github.com/NVIDIA/nccl-tests issue 212: NVLink's protocol costs a fifth of its rate",
-    "ec2": "AWS EC2, network and host memory: g4dn.metal, g5.48xlarge, g6.48xlarge, p3, p4d, p4de, p5, p5e, p6-b200",
+    "ec2": "AWS EC2 instance types: g4dn.metal, g5.48xlarge, g6.48xlarge, p3, p4d, p4de, p5, p5e, p6-b200",
     "mli": "github.com/mli/transformers-benchmarks issue 4: RTX 4090 and A800 matrix products and memory bandwidth",
     "calculon": "github.com/calculon-ai/calculon, systems/a100_80g.json: network efficiencies and latencies",
     "measured": "this project, 2 processes on 2 cores of a virtual AMD EPYC: python -m benchmarks.hardware.profile",

@@ -110,8 +110,10 @@ def _host_note(part: Cluster) -> str:
             "or host_memory in the description of the cluster"
         )
     source = "the catalog's " if part.host_memory_bytes is None else ""
-    text = (
+    rest = "the system, the processes themselves and files that are written"
+    if part.kind != "cuda":
+        rest += ", and the processes' tensors are taken off"
+    return (
         f"host_memory_limit is {format_bytes(usable_host_bytes(part))} per node, {USABLE_HOST_MEMORY:.0%} of {source}"
-        f"{format_bytes(there)} of {node}"
+        f"{format_bytes(there)} of {node}: the rest is for {rest}"
     )
-    return text if part.kind == "cuda" else f"{text}, less what its processes have for themselves"

@@ -1,6 +1,7 @@
 """The whole planner against trying everything; ``benchmarks/planner/against_brute_force.py`` does more of the same."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.bound import PRECISION
+from lightning_mist.tuner.budget import USABLE_HOST_MEMORY
 from lightning_mist.units import format_bytes, parse_bytes
 from tests.specs import cluster, profile, spec
 from tests.tuner.instances import random_instance
@@ -35,6 +37,25 @@ def test_a_planner_that_was_asked_before_answers_the_same():
     for seed in range(SEEDS, SEEDS + 8):
         instance = random_instance(seed)
         assert verdict_of(instance, asked_before(instance)).difference <= PRECISION, seed
+
+
+@pytest.mark.parametrize(("seed", "binds"), [(404, False), (430, True), (432, False), (527, True)])
+def test_no_plan_that_keeps_to_what_hosts_have_is_faster(seed, binds):
+    instance = random_instance(seed, offloading=1.0)
+    # Hosts that have what was a limit here, beside what processes on a CPU have for themselves.
+    parts = [
+        replace(part, host_memory_bytes=_host_of(part, instance.host_memory_limit)) for part in instance.machine.parts
+    ]
+    machine = parts[0] if len(parts) == 1 else replace(instance.machine, parts=tuple(parts))
+    verdict = verdict_of(replace(instance, machine=machine, host_memory_limit=None))
+    assert verdict.difference <= PRECISION
+    unlimited = by_trying_everything(replace(instance, host_memory_limit=None)).seconds
+    assert (unlimited < verdict.wanted.seconds) is binds
+
+
+def _host_of(part, limit):
+    own = 0 if part.kind == "cuda" else part.devices_per_node * part.device.memory_bytes
+    return round((limit + own) / USABLE_HOST_MEMORY)
 
 
 def explains(instance, verdict):

@@ -24,7 +24,7 @@ from lightning_mist.cost.phases import stage_phases
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.tuner import Planner, SearchSpace
-from lightning_mist.tuner.budget import USABLE_MEMORY
+from lightning_mist.tuner.budget import USABLE_HOST_MEMORY, USABLE_MEMORY
 from lightning_mist.tuner.space import OFFLOADED
 
 ALL = -1
@@ -42,7 +42,7 @@ class Instance:
         rows: Rows of the batch that each device loads.
         memory_limit: Bytes of each device.
         host_memory_limit: Bytes of each node's host memory that offloading may take, its devices equal parts of it;
-            ``None`` for as many as it wants.
+            ``None`` for what its host has, as far as that is described.
         search: The space.
         known: What stage candidates cost, which does not depend on limits.
     """
@@ -80,8 +80,16 @@ class Instance:
 
     def host_limit(self, part):
         """Bytes of host memory that each device of a part may take."""
-        limit = np.inf if self.host_memory_limit is None else self.host_memory_limit
-        return min(limit / item.devices_per_node for item in self.clusters(part))
+        return min(self._node_limit(item) / item.devices_per_node for item in self.clusters(part))
+
+    def _node_limit(self, part):
+        """Bytes of each node's host that all its devices may take together."""
+        if self.host_memory_limit is not None:
+            return self.host_memory_limit
+        if part.host_memory_bytes is None:
+            return np.inf
+        own = 0 if part.kind == "cuda" else part.devices_per_node * part.device.memory_bytes
+        return max(0.0, USABLE_HOST_MEMORY * part.host_memory_bytes - own)
 
     def planner(self):
         """A planner that knows nothing yet."""
