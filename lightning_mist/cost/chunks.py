@@ -117,21 +117,43 @@ def plan_peaks(model: Callable[[StageSlot], MemoryModel], plan: Plan, checkpoint
         plan: The plan.
         checkpointed_SM: Recomputed layers of every stage, several times.
     """
-    slots = [
-        (slot, replace(candidates.take(np.zeros(checkpointed_SM.shape[1], dtype=np.int64)), checkpointed_K=count_M))
-        for (slot, candidates), count_M in zip(slots_of(plan), checkpointed_SM, strict=True)
-    ]
+    slots = [_recomputing(placed, count_M) for placed, count_M in zip(slots_of(plan), checkpointed_SM, strict=True)]
     needs = needs_of_stages(model, slots)
-    device_SM, host_SM = np.empty(checkpointed_SM.shape), np.empty(checkpointed_SM.shape)
     if plan.schedule != "interleaved-1f1b":
-        for stage, ((slot, candidates), item) in enumerate(zip(slots, needs, strict=True)):
-            phases = stage_phases(stage, slot.num_stages, slot.num_microbatches, slot.schedule)
-            device_SM[stage] = item.peaks(phases)
-            host_SM[stage] = host_bytes(model(slot), slot, candidates, item, phases)
-    for group in range(plan.num_groups) if plan.schedule == "interleaved-1f1b" else ():
-        found = _Group.of(model(slots[group][0]), plan, group, slots, needs)
-        device_SM[group :: plan.num_groups], host_SM[group :: plan.num_groups] = found.peaks(), found.host_bytes()
+        found = [_stage_peaks(model, placed, item) for placed, item in zip(slots, needs, strict=True)]
+        return PlanPeaks(device_SM=np.stack([item[0] for item in found]), host_SM=np.stack([item[1] for item in found]))
+    device_SM, host_SM = np.empty(checkpointed_SM.shape), np.empty(checkpointed_SM.shape)
+    for group in range(plan.num_groups):
+        one = _Group.of(model(slots[group][0]), plan, group, slots, needs)
+        device_SM[group :: plan.num_groups], host_SM[group :: plan.num_groups] = one.peaks(), one.host_bytes()
     return PlanPeaks(device_SM=np.rint(device_SM), host_SM=np.rint(host_SM))
+
+
+def last_stage_peaks(model: Callable[[StageSlot], MemoryModel], plan: Plan, checkpointed_M: IntArray) -> FloatArray:
+    """Bytes of the last stage's most loaded device with other numbers of recomputed layers; not of chunks.
+
+    Args:
+        model: Memory of stages of the plan's network, by slot.
+        plan: The plan.
+        checkpointed_M: Recomputed layers of the last stage.
+    """
+    placed = _recomputing(slots_of(plan)[-1], checkpointed_M)
+    return _stage_peaks(model, placed, model(placed[0]).needs(*placed))[0]
+
+
+def _recomputing(placed: Placed, checkpointed_M: IntArray) -> Placed:
+    slot, candidates = placed
+    same = candidates.take(np.zeros(len(checkpointed_M), dtype=np.int64))
+    return slot, replace(same, checkpointed_K=checkpointed_M)
+
+
+def _stage_peaks(
+    model: Callable[[StageSlot], MemoryModel], placed: Placed, needs: StageNeeds
+) -> tuple[FloatArray, FloatArray]:
+    """Bytes on the device and on the host of one stage's candidates."""
+    slot, candidates = placed
+    phases = stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
+    return np.rint(needs.peaks(phases)), np.rint(host_bytes(model(slot), slot, candidates, needs, phases))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

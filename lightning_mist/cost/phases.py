@@ -84,11 +84,25 @@ def stage_phases(
         stage_index, num_stages = 1, num_stages - stage_index + 1
     steady = {"gpipe": num_microbatches, "1f1b": num_stages + 3}.get(schedule, 2 * num_stages + 1)
     shown = min(num_microbatches, steady)
+    if schedule == "zb-h1" and stage_index == num_stages - 1:
+        return _phases_of_last(num_stages, shown)
     return _phases_of_stages(num_stages, shown, schedule)[stage_index]
 
 
 _NEAR = 3
-"""Stages of 1F1B whose lists say all about the first two."""
+"""Stages of 1F1B whose lists say all about the first two, and of ZB-H1 all about the last."""
+
+
+@lru_cache(maxsize=1024)
+def _phases_of_last(num_stages: int, num_microbatches: int) -> tuple[Phase, ...]:
+    """The situations of the last stage under ZB-H1, which is where most waits for gradients of weights."""
+    orders = generate_orders(num_stages, num_microbatches, "zb-h1")
+    shift = max(0, num_stages - _NEAR)
+    lists = add_transfers(
+        tuple(tuple(Action(stage - shift, kind, index) for stage, kind, index in order) for order in orders[shift:])
+    )
+    walked = phases_in_order(lists[-1], sends_gradients=num_stages > 1, arrivals=arrived_sends(lists)[-1])
+    return _not_dominated(list(dict.fromkeys(phase for _, phase in walked)))
 
 
 @lru_cache(maxsize=1024)

@@ -25,6 +25,9 @@ class ActionKind(Enum):
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
 
+    # There is one object of each kind, and hashing names, as enumerations do, is most of what making lists would take.
+    __hash__ = object.__hash__
+
 
 PER_MICROBATCH = frozenset(
     {

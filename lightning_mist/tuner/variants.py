@@ -20,7 +20,7 @@ import numpy as np
 
 from lightning_mist.cost import CostModel, predict_with, seconds_with
 from lightning_mist.cost.candidates import StageSlot, placed_slots_of
-from lightning_mist.cost.chunks import plan_peaks
+from lightning_mist.cost.chunks import last_stage_peaks, plan_peaks
 from lightning_mist.cost.stage import StageSeconds
 from lightning_mist.cost.together import seconds_of_stages
 from lightning_mist.errors import InfeasibleError
@@ -55,6 +55,9 @@ def best_variant(
     for least, candidate in sorted(candidates, key=lambda item: item[0]):
         if least >= below:
             break
+        # What does not even fit on its last stage is found out fastest, what is slower all the same next.
+        if not _may_fit(model, space, limits, candidate) or seconds_with(model, candidate) >= below:
+            continue
         found = _fitted(model, space, limits, host_limits, candidate)
         if found is None or (found is not candidate and _busiest(model, found) >= below):
             continue
@@ -136,11 +139,25 @@ def _parts(count: int, chunks: int) -> list[int]:
     return [count * (chunk + 1) // chunks - count * chunk // chunks for chunk in range(chunks)]
 
 
+def _may_fit(model: CostModel, space: Space, limits: Limits, plan: Plan) -> bool:
+    """Whether the last stage may fit under ZB-H1, which keeps most there beyond what 1F1B does."""
+    if plan.schedule != "zb-h1":
+        return True
+    stage, limit = plan.stages[-1], limits(plan)[-1]
+    least, most = stage.checkpointing.layers, stage.checkpointing.layers + _most_more(space, plan)
+    peak_M = last_stage_peaks(model.memory, plan, np.array([least, min(stage.num_layers, most)]))
+    return bool(peak_M.min() <= limit)
+
+
+def _most_more(space: Space, plan: Plan) -> int:
+    """By how many layers per stage recomputation may be raised."""
+    may_recompute = space.checkpointing and space.search.checkpointed_shares is None
+    return max(stage.num_layers - stage.checkpointing.layers for stage in plan.stages) if may_recompute else 0
+
+
 def _fitted(model: CostModel, space: Space, limits: Limits, host_limits: Limits, plan: Plan) -> Plan | None:
     """The plan with as few more recomputed layers per stage as make it fit."""
-    may_recompute = space.checkpointing and space.search.checkpointed_shares is None
-    most = max(stage.num_layers - stage.checkpointing.layers for stage in plan.stages) if may_recompute else 0
-    more_M = np.arange(most + 1)
+    more_M = np.arange(_most_more(space, plan) + 1)
     layers_S = np.array([stage.num_layers for stage in plan.stages])
     fixed_S = np.array([stage.checkpointing.layers for stage in plan.stages])
     found = plan_peaks(model.memory, plan, np.minimum(layers_S[:, None], fixed_S[:, None] + more_M))

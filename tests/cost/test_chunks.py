@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates, StageCostModel, predict, stage_memory
-from lightning_mist.cost.chunks import plan_memory, plan_peaks
+from lightning_mist.cost.chunks import last_stage_peaks, plan_memory, plan_peaks
 from lightning_mist.cost.held import Holdings
 from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
 from tests.specs import cluster, profile, spec
@@ -126,3 +126,11 @@ def _merged(plan):
         dataclasses.replace(stage, layers=(index * half, (index + 1) * half))
         for index, stage in enumerate(plan.stages[:2])
     )
+
+
+def test_the_last_stage_by_itself_needs_what_it_needs_among_all():
+    network, plan = spec(6, widths=(3000,)), pipeline(*[{"layers": 2, "data": 2}] * 3, rows=8, schedule="zb-h1")
+    model = StageCostModel(network, profile(), cluster(plan.world_size))
+    counts_SM = np.array([[0, 1, 2]] * 3)
+    wanted_M = plan_peaks(model.memory, plan, counts_SM).device_SM[-1]
+    assert last_stage_peaks(model.memory, plan, counts_SM[-1]).tolist() == wanted_M.tolist()

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_mist.cost.phases import phases_in_order, stage_phases
+from lightning_mist.cost.phases import _phases_of_stages, phases_in_order, stage_phases
 from lightning_mist.schedule import arrived_sends, generate, in_flight
 from lightning_mist.schedule.lower import add_transfers
 
@@ -75,3 +75,10 @@ def test_an_input_backward_that_makes_gradients_is_a_situation_of_its_own():
     # Under ZeRO-2 all that it makes may be more than the part that stays, which is what later ones find.
     inputs = {phase.gradients for phase in stage_phases(0, 2, 8, "zb-h1") if phase.kind == "input backward"}
     assert inputs == {False, True}
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 20])
+def test_the_last_stage_of_zero_bubble_is_the_same_without_the_first_ones(stages, microbatches):
+    shown = min(microbatches, 2 * stages + 1)
+    assert stage_phases(stages - 1, stages, microbatches, "zb-h1") == _phases_of_stages(stages, shown, "zb-h1")[-1]

@@ -7,6 +7,7 @@ from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.schedule import check, lower
+from lightning_mist.tuner import variants
 from lightning_mist.tuner.space import SearchSpace, apply
 from lightning_mist.tuner.variants import _busiest, _recomputing, _variants, best_variant
 from tests.specs import cluster, profile, spec
@@ -146,3 +147,15 @@ def test_host_memory_limits_other_schedules_too():
     assert 0 < held[0] < held[1]
     between = lambda item: (held[0],) * item.num_stages  # noqa: E731
     assert best_variant(model, space, plenty, between, [plan]) is None
+
+
+def test_what_does_not_fit_on_its_last_stage_is_not_run(monkeypatch):
+    plan, model = found(("1f1b",)).plan, StageCostModel(NETWORK, FAST, cluster(2))
+    space = apply(SearchSpace(schedules=("zb-h1",)), NETWORK, 2, 4)
+    asked = []
+    monkeypatch.setattr(variants, "seconds_with", lambda model, item: asked.append(item) or 1.0)
+    none = lambda item: (1.0,) * item.num_stages  # noqa: E731
+    assert best_variant(model, space, none, plenty, [plan]) is None
+    assert asked == []
+    assert best_variant(model, space, plenty, plenty, [plan]) is not None
+    assert [item.schedule for item in asked] == ["zb-h1"] * 2
