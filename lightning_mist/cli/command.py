@@ -126,8 +126,9 @@ def _option(name: str) -> str:
 
 def _listed(arguments: Sequence[str]) -> list[str]:
     """Arguments with brackets around what stands for a list: ``--zero-stages 0,1`` is ``--zero-stages [0,1]``."""
-    lists = {_option(name) for function in _COMMANDS.values() for name in _names_of_lists(function)}
-    found, is_list = [], False
+    command = next((item for item in arguments if item in _COMMANDS), None)
+    lists = set() if command is None else {_option(name) for name in _names_of_lists(_COMMANDS[command])}
+    found, is_list = list[str](), False
     for item in arguments:
         option, equals, value = item.partition("=")
         if is_list and not item.startswith("--"):

@@ -1,12 +1,13 @@
 """An explanation as sentences, and as data for other programs."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lightning_mist.plan import Plan, to_json
 from lightning_mist.tuner.explain_group import ranges, told_together
 from lightning_mist.tuner.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf
+from lightning_mist.tuner.findings import is_hardly
 from lightning_mist.tuner.result import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_seconds
 
@@ -23,7 +24,11 @@ def explanation_sections(explanation: Explanation, *, full: bool = True) -> tupl
     """
     step = explanation.step_seconds
     told = [finding for finding in explanation.findings if finding.binds or (full and _is_told(finding))]
+    alike = [] if full else [finding for finding in told if _is_felt_by_stage_only(finding, step)]
+    if len(alike) > 1:
+        told = [finding for finding in told if finding not in alike]
     findings = [f"{text}." for text in told_together(explanation.plan, told)]
+    findings += [_held_back(alike)] if len(alike) > 1 else []
     findings += _together(explanation) if full else []
     sections: list[Section] = [
         ("what binds" if not full else "what binds and what does not", tuple(findings)),
@@ -37,6 +42,32 @@ def explanation_sections(explanation: Explanation, *, full: bool = True) -> tupl
     if full:
         sections.append(("left out", (*_unsearched(explanation), *(f"{text}." for text in explanation.left_out))))
     return tuple((title, lines) for title, lines in sections if lines)
+
+
+def _is_felt_by_stage_only(finding: Finding, step: float) -> bool:
+    """Whether memory holds back a stage, and next to nothing of the step."""
+    values = dict(finding.values)
+    if finding.limit != "memory" or not finding.binds or "step_gain_seconds" not in values:
+        return False
+    return is_hardly(values["step_gain_seconds"], values["gain_seconds"], step)
+
+
+def _held_back(findings: Sequence[Finding]) -> str:
+    """Stages that memory holds back, none of them the step by itself, in one sentence."""
+
+    def between(name: str, shown: Callable[[float], str]) -> str:
+        values = [finding.value(name) for finding in findings]
+        least, most = shown(min(values)), shown(max(values))
+        return least if least == most else f"{least} to {most}"
+
+    stages = ranges([finding.stage for finding in findings if finding.stage is not None])
+    peak, limit, missing = (between(f"{name}_bytes", format_bytes) for name in ("peak", "limit", "missing"))
+    gain = between("gain_seconds", format_seconds)
+    return (
+        f"Each of stages {stages} needs {peak} of the {limit} that tensors may take on each device. With {missing} "
+        f"more its devices would work {gain} less per step; by itself this would hardly "
+        "make the step shorter, as it waits for other stages."
+    )
 
 
 def _unsearched(explanation: Explanation) -> tuple[str, ...]:

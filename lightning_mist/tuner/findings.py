@@ -196,12 +196,23 @@ def _versions(model: CostModel, costs: Costs, group: int, ratios: Sequence[float
         yield _Cost(item.text, _memory_of(model, plan, group).peak_bytes, gain, step_gain)
 
 
+def is_hardly(step_gain: float, gain: float, step: float) -> bool:
+    """Whether the step gains next to nothing by what a stage gains.
+
+    Args:
+        step_gain: Seconds by which the step would be shorter.
+        gain: Seconds by which the stage's devices would work less.
+        step: Seconds of the step.
+    """
+    return step_gain <= max(LEAST_SHARE * step, HARDLY * gain)
+
+
 def _gained(costs: Costs, group: int, item: _Cost) -> str:
     """What a relaxed version would gain: the step, or only the stage's own devices while the step waits for others."""
     if costs.plan.num_groups == 1:
         return f"it would take {format_seconds(item.gain)} less per step"
     text = f"its devices would work {format_seconds(item.gain)} less per step"
-    if item.step_gain <= max(LEAST_SHARE * costs.step(), HARDLY * item.gain):
+    if is_hardly(item.step_gain, item.gain, costs.step()):
         return f"{text} (the step would hardly be shorter, as it waits for other stages)"
     return f"{text}, and the step would be {format_seconds(item.step_gain)} shorter"
 
@@ -313,9 +324,10 @@ def _host_link(model: CostModel, plan: Plan, group: int) -> Finding:
     )
     rates, alone = copy_rates(own.profile, own.cluster), own.profile.host_to_device_bytes_per_second
     values = (("copies_seconds", seconds), ("to_device_bytes", rates.to_device), ("to_host_bytes", rates.to_host))
+    there, back = (format_rate(rate, "B/s") for rate in (rates.to_device, rates.to_host))
+    speeds = f"{there} each way" if there == back else f"{there} to the device and {back} back"
     text = (
-        f"{_does(plan, group, 'wait')} {format_seconds(seconds)} per step for copies from and to the host, at "
-        f"{format_rate(rates.to_device, 'B/s')} and {format_rate(rates.to_host, 'B/s')} per device"
+        f"{_does(plan, group, 'wait')} {format_seconds(seconds)} per step for copies from and to the host, at {speeds}"
     )
     if 0 < rates.to_device < alone:
         text += f", as all devices of a node copy at once (one alone: {format_rate(alone, 'B/s')})"
