@@ -26,9 +26,10 @@ from lightning_mist.cost.stage import StageSeconds
 from lightning_mist.hardware import AnyCluster
 from lightning_mist.plan import Plan, ScheduleName
 from lightning_mist.schedule import StepRules
-from lightning_mist.schedule.clock import finish, run
+from lightning_mist.schedule.clock import finish, finish_at, run
 from lightning_mist.schedule.program import Program, program_of
 from lightning_mist.schedule.seconds import PlanSeconds, plan_seconds, slot_seconds
+from lightning_mist.schedule.sweep import can_sweep, sweep
 
 ROUNDS, LEAST = 4, 32
 """Lists are cut to so many times as many microbatches as there are groups of devices, but not to fewer than these."""
@@ -96,11 +97,14 @@ def _seconds(plan: Plan, seconds: PlanSeconds, rules: StepRules) -> float:
 
 
 def _run(plan: Plan, seconds: PlanSeconds, rules: StepRules, count: int) -> float:
+    once = [stage.epilogue for stage in seconds.stages[: plan.num_groups]]
+    is_tied = plan.num_groups > 1 and any(item.tied > 0 for item in once)
+    if rules.transfers == "beside" and can_sweep(plan.num_stages, count, plan.schedule):
+        last = sweep(seconds.stages, seconds.activations, seconds.gradients, count, plan.schedule)
+        return finish_at(last.ends, last.arrivals, once, rules, is_tied=is_tied).makespan
     program = _program(plan.num_stages, count, plan.schedule, plan.num_groups)
     slots, sending = slot_seconds(seconds.stages), seconds.sent_crossings
     times = run(program, slots, seconds.crossings, rules, sending_seconds=sending)
-    once = [stage.epilogue for stage in seconds.stages[: plan.num_groups]]
-    is_tied = plan.num_groups > 1 and any(item.tied > 0 for item in once)
     return finish(program, times, once, rules, is_tied=is_tied).makespan
 
 

@@ -222,18 +222,40 @@ def finish(
         rules: Whom the optimizer's step waits for.
         is_tied: Whether groups sum gradients of parameters that several of them hold.
     """
-    reduced = [end + item.reduce for end, item in zip(times.ends, epilogues, strict=True)]
+    # What was sent last over a link arrives last.
+    arrived = [0.0] * len(epilogues)
+    for sender, arrivals in zip(program.senders, times.arrivals, strict=True):
+        arrived[sender] = max(arrived[sender], arrivals[-1])
+    return finish_at(times.ends, arrived, epilogues, rules, is_tied=is_tied)
+
+
+def finish_at(
+    ends: Sequence[float],
+    arrived: Sequence[float],
+    epilogues: Sequence[Epilogue],
+    rules: StepRules,
+    *,
+    is_tied: bool,
+) -> EpilogueTimes:
+    """What comes after the last backward.
+
+    Args:
+        ends: For each group the end of its last backward.
+        arrived: For each group when all that it sent has arrived: its buffers must live until then.
+        epilogues: Seconds of each group.
+        rules: Whom the optimizer's step waits for.
+        is_tied: Whether groups sum gradients of parameters that several of them hold.
+    """
+    reduced = [end + item.reduce for end, item in zip(ends, epilogues, strict=True)]
     tied_seconds = max(item.tied for item in epilogues)
     tied = max(reduced)
-    ready = [tied + tied_seconds] * len(reduced) if is_tied else list(reduced)
-    for sender, arrivals in zip(program.senders, times.arrivals, strict=True):
-        # What was sent last arrives last, and its buffer must live until then.
-        ready[sender] = max(ready[sender], arrivals[-1])
+    ready = [tied + tied_seconds] * len(reduced) if is_tied else reduced
+    ready = [max(item, end) for item, end in zip(ready, arrived, strict=True)]
     first = {"own": 0.0, "last": ready[-1], "all": max(ready)}[rules.update_after]
     step = [max(first, own) for own in ready]
     gather = [start + item.step for start, item in zip(step, epilogues, strict=True)]
     return EpilogueTimes(
-        reduce=times.ends,
+        reduce=tuple(ends),
         tied=tied,
         tied_seconds=tied_seconds,
         step=tuple(step),
