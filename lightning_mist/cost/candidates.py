@@ -1,5 +1,6 @@
 """What is asked of the cost model: stages at one place of a pipeline, many at once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -164,6 +165,16 @@ class StageCandidates:
     def __len__(self) -> int:
         """Number of candidates."""
         return len(self.start_K)
+
+    @classmethod
+    def joined(cls, items: Sequence["StageCandidates"]) -> "StageCandidates":
+        """The candidates of all, none of which offloads."""
+        return cls(
+            start_K=np.concatenate([item.start_K for item in items]),
+            end_K=np.concatenate([item.end_K for item in items]),
+            checkpointed_K=np.concatenate([item.checkpointed_K for item in items]),
+            zero_stage_K=np.concatenate([item.zero_stage_K for item in items]),
+        )
 
     def take(self, index_J: IntArray) -> "StageCandidates":
         """The candidates at some indices."""

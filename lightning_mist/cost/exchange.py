@@ -108,14 +108,25 @@ def reductions(
         whole_K *= zero_K < ZeroStage.GRADIENTS
         exposed_K = _exposed(profile, cluster, whole_K, held.trained_K, backward_K, across=nodes > 1)
         gather_K = bucketed("broadcast", degree) * (shards_K & (zero_K < ZeroStage.PARAMETERS))
-    tied_K = none_K
+    tied_K = tied_seconds(profile, cluster, slot, held, seams)
+    return Reductions(whole_K=whole_K, exposed_K=exposed_K, gather_K=gather_K, tied_K=tied_K)
+
+
+def tied_seconds(
+    profile: HardwareProfile,
+    cluster: Cluster,
+    slot: StageSlot,
+    held: HeldBytes,
+    seams: Sequence[HardwareProfile] = (),
+) -> FloatArray:
+    """Seconds of summing gradients of parameters that several stages hold; the arguments are :func:`reductions`'."""
+    if slot.num_stages == 1 or not held.shared_K.any():
+        return np.zeros_like(held.shared_K)
     ends = _ends(slot, seams, 0, slot.num_stages - 1)
     if ends:
-        tied_K = _over_seam(ends, "all_reduce", held.shared_K)
-    elif slot.num_stages > 1:
-        nodes = slot.placement.tied_nodes if slot.placement else 1 + _leaves_node(cluster, slot)
-        tied_K = collective_seconds(profile, "all_reduce", 2, nodes, held.shared_K)
-    return Reductions(whole_K=whole_K, exposed_K=exposed_K, gather_K=gather_K, tied_K=tied_K)
+        return _over_seam(ends, "all_reduce", held.shared_K)
+    nodes = slot.placement.tied_nodes if slot.placement else 1 + _leaves_node(cluster, slot)
+    return collective_seconds(profile, "all_reduce", 2, nodes, held.shared_K)
 
 
 def _exposed(

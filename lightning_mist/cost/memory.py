@@ -224,7 +224,7 @@ class MemoryModel:
                 "parameter_bytes": parameters_K,
                 "buffer_bytes": float(self.spec.buffer_bytes),
                 "optimizer_bytes": self.spec.optimizer.state_bytes_per_parameter_byte * owned_K,
-                "batch_bytes": slot.batches_held * self.costs(slot.batch_rows, context).batch_bytes,
+                "batch_bytes": self.batch_bytes(slot),
             },
             gradients_K=kept_K,
             reused_K=held.reused_K,
@@ -243,6 +243,10 @@ class MemoryModel:
             together_K=held.together_K,
             update=tuple(self._update(slot, plain, held, owned_K, kept_K, candidates)),
         )
+
+    def batch_bytes(self, slot: StageSlot) -> float:
+        """Bytes of the batches that a rank of a slot has, its own and those that it computes on."""
+        return slot.batches_held * self.costs(slot.batch_rows, slot.context_parallel_degree).batch_bytes
 
     def _plain(self, slot: StageSlot, candidates: StageCandidates) -> BoolArray | None:
         """Which candidates torch's own module runs; ``None`` if none can be."""

@@ -15,6 +15,7 @@ from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.kept import Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
+from lightning_mist.cost.shards import Unsharding
 from lightning_mist.cost.stage import StageCostModel, StageCosts, StageSeconds
 from lightning_mist.cost.time import RegionSeconds
 from lightning_mist.errors import ProfileError
@@ -107,17 +108,26 @@ class MixedCostModel:
 
     def seconds(self, slot: StageSlot, candidates: StageCandidates) -> StageSeconds:
         """Seconds of candidates for a slot, by term; of the only stage every term of the part where it is longest."""
-        found = [model.seconds(slot, candidates) for model in self.models(slot)]
+        return self.parted_seconds(slot, candidates)[0]
+
+    def parted_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageSeconds, Unsharding]:
+        """Seconds of candidates, and how often which part of unsharding happens; as of a :class:`StageCostModel`.
+
+        Where the only stage unshards longest depends on the slot's number of microbatches, so that it is of this one.
+        """
+        found = [model.parted_seconds(slot, candidates) for model in self.models(slot)]
         if len(found) == 1:
             return found[0]
         names = [field.name for field in fields(StageSeconds)]
-        return StageSeconds(**{name: np.maximum.reduce([getattr(item, name) for item in found]) for name in names})
+        longest = StageSeconds(
+            **{name: np.maximum.reduce([getattr(item, name) for item, _ in found]) for name in names}
+        )
+        return longest, replace(Unsharding.none(len(candidates)), each_K=longest.unshard_K)
 
-    def again_seconds(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
-        """What every further stage behind adds to the steady seconds; as of a :class:`StageCostModel`."""
-        found = [model.again_seconds(slot, candidates) for model in self.models(slot)]
-        again_K: FloatArray = np.maximum.reduce(found)
-        return again_K
+    def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
+        """What candidates exchange with other stages; as of a :class:`StageCostModel`."""
+        found = [model.shared_seconds(slot, candidates) for model in self.models(slot)]
+        return np.maximum.reduce([item[0] for item in found]), np.maximum.reduce([item[1] for item in found])
 
 
 CostModel: TypeAlias = StageCostModel | MixedCostModel

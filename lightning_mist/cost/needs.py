@@ -177,6 +177,10 @@ class PeakParts:
         """Those of the candidates at some indices."""
         return PeakParts(**{name: getattr(self, name)[..., index] for name in self.__slots__})
 
+    def beside(self, more: float) -> "PeakParts":
+        """The same beside so many more bytes that are there all the time."""
+        return replace(self, always_K=self.always_K + more)
+
     def peaks(self, phases: Sequence[Phase]) -> FloatArray:
         """Peak bytes over all situations."""
         # One matrix product instead of as many sums as there are situations.

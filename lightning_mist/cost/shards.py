@@ -22,7 +22,7 @@ Array axes
     F  first regions of stages, as far as they differ
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -173,15 +173,76 @@ class Beside:
                     middle_J=first_J + candidates.checkpointed_K[at_J],
                 )
 
-    def never_leave(self, slot: StageSlot) -> bool:
-        """Whether parameters stay once they are unsharded: nothing ever takes the place of the only unit."""
-        return self.is_one_unit and slot.schedule != "interleaved-1f1b"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsharding:
+    """What unsharding adds, by how often it happens; nothing below ZeRO-3.
+
+    Attributes:
+        each_K: Seconds per microbatch.
+        once_K: Seconds per batch.
+        forward_K: Seconds per forward that follows a forward of the same stage.
+        backward_K: Seconds per backward that follows a backward.
+    """
+
+    each_K: FloatArray
+    once_K: FloatArray
+    forward_K: FloatArray
+    backward_K: FloatArray
+
+    @classmethod
+    def none(cls, count: int) -> "Unsharding":
+        """Of candidates that shard no parameters."""
+        none_K = np.zeros(count)
+        return cls(each_K=none_K, once_K=none_K, forward_K=none_K, backward_K=none_K)
+
+    @classmethod
+    def joined(cls, items: Sequence["Unsharding"]) -> "Unsharding":
+        """That of the candidates of all."""
+        return cls(**{name: np.concatenate([getattr(item, name) for item in items]) for name in cls.__slots__})
+
+    def take(self, index_J: IntArray) -> "Unsharding":
+        """That of the candidates at some indices."""
+        return Unsharding(**{name: getattr(self, name)[index_J] for name in self.__slots__})
+
+    def seconds(self, slot: StageSlot) -> FloatArray:
+        """Seconds per microbatch, the mean of a batch."""
+        forwards, backwards = restarts(slot)
+        once_K = self.once_K + forwards * self.forward_K + backwards * self.backward_K
+        result_K: FloatArray = self.each_K + once_K / slot.num_microbatches
+        return result_K
+
+    def again(self, slot: StageSlot) -> FloatArray:
+        """What every further stage behind adds to them, as far as microbatches are in flight between."""
+        counts = slot.num_microbatches > 1 and slot.schedule not in ("gpipe", "interleaved-1f1b")
+        result_K: FloatArray = (self.forward_K + self.backward_K) * (counts / slot.num_microbatches)
+        return result_K
+
+    def times(self, factor: float) -> "Unsharding":
+        """The same with other seconds."""
+        found = {name: factor * getattr(self, name) for name in self.__slots__}
+        return Unsharding(**found)
 
 
-def exposed_seconds(
+def reduced_seconds(beside: Beside, candidates: StageCandidates, low_K: IntArray, high_K: IntArray) -> FloatArray:
+    """What reducing gradients adds to one microbatch, beyond its computation; nothing below ZeRO-2.
+
+    Args:
+        beside: Communication beside computation.
+        candidates: The stages.
+        low_K: Their first region.
+        high_K: One past their last region.
+    """
+    scatter_K = np.zeros(len(candidates))
+    for some in beside.split(low_K, high_K, candidates, ZeroStage.GRADIENTS):
+        scatter_K[some.at_J] = _reduced(beside, some)
+    return scatter_K
+
+
+def unsharding(
     beside: Beside, slot: StageSlot, candidates: StageCandidates, low_K: IntArray, high_K: IntArray
-) -> tuple[FloatArray, FloatArray]:
-    """What unsharding and reducing add to one microbatch, beyond its computation.
+) -> Unsharding:
+    """What unsharding adds, beyond computation. Of the slot only the schedule counts.
 
     Args:
         beside: Communication beside computation.
@@ -189,35 +250,16 @@ def exposed_seconds(
         candidates: The stages.
         low_K: Their first region.
         high_K: One past their last region.
-
-    Returns:
-        Seconds of unsharding and of reducing, of each candidate by its ZeRO stage.
     """
-    unshard_K, scatter_K = np.zeros(len(candidates)), np.zeros(len(candidates))
-    for some in beside.split(low_K, high_K, candidates, ZeroStage.GRADIENTS):
-        scatter_K[some.at_J] = _reduced(beside, some)
+    found_XK = np.zeros((4, len(candidates)))
     for some in beside.split(low_K, high_K, candidates, ZeroStage.PARAMETERS):
-        if beside.never_leave(slot):
+        if beside.is_one_unit and slot.schedule != "interleaved-1f1b":
+            # Nothing ever takes its place.
             bare = beside.sums_of(some.row).bare
-            unshard_K[some.at_J] = (bare[some.last_J + 1] - bare[some.low_J]) / slot.num_microbatches
+            found_XK[1, some.at_J] = bare[some.last_J + 1] - bare[some.low_J]
         else:
-            unshard_K[some.at_J] = _unsharded(beside, some, slot)
-    return unshard_K, scatter_K
-
-
-def again_seconds(
-    beside: Beside, slot: StageSlot, candidates: StageCandidates, low_K: IntArray, high_K: IntArray
-) -> FloatArray:
-    """What every further stage behind adds to :func:`exposed_seconds`, as far as microbatches are in flight between.
-
-    The arguments are those of :func:`exposed_seconds`.
-    """
-    again_K = np.zeros(len(candidates))
-    if slot.num_microbatches == 1 or slot.schedule in ("gpipe", "interleaved-1f1b") or beside.never_leave(slot):
-        return again_K
-    for some in beside.split(low_K, high_K, candidates, ZeroStage.PARAMETERS):
-        again_K[some.at_J] = sum(_outermost(beside, some, slot)) / slot.num_microbatches
-    return again_K
+            found_XK[:, some.at_J] = np.stack([*_unsharded(beside, some), *_outermost(beside, some, slot)])
+    return Unsharding(each_K=found_XK[0], once_K=found_XK[1], forward_K=found_XK[2], backward_K=found_XK[3])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,20 +287,14 @@ def _reduced(beside: Beside, some: _Some) -> FloatArray:
     return result_J
 
 
-def _unsharded(beside: Beside, some: _Some, slot: StageSlot) -> FloatArray:
-    """Seconds of unsharding for a microbatch, the mean of a batch."""
+def _unsharded(beside: Beside, some: _Some) -> tuple[FloatArray, FloatArray]:
+    """Seconds of unsharding per microbatch, and per batch, but for what happens again."""
     sums, low_J, last_J = beside.sums_of(some.row), some.low_J, some.last_J
     second_J = np.minimum(low_J + 1, last_J)
     first_J, middle_J = (np.minimum(np.maximum(unit_J, second_J), last_J) for unit_J in (some.first_J, some.middle_J))
-    steady_J = sums.unsharded[last_J] - sums.unsharded[second_J]
-    steady_J = steady_J + sums.unsharded_again[middle_J] - sums.unsharded_again[first_J]
-    once_J = beside.units.unshard_R[low_J] + sums.fetched_R[low_J] * (second_J > low_J)
-    forwards, backwards = restarts(slot)
-    if forwards or backwards:
-        forward_J, backward_J = _outermost(beside, some, slot)
-        once_J = once_J + forwards * forward_J + backwards * backward_J
-    result_J: FloatArray = steady_J + once_J / slot.num_microbatches
-    return result_J
+    each_J = sums.unsharded[last_J] - sums.unsharded[second_J]
+    each_J = each_J + sums.unsharded_again[middle_J] - sums.unsharded_again[first_J]
+    return each_J, beside.units.unshard_R[low_J] + sums.fetched_R[low_J] * (second_J > low_J)
 
 
 def _outermost(beside: Beside, some: _Some, slot: StageSlot) -> tuple[FloatArray, FloatArray]:

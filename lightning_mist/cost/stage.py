@@ -28,7 +28,7 @@ from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.channels import copy_rates, interference_of
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.corrected import computation_factor, corrected_regions, corrected_terms
-from lightning_mist.cost.exchange import cut_key, cut_seconds, of_cuts, reductions, shard_nodes, transfers
+from lightning_mist.cost.exchange import cut_key, cut_seconds, of_cuts, reductions, shard_nodes, tied_seconds, transfers
 from lightning_mist.cost.kept import Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.needs import StageNeeds
@@ -37,7 +37,7 @@ from lightning_mist.cost.offload_time import CopySeconds, copy_seconds, no_copie
 from lightning_mist.cost.overheads import overhead_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.ring_time import ring_seconds, stage_ring_seconds
-from lightning_mist.cost.shards import Beside, UnitSeconds, again_seconds, exposed_seconds, unit_seconds
+from lightning_mist.cost.shards import Beside, UnitSeconds, Unsharding, reduced_seconds, unit_seconds, unsharding
 from lightning_mist.cost.sums import RegionSums
 from lightning_mist.cost.time import RegionSeconds, region_seconds, split_seconds
 from lightning_mist.cost.update import update_seconds
@@ -114,6 +114,12 @@ class StageSeconds:
         computed_K = self.forward_K + self.backward_K + self.recompute_K
         exchanged_K = self.transfer_K + self.unshard_K + self.scatter_K + self.ring_K
         return computed_K + exchanged_K + self.copies_K + self.overhead_K
+
+    @property
+    def alone_K(self) -> FloatArray:
+        """The part of ``t`` that depends neither on other stages nor on the number of microbatches."""
+        computed_K = self.forward_K + self.backward_K + self.recompute_K
+        return computed_K + self.scatter_K + self.ring_K + self.copies_K + self.overhead_K
 
     @property
     def boundary_K(self) -> FloatArray:
@@ -229,6 +235,10 @@ class StageCostModel:
 
     def seconds(self, slot: StageSlot, candidates: StageCandidates) -> StageSeconds:
         """Seconds of candidates for a slot, by term."""
+        return self.parted_seconds(slot, candidates)[0]
+
+    def parted_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageSeconds, Unsharding]:
+        """Seconds of candidates, and how often which part of unsharding without offload happens."""
         compute = self.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
         low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
         sums = self._sums(slot, compute)
@@ -236,10 +246,7 @@ class StageCostModel:
         backward_K = sums.backward[high_K] - sums.backward[low_K]
         recompute_K = sums.forward[first_K + candidates.checkpointed_K] - sums.forward[first_K]
         machine, memory = (self.profile, self.cluster), self.memory(slot)
-        beside, unshard_K = self._beside(slot, candidates, compute), np.zeros(len(candidates))
-        scatter_K = unshard_K
-        if beside is not None:
-            unshard_K, scatter_K = exposed_seconds(beside, slot, candidates, low_K, high_K)
+        units, shards, scatter_K = self._shards(slot, candidates, compute)
         arrival_K, return_K = self._transfers(slot, candidates, sending=False)
         send_K, send_back_K = self._transfers(slot, candidates, sending=True)
         forward_exchange_K, backward_exchange_K, recompute_exchange_K = sums.exchanged(candidates, low_K, high_K)
@@ -252,7 +259,7 @@ class StageCostModel:
         pass_K, accumulate_K = slower * passes.pass_K, slower * passes.accumulate_K
         known = WithoutCopies(
             compute=compute,
-            units=None if beside is None else beside.units,
+            units=units,
             update_K=update_K,
             reduce_K=once.whole_K,
             gather_K=once.gather_K,
@@ -272,7 +279,7 @@ class StageCostModel:
             return_K=return_K,
             send_K=send_K,
             send_back_K=send_back_K,
-            unshard_K=unshard_K,
+            unshard_K=shards.seconds(slot),
             scatter_K=scatter_K,
             ring_K=ring_K,
             forward_ring_K=forward_ring_K,
@@ -287,19 +294,30 @@ class StageCostModel:
             forward_overhead_K=overhead.forward_K,
             once_K=overhead.once_K,
         )
-        return corrected_terms(self.profile, found)
+        return corrected_terms(self.profile, found), shards.times(factor_of(self.profile.corrections, "communication"))
 
-    def again_seconds(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
-        """What every further stage behind adds to the steady seconds of candidates without offload.
+    def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
+        """What candidates exchange with other stages: for one microbatch, and gradients of tied parameters."""
+        arrival_K, return_K = self._transfers(slot, candidates, sending=False)
+        send_K, send_back_K = self._transfers(slot, candidates, sending=True)
+        held = self.memory(slot).holdings.of(candidates)
+        tied_K = tied_seconds(self.profile, self.cluster, slot, held, self.seams)
+        factor = factor_of(self.profile.corrections, "communication")
+        return factor * (arrival_K + return_K + send_K + send_back_K), factor * tied_K
 
-        Only unsharding depends on stages behind, as far as microbatches are in flight between.
-        """
-        compute = self.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
+    def _shards(
+        self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds
+    ) -> tuple[UnitSeconds | None, Unsharding, FloatArray]:
+        """Communication of units, and what unsharding and reducing of every microbatch add to computation."""
         beside = self._beside(slot, candidates, compute)
         if beside is None:
-            return np.zeros(len(candidates))
-        again_K = again_seconds(beside, slot, candidates, *covered(self.spec, candidates.start_K, candidates.end_K))
-        return again_K * factor_of(self.profile.corrections, "communication")
+            return None, Unsharding.none(len(candidates)), np.zeros(len(candidates))
+        low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
+        return (
+            beside.units,
+            unsharding(beside, slot, candidates, low_K, high_K),
+            reduced_seconds(beside, candidates, low_K, high_K),
+        )
 
     def _sums(self, slot: StageSlot, compute: RegionSeconds) -> RegionSums:
         """Sums over regions."""

@@ -28,6 +28,7 @@ from lightning_mist.tuner.families import GridCosts
 from lightning_mist.tuner.least_runs import LeastRuns
 from lightning_mist.tuner.moved import Mover, Ratios, worth_moving
 from lightning_mist.tuner.pareto import non_dominated
+from lightning_mist.tuner.pieces import Pieces, piece_key
 from lightning_mist.tuner.space import OFFLOADED, Shape, Space, common_unit
 from lightning_mist.tuner.tables import ROOM, Table, make_table, with_stages_behind, within
 from lightning_mist.tuner.windows import Role, Windows, fixed_window, layer_classes, role_of, windows_of
@@ -51,10 +52,11 @@ class IntraStage:
         tables: Where what does not depend on the limits is kept; by default for this object alone.
         grids: The same of stages that are all alike.
         runs: The same of what stages take at least.
+        pieces: What tables are put together of, also of other batches; by default for this object alone.
 
     Attributes:
         evaluated: Candidates whose seconds were computed here.
-        known: Candidates of tables that were there before.
+        known: Candidates that were evaluated before.
         runs: What stages take at least, by number of microbatches.
     """
 
@@ -69,11 +71,13 @@ class IntraStage:
         tables: dict[TableKey, Table] | None = None,
         grids: dict[Hashable, GridCosts] | None = None,
         runs: dict[int, LeastRuns] | None = None,
+        pieces: Pieces | None = None,
     ) -> None:
         self.model, self.space, self._elsewhere = model, space, elsewhere
         self.memory_limit, self.host_limit = memory_limit, host_limit
         self.evaluated = self.known = 0
         self._used: set[TableKey] = set()
+        self._pieces, self._met = Pieces() if pieces is None else pieces, set[Hashable]()
         self._classes = layer_classes(model.spec)
         self._tables: dict[TableKey, Table] = {} if tables is None else tables
         self.grids: dict[Hashable, GridCosts] = {} if grids is None else grids
@@ -239,8 +243,8 @@ class IntraStage:
             return float("inf")
         slots = [self.slot(0, num_stages, num_microbatches, shape) for shape in shapes]
         window = fixed_window(0, -(-self.space.num_layers // num_stages))
-        table = make_table(self.model, self.space, slots, window, np.inf)
-        self.evaluated += len(table)
+        table, evaluated = make_table(self.model, self.space, slots, window, np.inf)
+        self.evaluated += evaluated
         phases = stage_phases(0, num_stages, num_microbatches, self.space.schedule)
         fits_K = table.parts.peaks(phases) <= self.memory_limit
         steady = float(table.steady_K[fits_K].min(initial=np.inf))
@@ -254,8 +258,9 @@ class IntraStage:
 
     def everything(self, slot: StageSlot) -> Table:
         """Everything that stages with the role of a slot may be."""
-        table = make_table(self.model, self.space, [slot], self._windows_of(slot.stage_index, slot.num_stages), np.inf)
-        self.evaluated += len(table)
+        windows = self._windows_of(slot.stage_index, slot.num_stages)
+        table, evaluated = make_table(self.model, self.space, [slot], windows, np.inf)
+        self.evaluated += evaluated
         return table
 
     def inside(self, slot: StageSlot, found: SlotChoices) -> SlotChoices:
@@ -314,13 +319,26 @@ class IntraStage:
             ]
             windows = self._windows_of(stage_index, num_stages)
             # Of the devices of other parts nothing is known here.
-            table = make_table(self.model, self.space, slots, windows, pace, alone=not self._elsewhere)
-            self.evaluated += len(table)
+            keys = self._piece_keys(slots, windows)
+            table, evaluated = make_table(
+                self.model, self.space, slots, windows, pace, alone=not self._elsewhere, pieces=self._pieces, keys=keys
+            )
+            self.evaluated += evaluated
             self._tables[key] = table
         elif key not in self._used:
-            self.known += len(table)
+            self._piece_keys(table.slots, table.windows)
         self._used.add(key)
         return table
+
+    def _piece_keys(self, slots: Sequence[StageSlot], windows: Windows) -> list[Hashable]:
+        """What tells the candidates of some slots from others; counts those that were known before."""
+        of_windows = windows.start_W.tobytes(), windows.layers_W.tobytes()
+        keys = [piece_key(self.model, slot, self.space, of_windows) for slot in slots]
+        for key in keys:
+            if key not in self._met:
+                self._met.add(key)
+                self.known += self._pieces.size(key)
+        return keys
 
     def _windows_of(self, stage_index: int, num_stages: int) -> Windows:
         cuts = self.space.cuts(num_stages)

@@ -37,6 +37,7 @@ from lightning_mist.tuner.least_runs import LeastRuns
 from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_layout, mixed_stages
 from lightning_mist.tuner.mixed_search import search_mixed
 from lightning_mist.tuner.past import Past, Pasts
+from lightning_mist.tuner.pieces import Pieces
 from lightning_mist.tuner.problem import InterStageProblem
 from lightning_mist.tuner.result import Alternative, Status, TuneResult, TuneStats
 from lightning_mist.tuner.search import Outcome, search_pipelines
@@ -74,7 +75,7 @@ class Planner:
         self.spec, self.cluster = spec, cluster
         self.model = cost_model(spec, profile, cluster)
         self._tables: dict[Space, _Kept] = {}
-        self._pasts = Pasts()
+        self._pasts, self._pieces = Pasts(), Pieces()
 
     @property
     def alike(self) -> StageCostModel:
@@ -131,7 +132,9 @@ class Planner:
         model = self.alike
         limit, host = usable_bytes(model.cluster, memory_limit), host_bytes_of_each(model.cluster, host_memory_limit)
         tables, grids, runs = self._tables_of(space)
-        return IntraStage(model, space, limit + more, host_limit=host, tables=tables, grids=grids, runs=runs)
+        return IntraStage(
+            model, space, limit + more, host_limit=host, tables=tables, grids=grids, runs=runs, pieces=self._pieces
+        )
 
     def _look(
         self, space: Space, limits: tuple[int | None, int | None], deadline: float, more: float = 0.0

@@ -16,7 +16,7 @@ Array axes
     R  regions
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +27,7 @@ from lightning_mist.cost.needs import PeakParts
 from lightning_mist.cost.regions import covered
 from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
 from lightning_mist.tuner.pareto import Order, sort_points
+from lightning_mist.tuner.pieces import Figures, Lines, Pieces
 from lightning_mist.tuner.space import OFFLOADED, Space
 from lightning_mist.tuner.windows import Windows
 
@@ -150,7 +151,9 @@ def make_table(
     pace: float,
     *,
     alone: bool = True,
-) -> Table:
+    pieces: Pieces | None = None,
+    keys: Sequence[Hashable] | None = None,
+) -> tuple[Table, int]:
     """Evaluate everything that can be part of a pipeline of a pace.
 
     Args:
@@ -160,25 +163,42 @@ def make_table(
         windows: The runs of layers of the role.
         pace: Seconds per microbatch, possibly infinite.
         alone: Whether all devices of the pipeline are of the search space.
+        pieces: What has been evaluated, and is added to; by default nothing has.
+        keys: What tells the pieces of every slot from others; with ``pieces``.
+
+    Returns:
+        The table, and how many candidates were evaluated for it.
     """
     outside_WS = _outside(model, space, slots, windows) if alone else np.zeros((len(windows), len(slots)))
+    lines, evaluated = Lines.of(model.spec, space, windows), 0
+    known, names = (Pieces(), range(len(slots))) if pieces is None or keys is None else (pieces, keys)
     found: list[_Found] = []
-    for index, slot in enumerate(slots):
-        candidates, window_C = _candidates(model, space, slot, windows, outside_WS[:, index] <= pace * ROOM, pace)
-        if not len(candidates):
+    for index, (slot, name) in enumerate(zip(slots, names, strict=True)):
+        inside_W = outside_WS[:, index] <= pace * ROOM
+        if not inside_W.any():
             continue
-        seconds = model.seconds(slot, candidates)
-        steady_C = seconds.steady_K
-        floor_C = steady_C + seconds.tied_K + seconds.update_K + seconds.once_K
-        seconds_XC = np.stack([steady_C, seconds.boundary_K, floor_C, np.zeros(len(candidates))])
-        fast_C = np.flatnonzero(steady_C <= pace * ROOM)
-        candidates, window_C, seconds_XC = candidates.take(fast_C), window_C[fast_C], seconds_XC[:, fast_C]
-        seconds_XC[3] = model.again_seconds(slot, candidates)
-        parts = PeakParts.of(model.memory(slot).needs(slot, candidates))
-        shape_C = np.full(len(candidates), index)
-        whole_C = np.stack([window_C, shape_C, candidates.checkpointed_K, candidates.zero_stage_K])
-        found.append((whole_C, seconds_XC, parts))
-    return _sorted(found, tuple(slots), windows, pace)
+        piece = known.piece(name, model, slot, lines)
+        wanted_E = inside_W[lines.window_E] & (piece.least_E <= pace * ROOM)
+        evaluated += piece.learn(model, slot, lines, wanted_E & ~piece.done_E)
+        at_C = np.flatnonzero(wanted_E[piece.figures.line_C])
+        if len(at_C):
+            found.append(_of_slot(model, slot, index, piece.figures.take(at_C), lines, pace))
+    known.forget()
+    return _sorted(found, tuple(slots), windows, pace), evaluated
+
+
+def _of_slot(model: CostModel, slot: StageSlot, index: int, figures: Figures, lines: Lines, pace: float) -> "_Found":
+    """Candidates of a slot that are fast enough, with what depends on the rest of the pipeline."""
+    candidates = figures.candidates
+    transfer_C, tied_C = model.shared_seconds(slot, candidates)
+    steady_C = figures.alone_C + transfer_C + figures.shards.seconds(slot)
+    boundary_C, floor_C = figures.own_C + tied_C, steady_C + tied_C + figures.rest_C
+    seconds_XC = np.stack([steady_C, boundary_C, floor_C, figures.shards.again(slot)])
+    window_C, shape_C = lines.window_E[figures.line_C], np.full(len(figures), index)
+    numbers_XC = np.stack([window_C, shape_C, candidates.checkpointed_K, candidates.zero_stage_K])
+    fast_C = np.flatnonzero(steady_C <= pace * ROOM)
+    parts = figures.parts.take(fast_C).beside(model.memory(slot).batch_bytes(slot))
+    return numbers_XC[:, fast_C], seconds_XC[:, fast_C], parts
 
 
 _Found = tuple[IntArray, FloatArray, PeakParts]
@@ -245,32 +265,6 @@ def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], windows
     # Where no device is left there is nothing outside either.
     found_WS: FloatArray = np.where(others_S > 0, rest_W1 / np.maximum(others_S, 1), 0.0)
     return found_WS
-
-
-def _candidates(
-    model: CostModel, space: Space, slot: StageSlot, windows: Windows, inside_W: BoolArray, pace: float
-) -> tuple[StageCandidates, IntArray]:
-    """Windows times recomputed layers times ZeRO stages that do not compute for too long, and the window of each."""
-    seconds = model.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
-    forward, both = (
-        np.concatenate([[0.0], np.cumsum(values_R)])
-        for values_R in (seconds.forward_R, seconds.forward_R + seconds.backward_R)
-    )
-    window_C, kept_C = space.recomputed(windows.layers_W)
-    start_C, layers_C = windows.start_W[window_C], windows.layers_W[window_C]
-    low_C, high_C = covered(model.spec, start_C, start_C + layers_C)
-    least_C = both[high_C] - both[low_C] + forward[start_C + 1 + kept_C] - forward[start_C + 1]
-    at_J = np.flatnonzero(inside_W[window_C] & (least_C <= pace * ROOM))
-    # On one device there is nothing to shard.
-    zeros = np.array(sorted(set(space.search.zero_stages)) if slot.data_parallel_degree > 1 else [0])
-    at_K = np.tile(at_J, len(zeros))
-    candidates = StageCandidates(
-        start_K=start_C[at_K],
-        end_K=start_C[at_K] + layers_C[at_K],
-        checkpointed_K=kept_C[at_K],
-        zero_stage_K=np.repeat(zeros, len(at_J)),
-    )
-    return candidates, window_C[at_K]
 
 
 def within(choices: SlotChoices, stage_index: int, num_stages: int, num_layers: int, most_devices: int) -> BoolArray:

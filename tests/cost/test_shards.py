@@ -8,7 +8,7 @@ from lightning_mist.cost.candidates import StageSlot
 from lightning_mist.cost.channels import FREE
 from lightning_mist.cost.held import Holdings
 from lightning_mist.cost.regions import covered
-from lightning_mist.cost.shards import Beside, UnitSeconds, again_seconds, exposed_seconds, unit_seconds
+from lightning_mist.cost.shards import Beside, UnitSeconds, Unsharding, reduced_seconds, unit_seconds, unsharding
 from lightning_mist.cost.time import RegionSeconds
 from lightning_mist.plan import ZeroStage
 from lightning_mist.schedule import ActionKind
@@ -45,8 +45,14 @@ def asked(start, end, *, checkpointed=0, zero=3, interference=FREE, units=UNITS,
 
 
 def exposed(start, end, **given):
-    unshard_K, reduce_K = exposed_seconds(*asked(start, end, **given))
+    beside, slot, *stages = asked(start, end, **given)
+    unshard_K, reduce_K = unsharding(beside, slot, *stages).seconds(slot), reduced_seconds(beside, *stages)
     return float(unshard_K[0]), float(reduce_K[0])
+
+
+def again(start, end, **given):
+    beside, slot, *stages = asked(start, end, **given)
+    return float(unsharding(beside, slot, *stages).again(slot)[0])
 
 
 def listed(name, stages, microbatches, order, groups=None):
@@ -131,13 +137,12 @@ def test_one_unit_comes_once_per_batch(interference):
 def test_every_stage_behind_adds_the_same(start, end, name, interference):
     given = {"num_stages": 9, "num_microbatches": 5, "schedule": name, "interference": interference}
     for zero in (2, 3):
-        again = float(again_seconds(*asked(start, end, zero=zero, **given))[0])
+        more = again(start, end, zero=zero, **given)
         found = [exposed(start, end, zero=zero, behind=behind, **given)[0] for behind in range(7)]
-        assert np.diff(found) == pytest.approx([again] * 4 + [0.0, 0.0])
+        assert np.diff(found) == pytest.approx([more] * 4 + [0.0, 0.0])
         # One or two units never leave.
-        assert (again > 0) == (zero == 3 and name != "gpipe" and end == 3)
-    alone = given | {"num_microbatches": 1}
-    assert float(again_seconds(*asked(start, end, **alone))[0]) == 0.0
+        assert (more > 0) == (zero == 3 and name != "gpipe" and end == 3)
+    assert again(start, end, **given | {"num_microbatches": 1}) == 0.0
 
 
 def test_many_candidates_are_what_each_is_alone():
@@ -153,7 +158,8 @@ def test_many_candidates_are_what_each_is_alone():
     beside, slot, *_ = asked(0, 3, units=units, interference=TURNS, num_stages=3, num_microbatches=4)
     start_K, end_K, kept_K, zero_K = np.array(every).T
     candidates = StageCandidates(start_K=start_K, end_K=end_K, checkpointed_K=kept_K, zero_stage_K=zero_K)
-    unshard_K, reduce_K = exposed_seconds(beside, slot, candidates, *covered(NETWORK, start_K, end_K))
+    stages = candidates, *covered(NETWORK, start_K, end_K)
+    unshard_K, reduce_K = unsharding(beside, slot, *stages).seconds(slot), reduced_seconds(beside, *stages)
     for index, (start, end, kept, zero) in enumerate(every):
         place = {"units": units, "interference": TURNS, "num_stages": 3, "num_microbatches": 4}
         alone = exposed(start, end, checkpointed=kept, zero=zero, **place)
@@ -191,3 +197,12 @@ def test_a_tied_gradient_is_reduced_once_in_a_stage(interference):
     assert len(table.reduced_FR) == 2
     assert table.trained_R.sum() - reduced(0, 3) == pytest.approx(table.trainable_P[(table.uses_PR[:, -1] > 1)].sum())
     assert table.trained_R.sum() > table.reduced_FR[0].sum()
+
+
+def test_unsharding_of_some_and_of_all():
+    beside, slot, *stages = asked(0, 3, num_stages=3, num_microbatches=4)
+    one = unsharding(beside, slot, *stages)
+    both = Unsharding.joined([one, one.times(2.0)])
+    assert both.seconds(slot).tolist() == [one.seconds(slot)[0], 2 * one.seconds(slot)[0]]
+    assert both.take(np.array([1])).again(slot)[0] == 2 * one.again(slot)[0] > 0
+    assert Unsharding.none(2).seconds(slot).tolist() == [0.0, 0.0]
