@@ -131,10 +131,8 @@ class Planner:
         """
         model = self.alike
         limit, host = usable_bytes(model.cluster, memory_limit), host_bytes_of_each(model.cluster, host_memory_limit)
-        tables, grids, runs = self._tables_of(space)
-        return IntraStage(
-            model, space, limit + more, host_limit=host, tables=tables, grids=grids, runs=runs, pieces=self._pieces
-        )
+        (tables, grids, runs), pieces, limit = self._tables_of(space), self._pieces, limit + more
+        return IntraStage(model, space, limit, host_limit=host, tables=tables, grids=grids, runs=runs, pieces=pieces)
 
     def _look(
         self, space: Space, limits: tuple[int | None, int | None], deadline: float, more: float = 0.0
