@@ -105,7 +105,7 @@ def test_what_fits_only_in_several_copies_is_found():
     found = planner.tune(global_batch_size=32, memory_limit=limit, search=SearchSpace(**asked))
     best = planner.tune(global_batch_size=32, memory_limit=limit, search=replace(pinned, num_stages=(1, 2, 3)))
     assert found.bound <= best.bound * (1 + 1e-9)
-    with pytest.raises(InfeasibleError, match=r"no plan fits.*Raise memory_limit by \d"):
+    with pytest.raises(InfeasibleError, match=r"no plan fits.*Raise memory_limit to \d"):
         planner.tune(global_batch_size=32, memory_limit=limit // 4, search=SearchSpace(**asked))
 
 
