@@ -24,7 +24,7 @@ STEPS = 4
 """One to warm up, one to meter, two to time: the least that gives a report."""
 
 
-def train(limit: int | None, world_size: int, folder: Path, rows: int) -> dict[str, object]:
+def train(limit: int | None, world_size: int, folder: Path, rows: int, profiles: Path) -> dict[str, object]:
     """Plan and train a few steps under a limit."""
     sys.path.insert(0, str(ROOT / "examples" / "byte_gpt"))
     from data import StandardLibrary
@@ -33,7 +33,7 @@ def train(limit: int | None, world_size: int, folder: Path, rows: int) -> dict[s
     pl.seed_everything(0, verbose=False)
     strategy = MistStrategy(
         memory_limit=limit,
-        profile_directory=str(folder / "profiles"),
+        profile_directory=str(profiles),
         plan_path=str(folder / "plan.json"),
         self_check=False,
     )
@@ -62,7 +62,7 @@ def train(limit: int | None, world_size: int, folder: Path, rows: int) -> dict[s
     }
 
 
-def lower(world_size: int, factor: float, rows: int) -> list[dict[str, object]]:
+def lower(world_size: int, factor: float, rows: int, profiles: Path | None = None) -> list[dict[str, object]]:
     """Train under ever lower limits until none fits."""
     entries: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -70,7 +70,7 @@ def lower(world_size: int, factor: float, rows: int) -> list[dict[str, object]]:
         limit = None
         while True:
             try:
-                entries.append(train(limit, world_size, folder, rows))
+                entries.append(train(limit, world_size, folder, rows, profiles or folder / "profiles"))
             except InfeasibleError as error:
                 return [*entries, {"limit": limit, "error": str(error)}]
             highest = max(entries[-1]["measured_bytes"])  # type: ignore[call-overload]
@@ -83,11 +83,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--factor", type=float, default=0.75, help="each limit in units of the one before")
     parser.add_argument("--rows", type=int, default=8, help="rows of each rank's batch")
+    parser.add_argument("--profiles", type=Path, help="where the machine's profile is kept; else it is measured anew")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    entries = lower(world_size, arguments.factor, arguments.rows)
+    entries = lower(world_size, arguments.factor, arguments.rows, arguments.profiles)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         arguments.out.write_text(json.dumps({"entries": entries}, indent=1))
 

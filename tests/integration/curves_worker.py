@@ -96,12 +96,14 @@ def main():
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     folder, pairs = Path(sys.argv[1]), sys.argv[2:]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    results = {}
+    results, ddp = {}, {}
     for pair in pairs:
         name, layout = pair.split(":")
         layers = len(find_blocks(zoo.make(name)[0]))
         mist = MistStrategy(plan=plan(LAYOUTS[layout], layers))
-        results[pair] = {"ddp": fit(name, "ddp", world, folder), "mist": fit(name, mist, world, folder)}
+        if name not in ddp:
+            ddp[name] = fit(name, "ddp", world, folder)
+        results[pair] = {"ddp": ddp[name], "mist": fit(name, mist, world, folder)}
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
 
 

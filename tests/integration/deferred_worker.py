@@ -18,6 +18,7 @@ from lightning_mist.model.construction import deferred_construction
 from lightning_mist.model.initial import InitialValues, find_sources
 from lightning_mist.plan import StageMesh
 from tests.integration.equality_worker import Project, Tokens, plan
+from tests.machine import assume_profile
 
 SEED = 3
 
@@ -135,6 +136,7 @@ def with_ddp(folder, **options):
 
 
 def under_plan(name, folder):
+    assume_profile(folder / "profiles", 2)
     pl.seed_everything(SEED, verbose=False)
     held, later = Held(), Held()
     trainer = make_trainer(mist(folder, PLANS[name]), folder, held=held)

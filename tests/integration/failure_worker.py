@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mist import MistStrategy
 from tests.integration.equality_worker import Project, Tokens, plan
+from tests.machine import assume_profile
 
 PIPELINE = plan([(2, [1]), (2, [0])], rows=4, microbatches=2)
 
@@ -73,7 +74,8 @@ def main():
         "tight": {"plan": "auto", "memory_limit": "10KiB"},
         "no_file": {"plan": str(folder / "missing.json")},
     }.get(mode, {"plan": PIPELINE})
-    strategy = MistStrategy(profile_directory=str(folder / "profiles"), plan_path=str(folder / "plan.json"), **options)
+    profiles = assume_profile(folder / "profiles", 2)
+    strategy = MistStrategy(profile_directory=str(profiles), plan_path=str(folder / "plan.json"), **options)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",

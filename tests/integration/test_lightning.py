@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.equality_worker import CASES, FOUR, TWO
+from tests.integration.equality_worker import CASES, FOUR, RESUMED, TWO
 
 WORKER = Path(__file__).with_name("equality_worker.py")
 
@@ -80,7 +80,7 @@ def test_a_checkpoint_has_ddps_layout(results, name):
     assert mist == ddp
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", RESUMED)
 def test_each_goes_on_from_the_others_checkpoint(results, name):
     for rank in ranks(results, name):
         resumed, other = rank[name]["mist_from_ddp"], rank[name]["ddp_from_mist"]

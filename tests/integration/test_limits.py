@@ -3,11 +3,14 @@
 import pytest
 
 from benchmarks.launch import run_module
+from tests.machine import assume_profile
 
 
 @pytest.fixture(scope="module")
-def entries():
-    return run_module("benchmarks.accuracy.limited", ["--factor", "0.5"], processes=2, timeout_seconds=280)["entries"]
+def entries(tmp_path_factory):
+    profiles = assume_profile(tmp_path_factory.mktemp("profiles"), 2)
+    options = ["--factor", "0.5", "--profiles", str(profiles)]
+    return run_module("benchmarks.accuracy.limited", options, processes=2, timeout_seconds=280)["entries"]
 
 
 def test_the_plan_changes_with_the_limit(entries):

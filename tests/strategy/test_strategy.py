@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import InfeasibleError, MistStrategy, PlanError
 from lightning_mist.plan import Checkpointing, Plan, Predicted, PredictedStage, StageMesh, StagePlan, save
+from tests.machine import assume_profile
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own advice on loggers, workers and small datasets
 
@@ -87,7 +88,7 @@ def _end_of_the_process_group():
 
 @pytest.fixture(scope="module")
 def profiles(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("profiles"))
+    return str(assume_profile(tmp_path_factory.mktemp("profiles"), 1))
 
 
 def train(folder, strategy, module=None, callbacks=(), epochs=2, **options):

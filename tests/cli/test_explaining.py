@@ -1,0 +1,37 @@
+import pytest
+
+from lightning_mist.cli.explaining import explanation_of, show_explanation
+from lightning_mist.tuner import Planner, SearchSpace
+from tests.specs import cluster, profile, spec
+
+ASKED = {"global_batch_size": 8, "search": SearchSpace(offload=(), schedules=("1f1b",), zero_stages=(0, 1))}
+
+
+@pytest.fixture(scope="module")
+def found():
+    planner = Planner(spec(4, measured=True), cluster(2), profile=profile())
+    return planner, planner.tune(**ASKED)
+
+
+def test_in_short_nothing_is_searched_and_the_way_to_more_is_said(found, capsys, monkeypatch):
+    planner, result = found
+    monkeypatch.setattr(Planner, "tune", None)  # It would be an error to search.
+    why = explanation_of(planner, result, full=False, **ASKED)
+    assert capsys.readouterr() == ("", "")
+    show_explanation(why, full=False)
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1] == "more about this, other plans and better machines: --explain"
+    assert "What a better machine would buy" not in shown
+
+
+def test_all_of_it_is_searched_for_and_said_so_meanwhile(found, capsys):
+    planner, result = found
+    why = explanation_of(planner, result, full=True, **ASKED)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "searching plans without each technique" in captured.err
+    show_explanation(why, full=True)
+    shown = capsys.readouterr().out
+    assert "--explain" not in shown
+    assert "etter machine" in shown
+    assert "\x1b" not in shown  # No colours where nobody sees them.

@@ -1,0 +1,25 @@
+import re
+from pathlib import Path
+from typing import get_args
+
+from lightning_mist.model import work_kinds
+from lightning_mist.model.forms import FAMILIES
+from lightning_mist.model.work_kinds import KINDS, OperatorKind
+from tests.model.test_preset_spec import of, shape_of
+
+
+def test_kinds_are_listed_once_and_each_is_explained():
+    assert len(set(KINDS)) == len(KINDS)
+    assert get_args(OperatorKind) == KINDS
+    lines = Path(work_kinds.__file__).read_text(encoding="utf-8").splitlines()
+    explained = {name for line in lines if line.startswith("* ") for name in re.findall("``(.*?)``", line)}
+    assert explained == {*KINDS}
+
+
+def test_networks_that_are_known_do_work_of_these_kinds_only():
+    wholes = [of(shape_of(family)) for family in FAMILIES]
+    parts = [part for whole in wholes for part in (whole, *whole.splits)]
+    layers = [layer for part in parts for layer in (part.head, *part.layers, part.tail)]
+    used = {item.kind for layer in layers for item in (*layer.forward_work, *layer.backward_work)}
+    assert used <= {*KINDS}
+    assert {"matmul", "causal_attention", "elementwise", "index", "reduction"} <= used

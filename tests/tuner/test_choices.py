@@ -1,0 +1,51 @@
+import numpy as np
+
+from lightning_mist.plan import OffloadRatios
+from lightning_mist.tuner.choices import SlotChoices, with_peaks_as_seconds
+from lightning_mist.tuner.space import Shape
+from tests.tuner.problems import slot
+
+
+def three():
+    """Choices of 1, 2 and 4 devices."""
+    found = slot([0, 0, 1], [1, 2, 2], [1, 2, 4], [3.0, 2.0, 1.0], [0.1, 0.2, 0.3])
+    fields = {name: getattr(found, name) for name in SlotChoices.__slots__}
+    fields |= {
+        "peak_K": np.array([30.0, 20.0, 10.0]),
+        "tensor_K": np.array([1, 1, 2]),
+        "sequence_K": np.array([0, 0, 1]),
+        "offload_KO": np.array([[0.0] * 4, [0.0, 0.0, 1.0, 0.25], [0.5, 0.0, 0.0, 0.0]]),
+    }
+    return SlotChoices(**fields)
+
+
+def test_a_choice_says_how_its_devices_are_arranged_and_what_it_moves():
+    found = three()
+    assert [found.shape(index) for index in range(3)] == [Shape(1, 1, False), Shape(2, 1, False), Shape(2, 2, True)]
+    assert found.offload(0) == OffloadRatios()
+    assert found.offload(1) == OffloadRatios(optimizer=1.0, activations=0.25)
+    assert found.offload(2) == OffloadRatios(parameters=0.5)
+
+
+def test_choices_are_taken_by_index_and_by_mask_and_joined_again():
+    found = three()
+    by_index, by_mask = found.take(np.array([2, 0])), found.take(found.devices_K < 3)
+    assert by_index.devices_K.tolist() == [4, 1]
+    assert by_mask.steady_K.tolist() == [3.0, 2.0]
+    joined = SlotChoices.joined([by_mask, SlotChoices.none(), by_index])
+    assert len(joined) == 4
+    assert joined.peak_K.tolist() == [30.0, 20.0, 10.0, 30.0]
+    assert joined.offload(1) == found.offload(1)
+
+
+def test_no_choices_have_the_types_of_some():
+    none, some = SlotChoices.none(), three()
+    assert len(none) == 0
+    for name in SlotChoices.__slots__:
+        assert getattr(none, name).dtype == getattr(some, name).dtype, name
+        assert getattr(none, name).ndim == getattr(some, name).ndim, name
+
+
+def test_bytes_take_the_place_of_seconds():
+    found = with_peaks_as_seconds(three())
+    assert found.steady_K.tolist() == found.peak_K.tolist() == [30.0, 20.0, 10.0]

@@ -1,0 +1,78 @@
+from dataclasses import replace
+from time import perf_counter
+
+import numpy as np
+import pytest
+
+from lightning_mist.hardware import MixedCluster
+from lightning_mist.tuner import SearchSpace
+from lightning_mist.tuner.bound import PRECISION
+from lightning_mist.tuner.mixed import mixed_stages
+from lightning_mist.tuner.mixed_search import search_mixed
+from lightning_mist.tuner.search import COMPARED
+from tests.specs import cluster, profile, spec
+from tests.tuner.whole_space import Instance, by_trying_everything
+
+
+def question(**search):
+    """Four layers on one fast and two slow devices."""
+    return Instance(
+        network=spec(4),
+        machine=MixedCluster(parts=(cluster(1), cluster(2))),
+        rates=(profile(flops_per_second=3e10), profile()),
+        rows=2,
+        memory_limit=10**9,
+        search=SearchSpace(schedules=("1f1b",), offload=(), zero_stages=(0, 1), **search),
+    )
+
+
+def searched(asked, seconds=60.0):
+    planner = asked.planner()
+    space = planner.space(asked.global_batch_size, asked.search)
+    return search_mixed(mixed_stages(planner.model, space, asked.memory_limit, None), perf_counter() + seconds)
+
+
+def test_the_best_is_found_and_numbers_of_stages_beside_it():
+    asked = question()
+    found = searched(asked)
+    wanted = {count: by_trying_everything(with_stages(asked, count)).seconds for count in (1, 2, 3)}
+    least = min(wanted.values())
+    winner = found.best[found.winner]
+    assert wanted[found.winner] == least
+    assert winner.answer.objective == pytest.approx(least, rel=PRECISION)
+    assert found.bound == pytest.approx(least, rel=PRECISION)
+    assert found.certified
+    assert not found.is_late
+    others = [count for count in wanted if count != found.winner and wanted[count] < COMPARED * least]
+    assert others
+    for count in others:
+        assert found.best[count].answer.objective == pytest.approx(wanted[count], rel=PRECISION)
+
+
+def with_stages(asked, count):
+    return replace(asked, known={}, search=replace(asked.search, num_stages=(count,)))
+
+
+def test_answers_are_pipelines_that_have_what_they_are_said_to_take():
+    for (count, microbatches), item in searched(question()).found.items():
+        problem = item.problem
+        assert (len(problem.slots), problem.num_microbatches) == (count, microbatches)
+        assert problem.is_feasible(item.answer.chosen)
+        assert problem.objective(item.answer.chosen) == pytest.approx(item.answer.objective, rel=1e-12)
+
+
+def test_a_search_that_is_cut_short_says_so_and_proves_less():
+    hurried = searched(question(), seconds=-1.0)
+    full = searched(question())
+    assert hurried.is_late
+    assert hurried.bound <= full.bound * (1 + PRECISION)
+    assert hurried.solved < full.solved
+    # It goes on until it has a plan.
+    assert hurried.best[hurried.winner].answer.objective >= full.bound * (1 - PRECISION)
+
+
+def test_without_pipelines_nothing_is_found():
+    found = searched(question(num_stages=(3,), devices_per_stage=(2,)))
+    assert found.winner is None
+    assert found.bound == np.inf
+    assert found.best == {}

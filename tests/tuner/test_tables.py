@@ -1,0 +1,119 @@
+import numpy as np
+import pytest
+
+from lightning_mist.cost import StageCostModel
+from lightning_mist.tuner import SearchSpace
+from lightning_mist.tuner.choices import ANYWHERE
+from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.space import apply
+from lightning_mist.tuner.tables import make_table, with_stages_behind, within
+from lightning_mist.tuner.windows import layer_classes, windows_of
+from tests.specs import cluster, profile, spec
+from tests.tuner.problems import slot
+
+NETWORK = spec(5, kinds=(0, 1, 0, 0, 1), widths=(1000, 2500), measured=True)
+STAGES, MICROBATCHES = 3, 4
+
+
+def table(role="middle", pace=np.inf, *, alone=True):
+    """Candidates of a role on up to four devices."""
+    model = StageCostModel(NETWORK, profile(), cluster(4))
+    space = apply(SearchSpace(schedules=("1f1b",), offload=()), NETWORK, 4, 16)
+    maker = IntraStage(model, space, 1e12)
+    index = {"first": 0, "middle": 1, "last": STAGES - 1}[role]
+    slots = [maker.slot(index, STAGES, MICROBATCHES, shape) for shape in space.shapes(MICROBATCHES)]
+    windows = windows_of(role, NETWORK.num_layers, layer_classes(NETWORK))
+    return model, make_table(model, space, slots, windows, pace, alone=alone)
+
+
+def described(found):
+    """What each candidate is."""
+    columns = (found.window_K, found.devices_K, found.checkpointed_K, found.zero_stage_K)
+    return [*zip(*(column.tolist() for column in columns), strict=True)]
+
+
+@pytest.mark.parametrize("role", ["first", "middle", "last"])
+def test_every_candidate_is_there_once_with_what_it_costs(role):
+    model, found = table(role)
+    windows = found.windows
+    wanted = {
+        (window, slot.data_parallel_degree, kept, zero)
+        for window, layers in enumerate(windows.layers_W.tolist())
+        for slot in found.slots
+        for kept in range(layers + 1)
+        for zero in ((0, 1, 2, 3) if slot.data_parallel_degree > 1 else (0,))
+    }
+    assert len(found) == len(wanted)
+    assert {*described(found)} == wanted
+    assert (np.diff(found.steady_K) >= 0).all()
+    for index in range(0, len(found), 7):
+        one, at = found.candidates(np.array([index])), found.slots[found.shape_K[index]]
+        seconds = model.seconds(at, one)
+        assert found.steady_K[index] == pytest.approx(seconds.steady_K[0], rel=1e-12)
+        assert found.boundary_K[index] == pytest.approx(seconds.boundary_K[0], rel=1e-12)
+        assert found.steady_K[index] <= found.floor_K[index] <= found.steady_K[index] + found.boundary_K[index]
+
+
+def test_what_is_slower_than_the_pace_is_left_out_and_nothing_else():
+    _, every = table()
+    pace = float(np.median(every.steady_K))
+    _, fast = table(pace=pace, alone=False)
+    assert fast.pace == pace
+    wanted = [item for item, seconds in zip(described(every), every.steady_K.tolist(), strict=True) if seconds <= pace]
+    assert 0 < len(wanted) < len(every)
+    assert sorted(described(fast)) == sorted(wanted)
+
+
+def test_of_a_whole_pipeline_what_leaves_others_too_much_is_left_out_too():
+    _, every = table()
+    pace = float(np.quantile(every.steady_K, 0.25))
+    (_, alone), (_, among) = table(pace=pace), table(pace=pace, alone=False)
+    left = {*described(among)} - {*described(alone)}
+    assert {*described(alone)} < {*described(among)}
+    # What is left out has the fewest layers on the most devices.
+    kept = {(window, devices) for window, devices, _, _ in described(alone)}
+    assert not kept & {(window, devices) for window, devices, _, _ in left}
+
+
+def test_choices_are_at_every_place_where_their_layers_occur():
+    _, found = table()
+    index_J = np.arange(0, len(found), 5)
+    choices = found.choices(index_J, np.arange(len(index_J), dtype=float))
+    starts = [found.windows.starts[window].tolist() for window in found.window_K[index_J].tolist()]
+    assert choices.start_K.tolist() == [start for each in starts for start in each]
+    assert choices.peak_K.tolist() == [float(index) for index, each in enumerate(starts) for _ in each]
+    of_K = np.repeat(index_J, [len(each) for each in starts])
+    assert (choices.steady_K == found.steady_K[of_K]).all()
+    assert (choices.layers_K == found.windows.layers_W[found.window_K[of_K]]).all()
+    assert (choices.zero_stage_K == found.zero_stage_K[of_K]).all()
+
+
+def test_choices_may_have_other_seconds_and_move_something():
+    _, found = table()
+    index_J = np.array([0, 3])
+    other = np.array([7.0, 8.0])
+    ratios_JO = np.array([[0.0, 0.0, 1.0, 0.0], [0.5, 0.0, 0.0, 0.0]])
+    choices = found.choices(index_J, other, (other, 2 * other), ratios_JO)
+    assert {*choices.steady_K.tolist()} == {7.0, 8.0}
+    assert (choices.boundary_K == 2 * choices.steady_K).all()
+    assert (choices.offload_KO[choices.steady_K == 7.0] == ratios_JO[0]).all()
+
+
+def test_stages_behind_count_for_what_is_unsharded_again():
+    _, found = table("first")
+    again_K = found.again_K
+    assert not again_K[found.zero_stage_K < 3].any()
+    assert again_K[found.zero_stage_K == 3].any()
+    later = with_stages_behind(found, 2)
+    assert later.steady_K == pytest.approx(found.steady_K + 2 * again_K)
+    assert later.floor_K == pytest.approx(found.floor_K + 2 * again_K)
+    assert with_stages_behind(found, 0) is found
+
+
+def test_choices_leave_every_other_stage_a_layer_and_a_device():
+    starts = [0, 1, 2, 3, ANYWHERE, ANYWHERE, 1]
+    layers = [1, 1, 2, 2, 3, 4, 1]
+    devices = [1, 1, 1, 1, 1, 1, 3]
+    choices = slot(starts, layers, devices, [1.0] * 7, [0.0] * 7)
+    found = within(choices, stage_index=1, num_stages=3, num_layers=5, most_devices=2)
+    assert found.tolist() == [False, True, True, False, True, False, False]
