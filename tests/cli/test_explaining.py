@@ -16,7 +16,7 @@ def found():
 def test_in_short_nothing_is_searched_and_the_way_to_more_is_said(found, capsys, monkeypatch):
     planner, result = found
     monkeypatch.setattr(Planner, "tune", None)  # It would be an error to search.
-    why = explanation_of(planner, result, full=False, **ASKED)
+    why = explanation_of(planner, result, seconds=0.0, **ASKED)
     assert capsys.readouterr() == ("", "")
     show_explanation(why, full=False)
     shown = capsys.readouterr().out
@@ -26,7 +26,7 @@ def test_in_short_nothing_is_searched_and_the_way_to_more_is_said(found, capsys,
 
 def test_all_of_it_is_searched_for_and_said_so_meanwhile(found, capsys):
     planner, result = found
-    why = explanation_of(planner, result, full=True, **ASKED)
+    why = explanation_of(planner, result, seconds=5.0, **ASKED)
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "searching plans without each technique" in captured.err
