@@ -70,7 +70,6 @@ def main():
     mode, folder = sys.argv[1], Path(sys.argv[2])
     options = {
         "wrong_world": {"plan": plan([(2, [2]), (1, [1]), (1, [0])], rows=4, microbatches=3)},
-        "wrong_layers": {"plan": plan([(3, [1]), (3, [0])], rows=4, microbatches=2)},
         "tight": {"plan": "auto", "memory_limit": "10KiB"},
         "no_file": {"plan": str(folder / "missing.json")},
     }.get(mode, {"plan": PIPELINE})

@@ -16,7 +16,6 @@ SECONDS = 90
 """All ranks must end within a minute of the failure; the rest is for starting them on a busy machine."""
 
 RUNNING = {
-    "raise:0": "RuntimeError: broken on rank 0",
     "raise:1": "RuntimeError: broken on rank 1",
     "kill:1": "",
     "interrupt:0": "",
@@ -28,7 +27,6 @@ RUNNING = {
 }
 REFUSED = {
     "wrong_world": r"PlanError: the plan is for 3 devices, but 2 processes run",
-    "wrong_layers": r"PlanError: the plan spreads 6 layers, but the module has 4 repeated blocks",
     "tight": r"InfeasibleError: .*10.0 KiB",
     "no_file": r"missing.json",
     # Control flow that differs between ranks.
