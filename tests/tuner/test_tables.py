@@ -23,7 +23,9 @@ def table(role="middle", pace=np.inf, *, alone=True):
     index = {"first": 0, "middle": 1, "last": STAGES - 1}[role]
     slots = [maker.slot(index, STAGES, MICROBATCHES, shape) for shape in space.shapes(MICROBATCHES)]
     windows = windows_of(role, NETWORK.num_layers, layer_classes(NETWORK))
-    return model, make_table(model, space, slots, windows, pace, alone=alone)
+    found, evaluated = make_table(model, space, slots, windows, pace, alone=alone)
+    assert evaluated >= len(found)
+    return model, found
 
 
 def described(found):
