@@ -7,9 +7,10 @@ from lightning_mist.cost import step_seconds
 from lightning_mist.plan import Plan, step_rates
 from lightning_mist.plan.settings import settings_of
 from lightning_mist.tuner.baselines import Baseline
-from lightning_mist.tuner.planner import LEAST_GAIN
+from lightning_mist.tuner.choose import LEAST_GAIN
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.result import LEAST_SHARE, Alternative, Status, TuneResult
+from lightning_mist.tuner.simpler import ALIKE
 
 OURS = "this plan"
 """What the plan itself is called."""
@@ -96,7 +97,7 @@ def _is_to_run(ours: Plan, item: ComparedPlan) -> bool:
     if item.plan is None or item.ratio is None or item.outside:
         return False
     exact = item.plan.schedule in EXACT or item.plan.schedule == ours.schedule
-    return item.ratio <= 1 - (LEAST_SHARE if exact else LEAST_GAIN)
+    return item.ratio <= 1 - (ALIKE if exact else LEAST_GAIN)
 
 
 def with_faster(result: TuneResult, item: ComparedPlan) -> TuneResult:
@@ -143,7 +144,7 @@ def faster_notes(ours: Plan, items: Sequence[ComparedPlan]) -> tuple[str, ...]:
     """
     notes, known = [], set[Plan]()
     for item in items:
-        if item.plan is None or item.ratio is None or item.ratio > 1 - LEAST_SHARE:
+        if item.plan is None or item.ratio is None or item.ratio > 1 - ALIKE:
             continue
         if item.plan in known:
             continue  # Of plans that several come to the first is enough.

@@ -6,59 +6,45 @@ winner. Other schedules are tried on the pipelines that were found (:mod:`lightn
 1F1B also on stages that are all alike (:mod:`lightning_mist.tuner.uniform`).
 """
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from time import perf_counter
 
-import numpy as np
-
 from lightning_mist.cost import (
-    CostModel,
     MixedCostModel,
     Profiles,
     StageCostModel,
     cost_model,
-    predict_with,
     profiles_of,
 )
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile, MixedCluster
+from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
-from lightning_mist.plan.layout import rank_layout
+from lightning_mist.plan import Plan
 from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, host_notes, usable_bytes
+from lightning_mist.tuner.choose import choose, make_plan
 from lightning_mist.tuner.copies import search_copies
 from lightning_mist.tuner.families import GridCosts
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late
 from lightning_mist.tuner.intra_stage import IntraStage, TableKey
 from lightning_mist.tuner.least_runs import LeastRuns
-from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_layout, mixed_stages
+from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_stages
 from lightning_mist.tuner.mixed_search import search_mixed
 from lightning_mist.tuner.past import Past, Pasts
 from lightning_mist.tuner.pieces import Pieces
-from lightning_mist.tuner.problem import InterStageProblem
-from lightning_mist.tuner.result import Alternative, Status, TuneResult, TuneStats
+from lightning_mist.tuner.result import Status, TuneResult, TuneStats
 from lightning_mist.tuner.search import Outcome, search_pipelines
 from lightning_mist.tuner.space import SearchSpace, Space
 from lightning_mist.tuner.tables import Table
-from lightning_mist.tuner.uniform import even_chunks
-from lightning_mist.tuner.variants import best_variant, refuse_without_variant
 from lightning_mist.units import format_bytes
 
-CLOCKED = 12
-"""Pipelines that are run on the clock, the best by the closed form."""
 KEPT = 4
 """Search spaces whose candidates are kept."""
 
 _Kept = tuple[dict[TableKey, Table], dict[Hashable, GridCosts], dict[int, LeastRuns]]
 """What is known of a search space: candidates, those of equal stages, what stages take at least."""
-
-LEAST_GAIN = 0.01
-"""Share of the step that another schedule than that of the exact search must gain by the cost model to be chosen: less
-than this lies between runs of one and the same plan (the steps of DDP in the record
-``throughput-against-ddp_amd-epyc-2-cores_202611.json``, but for one outlier)."""
 
 
 class Planner:
@@ -213,26 +199,20 @@ def _knows_copies(profile: HardwareProfile, part: Cluster) -> bool:
 def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | None, int | None]) -> TuneResult:
     """The plan that an outcome leads to, and why."""
     assert outcome.winner is not None
-    model, space = intra.model, intra.space
-    clocked = _clocked(model, space, outcome)
-    plans = dict(clocked.plans)
-    chosen = _with_schedule(intra, plans, plans.pop(clocked.best))
-    plan, least = chosen.plan, outcome.best[outcome.winner].answer.objective
+    choice = choose(intra, outcome)
+    plan, least = choice.plan, outcome.best[outcome.winner].answer.objective
     bound = min(outcome.bound, least)
     gap = max(0.0, (least - bound) / least)
-    alternatives = [Alternative(name=_stages(count), plan=other) for count, other in plans.items()]
-    if plan is not chosen.base and space.schedule in space.search.schedules:
-        alternatives.append(Alternative(name=space.schedule, plan=chosen.base))
     status: Status = "optimal" if gap <= 10 * PRECISION else "time limit"
     assert plan.predicted is not None
     return TuneResult(
         plan=plan,
-        status=status if plan is chosen.base else "explored",
+        status="explored" if choice.is_explored else status,
         bound=bound,
         gap=gap,
-        closed_form_seconds=clocked.closed_form_seconds,
+        closed_form_seconds=choice.closed_form_seconds,
         predicted=plan.predicted,
-        alternatives=tuple(sorted(alternatives, key=lambda item: item.predicted.step_seconds)),
+        alternatives=choice.alternatives,
         stats=TuneStats(
             seconds=perf_counter() - began,
             candidates=intra.evaluated + intra.known,
@@ -242,11 +222,10 @@ def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | No
         ),
         certified=outcome.certified,
         notes=(
-            *space.notes,
+            *intra.space.notes,
             *_part_notes(intra),
             *outcome.notes,
-            *clocked.notes,
-            *chosen.notes,
+            *choice.notes,
             *_numbers(intra, plan, *asked),
         ),
     )
@@ -257,125 +236,6 @@ def _part_notes(stages: Stages) -> Iterable[str]:
     if isinstance(stages, MixedStages):
         for part, own in zip(stages.model.cluster.parts, stages.spaces, strict=True):
             yield from (f"on {part.text} {note}" for note in own.notes if note not in stages.space.notes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Chosen:
-    """The plan, the one of the exact search that it competed with, and what to say of other schedules."""
-
-    plan: Plan
-    base: Plan
-    notes: tuple[str, ...] = ()
-
-
-def _with_schedule(intra: Stages, others: Mapping[int, Plan], base: Plan) -> _Chosen:
-    """The best plan of the exact search, or one under another schedule that gains by it."""
-    space = intra.space
-    tried = tuple(name for name in space.search.schedules if name not in ("1f1b", "gpipe"))
-    if not tried:
-        return _Chosen(plan=base, base=base)
-    is_asked = space.schedule in space.search.schedules
-    below = _seconds(base) * (1 - LEAST_GAIN) if is_asked else np.inf
-    found = best_variant(intra.model, space, intra.limits, intra.host_limits, [base, *others.values()], below=below)
-    if isinstance(intra, IntraStage):
-        found = even_chunks(intra, below=below if found is None else min(below, _seconds(found))) or found
-    if not is_asked:
-        return _Chosen(plan=found if found is not None else refuse_without_variant(tried), base=base)
-    if found is not None and _seconds(found) <= below:
-        return _Chosen(plan=found, base=base)
-    note = f"no pipeline that was tried gains {LEAST_GAIN:.0%} under {' or '.join(tried)}"
-    return _Chosen(plan=base, base=base, notes=(note,) if base.num_stages > 1 else ())
-
-
-def _seconds(plan: Plan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.step_seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Clocked:
-    """The plan of each number of stages that is fastest on the clock, the fastest of all, and notes."""
-
-    plans: dict[int, Plan]
-    best: int
-    closed_form_seconds: float
-    notes: tuple[str, ...]
-
-
-def _clocked(model: CostModel, space: Space, outcome: Outcome) -> _Clocked:
-    """Run the best answers by the closed form on the clock."""
-    assert outcome.winner is not None
-    near = sorted(outcome.found.values(), key=lambda found: found.answer.objective)[:CLOCKED]
-    best: dict[int, tuple[Plan, float]] = {}
-    first: Plan | None = None
-    for found in (outcome.best[outcome.winner], *outcome.best.values(), *near):
-        plan = _predicted(model, make_plan(space, found.problem, found.answer.chosen, model.cluster))
-        first = first or plan
-        if plan.num_stages not in best or _seconds(plan) < _seconds(best[plan.num_stages][0]):
-            best[plan.num_stages] = plan, found.answer.objective
-    assert first is not None
-    winner, seconds = min(best.values(), key=lambda item: _seconds(item[0]))
-    gain = 1 - _seconds(winner) / _seconds(first)
-    note = (
-        f"{_stages(winner.num_stages)} with {winner.num_microbatches} microbatches take {gain:.1%} less on the clock "
-        "than the best plan by the closed form"
-    )
-    return _Clocked(
-        plans={count: plan for count, (plan, _) in best.items()},
-        best=winner.num_stages,
-        closed_form_seconds=seconds,
-        notes=(note,) if gain > 0 else (),
-    )
-
-
-def make_plan(
-    space: Space, problem: InterStageProblem, chosen: tuple[int, ...], cluster: AnyCluster | None = None
-) -> Plan:
-    """The plan that one choice per stage describes.
-
-    Args:
-        space: The search space.
-        problem: The choices.
-        chosen: Those that were chosen.
-        cluster: The devices; by default equal ones, on nodes as the search space says.
-    """
-    picked = list(zip(problem.slots, chosen, strict=True))
-    shapes = [slot.shape(index) for slot, index in picked]
-    degrees = [(shape.data, shape.tensor) for shape in shapes]
-    parts = [int(slot.part_K[index]) for slot, index in picked]
-    layout = (
-        mixed_layout(cluster, degrees, parts)
-        if isinstance(cluster, MixedCluster)
-        else rank_layout(degrees, space.devices_per_node)
-    )
-    stages, first = [], 0
-    for (slot, index), shape, devices in zip(picked, shapes, layout, strict=True):
-        end = first + int(slot.layers_K[index])
-        stages.append(
-            StagePlan(
-                layers=(first, end),
-                mesh=shape.mesh(devices),
-                microbatch_size=space.rows(problem.num_microbatches, shape.data),
-                zero_stage=ZeroStage(int(slot.zero_stage_K[index])),
-                checkpointing=Checkpointing(layers=int(slot.checkpointed_K[index])),
-                offload=slot.offload(index),
-            )
-        )
-        first = end
-    return Plan(
-        global_batch_size=space.batch_rows * space.world_size,
-        num_microbatches=problem.num_microbatches,
-        stages=tuple(stages),
-        schedule=space.schedule,
-    )
-
-
-def _predicted(model: CostModel, plan: Plan) -> Plan:
-    return replace(plan, predicted=predict_with(model, plan))
-
-
-def _stages(count: int) -> str:
-    return "1 stage (data parallel)" if count == 1 else f"{count} stages"
 
 
 def _numbers(stages: Stages, plan: Plan, asked: int | None, asked_of_host: int | None) -> Iterable[str]:

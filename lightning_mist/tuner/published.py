@@ -13,16 +13,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost import predict_with
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.bound import solve
+from lightning_mist.tuner.choose import make_plan
+from lightning_mist.tuner.clocked import CLOCKED, clocked, step_seconds_of_plan
 from lightning_mist.tuner.intra_stage import IntraStage, SlotChoices
-from lightning_mist.tuner.planner import Planner, make_plan
+from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.problem import Answer, InterStageProblem
 from lightning_mist.tuner.space import SearchSpace, Space, divisors
-
-CLOCKED = 8
-"""Pipelines that are run on the clock, as many as in the search for a plan."""
 
 MOST_SECONDS = 4.0
 """The most seconds that the search takes, after which its best plan is only the best that was found."""
@@ -89,8 +87,8 @@ def published_plan(planner: Planner, asked: Asked) -> Published:
     if asked.search.offload and is_best:
         is_best = _solve(planner, asked, found, deadline)
     plans = [make_plan(space, problem, answer.chosen) for space, problem, answer in _best(found)]
-    clocked = [replace(plan, predicted=predict_with(planner.model, plan)) for plan in plans]
-    return Published(plan=min(clocked, key=_seconds, default=None), is_best=is_best)
+    run = [clocked(planner.model, plan) for plan in plans]
+    return Published(plan=min(run, key=step_seconds_of_plan, default=None), is_best=is_best)
 
 
 def _solve(planner: Planner, asked: Asked, found: list[_Solved], deadline: float) -> bool:
@@ -112,11 +110,6 @@ def _solve(planner: Planner, asked: Asked, found: list[_Solved], deadline: float
             least = min(least, answer.objective)
             found.append((space, problem, answer))
     return True
-
-
-def _seconds(plan: Plan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.step_seconds
 
 
 def _best(found: list[_Solved]) -> list[_Solved]:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from lightning_mist.plan import Plan, Predicted
 from lightning_mist.units import format_bytes, format_seconds
 
@@ -74,12 +76,14 @@ class TuneResult:
         status: ``"optimal"`` if no plan of the search space under the schedule of the exact search (1F1B or GPipe) is
             faster by the closed form of the cost model than the best that was found, of the plans that were run on the
             clock (a few that are best by the closed form, and the best of each number of stages) none is faster there
-            than the chosen one, and no other schedule gains on them; ``"explored"`` if another schedule gained: it is
-            the fastest that was tried; ``"time limit"`` if time was up before a proof.
+            than the chosen one, or by so little that they cannot be told apart, and is not as simple
+            (:mod:`lightning_mist.tuner.simpler`); and no other schedule gains on them. ``"explored"`` if another
+            schedule gained: it is the fastest that was tried. ``"time limit"`` if time was up before a proof.
         bound: No plan under the schedule of the exact search takes fewer seconds by the closed form, as the dynamic
             program has proven for all numbers of stages and of microbatches.
         gap: How far the best plan by the closed form may be above the bound, as a share of its seconds. About seconds
-            on the clock, which ``predicted`` has, nothing is proven.
+            on the clock, which ``predicted`` has, nothing is proven; nor has the chosen plan to be the best by the
+            form.
         closed_form_seconds: The plan's seconds by the closed form; under another schedule those of the plan under the
             schedule of the exact search that it competed with.
         predicted: Predicted seconds and bytes of the plan.
@@ -110,10 +114,12 @@ class TuneResult:
         """How sure it is that the plan is the best: lines for people."""
         # The clock may have chosen another plan than the best by the closed form, which is what is proven of.
         behind = 1 - self.bound / self.closed_form_seconds if self.closed_form_seconds > 0 else 0.0
+        least = min((item.predicted.step_seconds for item in self.alternatives), default=np.inf)
+        clock = "more" if least >= self.predicted.step_seconds else "none so much that it could be told"
         proof = {
             "optimal": "no plan of the search space is faster by the closed form of the cost model"
             if behind < LEAST_SHARE
-            else f"by the closed form of the cost model another plan takes {behind:.1%} less, on the clock more",
+            else f"by the closed form of the cost model another plan takes {behind:.1%} less, on the clock {clock}",
             "explored": f"{self.plan.schedule} gains on the pipelines that it was tried on; others may gain more"
             if self.bound > 0
             else "it is the fastest that was tried; of others nothing is proven",

@@ -28,13 +28,11 @@ from lightning_mist.cost.offload import host_bytes
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
+from lightning_mist.tuner.clocked import CLOCKED
 from lightning_mist.tuner.families import Grid, GridCosts, Limits, Setting, Shortage, Uniform, UniformFamily
 from lightning_mist.tuner.intra_stage import IntraStage, layer_classes
 from lightning_mist.tuner.mixed import mixed_layout
 from lightning_mist.tuner.space import Shape, Space, divisors
-
-CLOCKED = 8
-"""Settings that are run on the clock, the best by the closed form; as many as in the search for a plan."""
 
 TRIED = 24
 """The most settings with chunks that are run on the clock, the best by the bound of their seconds."""

@@ -1,0 +1,215 @@
+"""From the best pipelines of a search to the plan: on the clock, with other schedules, the simplest of equals.
+
+The best answers by the closed form, one for every pipeline, are run on the clock, and the fastest there is the best
+(:mod:`lightning_mist.tuner.clocked`). Other schedules are tried on the best of every number of stages
+(:mod:`lightning_mist.tuner.variants`), interleaved 1F1B also on stages that are all alike
+(:mod:`lightning_mist.tuner.uniform`). Where none of them gains, the simplest of the plans is taken that cannot be told
+apart from the fastest (:mod:`lightning_mist.tuner.simpler`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.hardware import AnyCluster, MixedCluster
+from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
+from lightning_mist.plan.layout import rank_layout
+from lightning_mist.tuner.clocked import CLOCKED, clocked, step_seconds_of_plan
+from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.mixed import Stages, mixed_layout
+from lightning_mist.tuner.problem import InterStageProblem
+from lightning_mist.tuner.result import LEAST_SHARE, Alternative
+from lightning_mist.tuner.search import Outcome
+from lightning_mist.tuner.simpler import simplest, why_simpler
+from lightning_mist.tuner.space import Space
+from lightning_mist.tuner.uniform import even_chunks
+from lightning_mist.tuner.variants import best_variant, refuse_without_variant
+
+LEAST_GAIN = 0.01
+"""Share of the step that another schedule than that of the exact search must gain by the cost model to be chosen: less
+than this lies between runs of one and the same plan (the steps of DDP in the record
+``throughput-against-ddp_amd-epyc-2-cores_202611.json``, but for one outlier)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The plan of a search, and what it was chosen from.
+
+    Attributes:
+        plan: The plan with its prediction.
+        is_explored: Whether another schedule than that of the exact search was chosen.
+        closed_form_seconds: The plan's seconds by the closed form; under another schedule those of the plan that it
+            competed with.
+        alternatives: Others, fastest first.
+        notes: Why this one, for people.
+    """
+
+    plan: Plan
+    is_explored: bool
+    closed_form_seconds: float
+    alternatives: tuple[Alternative, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Clocked:
+    """A plan of the exact search with its prediction, and its seconds by the closed form."""
+
+    plan: Plan
+    closed_form_seconds: float
+
+
+def choose(stages: Stages, outcome: Outcome) -> Choice:
+    """The plan that an outcome leads to.
+
+    Args:
+        stages: What stages may be and cost.
+        outcome: What the search has found, at least one answer.
+
+    Raises:
+        InfeasibleError: If only other schedules are asked for, and nothing fits under these.
+    """
+    found = _on_the_clock(stages, outcome)
+    best: dict[int, _Clocked] = {}
+    for item in found:
+        count = item.plan.num_stages
+        if count not in best or step_seconds_of_plan(item.plan) < step_seconds_of_plan(best[count].plan):
+            best[count] = item
+    fastest = min(best.values(), key=lambda item: step_seconds_of_plan(item.plan))
+    others = [item.plan for item in best.values() if item is not fastest]
+    space = stages.space
+    other, notes = _under_other_schedule(stages, fastest.plan, others)
+    plain = fastest
+    if other is None:
+        plan = simplest(item.plan for item in found)
+        plain = next(item for item in found if item.plan is plan)
+    alternatives = [
+        Alternative(name=stages_in_words(count), plan=item.plan)
+        for count, item in best.items()
+        if count != plain.plan.num_stages
+    ]
+    if other is not None and space.schedule in space.search.schedules:
+        alternatives.append(Alternative(name=space.schedule, plan=fastest.plan))
+    elif plain.plan.num_stages == fastest.plan.num_stages and plain is not fastest:
+        alternatives.append(Alternative(name="the fastest on the clock", plan=fastest.plan))
+    return Choice(
+        plan=plain.plan if other is None else other,
+        is_explored=other is not None,
+        closed_form_seconds=plain.closed_form_seconds,
+        alternatives=tuple(sorted(alternatives, key=lambda item: item.predicted.step_seconds)),
+        notes=(*_clock_notes(found[0].plan, fastest.plan, plain.plan), *notes),
+    )
+
+
+def _on_the_clock(stages: Stages, outcome: Outcome) -> list[_Clocked]:
+    """The best answers by the closed form on the clock, the best of all first."""
+    assert outcome.winner is not None
+    near = sorted(outcome.found.values(), key=lambda found: found.answer.objective)[:CLOCKED]
+    found: dict[Plan, _Clocked] = {}
+    for item in (outcome.best[outcome.winner], *outcome.best.values(), *near):
+        made = make_plan(stages.space, item.problem, item.answer.chosen, stages.model.cluster)
+        plan = clocked(stages.model, made)
+        found.setdefault(plan, _Clocked(plan=plan, closed_form_seconds=item.answer.objective))
+    return list(found.values())
+
+
+def _clock_notes(first: Plan, fastest: Plan, chosen: Plan) -> tuple[str, ...]:
+    """What to say of a plan that is not the best by the closed form, or not the fastest on the clock.
+
+    Args:
+        first: The best by the closed form.
+        fastest: The fastest on the clock.
+        chosen: The simplest of those that cannot be told apart from it.
+    """
+    notes = []
+    gain = 1 - step_seconds_of_plan(chosen) / step_seconds_of_plan(first)
+    if gain >= LEAST_SHARE:
+        notes.append(f"{_named(chosen)} take {gain:.1%} less on the clock than the best plan by the closed form")
+    if chosen is not fastest:
+        slower = step_seconds_of_plan(chosen) / step_seconds_of_plan(fastest) - 1
+        notes.append(
+            f"the plan, {slower:.2%} slower than {_named(fastest)}, is simpler: {why_simpler(chosen, fastest)}"
+        )
+    return tuple(notes)
+
+
+def _named(plan: Plan) -> str:
+    return f"{stages_in_words(plan.num_stages)} with {plan.num_microbatches} microbatches"
+
+
+def _under_other_schedule(stages: Stages, base: Plan, others: Sequence[Plan]) -> tuple[Plan | None, tuple[str, ...]]:
+    """The best plan under another schedule than that of the exact search, if it gains by it; and what to say if not.
+
+    Args:
+        stages: What stages may be and cost.
+        base: The fastest plan of the exact search.
+        others: Others of it.
+    """
+    space = stages.space
+    tried = tuple(name for name in space.search.schedules if name not in ("1f1b", "gpipe"))
+    if not tried:
+        return None, ()
+    is_asked = space.schedule in space.search.schedules
+    below = step_seconds_of_plan(base) * (1 - LEAST_GAIN) if is_asked else np.inf
+    found = best_variant(stages.model, space, stages.limits, stages.host_limits, [base, *others], below=below)
+    if isinstance(stages, IntraStage):
+        least = below if found is None else min(below, step_seconds_of_plan(found))
+        found = even_chunks(stages, below=least) or found
+    if not is_asked:
+        return found if found is not None else refuse_without_variant(tried), ()
+    if found is not None and step_seconds_of_plan(found) <= below:
+        return found, ()
+    note = f"no pipeline that was tried gains {LEAST_GAIN:.0%} under {' or '.join(tried)}"
+    return None, (note,) if base.num_stages > 1 else ()
+
+
+def make_plan(
+    space: Space, problem: InterStageProblem, chosen: tuple[int, ...], cluster: AnyCluster | None = None
+) -> Plan:
+    """The plan that one choice per stage describes.
+
+    Args:
+        space: The search space.
+        problem: The choices.
+        chosen: Those that were chosen.
+        cluster: The devices; by default equal ones, on nodes as the search space says.
+    """
+    picked = list(zip(problem.slots, chosen, strict=True))
+    shapes = [slot.shape(index) for slot, index in picked]
+    degrees = [(shape.data, shape.tensor) for shape in shapes]
+    parts = [int(slot.part_K[index]) for slot, index in picked]
+    layout = (
+        mixed_layout(cluster, degrees, parts)
+        if isinstance(cluster, MixedCluster)
+        else rank_layout(degrees, space.devices_per_node)
+    )
+    stages, first = [], 0
+    for (slot, index), shape, devices in zip(picked, shapes, layout, strict=True):
+        end = first + int(slot.layers_K[index])
+        stages.append(
+            StagePlan(
+                layers=(first, end),
+                mesh=shape.mesh(devices),
+                microbatch_size=space.rows(problem.num_microbatches, shape.data),
+                zero_stage=ZeroStage(int(slot.zero_stage_K[index])),
+                checkpointing=Checkpointing(layers=int(slot.checkpointed_K[index])),
+                offload=slot.offload(index),
+            )
+        )
+        first = end
+    return Plan(
+        global_batch_size=space.batch_rows * space.world_size,
+        num_microbatches=problem.num_microbatches,
+        stages=tuple(stages),
+        schedule=space.schedule,
+    )
+
+
+def stages_in_words(count: int) -> str:
+    """How a number of stages is called.
+
+    Args:
+        count: The number.
+    """
+    return "1 stage (data parallel)" if count == 1 else f"{count} stages"

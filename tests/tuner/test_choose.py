@@ -1,0 +1,66 @@
+"""What becomes of the best pipelines: on the clock, and the simplest where the clock cannot tell."""
+
+import numpy as np
+import pytest
+
+from lightning_mist.tuner import Planner, SearchSpace, simpler
+from lightning_mist.tuner.clocked import step_seconds_of_plan
+from lightning_mist.tuner.simpler import simplicity, techniques
+from tests.specs import cluster, profile, spec
+
+NETWORK = spec(6, tied=True, measured=True, widths=(3000,))
+SPACE = SearchSpace(schedules=("1f1b",))
+
+
+def tuned(memory=10**9, **changes):
+    planner = Planner(NETWORK, cluster(4), profile=profile())
+    search = SearchSpace(**{"schedules": ("1f1b",), **changes})
+    return planner.tune(global_batch_size=16, memory_limit=memory, search=search)
+
+
+def test_the_fastest_on_the_clock_is_chosen_and_the_others_are_alternatives():
+    found = tuned()
+    others = [item.predicted.step_seconds for item in found.alternatives]
+    assert others == sorted(others)
+    assert others[0] > found.predicted.step_seconds
+    counts = [item.plan.num_stages for item in found.alternatives]
+    assert len({*counts, found.plan.num_stages}) == len(counts) + 1
+
+
+def test_where_the_clock_cannot_tell_the_simplest_is_chosen(monkeypatch):
+    # Little memory: the fastest plan has to save some.
+    tight = max(stage.peak_bytes for stage in tuned().predicted.stages) * 0.55 / 0.8
+    fastest = tuned(memory=int(tight))
+    monkeypatch.setattr(simpler, "ALIKE", 10.0)
+    found = tuned(memory=int(tight))
+    assert simplicity(found.plan) < simplicity(fastest.plan)
+    every = [found.plan, *(item.plan for item in found.alternatives)]
+    assert simplicity(found.plan) == min(map(simplicity, every))
+    assert min(map(step_seconds_of_plan, every)) == fastest.predicted.step_seconds
+    slower = found.predicted.step_seconds / fastest.predicted.step_seconds - 1
+    (note,) = [note for note in found.notes if "is simpler" in note]
+    assert note.startswith(f"the plan, {slower:.2%} slower than {fastest.plan.num_stages} stage")
+    # What is proven is not about it.
+    assert (found.status, found.bound, found.gap) == (fastest.status, fastest.bound, fastest.gap)
+    assert found.closed_form_seconds > found.bound
+    assert "on the clock none so much that it could be told" in found.proof[0]
+
+
+def test_other_schedules_have_to_gain_on_the_fastest(monkeypatch):
+    asked = {"schedules": ("1f1b", "interleaved-1f1b"), "num_stages": (2,), "num_microbatches": (2, 4)}
+    fast = profile(link=1e12, latency=0.0)
+    planner = Planner(NETWORK, cluster(2), profile=fast)
+    explored = planner.tune(global_batch_size=8, memory_limit=10**9, search=SearchSpace(**asked))
+    assert explored.plan.schedule == "interleaved-1f1b"
+    assert explored.status == "explored"
+    monkeypatch.setattr(simpler, "ALIKE", 10.0)
+    again = planner.tune(global_batch_size=8, memory_limit=10**9, search=SearchSpace(**asked))
+    # What gains that much can be told apart.
+    assert again.plan == explored.plan
+    assert techniques(again.plan) == ("interleaved-1f1b",)
+    assert np.isfinite(again.closed_form_seconds)
+
+
+@pytest.mark.parametrize("memory", [10**9, 10**6])
+def test_asked_twice_it_chooses_the_same(memory):
+    assert tuned(memory=memory).plan == tuned(memory=memory).plan
