@@ -87,7 +87,7 @@ class Ratios:
             offered: The ratios; 0 is always among them.
         """
         ratios = sorted({0.0, *offered})
-        each = [ratios if name in search.offload else [0.0] for name in OFFLOADED]
+        each = [ratios if name in search.offloaded else [0.0] for name in OFFLOADED]
         return cls(sizes=tuple(map(len, each)), offload_CO=np.array(list(product(*each)), dtype=np.float64))
 
     def __len__(self) -> int:
