@@ -15,6 +15,8 @@ from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.kept import Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
+from lightning_mist.cost.offload_floors import CopyFloors
+from lightning_mist.cost.offload_parts import Ratios
 from lightning_mist.cost.shards import Unsharding
 from lightning_mist.cost.stage import StageCostModel, StageCosts, StageSeconds
 from lightning_mist.cost.time import RegionSeconds
@@ -123,6 +125,17 @@ class MixedCostModel:
             **{name: np.maximum.reduce([getattr(item, name) for item, _ in found]) for name in names}
         )
         return longest, replace(Unsharding.none(len(candidates)), each_K=longest.unshard_K)
+
+    def copy_floors(self, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> CopyFloors:
+        """What copies add at least; nothing for stages on several parts, whose terms are the largest of any."""
+        models = self.models(slot)
+        if len(models) > 1:
+            return CopyFloors.nothing(len(candidates), ratios)
+        return models[0].copy_floors(slot, candidates, ratios)
+
+    def copy_weights(self, slot: StageSlot) -> FloatArray:
+        """As of a :class:`StageCostModel`."""
+        return self.models(slot)[0].copy_weights(slot)
 
     def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
         """What candidates exchange with other stages; as of a :class:`StageCostModel`."""

@@ -119,7 +119,7 @@ class Loads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
+class RankParts:
     """Of each candidate, which part of a unit's bytes the rank that has most moves, by kind of state."""
 
     parameters_K: FloatArray
@@ -141,7 +141,7 @@ def loads_of(
         rates: Bytes per second of copies.
     """
     offload = _ratios(candidates)
-    parts = _parts(memory, slot, candidates)
+    parts = parts_of_ranks(memory, slot, candidates)
     trained_K = _within(memory, candidates, memory.holdings.table.trained_R[None])
     per_byte = [total_K / np.maximum(trained_K, 1.0) for total_K in (known.update_K, known.reduce_K, known.gather_K)]
     columns = (
@@ -249,7 +249,7 @@ def _within(
     return result_K
 
 
-def _parts(memory: MemoryModel, slot: StageSlot, candidates: StageCandidates) -> _Parts:
+def parts_of_ranks(memory: MemoryModel, slot: StageSlot, candidates: StageCandidates) -> RankParts:
     """What part of every kind of moved state the rank that has most moves.
 
     The update of a parameter happens once, however many units fetch it.
@@ -273,7 +273,7 @@ def _parts(memory: MemoryModel, slot: StageSlot, candidates: StageCandidates) ->
         part_K[at_J] = most_J / np.maximum(all_J, 1.0)
         return part_K
 
-    return _Parts(
+    return RankParts(
         parameters_K=part(offload.parameters_K, ZeroStage.PARAMETERS, trained=False),
         gradients_K=part(offload.gradients_K, ZeroStage.GRADIENTS, trained=True),
         owned_gradients_K=part(offload.gradients_K, ZeroStage.OPTIMIZER, trained=True, once=True),
