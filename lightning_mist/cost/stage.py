@@ -38,7 +38,6 @@ from lightning_mist.cost.offload_loads import WithoutCopies
 from lightning_mist.cost.offload_parts import Ratios
 from lightning_mist.cost.offload_time import CopySeconds, copy_seconds, no_copies
 from lightning_mist.cost.overheads import overhead_seconds
-from lightning_mist.cost.overlap_floor import corners
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.ring_time import ring_seconds, stage_ring_seconds
 from lightning_mist.cost.shards import Beside, UnitSeconds, Unsharding, reduced_seconds, unit_seconds, unsharding
@@ -395,10 +394,6 @@ class StageCostModel:
         every, memory = (compute, None if beside is None else beside.units), self.memory(slot)
         machine = beside_copies((self.profile, self.cluster), self.spec, memory, slot, candidates, every, self.seams)
         return copy_floors(memory, slot, candidates, machine, ratios)
-
-    def copy_weights(self, slot: StageSlot) -> FloatArray:
-        """How channels slow each other down beside copies, as :func:`~lightning_mist.cost.overlap_floor.corners`."""
-        return corners(interference_of(self.profile, self.cluster), shard_nodes(self.cluster, slot) > 1)
 
     def _weights(self, slot: StageSlot) -> FloatArray:
         """Share of every region's backward that makes gradients of matrices, by FLOPs."""

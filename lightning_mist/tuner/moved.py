@@ -42,6 +42,7 @@ import numpy as np
 from lightning_mist.cost import CostModel, StageCandidates, StageSlot, profiles_of
 from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.mixed import copy_weights
 from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_parts import OffloadParts
 from lightning_mist.plan import ZeroStage
@@ -178,7 +179,7 @@ class Mover:
         row_J, place_JO = place_J // count, self.ratios.of_kinds(place_J % count)
         ratio_JO = self.ratios.offload_CO[place_J % count]
         steady_J, whole_J = counted.steady_K[of_J], counted.floor_K[of_J]
-        weights = {index: self.model.copy_weights(slots[index]) for index in np.unique(counted.shape_K[of_J]).tolist()}
+        weights = {index: copy_weights(self.model, slots[index]) for index in np.unique(counted.shape_K[of_J]).tolist()}
         alike = {id(item): item for item in weights.values()}
         for key, item in alike.items():
             at_N = np.flatnonzero(np.isin(counted.shape_K[of_J], [at for at, own in weights.items() if id(own) == key]))

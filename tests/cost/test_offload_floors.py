@@ -8,6 +8,7 @@ import pytest
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
 from lightning_mist.cost.candidates import OffloadCandidates
+from lightning_mist.cost.mixed import copy_weights
 from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_parts import Ratios
 from lightning_mist.hardware import catalog_profile, parse_cluster
@@ -48,7 +49,7 @@ def compare(model, slot, some):
     found = model.seconds(slot, replace(some.take(row), offload=OffloadCandidates(**offload)))
     floor = plain.steady_K + plain.tied_K + plain.update_K + plain.once_K
     floors = model.copy_floors(slot, some, RATIOS)
-    added = floors.added(model.copy_weights(slot), row, place[:, :3], values[3])
+    added = floors.added(copy_weights(model, slot), row, place[:, :3], values[3])
     taken = found.steady_K - plain.steady_K[row], found.steady_K + found.boundary_K - floor[row]
     return taken, added, found.steady_K
 
@@ -90,6 +91,6 @@ def test_where_seconds_are_corrected_nothing_is_promised():
     for name in CopyFloors.__slots__:
         assert np.array_equal(getattr(found, name), getattr(nothing, name))
     row = np.arange(len(stages()))
-    added = nothing.added(model.copy_weights(slot), row, np.ones((len(row), 3), dtype=np.int64), np.ones(len(row)))
+    added = nothing.added(copy_weights(model, slot), row, np.ones((len(row), 3), dtype=np.int64), np.ones(len(row)))
     assert not added[0].any()
     assert not added[1].any()
