@@ -10,7 +10,7 @@ searched is what the command searches by default, the same with nothing offloade
 
 import argparse
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from benchmarks.planner.apart import PRECISION, Question, Session, ask_apart, spec_of
 from benchmarks.record import Sample, make_record, write_record
@@ -59,11 +59,9 @@ CASES = (
 
 def spaces() -> dict[str, SearchSpace]:
     """What is searched, by what may be offloaded; spaces that are the same once, by their first name."""
-    default, found = SearchOptions().space(), dict[str, SearchSpace]()
-    if default.offload is None:  # All that devices have hosts for, as those of the catalog do.
-        default = replace(default, offload=OFFLOADED)
+    found: dict[str, SearchSpace] = {}
     for name, space in (
-        ("default", default),
+        ("default", SearchOptions().space()),
         ("nothing", SearchSpace(offload=())),
         ("everything", SearchSpace(offload=OFFLOADED)),
     ):
@@ -149,7 +147,8 @@ def main() -> None:
 
 def _defaults() -> str:
     """What the default space offloads, in words."""
-    return f"by default {', '.join(spaces()['default'].offloaded) or 'nothing'}"
+    offload = SearchOptions().space().offload
+    return f"by default {', '.join(offload) if offload else 'nothing'}"
 
 
 if __name__ == "__main__":

@@ -60,9 +60,9 @@ class StageSlot:
         return self.num_stages - 1 - self.stage_index if self.behind is None else self.behind
 
     @property
-    def near_stages(self) -> int:
-        """Stages of the pipeline in the same part of the cluster."""
-        return self.parts.count(self.part) if self.parts else self.num_stages
+    def devices(self) -> int:
+        """Devices of the stage."""
+        return self.shard_degree * self.tensor_parallel_degree
 
     def seam(self, first: int, second: int) -> tuple[int, int] | None:
         """The parts in which two stages lie, if they differ."""

@@ -1,9 +1,9 @@
 """Seconds of what stages exchange: across boundaries, among ranks with the same parameters, between tied copies.
 
 Where the devices lie is known of a plan (:class:`~lightning_mist.cost.placement.Placement`). Of a slot of a search it
-is taken for granted that a replica of the pipeline is contiguous and its stages are like this one: ranks with the same
-parameters spread over all nodes, and where a replica of stages of ``t`` devices is longer than a node of ``n``, every
-``n / t``-th boundary goes to another one. As a microbatch passes every boundary once, each stage is charged with their
+is taken for granted that the devices of a stage lie together, and that its neighbours are like it: ranks with the same
+parameters lie in one node if the stage fits into it, and of stages of ``m`` devices on nodes of ``n`` every
+``n / m``-th boundary goes to another node. As a microbatch passes every boundary once, each stage is charged with their
 mean.
 
 A pair of devices in different nodes is measured, or catalogued, with all devices of the node communicating. If fewer do
@@ -54,12 +54,14 @@ class Reductions:
 
 def shard_nodes(cluster: Cluster, slot: StageSlot) -> int:
     """Nodes that the ranks with the same parameters span."""
-    return slot.placement.shard_nodes if slot.placement else min(cluster.num_nodes, slot.shard_degree)
+    if slot.placement:
+        return slot.placement.shard_nodes
+    return min(cluster.num_nodes, slot.shard_degree, -(-slot.devices // cluster.devices_per_node))
 
 
-def _leaves_node(cluster: Cluster, slot: StageSlot) -> bool:
-    """Whether a replica of a pipeline is longer than a node, if its stages are alike and nothing more is known."""
-    return cluster.num_nodes > 1 and slot.near_stages * slot.tensor_parallel_degree > cluster.devices_per_node
+def _outward(cluster: Cluster, slot: StageSlot) -> float:
+    """Part of the boundaries that go to another node, and of a node's devices that use each of them."""
+    return min(1.0, slot.devices / cluster.devices_per_node) if cluster.num_nodes > 1 else 0.0
 
 
 def _over_seam(
@@ -125,7 +127,7 @@ def tied_seconds(
     ends = _ends(slot, seams, 0, slot.num_stages - 1)
     if ends:
         return _over_seam(ends, "all_reduce", held.shared_K)
-    nodes = slot.placement.tied_nodes if slot.placement else 1 + _leaves_node(cluster, slot)
+    nodes = slot.placement.tied_nodes if slot.placement else min(2, cluster.num_nodes)
     return collective_seconds(profile, "all_reduce", 2, nodes, held.shared_K)
 
 
@@ -228,7 +230,7 @@ def cut_key(cluster: Cluster, slot: StageSlot) -> Hashable:
         cluster: The devices.
         slot: A slot of which it is not known where its devices lie.
     """
-    return slot.rows, slot.context_parallel_degree, _leaves_node(cluster, slot), slot.seams
+    return slot.rows, slot.context_parallel_degree, _outward(cluster, slot), slot.seams
 
 
 def _ends(slot: StageSlot, seams: Sequence[HardwareProfile], first: int, second: int) -> tuple[HardwareProfile, ...]:
@@ -251,9 +253,9 @@ def _mean_crossing(
 ) -> FloatArray:
     """Seconds of a boundary of a pipeline of which nobody knows where it lies: the mean over boundaries."""
     inside_C = collective_seconds(profile, "send_recv", 2, 1, payload_C, tensors_C)
-    if not _leaves_node(cluster, slot):
+    share = _outward(cluster, slot)
+    if not share:
         return inside_C
-    share = min(1.0, slot.tensor_parallel_degree / cluster.devices_per_node)
     across_C = collective_seconds(profile, "send_recv", 2, 2, payload_C * share, tensors_C)
     result_C: FloatArray = inside_C + share * np.maximum(0.0, across_C - inside_C)
     return result_C

@@ -19,10 +19,10 @@ class _Unit(NamedTuple):
 def rank_layout(degrees: Sequence[tuple[int, int]], devices_per_node: int | None = None) -> tuple[tuple[int, ...], ...]:
     """Global ranks of every stage, data-parallel index slowest, tensor-parallel index fastest.
 
-    The ranks of a replica of the pipeline are contiguous. Within a replica the last stage comes first, so that global
-    rank 0, where Lightning prints, logs and writes checkpoints, is one that sees losses. If tensor-parallel ranks would
-    so lie in several nodes, stages are dealt to nodes by falling tensor-parallel degree instead; rank 0 stays one of
-    the last stage.
+    The ranks of a stage are contiguous, so that those with the same parameters are near each other. The last stage
+    comes first, so that global rank 0, where Lightning prints, logs and writes checkpoints, is one that sees losses. If
+    tensor-parallel ranks would so lie in several nodes, stages are dealt to nodes by falling tensor-parallel degree
+    instead; rank 0 stays one of the last stage.
 
     Args:
         degrees: Data- and tensor-parallel degree of every stage.
@@ -31,15 +31,67 @@ def rank_layout(degrees: Sequence[tuple[int, int]], devices_per_node: int | None
     Raises:
         PlanError: If the tensor-parallel ranks of some stage cannot be within one node.
     """
+    return _numbered(degrees, _by_stage(degrees), devices_per_node)
+
+
+def rank_layouts(
+    degrees: Sequence[tuple[int, int]], devices_per_node: int | None = None
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Layouts of ranks of which one or another may be faster, that of :func:`rank_layout` first.
+
+    In the others a replica of the pipeline is contiguous, so that what passes between its stages stays near, or stages
+    are dealt to nodes by falling numbers of ranks, so that none lies in more nodes than it has to.
+
+    Args:
+        degrees: As for :func:`rank_layout`.
+        devices_per_node: Likewise.
+
+    Raises:
+        PlanError: If the tensor-parallel ranks of some stage cannot be within one node.
+    """
+    found = [rank_layout(degrees, devices_per_node)]
+    if devices_per_node is not None and sum(data * tensor for data, tensor in degrees) > devices_per_node:
+        found.append(_numbered(degrees, _by_replica(degrees), devices_per_node))
+        whole = [_Unit(stage, 0, data * tensor) for stage, (data, tensor) in reversed(list(enumerate(degrees)))]
+        dealt = _by_node(whole, devices_per_node)
+        if dealt is not None:
+            order = {unit.stage: place for place, unit in enumerate(dealt)}
+            units = sorted(_by_stage(degrees), key=lambda unit: order[unit.stage])
+            found.append(_numbered(degrees, units, devices_per_node))
+    return tuple(dict.fromkeys(found))
+
+
+def _by_stage(degrees: Sequence[tuple[int, int]]) -> list[_Unit]:
+    return [
+        _Unit(stage, place, tensor)
+        for stage, (data, tensor) in reversed(list(enumerate(degrees)))
+        for place in range(data)
+    ]
+
+
+def _by_replica(degrees: Sequence[tuple[int, int]]) -> list[_Unit]:
     replicas = reduce(gcd, (data for data, _ in degrees), 0)
-    units = [
+    return [
         _Unit(stage, replica * (data // replicas) + place, tensor)
         for replica in range(replicas)
         for stage, (data, tensor) in reversed(list(enumerate(degrees)))
         for place in range(data // replicas)
     ]
+
+
+def _numbered(
+    degrees: Sequence[tuple[int, int]], units: list[_Unit], devices_per_node: int | None
+) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every stage if its units come in an order, or as near to it as tensor parallelism allows."""
     if devices_per_node is not None and not _fits(units, devices_per_node):
-        units = _by_node(units, devices_per_node)
+        dealt = _by_node(units, devices_per_node)
+        if dealt is None:
+            raise PlanError(
+                f"tensor_parallel_degree of {[unit.size for unit in units]} on nodes of {devices_per_node} devices: "
+                "the ranks that share a layer must be in one node; use degrees that divide each other and "
+                f"{devices_per_node}"
+            )
+        units = dealt
     ranks: dict[tuple[int, int], range] = {}
     first = 0
     for unit in units:
@@ -60,19 +112,15 @@ def _fits(units: Sequence[_Unit], devices_per_node: int) -> bool:
     return True
 
 
-def _by_node(units: Sequence[_Unit], devices_per_node: int) -> list[_Unit]:
-    """The units node by node, none in two of them, a unit of the last stage first."""
+def _by_node(units: Sequence[_Unit], devices_per_node: int) -> list[_Unit] | None:
+    """The units node by node, none in two of them, a unit of the last stage first; nothing if that cannot be."""
     count = -(-sum(unit.size for unit in units) // devices_per_node)
     nodes: list[list[_Unit]] = [[] for _ in range(count)]
     free = [devices_per_node] * count
     for unit in sorted(units, key=lambda unit: -unit.size):
         node = next((index for index in range(count) if free[index] >= unit.size), None)
         if node is None:
-            raise PlanError(
-                f"tensor_parallel_degree of {[unit.size for unit in units]} on nodes of {devices_per_node} devices: "
-                "the ranks that share a layer must be in one node; use degrees that divide each other and "
-                f"{devices_per_node}"
-            )
+            return None
         nodes[node].append(unit)
         free[node] -= unit.size
     order = {unit: index for index, unit in enumerate(units)}

@@ -15,9 +15,10 @@ import numpy as np
 from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
-from lightning_mist.tuner.clocked import CLOCKED, clocked, step_seconds_of_plan
+from lightning_mist.tuner.clocked import CLOCKED, step_seconds_of_plan
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.mixed import Stages, mixed_layout
+from lightning_mist.tuner.placed import predicted_in_place
 from lightning_mist.tuner.problem import InterStageProblem
 from lightning_mist.tuner.result import LEAST_SHARE, Alternative
 from lightning_mist.tuner.search import Outcome
@@ -109,7 +110,7 @@ def _on_the_clock(stages: Stages, outcome: Outcome) -> list[_Clocked]:
     found: dict[Plan, _Clocked] = {}
     for item in (outcome.best[outcome.winner], *outcome.best.values(), *near):
         made = make_plan(stages.space, item.problem, item.answer.chosen, stages.model.cluster)
-        plan = clocked(stages.model, made)
+        plan = predicted_in_place(stages.model, made)
         found.setdefault(plan, _Clocked(plan=plan, closed_form_seconds=item.answer.objective))
     return list(found.values())
 

@@ -82,7 +82,7 @@ class FamilyFloors:
         """Step seconds that no pipeline of some numbers of stages goes below, as far as they are less than ``below``.
 
         Args:
-            counts: Numbers of stages, of which all or none are longer than a node, by tensor-parallel degree.
+            counts: Numbers of stages.
             num_microbatches: Number of microbatches.
             below: Seconds from which on it does not matter; finite.
             deadline: Value of ``perf_counter()`` at which to stop with what has been found.
@@ -99,7 +99,6 @@ class FamilyFloors:
         runs = self._runs(num_microbatches, below / num_microbatches)
         if not len(runs):
             return below
-        leaves = self.space.leaves_node(counts[0])
         room = Room(
             memory_limit=self.memory_limit,
             kinds=self.kinds,
@@ -110,20 +109,18 @@ class FamilyFloors:
         def choices_of(stage_index: int, num_stages: int) -> SlotChoices:
             place = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
             phases = stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule)
-            found = self._of(runs, room, place, phases, leaves)
+            found = self._of(runs, room, place, phases)
             return found.take(found.steady_K <= below / num_microbatches * ROOM)
 
         family = family_of(self.space, counts, num_microbatches, choices_of)
         # A pipeline with a stage that is left out takes at least as long.
         return min(below, solve_family(family, below=below, deadline=deadline).bound) if family.heads else below
 
-    def _of(
-        self, runs: LeastRuns, room: Room, place: str, phases: tuple[Phase, ...], leaves: tuple[bool, ...]
-    ) -> SlotChoices:
-        key = self.kinds, room.num_microbatches, place, phases, leaves
+    def _of(self, runs: LeastRuns, room: Room, place: str, phases: tuple[Phase, ...]) -> SlotChoices:
+        key = self.kinds, room.num_microbatches, place, phases
         known, choices = self._choices.get(key, (None, SlotChoices.none()))
         if known is not runs:
-            choices = floor_choices(runs, room, place, phases, leaves)
+            choices = floor_choices(runs, room, place, phases)
             self._choices[key] = runs, choices
         return choices
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_mist.cost.channels import CopyRates
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.offload import BUFFERS
 from lightning_mist.cost.phases import Phase
 from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
@@ -72,9 +72,7 @@ class Room:
     num_microbatches: int
 
 
-def floor_choices(
-    runs: LeastRuns, room: Room, place: str, phases: Sequence[Phase], leaves_node: Sequence[bool]
-) -> SlotChoices:
+def floor_choices(runs: LeastRuns, room: Room, place: str, phases: Sequence[Phase]) -> SlotChoices:
     """Choices of a slot of which none that there is takes less, by layers and devices.
 
     Args:
@@ -82,26 +80,22 @@ def floor_choices(
         room: What they may use.
         place: A name of :data:`~lightning_mist.tuner.least_runs.PLACES`.
         phases: The situations of the slot.
-        leaves_node: For every tensor-parallel degree whether the pipeline is longer than a node.
     """
-    return _Stage(runs, room, PLACES.index(place), phases, np.array(leaves_node)).choices()
+    return _Stage(runs, room, PLACES.index(place), phases).choices()
 
 
 class _Stage:
     """All runs of layers at one place of a pipeline."""
 
-    def __init__(
-        self, runs: LeastRuns, room: Room, place: int, phases: Sequence[Phase], leaves_node: BoolArray
-    ) -> None:
+    def __init__(self, runs: LeastRuns, room: Room, place: int, phases: Sequence[Phase]) -> None:
         self.runs, self.room, self.place = runs, room, place
         # Gradients are there in all backwards but the first.
         backwards = [phase.others for phase in phases if phase.kind == "backward"]
         self.has_gradients = bool(backwards)
         self.others = max(backwards or [phase.others for phase in phases if phase.kind == "first backward"])
         self.forward_K, self.backward_K = runs.forward_XK[place], runs.backward_XK[place]
-        at_N = (leaves_node[runs.tensor_K].astype(np.int64), np.arange(len(runs)))
         is_first, is_last = place == PLACES.index("first"), place == PLACES.index("last")
-        self.transfer_K = runs.arrival_NK[at_N] * (not is_first) + runs.return_NK[at_N] * (not is_last)
+        self.transfer_K = runs.arrival_K * (not is_first) + runs.return_K * (not is_last)
         # The head or the tail is a unit of its own.
         units_K = runs.layers_K + (is_first or is_last)
         self.free_K = np.maximum(0.0, 1 - BUFFERS / units_K)

@@ -26,8 +26,7 @@ from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.families import GridCosts
 from lightning_mist.tuner.least_runs import LeastRuns
-from lightning_mist.tuner.moved import Asked, Mover, worth_moving
-from lightning_mist.tuner.moved_ratios import Ratios
+from lightning_mist.tuner.moved import Mover, Ratios, worth_moving
 from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.pieces import Pieces, piece_key
 from lightning_mist.tuner.space import OFFLOADED, Shape, Space, common_unit
@@ -36,9 +35,9 @@ from lightning_mist.tuner.windows import Role, Windows, fixed_window, layer_clas
 
 __all__ = ["ANYWHERE", "EVERY_PART", "IntraStage", "SlotChoices", "layer_classes", "with_peaks_as_seconds"]
 
-TableKey = tuple[Role, int, int, tuple[bool, ...], Hashable]
-"""Role, number of microbatches, stage where its layers are settled (else -1), for every tensor-parallel degree whether
-the pipeline is longer than a node, and where it passes from one part of the cluster to another."""
+TableKey = tuple[Role, int, int, Hashable]
+"""Role, number of microbatches, stage where its layers are settled (else -1), and where the pipeline passes from one
+part of the cluster to another."""
 
 
 class IntraStage:
@@ -171,11 +170,10 @@ class IntraStage:
         """The situations of stages that share a table with one and have more behind them, up to twice as many."""
         if role_of(stage_index, num_stages) not in ("first", "middle"):
             return ()
-        near = self.space.devices_per_node
-        most = min(2 * num_stages - stage_index, near if num_stages <= near else self.space.max_stages)
+        most = min(2 * num_stages - stage_index, self.space.max_stages)
         found = (
             stage_phases(stage_index, count, num_microbatches, self.space.schedule)
-            for count in range(num_stages + 1, min(most, self.space.max_stages) + 1)
+            for count in range(num_stages + 1, most + 1)
         )
         return tuple(dict.fromkeys(found))
 
@@ -212,9 +210,7 @@ class IntraStage:
             return counted.choices(kept_J, peak_K[kept_J])
         later = () if self._mover.has_looked(table, phases) else ahead
         next_ones = [(worth_moving(table, count, self._fitting(table, count, item)[1]), item) for item in later]
-        worth_B = worth_moving(counted, count, kept_J)
-        asked = Asked(table=table, counted=counted, index_B=worth_B, kept_I=kept_J, slowest=slowest)
-        moved, evaluated = self._mover.of(asked, phases, next_ones)
+        moved, evaluated = self._mover.of(table, worth_moving(counted, count, kept_J), phases, next_ones)
         self.evaluated += evaluated
         steady_J, boundary_J, peak_J, index_J = (
             np.concatenate([here[kept_J], there])
@@ -298,10 +294,9 @@ class IntraStage:
 
     def _key(self, stage_index: int, num_stages: int, num_microbatches: int, pipeline: tuple[int, ...]) -> TableKey:
         slot = self.slot(stage_index, num_stages, num_microbatches, Shape(1), pipeline)
-        # Between nodes a transfer costs more; all else depends on the number of stages only through the situations.
-        leaves = self.space.leaves_node(slot.near_stages)
+        # What a stage costs depends on the number of stages only through the situations.
         settled = stage_index if self.space.cuts(num_stages) is not None else -1
-        return role_of(stage_index, num_stages), num_microbatches, settled, leaves, slot.seams
+        return role_of(stage_index, num_stages), num_microbatches, settled, slot.seams
 
     def _table(
         self, stage_index: int, num_stages: int, num_microbatches: int, pipeline: tuple[int, ...], pace: float

@@ -10,12 +10,11 @@ Array axes
     K  runs: arrangement of devices and ZeRO stage, number of layers, how many of the first are recomputed
     J  the same without the last
     X  with neither the head nor the tail, with the head, with the tail: places in a pipeline
-    N  pipelines that fit into a node, others
     W  sets of weights
     C  channels
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -49,7 +48,6 @@ class LeastRuns:
         pace: Seconds per microbatch; runs that compute for longer are missing.
         layers_K: Layers.
         devices_K: Devices.
-        tensor_K: Which tensor-parallel degree of the search space, by its place among them in ascending order.
         recomputed_K: Layers that are recomputed.
         forward_XK: Computing a forward.
         backward_XK: Computing a backward, with what it recomputes.
@@ -57,8 +55,8 @@ class LeastRuns:
         backward_network_K: The same beside a backward.
         outer_K: The part of both that the outermost units may not take.
         reduce_XK: Averaging gradients after the last microbatch, hidden or not.
-        arrival_NK: Receiving the input, in pipelines that fit into a node, and in longer ones.
-        return_NK: Receiving the gradient of the output, likewise.
+        arrival_K: Receiving the input.
+        return_K: Receiving the gradient of the output.
         saved_K: What one microbatch keeps until its backward, when its output has gone.
         whole_K: The same with its output.
         top_K: The part of it that the last layer keeps.
@@ -77,7 +75,6 @@ class LeastRuns:
     pace: float
     layers_K: IntArray
     devices_K: IntArray
-    tensor_K: IntArray
     recomputed_K: IntArray
     forward_XK: FloatArray
     backward_XK: FloatArray
@@ -85,8 +82,8 @@ class LeastRuns:
     backward_network_K: FloatArray
     outer_K: FloatArray
     reduce_XK: FloatArray
-    arrival_NK: FloatArray
-    return_NK: FloatArray
+    arrival_K: FloatArray
+    return_K: FloatArray
     saved_K: FloatArray
     whole_K: FloatArray
     top_K: FloatArray
@@ -138,8 +135,7 @@ def least_runs(
     found: list[dict[str, Any]] = []
     for shape in space.shapes(num_microbatches):
         if shape.devices < space.world_size:
-            slots = [slot_of(1, count, num_microbatches, shape) for count in (2, 2 + space.devices_per_node)]
-            of_shape = _OfShape(model, space, slots, pace)
+            of_shape = _OfShape(model, space, slot_of(1, 2, num_microbatches, shape), pace)
             if len(of_shape.layers_K):
                 zeros = sorted(set(space.search.zero_stages)) if shape.data > 1 else [0]
                 found += [of_shape.runs(zero_stage) for zero_stage in zeros]
@@ -167,12 +163,12 @@ class _OfShape:
     Args:
         model: The cost model.
         space: The search space.
-        slots: A stage between others, of a pipeline that may fit into a node and of one that does not.
+        slot: A stage of a pipeline.
         pace: Seconds per microbatch.
     """
 
-    def __init__(self, model: StageCostModel, space: Space, slots: Sequence[StageSlot], pace: float) -> None:
-        self.model, self.space, self.slots, self.slot = model, space, slots, slots[0]
+    def __init__(self, model: StageCostModel, space: Space, slot: StageSlot, pace: float) -> None:
+        self.model, self.space, self.slot = model, space, slot
         self.memory = model.memory(self.slot)
         self.costs, self.holdings = self.memory.costs(self.slot.rows), self.memory.holdings
         self.degree, self.nodes = self.slot.shard_degree, shard_nodes(model.cluster, self.slot)
@@ -187,7 +183,6 @@ class _OfShape:
 
     def runs(self, zero_stage: int) -> dict[str, Any]:
         """What :class:`LeastRuns` has of them under a ZeRO stage."""
-        degrees = sorted({kind[0] for kind in self.space.tensor})
         whole = self._of_batches() + self.memory.spec.buffer_bytes
         weights_WC = load_weights(interference_of(self.model.profile, self.model.cluster), self.nodes > 1)
         every = np.ones(len(self.layers_K), dtype=np.int64)
@@ -197,8 +192,7 @@ class _OfShape:
         )
         return {
             "layers_K": self.layers_K,
-            "devices_K": every * self.degree * self.slot.tensor_parallel_degree,
-            "tensor_K": every * degrees.index(self.slot.tensor_parallel_degree),
+            "devices_K": every * self.slot.devices,
             "recomputed_K": self.recomputed_K,
             "always_K": every * whole,
             "copies_K": every * float(is_told),
@@ -218,22 +212,18 @@ class _OfShape:
         """Seconds of computing."""
         forward_R, backward_R = self.compute.forward_R, self.compute.backward_R
         forward_L, backward_L = _of_layers(forward_R), _of_layers(backward_R)
-        backward_K = backward_L[self.layers_K] + forward_L[self.recomputed_K]
-        return {
-            "forward_XK": np.stack([forward_L[self.layers_K] + edge for edge in _edges(forward_R)]),
-            "backward_XK": np.stack([backward_K + edge for edge in _edges(backward_R)]),
-        }
+        forward_XK: FloatArray = np.array(_edges(forward_R))[:, None] + forward_L[self.layers_K]
+        backward_XK: FloatArray = np.array(_edges(backward_R))[:, None] + backward_L[self.layers_K]
+        backward_XK += forward_L[self.recomputed_K]
+        return {"forward_XK": forward_XK, "backward_XK": backward_XK}
 
     def _transferred(self, every: IntArray) -> dict[str, FloatArray]:
         """Seconds of receiving what comes from the neighbours, over any cut."""
         cuts = np.arange(1, self.space.num_layers)
         ends = StageCandidates(start_K=cuts, end_K=cuts, checkpointed_K=0 * cuts, zero_stage_K=0 * cuts)
-        found = [
-            [float(seconds.min()) * self.corrected for seconds in transfers(*self._machine, slot, ends, self.memory)]
-            for slot in self.slots
-        ]
-        arrival_N, return_N = np.array(found).T
-        return {"arrival_NK": arrival_N[:, None] * every, "return_NK": return_N[:, None] * every}
+        found = transfers(*self._machine, self.slot, ends, self.memory)
+        arrival, back = (float(seconds_C.min()) * self.corrected for seconds_C in found)
+        return {"arrival_K": np.full(len(every), arrival), "return_K": np.full(len(every), back)}
 
     @property
     def _machine(self) -> tuple[HardwareProfile, Cluster]:

@@ -236,13 +236,9 @@ def _groups(space: Space, spaces: Sequence[Space], only: Space, parts: Sequence[
         for order in permutations(range(len(parts))):
             for stages in product(*(reached[part] for part in order[1:])):
                 rest = tuple(part for part, count in zip(order[1:], stages, strict=True) for _ in range(count))
-                near: dict[tuple[bool, ...], list[int]] = {}
-                for count in reached[order[0]]:
-                    if count + len(rest) in asked:
-                        # Stages that fit into a node send faster.
-                        near.setdefault(spaces[order[0]].leaves_node(count), []).append(count + len(rest))
-                for counts in near.values():
-                    yield Group(num_microbatches=num_microbatches, first=order[0], rest=rest, counts=tuple(counts))
+                counts = tuple(count + len(rest) for count in reached[order[0]] if count + len(rest) in asked)
+                if counts:
+                    yield Group(num_microbatches=num_microbatches, first=order[0], rest=rest, counts=counts)
 
 
 def _stages_of_part(counts: Collection[int], size: int, most: int) -> tuple[int, ...]:

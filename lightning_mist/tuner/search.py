@@ -45,8 +45,8 @@ COMPARED = 1.25
 """Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
 
 NEAR = 1.03
-"""Multiple of the best plan's seconds below which all numbers of stages that share its candidates are searched for
-theirs, to be run on the clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`)."""
+"""Multiple of the best plan's seconds below which all numbers of stages are searched for theirs, to be run on the
+clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     )
     for item in (known := known_answers(pasts, limits)):
         tally.note(item)
-    groups = list(_groups(space, tuple(lower)))
+    groups = list(_groups(tuple(lower)))
     pipelines = [group for group in groups if group[0] != (1,)]
     # One stage has so few choices that all are looked at; what it takes is to be beaten.
     intra.try_ratios(intra.passes[-1], patience)
@@ -104,7 +104,7 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     alone = {key: bound for key, bound in tally.bounds.items() if key[0] == 1}
     for ratios in intra.passes:
         intra.try_ratios(ratios, deadline if tally.best else patience)
-        tally.floors.kinds = frozenset(space.search.offloaded if ratios else ())
+        tally.floors.kinds = frozenset(space.search.offload if ratios else ())
         tally.bounds = {**lower, **alone}  # What was proven of a smaller space is not of a larger one.
         _look(tally, pipelines)
     bound = min(tally.bounds.values(), default=np.inf)
@@ -122,8 +122,7 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     proven = dict(tally.bounds) if len(intra.passes) > 1 else tally.bounds
     # The other numbers of stages are there to compare with, so the fewer ratios do; that proves nothing of all.
     intra.try_ratios(intra.passes[min(1, len(intra.passes) - 1)], deadline)
-    near = [count for count in range(2, space.max_stages + 1) if space.leaves_node(count) == space.leaves_node(winner)]
-    for counts, factor in ((compared(space, winner), COMPARED), (near, NEAR)):
+    for counts, factor in ((compared(space, winner), COMPARED), (tuple(range(2, space.max_stages + 1)), NEAR)):
         some = _open(tally, [key for key in groups if not set(counts).isdisjoint(key[0])], tally.least * factor)
         for num_stages in counts:
             _search(tally, [key for key in some if num_stages in key[0]], tally.least * factor, num_stages)
@@ -187,13 +186,12 @@ Group = tuple[tuple[int, ...], int]
 """Numbers of stages that are solved together, and the number of microbatches."""
 
 
-def _groups(space: Space, pipelines: tuple[tuple[int, int], ...]) -> Iterator[Group]:
+def _groups(pipelines: tuple[tuple[int, int], ...]) -> Iterator[Group]:
     """Pipelines whose stages cost the same, but for how many are behind them."""
-    counts: dict[tuple[tuple[bool, ...], int], list[int]] = {}
+    counts: dict[tuple[bool, int], list[int]] = {}
     for num_stages, num_microbatches in pipelines:
-        # One stage has nothing to send, and pipelines that fit into a node send faster.
-        kind = () if num_stages == 1 else space.leaves_node(num_stages)
-        counts.setdefault((kind, num_microbatches), []).append(num_stages)
+        # One stage has nothing to send.
+        counts.setdefault((num_stages > 1, num_microbatches), []).append(num_stages)
     for (_, num_microbatches), stages in sorted(counts.items()):
         yield tuple(sorted(stages)), num_microbatches
 

@@ -104,15 +104,6 @@ class Space:
             return tuple(sorted({count for count in asked if count <= self.world_size}))
         return divisors(self.world_size)
 
-    def leaves_node(self, num_stages: int) -> tuple[bool, ...]:
-        """For every tensor-parallel degree whether so many stages of it are more than fit into a node.
-
-        Pipelines of which this is the same pay the same for what passes between their stages.
-        """
-        return tuple(
-            num_stages * degree > self.devices_per_node for degree in sorted({kind[0] for kind in self.tensor})
-        )
-
     def shapes(self, num_microbatches: int) -> tuple[Shape, ...]:
         """Arrangements of a stage's devices for which a batch is cut into equal parts, ascending."""
         return _shapes(self, num_microbatches)

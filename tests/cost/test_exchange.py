@@ -88,9 +88,13 @@ def test_stages_of_a_search_pay_for_the_mean_boundary():
         inside + (across - inside) / 4
     )
     assert transfers(hardware, cluster(8, nodes=1), slot, some, memory)[0][0] == pytest.approx(inside)
-    # Four stages fit into a node, unless each has several devices of every replica.
-    slot, some = slots_of(make_plan([(1, 1)] * 4))[1]
-    assert transfers(hardware, cluster(8, nodes=2), slot, some, memory)[0][0] == pytest.approx(inside)
+    # Of stages of two devices every other boundary does, and both send over it.
+    wide = dataclasses.replace(slot, data_parallel_degree=2)
+    halfway = across + (across - 1e-4)
+    assert transfers(hardware, cluster(8, nodes=2), wide, some, memory)[0][0] == pytest.approx(
+        inside + (halfway - inside) / 2
+    )
+    # Stages that fill nodes have all their neighbours in others.
     split = dataclasses.replace(slot, tensor_parallel_degree=4)
     assert transfers(hardware, cluster(16, nodes=4), split, some, memory)[0][0] == pytest.approx(1e-4 + 1000 / 1e8)
 
@@ -129,12 +133,14 @@ def test_groups_are_where_the_plan_puts_them():
     place = cluster(8, nodes=4)
     plan = make_plan([(2, 1), (2, 2), (2, 1)])
     slots = [slot for slot, _ in placed_slots_of(plan, 2)]
-    assert [shard_nodes(place, slot) for slot in slots] == [2, 2, 2]
-    # Of a search they are taken to be in as many nodes as they can.
-    assert [shard_nodes(place, slot) for slot, _ in slots_of(plan)] == [2, 2, 2]
+    assert [shard_nodes(place, slot) for slot in slots] == [1, 2, 1]
+    # Of a search they are taken to be in as few nodes as they can.
+    assert [shard_nodes(place, slot) for slot, _ in slots_of(plan)] == [1, 2, 1]
     plan = make_plan([(2, 1), (1, 2)])
     assert [shard_nodes(cluster(4, nodes=2), slot) for slot, _ in placed_slots_of(plan, 2)] == [1, 1]
-    assert [shard_nodes(cluster(4, nodes=2), slot) for slot, _ in slots_of(plan)] == [2, 1]
+    assert [shard_nodes(cluster(4, nodes=2), slot) for slot, _ in slots_of(plan)] == [1, 1]
+    (only,) = slots_of(make_plan([(4, 1)]))
+    assert shard_nodes(cluster(4, nodes=2), only[0]) == 2
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])

@@ -165,7 +165,7 @@ def test_work_and_roofline_of_unlike_devices():
     assert 0.5 * combined < found.roofline_seconds <= combined * (1 + 1e-12)
 
 
-def test_slots_know_the_stages_of_their_part():
+def test_slots_know_their_part():
     slot = StageSlot(
         stage_index=1,
         num_stages=3,
@@ -175,7 +175,7 @@ def test_slots_know_the_stages_of_their_part():
         batch_rows=1,
         parts=(0, 0, 1),
     )
-    assert (slot.part, slot.near_stages, slot.seam(0, 1), slot.seam(1, 2)) == (0, 2, None, (0, 1))
+    assert (slot.part, slot.devices, slot.seam(0, 1), slot.seam(1, 2)) == (0, 1, None, (0, 1))
     one = StageCandidates(
         start_K=np.array([1]), end_K=np.array([2]), checkpointed_K=np.array([0]), zero_stage_K=np.array([0])
     )

@@ -4,15 +4,15 @@ import pytest
 
 from lightning_mist.cost.placement import placements_of
 from lightning_mist.plan import LiveTensor, Plan, StageMesh, StagePlan, ZeroStage
-from lightning_mist.plan.layout import rank_layout
+from lightning_mist.plan.layout import rank_layout, rank_layouts
 from lightning_mist.plan.mesh import overlaps, side_of
 
 LIVE = LiveTensor(key="x", shape=(1, 24), dtype="float32", batch_dim=0, requires_grad=True, sequence_dim=1)
 
 
-def make_plan(degrees, *, nodes=None, sequence=False, context=1):
+def make_plan(degrees, *, nodes=None, sequence=False, context=1, layout=None):
     """A plan of one layer per stage, ``degrees`` being data and tensor parallelism of each."""
-    layout = rank_layout([(data * context, tensor) for data, tensor in degrees], nodes)
+    layout = layout or rank_layout([(data * context, tensor) for data, tensor in degrees], nodes)
     rows = max(data for data, _ in degrees)
     stages = tuple(
         StagePlan(
@@ -78,7 +78,7 @@ def test_crossings_are_what_the_runtime_sends(degrees, sequence):
 
 
 def test_equal_stages_hand_on_what_they_have():
-    (first, second) = placements_of(make_plan([(4, 2), (4, 2)]), 8)
+    (first, second) = placements_of(make_plan([(4, 2), (4, 2)]), 16)
     assert first.behind.sent == first.behind.received == first.share == second.share == 1.0
     assert (first.behind.sent_messages, first.behind.received_messages) == (1, 1)
     assert (first.behind.across, first.behind.sharing, first.behind.receiving) == (False, 0.0, 0.0)
@@ -94,8 +94,12 @@ def test_more_ranks_receive_less_each_but_a_sender_sends_it_all():
 
 
 def test_groups_and_the_nodes_that_they_span():
-    # Replicas of two stages lie in one node each; ranks with the same parameters in all.
+    # Stages of four devices lie in two nodes each.
     first, second = placements_of(make_plan([(4, 1), (4, 1)]), 2)
+    assert (first.shard_nodes, second.shard_nodes, first.tied_nodes) == (2, 2, 2)
+    assert first.behind.across
+    # With replicas in one node each ranks with the same parameters lie in all.
+    first, second = placements_of(make_plan([(4, 1), (4, 1)], layout=rank_layouts([(4, 1), (4, 1)], 2)[1]), 2)
     assert (first.shard_nodes, second.shard_nodes, first.tied_nodes) == (4, 4, 1)
     assert not first.behind.across
     # Two stages of two devices on two nodes: each stage in a node of its own.

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan, StageMesh, StagePlan, replica_ranks
-from lightning_mist.plan.layout import longest_chain, rank_layout
+from lightning_mist.plan.layout import longest_chain, rank_layout, rank_layouts
 
 
 def plan_of(degrees, layout):
@@ -19,23 +19,45 @@ def plan_of(degrees, layout):
     return Plan(global_batch_size=12, num_microbatches=1, stages=stages)
 
 
-@pytest.mark.parametrize(
-    "degrees",
-    [
-        *([(data, 1) for data in degrees] for degrees in [(4,), (1, 1), (2, 2), (1, 2), (4, 2, 2), (6, 3, 3)]),
-        [(2, 2), (2, 2)],
-        [(1, 4), (2, 2)],
-        [(4, 1), (2, 2)],
-    ],
-)
-def test_the_layout_keeps_replicas_together_and_the_last_stage_first(degrees):
+DEGREES = [
+    *([(data, 1) for data in degrees] for degrees in [(4,), (1, 1), (2, 2), (1, 2), (4, 2, 2), (6, 3, 3)]),
+    [(2, 2), (2, 2)],
+    [(1, 4), (2, 2)],
+    [(4, 1), (2, 2)],
+]
+
+
+@pytest.mark.parametrize("degrees", DEGREES)
+def test_the_layout_keeps_stages_together_and_the_last_stage_first(degrees):
     layout = rank_layout(degrees)
-    plan = plan_of(degrees, layout)
-    assert layout[-1][0] == 0
-    for replica in range(plan.num_replicas):
-        ranks = replica_ranks(plan, replica)
-        assert ranks == tuple(range(ranks[0], ranks[0] + len(ranks)))
-        assert [plan.stage_of(rank) for rank in ranks] == sorted((plan.stage_of(r) for r in ranks), reverse=True)
+    plan_of(degrees, layout)
+    assert [rank for ranks in reversed(layout) for rank in ranks] == list(range(sum(map(len, layout))))
+
+
+@pytest.mark.parametrize("degrees", DEGREES)
+def test_another_layout_keeps_replicas_together(degrees):
+    near = max(2, *(tensor for _, tensor in degrees))
+    layouts = rank_layouts(degrees, near)
+    assert layouts[0] == rank_layout(degrees, near)
+    found = []
+    for layout in layouts:
+        plan = plan_of(degrees, layout)
+        assert 0 in layout[-1]
+        replicas = [replica_ranks(plan, replica) for replica in range(plan.num_replicas)]
+        found.append(all(ranks == tuple(range(ranks[0], ranks[0] + len(ranks))) for ranks in replicas))
+    assert any(found)
+
+
+def test_where_stages_straddle_nodes_they_are_dealt_to_nodes_in_another_layout():
+    degrees = [(1, 1), (2, 1), (2, 1), (2, 1), (1, 1)]
+    straddling, *others = rank_layouts(degrees, 4)
+    assert any(ranks[0] // 4 != ranks[-1] // 4 for ranks in straddling)
+    assert any(all(ranks[0] // 4 == ranks[-1] // 4 for ranks in layout) for layout in others)
+
+
+def test_within_a_node_there_is_one_layout():
+    assert len(rank_layouts([(2, 1), (2, 1)], 4)) == len(rank_layouts([(2, 1), (2, 1)])) == 1
+    assert len(rank_layouts([(2, 1), (2, 1)], 2)) == 2
 
 
 @pytest.mark.parametrize("per_node", [2, 4, 8])

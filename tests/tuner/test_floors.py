@@ -31,7 +31,7 @@ def floors_of(maker, room, index, count, microbatches):
     runs = least_runs(maker.model, maker.space, maker.slot, microbatches, np.inf)
     place = "first" if not index else "last" if index == count - 1 else "middle"
     phases = stage_phases(index, count, microbatches)
-    return floor_choices(runs, room, place, phases, maker.space.leaves_node(count)) if len(runs) else None
+    return floor_choices(runs, room, place, phases) if len(runs) else None
 
 
 def compare(found, rng):

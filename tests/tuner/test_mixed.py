@@ -184,7 +184,7 @@ def test_plans_run_as_the_rows_demand():
 
 def test_ranks_are_those_of_the_part():
     place = machine(*PLENTY, sizes=(2, 4))
-    assert mixed_layout(place, [(2, 1), (1, 2), (2, 1)], [1, 0, 1]) == ((3, 5), (0, 1), (2, 4))
+    assert mixed_layout(place, [(2, 1), (1, 2), (2, 1)], [1, 0, 1]) == ((4, 5), (0, 1), (2, 3))
     assert mixed_layout(place, [(6, 1)], [-1]) == ((0, 1, 2, 3, 4, 5),)
 
 

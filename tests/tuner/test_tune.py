@@ -9,7 +9,7 @@ from lightning_mist.errors import PlanError
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, row_slice, to_json
 from lightning_mist.plan.layout import rank_layout
-from lightning_mist.tuner import SearchSpace, clocked, tune
+from lightning_mist.tuner import SearchSpace, placed, tune
 from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.space import apply
 from tests.specs import cluster, profile, spec, with_splits
@@ -124,7 +124,7 @@ def test_of_the_best_by_the_closed_form_the_fastest_on_the_clock_is_chosen(monke
             return predicted
         return replace(predicted, step_seconds=10 * predicted.step_seconds)
 
-    monkeypatch.setattr(clocked, "predict_with", slower)
+    monkeypatch.setattr(placed, "predict_with", slower)
     other = search(network)
     assert (other.plan.num_stages, other.plan.num_microbatches) != slow
     assert (other.bound, other.status) == (found.bound, "optimal")
