@@ -1,6 +1,7 @@
 """The ``lightning-mist`` command: its subcommands, their arguments, and errors in one line."""
 
 import inspect
+import os
 import re
 import sys
 import warnings
@@ -44,6 +45,9 @@ def _run(name: str, function: Callable[..., None], values: Mapping[str, Any]) ->
     """Run a command; its errors end the process in one line."""
     try:
         _call(function, values)
+    except BrokenPipeError:  # Whoever reads has read enough, as head does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except (MistError, ValueError, OSError) as error:
         print(f"lightning-mist {name}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error

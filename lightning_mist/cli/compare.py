@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from io import StringIO
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -127,7 +128,8 @@ def render_comparison(
     lines = [line.rstrip() for line in text.getvalue().splitlines()]
     if any(not_executed(item) for item in items):
         lines.append("* a forecast: the runtime does not execute all of this plan yet")
-    return "\n".join((*lines, *notes))
+    told = (fill(note, width, break_long_words=False, break_on_hyphens=False) for note in notes)
+    return "\n".join((*lines, *told))
 
 
 def not_executed(item: "ComparedPlan") -> tuple[str, ...]:

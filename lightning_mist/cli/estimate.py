@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_mist.cli.machine import open_cluster
+from lightning_mist.cli.machine import oldest_capability, open_cluster
 from lightning_mist.cli.network import NetworkRequest, closed_network, describe_network
 from lightning_mist.cli.output import say, terminal_width
 from lightning_mist.errors import PlanError, TraceError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lightning_mist.cost import Estimator
     from lightning_mist.cost.allocator import AllocatorSettings
     from lightning_mist.cost.estimate_sweep import SweepPoint
-    from lightning_mist.hardware import AnyCluster, Cluster
+    from lightning_mist.hardware import AnyCluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def estimate(
         model: A preset such as llama-7b, the path of a Hugging Face config.json, or package.module:function, whose
             function returns a module with a training_step and a batch for it.
         cluster: Such as 4x8xL4 (nodes x devices x device), a cluster.yaml, a profile.json that lightning-mist profile
-            wrote, or "local" for this machine.
+            wrote, or "local" for this machine; with --plan also one of unlike devices, 8xA100-40+2x8xV100-32.
         global_batch_size: Rows that one batch brings over all devices; by default one for each device.
         seq_len: Tokens per row, for presets and configurations.
         precision: Lightning's name of the precision, such as bf16-mixed.
@@ -104,8 +104,11 @@ def estimate(
 
     _check_picture(picture, sweep)
     given = _given(plan, asdict(degrees), sweep)
-    machine = single(open_cluster(cluster), "an estimate")
-    limit = limit_of(machine, memory_limit)
+    machine = (
+        open_cluster(cluster) if given is not None else single(open_cluster(cluster), "an estimate without --plan")
+    )
+    roomiest = max(machine.parts, key=lambda part: part.device.memory_bytes)
+    limit = limit_of(roomiest, memory_limit)
     axes = {} if sweep is None else parse_sweep(sweep, ("global_batch_size", "seq_len", *_DEGREES))
     rows = global_batch_size if global_batch_size is not None else _rows(given, machine)
     if given is not None and rows != given.global_batch_size:
@@ -115,7 +118,7 @@ def estimate(
     points = [{**base, **dict(values)} for values in combinations(axes)] if axes else [base]
     if given is None:
         _check_degrees(points, machine, refuse=not axes)
-    settings = parse_allocator_settings(allocator, machine.device.memory_bytes)
+    settings = parse_allocator_settings(allocator, roomiest.device.memory_bytes)
     open_one = _Estimators(named, machine, limit, _degrees_of(given, points), settings, closed_form)
     if axes:
         found = [_point(open_one, base, values) for values in combinations(axes)]
@@ -142,7 +145,7 @@ class _Estimators:
     def __init__(
         self,
         named: Mapping[str, Any],
-        machine: "Cluster",
+        machine: "AnyCluster",
         limit: int,
         degrees: tuple[int, ...],
         allocator: "AllocatorSettings",
@@ -162,15 +165,14 @@ class _Estimators:
     def _open(self, seq_len: int | None, rows: int) -> "Estimator":
         """Trace, or take the closed form where that is asked for or nothing else is possible."""
         from lightning_mist.cost import Estimator
-        from lightning_mist.hardware.capability import capability_of
 
         request = NetworkRequest(
             **self._named,
             rows=rows,
             seq_len=seq_len,
             degrees=self._degrees,
-            device_kind=self._machine.device.kind,
-            capability=capability_of(self._machine.device.name),
+            device_kind=self._machine.kind,
+            capability=oldest_capability(self._machine),
         )
         if self._closed_form:
             spec = closed_network(request)
@@ -197,7 +199,7 @@ def _given(path: str | None, degrees: Mapping[str, Any], sweep: str | None) -> P
     return load(path)
 
 
-def _rows(given: Plan | None, machine: "Cluster") -> int:
+def _rows(given: Plan | None, machine: "AnyCluster") -> int:
     return machine.world_size if given is None else given.global_batch_size
 
 
@@ -237,7 +239,7 @@ def _plan(num_layers: int, cluster: "AnyCluster", values: Mapping[str, Any]) -> 
     )
 
 
-def _check_degrees(points: list[dict[str, Any]], machine: "Cluster", *, refuse: bool) -> None:
+def _check_degrees(points: list[dict[str, Any]], machine: "AnyCluster", *, refuse: bool) -> None:
     """Say what is no number, and where asked what does not divide, before the network is looked at: that takes time."""
     for point in points:
         stages = _number("pipeline_stages", point["pipeline_stages"]) * _number("chunks", point["chunks"])

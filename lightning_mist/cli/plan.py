@@ -84,7 +84,7 @@ def plan(
     why = explanation_of(
         found.planner, found.result, seconds=explain_seconds if explain or html else 0.0, **found.asked
     )
-    _show(found, why, json=json, explain=explain)
+    written = []
     if html is not None:
         write_html(
             html,
@@ -100,10 +100,13 @@ def plan(
             given=given,
             asked=found.asked,
         )
-        (say if json else print)(f"report written to {html}")
+        written.append(f"report written to {html}")
     if out is not None:
         save(found.plan, out)
-        (say if json else print)(f"plan written to {out}")
+        written.append(f"plan written to {out}")
+    _show(found, why, json=json, explain=explain)
+    for line in written:
+        (say if json else print)(line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

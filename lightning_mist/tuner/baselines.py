@@ -283,7 +283,11 @@ def baseline_notes(spec: ModelSpec) -> tuple[str, ...]:
         "ZeRO-Offload and ZeRO-Infinity: the update runs on the device, through which the state passes; "
         f"{DEFERRED_UPDATE}"
     )
-    return (selective, offload)
+    named = (
+        "DDP takes each batch whole and recomputes nothing, and, tuned, chooses microbatches and recomputed layers; "
+        "FSDP is ZeRO-2 or ZeRO-3; the stages of Megatron-LM are all alike, with ZeRO-0 or ZeRO-1"
+    )
+    return (named, selective, offload)
 
 
 def _is_fused(layer: LayerSpec) -> bool:

@@ -5,6 +5,7 @@ import pytest
 from lightning_mist.cli import estimate as estimate_command
 from lightning_mist.cost import estimate_from_json
 from lightning_mist.errors import TraceError
+from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import plan_of, save
 from tests.cli.networks import refused, run
 
@@ -162,3 +163,16 @@ def test_nonsense_is_refused_in_one_line(capsys, changes, message):
 
 def test_negative_sizes_are_refused(capsys):
     assert "'-1GiB' is not a size" in refused(capsys, *arguments(), "--memory-limit=-1GiB")
+
+
+def test_a_plan_for_unlike_devices_has_a_limit_for_each_stage(tmp_path, capsys):
+    mixed = {"cluster": "1xA100-40+1xL4", "global_batch_size": None}
+    plan = plan_of(4, world_size=2, global_batch_size=8, pipeline_stages=2)
+    save(plan, tmp_path / "plan.json")
+    run(*arguments(**mixed, plan=tmp_path / "plan.json"), "--json")
+    found = estimate_from_json(capsys.readouterr().out)
+    has = [part.device.memory_bytes for part in parse_cluster(mixed["cluster"]).parts]
+    at = [stage.devices[0] for stage in found.stages]
+    assert [found.limit_of(stage) for stage in found.stages] == [has[device] for device in at]
+    assert found.verdict == "fits"
+    assert "an estimate without --plan needs devices of one kind" in refused(capsys, *arguments(**mixed))
