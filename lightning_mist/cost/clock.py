@@ -11,7 +11,8 @@ CPU the hosts themselves compute: there no stage goes on before all have reduced
 
 Lists grow with the number of microbatches, and once a pipeline is in its steady state ``P`` more microbatches over
 ``P`` groups of devices always take as long; so long lists are cut, and the rest follows from two of the cut lengths.
-Where stages differ much it takes longer until that state; what is cut then errs by less than half a percent.
+Where stages differ much it takes longer until that state; what is cut then errs by less than half a percent. Schedules
+that run stage by stage without lists are not cut unless they are very long, so that pictures show the predicted step.
 
 What a stage's devices do is added up; the rest of the step is split in two by running the lists once more with
 transfers that take no time. By as much as the step is longer with them, transfers show; what is left is the bubble.
@@ -33,6 +34,9 @@ from lightning_mist.schedule.sweep import can_sweep, sweep
 
 ROUNDS, LEAST = 4, 32
 """Lists are cut to so many times as many microbatches as there are groups of devices, but not to fewer than these."""
+
+SWEPT = 1 << 14
+"""Microbatches times stages up to which nothing is cut where no lists are made: some milliseconds."""
 
 Terms = Mapping[str, float]
 """Seconds of one stage by term."""
@@ -88,7 +92,7 @@ def _seconds(plan: Plan, seconds: PlanSeconds, rules: StepRules) -> float:
     """Seconds of one step, of long lists from two shorter ones."""
     count, groups = plan.num_microbatches, plan.num_groups
     longest = max(ROUNDS * groups, LEAST)
-    if count <= 2 * longest + groups:
+    if count <= 2 * longest + groups or (_sweeps(plan, rules, count) and count * plan.num_stages <= SWEPT):
         return _run(plan, seconds, rules, count)
     # What the shorter lists lack is a multiple of the groups.
     shorter = longest + (count - longest) % groups
@@ -96,10 +100,15 @@ def _seconds(plan: Plan, seconds: PlanSeconds, rules: StepRules) -> float:
     return first + (count - shorter) // groups * (second - first)
 
 
+def _sweeps(plan: Plan, rules: StepRules, count: int) -> bool:
+    """Whether a schedule runs stage by stage, which takes a fraction of the time of its lists."""
+    return rules.transfers == "beside" and can_sweep(plan.num_stages, count, plan.schedule)
+
+
 def _run(plan: Plan, seconds: PlanSeconds, rules: StepRules, count: int) -> float:
     once = [stage.epilogue for stage in seconds.stages[: plan.num_groups]]
     is_tied = plan.num_groups > 1 and any(item.tied > 0 for item in once)
-    if rules.transfers == "beside" and can_sweep(plan.num_stages, count, plan.schedule):
+    if _sweeps(plan, rules, count):
         last = sweep(seconds.stages, seconds.activations, seconds.gradients, count, plan.schedule)
         return finish_at(last.ends, last.arrivals, once, rules, is_tied=is_tied).makespan
     program = _program(plan.num_stages, count, plan.schedule, plan.num_groups)
