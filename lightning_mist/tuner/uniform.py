@@ -23,7 +23,9 @@ import numpy as np
 
 from lightning_mist.cost import CostModel, MixedCostModel, StageCandidates, StageSlot, predict_with, step_seconds_of
 from lightning_mist.cost.candidates import OffloadCandidates
+from lightning_mist.cost.chunks import plan_peaks
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.needs import StageNeeds
 from lightning_mist.cost.offload import host_bytes
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
@@ -167,6 +169,7 @@ class UniformSearch:
         checkpointed_K, zero_K, offload_K = self._options(grid, family, count)
         ratios = [family.every_offload[index] for index in offload_K]
         known: dict[Hashable, tuple[FloatArray, ...]] = {}
+        needed: dict[Hashable, StageNeeds] = {}
         each: tuple[list[FloatArray], ...] = ([], [], [], [], [], [])
         for index in range(grid.num_stages):
             slot, first = self._slot(grid, index), index * count
@@ -180,13 +183,13 @@ class UniformSearch:
             # The layer before tells what is received.
             near = grid.parts[max(0, index - 1) : index + 2]
             role = (index == 0, index == grid.num_stages - 1, self._classes[max(0, first - 1) : first + count], near)
+            memory = self.model.memory(slot)
             if role not in known:
                 seconds = self.model.seconds(slot, candidates)
                 without_K = seconds.steady_K - seconds.transfer_K
                 known[role] = (seconds.steady_K, seconds.boundary_K, without_K, seconds.accumulate_K)
-            memory = self.model.memory(slot)
-            needs = memory.needs(slot, candidates)
-            phases = stage_phases(index, grid.num_stages, grid.num_microbatches, "1f1b")
+                needed[role] = memory.needs(slot, candidates)
+            needs, phases = needed[role], stage_phases(index, grid.num_stages, grid.num_microbatches, "1f1b")
             bytes_K = needs.peaks(phases), host_bytes(memory, slot, candidates, needs, phases)
             for found, values_K in zip(each, (*known[role], *bytes_K), strict=True):
                 found.append(values_K)
@@ -264,14 +267,16 @@ class UniformSearch:
     def _fitted(self, family: UniformFamily, setting: Setting) -> Plan | None:
         """The plan of a setting, with as many more recomputed layers of every chunk as it needs to fit."""
         layers = self.space.num_layers // setting.grid.num_stages
-        more = range(setting.checkpointed, layers + 1, setting.chunks) if self.space.checkpointing else [0]
-        for checkpointed in more if family.recomputes == "best" else [setting.checkpointed]:
-            plan = self._predict(replace(setting, checkpointed=checkpointed))
-            assert plan.predicted is not None
-            # There are chunks on equal devices only, and they are not offloaded.
-            if all(stage.peak_bytes <= self.limits.device_bytes[0] for stage in plan.predicted.stages):
-                return plan
-        return None
+        is_open = self.space.checkpointing and family.recomputes == "best"
+        more_M = np.arange(setting.checkpointed, layers + 1 if is_open else setting.checkpointed + 1, setting.chunks)
+        each_M = more_M // setting.chunks
+        plan = self._plan(setting)
+        peaks = plan_peaks(self.model.memory, plan, np.tile(each_M, (plan.num_stages, 1)))
+        # There are chunks on equal devices only, and they are not offloaded.
+        fits_M = np.all(peaks.device_SM <= self.limits.device_bytes[0], axis=0)
+        if not fits_M.any():
+            return None
+        return self._predict(replace(setting, checkpointed=int(more_M[fits_M.argmax()])))
 
     def _layout(self, grid: Grid) -> tuple[tuple[int, ...], ...]:
         degrees = [(grid.shape.data, grid.shape.tensor)] * grid.num_stages
