@@ -102,8 +102,8 @@ def inputs_of(given: Mapping[str, Any], found: Plan) -> tuple[tuple[str, str], .
     return (*said, *parameters, ("command", command_of(given)), ("versions", ", ".join(versions)))
 
 
-_FILES = ("out", "html")
-"""Options that say where results go."""
+_FILES = ("out", "html", "explain_seconds")
+"""Options that say where results go, and how long to explain them."""
 
 
 def command_of(given: Mapping[str, Any]) -> str:

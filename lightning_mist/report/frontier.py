@@ -24,11 +24,13 @@ class FrontierPoint:
         share: Part of the chosen plan's limit.
         memory_limit: Bytes of each device that it may use.
         plan: The plan with its prediction; None if none fits.
+        proven: Whether the search for it was over before its time was up.
     """
 
     share: float
     memory_limit: float
     plan: Plan | None
+    proven: bool = True
 
     @property
     def seconds(self) -> float | None:
@@ -93,19 +95,21 @@ def memory_frontier(
         if left <= 0:
             left_out.append(share)
             continue
+        plan, proven = None, True
         try:
-            plan = planner.tune(
+            found = planner.tune(
                 global_batch_size=global_batch_size,
                 memory_limit=limit,
                 host_memory_limit=host_memory_limit,
                 search=replace(asked, solver_seconds=min(asked.solver_seconds, left)),
-            ).plan
+            )
+            plan, proven = found.plan, found.status != "time limit"
         except UndecidedError:
             left_out.append(share)
             continue
         except InfeasibleError:
-            plan = None
-        last = FrontierPoint(share=share, memory_limit=limit, plan=plan)
+            pass
+        last = FrontierPoint(share=share, memory_limit=limit, plan=plan, proven=proven)
         points.append(last)
     points.reverse()
     points.append(FrontierPoint(share=1.0, memory_limit=whole, plan=chosen))
@@ -130,10 +134,17 @@ def frontier_lines(frontier: Frontier) -> tuple[str, ...]:
         slower = point.seconds / chosen - 1
         words = "as fast as this plan" if abs(slower) < LEAST_SHARE else f"{slower:+.1%}"
         peak = format_bytes(point.peak_bytes)
-        lines.append(f"{_limit(point)}: {format_seconds(point.seconds)} per step ({words}), tensors peak at {peak}")
+        lines.append(
+            f"{_limit(point)}: {format_seconds(point.seconds)} per step ({words}), tensors peak at {peak}{_sure(point)}"
+        )
     if frontier.left_out:
-        lines.append(f"not tried for want of time: {', '.join(f'{share:.0%}' for share in frontier.left_out)}")
+        shares = ", ".join(f"{share:.0%}" for share in frontier.left_out)
+        lines.append(f"not tried for want of time, of which --explain-seconds gives more: {shares}")
     return tuple(lines)
+
+
+def _sure(point: FrontierPoint) -> str:
+    return "" if point.proven else ", the best that was found in time"
 
 
 def _limit(point: FrontierPoint) -> str:

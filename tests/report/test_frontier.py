@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from lightning_mist.report.draw_frontier import draw_frontier, frontier_figure
 from lightning_mist.report.frontier import frontier_lines, memory_frontier
 from lightning_mist.tuner import Planner, SearchSpace
@@ -50,5 +52,14 @@ def test_what_there_is_no_time_for_is_said():
     frontier = found(shares=(0.4, 0.5), seconds=-1.0)
     assert frontier.left_out == (0.5, 0.4)
     assert len(frontier.points) == 1
-    assert frontier_lines(frontier) == ("not tried for want of time: 50%, 40%",)
+    assert frontier_lines(frontier) == ("not tried for want of time, of which --explain-seconds gives more: 50%, 40%",)
     frontier_figure(frontier)
+
+
+def test_plans_of_searches_that_were_cut_short_are_said_to_be_no_more_than_that(monkeypatch):
+    tune = Planner.tune
+    monkeypatch.setattr(Planner, "tune", lambda self, **asks: replace(tune(self, **asks), status="time limit"))
+    frontier = found(shares=(0.5,))
+    (line,) = frontier_lines(frontier)
+    assert not frontier.points[0].proven
+    assert line.endswith(", the best that was found in time")
