@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_mist.cost import CostModel, MixedCostModel, predict_with
+from lightning_mist.cost import CostModel, MixedCostModel, predict_with, seconds_with
 from lightning_mist.plan import Plan
 from lightning_mist.plan.layout import rank_layouts
 
@@ -17,8 +17,9 @@ def predicted_in_place(model: CostModel, plan: Plan) -> Plan:
         model: The cost model.
         plan: The plan.
     """
-    found = [replace(item, predicted=predict_with(model, item)) for item in _layouts(model, plan)]
-    return min(found, key=lambda item: item.predicted.step_seconds if item.predicted else 0.0)
+    layouts = list(_layouts(model, plan))
+    best = min(layouts, key=lambda item: seconds_with(model, item)) if len(layouts) > 1 else plan
+    return replace(best, predicted=predict_with(model, best))
 
 
 def _layouts(model: CostModel, plan: Plan) -> Iterator[Plan]:
