@@ -241,8 +241,14 @@ class IntraStage:
         if not shapes:
             return float("inf")
         slots = [self.slot(0, num_stages, num_microbatches, shape) for shape in shapes]
-        window = fixed_window(0, -(-self.space.num_layers // num_stages))
-        table, evaluated = make_table(self.model, self.space, slots, window, np.inf)
+        layers = -(-self.space.num_layers // num_stages)
+        settled = self.space.cuts(num_stages) is not None
+        windows = fixed_window(0, layers) if settled else self._windows_of(0, num_stages)
+        # Among the runs of layers of all first stages, so that it need not be evaluated again with them.
+        chosen_W, keys = windows.layers_W == layers, self._piece_keys(slots, windows)
+        table, evaluated = make_table(
+            self.model, self.space, slots, windows, np.inf, chosen_W=chosen_W, pieces=self._pieces, keys=keys
+        )
         self.evaluated += evaluated
         phases = stage_phases(0, num_stages, num_microbatches, self.space.schedule)
         fits_K = table.parts.peaks(phases) <= self.memory_limit

@@ -151,6 +151,7 @@ def make_table(
     pace: float,
     *,
     alone: bool = True,
+    chosen_W: BoolArray | None = None,
     pieces: Pieces | None = None,
     keys: Sequence[Hashable] | None = None,
 ) -> tuple[Table, int]:
@@ -163,6 +164,7 @@ def make_table(
         windows: The runs of layers of the role.
         pace: Seconds per microbatch, possibly infinite.
         alone: Whether all devices of the pipeline are of the search space.
+        chosen_W: Which of the runs to look at; by default at all.
         pieces: What has been evaluated, and is added to; by default nothing has.
         keys: What tells the pieces of every slot from others; with ``pieces``.
 
@@ -175,6 +177,7 @@ def make_table(
     found: list[_Found] = []
     for index, (slot, name) in enumerate(zip(slots, names, strict=True)):
         inside_W = outside_WS[:, index] <= pace * ROOM
+        inside_W &= True if chosen_W is None else chosen_W
         if not inside_W.any():
             continue
         piece = known.piece(name, model, slot, lines)
