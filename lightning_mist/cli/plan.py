@@ -13,6 +13,7 @@ from lightning_mist.cli.output import print_json, say, show_plan, show_sections,
 from lightning_mist.cli.reporting import check_html, write_html
 from lightning_mist.cli.search import SearchOptions
 from lightning_mist.plan import fingerprint_of, save, split_notes
+from lightning_mist.plan.render import counted
 from lightning_mist.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def _search(
     planner = Planner(spec, machine, profile=open_profile(request.cluster, machine, request.precision))
     limits: dict[str, Any] = {"memory_limit": limit, "host_memory_limit": host_limit, "search": search}
     asked = {"global_batch_size": request.global_batch_size, **limits}
-    with told(f"searching plans for {spec.num_layers} layers on {machine.world_size} devices"):
+    with told(f"searching plans for {counted(spec.num_layers, 'layer')} on {counted(machine.world_size, 'device')}"):
         result = planner.tune(**asked)
     fitting = plan_that_fits(planner, result, asked)
     result, asked = fitting.result, fitting.asked
@@ -249,7 +250,7 @@ def _subject(found: _Found) -> str:
     spec, cluster = found.spec, found.planner.cluster
     parameters = dict(found.plan.fingerprint).get("num_parameters")
     size = "" if parameters is None else f" ({int(parameters):,} parameters)"
-    rows = f"{found.plan.global_batch_size} rows"
+    rows = counted(found.plan.global_batch_size, "row")
     tokens = "" if spec.sequence_length is None else f" of {spec.sequence_length:,} tokens"
     return (
         f"{spec.name}{size} in {spec.precision} with {spec.optimizer.name} on {cluster.text}: {rows}{tokens} per step"

@@ -29,7 +29,8 @@ class SearchOptions:
         checkpointing: Whether layers may be recomputed in backward.
         checkpointed_shares: Which parts of each stage's layers may be recomputed, such as 0,1; null for any number.
         offload: What may be in host memory, such as optimizer, of parameters, gradients, optimizer and activations;
-            for forecasts only, as the runtime does not execute it yet.
+            null for all of them, [] for nothing. For forecasts only: the runtime does not execute it yet, so that plans
+            for this machine have none.
         offload_ratios: Which parts of each of these may be there.
         schedules: Pipeline schedules to choose from, of 1f1b, gpipe, interleaved-1f1b and zb-h1.
         chunks: The numbers of stages on one group of devices that are tried under interleaved-1f1b.
@@ -48,7 +49,7 @@ class SearchOptions:
     sequence_parallel: bool | None = None
     checkpointing: bool = True
     checkpointed_shares: tuple[float, ...] | None = None
-    offload: tuple[str, ...] = ()
+    offload: tuple[str, ...] | None = None
     offload_ratios: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1")
     chunks: tuple[int, ...] = (2, 3, 4)

@@ -12,9 +12,14 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
+from lightning_mist.cost.channels import interference_of
 from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.exchange import shard_nodes
 from lightning_mist.cost.kept import Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
+from lightning_mist.cost.offload_floors import CopyFloors
+from lightning_mist.cost.offload_parts import Ratios
+from lightning_mist.cost.overlap_floor import corners
 from lightning_mist.cost.shards import Unsharding
 from lightning_mist.cost.stage import StageCostModel, StageCosts, StageSeconds
 from lightning_mist.cost.time import RegionSeconds
@@ -124,6 +129,13 @@ class MixedCostModel:
         )
         return longest, replace(Unsharding.none(len(candidates)), each_K=longest.unshard_K)
 
+    def copy_floors(self, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> CopyFloors:
+        """What copies add at least; nothing for stages on several parts, whose terms are the largest of any."""
+        models = self.models(slot)
+        if len(models) > 1:
+            return CopyFloors.nothing(len(candidates), ratios)
+        return models[0].copy_floors(slot, candidates, ratios)
+
     def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
         """What candidates exchange with other stages; as of a :class:`StageCostModel`."""
         found = [model.shared_seconds(slot, candidates) for model in self.models(slot)]
@@ -156,6 +168,17 @@ def models_of(model: CostModel, devices: Iterable[int]) -> tuple[StageCostModel,
     if isinstance(model, StageCostModel):
         return (model,)
     return tuple(model.parts[part] for part in sorted({model.cluster.part_of(device) for device in devices}))
+
+
+def copy_weights(model: CostModel, slot: StageSlot) -> FloatArray:
+    """How channels slow each other down beside copies, as :func:`~lightning_mist.cost.overlap_floor.corners`.
+
+    Args:
+        model: The cost model.
+        slot: A stage's place.
+    """
+    one = model.models(slot)[0] if isinstance(model, MixedCostModel) else model
+    return corners(interference_of(one.profile, one.cluster), shard_nodes(one.cluster, slot) > 1)
 
 
 def profiles_of(model: CostModel) -> tuple[HardwareProfile, ...]:

@@ -11,7 +11,7 @@ Array axes
     P  parameters
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -87,13 +87,39 @@ class Loads:
     kept_in_QR: FloatArray
     kept_out_QR: FloatArray
 
-    def table(self) -> FloatArray:
-        """All seconds; axes: which, ``Q``, padded ``R``."""
-        return np.stack([getattr(self, item.name) for item in fields(self)])
+    @classmethod
+    def of(cls, seconds: Mapping[str, FloatArray], shape: tuple[int, int]) -> "Loads":
+        """Seconds by name as loads.
+
+        Args:
+            seconds: Seconds of every unit, of each question or of all alike.
+            shape: Numbers of questions and of units.
+        """
+        found = {}
+        for name, values in seconds.items():
+            found[name] = np.zeros((shape[0], shape[1] + BEFORE + BEHIND))
+            found[name][:, BEFORE:-BEHIND] = values
+        return cls(**found)
+
+    def take(self, row_U: IntArray) -> "Loads":
+        """The loads of some questions."""
+        return Loads(**{item.name: getattr(self, item.name)[row_U] for item in fields(self)})
+
+    def table(self, unit_X: IntArray) -> FloatArray:
+        """All seconds of some padded units; axes: which, ``Q``, ``X``."""
+        return np.stack([getattr(self, item.name)[:, unit_X] for item in fields(self)])
+
+    def differs(self) -> BoolArray:
+        """Of every padded unit but the first, whether it differs from the one before."""
+        found: BoolArray = np.zeros(self.forward_QR.shape[1] - 1, dtype=bool)
+        for item in fields(self):
+            values_QR: FloatArray = getattr(self, item.name)
+            found |= (values_QR[:, 1:] != values_QR[:, :-1]).any(axis=0)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
+class RankParts:
     """Of each candidate, which part of a unit's bytes the rank that has most moves, by kind of state."""
 
     parameters_K: FloatArray
@@ -115,7 +141,7 @@ def loads_of(
         rates: Bytes per second of copies.
     """
     offload = _ratios(candidates)
-    parts = _parts(memory, slot, candidates)
+    parts = parts_of_ranks(memory, slot, candidates)
     trained_K = _within(memory, candidates, memory.holdings.table.trained_R[None])
     per_byte = [total_K / np.maximum(trained_K, 1.0) for total_K in (known.update_K, known.reduce_K, known.gather_K)]
     columns = (
@@ -188,16 +214,12 @@ class _Questions:
             "kept_in_QR": kept_QR / to_device,
             "kept_out_QR": kept_QR / to_host,
         }
-        return Loads(**{name: self._padded(values) for name, values in found.items()})
+        return Loads.of(found, (len(self.columns[0]), len(none_R)))
 
     def _moved(self, ratio_Q: FloatArray, bytes_P: FloatArray, *, trained: bool) -> FloatArray:
         return _moved_units(
             lambda ratio: self.memory.states.moved(ratio, trained=trained), ratio_Q, bytes_P, self.used_PR
         )
-
-    def _padded(self, values: FloatArray) -> FloatArray:
-        values_QR = np.broadcast_to(values, (len(self.columns[0]), self.used_PR.shape[1]))
-        return np.pad(values_QR, ((0, 0), (BEFORE, BEHIND)))
 
 
 def _moved_units(
@@ -227,7 +249,7 @@ def _within(
     return result_K
 
 
-def _parts(memory: MemoryModel, slot: StageSlot, candidates: StageCandidates) -> _Parts:
+def parts_of_ranks(memory: MemoryModel, slot: StageSlot, candidates: StageCandidates) -> RankParts:
     """What part of every kind of moved state the rank that has most moves.
 
     The update of a parameter happens once, however many units fetch it.
@@ -251,7 +273,7 @@ def _parts(memory: MemoryModel, slot: StageSlot, candidates: StageCandidates) ->
         part_K[at_J] = most_J / np.maximum(all_J, 1.0)
         return part_K
 
-    return _Parts(
+    return RankParts(
         parameters_K=part(offload.parameters_K, ZeroStage.PARAMETERS, trained=False),
         gradients_K=part(offload.gradients_K, ZeroStage.GRADIENTS, trained=True),
         owned_gradients_K=part(offload.gradients_K, ZeroStage.OPTIMIZER, trained=True, once=True),

@@ -29,29 +29,24 @@ at most too much by one fetch per batch; with one microbatch there is nothing to
 
 Array axes
     K  candidates
-    Q  distinct questions among them
-    R  units, padded
-    U  distinct neighbourhoods of units
+    U  candidates among them that differ in what a pass depends on
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost.candidates import StageCandidates, StageSlot
+from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot
 from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.distinct import distinct_codes, distinct_rows
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.offload_loads import BEFORE, BEHIND, Loads, WithoutCopies, loads_of
-from lightning_mist.cost.overlap import concurrent_seconds
+from lightning_mist.cost.offload_loads import Loads, WithoutCopies, loads_of
+from lightning_mist.cost.offload_passes import Concurrent, Copies, Neighbourhoods, Passes, Way
+from lightning_mist.cost.overlap import beyond_computing, concurrent_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.hardware import Interference
-
-Flag: TypeAlias = BoolArray | bool
-"""Whether something is the case: of all places that are asked about, or of each."""
+from lightning_mist.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +68,6 @@ class CopySeconds:
     gather_K: FloatArray
     reduce_K: FloatArray
     is_deferred_K: BoolArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
-    """Which of four passes is meant: with copies or as if there were none, at the edge of a batch or not."""
-
-    copies: bool
-    edge: bool
 
 
 def copy_seconds(
@@ -114,12 +101,20 @@ def copy_seconds(
     some, known_J = candidates.take(at_J), _known_of(known, at_J, is_deferred_K[at_J])
     loads, question_J = loads_of(memory, slot, some, known_J, rates)
 
-    def concurrent(compute: FloatArray, network: FloatArray, to_device: FloatArray, to_host: FloatArray) -> FloatArray:
-        return concurrent_seconds(compute, network, to_device, to_host, interference, across_nodes)
+    def concurrent(compute: FloatArray, network: FloatArray, copies: Copies | None) -> FloatArray:
+        if copies is None:
+            return compute + beyond_computing(compute, network, interference, across_nodes)
+        return concurrent_seconds(compute, network, *copies, interference, across_nodes)
 
-    passes = _Passes(loads, question_J, some, covered(memory.spec, some.start_K, some.end_K), concurrent)
+    around = _Around(
+        spec=memory.spec,
+        kinds=Neighbourhoods.of(loads),
+        is_deferred_K=is_deferred_K[at_J],
+        update_K=known_J.update_K,
+        concurrent=concurrent,
+    )
     found = {name: np.zeros(count) for name in ("copies", "forward_copies", "update_copies", "gather", "reduce")}
-    for name, values_J in _terms(passes, known_J.update_K).items():
+    for name, values_J in _terms(loads, question_J, some, offload.take(at_J), around).items():
         found[name][at_J] = values_J
     return CopySeconds(**{f"{name}_K": values_K for name, values_K in found.items()}, is_deferred_K=is_deferred_K)
 
@@ -152,231 +147,97 @@ def _known_of(known: WithoutCopies, at_J: IntArray, is_deferred_J: BoolArray) ->
     )
 
 
-def _terms(passes: "_Passes", update_K: FloatArray) -> dict[str, FloatArray]:
-    """The differences between passes with copies and without."""
-    forward, backward = (
-        {(copies, edge): total(_Way(copies=copies, edge=edge)) for copies in (False, True) for edge in (False, True)}
-        for total in (passes.forward, passes.backward)
+def _terms(
+    loads: Loads, question_K: IntArray, candidates: StageCandidates, offload: OffloadCandidates, around: "_Around"
+) -> dict[str, FloatArray]:
+    """The differences between passes with copies and without.
+
+    Most candidates differ only in ratios that not every pass depends on: without copies none does but for whether the
+    update is part of it, a middle forward fetches parameters and moves activations, backwards also move gradients.
+    """
+    stages = candidates.start_K, candidates.end_K, candidates.checkpointed_K, candidates.zero_stage_K
+    base_K, parameters_K, gradients_K, activations_K = (
+        distinct_rows(*columns)[1]
+        for columns in (stages, (offload.parameters_K,), (offload.gradients_K,), (offload.activations_K,))
     )
-    forward_copies_K = np.maximum(forward[True, False] - forward[False, False], 0.0)
-    gather_K = np.maximum(forward[False, True] - forward[False, False] - update_K, 0.0)
+    plain = around.passes(loads, question_K, candidates, (base_K, around.is_deferred_K.astype(np.int64)))
+    middle = around.passes(loads, question_K, candidates, (base_K, parameters_K, activations_K))
+    behind = around.passes(loads, question_K, candidates, (base_K, parameters_K, gradients_K, activations_K))
+    whole = around.passes(loads, question_K, candidates, None)
+    update_K, still, moving = around.update_K, Way(copies=False, edge=False), Way(copies=True, edge=False)
+    still_edge, moving_edge = Way(copies=False, edge=True), Way(copies=True, edge=True)
+    forward_K, moving_forward_K = plain.forward(still), middle.forward(moving)
+    forward_copies_K = np.maximum(moving_forward_K - forward_K, 0.0)
+    gather_K = np.maximum(plain.forward(still_edge) - forward_K - update_K, 0.0)
+    backward_K, moving_backward_K = plain.backward(still), behind.backward(moving)
+    reduce_K = behind.backward(moving_edge) - moving_backward_K - (plain.backward(still_edge) - backward_K)
     return {
-        "copies": forward_copies_K + np.maximum(backward[True, False] - backward[False, False], 0.0),
+        "copies": forward_copies_K + np.maximum(moving_backward_K - backward_K, 0.0),
         "forward_copies": forward_copies_K,
-        "update_copies": np.maximum(forward[True, True] - forward[True, False] - update_K - gather_K, 0.0),
+        "update_copies": np.maximum(whole.forward(moving_edge) - moving_forward_K - update_K - gather_K, 0.0),
         "gather": gather_K,
-        "reduce": backward[True, True] - backward[True, False] - (backward[False, True] - backward[False, False]),
+        "reduce": reduce_K,
     }
 
 
-class _Passes:
-    """Seconds of passes through candidates' units.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Around:
+    """What passes of some candidates have in common.
 
-    Args:
-        loads: Seconds of units.
-        question_K: Row of the loads that each candidate has.
-        candidates: The stages.
-        bounds: Their first unit and one past their last.
+    Attributes:
+        spec: The network.
+        kinds: Units with different neighbours.
+        is_deferred_K: Whether the update is part of a first forward.
+        update_K: Its arithmetic.
         concurrent: Seconds of loads on the four channels.
     """
 
-    def __init__(
+    spec: ModelSpec
+    kinds: Neighbourhoods
+    is_deferred_K: BoolArray
+    update_K: FloatArray
+    concurrent: Concurrent
+
+    def passes(
         self,
         loads: Loads,
         question_K: IntArray,
         candidates: StageCandidates,
-        bounds: tuple[IntArray, IntArray],
-        concurrent: Callable[[FloatArray, FloatArray, FloatArray, FloatArray], FloatArray],
-    ) -> None:
-        self.loads, self.question_K, self.concurrent = loads, question_K, concurrent
-        self.low_K, self.high_K = bounds
-        # Recomputed layers are the units from ``first`` to before ``middle``.
-        self.first_K = candidates.start_K + 1
-        self.middle_K = self.first_K + candidates.checkpointed_K
-        self.places_U, self.place_R = _neighbourhoods(loads)
+        columns: tuple[IntArray, ...] | None,
+    ) -> "_Shared":
+        """Passes that depend on some columns only, each evaluated once; on everything if there are none.
 
-    def forward(self, way: _Way) -> FloatArray:
+        Args:
+            loads: Seconds of units.
+            question_K: Row of the loads that each candidate has.
+            candidates: The stages.
+            columns: What the passes depend on.
+        """
+        of_K = None
+        if columns is not None:
+            _, of_K = distinct_rows(*columns)
+            first_U = np.zeros(int(of_K.max(initial=-1)) + 1, dtype=np.int64)
+            # The last assignment stays: backwards, the first candidate of each.
+            first_U[of_K[::-1]] = np.arange(len(of_K))[::-1]
+            row_V, question_K = distinct_codes(question_K[first_U], len(loads.forward_QR))
+            loads, candidates = loads.take(row_V), candidates.take(first_U)
+        bounds = covered(self.spec, candidates.start_K, candidates.end_K)
+        return _Shared(Passes(loads, question_K, candidates, bounds, self.concurrent, self.kinds), of_K)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Passes of distinct candidates, and which of them each candidate has."""
+
+    distinct: Passes
+    of_K: IntArray | None
+
+    def forward(self, way: Way) -> FloatArray:
         """Seconds of one forward."""
-        low_K, high_K, q_K = self.low_K, self.high_K, self.question_K
-        length_K = high_K - low_K
-        plain, kept = (self._prefix(partial(self._forward, way=way, kept=kept)) for kept in (False, True))
-        # What goes away beside a unit is what the unit below it keeps.
-        end_K = np.maximum(high_K - 2, low_K + 1)
-        total_K = self._between(plain, low_K + 1, end_K)
-        total_K += self._exchanged(kept, plain, np.maximum(self.first_K + 1, low_K + 1), self.middle_K + 1, end_K)
-        total_K += self._forward(q_K, low_K, way, next_=length_K > 1, second=length_K > 2, below=False)
-        for unit_K, next_ in ((high_K - 2, True), (high_K - 1, False)):
-            kept_K = self._is_recomputed(unit_K - 1)
-            total_K += np.where(
-                unit_K > low_K, self._forward(q_K, unit_K, way, next_=next_, second=False, kept=kept_K), 0.0
-            )
-        return total_K + self._forward_ends(way)
+        found_U = self.distinct.forward(way)
+        return found_U if self.of_K is None else found_U[self.of_K]
 
-    def _forward_ends(self, way: _Way) -> FloatArray:
-        """What of a forward hides behind nothing."""
-        low_K, last_K = self.low_K, self.high_K - 1
-        total_K = self._at("unshard_QR", low_K)
-        if way.edge:
-            beside_K = np.where(last_K > low_K, self._at("state_in_QR", low_K + 1), 0.0) * way.copies
-            none_K = np.zeros_like(beside_K)
-            total_K = total_K + self._at("gather_QR", low_K)
-            total_K += self.concurrent(self._at("update_QR", low_K), none_K, beside_K, none_K)
-        if way.copies:
-            total_K = total_K + self._at("parameters_in_QR", low_K) + self._activations("out", last_K)
-            if way.edge:
-                total_K += self._at("state_in_QR", low_K)
-        return total_K
-
-    def _forward(
-        self,
-        q: IntArray,
-        r: IntArray,
-        way: _Way,
-        *,
-        next_: Flag = True,
-        second: Flag = True,
-        below: Flag = True,
-        kept: Flag = False,
-    ) -> FloatArray:
-        """Seconds of a unit's forward.
-
-        Args:
-            q: Rows of the loads.
-            r: Units.
-            way: Which pass.
-            next_: Whether a unit follows.
-            second: Whether two do.
-            below: Whether there is a unit below.
-            kept: Whether that will be recomputed.
-        """
-
-        def at(name: str, offset: int = 0) -> FloatArray:
-            return self._load(name, q, r + offset)
-
-        compute, network = at("forward_QR"), at("unshard_QR", 1) * next_
-        to_device = to_host = np.zeros(1)
-        if way.edge:
-            compute, network = compute + at("update_QR", 1) * next_, network + at("gather_QR", 1) * next_
-        if way.copies:
-            to_device = at("parameters_in_QR", 1) * next_
-            to_host = np.where(kept, at("kept_out_QR", -1), at("saved_out_QR", -1)) * below
-            if way.edge:
-                to_device, to_host = to_device + at("state_in_QR", 2) * second, to_host + at("state_out_QR")
-        return self.concurrent(compute, network, to_device, to_host)
-
-    def backward(self, way: _Way) -> FloatArray:
+    def backward(self, way: Way) -> FloatArray:
         """Seconds of one backward."""
-        low_K, high_K, q_K = self.low_K, self.high_K, self.question_K
-        plain, kept = (self._prefix(partial(self._backward, way=way, again=kept, kept=kept)) for kept in (False, True))
-        last_K = high_K - 1
-        total_K = self._between(plain, low_K + 1, last_K)
-        total_K += self._exchanged(kept, plain, np.maximum(self.first_K, low_K + 1), self.middle_K, last_K)
-        # The unit above the recomputed layers fetches what the last of them keeps.
-        is_inside_K = (self.middle_K > self.first_K) & (self.middle_K > low_K) & (self.middle_K < last_K)
-        middle_K = np.where(is_inside_K, self.middle_K, low_K)
-        changed_K = self._backward(q_K, middle_K, way, kept=True) - self._backward(q_K, middle_K, way)
-        total_K += np.where(is_inside_K, changed_K, 0.0)
-        again_K = self._is_recomputed(low_K)
-        total_K += self._backward(q_K, low_K, way, below=False, above=last_K > low_K, again=again_K)
-        again_K, kept_K = self._is_recomputed(last_K), self._is_recomputed(last_K - 1)
-        total_K += np.where(
-            last_K > low_K, self._backward(q_K, last_K, way, above=False, again=again_K, kept=kept_K), 0.0
-        )
-        return total_K + self._backward_ends(way)
-
-    def _backward_ends(self, way: _Way) -> FloatArray:
-        """What of a backward hides behind nothing."""
-        low_K, last_K = self.low_K, self.high_K - 1
-        total_K = self._at("unshard_QR", last_K) + self._at("scatter_QR", low_K)
-        if way.edge:
-            total_K = total_K + self._at("reduce_QR", low_K)
-        if way.copies:
-            total_K = total_K + self._at("parameters_in_QR", last_K) + self._at("gradients_in_QR", last_K)
-            total_K += self._activations("in", last_K) + self._at("gradients_out_QR", low_K)
-        return total_K
-
-    def _backward(
-        self,
-        q: IntArray,
-        r: IntArray,
-        way: _Way,
-        *,
-        below: Flag = True,
-        above: Flag = True,
-        again: Flag = False,
-        kept: Flag = False,
-    ) -> FloatArray:
-        """Seconds of a unit's backward.
-
-        Args:
-            q: Rows of the loads.
-            r: Units.
-            way: Which pass.
-            below: Whether there is a unit below, which comes next.
-            above: Whether there is a unit above, which came before.
-            again: Whether the unit is recomputed.
-            kept: Whether the one below is.
-        """
-
-        def at(name: str, offset: int = 0) -> FloatArray:
-            return self._load(name, q, r + offset)
-
-        compute = at("backward_QR") + np.where(again, at("forward_QR"), 0.0)
-        above_network = at("scatter_QR", 1) + at("reduce_QR", 1) if way.edge else at("scatter_QR", 1)
-        network = at("unshard_QR", -1) * below + above_network * above
-        to_device = to_host = np.zeros(1)
-        if way.copies:
-            activations = np.where(kept, at("kept_in_QR", -1), at("saved_in_QR", -1))
-            to_device = (at("parameters_in_QR", -1) + at("gradients_in_QR", -1) + activations) * below
-            to_host = at("gradients_out_QR", 1) * above
-        return self.concurrent(compute, network, to_device, to_host)
-
-    def _is_recomputed(self, unit_K: IntArray) -> BoolArray:
-        recomputed_K: BoolArray = (unit_K >= self.first_K) & (unit_K < self.middle_K)
-        return recomputed_K
-
-    def _activations(self, direction: str, unit_K: IntArray) -> FloatArray:
-        kept_K, saved_K = (self._at(f"{name}_{direction}_QR", unit_K) for name in ("kept", "saved"))
-        return np.where(self._is_recomputed(unit_K), kept_K, saved_K)
-
-    def _load(self, name: str, q: IntArray, r: IntArray) -> FloatArray:
-        values: FloatArray = getattr(self.loads, name)[q, np.maximum(r + BEFORE, 0)]
-        return values
-
-    def _at(self, name: str, unit_K: IntArray) -> FloatArray:
-        return self._load(name, self.question_K, unit_K)
-
-    def _prefix(self, seconds: Callable[[IntArray, IntArray], FloatArray]) -> FloatArray:
-        """Sums over the units in front of each, with axes ``Q`` and ``R`` and one more; each neighbourhood once."""
-        rows = np.arange(len(self.loads.forward_QR))[:, None]
-        found_QU = np.broadcast_to(seconds(rows, self.places_U[None]), (len(rows), len(self.places_U)))
-        return np.pad(np.cumsum(found_QU[:, self.place_R], axis=1), ((0, 0), (1, 0)))
-
-    def _between(self, prefix: FloatArray, begin_K: IntArray, end_K: IntArray) -> FloatArray:
-        result_K: FloatArray = prefix[self.question_K, np.maximum(end_K, begin_K)] - prefix[self.question_K, begin_K]
-        return result_K
-
-    def _exchanged(
-        self, new: FloatArray, old: FloatArray, begin_K: IntArray, end_K: IntArray, limit_K: IntArray
-    ) -> FloatArray:
-        """What changes if units from one to before another, but not beyond a limit, are of the new kind."""
-        end_K = np.minimum(end_K, limit_K)
-        begin_K = np.minimum(begin_K, end_K)
-        return self._between(new - old, begin_K, end_K)
-
-
-def _neighbourhoods(loads: Loads) -> tuple[IntArray, IntArray]:
-    """Units with different neighbours, and which of them each unit is like: most layers are like others."""
-    columns_RX = np.ascontiguousarray(np.moveaxis(loads.table(), 2, 0))
-    kinds: dict[bytes, int] = {}
-    kind_R = [kinds.setdefault(column.tobytes(), len(kinds)) for column in columns_RX]
-    found: dict[tuple[int, ...], int] = {}
-    places: list[int] = []
-    place_R: list[int] = []
-    for unit in range(len(kind_R) - BEFORE - BEHIND):
-        around = tuple(kind_R[unit : unit + BEFORE + BEHIND + 1])
-        if around not in found:
-            found[around] = len(places)
-            places.append(unit)
-        place_R.append(found[around])
-    return np.array(places, dtype=np.int64), np.array(place_R, dtype=np.int64)
+        found_U = self.distinct.backward(way)
+        return found_U if self.of_K is None else found_U[self.of_K]

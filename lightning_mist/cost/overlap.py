@@ -59,8 +59,10 @@ def concurrent_seconds(
     """
     loads = np.broadcast_arrays(compute_K, network_K, to_device_K, to_host_K)
     load_CK = np.stack([np.asarray(load, dtype=np.float64) for load in loads])
-    if not (np.isfinite(load_CK).all() and (load_CK >= 0.0).all()):
-        raise ValueError(f"loads from {load_CK.min()} to {load_CK.max()} s: they are finite and not negative")
+    least, most = load_CK.min(initial=0.0), load_CK.max(initial=0.0)
+    # What is not a number is neither.
+    if not (least >= 0.0 and most < np.inf):
+        raise ValueError(f"loads from {least} to {most} s: they are finite and not negative")
     if interference is None:
         summed_K: FloatArray = load_CK.sum(axis=0)
         return summed_K

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_mist.cost.beside_copies import beside_copies
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.channels import copy_rates, interference_of
 from lightning_mist.cost.compile import FloatArray
@@ -32,7 +33,9 @@ from lightning_mist.cost.exchange import cut_key, cut_seconds, of_cuts, reductio
 from lightning_mist.cost.kept import Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.needs import StageNeeds
+from lightning_mist.cost.offload_floors import CopyFloors, copy_floors
 from lightning_mist.cost.offload_loads import WithoutCopies
+from lightning_mist.cost.offload_parts import Ratios
 from lightning_mist.cost.offload_time import CopySeconds, copy_seconds, no_copies
 from lightning_mist.cost.overheads import overhead_seconds
 from lightning_mist.cost.regions import covered
@@ -381,6 +384,16 @@ class StageCostModel:
             interference_of(self.profile, self.cluster),
             across_nodes=shard_nodes(self.cluster, slot) > 1,
         )
+
+    def copy_floors(self, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> CopyFloors:
+        """What copies add at least to stages, whose ratios are not settled; nothing where seconds are corrected."""
+        if self.profile.corrections:
+            return CopyFloors.nothing(len(candidates), ratios)
+        compute = self.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
+        beside = self._beside(slot, candidates, compute)
+        every, memory = (compute, None if beside is None else beside.units), self.memory(slot)
+        machine = beside_copies((self.profile, self.cluster), self.spec, memory, slot, candidates, every, self.seams)
+        return copy_floors(memory, slot, candidates, machine, ratios)
 
     def _weights(self, slot: StageSlot) -> FloatArray:
         """Share of every region's backward that makes gradients of matrices, by FLOPs."""

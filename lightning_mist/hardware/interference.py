@@ -178,15 +178,27 @@ def seconds_together(loads: NDArray[np.float64], speeds: NDArray[np.float64]) ->
 def _flow(left: NDArray[np.float64], slowness: NDArray[np.float64]) -> NDArray[np.float64]:
     """Seconds until loads (channels times any number) are done, with slownesses (channels times sets)."""
     total = np.zeros(left.shape[1])
-    for _ in CHANNELS:
+    at: NDArray[np.int64] | None = None
+    for phase in range(len(CHANNELS)):
         active = left > 0.0
-        mask = _BITS @ active
-        if not mask.any():
-            break
-        slow = slowness[:, mask]
-        needed = np.where(active, left * slow, np.inf)
-        passed = np.where(mask > 0, needed.min(axis=0), 0.0)
-        total += passed
+        bits = active.view(np.uint8)
+        mask = bits[0] | (bits[1] << 1) | (bits[2] << 2) | (bits[3] << 3)
+        if phase:
+            # What is done is left out, as soon as that is much.
+            alive = np.flatnonzero(mask)
+            if not len(alive):
+                break
+            if 4 * len(alive) < 3 * len(mask):
+                left, active, mask = left[:, alive], active[:, alive], mask[alive]
+                at = alive if at is None else at[alive]
+        slow = slowness.take(mask, axis=1)
+        needed = left * slow
+        passed = np.where(active, needed, np.inf).min(axis=0)
+        passed[mask == 0] = 0.0
+        if at is None:
+            total += passed
+        else:
+            total[at] += passed
         # What ends in this phase is set to nothing: rounding must not leave a phase of its own.
-        left = np.where(needed > passed, np.maximum(left - passed / slow, 0.0), 0.0) * active
+        left = np.where(needed > passed, np.maximum(left - passed / slow, 0.0), 0.0)
     return total

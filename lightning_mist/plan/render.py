@@ -144,12 +144,18 @@ def _natural_width(table: Table, console: Console) -> int:
 
 def _title(plan: Plan) -> str:
     return (
-        f"{_count(plan.num_stages, 'stage')} on {_count(plan.world_size, 'device')}, {plan.schedule}: "
-        f"{_count(plan.global_batch_size, 'row')} in {_count(plan.num_microbatches, 'microbatch')}"
+        f"{counted(plan.num_stages, 'stage')} on {counted(plan.world_size, 'device')}, {plan.schedule}: "
+        f"{counted(plan.global_batch_size, 'row')} in {counted(plan.num_microbatches, 'microbatch')}"
     )
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """A number of things in words.
+
+    Args:
+        number: How many.
+        noun: What one of them is called.
+    """
     plural = noun if number == 1 else noun + ("es" if noun.endswith("ch") else "s")
     return f"{number} {plural}"
 

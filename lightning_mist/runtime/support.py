@@ -12,11 +12,11 @@ EXECUTED: Mapping[str, Any] = MappingProxyType({"offload": ()})
 """Fields of a search space, and what plans that are to be executed may use of them: nothing is offloaded yet."""
 
 
-def restriction_notes(offload: Sequence[str]) -> tuple[str, ...]:
+def restriction_notes(offload: Sequence[str] | None) -> tuple[str, ...]:
     """What a search space allows that plans to be executed do not use, for people.
 
     Args:
-        offload: The kinds of state that it allows in host memory.
+        offload: The kinds of state that it allows in host memory; None where that was left to the devices.
     """
     return ("nothing is offloaded: the runtime does not do it yet",) if offload else ()
 

@@ -73,7 +73,7 @@ def explain_plan(
         planner=planner,
         machine=machine,
         global_batch_size=global_batch_size,
-        search=search or SearchSpace(),
+        search=planner.space(global_batch_size, search).search,
         deadline=began + seconds,
         is_searching=seconds > 0,
         slowest=result.stats.seconds,

@@ -72,5 +72,5 @@ def _of_stage(stage: StagePlan, plan: Plan, space: Space) -> Iterator[str]:
         yield f"{recomputed} recomputed layers"
     for kind in OFFLOADED:
         ratio = getattr(stage.offload, kind)
-        if ratio and (kind not in search.offload or ratio not in space.offload_ratios):
+        if ratio and (kind not in search.offloaded or ratio not in space.offload_ratios):
             yield f"{ratio:.0%} of {'optimizer state' if kind == 'optimizer' else kind} in host memory"

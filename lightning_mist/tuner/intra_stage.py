@@ -26,7 +26,8 @@ from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.families import GridCosts
 from lightning_mist.tuner.least_runs import LeastRuns
-from lightning_mist.tuner.moved import Mover, Ratios, worth_moving
+from lightning_mist.tuner.moved import Asked, Mover, worth_moving
+from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.pieces import Pieces, piece_key
 from lightning_mist.tuner.space import OFFLOADED, Shape, Space, common_unit
@@ -210,7 +211,9 @@ class IntraStage:
             return counted.choices(kept_J, peak_K[kept_J])
         later = () if self._mover.has_looked(table, phases) else ahead
         next_ones = [(worth_moving(table, count, self._fitting(table, count, item)[1]), item) for item in later]
-        moved, evaluated = self._mover.of(table, worth_moving(counted, count, kept_J), phases, next_ones)
+        worth_B = worth_moving(counted, count, kept_J)
+        asked = Asked(table=table, counted=counted, index_B=worth_B, kept_I=kept_J, slowest=slowest)
+        moved, evaluated = self._mover.of(asked, phases, next_ones)
         self.evaluated += evaluated
         steady_J, boundary_J, peak_J, index_J = (
             np.concatenate([here[kept_J], there])

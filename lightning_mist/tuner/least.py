@@ -131,7 +131,7 @@ class LeastMemory:
 
 def _shares(intra: IntraStage, candidates: int) -> tuple[FloatArray, bool]:
     """The combinations of shares to look at, as many as there is room for, and whether some are left out."""
-    ratios, kinds = (0.0, *intra.space.offload_ratios), intra.space.search.offload
+    ratios, kinds = (0.0, *intra.space.offload_ratios), intra.space.search.offloaded
     for offered in (ratios, (0.0, ratios[-1])):
         if candidates * len(offered) ** len(kinds) <= MOST:
             found = np.array(list(product(*_each(offered, kinds))), dtype=np.float64)

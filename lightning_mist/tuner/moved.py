@@ -5,9 +5,13 @@ gradients and giving out parameters. So whatever a candidate moves, it takes at 
 its ``t + d`` is at least ``t`` with what of ``d`` is neither of these two (:attr:`Table.floor_K`). Where a choice that
 fits beats both, no ratio is tried (:func:`worth_moving`).
 
-Of all others every combination of ratios is looked at, its memory first. Of those that fit, one is needed only if it
-moves no more than it has to. For if a ratio rises, no unit copies less: so neither ``t`` nor ``t + d`` fall, as these
-are sums of larger ones of what units take with and without copies. Three things are not compared so:
+Of all others every combination of ratios is looked at, its memory first. What it takes at least is known then too
+(:mod:`lightning_mist.cost.offload_floors`), and its seconds are worked out only if by that it may be better than all
+that is known to fit: those that promise most first, then what they leave.
+
+Of those that fit, one is needed only if it moves no more than it has to. For if a ratio rises, no unit copies less: so
+neither ``t`` nor ``t + d`` fall, as these are sums of larger ones of what units take with and without copies. Three
+things are not compared so:
 
 * Candidates whose update waits for the next forward, which those are that move parameters, gradients or optimizer
   state, with those whose update does not.
@@ -30,7 +34,7 @@ Array axes
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from time import perf_counter
 
 import numpy as np
@@ -38,11 +42,14 @@ import numpy as np
 from lightning_mist.cost import CostModel, StageCandidates, StageSlot, profiles_of
 from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.mixed import copy_weights
+from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_parts import OffloadParts
-from lightning_mist.cost.offload_parts import Ratios as KindRatios
-from lightning_mist.cost.phases import Phase
 from lightning_mist.plan import ZeroStage
-from lightning_mist.tuner.search_space import OFFLOADED, SearchSpace
+from lightning_mist.tuner.moved_known import Known, Moved, Situations
+from lightning_mist.tuner.moved_ratios import Ratios
+from lightning_mist.tuner.pareto import not_beaten
+from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.tables import ROOM, Table
 
 AT_ONCE = 1 << 14
@@ -52,8 +59,11 @@ BASES_AT_ONCE = 1 << 10
 """Candidates whose combinations are looked at together: their peaks take some megabytes."""
 
 
-Situations = tuple[Phase, ...]
-"""The situations of a stage."""
+Points = tuple[IntArray, FloatArray, FloatArray]
+"""Groups, and two values in which smaller is better."""
+
+SLACK = 1 + 1 / 8
+"""Of candidates that may be better than what is known those come first which no other promises to beat by so much."""
 
 
 class TimeIsUpError(Exception):
@@ -61,130 +71,22 @@ class TimeIsUpError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ratios:
-    """Every combination of what may be moved.
-
-    Attributes:
-        sizes: How many ratios each kind of state may have.
-        offload_CO: The combinations, the ratios of the last kind running fastest.
-    """
-
-    sizes: tuple[int, ...]
-    offload_CO: FloatArray
-
-    @property
-    def each(self) -> KindRatios:
-        """The ratios of each kind of state."""
-        values = (tuple(np.unique(column_C).tolist()) for column_C in self.offload_CO.T)
-        return KindRatios(**dict(zip(OFFLOADED, values, strict=True)))
-
-    @classmethod
-    def of(cls, search: SearchSpace, offered: Sequence[float]) -> "Ratios":
-        """Those of a search space.
-
-        Args:
-            search: Says which kinds of state may be moved.
-            offered: The ratios; 0 is always among them.
-        """
-        ratios = sorted({0.0, *offered})
-        each = [ratios if name in search.offload else [0.0] for name in OFFLOADED]
-        return cls(sizes=tuple(map(len, each)), offload_CO=np.array(list(product(*each)), dtype=np.float64))
-
-    def __len__(self) -> int:
-        """Number of combinations, nothing moved among them."""
-        return len(self.offload_CO)
-
-    @property
-    def pairs(self) -> int:
-        """Number of pairs of ratios of activations and of gradients."""
-        return self.sizes[OFFLOADED.index("gradients")] * self.sizes[OFFLOADED.index("activations")]
-
-    def least(self, fits_BC: BoolArray, ordered: Sequence[str]) -> BoolArray:
-        """Of the combinations that fit, those that move no more than they have to.
-
-        Args:
-            fits_BC: Which combinations fit.
-            ordered: Kinds of state of which a larger ratio is never faster.
-        """
-        defers_C = self.offload_CO[:, : OFFLOADED.index("activations")].max(axis=1) > 0
-        moves_C = self.offload_CO.max(axis=1) > 0
-        found_BC = np.zeros_like(fits_BC)
-        for family_C in (moves_C & ~defers_C, defers_C):
-            found_BC |= self._minimal(fits_BC & family_C, ordered)
-        return found_BC
-
-    def _minimal(self, fits_BC: BoolArray, ordered: Sequence[str]) -> BoolArray:
-        grid = fits_BC.reshape(-1, *self.sizes)
-        axes = [1 + OFFLOADED.index(name) for name in ordered]
-        above = grid
-        for axis in axes:
-            above = np.logical_or.accumulate(above, axis=axis)
-        kept = grid.copy()
-        for axis in axes:
-            # One that is beaten along an axis has something that fits at or below its neighbour there.
-            behind = (slice(None),) * axis + (slice(1, None),)
-            before = (slice(None),) * axis + (slice(None, -1),)
-            kept[behind] &= ~above[before]
-        found_BC: BoolArray = kept.reshape(fits_BC.shape)
-        return found_BC
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """Candidates with ratios that fit.
-
-    Attributes:
-        index_J: Which candidate of the table each is.
-        offload_JO: What it moves.
-        steady_J: Steady seconds.
-        boundary_J: Boundary seconds.
-        peak_J: Peak bytes.
-    """
-
-    index_J: IntArray
-    offload_JO: FloatArray
-    steady_J: FloatArray
-    boundary_J: FloatArray
-    peak_J: FloatArray
-
-    @classmethod
-    def joined(cls, items: Sequence["Moved"]) -> "Moved":
-        """All of several."""
-        return cls(**{name: np.concatenate([getattr(item, name) for item in items]) for name in cls.__slots__})
-
-
-@dataclass(slots=True, kw_only=True)
-class Known:
-    """What has been evaluated of a table, which all stages with its role share; bases in the order they came in.
+class Asked:
+    """Candidates of a table that could be better than others if they moved something.
 
     Attributes:
         table: The table.
-        row_K: Of every candidate its place among the bases, -1 where it is not one of them.
-        parts: What the peaks of bases are made of; nothing before there are any.
-        steady_J: Steady seconds, NaN where they are not known.
-        boundary_J: Boundary seconds, likewise.
-        looked: The situations of the stages that were looked at.
+        counted: The same with what the stages behind cost.
+        index_B: The candidates.
+        kept_I: Those that fit without offload and are not dominated.
+        slowest: The most steady seconds that are of use.
     """
 
     table: Table
-    row_K: IntArray
-    parts: OffloadParts | None
-    steady_J: FloatArray
-    boundary_J: FloatArray
-    looked: set[Situations]
-
-    @classmethod
-    def nothing(cls, table: Table) -> "Known":
-        """Before anything has been evaluated."""
-        none = np.empty(0)
-        return cls(
-            table=table,
-            row_K=np.full(len(table), -1, dtype=np.int64),
-            parts=None,
-            steady_J=none,
-            boundary_J=none,
-            looked=set(),
-        )
+    counted: Table
+    index_B: IntArray
+    kept_I: IntArray
+    slowest: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,44 +110,82 @@ class Mover:
     known: dict[int, Known] = field(default_factory=dict)
 
     def of(
-        self, table: Table, index_B: IntArray, phases: Situations, ahead: Sequence[tuple[IntArray, Situations]] = ()
+        self, asked: Asked, phases: Situations, ahead: Sequence[tuple[IntArray, Situations]] = ()
     ) -> tuple[Moved, int]:
-        """What some candidates of a table may move, as far as it is of use, and how much has been evaluated.
+        """What some candidates of a table may move, as far as it is of use, and how much has been looked at.
 
         Args:
-            table: The candidates.
-            index_B: Which.
+            asked: The candidates, and what they have to be better than.
             phases: The situations of their stage.
-            ahead: The same of stages that will be asked about next, so that it is all evaluated together.
+            ahead: Candidates and situations of stages that will be asked about next, to count bytes together.
 
         Raises:
             TimeIsUpError: If there is no time left to evaluate them.
         """
+        table = asked.table
         known, count = self._known(table), len(self.ratios)
-        asked = ((index_B, phases), *ahead)
-        every_B = np.unique(np.concatenate([index for index, _ in asked]))
+        every_B = np.unique(np.concatenate([asked.index_B, *(index_B for index_B, _ in ahead)]))
         new_B = every_B[known.row_K[every_B] < 0]
         for at_N in self._together(table, new_B, self.ratios.pairs):
             self._learn_bytes(known, new_B[at_N])
-        kept = [self._kept(known, *item) for item in asked]
-        place_N, first_N = np.unique(np.concatenate([place for _, place, _ in kept]), return_index=True)
-        unknown_N = np.isnan(known.steady_J[place_N])
-        of_N = np.concatenate([of for of, _, _ in kept])[first_N][unknown_N]
-        place_N = place_N[unknown_N]
-        for at_N in self._together(table, of_N, 1):
-            self._learn_seconds(known, of_N[at_N], place_N[at_N])
-        known.looked |= {item for _, item in asked}
-        of_J, place_J, peak_J = kept[0]
-        steady_J = known.steady_J[place_J]
+        known.looked |= {phases, *(item for _, item in ahead)}
+        of_J, place_J, peak_J = self._kept(known, asked.index_B, phases)
+        self._settle(known, asked, of_J, place_J)
+        steady_J, boundary_J = known.seconds(place_J)
         fast_J = np.flatnonzero(steady_J <= table.pace * ROOM)
         moved = Moved(
             index_J=of_J[fast_J],
             offload_JO=self.ratios.offload_CO[place_J[fast_J] % count],
             steady_J=steady_J[fast_J],
-            boundary_J=known.boundary_J[place_J[fast_J]],
+            boundary_J=boundary_J[fast_J],
             peak_J=peak_J[fast_J],
         )
         return moved, len(new_B) * (count - 1)
+
+    def _settle(self, known: Known, asked: Asked, of_J: IntArray, place_J: IntArray) -> None:
+        """Evaluate whatever may be better than what is known to fit, the most promising first."""
+        if not len(of_J):
+            return
+        counted, group_J = asked.counted, asked.table.place_K[of_J]
+        steady_J, whole_J = self._floors(known, counted, of_J, place_J)
+        later_J = (counted.steady_K - asked.table.steady_K)[of_J]
+        index_I = asked.kept_I
+        fitting = (
+            asked.table.place_K[index_I],
+            counted.steady_K[index_I],
+            (counted.steady_K + counted.boundary_K)[index_I],
+        )
+        open_J = np.flatnonzero(steady_J <= asked.slowest * ROOM)
+        while len(open_J):
+            found_J, once_J = known.seconds(place_J[open_J])
+            done_J = ~np.isnan(found_J)
+            at_D = open_J[done_J]
+            steady_D = found_J[done_J] + later_J[at_D]
+            fitting = _with_points(fitting, (group_J[at_D], steady_D, steady_D + once_J[done_J]))
+            open_J = open_J[~done_J]
+            points = group_J[open_J], steady_J[open_J], whole_J[open_J]
+            chosen_J = not_beaten(*points, fitting)
+            open_J = open_J[chosen_J]
+            points = group_J[open_J], steady_J[open_J], whole_J[open_J]
+            first_J = open_J[not_beaten(*points, (points[0], points[1] * SLACK, points[2] * SLACK))]
+            for at_N in self._together(asked.table, of_J[first_J], 1):
+                self._learn_seconds(known, of_J[first_J[at_N]], place_J[first_J[at_N]])
+
+    def _floors(self, known: Known, counted: Table, of_J: IntArray, place_J: IntArray) -> tuple[FloatArray, FloatArray]:
+        """What candidates with ratios take at least, per microbatch and of a batch."""
+        if known.floors is None:
+            raise ValueError("known.floors = None: nothing was learned about candidates that are asked about")
+        count, slots = len(self.ratios), counted.slots
+        row_J, place_JO = place_J // count, self.ratios.of_kinds(place_J % count)
+        ratio_JO = self.ratios.offload_CO[place_J % count]
+        steady_J, whole_J = counted.steady_K[of_J], counted.floor_K[of_J]
+        weights = {index: copy_weights(self.model, slots[index]) for index in np.unique(counted.shape_K[of_J]).tolist()}
+        alike = {id(item): item for item in weights.values()}
+        for key, item in alike.items():
+            at_N = np.flatnonzero(np.isin(counted.shape_K[of_J], [at for at, own in weights.items() if id(own) == key]))
+            more_N, once_N = known.floors.added(item, row_J[at_N], place_JO[at_N, :3], ratio_JO[at_N, 3])
+            steady_J[at_N], whole_J[at_N] = steady_J[at_N] + more_N, whole_J[at_N] + once_N
+        return steady_J / ROOM, whole_J / ROOM
 
     def has_looked(self, table: Table, phases: Situations) -> bool:
         """Whether stages in these situations have been looked at, ahead of time or not."""
@@ -303,15 +243,14 @@ class Mover:
 
     def _learn_bytes(self, known: Known, index_B: IntArray) -> None:
         """Bytes of all combinations of some bases of one arrangement."""
-        table, count = known.table, len(self.ratios)
+        table = known.table
         slot = table.slots[int(table.shape_K[index_B[0]])]
         parts = OffloadParts.of(self.model.memory(slot), slot, table.candidates(index_B), self.ratios.each)
         before = 0 if known.parts is None else len(known.parts)
         known.row_K[index_B] = before + np.arange(len(index_B))
         known.parts = parts if known.parts is None else OffloadParts.joined([known.parts, parts])
-        unknown_J = np.full(len(index_B) * count, np.nan)
-        known.steady_J = np.concatenate([known.steady_J, unknown_J])
-        known.boundary_J = np.concatenate([known.boundary_J, unknown_J])
+        floors = self.model.copy_floors(slot, table.candidates(index_B), self.ratios.each)
+        known.floors = floors if known.floors is None else CopyFloors.joined([known.floors, floors])
 
     def _learn_seconds(self, known: Known, index_N: IntArray, place_N: IntArray) -> None:
         """Seconds of some candidates of one arrangement: which of the table, and where they are among what is known."""
@@ -319,7 +258,7 @@ class Mover:
         offload_NO = self.ratios.offload_CO[place_N % len(self.ratios)]
         slot = table.slots[int(table.shape_K[index_N[0]])]
         seconds = self.model.seconds(slot, _with(table.candidates(index_N), offload_NO))
-        known.steady_J[place_N], known.boundary_J[place_N] = seconds.steady_K, seconds.boundary_K
+        known.note(place_N, seconds.steady_K, seconds.boundary_K)
 
     def _least(self, table: Table, index_B: IntArray, fits_BC: BoolArray) -> BoolArray:
         """Those that fit and move no more than they have to."""
@@ -359,6 +298,11 @@ class Mover:
 def _with(candidates: StageCandidates, offload_JO: FloatArray) -> StageCandidates:
     ratios = {f"{name}_K": offload_JO[:, place] for place, name in enumerate(OFFLOADED)}
     return replace(candidates, offload=OffloadCandidates(**ratios))
+
+
+def _with_points(points: Points, others: Points) -> Points:
+    group, first, second = (np.concatenate(pair) for pair in zip(points, others, strict=True))
+    return group, first, second
 
 
 def worth_moving(table: Table, count: int, kept_J: IntArray) -> IntArray:

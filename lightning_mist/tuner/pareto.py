@@ -65,3 +65,30 @@ def non_dominated(group_K: npt.ArrayLike, first_K: FloatArray, second_K: FloatAr
     Args and order as in :func:`sort_points` and :meth:`Order.frontier`.
     """
     return sort_points(group_K, first_K, second_K).frontier(np.ones(len(first_K), dtype=bool))
+
+
+def not_beaten(
+    group_K: IntArray, first_K: FloatArray, second_K: FloatArray, by: tuple[IntArray, FloatArray, FloatArray]
+) -> BoolArray:
+    """Which points no other of some points, of the same group, equals or beats in both values.
+
+    Args:
+        group_K: Group of each point.
+        first_K: First value, smaller is better.
+        second_K: Second value, smaller is better.
+        by: Groups and values of the others.
+    """
+    count = len(by[0])
+    group, first, second = (np.concatenate(pair) for pair in zip(by, (group_K, first_K, second_K), strict=True))
+    is_other = np.arange(len(group)) < count
+    # By group, in each by rising first value, in each of these the others first.
+    order = np.lexsort((~is_other, first, group))
+    values, rank = np.unique(second[order], return_inverse=True)
+    _, place = np.unique(group[order], return_inverse=True)
+    # Ranks fall from group to group, so that the running minimum begins anew in each.
+    rank = rank.reshape(-1) - place.reshape(-1) * (len(values) + 1)
+    least = np.minimum.accumulate(np.where(is_other[order], rank, np.iinfo(np.int64).max))
+    found_K = np.empty(len(group), dtype=bool)
+    found_K[order] = rank < least
+    result_K: BoolArray = found_K[count:]
+    return result_K

@@ -18,7 +18,7 @@ from lightning_mist.cost import (
     profiles_of,
 )
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile
+from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan
 from lightning_mist.tuner import space as search_space
@@ -27,6 +27,7 @@ from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, host_
 from lightning_mist.tuner.choose import choose, make_plan
 from lightning_mist.tuner.copies import search_copies
 from lightning_mist.tuner.families import GridCosts
+from lightning_mist.tuner.hosts import with_offload
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late
 from lightning_mist.tuner.intra_stage import IntraStage, TableKey
 from lightning_mist.tuner.least_runs import LeastRuns
@@ -92,10 +93,7 @@ class Planner:
         found = search_space.apply(
             search or SearchSpace(), self.spec, self.cluster.world_size, global_batch_size, devices_per_node=near
         )
-        if found.search.offload and not all(map(_knows_copies, profiles_of(self.model), self.cluster.parts)):
-            note = "without offload: how fast devices copy from and to the host is not known"
-            found = replace(found, search=replace(found.search, offload=()), notes=(*found.notes, note))
-        return found
+        return with_offload(found, self.cluster, profiles_of(self.model))
 
     def stages(
         self,
@@ -188,12 +186,6 @@ class Planner:
             until = max(deadline, perf_counter() + 0.1)
             explain_infeasible(stages, lambda problem, chosen: make_plan(space, problem, chosen, self.cluster), until)
         return _result(stages, outcome, began, (memory_limit, host_memory_limit))
-
-
-def _knows_copies(profile: HardwareProfile, part: Cluster) -> bool:
-    """Whether the rates of copies between a device and its host are known."""
-    rates = profile.host_to_device_bytes_per_second, profile.device_to_host_bytes_per_second
-    return part.device.kind != "cuda" or min(rates) > 0
 
 
 def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | None, int | None]) -> TuneResult:

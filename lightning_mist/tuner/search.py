@@ -104,7 +104,7 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     alone = {key: bound for key, bound in tally.bounds.items() if key[0] == 1}
     for ratios in intra.passes:
         intra.try_ratios(ratios, deadline if tally.best else patience)
-        tally.floors.kinds = frozenset(space.search.offload if ratios else ())
+        tally.floors.kinds = frozenset(space.search.offloaded if ratios else ())
         tally.bounds = {**lower, **alone}  # What was proven of a smaller space is not of a larger one.
         _look(tally, pipelines)
     bound = min(tally.bounds.values(), default=np.inf)

@@ -27,7 +27,7 @@ _OTHERS = ("layer_cuts", "zero_stages", "checkpointed_shares", "offload", "offlo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """Limits of the search for a plan. The defaults look at everything that the runtime can execute.
+    """Limits of the search for a plan. The defaults look at everything that can be priced.
 
     Attributes:
         max_stages: The most pipeline stages; ``None`` for as many as there are devices or layers. Under
@@ -53,7 +53,9 @@ class SearchSpace:
             layer: ``(0, 1)`` for none or all. ``None`` for any number of layers. With shares stages are not dealt out
             in chunks.
         offload: Which kinds of state may be in host memory: of ``"parameters"``, ``"gradients"``, ``"optimizer"`` and
-            ``"activations"``; by default none, for the runtime does not execute that yet: it is for forecasts only.
+            ``"activations"``; ``None`` for all of them on devices with memory of their own whose copies from and to the
+            host have known rates, and for none on others. The runtime does not execute any of it yet, so that plans
+            which are to be executed are searched for with none.
         offload_ratios: Which parts of each of these may be there, fractions in [0, 1]; 0 is always among them.
         schedules: Pipeline schedules to choose from. The search is exact for ``"1f1b"`` and ``"gpipe"`` (which is never
             faster and keeps more); ``"interleaved-1f1b"`` and ``"zb-h1"`` are tried on the pipelines that it finds.
@@ -76,11 +78,16 @@ class SearchSpace:
     sequence_parallel: bool | None = None
     checkpointing: bool = True
     checkpointed_shares: tuple[float, ...] | None = None
-    offload: tuple[str, ...] = ()
+    offload: tuple[str, ...] | None = None
     offload_ratios: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1")
     chunks: tuple[int, ...] = (2, 3, 4)
     solver_seconds: float = 60.0
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The kinds of state that are named in ``offload``; none of them where it is left to the devices."""
+        return self.offload or ()
 
     def __post_init__(self) -> None:
         """Check each limit by itself."""
@@ -129,7 +136,7 @@ class SearchSpace:
             )
 
     def _check_shares(self) -> None:
-        if not set(self.offload) <= set(OFFLOADED):
+        if not set(self.offloaded) <= set(OFFLOADED):
             raise ValueError(f"offload={self.offload}: of {', '.join(OFFLOADED)}; give () to offload nothing")
         for name in ("offload_ratios", "checkpointed_shares"):
             values = getattr(self, name)

@@ -178,7 +178,7 @@ def _offload(kind: str) -> Technique:
         return every_stage(plan, lambda stage: replace(stage, offload=replace(stage.offload, **{kind: 0.0})))
 
     def without(plan: Plan, search: SearchSpace) -> SearchSpace | None:
-        return replace(search, offload=tuple(name for name in search.offload if name != kind))
+        return replace(search, offload=tuple(name for name in search.offloaded if name != kind))
 
     words = "optimizer state" if kind == "optimizer" else kind
     meaning = f"a part of the {words} waits in the memory of the host and is copied when it is needed"

@@ -37,7 +37,7 @@ def test_everything_that_is_moved_is_fetched_and_what_has_changed_is_written_bac
 
 def test_units_that_are_made_up_have_nothing_and_ends_keep_their_activations():
     found, _ = loads(candidates(activations=0.5), network())
-    table = found.table()
+    table = found.table(np.arange(found.forward_QR.shape[1]))
     assert not table[:, :, :BEFORE].any()
     assert not table[:, :, -BEHIND:].any()
     (saved_R,) = found.saved_out_QR[:, BEFORE:-BEHIND]

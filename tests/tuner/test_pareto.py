@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.pareto import non_dominated, sort_points
+from lightning_mist.tuner.pareto import non_dominated, not_beaten, sort_points
 
 
 def brute_force(group, first, second):
@@ -50,3 +50,17 @@ def test_frontiers_come_by_group_and_rising_first_value():
 def test_values_of_any_size_are_told_apart():
     first, second = np.array([1.0, 2.0]), np.array([1e18 + 256, 1e18])
     assert len(non_dominated(np.array([0, 0]), first, second)) == 2
+
+
+def test_what_none_of_the_others_beats():
+    rng = np.random.default_rng(5)
+    for _ in range(30):
+        points, others = (
+            (rng.integers(0, 3, count), rng.integers(0, 6, count) / 1.0, rng.integers(0, 6, count) / 1.0)
+            for count in rng.integers(0, 12, 2)
+        )
+        expected = [
+            not any(g == group and f <= first and s <= second for g, f, s in zip(*others, strict=True))
+            for group, first, second in zip(*points, strict=True)
+        ]
+        assert not_beaten(*points, others).tolist() == expected

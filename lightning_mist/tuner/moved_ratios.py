@@ -1,0 +1,90 @@
+"""Combinations of shares of state that may be in host memory.
+
+Array axes
+    B  candidates that are tried with offload
+    C  combinations of ratios, nothing moved first
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.offload_parts import Ratios as KindRatios
+from lightning_mist.tuner.search_space import OFFLOADED, SearchSpace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratios:
+    """Every combination of what may be moved.
+
+    Attributes:
+        sizes: How many ratios each kind of state may have.
+        offload_CO: The combinations, the ratios of the last kind running fastest.
+    """
+
+    sizes: tuple[int, ...]
+    offload_CO: FloatArray
+
+    @property
+    def each(self) -> KindRatios:
+        """The ratios of each kind of state."""
+        values = (tuple(np.unique(column_C).tolist()) for column_C in self.offload_CO.T)
+        return KindRatios(**dict(zip(OFFLOADED, values, strict=True)))
+
+    @classmethod
+    def of(cls, search: SearchSpace, offered: Sequence[float]) -> "Ratios":
+        """Those of a search space.
+
+        Args:
+            search: Says which kinds of state may be moved.
+            offered: The ratios; 0 is always among them.
+        """
+        ratios = sorted({0.0, *offered})
+        each = [ratios if name in search.offloaded else [0.0] for name in OFFLOADED]
+        return cls(sizes=tuple(map(len, each)), offload_CO=np.array(list(product(*each)), dtype=np.float64))
+
+    def __len__(self) -> int:
+        """Number of combinations, nothing moved among them."""
+        return len(self.offload_CO)
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of ratios of activations and of gradients."""
+        return self.sizes[OFFLOADED.index("gradients")] * self.sizes[OFFLOADED.index("activations")]
+
+    def least(self, fits_BC: BoolArray, ordered: Sequence[str]) -> BoolArray:
+        """Of the combinations that fit, those that move no more than they have to.
+
+        Args:
+            fits_BC: Which combinations fit.
+            ordered: Kinds of state of which a larger ratio is never faster.
+        """
+        defers_C = self.offload_CO[:, : OFFLOADED.index("activations")].max(axis=1) > 0
+        moves_C = self.offload_CO.max(axis=1) > 0
+        found_BC = np.zeros_like(fits_BC)
+        for family_C in (moves_C & ~defers_C, defers_C):
+            found_BC |= self._minimal(fits_BC & family_C, ordered)
+        return found_BC
+
+    def _minimal(self, fits_BC: BoolArray, ordered: Sequence[str]) -> BoolArray:
+        grid = fits_BC.reshape(-1, *self.sizes)
+        axes = [1 + OFFLOADED.index(name) for name in ordered]
+        above = grid
+        for axis in axes:
+            above = np.logical_or.accumulate(above, axis=axis)
+        kept = grid.copy()
+        for axis in axes:
+            # One that is beaten along an axis has something that fits at or below its neighbour there.
+            behind = (slice(None),) * axis + (slice(1, None),)
+            before = (slice(None),) * axis + (slice(None, -1),)
+            kept[behind] &= ~above[before]
+        found_BC: BoolArray = kept.reshape(fits_BC.shape)
+        return found_BC
+
+    def of_kinds(self, combination_J: IntArray) -> IntArray:
+        """Which ratio of each kind of state combinations have; axes ``J`` and ``O``."""
+        found_JO: IntArray = np.stack(np.unravel_index(combination_J, self.sizes), axis=1)
+        return found_JO

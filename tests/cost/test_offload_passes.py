@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+
+from lightning_mist.cost.channels import FREE
+from lightning_mist.cost.offload_loads import BEFORE, BEHIND
+from lightning_mist.cost.offload_passes import Neighbourhoods, Passes, Way
+from lightning_mist.cost.overlap import concurrent_seconds
+from lightning_mist.cost.regions import covered
+from tests.cost.test_offload_loads import loads
+from tests.cost.test_offload_time import candidates
+from tests.specs import spec
+
+ALTERNATING = spec(6, kinds=(0, 1) * 3, widths=(1000, 2500), parameter_bytes=40_000, edge_bytes=120_000)
+
+
+def together(compute, network, copies):
+    none = np.zeros(1)
+    return concurrent_seconds(compute, network, *(copies or (none, none)), FREE, False)
+
+
+def test_units_with_equal_neighbours_are_looked_at_once():
+    found, _ = loads(candidates((0, 6), parameters=0.5, activations=1.0), ALTERNATING)
+    kinds = Neighbourhoods.of(found)
+    every = found.table(np.arange(found.forward_QR.shape[1]))
+    assert len(kinds.place_R) == every.shape[2] - BEFORE - BEHIND == 8
+    # Head, tail, their neighbours, and one of either kind between.
+    assert len(kinds.places_U) < 8
+    for unit, kind in enumerate(kinds.place_R):
+        like = kinds.places_U[kind]
+        assert (every[:, :, unit : unit + 4] == every[:, :, like : like + 4]).all()
+
+
+def test_units_differ_where_any_load_does():
+    found, _ = loads(candidates((0, 6), activations=1.0), ALTERNATING)
+    every = found.table(np.arange(found.forward_QR.shape[1]))
+    wanted = [(every[:, :, unit] != every[:, :, unit - 1]).any() for unit in range(1, every.shape[2])]
+    assert found.differs().tolist() == wanted
+    assert not wanted[-1]
+
+
+@pytest.mark.parametrize("checkpointed", [0, 2, 6])
+def test_without_copies_passes_are_what_is_computed(checkpointed):
+    some = candidates((0, 6), checkpointed=checkpointed, parameters=1.0, activations=1.0)
+    found, rows = loads(some, ALTERNATING)
+    bounds = covered(ALTERNATING, some.start_K, some.end_K)
+    passes = Passes(found, rows, some, bounds, together, Neighbourhoods.of(found))
+    still, moving = Way(copies=False, edge=False), Way(copies=True, edge=False)
+    again = found.forward_QR[0, BEFORE + 1 : BEFORE + 1 + checkpointed].sum()
+    assert passes.forward(still) == pytest.approx(found.forward_QR.sum())
+    assert passes.backward(still) == pytest.approx(found.backward_QR.sum() + again)
+    assert passes.forward(moving) > passes.forward(still)
+    assert passes.backward(moving) > passes.backward(still)
+
+
+def test_loads_of_some_questions():
+    both = candidates((0, 6), parameters=0.5)
+    found, rows = loads(both.take(np.array([0, 0])), ALTERNATING)
+    part = found.take(rows)
+    assert (part.parameters_in_QR == found.parameters_in_QR[rows]).all()
+    assert len(part.forward_QR) == 2

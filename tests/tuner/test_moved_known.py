@@ -1,0 +1,32 @@
+import numpy as np
+
+from lightning_mist.tuner.moved_known import Known, Moved
+from tests.tuner.test_moved import make
+
+
+def test_seconds_are_found_again_wherever_they_were_noted():
+    maker = make("alike", "L4", limit=1e12)
+    maker.frontier(0, 2, 4)
+    known = Known.nothing(next(iter(maker._tables.values())))
+    steady, boundary = known.seconds(np.array([3, 1]))
+    assert np.isnan(steady).all()
+    assert np.isnan(boundary).all()
+    known.note(np.array([7, 2]), np.array([0.7, 0.2]), np.array([7.0, 2.0]))
+    known.note(np.array([5]), np.array([0.5]), np.array([5.0]))
+    steady, boundary = known.seconds(np.array([2, 3, 5, 7, 9]))
+    assert np.array_equal(steady, [0.2, np.nan, 0.5, 0.7, np.nan], equal_nan=True)
+    assert np.array_equal(boundary, [2.0, np.nan, 5.0, 7.0, np.nan], equal_nan=True)
+
+
+def test_all_of_several():
+    parts = [
+        Moved(
+            index_J=np.array([count]),
+            offload_JO=np.zeros((1, 4)),
+            steady_J=np.array([1.0]),
+            boundary_J=np.array([2.0]),
+            peak_J=np.array([3.0]),
+        )
+        for count in (4, 1)
+    ]
+    assert Moved.joined(parts).index_J.tolist() == [4, 1]
