@@ -1,6 +1,6 @@
 """Twenty optimizer steps of models of the zoo under DDP and under mist, in one set of processes for all of them.
 
-Run by torchrun with a folder and ``name:plan`` pairs as arguments; every rank writes its losses there.
+Run by tests.ranks with a folder and ``name:plan`` pairs as arguments; every rank writes its losses there.
 """
 
 import json

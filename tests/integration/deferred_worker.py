@@ -1,4 +1,5 @@
-"""Trains modules that were built without values, under several plans, and writes what happened; run by torchrun."""
+"""Trains modules that were built without values, under several plans, and writes what happened;
+run by tests.ranks."""
 
 import json
 import logging

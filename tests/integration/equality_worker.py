@@ -1,6 +1,6 @@
 """Trains small projects with DDP and with mist, one set of processes for all of them, and writes what happened.
 
-Run by torchrun with the number of processes, a folder and names of cases as arguments.
+Run by tests.ranks with the number of processes, a folder and names of cases as arguments.
 """
 
 import json

@@ -71,7 +71,6 @@ def main():
     options = {
         "wrong_world": {"plan": plan([(2, [2]), (1, [1]), (1, [0])], rows=4, microbatches=3)},
         "tight": {"plan": "auto", "memory_limit": "10KiB"},
-        "no_file": {"plan": str(folder / "missing.json")},
     }.get(mode, {"plan": PIPELINE})
     profiles = assume_profile(folder / "profiles", 2)
     strategy = MistStrategy(profile_directory=str(profiles), plan_path=str(folder / "plan.json"), **options)

@@ -1,15 +1,11 @@
 """Loss curves of real architectures: twenty optimizer steps under mist are those under DDP, on every rank."""
 
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-WORKER = Path(__file__).with_name("curves_worker.py")
-ROOT = Path(__file__).parents[2]
+from tests.ranks import command_of, environment
 
 TWO = ["gpt2:split", "llama:sharded", "bert:two", "vit:split", "demo:two", "nano:two"]
 TWO += [
@@ -31,10 +27,9 @@ def curves(tmp_path_factory):
 def run(tmp_path_factory, size, pairs):
     """For every pair what each rank saw."""
     folder = tmp_path_factory.mktemp("curves")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     done = subprocess.run(
-        [*command, str(WORKER), str(folder), *pairs],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        command_of(size, "tests.integration.curves_worker", str(folder), *pairs),
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=280,

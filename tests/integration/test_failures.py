@@ -28,7 +28,6 @@ RUNNING = {
 REFUSED = {
     "wrong_world": r"PlanError: the plan is for 3 devices, but 2 processes run",
     "tight": r"InfeasibleError: .*10.0 KiB",
-    "no_file": r"missing.json",
     # Control flow that differs between ranks.
     "branch:1": r"PlanError: ranks \[1\] see another module than rank 0",
 }

@@ -1,26 +1,19 @@
 """An unmodified project under DDP and under mist: the same losses, metrics, files and weights."""
 
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.integration import equality_worker
 from tests.integration.equality_worker import CASES, FOUR, RESUMED, TWO
-
-WORKER = Path(__file__).with_name("equality_worker.py")
+from tests.ranks import command_of, environment
 
 
 def run(tmp_path_factory, processes, names):
     out = tmp_path_factory.mktemp("equality")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    # A port of the system's choice, so that runs side by side do not meet.
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(WORKER), str(processes), str(out)]
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run([*command, *names], env=environment, capture_output=True, text=True, timeout=280, check=False)
+    command = command_of(processes, equality_worker.__name__, str(processes), str(out), *names)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)]
 

@@ -259,6 +259,11 @@ def test_arguments_that_mean_nothing_yet_are_refused():
         MistStrategy(memory_limit="lots")
 
 
+def test_a_plan_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(PlanError, match=r"missing\.json"):
+        train(tmp_path, MistStrategy(plan=str(tmp_path / "missing.json")), epochs=1)
+
+
 def test_a_cluster_of_another_size_is_refused(tmp_path, profiles):
     with pytest.raises(ValueError, match="has 8 devices, but 1 processes run"):
         train(tmp_path, MistStrategy(cluster="1x8xL4", profile_directory=profiles))
