@@ -41,7 +41,7 @@ from lightning_mist.cost.overheads import overhead_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.ring_time import ring_seconds, stage_ring_seconds
 from lightning_mist.cost.shards import Beside, UnitSeconds, Unsharding, reduced_seconds, unit_seconds, unsharding
-from lightning_mist.cost.sums import RegionSums
+from lightning_mist.cost.sums import RegionSums, weight_shares
 from lightning_mist.cost.time import RegionSeconds, region_seconds, split_seconds
 from lightning_mist.cost.update import update_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
@@ -326,7 +326,7 @@ class StageCostModel:
         """Sums over regions."""
         rank, key = self._of(slot), (slot.rows, slot.context_parallel_degree)
         if key not in rank.sums:
-            rank.sums[key] = RegionSums.of(compute, self._weights(slot))
+            rank.sums[key] = RegionSums.of(compute, weight_shares(self.memory(slot).costs(slot.rows)))
         return rank.sums[key]
 
     def _beside(self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds) -> Beside | None:
@@ -394,9 +394,3 @@ class StageCostModel:
         every, memory = (compute, None if beside is None else beside.units), self.memory(slot)
         machine = beside_copies((self.profile, self.cluster), self.spec, memory, slot, candidates, every, self.seams)
         return copy_floors(memory, slot, candidates, machine, ratios)
-
-    def _weights(self, slot: StageSlot) -> FloatArray:
-        """Share of every region's backward that makes gradients of matrices, by FLOPs."""
-        costs = self.memory(slot).costs(slot.rows)
-        share_R: FloatArray = np.minimum(1.0, costs.weight_flops_R / np.maximum(costs.backward_flops_R, 1.0))
-        return share_R

@@ -11,6 +11,7 @@ import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates
 from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.regions import RegionCosts
 from lightning_mist.cost.time import RegionSeconds
 
 
@@ -19,6 +20,12 @@ def prefix_sums(values_R: FloatArray) -> FloatArray:
     sums = np.zeros((*values_R.shape[:-1], values_R.shape[-1] + 1))
     np.cumsum(values_R, axis=-1, out=sums[..., 1:])
     return sums
+
+
+def weight_shares(costs: RegionCosts) -> FloatArray:
+    """Share of every region's backward that makes gradients of matrices, by FLOPs."""
+    share_R: FloatArray = np.minimum(1.0, costs.weight_flops_R / np.maximum(costs.backward_flops_R, 1.0))
+    return share_R
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
