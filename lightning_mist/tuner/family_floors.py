@@ -17,6 +17,7 @@ from lightning_mist.tuner.bound import solve_family
 from lightning_mist.tuner.choices import SlotChoices
 from lightning_mist.tuner.floors import Room, floor_choices
 from lightning_mist.tuner.least_runs import LeastRuns, least_runs
+from lightning_mist.tuner.narrowed import Narrowed, narrowed
 from lightning_mist.tuner.problem import Family
 from lightning_mist.tuner.space import Shape, Space
 from lightning_mist.tuner.tables import ROOM
@@ -95,10 +96,30 @@ class FamilyFloors:
             self._found[key] = below, known
         return min(known, below)
 
+    def narrowed(self, counts: Sequence[int], num_microbatches: int, below: float) -> Narrowed:
+        """What stages can be of pipelines that take fewer seconds than ``below``.
+
+        Args:
+            counts: Numbers of stages.
+            num_microbatches: Number of microbatches.
+            below: Seconds; finite.
+        """
+        family = self._family(counts, num_microbatches, below)
+        nothing_NL = np.zeros((self.space.world_size + 1, self.space.num_layers + 1), dtype=bool)
+        if family is None:
+            return Narrowed(slowest=0.0, first_NL=nothing_NL, middle_NL=nothing_NL, last_NL=nothing_NL)
+        return narrowed(family, below)
+
     def _solve(self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float) -> float:
-        runs = self._runs(num_microbatches, below / num_microbatches)
+        family = self._family(counts, num_microbatches, below)
+        # A pipeline with a stage that is left out takes at least as long.
+        return below if family is None else min(below, solve_family(family, below=below, deadline=deadline).bound)
+
+    def _family(self, counts: Sequence[int], num_microbatches: int, below: float) -> Family | None:
+        """The problem of pipelines that take fewer seconds than ``below``, if there can be any."""
+        runs, pace = self._runs(num_microbatches, below / num_microbatches), below / num_microbatches * ROOM
         if not len(runs):
-            return below
+            return None
         room = Room(
             memory_limit=self.memory_limit,
             kinds=self.kinds,
@@ -110,11 +131,10 @@ class FamilyFloors:
             place = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
             phases = stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule)
             found = self._of(runs, room, place, phases)
-            return found.take(found.steady_K <= below / num_microbatches * ROOM)
+            return found.take(found.steady_K <= pace)
 
         family = family_of(self.space, counts, num_microbatches, choices_of)
-        # A pipeline with a stage that is left out takes at least as long.
-        return min(below, solve_family(family, below=below, deadline=deadline).bound) if family.heads else below
+        return family if family.heads else None
 
     def _of(self, runs: LeastRuns, room: Room, place: str, phases: tuple[Phase, ...]) -> SlotChoices:
         key = self.kinds, room.num_microbatches, place, phases

@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageSlot
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
@@ -39,6 +39,10 @@ __all__ = ["ANYWHERE", "EVERY_PART", "IntraStage", "SlotChoices", "layer_classes
 TableKey = tuple[Role, int, int, Hashable]
 """Role, number of microbatches, stage where its layers are settled (else -1), and where the pipeline passes from one
 part of the cluster to another."""
+
+
+_FrontierKey = tuple[TableKey, int, tuple[Phase, ...]]
+"""What tells frontiers apart: the table, the stages behind as far as they count, the situations."""
 
 
 class IntraStage:
@@ -85,7 +89,7 @@ class IntraStage:
         self.runs: dict[int, LeastRuns] = {} if runs is None else runs
         self._windows: dict[Role, Windows] = {}
         # Frontiers and the pace up to which they hold, by how many stages and which situations they are for.
-        self._frontiers: dict[tuple[TableKey, int, tuple[Phase, ...]], tuple[float, SlotChoices]] = {}
+        self._frontiers: dict[_FrontierKey, tuple[float, BoolArray | None, SlotChoices]] = {}
 
         # Tables with what so many stages behind cost, beside those that they were made of.
         self._behind: dict[tuple[TableKey, int], tuple[Table, Table]] = {}
@@ -143,6 +147,7 @@ class IntraStage:
         slowest: float = np.inf,
         *,
         pipeline: tuple[int, ...] = (),
+        among_NL: BoolArray | None = None,
     ) -> SlotChoices:
         """The choices of one slot that fit, take at most ``slowest`` seconds per microbatch and are not dominated.
 
@@ -152,17 +157,18 @@ class IntraStage:
             num_microbatches: Number of microbatches.
             slowest: The most steady seconds.
             pipeline: The part of the cluster in which every stage lies, if it has unlike ones.
+            among_NL: Of which numbers of devices and layers choices are of interest; by default of all.
         """
         phases = stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule)
         place = stage_index, num_stages, num_microbatches, pipeline
         # More microbatches than there are do not pass a stage before the first of them comes back.
         key = self._key(*place), min(num_stages - 1 - stage_index, num_microbatches - 1), phases
-        pace, choices = self._frontiers.get(key, (-np.inf, SlotChoices.none()))
-        if pace * ROOM < slowest:
+        pace, known_NL, choices = self._frontiers.get(key, (-np.inf, None, SlotChoices.none()))
+        if pace * ROOM < slowest or not _covers(known_NL, among_NL):
             ahead = () if key[0][2] >= 0 else self._ahead(stage_index, num_stages, num_microbatches)
             table = self._table(*place, slowest)
-            choices = self._frontier(table, self._counted(key[0], table, key[1]), phases, slowest, ahead)
-            self._frontiers[key] = slowest, choices
+            choices = self._frontier(table, self._counted(key[0], table, key[1]), phases, slowest, ahead, among_NL)
+            self._frontiers[key] = slowest, among_NL, choices
         most = self.space.world_size if self._elsewhere else self.space.world_size - num_stages + 1
         inside_K = within(choices, stage_index, num_stages, self.space.num_layers, most)
         return choices.take(inside_K & (choices.steady_K <= slowest))
@@ -195,6 +201,7 @@ class IntraStage:
         phases: tuple[Phase, ...],
         slowest: float,
         ahead: tuple[tuple[Phase, ...], ...] = (),
+        among_NL: BoolArray | None = None,
     ) -> SlotChoices:
         """The frontier of one stage.
 
@@ -204,15 +211,20 @@ class IntraStage:
             phases: Its situations.
             slowest: The most steady seconds.
             ahead: Situations of stages that will be asked about next.
+            among_NL: Of which numbers of devices and layers state may be moved.
         """
         count = int(np.searchsorted(table.steady_K, slowest, side="right"))
         peak_K, kept_J = self._fitting(counted, count, phases)
         if len(self._mover.ratios) == 1:
             return counted.choices(kept_J, peak_K[kept_J])
         later = () if self._mover.has_looked(table, phases) else ahead
-        next_ones = [(worth_moving(table, count, self._fitting(table, count, item)[1]), item) for item in later]
-        worth_B = worth_moving(counted, count, kept_J)
-        asked = Asked(table=table, counted=counted, index_B=worth_B, kept_I=kept_J, slowest=slowest)
+
+        def worth(priced: Table, kept_J: IntArray) -> IntArray:
+            found_J = worth_moving(priced, count, kept_J)
+            return found_J if among_NL is None else found_J[priced.is_among(among_NL, found_J)]
+
+        next_ones = [(worth(table, self._fitting(table, count, item)[1]), item) for item in later]
+        asked = Asked(table=table, counted=counted, index_B=worth(counted, kept_J), kept_I=kept_J, slowest=slowest)
         moved, evaluated = self._mover.of(asked, phases, next_ones)
         self.evaluated += evaluated
         steady_J, boundary_J, peak_J, index_J = (
@@ -355,3 +367,8 @@ class IntraStage:
         if role not in self._windows:
             self._windows[role] = windows_of(role, self.space.num_layers, self._classes)
         return self._windows[role]
+
+
+def _covers(known_NL: BoolArray | None, asked_NL: BoolArray | None) -> bool:
+    """Whether what is known of some numbers of devices and layers is enough for what is asked."""
+    return known_NL is None or (asked_NL is not None and not (asked_NL & ~known_NL).any())

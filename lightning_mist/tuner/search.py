@@ -26,6 +26,7 @@ import numpy as np
 from lightning_mist.cost import StageCostModel
 from lightning_mist.tuner.bound import solve, solve_family
 from lightning_mist.tuner.checked import Checked, check
+from lightning_mist.tuner.choices import SlotChoices
 from lightning_mist.tuner.family_floors import FamilyFloors, family_of
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.likely import likely_seconds, quick_bounds
@@ -328,7 +329,7 @@ def _attempt(tally: _Tally, counts: list[int], num_microbatches: int, below: flo
             tally.note(Found(problem=problem, answer=answer))
     else:
         bound = below
-        family = _family(tally.intra, tally.space, counts, num_microbatches, below)
+        family = _family(tally, counts, num_microbatches, below)
         if family.heads:
             result = solve_family(family, below=below, deadline=tally.deadline)
             bound = result.bound
@@ -356,15 +357,12 @@ def _single(intra: IntraStage, space: Space, num_microbatches: int, below: float
     )
 
 
-def _family(intra: IntraStage, space: Space, counts: list[int], num_microbatches: int, below: float) -> Family:
-    """The choices of all stages, without those that only plans of at least ``below`` seconds can have.
+def _family(tally: _Tally, counts: list[int], num_microbatches: int, below: float) -> Family:
+    """The choices of all stages, without those that only plans of at least ``below`` seconds can have."""
+    known = tally.floors.narrowed(counts, num_microbatches, below) if below < np.inf else None
 
-    A pipeline takes at least ``G`` times the steady time of any of its stages.
-    """
-    slowest = below / num_microbatches
-    return family_of(
-        space,
-        counts,
-        num_microbatches,
-        lambda stage_index, num_stages: intra.frontier(stage_index, num_stages, num_microbatches, slowest),
-    )
+    def choices_of(stage_index: int, num_stages: int) -> SlotChoices:
+        slowest, among_NL = (np.inf, None) if known is None else (known.slowest, known.of(stage_index, num_stages))
+        return tally.intra.frontier(stage_index, num_stages, num_microbatches, slowest, among_NL=among_NL)
+
+    return family_of(tally.space, counts, num_microbatches, choices_of)

@@ -80,6 +80,11 @@ class Table:
         found_K: IntArray = np.array(devices_S, dtype=np.int64)[self.shape_K]
         return found_K
 
+    def is_among(self, among_NL: BoolArray, index_J: IntArray) -> BoolArray:
+        """Which of some candidates have numbers of devices and layers that are marked."""
+        found_J: BoolArray = among_NL[self.devices_K[index_J], self.windows.layers_W[self.window_K[index_J]]]
+        return found_J
+
     @property
     def place_K(self) -> IntArray:
         """A number for the run of layers and the devices of each candidate."""
