@@ -38,6 +38,9 @@ ROUNDS, LEAST = 4, 32
 SWEPT = 1 << 14
 """Microbatches times stages up to which nothing is cut where no lists are made: some milliseconds."""
 
+DUST = 1e-12
+"""Share of a step below which a difference of sums is what rounding left."""
+
 Terms = Mapping[str, float]
 """Seconds of one stage by term."""
 
@@ -155,10 +158,11 @@ def _spent(
     busy = compute + recompute + inside + copies + optimizer + overhead
     # Lists that were cut may have come out shorter than what is in them, by less than they err.
     bubble = max(0.0, still - busy)
+    shown = step - busy - bubble
     return StageSpent(
         compute_seconds=compute,
         recompute_seconds=recompute,
-        communication_seconds=inside + (step - busy - bubble),
+        communication_seconds=inside + (shown if abs(shown) > DUST * step else 0.0),
         copies_seconds=copies,
         optimizer_seconds=optimizer,
         overhead_seconds=overhead,

@@ -185,6 +185,13 @@ def test_idle_stages_have_bubbles_and_transfers_are_no_bubbles():
     assert {item.communication_seconds for item in found.spent} == {found.step_seconds - 33.0}
 
 
+def test_what_rounding_leaves_is_no_transfer():
+    terms = [stage(forward=0.1, backward=0.2, recompute=0.1, copies=0.7 / 3, update=0.3)]
+    for count in range(1, 40):
+        (spent,) = step_times(plan("1f1b", 1, microbatches=count), terms, BESIDE).spent
+        assert spent.communication_seconds == 0.0
+
+
 def test_machines_have_rules_of_their_own():
     assert rules_of(cluster(2), "32-true") == StepRules(transfers="within", update_after="all")
     assert rules_of(cluster(2, kind="cuda"), "bf16-mixed") == StepRules(transfers="beside", update_after="last")
