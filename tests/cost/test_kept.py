@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from lightning_mist.cost import StageCostModel, kept, memory_with, predict, predict_with
+from lightning_mist.cost import StageCostModel, kept, memory_with, predict, predict_with, seconds_with
 from lightning_mist.cost.chunks import plan_memory
 from tests.cost.test_memory import make_plan
 from tests.specs import cluster, profile, spec
@@ -32,3 +32,10 @@ def test_what_a_model_remembers_is_what_a_new_one_finds():
     assert first == predict(NETWORK, profile(), cluster(PLAN.world_size), PLAN)
     assert memory_with(model, PLAN) == plan_memory(model.memory, PLAN)
     assert memory_with(model, replace(PLAN, predicted=first)) is memory_with(model, PLAN)
+
+
+def test_the_seconds_of_a_plan_are_those_of_its_prediction():
+    model = StageCostModel(NETWORK, profile(), cluster(PLAN.world_size))
+    for name in ("1f1b", "gpipe", "zb-h1"):
+        plan = replace(PLAN, schedule=name)
+        assert seconds_with(model, plan) == predict_with(model, plan).step_seconds
