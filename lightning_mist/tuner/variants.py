@@ -93,8 +93,8 @@ def _busiest(model: CostModel, plan: Plan) -> float:
         alone = float(found.forward_K[0]) if plan.schedule == "zb-h1" else lane - saved
         return plan.num_microbatches * lane - saved, max(0.0, alone)
 
-    # Without their transfers most stages are at places of the same kind.
-    stages = [(_alone(slot), candidates) for slot, candidates in placed_slots_of(plan, model.cluster)]
+    # Without their transfers most stages are at places of the same kind; copies to the host only add to them.
+    stages = [(_alone(slot), replace(item, offload=None)) for slot, item in placed_slots_of(plan, model.cluster)]
     each = [busy(found) for found in seconds_of_stages(model, stages)]
     groups = range(plan.num_groups)
     before = np.cumsum([0.0, *(each[group][1] for group in groups)])

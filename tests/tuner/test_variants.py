@@ -11,6 +11,7 @@ from lightning_mist.tuner import variants
 from lightning_mist.tuner.space import SearchSpace, apply
 from lightning_mist.tuner.variants import _busiest, _recomputing, _variants, best_variant
 from tests.specs import cluster, profile, spec
+from tests.tuner.plans import pipeline
 from tests.tuner.test_tune import search
 
 FAST = profile(link=1e12, latency=0.0)
@@ -98,12 +99,16 @@ def test_sharded_gradients_stay_with_1f1b():
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-h1"])
 @pytest.mark.parametrize("latency", [1e-5, 1e-2])
-def test_what_devices_compute_is_never_more_than_the_step(kind, schedule, latency):
-    plain = found(("1f1b",)).plan
-    space = apply(SearchSpace(schedules=(schedule,)), NETWORK, 2, 4)
-    model = StageCostModel(NETWORK, profile(link=1e6, latency=latency), cluster(2, kind=kind))
-    candidates = list(_variants(dataclasses.replace(plain, num_microbatches=2), space))
-    assert candidates
+@pytest.mark.parametrize("moved", [{}, {"optimizer": 1.0}, {"parameters": 1.0, "gradients": 0.5, "activations": 0.5}])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_what_devices_compute_is_never_more_than_the_step(kind, schedule, latency, moved, zero):
+    stages = [{"layers": 4, "data": 2, "offload": moved, "zero": zero}] * 2
+    space = apply(SearchSpace(schedules=(schedule,)), NETWORK, 4, 4)
+    copies = {"host_to_device_bytes_per_second": 1e6, "device_to_host_bytes_per_second": 2e6}
+    machine = dataclasses.replace(profile(link=1e6, latency=latency), **copies)
+    model = StageCostModel(NETWORK, machine, cluster(4, kind=kind))
+    candidates = list(_variants(pipeline(*stages, microbatches=2), space))
+    assert candidates or (schedule, zero) == ("zb-h1", 3)
     for plan in candidates:
         assert _busiest(model, plan) <= predict_with(model, plan).step_seconds * (1 + 1e-12)
 
