@@ -38,6 +38,10 @@ def closed_form_estimate(form: ClosedForm, plan: Plan) -> tuple[StageMemory, ...
     return stage_memory(spec, plan)
 
 
+ALIKE = 5e-4
+"""Share by which two counts of bytes may differ and still be shown as the same percentage."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossCheck:
     """What a trace and the closed form say of one layer.
@@ -67,7 +71,7 @@ class CrossCheck:
     def text(self) -> str:
         """Both, in words; hidden states are what the published formulas count in."""
         traced, closed = (count / self.unit_bytes for count in (self.traced_bytes, self.closed_bytes))
-        if self.traced_bytes == self.closed_bytes:
+        if abs(self.ratio - 1) < ALIKE:
             return f"each layer keeps {traced:.2f} hidden states, as the closed form for {self.operators} says"
         return (
             f"each layer keeps {traced:.2f} hidden states; the closed form for {self.operators} says {closed:.2f}, the "

@@ -198,7 +198,7 @@ def baselines_with(
     else:
         least = _LEAST_OF_MIST
     if isinstance(planner.cluster, MixedCluster):
-        result.append(Baseline(name=MIST, plan=None, reason="its stages all have the same devices"))
+        result.append(Baseline(name=MIST, plan=None, reason="not for unlike devices: all its stages have the same"))
     else:
         result.append(_published(planner, asked, alike, least))
     return tuple(result)

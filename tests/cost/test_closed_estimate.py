@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_mist.cost import stage_memory
-from lightning_mist.cost.closed_estimate import closed_form_estimate, cross_check
+from lightning_mist.cost.closed_estimate import CrossCheck, closed_form_estimate, cross_check
 from lightning_mist.cost.closed_form import CPU, CUDA
 from lightning_mist.cost.closed_spec import ClosedForm, closed_form_spec
 from lightning_mist.errors import PlanError
@@ -71,3 +71,11 @@ def test_networks_without_layers():
     traced = trace_model(module, torch.zeros(2, 4), call=step(module), optimizer=torch.optim.SGD)
     with pytest.raises(ValueError, match="Linear has no repeated layers"):
         cross_check(traced, SWIGLU)
+
+
+def test_a_difference_that_does_not_show_is_none():
+    check = CrossCheck(
+        rows=1, length=1, traced_bytes=100_001, closed_bytes=100_000, operators=CUDA.name, unit_bytes=10_000
+    )
+    assert check.text.endswith(f"hidden states, as the closed form for {CUDA.name} says")
+    assert "0.1% more" in replace(check, traced_bytes=100_060).text

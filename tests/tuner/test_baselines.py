@@ -217,7 +217,7 @@ def test_unlike_devices():
     planner = Planner(network, whole, profile=(MACHINE, quick))
     items = {item.name: item for item in baselines_with(planner, global_batch_size=16, search=SMALL)}
     assert list(items) == NAMES
-    assert items[NAMES[-1]].reason == "its stages all have the same devices"
+    assert items[NAMES[-1]].reason == "not for unlike devices: all its stages have the same"
     grid = items["Megatron-LM, tuned"].plan
     assert grid == replace(grid, predicted=predict_with(planner.model, grid))
     plans = [item.plan for item in items.values() if item.plan is not None]
