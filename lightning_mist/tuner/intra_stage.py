@@ -27,6 +27,7 @@ from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with
 from lightning_mist.tuner.families import GridCosts
 from lightning_mist.tuner.least_runs import LeastRuns
 from lightning_mist.tuner.moved import Asked, Mover, worth_moving
+from lightning_mist.tuner.moved_known import Knowledge
 from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.pieces import Pieces, piece_key
@@ -58,6 +59,7 @@ class IntraStage:
         grids: The same of stages that are all alike.
         runs: The same of what stages take at least.
         pieces: What tables are put together of, also of other batches; by default for this object alone.
+        knowledge: What is known of candidates that move state, likewise.
 
     Attributes:
         evaluated: Candidates whose seconds were computed here.
@@ -77,6 +79,7 @@ class IntraStage:
         grids: dict[Hashable, GridCosts] | None = None,
         runs: dict[int, LeastRuns] | None = None,
         pieces: Pieces | None = None,
+        knowledge: Knowledge | None = None,
     ) -> None:
         self.model, self.space, self._elsewhere = model, space, elsewhere
         self.memory_limit, self.host_limit = memory_limit, host_limit
@@ -98,6 +101,7 @@ class IntraStage:
             ratios=Ratios.of(space.search, space.offload_ratios),
             memory_limit=memory_limit,
             host_limit=host_limit,
+            knowledge=Knowledge() if knowledge is None else knowledge,
         )
 
     @property
@@ -119,11 +123,9 @@ class IntraStage:
             ratios: Fractions in (0, 1].
             deadline: Value of ``perf_counter()`` from which on nothing more is evaluated for it.
         """
-        known, self._mover = (
-            self._mover,
-            replace(self._mover, ratios=Ratios.of(self.space.search, ratios), deadline=deadline, known={}),
-        )
-        if self._mover.ratios.sizes != known.ratios.sizes:
+        asked, known = Ratios.of(self.space.search, ratios), self._mover.ratios
+        self._mover = replace(self._mover, ratios=asked, deadline=deadline)
+        if asked.sizes != known.sizes:
             self._frontiers.clear()
 
     @property

@@ -46,7 +46,7 @@ from lightning_mist.cost.mixed import copy_weights
 from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_parts import OffloadParts
 from lightning_mist.plan import ZeroStage
-from lightning_mist.tuner.moved_known import Known, Moved, Situations
+from lightning_mist.tuner.moved_known import Knowledge, Known, Moved, Situations
 from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.pareto import not_beaten
 from lightning_mist.tuner.search_space import OFFLOADED
@@ -91,7 +91,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mover:
-    """Evaluates candidates with offload; keeps what it has evaluated for one number of microbatches.
+    """Evaluates candidates with offload, and keeps what it has evaluated.
 
     Attributes:
         model: The cost model.
@@ -99,7 +99,7 @@ class Mover:
         memory_limit: Bytes that a device may use.
         host_limit: Bytes of host memory that it may use.
         deadline: Value of ``perf_counter()`` at which to stop.
-        known: What has been evaluated, by table.
+        knowledge: What has been evaluated.
     """
 
     model: CostModel
@@ -107,7 +107,7 @@ class Mover:
     memory_limit: float
     host_limit: float
     deadline: float = np.inf
-    known: dict[int, Known] = field(default_factory=dict)
+    knowledge: Knowledge = field(default_factory=Knowledge)
 
     def of(
         self, asked: Asked, phases: Situations, ahead: Sequence[tuple[IntArray, Situations]] = ()
@@ -212,15 +212,7 @@ class Mover:
         return index_B[of_J], rows_B[of_J] * count + kept_J % count, np.concatenate(peaks)
 
     def _known(self, table: Table) -> Known:
-        """What is known of a table; nothing is kept of those with other numbers of microbatches."""
-        found = self.known.get(id(table))
-        if found is None:
-            found = Known.nothing(table)
-            for key, other in list(self.known.items()):
-                if not other.table.slots or other.table.slots[0].num_microbatches != table.slots[0].num_microbatches:
-                    del self.known[key]
-            self.known[id(table)] = found
-        return found
+        return self.knowledge.of(table, self.ratios.key)
 
     def _together(self, table: Table, index_N: IntArray, each: int) -> Iterator[IntArray]:
         """Places of candidates to evaluate together: with the same arrangement, and not too many.

@@ -7,7 +7,7 @@ Array axes
     S  candidates with ratios whose seconds are known
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,9 @@ from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_parts import OffloadParts
 from lightning_mist.cost.phases import Phase
 from lightning_mist.tuner.tables import Table
+
+MOST = 20_000
+"""Bases of which it is kept what is known; with all their combinations some kilobytes each."""
 
 Situations = tuple[Phase, ...]
 """The situations of a stage."""
@@ -70,6 +73,10 @@ class Known:
     boundary_S: FloatArray
     looked: set[Situations]
 
+    def __len__(self) -> int:
+        """Number of bases."""
+        return 0 if self.parts is None else len(self.parts)
+
     @classmethod
     def nothing(cls, table: Table) -> "Known":
         """Before anything has been evaluated."""
@@ -100,3 +107,26 @@ class Known:
         self.place_S = place_S[order]
         self.steady_S = np.concatenate([self.steady_S, steady_J])[order]
         self.boundary_S = np.concatenate([self.boundary_S, boundary_J])[order]
+
+
+class Knowledge:
+    """What is known of tables, whatever the limits of memory; that of those asked for longest ago is forgotten."""
+
+    def __init__(self) -> None:
+        self._of: dict[Hashable, Known] = {}
+
+    def of(self, table: Table, ratios: Hashable) -> Known:
+        """What is known of a table, to be added to.
+
+        Args:
+            table: The table.
+            ratios: What tells combinations of ratios from others.
+        """
+        # A table that is known is kept, so that no other has its number.
+        key = id(table), ratios
+        found = self._of.pop(key, None)
+        found = Known.nothing(table) if found is None else found
+        while self._of and sum(map(len, self._of.values())) + len(found) > MOST:
+            del self._of[next(iter(self._of))]
+        self._of[key] = found
+        return found

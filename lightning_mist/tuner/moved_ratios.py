@@ -5,7 +5,7 @@ Array axes
     C  combinations of ratios, nothing moved first
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -27,6 +27,11 @@ class Ratios:
 
     sizes: tuple[int, ...]
     offload_CO: FloatArray
+
+    @property
+    def key(self) -> Hashable:
+        """What tells them from others."""
+        return self.sizes, self.offload_CO.tobytes()
 
     @property
     def each(self) -> KindRatios:

@@ -33,6 +33,7 @@ from lightning_mist.tuner.intra_stage import IntraStage, TableKey
 from lightning_mist.tuner.least_runs import LeastRuns
 from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_stages
 from lightning_mist.tuner.mixed_search import search_mixed
+from lightning_mist.tuner.moved_known import Knowledge
 from lightning_mist.tuner.past import Past, Pasts
 from lightning_mist.tuner.pieces import Pieces
 from lightning_mist.tuner.result import Status, TuneResult, TuneStats
@@ -62,7 +63,7 @@ class Planner:
         self.spec, self.cluster = spec, cluster
         self.model = cost_model(spec, profile, cluster)
         self._tables: dict[Space, _Kept] = {}
-        self._pasts, self._pieces = Pasts(), Pieces()
+        self._pasts, self._pieces, self._knowledge = Pasts(), Pieces(), Knowledge()
 
     @property
     def alike(self) -> StageCostModel:
@@ -115,8 +116,18 @@ class Planner:
         """
         model = self.alike
         limit, host = usable_bytes(model.cluster, memory_limit), host_bytes_of_each(model.cluster, host_memory_limit)
-        (tables, grids, runs), pieces, limit = self._tables_of(space), self._pieces, limit + more
-        return IntraStage(model, space, limit, host_limit=host, tables=tables, grids=grids, runs=runs, pieces=pieces)
+        tables, grids, runs = self._tables_of(space)
+        return IntraStage(
+            model,
+            space,
+            limit + more,
+            host_limit=host,
+            tables=tables,
+            grids=grids,
+            runs=runs,
+            pieces=self._pieces,
+            knowledge=self._knowledge,
+        )
 
     def _look(
         self, space: Space, limits: tuple[int | None, int | None], deadline: float, more: float = 0.0

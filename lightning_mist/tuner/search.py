@@ -45,6 +45,9 @@ guess it stands in place of the first, and the others are as many times it as th
 COMPARED = 1.25
 """Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
 
+LITTLE = (1.04, 1.12)
+"""Multiples of the bound of a number of stages that its best plan is assumed to take, before any are allowed."""
+
 NEAR = 1.03
 """Multiple of the best plan's seconds below which all numbers of stages are searched for theirs, to be run on the
 clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`)."""
@@ -126,8 +129,18 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     for counts, factor in ((compared(space, winner), COMPARED), (tuple(range(2, space.max_stages + 1)), NEAR)):
         some = _open(tally, [key for key in groups if not set(counts).isdisjoint(key[0])], tally.least * factor)
         for num_stages in counts:
-            _search(tally, [key for key in some if num_stages in key[0]], tally.least * factor, num_stages)
+            _compare(tally, [key for key in some if num_stages in key[0]], tally.least * factor, num_stages)
     return replace(_outcome(tally, winner, bound, checked), bounds={} if checked.refutes else proven)
+
+
+def _compare(tally: "_Tally", groups: list["Group"], most: float, num_stages: int) -> None:
+    """Search a number of stages for its best plan, if that takes fewer seconds than ``most``."""
+    least = min((tally.floor((num_stages,), group[1], most) for group in groups), default=most)
+    # The less time it is given the less is evaluated, and mostly a little more than the least that it takes is enough.
+    for assumed in (*(least * more for more in LITTLE if least * more < most), most):
+        _search(tally, groups, assumed, num_stages)
+        if tally.least_of(num_stages) < assumed or tally.is_late:
+            return
 
 
 def floors_of(intra: IntraStage, space: Space) -> FamilyFloors:
