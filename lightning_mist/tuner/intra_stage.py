@@ -111,9 +111,9 @@ class IntraStage:
 
     @property
     def passes(self) -> tuple[tuple[float, ...], ...]:
-        """Ratios to search one after another, each containing those before: none, none or most, all."""
+        """Ratios to search one after another, those of the second containing those before: none, all."""
         ratios = self.space.offload_ratios
-        found = (), ratios[-1:], ratios
+        found = (), ratios
         return tuple(item for index, item in enumerate(found) if item not in found[:index])
 
     def try_ratios(self, ratios: Sequence[float], deadline: float = np.inf) -> None:

@@ -8,8 +8,8 @@ ruled out by it before any of their stages is evaluated. Each that is left is so
 from that answer. All this is about the closed form of the step (:mod:`lightning_mist.cost.pipeline`).
 
 A single stage is looked at first, with everything that it may have in host memory. What the stages of pipelines may
-have there is looked at in passes, each of a space that contains the one before: nothing, then all or nothing of each
-kind of state, then every ratio. The more a plan has to beat, the less is worth evaluating.
+have there is looked at in a second pass, when there is a plan without: the more has to be beaten, the less is worth
+evaluating.
 
 Before there is a plan that a family would have to beat, one is assumed: a little slower than the best of equal stages,
 or where candidates are known already little above the lower bound of all; if none is found below it, ever slower ones.
@@ -124,12 +124,13 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     if checked.refutes:
         bound = 0.0  # Nothing that has been proven can be relied on.
     proven = dict(tally.bounds) if len(intra.passes) > 1 else tally.bounds
-    # The other numbers of stages are there to compare with, so the fewer ratios do; that proves nothing of all.
-    intra.try_ratios(intra.passes[min(1, len(intra.passes) - 1)], deadline)
-    for counts, factor in ((compared(space, winner), COMPARED), (tuple(range(2, space.max_stages + 1)), NEAR)):
-        some = _open(tally, [key for key in groups if not set(counts).isdisjoint(key[0])], tally.least * factor)
-        for num_stages in counts:
-            _compare(tally, [key for key in some if num_stages in key[0]], tally.least * factor, num_stages)
+    # The other numbers of stages are there to compare with, so all or nothing will do; that proves nothing of all.
+    intra.try_ratios(space.offload_ratios[-1:], deadline)
+    for num_stages in compared(space, winner):
+        some: list[Group] = [((num_stages,), group[1]) for group in groups if num_stages in group[0]]
+        _compare(tally, _open(tally, some, tally.least * COMPARED), tally.least * COMPARED, num_stages)
+    for group in _open(tally, pipelines, tally.least * NEAR):
+        _look_near(tally, *group, tally.least * NEAR)
     return replace(_outcome(tally, winner, bound, checked), bounds={} if checked.refutes else proven)
 
 
@@ -141,6 +142,17 @@ def _compare(tally: "_Tally", groups: list["Group"], most: float, num_stages: in
         _search(tally, groups, assumed, num_stages)
         if tally.least_of(num_stages) < assumed or tally.is_late:
             return
+
+
+def _look_near(tally: "_Tally", counts: tuple[int, ...], num_microbatches: int, most: float) -> None:
+    """Solve each pipeline of a family by itself, if its best plan takes fewer seconds than ``most``."""
+    with suppress(TimeIsUpError):
+        family = _family(tally, counts, num_microbatches, most)
+        for num_stages in family.heads:
+            problem, below = family.problem(num_stages), min(most, tally.least_of(num_stages))
+            answer = solve(problem, below=below, deadline=tally.deadline)
+            if answer.chosen:
+                tally.note(Found(problem=problem, answer=answer))
 
 
 def floors_of(intra: IntraStage, space: Space) -> FamilyFloors:
@@ -370,7 +382,7 @@ def _single(intra: IntraStage, space: Space, num_microbatches: int, below: float
     )
 
 
-def _family(tally: _Tally, counts: list[int], num_microbatches: int, below: float) -> Family:
+def _family(tally: _Tally, counts: Sequence[int], num_microbatches: int, below: float) -> Family:
     """The choices of all stages, without those that only plans of at least ``below`` seconds can have."""
     known = tally.floors.narrowed(counts, num_microbatches, below) if below < np.inf else None
 
