@@ -40,7 +40,7 @@ def rank_layouts(
     """Layouts of ranks of which one or another may be faster, that of :func:`rank_layout` first.
 
     In the others a replica of the pipeline is contiguous, so that what passes between its stages stays near, or stages
-    are dealt to nodes by falling numbers of ranks, so that none lies in more nodes than it has to.
+    are dealt to nodes by falling numbers of ranks, where one would lie in more nodes than it has to.
 
     Args:
         degrees: As for :func:`rank_layout`.
@@ -53,7 +53,7 @@ def rank_layouts(
     if devices_per_node is not None and sum(data * tensor for data, tensor in degrees) > devices_per_node:
         found.append(_numbered(degrees, _by_replica(degrees), devices_per_node))
         whole = [_Unit(stage, 0, data * tensor) for stage, (data, tensor) in reversed(list(enumerate(degrees)))]
-        dealt = _by_node(whole, devices_per_node)
+        dealt = None if _fits(whole, devices_per_node) else _by_node(whole, devices_per_node)
         if dealt is not None:
             order = {unit.stage: place for place, unit in enumerate(dealt)}
             units = sorted(_by_stage(degrees), key=lambda unit: order[unit.stage])

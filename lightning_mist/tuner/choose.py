@@ -110,7 +110,8 @@ def _on_the_clock(stages: Stages, outcome: Outcome) -> list[_Clocked]:
     found: dict[Plan, _Clocked] = {}
     for item in (outcome.best[outcome.winner], *outcome.best.values(), *near):
         made = make_plan(stages.space, item.problem, item.answer.chosen, stages.model.cluster)
-        plan = predicted_in_place(stages.model, made)
+        best = min((step_seconds_of_plan(known) for known in found), default=np.inf)
+        plan = predicted_in_place(stages.model, made, best)
         found.setdefault(plan, _Clocked(plan=plan, closed_form_seconds=item.answer.objective))
     return list(found.values())
 

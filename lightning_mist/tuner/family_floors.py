@@ -41,7 +41,7 @@ def family_of(
         choices_of: The choices by stage and number of stages.
     """
     tails: list[SlotChoices] = []
-    for behind in range(max(counts) - 1):
+    for behind in range(max(counts, default=1) - 1):
         num_stages = max(behind + 2, min(counts))
         slot = choices_of(num_stages - 1 - behind, num_stages)
         if not len(slot):
@@ -105,9 +105,8 @@ class FamilyFloors:
             below: Seconds; finite.
         """
         family = self._family(counts, num_microbatches, below)
-        nothing_NL = np.zeros((self.space.world_size + 1, self.space.num_layers + 1), dtype=bool)
         if family is None:
-            return Narrowed(slowest=0.0, first_NL=nothing_NL, middle_NL=nothing_NL, last_NL=nothing_NL)
+            return Narrowed.nothing(self.space.world_size, self.space.num_layers)
         return narrowed(family, below)
 
     def _solve(self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float) -> float:

@@ -12,8 +12,8 @@ Array axes
     L  numbers of layers, from 0 to all
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,9 +21,14 @@ from lightning_mist.cost.compile import BoolArray
 from lightning_mist.tuner.choices import SlotChoices
 from lightning_mist.tuner.problem import Family
 from lightning_mist.tuner.suffixes import Suffixes
+from lightning_mist.tuner.tables import ROOM
 
 Pairs = Sequence[tuple[int, int]]
 """Devices and layers of choices."""
+
+
+ROUNDS = 3
+"""How often the least sum of the steady times is asked for again, as the slowest stage may take less and less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +36,29 @@ class Narrowed:
     """What stages of a family can be.
 
     Attributes:
-        slowest: Steady seconds that none of them exceeds.
+        counts: The numbers of stages, ascending, with which a pipeline may be fast enough.
+        slowest: Steady seconds that no stage exceeds.
         first_NL: Devices and layers of first stages.
         middle_NL: The same of stages between others.
         last_NL: The same of last stages.
     """
 
+    counts: tuple[int, ...]
     slowest: float
     first_NL: BoolArray
     middle_NL: BoolArray
     last_NL: BoolArray
+
+    @classmethod
+    def nothing(cls, num_devices: int, num_layers: int) -> "Narrowed":
+        """Where no pipeline is fast enough.
+
+        Args:
+            num_devices: Number of devices.
+            num_layers: Number of layers.
+        """
+        none_NL = [np.zeros((num_devices + 1, num_layers + 1), dtype=bool) for _ in range(3)]
+        return cls(counts=(), slowest=0.0, first_NL=none_NL[0], middle_NL=none_NL[1], last_NL=none_NL[2])
 
     def of(self, stage_index: int, num_stages: int) -> BoolArray:
         """What one stage can be.
@@ -61,14 +79,28 @@ def narrowed(family: Family, below: float) -> Narrowed:
         family: Pipelines on devices that are all alike, whose choices take no more than those that there are.
         below: Seconds.
     """
-    slowest, others = below / family.num_microbatches, family.num_microbatches - 1
     suffixes = Suffixes(family)
-    least = min(suffixes.walk(slowest).values.values(), default=np.inf)
-    if others and least < np.inf:
-        slowest = min(slowest, max(0.0, (below - least) / others))
-    tails = [_pairs(slot, slowest) for slot in family.tails]
-    heads = {count: _pairs(slot, slowest) for count, slot in family.heads.items()}
-    return _Reach(family, tails, heads).narrowed(slowest)
+    found = Narrowed.nothing(family.num_devices[0], family.num_layers)
+    slowest = {count: _slowest(suffixes, count, below) for count in sorted(family.heads)}
+    paces = {count: pace for count, pace in slowest.items() if pace is not None}
+    for count, pace in paces.items():
+        tails = [_pairs(slot, pace) for slot in family.tails[: count - 1]]
+        _complete(tails, _pairs(family.heads[count], pace), found)
+    return replace(found, counts=tuple(paces), slowest=max(paces.values(), default=0.0))
+
+
+def _slowest(suffixes: Suffixes, count: int, below: float) -> float | None:
+    """Steady seconds that no stage of so many exceeds in a pipeline that is fast enough; nothing if there is none."""
+    others = suffixes.family.num_microbatches - 1
+    pace = below / (others + 1)
+    for _ in range(ROUNDS if others else 1):
+        least = suffixes.walk(pace).values.get(count)
+        if least is None:
+            return None
+        if not others:
+            break
+        pace = min(pace, (below - least) / others * ROOM)
+    return pace if pace >= 0 else None
 
 
 def _pairs(slot: SlotChoices, slowest: float) -> Pairs:
@@ -77,42 +109,34 @@ def _pairs(slot: SlotChoices, slowest: float) -> Pairs:
     return [(int(devices), int(layers)) for devices, layers in found.T]
 
 
-class _Reach:
-    """States, devices and layers that are left, from both ends of pipelines."""
+def _complete(tails: Sequence[Pairs], head: Pairs, found: Narrowed) -> None:
+    """Mark what can be part of a whole pipeline of a first stage and so many others.
 
-    def __init__(self, family: Family, tails: Sequence[Pairs], heads: Mapping[int, Pairs]) -> None:
-        self.tails, self.heads = tails, heads
-        self.shape = family.num_devices[0] + 1, family.num_layers + 1
-        # What the last stages can hold, by how many they are.
-        self.behind = [self._none()]
-        self.behind[0][0, 0] = True
-        for pairs in tails:
-            reached_NL = self._none()
-            for devices, layers in pairs:
-                reached_NL[devices:, layers:] |= self.behind[-1][: self.shape[0] - devices, : self.shape[1] - layers]
-            self.behind.append(reached_NL)
-
-    def _none(self) -> BoolArray:
-        return np.zeros(self.shape, dtype=bool)
-
-    def narrowed(self, slowest: float) -> Narrowed:
-        """From the first stage to the last what can be part of a whole pipeline."""
-        first_NL, middle_NL, last_NL = self._none(), self._none(), self._none()
-        left_NL = self._none()
-        for count in range(len(self.tails), 0, -1):
-            # What is left for so many last stages, behind a first one or others.
-            for devices, layers in self.heads.get(count + 1, ()):
-                rest = self.shape[0] - 1 - devices, self.shape[1] - 1 - layers
-                if self.behind[count][rest]:
-                    first_NL[devices, layers] = left_NL[rest] = True
-            following_NL = self._none()
-            for devices, layers in self.tails[count - 1]:
-                after_NL = (
-                    left_NL[devices:, layers:]
-                    & self.behind[count - 1][: self.shape[0] - devices, : self.shape[1] - layers]
-                )
-                if after_NL.any():
-                    (last_NL if count == 1 else middle_NL)[devices, layers] = True
-                    following_NL[: self.shape[0] - devices, : self.shape[1] - layers] |= after_NL
-            left_NL = following_NL
-        return Narrowed(slowest=slowest, first_NL=first_NL, middle_NL=middle_NL, last_NL=last_NL)
+    Args:
+        tails: What stages can be by how many are behind them.
+        head: What the first stage can be.
+        found: Where to mark it.
+    """
+    size, width = found.first_NL.shape
+    # What the last stages can hold, by how many they are.
+    behind = [np.zeros((size, width), dtype=bool)]
+    behind[0][0, 0] = True
+    for pairs in tails:
+        reached_NL = np.zeros((size, width), dtype=bool)
+        for devices, layers in pairs:
+            reached_NL[devices:, layers:] |= behind[-1][: size - devices, : width - layers]
+        behind.append(reached_NL)
+    # What is left for so many last stages, from the first stage on.
+    left_NL = np.zeros((size, width), dtype=bool)
+    for devices, layers in head:
+        rest = size - 1 - devices, width - 1 - layers
+        if behind[-1][rest]:
+            found.first_NL[devices, layers] = left_NL[rest] = True
+    for count in range(len(tails), 0, -1):
+        marked_NL, following_NL = found.middle_NL if count > 1 else found.last_NL, np.zeros((size, width), dtype=bool)
+        for devices, layers in tails[count - 1]:
+            after_NL = left_NL[devices:, layers:] & behind[count - 1][: size - devices, : width - layers]
+            if after_NL.any():
+                marked_NL[devices, layers] = True
+                following_NL[: size - devices, : width - layers] |= after_NL
+        left_NL = following_NL

@@ -19,6 +19,7 @@ So stages that are far too slow are never evaluated.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -44,9 +45,6 @@ guess it stands in place of the first, and the others are as many times it as th
 
 COMPARED = 1.25
 """Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
-
-LITTLE = (1.04, 1.12)
-"""Multiples of the bound of a number of stages that its best plan is assumed to take, before any are allowed."""
 
 NEAR = 1.03
 """Multiple of the best plan's seconds below which all numbers of stages are searched for theirs, to be run on the
@@ -135,13 +133,11 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
 
 
 def _compare(tally: "_Tally", groups: list["Group"], most: float, num_stages: int) -> None:
-    """Search a number of stages for its best plan, if that takes fewer seconds than ``most``."""
-    least = min((tally.floor((num_stages,), group[1], most) for group in groups), default=most)
-    # The less time it is given the less is evaluated, and mostly a little more than the least that it takes is enough.
-    for assumed in (*(least * more for more in LITTLE if least * more < most), most):
-        _search(tally, groups, assumed, num_stages)
-        if tally.least_of(num_stages) < assumed or tally.is_late:
+    """Search a number of stages for a good plan that takes fewer seconds than ``most``, the most promising first."""
+    for group in sorted(groups, key=lambda item: (tally.floor(item[0], item[1], most), item)):
+        if tally.least_of(num_stages) < most or tally.is_late:
             return
+        _search(tally, [group], most, num_stages)
 
 
 def _look_near(tally: "_Tally", counts: tuple[int, ...], num_microbatches: int, most: float) -> None:
@@ -384,10 +380,13 @@ def _single(intra: IntraStage, space: Space, num_microbatches: int, below: float
 
 def _family(tally: _Tally, counts: Sequence[int], num_microbatches: int, below: float) -> Family:
     """The choices of all stages, without those that only plans of at least ``below`` seconds can have."""
-    known = tally.floors.narrowed(counts, num_microbatches, below) if below < np.inf else None
+    if below == np.inf:
+        frontier = partial(tally.intra.frontier, num_microbatches=num_microbatches)
+        return family_of(tally.space, counts, num_microbatches, frontier)
+    known = tally.floors.narrowed(counts, num_microbatches, below)
 
     def choices_of(stage_index: int, num_stages: int) -> SlotChoices:
-        slowest, among_NL = (np.inf, None) if known is None else (known.slowest, known.of(stage_index, num_stages))
-        return tally.intra.frontier(stage_index, num_stages, num_microbatches, slowest, among_NL=among_NL)
+        among_NL = known.of(stage_index, num_stages)
+        return tally.intra.frontier(stage_index, num_stages, num_microbatches, known.slowest, among_NL=among_NL)
 
-    return family_of(tally.space, counts, num_microbatches, choices_of)
+    return family_of(tally.space, known.counts, num_microbatches, choices_of)

@@ -32,6 +32,7 @@ def test_what_is_fast_enough_is_never_left_out(seeds):
             found = narrowed(problem.alone(), below)
             for chosen, seconds in answers:
                 if seconds < below:
+                    assert len(chosen) in found.counts
                     assert problem.steady(chosen).max() <= found.slowest * (1 + 1e-9)
                     for stage, (item, index) in enumerate(zip(problem.slots, chosen, strict=True)):
                         at = item.devices_K[index], item.layers_K[index]

@@ -34,6 +34,14 @@ def test_much_to_hand_on_keeps_replicas_together():
     assert found.predicted == predict_with(model, replace(found, predicted=None))
 
 
+def test_what_is_too_slow_in_any_layout_stays_as_it_is():
+    model = model_of(parameter_bytes=400, width=100_000)
+    plan = pipeline(STAGE, STAGE, per_node=2)
+    seconds = predict_with(model, plan).step_seconds
+    assert replace(predicted_in_place(model, plan, seconds / 2), predicted=None) == plan
+    assert replace(predicted_in_place(model, plan, seconds), predicted=None) != plan
+
+
 @pytest.mark.parametrize("stages", [(STAGE, STAGE), ({"layers": 4, "data": 4},)])
 def test_within_a_node_or_of_one_stage_nothing_is_tried(stages):
     model = model_of(parameter_bytes=400, width=100_000, nodes=1)
