@@ -10,8 +10,8 @@ from lightning_mist.plan import Plan
 from lightning_mist.plan.layout import rank_layouts
 
 MOST_GAIN = 0.15
-"""Share of its step that a plan is taken to gain by another layout at most. Of plans for 13 and 22 billion parameters on
-nodes of eight L4, between which everything takes long, the one that gained most took 0.123 less."""
+"""Share of its step that a plan is taken to gain by another layout at most. Of plans for 13 and 22 billion parameters
+on nodes of eight L4, between which everything takes long, the one that gained most took 0.123 less."""
 
 
 def predicted_in_place(model: CostModel, plan: Plan, best: float = np.inf) -> Plan:

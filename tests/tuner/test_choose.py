@@ -12,14 +12,14 @@ NETWORK = spec(6, tied=True, measured=True, widths=(3000,))
 SPACE = SearchSpace(schedules=("1f1b",))
 
 
-def tuned(memory=10**9, **changes):
+def tuned(memory=10**9, rows=4, **changes):
     planner = Planner(NETWORK, cluster(4), profile=profile())
     search = SearchSpace(**{"schedules": ("1f1b",), **changes})
-    return planner.tune(global_batch_size=16, memory_limit=memory, search=search)
+    return planner.tune(global_batch_size=4 * rows, memory_limit=memory, search=search)
 
 
 def test_the_fastest_on_the_clock_is_chosen_and_the_others_are_alternatives():
-    found = tuned()
+    found = tuned(rows=32)
     others = [item.predicted.step_seconds for item in found.alternatives]
     assert others == sorted(others)
     assert others[0] > found.predicted.step_seconds
