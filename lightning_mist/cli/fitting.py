@@ -23,7 +23,7 @@ TRIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """A plan whose estimate fits, if one was found.
+    """A plan whose estimate fits, if one was found; else one whose estimate says that it does not.
 
     Attributes:
         result: The plan and why.
@@ -39,7 +39,9 @@ class Fitting:
 
 
 def plan_that_fits(planner: "Planner", result: "TuneResult", asked: dict[str, Any]) -> Fitting:
-    """A plan that fits by its estimate, if there is one; else the first, whose estimate says that it does not.
+    """A plan that fits by its estimate, if one is found in a few tries.
+
+    Else it is the last that was made, or the first one where with less memory there is none; their estimates say so.
 
     Args:
         planner: What found the plan.
@@ -47,6 +49,7 @@ def plan_that_fits(planner: "Planner", result: "TuneResult", asked: dict[str, An
         asked: What was asked of it.
     """
     from lightning_mist.tuner.budget import tensor_share
+    from lightning_mist.tuner.infeasible import UndecidedError
 
     limit = asked["memory_limit"]
     first = Fitting(result=result, asked=asked, estimate=estimate_of(planner, result.plan, limit))
@@ -63,6 +66,9 @@ def plan_that_fits(planner: "Planner", result: "TuneResult", asked: dict[str, An
         again = {**asked, "memory_limit": max(1, less)}
         try:
             result = planner.tune(**again)
+        except UndecidedError:
+            note = "no plan was found in time that fits by its estimate, which counts more than the search does"
+            return replace(first, notes=(note,))
         except InfeasibleError:
             return replace(first, notes=("no plan fits by its estimate, which counts more than the search does",))
         needed = format_bytes(first.estimate.worst.device_total.p50)

@@ -70,3 +70,33 @@ def oldest_capability(cluster: "AnyCluster") -> tuple[int, int] | None:
 
     known = [capability_of(part.device.name) for part in cluster.parts]
     return None if None in known else min(item for item in known if item is not None)
+
+
+def precision_notes(cluster: "AnyCluster", precision: str) -> tuple[str, ...]:
+    """What another precision would do for a machine that computes in single precision, if its data sheet says so.
+
+    Args:
+        cluster: The machine.
+        precision: Lightning's name of the precision that was asked for, or taken by default.
+    """
+    from lightning_mist.errors import ProfileError
+    from lightning_mist.hardware.catalog import find_device
+
+    names = tuple(dict.fromkeys(part.device.name for part in cluster.parts))
+    if precision != "32-true" or cluster.kind != "cuda":
+        return ()
+    try:
+        rates = [dict(find_device(name).peak_flops) for name in names]
+    except ProfileError:
+        return ()
+    other = "bfloat16" if all("bfloat16" in rate for rate in rates) else "float16"
+    if not all(other in rate for rate in rates):
+        return ()
+    gains = " and ".join(
+        f"{rate[other] / rate['float32']:.1f} times as fast on {name}" for name, rate in zip(names, rates, strict=True)
+    )
+    asking = "--precision bf16-mixed" if other == "bfloat16" else "--precision 16-mixed"
+    return (
+        f"it computes in single precision, Lightning's default; {asking} multiplies matrices up to {gains}, by data "
+        "sheets",
+    )

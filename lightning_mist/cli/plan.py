@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 from lightning_mist.cli.compare import compare_with_others, comparison_json, print_comparison
 from lightning_mist.cli.explaining import explanation_of, show_explanation
 from lightning_mist.cli.fitting import estimate_of, memory_words, plan_that_fits
-from lightning_mist.cli.machine import devices_of, is_local, oldest_capability, open_cluster, open_profile
+from lightning_mist.cli.machine import (
+    devices_of,
+    is_local,
+    oldest_capability,
+    open_cluster,
+    open_profile,
+    precision_notes,
+)
 from lightning_mist.cli.network import NetworkRequest, describe_network
 from lightning_mist.cli.output import print_json, say, show_plan, show_sections, show_text, told
 from lightning_mist.cli.reporting import check_html, write_html
@@ -154,7 +161,8 @@ class _Found:
     def notes(self) -> tuple[str, ...]:
         """What to know of the plan and of its numbers, for people."""
         split = split_notes(self.plan, self.spec.module_map)
-        return (*self.restricted, *split, *self.spec.notes, *self.result.notes)
+        precision = precision_notes(self.planner.cluster, self.spec.precision)
+        return (*self.restricted, *split, *precision, *self.spec.notes, *self.result.notes)
 
 
 def _search(

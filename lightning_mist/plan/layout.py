@@ -1,6 +1,7 @@
 """Which ranks belong to which stage."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import reduce
 from math import gcd
 from typing import NamedTuple
@@ -51,7 +52,9 @@ def rank_layouts(
     """
     found = [rank_layout(degrees, devices_per_node)]
     if devices_per_node is not None and sum(data * tensor for data, tensor in degrees) > devices_per_node:
-        found.append(_numbered(degrees, _by_replica(degrees), devices_per_node))
+        # Degrees that do not divide each other may go into nodes in one order and not in another.
+        with suppress(PlanError):
+            found.append(_numbered(degrees, _by_replica(degrees), devices_per_node))
         whole = [_Unit(stage, 0, data * tensor) for stage, (data, tensor) in reversed(list(enumerate(degrees)))]
         dealt = None if _fits(whole, devices_per_node) else _by_node(whole, devices_per_node)
         if dealt is not None:

@@ -89,7 +89,7 @@ def memory_frontier(
         limit = int(share * whole)
         if last.plan is None or _fits(last, limit * tensor_share(planner.cluster)):
             # What fits now too is still the best; what does not fit in more does not fit in less.
-            points.append(FrontierPoint(share=share, memory_limit=limit, plan=last.plan))
+            points.append(replace(last, share=share, memory_limit=limit))
             continue
         left = seconds - (perf_counter() - began)
         if left <= 0:

@@ -6,6 +6,7 @@ from lightning_mist.cli import fitting
 from lightning_mist.cli.fitting import estimate_of, memory_words, plan_that_fits
 from lightning_mist.cost.interval import Interval
 from lightning_mist.tuner import Planner, SearchSpace
+from lightning_mist.tuner.infeasible import UndecidedError
 from tests.specs import cluster, profile, spec
 
 NETWORK = spec(4, measured=True)
@@ -63,6 +64,21 @@ def test_where_nothing_fits_by_its_estimate_the_first_plan_stays(monkeypatch):
     assert found.result is result
     assert found.estimate.verdict == "does not fit"
     assert found.notes == ("no plan fits by its estimate, which counts more than the search does",)
+
+
+def test_where_time_is_up_it_is_not_said_that_nothing_fits(monkeypatch):
+    planner, result, asked = planned()
+    monkeypatch.setattr(fitting, "estimate_of", needing(1000.0))
+
+    def tune(self, **asks):
+        raise UndecidedError("no plan was found in solver_seconds=1")
+
+    monkeypatch.setattr(Planner, "tune", tune)
+    found = plan_that_fits(planner, result, asked)
+    assert found.result is result
+    assert found.notes == (
+        "no plan was found in time that fits by its estimate, which counts more than the search does",
+    )
 
 
 def test_a_tight_plan_says_how_to_leave_room():

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_mist.cli.machine import devices_of, oldest_capability, open_cluster, open_profile
+from lightning_mist.cli.machine import devices_of, oldest_capability, open_cluster, open_profile, precision_notes
 from lightning_mist.hardware import catalog_profile, detect, parse_cluster, save_profile, write_profile
 from lightning_mist.plan import plan_of
 from lightning_mist.strategy.machine import default_directory
@@ -51,3 +51,25 @@ def test_unlike_devices_are_named_by_stage():
 def test_kernels_are_those_that_all_devices_can_run():
     assert oldest_capability(open_cluster("2xA100-40+2xL4+1xV100-32")) == (7, 0)
     assert oldest_capability(open_cluster("2xA100-40+2xSomething:8GiB")) is None
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        ("1x8xL4", "--precision bf16-mixed multiplies matrices up to 4.0 times as fast on L4,"),
+        ("1x4xV100-32", "--precision 16-mixed multiplies matrices up to 8.0 times as fast on V100-32,"),
+        (
+            "1x4xA100-40+1x4xV100-32",
+            "up to 16.0 times as fast on A100-40 and 8.0 times as fast on V100-32, by data sheets",
+        ),
+    ],
+)
+def test_single_precision_says_what_another_would_do(cluster, said):
+    machine = open_cluster(cluster)
+    (note,) = precision_notes(machine, "32-true")
+    assert said in note
+    assert not precision_notes(machine, "bf16-mixed")
+
+
+def test_nothing_is_said_of_precision_where_no_data_sheet_is_known():
+    assert not precision_notes(open_cluster("2xcpu:8GiB"), "32-true")

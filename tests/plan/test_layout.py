@@ -55,6 +55,16 @@ def test_where_stages_straddle_nodes_they_are_dealt_to_nodes_in_another_layout()
     assert any(all(ranks[0] // 4 == ranks[-1] // 4 for ranks in layout) for layout in others)
 
 
+def test_a_layout_that_degrees_do_not_allow_is_left_out():
+    degrees = [(8, 2), (8, 4), (8, 3)]
+    layouts = rank_layouts(degrees, 12)
+    assert layouts[0] == rank_layout(degrees, 12)
+    for layout in layouts:
+        for ranks, (data, tensor) in zip(layout, degrees, strict=True):
+            groups = [ranks[index * tensor : (index + 1) * tensor] for index in range(data)]
+            assert all(group[0] // 12 == group[-1] // 12 for group in groups)
+
+
 def test_within_a_node_there_is_one_layout():
     assert len(rank_layouts([(2, 1), (2, 1)], 4)) == len(rank_layouts([(2, 1), (2, 1)])) == 1
     assert len(rank_layouts([(2, 1), (2, 1)], 2)) == 2

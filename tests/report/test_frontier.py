@@ -63,3 +63,14 @@ def test_plans_of_searches_that_were_cut_short_are_said_to_be_no_more_than_that(
     (line,) = frontier_lines(frontier)
     assert not frontier.points[0].proven
     assert line.endswith(", the best that was found in time")
+
+
+def test_what_was_found_in_time_is_no_more_than_that_under_less_memory_too(monkeypatch):
+    tune = Planner.tune
+    monkeypatch.setattr(Planner, "tune", lambda self, **asks: replace(tune(self, **asks), status="time limit"))
+    first = found(shares=(0.5,)).points[0]
+    again = (max(stage.peak_bytes for stage in first.plan.predicted.stages) + 2) / 3_000_000
+    assert again < 0.5
+    points = found(shares=(again, 0.5)).points
+    assert points[0].plan == points[1].plan
+    assert not points[0].proven
