@@ -50,6 +50,9 @@ NEAR = 1.03
 """Multiple of the best plan's seconds below which all numbers of stages are searched for theirs, to be run on the
 clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`)."""
 
+NEAREST = 2
+"""Numbers of microbatches with which that is done, those whose pipelines promise most."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -127,7 +130,8 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     for num_stages in compared(space, winner):
         some: list[Group] = [((num_stages,), group[1]) for group in groups if num_stages in group[0]]
         _compare(tally, _open(tally, some, tally.least * COMPARED), tally.least * COMPARED, num_stages)
-    for group in _open(tally, pipelines, tally.least * NEAR):
+    near = _open(tally, pipelines, tally.least * NEAR)
+    for group in sorted(near, key=lambda item: (tally.floor(item[0], item[1], tally.least * NEAR), item))[:NEAREST]:
         _look_near(tally, *group, tally.least * NEAR)
     return replace(_outcome(tally, winner, bound, checked), bounds={} if checked.refutes else proven)
 
