@@ -6,6 +6,7 @@ with run in a child, and what ends the child becomes an error here, with the pla
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import pickle
 import re
@@ -82,7 +83,9 @@ def run_apart(
     with tempfile.TemporaryDirectory() as directory:
         last_words = Path(directory, "traceback")
         process: Any = context.Process(  # type: ignore[attr-defined]
-            target=_child, args=(theirs, last_words, function, args, kwargs, tell is not None), name=name
+            target=_child,
+            args=(theirs, last_words, function, args, kwargs, tell is not None, gc.isenabled()),
+            name=name,
         )
         try:
             _start(process, name)
@@ -104,6 +107,9 @@ def run_apart(
 
 
 def _start(process: Any, name: str) -> None:
+    is_collecting = gc.isenabled()
+    # A copy must not collect before it has set aside what is garbage here; see _child.
+    gc.disable()
     try:
         with warnings.catch_warnings():
             # Python 3.12 warns of the threads that torch keeps for parallel loops: the child uses none.
@@ -114,12 +120,26 @@ def _start(process: Any, name: str) -> None:
             f"{name} cannot be run in a new process: {error}. This process cannot be copied (other threads run in it, "
             "or CUDA is in use), so the function and its arguments must be picklable: give a function of a module"
         ) from error
+    finally:
+        if is_collecting:
+            gc.enable()
 
 
 def _child(
-    pipe: Connection, last_words: Path, function: Callable[..., Any], args: Any, kwargs: Any, tells: bool
+    pipe: Connection,
+    last_words: Path,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    tells: bool,
+    collects: bool,
 ) -> None:
     """What the other process does."""
+    # Garbage that came along is not ours to destroy: process groups then wait for their threads, which are not here, so
+    # that this process ends or waits for ever.
+    gc.freeze()
+    if collects:
+        gc.enable()
     with last_words.open("w") as file:
         # Where it is on already it takes another file, but not the signals back that somebody took from it.
         faulthandler.disable()

@@ -1,14 +1,17 @@
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_mist.errors import PlanError, TraceError
@@ -109,6 +112,37 @@ def deaf() -> str:
 
 def test_the_place_is_known_whoever_had_the_signal_before() -> None:
     assert "test_apart.py" in run_apart(deaf)
+
+
+def leave_a_group_as_garbage(path: Path) -> None:
+    """A process group that only the garbage collector finds, as trainers leave theirs: its threads run until then."""
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=0, world_size=1)
+    cycle: list[Any] = [dist.group.WORLD]
+    cycle.append(cycle)
+    dist.destroy_process_group()
+    # Into the oldest generation, which is seldom looked at: the copy shall have it still.
+    gc.collect()
+
+
+def collect() -> bool:
+    gc.collect()
+    return gc.isenabled()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_copy_leaves_the_garbage_of_this_process_alone(tmp_path: Path, enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        gc.disable()
+        leave_a_group_as_garbage(tmp_path)
+        if enabled:
+            gc.enable()
+        assert run_apart(collect, limit_seconds=60) is enabled
+        assert gc.isenabled() is enabled
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.collect()
+        (gc.enable if before else gc.disable)()
 
 
 def test_what_does_not_end_is_given_up() -> None:
