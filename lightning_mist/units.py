@@ -1,5 +1,6 @@
 """Text for bytes, seconds and rates, and back. Inside the package everything is seconds and bytes."""
 
+import math
 import re
 
 _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -90,6 +91,18 @@ def format_bytes(value: float) -> str:
         if size >= scale and unit != "B":
             return f"{sign}{size / scale:.1f} {unit}"
     return f"{sign}{size:.0f} B"
+
+
+def format_bytes_up(value: float) -> str:
+    """Bytes as :func:`format_bytes` writes them, rounded up, so that whoever sets them as a limit has enough.
+
+    Args:
+        value: Bytes, not negative.
+    """
+    for unit, scale in reversed(_BINARY.items()):
+        if value >= scale and unit != "B":
+            return f"{math.ceil(10 * value / scale) / 10:.1f} {unit}"
+    return f"{math.ceil(value)} B"
 
 
 def format_seconds(value: float) -> str:

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from lightning_mist.units import (
     format_bytes,
+    format_bytes_up,
     format_rate,
     format_seconds,
     parse_bytes,
@@ -50,6 +51,13 @@ def test_impossible_numbers_of_bytes_are_refused(number):
 )
 def test_sizes_are_shown(size, text):
     assert format_bytes(size) == text
+
+
+@given(st.integers(0, 2**50))
+def test_a_size_rounded_up_is_enough_and_hardly_more(size):
+    enough = parse_bytes(format_bytes_up(size))
+    # Read back a fraction of a byte may be lost.
+    assert size - 1 <= enough <= 1.1 * size + 1
 
 
 @given(st.integers(0, 2**50))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import ceil
 from time import perf_counter
 from typing import NoReturn, TypeAlias
 
@@ -19,7 +20,7 @@ from lightning_mist.tuner.least import LateError, LeastMemory
 from lightning_mist.tuner.mixed import MixedStages, Pipeline, Stages
 from lightning_mist.tuner.problem import InterStageProblem
 from lightning_mist.tuner.search_space import COUNTS, OFFLOADED, SearchSpace
-from lightning_mist.units import format_bytes
+from lightning_mist.units import format_bytes, format_bytes_up, parse_bytes
 
 MakePlan: TypeAlias = Callable[[InterStageProblem, tuple[int, ...]], Plan]
 """The plan that one choice per stage of a problem describes."""
@@ -224,12 +225,15 @@ def _ways_out(intra: Stages, plan: Plan, index: int, needed: float, with_more_ho
         memory = plan_memory(intra.model.memory, with_more_host)
         wanted = max(item.host_bytes for item in memory) * max(part.devices_per_node for part in cluster.parts)
         return (
-            f"Host memory is what binds: with {format_bytes(wanted)} of it per node a plan fits. Raise "
+            f"Host memory is what binds: with {format_bytes_up(wanted)} of it per node a plan fits. Raise "
             "host_memory_limit to that where hosts have it, use more devices, or use "
         )
+    enough = format_bytes_up(needed)
     if needed <= has:
-        return f"Raise memory_limit to {format_bytes(needed)}, use more devices, or use "
-    return f"Use devices with {format_bytes(needed)} of memory (these have {format_bytes(has)}), more of them, or use "
+        # Rounded up it may be more than there is.
+        enough = enough if parse_bytes(enough) <= has else f"{ceil(needed)} B"
+        return f"Raise memory_limit to {enough}, use more devices, or use "
+    return f"Use devices with {enough} of memory (these have {format_bytes(has)}), more of them, or use "
 
 
 def _pins(search: SearchSpace) -> str:

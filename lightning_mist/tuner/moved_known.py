@@ -21,6 +21,9 @@ from lightning_mist.tuner.tables import Table
 MOST = 20_000
 """Bases of which it is kept what is known; with all their combinations some kilobytes each."""
 
+MOST_TABLES = 64
+"""Tables of which it is kept: those of a few searches, with all their candidates."""
+
 Situations = tuple[Phase, ...]
 """The situations of a stage."""
 
@@ -126,7 +129,8 @@ class Knowledge:
         key = id(table), ratios
         found = self._of.pop(key, None)
         found = Known.nothing(table) if found is None else found
-        while self._of and sum(map(len, self._of.values())) + len(found) > MOST:
+        # Tables without bases take memory too.
+        while self._of and (len(self._of) >= MOST_TABLES or sum(map(len, self._of.values())) + len(found) > MOST):
             del self._of[next(iter(self._of))]
         self._of[key] = found
         return found

@@ -88,9 +88,9 @@ class TuneResult:
             schedule of the exact search that it competed with.
         predicted: Predicted seconds and bytes of the plan.
         alternatives: Plans of other numbers of stages, fastest first: one, half as many, one less, one more, twice as
-            many. One that takes at most a quarter longer by the closed form than the best of all is the best of its
-            number if there was time; any other the best that was met. With offload only all or nothing of each kind of
-            state is tried for other numbers of stages than the winner's, so that one may be the best only of these.
+            many. Each is the best of its number that was met, which need not be the best that there is: numbers of
+            microbatches are looked at, the most promising first, until something is found that takes at most a quarter
+            longer by the closed form than the best of all; with offload only all or nothing of each kind of state.
         stats: How the search went.
         notes: What was ruled out and why, and where numbers come from, for people.
         certified: Whether HiGHS has proven the same once more of the best plan's numbers of stages and of microbatches:

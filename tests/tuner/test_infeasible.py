@@ -9,8 +9,9 @@ from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.tuner import SearchSpace, tune
 from lightning_mist.tuner.search_space import OFFLOADED
-from lightning_mist.units import format_bytes
+from lightning_mist.units import format_bytes, format_bytes_up, parse_bytes
 from tests.specs import cluster, profile, spec
+from tests.tuner.instances import random_instance
 from tests.tuner.test_tune import SMALL, every_plan, search
 
 
@@ -84,13 +85,23 @@ def test_host_memory_is_named_where_it_binds():
             search=SearchSpace(schedules=("1f1b",), **OFFLOADING),
         )
 
-    message = re.escape(f"Host memory is what binds: with {format_bytes(host)} of it per node a plan fits")
+    message = re.escape(f"Host memory is what binds: with {format_bytes_up(host)} of it per node a plan fits")
     with pytest.raises(InfeasibleError, match=message):
         tuned(host - 1)
     assert tuned(host).plan
     with pytest.raises(InfeasibleError, match=r"Raise memory_limit to|Use devices with") as caught:
         search(network, devices=1, rows=2, memory=1000, **OFFLOADING)
     assert "Host memory" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", [94, 98, 99, 104, 105, 113, 119])
+def test_with_the_memory_that_it_tells_to_give_a_plan_fits(seed):
+    asked = random_instance(seed)
+    asked = replace(asked, memory_limit=asked.memory_limit // 2)
+    with pytest.raises(InfeasibleError, match="Raise memory_limit to") as caught:
+        asked.tune()
+    told = re.search(r"Raise memory_limit to ([\d.]+ \w+)", str(caught.value))
+    assert replace(asked, memory_limit=parse_bytes(told[1])).tune().plan
 
 
 def test_that_offload_was_left_out_is_said_of_devices_that_have_a_host():

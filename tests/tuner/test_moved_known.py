@@ -52,6 +52,16 @@ def test_knowledge_is_kept_by_table_and_ratios_up_to_so_many_bases(monkeypatch):
     assert list(knowledge._of.values()) == [other]
 
 
+def test_tables_without_bases_are_forgotten_too(monkeypatch):
+    monkeypatch.setattr(moved_known, "MOST_TABLES", 2)
+    maker = make("alike", "L4", limit=500_000)
+    maker.frontier(0, 2, 4)
+    table, knowledge = next(iter(maker._tables.values())), moved_known.Knowledge()
+    found = [knowledge.of(table, name) for name in ("first", "second", "third")]
+    assert not any(map(len, found))
+    assert list(knowledge._of.values()) == found[1:]
+
+
 def test_what_one_search_has_learned_another_with_other_limits_need_not():
     knowledge = moved_known.Knowledge()
     tight, loose = (make("alike", "L4", limit=limit) for limit in (500_000, 520_000))
