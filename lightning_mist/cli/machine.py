@@ -95,8 +95,8 @@ def precision_notes(cluster: "AnyCluster", precision: str) -> tuple[str, ...]:
     gains = " and ".join(
         f"{rate[other] / rate['float32']:.1f} times as fast on {name}" for name, rate in zip(names, rates, strict=True)
     )
-    asking = "--precision bf16-mixed" if other == "bfloat16" else "--precision 16-mixed"
+    asking = "bf16-mixed" if other == "bfloat16" else "16-mixed"
     return (
-        f"it computes in single precision, Lightning's default; {asking} multiplies matrices up to {gains}, by data "
-        "sheets",
+        f"the plan computes in single precision, Lightning's default; under --precision {asking} devices multiply "
+        f"matrices up to {gains}, by their data sheets",
     )

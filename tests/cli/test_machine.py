@@ -56,11 +56,11 @@ def test_kernels_are_those_that_all_devices_can_run():
 @pytest.mark.parametrize(
     ("cluster", "said"),
     [
-        ("1x8xL4", "--precision bf16-mixed multiplies matrices up to 4.0 times as fast on L4,"),
-        ("1x4xV100-32", "--precision 16-mixed multiplies matrices up to 8.0 times as fast on V100-32,"),
+        ("1x8xL4", "--precision bf16-mixed devices multiply matrices up to 4.0 times as fast on L4,"),
+        ("1x4xV100-32", "--precision 16-mixed devices multiply matrices up to 8.0 times as fast on V100-32,"),
         (
             "1x4xA100-40+1x4xV100-32",
-            "up to 16.0 times as fast on A100-40 and 8.0 times as fast on V100-32, by data sheets",
+            "up to 16.0 times as fast on A100-40 and 8.0 times as fast on V100-32, by their data sheets",
         ),
     ],
 )
