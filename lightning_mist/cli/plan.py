@@ -17,7 +17,7 @@ from lightning_mist.cli.machine import (
 )
 from lightning_mist.cli.network import NetworkRequest, describe_network
 from lightning_mist.cli.output import print_json, say, show_plan, show_sections, show_text, told
-from lightning_mist.cli.reporting import check_html, write_html
+from lightning_mist.cli.reporting import check_html, check_out, write_html
 from lightning_mist.cli.search import SearchOptions
 from lightning_mist.plan import fingerprint_of, save, split_notes
 from lightning_mist.plan.render import counted
@@ -77,6 +77,7 @@ def plan(
     """
     given = dict(locals())
     check_html(html)
+    check_out(out)
     if explain_seconds <= 0:
         raise ValueError(f"explain_seconds = {explain_seconds:g}: searching for other plans takes time; give some")
     request = _Request(

@@ -5,6 +5,7 @@ import platform
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.compare import comparison_notes
@@ -28,6 +29,21 @@ def check_html(path: str | None) -> None:
         from lightning_mist.report.report import check_report
 
         check_report(path)
+
+
+def check_out(path: str | None) -> None:
+    """Refuse a plan file that cannot be written, before anything has been computed for it.
+
+    Raises:
+        ValueError: If its folder is not there, or it is a folder.
+    """
+    if path is None:
+        return
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise ValueError(f"plan file {path!r}: there is no folder {str(target.parent)!r}; make it first")
+    if target.is_dir():
+        raise ValueError(f"plan file {path!r} is a folder: give the name of a file, such as plan.json")
 
 
 def write_html(

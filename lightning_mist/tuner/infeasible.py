@@ -179,12 +179,14 @@ def _message(intra: Stages, plan: Plan, is_least: bool, with_more_host: Plan | N
     least = (
         f"The least that any plan{kept} needs"
         if is_least
-        else f"The least that a plan{kept} needs, of those looked at in time,"
+        else f"The least that a plan{kept} needs, of those looked at,"
     )
     limit, share = limits[index], tensor_share(cluster)
     allowed = f"memory_limit is {format_bytes(limit / share)} per device"
     if share < 1:
         allowed += f", of which tensors may take {format_bytes(limit)}"
+    if worst.peak_bytes > limit and format_bytes(worst.peak_bytes) == format_bytes(limit):
+        allowed += f" ({format_bytes_up(worst.peak_bytes - limit)} less than that)"
     host = intra.host_limits(plan)[index]
     if intra.space.offload_ratios and np.isfinite(host):
         allowed += f", and offload {format_bytes(host)} of its host's memory"

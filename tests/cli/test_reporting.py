@@ -1,5 +1,7 @@
+import pytest
+
 from lightning_mist.cli.plan import SearchOptions
-from lightning_mist.cli.reporting import command_of, inputs_of
+from lightning_mist.cli.reporting import check_out, command_of, inputs_of
 from tests.cli.networks import refused, run
 from tests.cli.test_plan import plan_arguments
 from tests.report.networks import predicted
@@ -51,3 +53,12 @@ def test_plan_writes_a_page(tmp_path, capsys):
 def test_a_page_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):
     text = refused(capsys, *plan_arguments(html=tmp_path / "none" / "report.html", model="no:thing"))
     assert "there is no folder" in text
+
+
+def test_a_plan_file_that_cannot_be_written_is_refused_before_anything_is_searched(tmp_path, capsys):
+    check_out(None)
+    check_out(str(tmp_path / "plan.json"))
+    with pytest.raises(ValueError, match=r"is a folder: give the name of a file, such as plan.json"):
+        check_out(str(tmp_path))
+    missing = str(tmp_path / "none" / "plan.json")
+    assert "there is no folder" in refused(capsys, *plan_arguments(), "--out", missing)

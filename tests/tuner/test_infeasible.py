@@ -44,6 +44,29 @@ def test_the_message_says_limit_terms_and_ways_out():
         assert part in text
 
 
+def test_what_the_message_says_would_do_does():
+    network, text = spec(4, measured=True, parameter_bytes=10**6), ""
+    memory = max(stage.peak_bytes for stage in search(network, devices=1, rows=4).predicted.stages)
+    while not text:
+        memory = int(0.8 * memory)
+        try:
+            search(network, devices=1, rows=4, memory=memory)
+        except InfeasibleError as error:
+            text = str(error)
+    asked = re.search(r"(Raise memory_limit to|Use devices with) ([\d.]+ \w+)", text)
+    assert search(network, devices=1, rows=4, memory=parse_bytes(asked[2])).plan
+
+
+def test_limits_that_look_alike_are_told_apart():
+    network = spec(4, measured=True, parameter_bytes=10**6)
+    plans = list(every_plan(network, 1, 4))
+    least = min(max(memory.peak_bytes for memory in stage_memory(network, plan)) for plan in plans)
+    with pytest.raises(InfeasibleError) as caught:
+        search(network, devices=1, rows=4, memory=least - 1)
+    assert f"memory_limit is {format_bytes(least)} per device" in str(caught.value)
+    assert "1 B less than that" in str(caught.value)
+
+
 OFFLOADING = {"offload": OFFLOADED, "offload_ratios": (0.5, 1.0)}
 HALVES = [OffloadRatios(**dict(zip(OFFLOADED, item, strict=True))) for item in itertools.product((0, 0.5, 1), repeat=4)]
 
