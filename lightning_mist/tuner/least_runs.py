@@ -273,10 +273,14 @@ class _OfShape:
         top_K = np.where(is_plain_K, plain_L[1], kept_L[1])
         # The one below the top is recomputed if all but the top, or all, are.
         below_K = np.where(recomputed_K >= layers_K - 1, kept_L[1], plain_L[1]) * (layers_K > 1)
-        peak, again_peak = (_least(values_R) for values_R in (costs.backward_peak_R, costs.recompute_backward_peak_R))
+        # From ZeRO-2 on every backward makes gradients as a first one does.
+        peak = min(map(_least, (costs.backward_peak_R, costs.first_backward_peak_R)))
+        again_peak = min(map(_least, (costs.recompute_backward_peak_R, costs.first_recompute_backward_peak_R)))
         inner_K = whole_K + np.where(is_plain_K, peak, again_peak)
         inner_K = np.maximum(inner_K, np.where(recomputed_K > 0, kept_K + again_peak, 0.0))
-        tail_K = whole_K + costs.saved_R[-1] + min(costs.backward_peak_R[-1], costs.recompute_backward_peak_R[-1])
+        tails = (costs.backward_peak_R, costs.first_backward_peak_R, costs.recompute_backward_peak_R)
+        tail_peak = min(values_R[-1] for values_R in (*tails, costs.first_recompute_backward_peak_R))
+        tail_K = whole_K + costs.saved_R[-1] + tail_peak
         return {
             "saved_K": np.maximum(whole_K - handed, 0.0),
             "whole_K": whole_K,
