@@ -1,4 +1,4 @@
-"""How long the command takes from being typed to its answer, imports included, and how much memory.
+"""How long the command takes from being typed to its answer, imports included.
 
 OMP_NUM_THREADS=1 python -m benchmarks.planner.command_times
 
@@ -28,13 +28,11 @@ class Run:
     Attributes:
         seconds: From its start to its end.
         processor_seconds: What its process and those that it started computed.
-        peak_bytes: Greatest resident size of the process.
         answer: What it printed.
     """
 
     seconds: float
     processor_seconds: float
-    peak_bytes: int
     answer: dict[str, object]
 
 
@@ -69,7 +67,6 @@ def run_once(command: list[str]) -> Run:
     return Run(
         seconds=seconds,
         processor_seconds=used.ru_utime + used.ru_stime,
-        peak_bytes=used.ru_maxrss * 1024,  # KiB, see getrusage(2).
         answer=json.loads(shown),
     )
 
@@ -83,7 +80,6 @@ def sample_of(case: Case, runs: list[Run]) -> Sample:
         "command_seconds": statistics.median(run.seconds for run in runs),
         "processor_seconds": statistics.median(run.processor_seconds for run in runs),
         "limit_seconds": LIMIT_SECONDS if case.cluster.startswith("1x") else None,
-        "peak_bytes": max(run.peak_bytes for run in runs),
         "stages": len(runs[0].answer["plan"]["stages"]),  # type: ignore[index]
     }
 
@@ -100,7 +96,7 @@ def main() -> None:
         if case.model in options.models:
             samples.append(sample_of(case, [run_once(command_of(case)) for _ in range(options.repeats)]))
             print(samples[-1], flush=True)
-    notes = f"Medians of {options.repeats} runs, greatest memory of them; everything but bf16-true as by default."
+    notes = f"Medians of {options.repeats} runs; everything but bf16-true as by default."
     if not options.dry_run:
         print(write_record(make_record("planner-command", samples, notes=notes)))
 

@@ -8,10 +8,8 @@ from benchmarks.planner.search_times import CASES
 
 
 def test_a_command_is_run_with_what_it_took() -> None:
-    program = "import json; held = bytearray(200 * 2**20); print(json.dumps({'size': len(held)}))"
-    found = run_once([sys.executable, "-c", program])
-    assert found.answer == {"size": 200 * 2**20}
-    assert found.peak_bytes > 200 * 2**20
+    found = run_once([sys.executable, "-c", "import json; print(json.dumps({'size': sum(range(10))}))"])
+    assert found.answer == {"size": 45}
     assert found.seconds > 0
     assert found.processor_seconds > 0
 
@@ -29,11 +27,11 @@ def test_the_answer_of_the_real_command_is_understood() -> None:
     assert json.dumps(sample)
 
 
-def test_medians_of_seconds_and_the_most_memory_are_kept() -> None:
+def test_medians_of_seconds_are_kept() -> None:
     runs = [
-        Run(seconds=float(item), processor_seconds=2.0 * item, peak_bytes=item, answer={"plan": {"stages": [{}, {}]}})
+        Run(seconds=float(item), processor_seconds=2.0 * item, answer={"plan": {"stages": [{}, {}]}})
         for item in (3, 1, 2)
     ]
     sample = sample_of(CASES[-1], runs)
-    names = ("command_seconds", "processor_seconds", "peak_bytes", "limit_seconds", "stages")
-    assert [sample[name] for name in names] == [2.0, 4.0, 3, None, 2]
+    names = ("command_seconds", "processor_seconds", "limit_seconds", "stages")
+    assert [sample[name] for name in names] == [2.0, 4.0, None, 2]
