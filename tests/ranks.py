@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from types import ModuleType
 
@@ -29,6 +30,10 @@ def environment() -> dict[str, str]:
 
 def _run(module: ModuleType, rank: int, count: int, reading: int) -> None:
     """A rank, once it is told the port."""
+    # Whole lines: without buffering a line and its end are written one after the other, and those of ranks mix.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
