@@ -26,37 +26,6 @@ SlotOf = Callable[[int, int, int, Shape], StageSlot]
 """A slot, by stage, number of stages and of microbatches, and arrangement of its devices."""
 
 
-def family_of(
-    space: Space, counts: Sequence[int], num_microbatches: int, choices_of: Callable[[int, int], SlotChoices]
-) -> Family:
-    """The pipelines of some numbers of stages with the choices of their stages.
-
-    What may lie behind a first stage is asked for in the shortest pipeline that has it, which leaves it the most layers
-    and devices; longer ones rule out by themselves what leaves too few.
-
-    Args:
-        space: The search space.
-        counts: Numbers of stages.
-        num_microbatches: Number of microbatches.
-        choices_of: The choices by stage and number of stages.
-    """
-    tails: list[SlotChoices] = []
-    for behind in range(max(counts, default=1) - 1):
-        num_stages = max(behind + 2, min(counts))
-        slot = choices_of(num_stages - 1 - behind, num_stages)
-        if not len(slot):
-            break
-        tails.append(slot)
-    heads = {count: choices_of(0, count) for count in counts if count <= len(tails) + 1}
-    return Family(
-        num_layers=space.num_layers,
-        num_devices=(space.world_size,),
-        num_microbatches=num_microbatches,
-        tails=tuple(tails),
-        heads={count: slot for count, slot in heads.items() if len(slot)},
-    )
-
-
 @dataclass(slots=True, kw_only=True)
 class FamilyFloors:
     """Bounds of families under one limit of memory; keeps what it has found.
@@ -132,7 +101,8 @@ class FamilyFloors:
             found = self._of(runs, room, place, phases)
             return found.take(found.steady_K <= pace)
 
-        family = family_of(self.space, counts, num_microbatches, choices_of)
+        sizes = self.space.num_layers, (self.space.world_size,)
+        family = Family.of(*sizes, num_microbatches, counts, choices_of)
         return family if family.heads else None
 
     def _of(self, runs: LeastRuns, room: Room, place: str, phases: tuple[Phase, ...]) -> SlotChoices:

@@ -157,21 +157,12 @@ class MixedStages:
             counts: Their numbers of stages, of the group's.
             below: Seconds; a pipeline takes at least ``G`` times the steady time of any of its stages.
         """
-        tails = []
-        for behind in range(max(counts) - 1):
-            # The shortest pipeline that has it leaves the most layers and devices to a stage.
-            num_stages = max(behind + 2, min(counts))
-            slot = self._choices(num_stages - 1 - behind, num_stages, group, below)
-            if not len(slot):
-                break
-            tails.append(slot)
-        heads = {count: self._choices(0, count, group, below) for count in counts if count <= len(tails) + 1}
-        return Family(
-            num_layers=self.space.num_layers,
-            num_devices=self.sizes,
-            num_microbatches=group.num_microbatches,
-            tails=tuple(tails),
-            heads={count: slot for count, slot in heads.items() if len(slot)},
+        return Family.of(
+            self.space.num_layers,
+            self.sizes,
+            group.num_microbatches,
+            counts,
+            lambda index, num_stages: self._choices(index, num_stages, group, below),
         )
 
     def _choices(self, index: int, num_stages: int, group: Group, below: float) -> SlotChoices:

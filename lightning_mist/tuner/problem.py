@@ -1,6 +1,6 @@
 """The inter-stage problem as data, and what an answer to it is."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,6 +119,43 @@ class Family:
     num_microbatches: int
     tails: tuple[SlotChoices, ...]
     heads: Mapping[int, SlotChoices]
+
+    @classmethod
+    def of(
+        cls,
+        num_layers: int,
+        num_devices: tuple[int, ...],
+        num_microbatches: int,
+        counts: Sequence[int],
+        choices_of: Callable[[int, int], SlotChoices],
+    ) -> "Family":
+        """The pipelines of some numbers of stages with the choices of their stages.
+
+        What may lie behind a first stage is asked for in the shortest pipeline that has it, which leaves it the most
+        layers and devices; longer ones rule out by themselves what leaves too few.
+
+        Args:
+            num_layers: Layers to deal out.
+            num_devices: Devices to deal out, of every part of the cluster.
+            num_microbatches: Microbatches per batch.
+            counts: Numbers of stages.
+            choices_of: The choices by stage and number of stages.
+        """
+        tails: list[SlotChoices] = []
+        for behind in range(max(counts, default=1) - 1):
+            num_stages = max(behind + 2, min(counts))
+            slot = choices_of(num_stages - 1 - behind, num_stages)
+            if not len(slot):
+                break
+            tails.append(slot)
+        heads = {count: choices_of(0, count) for count in counts if count <= len(tails) + 1}
+        return cls(
+            num_layers=num_layers,
+            num_devices=num_devices,
+            num_microbatches=num_microbatches,
+            tails=tuple(tails),
+            heads={count: slot for count, slot in heads.items() if len(slot)},
+        )
 
     def problem(self, num_stages: int) -> InterStageProblem:
         """The problem of the pipelines with a number of stages."""

@@ -28,7 +28,7 @@ from lightning_mist.cost import StageCostModel
 from lightning_mist.tuner.bound import solve, solve_family
 from lightning_mist.tuner.checked import Checked, check
 from lightning_mist.tuner.choices import SlotChoices
-from lightning_mist.tuner.family_floors import FamilyFloors, family_of
+from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.likely import likely_seconds, quick_bounds
 from lightning_mist.tuner.moved import TimeIsUpError
@@ -384,13 +384,14 @@ def _single(intra: IntraStage, space: Space, num_microbatches: int, below: float
 
 def _family(tally: _Tally, counts: Sequence[int], num_microbatches: int, below: float) -> Family:
     """The choices of all stages, without those that only plans of at least ``below`` seconds can have."""
+    sizes = tally.space.num_layers, (tally.space.world_size,)
     if below == np.inf:
         frontier = partial(tally.intra.frontier, num_microbatches=num_microbatches)
-        return family_of(tally.space, counts, num_microbatches, frontier)
+        return Family.of(*sizes, num_microbatches, counts, frontier)
     known = tally.floors.narrowed(counts, num_microbatches, below)
 
     def choices_of(stage_index: int, num_stages: int) -> SlotChoices:
         among_NL = known.of(stage_index, num_stages)
         return tally.intra.frontier(stage_index, num_stages, num_microbatches, known.slowest, among_NL=among_NL)
 
-    return family_of(tally.space, known.counts, num_microbatches, choices_of)
+    return Family.of(*sizes, num_microbatches, known.counts, choices_of)

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner import Planner
-from lightning_mist.tuner.family_floors import FamilyFloors, family_of
+from lightning_mist.tuner.family_floors import FamilyFloors
+from lightning_mist.tuner.problem import Family
 from lightning_mist.tuner.search import floors_of, search_pipelines
 from tests.tuner.instances import random_instance
 
@@ -57,7 +58,7 @@ def test_a_family_ends_where_a_stage_has_no_choice():
         asked.append((stage, count))
         return maker.frontier(0, 1, 1).take(np.array([], dtype=np.int64))
 
-    family = family_of(maker.space, (2, 3), 4, none)
+    family = Family.of(6, (4,), 4, (2, 3), none)
     assert asked == [(1, 2)]
     assert not family.heads
     assert not family.tails
