@@ -1,10 +1,10 @@
 """Candidates of one arrangement of devices, evaluated once for all tables that have them.
 
 What a stage takes depends on the rest of its pipeline in three ways only: through what it exchanges with other stages,
-which is another between nodes than within one; through the number of microbatches, over which what comes once per batch
+which may lie in another part of the cluster; through the number of microbatches, over which what comes once per batch
 is spread; and through the batch that its devices hold. All else is that of the layers, the arrangement, and the rows
-that each device sees per microbatch. So candidates are evaluated without these three, and tables of all kinds of
-pipelines and of batches of all sizes are put together of the same pieces.
+that each device sees per microbatch. So candidates are evaluated without these three, and tables of all pipelines and
+of batches of all sizes are put together of the same pieces.
 
 Array axes
     E  lines: windows times numbers of recomputed layers

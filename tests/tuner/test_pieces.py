@@ -39,7 +39,7 @@ def asked(maker, stage, stages, microbatches, pace):
 
 def test_tables_of_pieces_are_those_of_what_is_evaluated_anew():
     pieces = Pieces()
-    # Other kinds of pipelines, paces that rise and fall, and batches of other sizes.
+    # Other numbers of stages, paces that rise and fall, and batches of other sizes.
     for rows, microbatches in ((4, 8), (8, 16), (4, 1), (8, 4)):
         maker = intra(rows, pieces)
         for stage, stages in ((0, 2), (0, 3), (1, 3), (1, 6), (2, 3), (1, 2), (0, 1)):
