@@ -19,7 +19,6 @@ So stages that are far too slow are never evaluated.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -27,14 +26,14 @@ import numpy as np
 from lightning_mist.cost import StageCostModel
 from lightning_mist.tuner.bound import solve, solve_family
 from lightning_mist.tuner.checked import Checked, check
-from lightning_mist.tuner.choices import SlotChoices
 from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.likely import likely_seconds, quick_bounds
 from lightning_mist.tuner.moved import TimeIsUpError
 from lightning_mist.tuner.past import Found, Past, known_answers, raised
-from lightning_mist.tuner.problem import PRECISION, Family, InterStageProblem
+from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.space import Space
+from lightning_mist.tuner.tally import Group, Tally, family_of, single_stage
 
 FIRST_SECONDS = 1.0
 """Seconds that a search may take until it has a plan, however little time it is given: with less it says nothing."""
@@ -89,7 +88,7 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     limits = intra.both_limits
     lower = raised(quick_bounds(intra, space), pasts, limits)
     patience = max(deadline, perf_counter() + FIRST_SECONDS)
-    tally = _Tally(
+    tally = Tally(
         intra=intra,
         space=space,
         lower=lower,
@@ -136,7 +135,7 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     return replace(_outcome(tally, winner, bound, checked), bounds={} if checked.refutes else proven)
 
 
-def _compare(tally: "_Tally", groups: list["Group"], most: float, num_stages: int) -> None:
+def _compare(tally: Tally, groups: list[Group], most: float, num_stages: int) -> None:
     """Search a number of stages for a good plan that takes fewer seconds than ``most``, the most promising first."""
     for group in sorted(groups, key=lambda item: (tally.floor(item[0], item[1], most), item)):
         if tally.least_of(num_stages) < most or tally.is_late:
@@ -144,10 +143,10 @@ def _compare(tally: "_Tally", groups: list["Group"], most: float, num_stages: in
         _search(tally, [group], most, num_stages)
 
 
-def _look_near(tally: "_Tally", counts: tuple[int, ...], num_microbatches: int, most: float) -> None:
+def _look_near(tally: Tally, counts: tuple[int, ...], num_microbatches: int, most: float) -> None:
     """Solve each pipeline of a family by itself, if its best plan takes fewer seconds than ``most``."""
     with suppress(TimeIsUpError):
-        family = _family(tally, counts, num_microbatches, most)
+        family = family_of(tally, counts, num_microbatches, most)
         for num_stages in family.heads:
             problem, below = family.problem(num_stages), min(most, tally.least_of(num_stages))
             answer = solve(problem, below=below, deadline=tally.deadline)
@@ -168,7 +167,7 @@ def floors_of(intra: IntraStage, space: Space) -> FamilyFloors:
     )
 
 
-def _look(tally: "_Tally", groups: list["Group"]) -> None:
+def _look(tally: Tally, groups: list[Group]) -> None:
     """Search families of pipelines, with a plan to beat assumed as long as there is none or only one that is slow."""
     groups = _open(tally, groups, tally.least)
     if not groups:
@@ -185,12 +184,12 @@ def _look(tally: "_Tally", groups: list["Group"]) -> None:
             return
 
 
-def _open(tally: "_Tally", groups: list["Group"], below: float) -> list["Group"]:
+def _open(tally: Tally, groups: list[Group], below: float) -> list[Group]:
     """Families that may have a plan of fewer seconds."""
     return [group for group in groups if tally.floor(*group, below) < below * (1 - PRECISION)]
 
 
-def _settle(tally: "_Tally", winner: int) -> bool:
+def _settle(tally: Tally, winner: int) -> bool:
     """Solve the winner's pipeline once more in the whole space: its answer may be one of a smaller.
 
     Returns:
@@ -208,10 +207,6 @@ def _settle(tally: "_Tally", winner: int) -> bool:
     return True
 
 
-Group = tuple[tuple[int, ...], int]
-"""Numbers of stages that are solved together, and the number of microbatches."""
-
-
 def _groups(pipelines: tuple[tuple[int, int], ...]) -> Iterator[Group]:
     """Pipelines whose stages cost the same, but for how many are behind them."""
     counts: dict[tuple[bool, int], list[int]] = {}
@@ -222,7 +217,7 @@ def _groups(pipelines: tuple[tuple[int, int], ...]) -> Iterator[Group]:
         yield tuple(sorted(stages)), num_microbatches
 
 
-def _search(tally: "_Tally", groups: list[Group], assumed: float, only: int | None = None) -> None:
+def _search(tally: Tally, groups: list[Group], assumed: float, only: int | None = None) -> None:
     """Solve families until none can have a better answer, of one number of stages if only that is asked for.
 
     Args:
@@ -260,74 +255,7 @@ def _search(tally: "_Tally", groups: list[Group], assumed: float, only: int | No
             return
 
 
-@dataclass(slots=True, kw_only=True)
-class _Tally:
-    """What there is to search, and what has been found.
-
-    Attributes:
-        intra: Makes choices.
-        space: The search space.
-        lower: Step seconds that no plan of a pipeline goes below, by a cheap estimate.
-        deadline: When to stop.
-        patience: When to stop without a plan.
-        bounds: The same by what has been proven.
-        floors: Bounds of families that know the memory.
-        is_warm: Whether candidates had been evaluated before.
-        best: The best answer of every number of stages.
-        found: The best answer of every pipeline.
-        solved: Pipelines that were solved.
-        is_stopped: Whether some were not because time was up.
-    """
-
-    intra: IntraStage
-    space: Space
-    lower: dict[tuple[int, int], float]
-    deadline: float
-    patience: float
-    bounds: dict[tuple[int, int], float]
-    floors: FamilyFloors
-    is_warm: bool
-    best: dict[int, Found] = field(default_factory=dict)
-    found: dict[tuple[int, int], Found] = field(default_factory=dict)
-    solved: set[tuple[int, int]] = field(default_factory=set)
-    is_stopped: bool = False
-
-    @property
-    def is_late(self) -> bool:
-        """Whether time is up."""
-        return perf_counter() > (self.deadline if self.best else self.patience)
-
-    @property
-    def least(self) -> float:
-        """The least step seconds found."""
-        return min((found.answer.objective for found in self.best.values()), default=np.inf)
-
-    def least_of(self, num_stages: int) -> float:
-        """The least step seconds found with a number of stages."""
-        return self.best[num_stages].answer.objective if num_stages in self.best else np.inf
-
-    def floor(self, counts: tuple[int, ...], num_microbatches: int, below: float) -> float:
-        """Step seconds that no plan of some pipelines goes below, as far as they are less than ``below``."""
-        keys = [(count, num_microbatches) for count in counts]
-        lowest = min(self.lower[key] for key in keys)
-        if lowest >= below * (1 - PRECISION) or below == np.inf or counts == (1,):
-            return lowest
-        bound = self.floors.bound(counts, num_microbatches, below, self.deadline if self.best else self.patience)
-        for key in keys:
-            self.bounds[key] = max(self.bounds[key], bound)
-        return max(lowest, bound)
-
-    def note(self, found: Found) -> None:
-        """Remember an answer."""
-        count, objective = len(found.answer.chosen), found.answer.objective
-        key = count, found.problem.num_microbatches
-        if key not in self.found or objective < self.found[key].answer.objective:
-            self.found[key] = found
-        if objective < self.least_of(count):
-            self.best[count] = found
-
-
-def _outcome(tally: _Tally, winner: int | None, bound: float, checked: Checked | None = None) -> Outcome:
+def _outcome(tally: Tally, winner: int | None, bound: float, checked: Checked | None = None) -> Outcome:
     shown = {winner, *compared(tally.space, winner)} if winner else set()
     return Outcome(
         best={count: found for count, found in tally.best.items() if count in shown},
@@ -343,18 +271,18 @@ def _outcome(tally: _Tally, winner: int | None, bound: float, checked: Checked |
     )
 
 
-def _attempt(tally: _Tally, counts: list[int], num_microbatches: int, below: float) -> None:
+def _attempt(tally: Tally, counts: list[int], num_microbatches: int, below: float) -> None:
     """Solve some pipelines, if they can be better than ``below``, and remember their answers."""
     tally.solved |= {(count, num_microbatches) for count in counts}
     if counts == [1]:
-        problem = _single(tally.intra, tally.space, num_microbatches, below)
+        problem = single_stage(tally.intra, tally.space, num_microbatches, below)
         answer = solve(problem, below=below, deadline=tally.deadline)
         bound = answer.bound
         if answer.chosen:
             tally.note(Found(problem=problem, answer=answer))
     else:
         bound = below
-        family = _family(tally, counts, num_microbatches, below)
+        family = family_of(tally, counts, num_microbatches, below)
         if family.heads:
             result = solve_family(family, below=below, deadline=tally.deadline)
             bound = result.bound
@@ -370,28 +298,3 @@ def compared(space: Space, winner: int) -> tuple[int, ...]:
     """Numbers of stages to compare the winner with: none, half, one less, one more, twice as many."""
     wanted = {1, winner // 2, winner - 1, winner + 1, 2 * winner} - {winner}
     return tuple(sorted(count for count in wanted if 1 <= count <= space.max_stages))
-
-
-def _single(intra: IntraStage, space: Space, num_microbatches: int, below: float) -> InterStageProblem:
-    """The choices of a single stage, without those that take at least ``below`` seconds."""
-    return InterStageProblem(
-        num_layers=space.num_layers,
-        num_devices=(space.world_size,),
-        num_microbatches=num_microbatches,
-        slots=(intra.frontier(0, 1, num_microbatches, below / num_microbatches),),
-    )
-
-
-def _family(tally: _Tally, counts: Sequence[int], num_microbatches: int, below: float) -> Family:
-    """The choices of all stages, without those that only plans of at least ``below`` seconds can have."""
-    sizes = tally.space.num_layers, (tally.space.world_size,)
-    if below == np.inf:
-        frontier = partial(tally.intra.frontier, num_microbatches=num_microbatches)
-        return Family.of(*sizes, num_microbatches, counts, frontier)
-    known = tally.floors.narrowed(counts, num_microbatches, below)
-
-    def choices_of(stage_index: int, num_stages: int) -> SlotChoices:
-        among_NL = known.of(stage_index, num_stages)
-        return tally.intra.frontier(stage_index, num_stages, num_microbatches, known.slowest, among_NL=among_NL)
-
-    return Family.of(*sizes, num_microbatches, known.counts, choices_of)
