@@ -16,6 +16,7 @@ or where candidates are known already little above the lower bound of all; if no
 So stages that are far too slow are never evaluated.
 """
 
+import heapq
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -109,6 +110,7 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     for ratios in intra.passes:
         intra.try_ratios(ratios, deadline if tally.best else patience)
         tally.floors.kinds = frozenset(space.search.offloaded if ratios else ())
+        tally.is_whole = ratios == intra.passes[-1]
         tally.bounds = {**lower, **alone}  # What was proven of a smaller space is not of a larger one.
         _look(tally, pipelines)
     bound = min(tally.bounds.values(), default=np.inf)
@@ -128,19 +130,29 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     intra.try_ratios(space.offload_ratios[-1:], deadline)
     for num_stages in compared(space, winner):
         some: list[Group] = [((num_stages,), group[1]) for group in groups if num_stages in group[0]]
-        _compare(tally, _open(tally, some, tally.least * COMPARED), tally.least * COMPARED, num_stages)
-    near = _open(tally, pipelines, tally.least * NEAR)
-    for group in sorted(near, key=lambda item: (tally.floor(item[0], item[1], tally.least * NEAR), item))[:NEAREST]:
-        _look_near(tally, *group, tally.least * NEAR)
+        _compare(tally, some, tally.least * COMPARED, num_stages)
+    most = tally.least * NEAR
+    near = [group for group in pipelines if tally.known_floor(*group) < most]
+    for group in sorted(near, key=lambda item: (tally.known_floor(*item), item))[:NEAREST]:
+        _look_near(tally, *group, most)
+    for key, value in tally.proven.items():
+        proven[key] = max(proven[key], value)
     return replace(_outcome(tally, winner, bound, checked), bounds={} if checked.refutes else proven)
 
 
 def _compare(tally: Tally, groups: list[Group], most: float, num_stages: int) -> None:
     """Search a number of stages for a good plan that takes fewer seconds than ``most``, the most promising first."""
-    for group in sorted(groups, key=lambda item: (tally.floor(item[0], item[1], most), item)):
-        if tally.least_of(num_stages) < most or tally.is_late:
+    waiting = [(tally.known_floor(*group), False, group) for group in groups]
+    heapq.heapify(waiting)
+    while waiting and tally.least_of(num_stages) >= most and not tally.is_late:
+        bound, is_settled, group = heapq.heappop(waiting)
+        if bound >= most * (1 - PRECISION):
             return
-        _search(tally, [group], most, num_stages)
+        if is_settled:
+            _search(tally, [group], most, num_stages)
+        else:
+            # What bounds a whole family says little of one number of stages.
+            heapq.heappush(waiting, (tally.floor(*group, most), True, group))
 
 
 def _look_near(tally: Tally, counts: tuple[int, ...], num_microbatches: int, most: float) -> None:

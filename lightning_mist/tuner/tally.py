@@ -17,6 +17,9 @@ from lightning_mist.tuner.space import Space
 Group = tuple[tuple[int, ...], int]
 """Numbers of stages that are solved together, and the number of microbatches."""
 
+HEADROOM = 1.05
+"""Multiple of the seconds that bounds are asked for up to which they are found out, for searches with less memory."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
@@ -30,6 +33,9 @@ class Tally:
         patience: When to stop without a plan.
         bounds: The same by what has been proven.
         floors: Bounds of families that know the memory.
+        roomy: The same with more memory and all that may be moved, which hold for other limits too.
+        is_whole: Whether bounds are of all that may be moved.
+        proven: Step seconds that no plan of a pipeline goes below, by bounds of all that may be moved.
         is_warm: Whether candidates had been evaluated before.
         best: The best answer of every number of stages.
         found: The best answer of every pipeline.
@@ -49,6 +55,8 @@ class Tally:
     found: dict[tuple[int, int], Found] = field(default_factory=dict)
     solved: set[tuple[int, int]] = field(default_factory=set)
     is_stopped: bool = False
+    is_whole: bool = False
+    proven: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @property
     def is_late(self) -> bool:
@@ -70,10 +78,18 @@ class Tally:
         lowest = min(self.lower[key] for key in keys)
         if lowest >= below * (1 - PRECISION) or below == np.inf or counts == (1,):
             return lowest
-        bound = self.floors.bound(counts, num_microbatches, below, self.deadline if self.best else self.patience)
+        deadline, most = self.deadline if self.best else self.patience, below * HEADROOM
+        bound = self.floors.bound(counts, num_microbatches, most, deadline)
         for key in keys:
             self.bounds[key] = max(self.bounds[key], bound)
+            if self.is_whole:
+                self.proven[key] = max(self.proven.get(key, 0.0), bound)
         return max(lowest, bound)
+
+    def known_floor(self, counts: tuple[int, ...], num_microbatches: int) -> float:
+        """The same as far as it is known already."""
+        keys = [(count, num_microbatches) for count in counts]
+        return min(max(self.lower[key], self.proven.get(key, 0.0)) for key in keys)
 
     def note(self, found: Found) -> None:
         """Remember an answer."""

@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+
+from lightning_mist.tuner.likely import quick_bounds
+from lightning_mist.tuner.problem import PRECISION
+from lightning_mist.tuner.search import floors_of
+from lightning_mist.tuner.tally import HEADROOM, Tally, family_of, single_stage
+from tests.tuner.test_search import each_by_itself, stages_of
+
+
+def tally_of(stages, *, is_whole=True):
+    lower = quick_bounds(stages, stages.space)
+    floors = floors_of(stages, stages.space)
+    return Tally(
+        intra=stages,
+        space=stages.space,
+        lower=lower,
+        deadline=np.inf,
+        patience=np.inf,
+        bounds=dict(lower),
+        floors=floors,
+        is_warm=False,
+        is_whole=is_whole,
+    )
+
+
+@pytest.mark.parametrize("memory", [10**12, 600_000])
+def test_floors_are_bounds_and_remembered_with_room_for_slower_questions(memory):
+    stages = stages_of(memory=memory)
+    wanted, tally = each_by_itself(stages), tally_of(stages)
+    counts = (2, 3, 4)
+    numbers = sorted({number for count, number in wanted if count in counts})
+    # One microbatch passes stages one after another, so that not every number of them occurs.
+    counts_of = {number: tuple(count for count in counts if (count, number) in wanted) for number in numbers}
+    below, has_risen = min(wanted.values()), False
+    for number, some in counts_of.items():
+        before = tally.known_floor(some, number)
+        assert before == min(tally.lower[count, number] for count in some)
+        found, least = tally.floor(some, number, below), min(wanted[count, number] for count in some)
+        assert found <= least * (1 + PRECISION)
+        assert before <= tally.known_floor(some, number) <= max(below * HEADROOM, before) * (1 + PRECISION)
+        assert tally.known_floor(some, number) <= least * (1 + PRECISION)
+        has_risen |= tally.known_floor(some, number) > before
+    # Without a limit nothing is known that a cheap estimate does not know.
+    assert has_risen == (memory < 10**12)
+
+
+def test_bounds_of_a_smaller_space_are_not_remembered():
+    stages = stages_of()
+    tally = tally_of(stages, is_whole=False)
+    below = min(each_by_itself(stages).values())
+    tally.floor((2, 3, 4), 4, below)
+    assert not tally.proven
+    assert tally.known_floor((2, 3, 4), 4) == min(tally.lower[count, 4] for count in (2, 3, 4))
+
+
+def test_families_below_a_bound_have_the_best_of_all():
+    stages = stages_of()
+    wanted, tally = each_by_itself(stages), tally_of(stages)
+    least = min(value for key, value in wanted.items() if key[0] > 1)
+    (count, number) = next(key for key, value in wanted.items() if value == least)
+    every, some = (family_of(tally, [count], number, below) for below in (np.inf, least * 1.01))
+    assert 0 < sum(map(len, some.tails)) <= sum(map(len, every.tails))
+    alone = single_stage(stages, stages.space, 1, np.inf)
+    assert len(alone.slots) == 1
