@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.placement import Placement, parts_of, placements_of
 from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.plan import OffloadRatios, Plan, ScheduleName
@@ -132,6 +133,17 @@ class OffloadCandidates:
             activations_K=np.full(count, ratios.activations),
         )
 
+    @property
+    def is_deferred_K(self) -> BoolArray:
+        """Whether an update waits for the next forward: where parameters, gradients or optimizer state are moved."""
+        deferred_K: BoolArray = (self.parameters_K > 0) | (self.gradients_K > 0) | (self.optimizer_K > 0)
+        return deferred_K
+
+    @classmethod
+    def joined(cls, items: Sequence["OffloadCandidates"]) -> "OffloadCandidates":
+        """The ratios of all."""
+        return cls(**{name: np.concatenate([getattr(item, name) for item in items]) for name in cls.__slots__})
+
     def take(self, index_J: IntArray) -> "OffloadCandidates":
         """The ratios at some indices."""
         return OffloadCandidates(
@@ -168,12 +180,16 @@ class StageCandidates:
 
     @classmethod
     def joined(cls, items: Sequence["StageCandidates"]) -> "StageCandidates":
-        """The candidates of all, none of which offloads."""
+        """The candidates of all; they have ratios if all have."""
+        if len(items) == 1:
+            return items[0]
+        moved = [item.offload for item in items if item.offload is not None]
         return cls(
             start_K=np.concatenate([item.start_K for item in items]),
             end_K=np.concatenate([item.end_K for item in items]),
             checkpointed_K=np.concatenate([item.checkpointed_K for item in items]),
             zero_stage_K=np.concatenate([item.zero_stage_K for item in items]),
+            offload=OffloadCandidates.joined(moved) if len(moved) == len(items) else None,
         )
 
     def take(self, index_J: IntArray) -> "StageCandidates":
@@ -186,6 +202,10 @@ class StageCandidates:
             offload=None if self.offload is None else self.offload.take(index_J),
             variant_K=None if self.variant_K is None else self.variant_K[index_J],
         )
+
+
+Placed: TypeAlias = tuple[StageSlot, StageCandidates]
+"""A place in a pipeline and what may be there."""
 
 
 def placed_slots_of(plan: Plan, cluster: AnyCluster | int) -> tuple[tuple[StageSlot, StageCandidates], ...]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_mist.cost.candidates import StageSlot, slots_of
+from lightning_mist.cost.candidates import Placed, StageSlot, slots_of
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.held import SharedOut
 from lightning_mist.cost.memory import TERMS, MemoryModel, StageMemory
@@ -25,7 +25,7 @@ from lightning_mist.cost.needs import Bytes, StageNeeds
 from lightning_mist.cost.offload import host_bytes, host_microbatch_bytes, host_state_bytes
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.cost.situations import COUNTED, Situation, counts_of_groups, situations_of_groups
-from lightning_mist.cost.together import Placed, needs_of_stages
+from lightning_mist.cost.together import needs_of_stages
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, ZeroStage
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost.candidates import StageCandidates, StageSlot
+from lightning_mist.cost.candidates import Placed, StageCandidates, StageSlot
 from lightning_mist.cost.channels import interference_of
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.exchange import shard_nodes
@@ -115,6 +115,19 @@ class MixedCostModel:
         """Seconds of candidates for a slot, by term; of the only stage every term of the part where it is longest."""
         return self.parted_seconds(slot, candidates)[0]
 
+    def seconds_of(self, items: Sequence[Placed]) -> tuple[StageSeconds, ...]:
+        """Seconds of the candidates of several slots, as :meth:`seconds` of each; as of a :class:`StageCostModel`."""
+        of_models: dict[int, list[int]] = {}
+        for index, (slot, _) in enumerate(items):
+            for model in self.models(slot):
+                of_models.setdefault(id(model), []).append(index)
+        found: dict[int, list[StageSeconds]] = {index: [] for index in range(len(items))}
+        for model in (*self.parts, *self._together):
+            asked = of_models.get(id(model), ())
+            for index, seconds in zip(asked, model.seconds_of([items[index] for index in asked]), strict=True):
+                found[index].append(seconds)
+        return tuple(_longest(found[index]) for index in range(len(items)))
+
     def parted_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageSeconds, Unsharding]:
         """Seconds of candidates, and how often which part of unsharding happens; as of a :class:`StageCostModel`.
 
@@ -123,10 +136,7 @@ class MixedCostModel:
         found = [model.parted_seconds(slot, candidates) for model in self.models(slot)]
         if len(found) == 1:
             return found[0]
-        names = [field.name for field in fields(StageSeconds)]
-        longest = StageSeconds(
-            **{name: np.maximum.reduce([getattr(item, name) for item, _ in found]) for name in names}
-        )
+        longest = _longest([item for item, _ in found])
         return longest, replace(Unsharding.none(len(candidates)), each_K=longest.unshard_K)
 
     def copy_floors(self, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> CopyFloors:
@@ -140,6 +150,14 @@ class MixedCostModel:
         """What candidates exchange with other stages; as of a :class:`StageCostModel`."""
         found = [model.shared_seconds(slot, candidates) for model in self.models(slot)]
         return np.maximum.reduce([item[0] for item in found]), np.maximum.reduce([item[1] for item in found])
+
+
+def _longest(items: Sequence[StageSeconds]) -> StageSeconds:
+    """Every term where it is longest."""
+    if len(items) == 1:
+        return items[0]
+    names = [field.name for field in fields(StageSeconds)]
+    return StageSeconds(**{name: np.maximum.reduce([getattr(item, name) for item in items]) for name in names})
 
 
 CostModel: TypeAlias = StageCostModel | MixedCostModel

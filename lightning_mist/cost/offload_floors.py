@@ -355,7 +355,7 @@ def _parts(
         parameters_K=tiled[0], gradients_K=tiled[1], optimizer_K=tiled[2], activations_K=np.zeros(count * most)
     )
     some = replace(candidates.take(np.repeat(np.arange(count), most)), offload=offload)
-    found = parts_of_ranks(memory, slot, some)
+    found = parts_of_ranks(memory, np.full(len(some), slot.shard_degree), some)
     arrays = found.parameters_K, found.gradients_K, found.owned_gradients_K, found.optimizer_K
     widths = sizes[0], sizes[1], sizes[1], sizes[2]
     part_BP, graded_BG, owned_BG, state_BO = (

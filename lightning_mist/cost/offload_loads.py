@@ -6,13 +6,16 @@ fetched for each of them.
 
 Array axes
     K  candidates
-    Q  distinct questions among them: ZeRO stage, ratios, and the parts of the rank that has most
+    Q  distinct questions among them: place, ZeRO stage, ratios, and the parts of the rank that has most
+    S  places
+    M  memory models: degrees of tensor parallelism
+    N  what a unit has to do
     R  units, which are regions; padded in front by one that is empty, and behind by two
     P  parameters
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,8 +24,10 @@ from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_rows
 from lightning_mist.cost.memory import MemoryModel
+from lightning_mist.cost.offload_shares import MovedBytes
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.shards import UnitSeconds
+from lightning_mist.cost.sums import prefix_sums
 from lightning_mist.cost.time import RegionSeconds
 from lightning_mist.plan import ZeroStage
 
@@ -50,42 +55,89 @@ class WithoutCopies:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPlace:
+    """A place in a pipeline, as far as loads of its units depend on it.
+
+    Attributes:
+        memory: The network, or one tensor-parallel rank's part of it.
+        slot: The place.
+        compute: Forward and backward of every region.
+        units: Communication of every unit among the ranks that shard; ``None`` if nothing is sharded.
+    """
+
+    memory: MemoryModel
+    slot: StageSlot
+    compute: RegionSeconds
+    units: UnitSeconds | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moving:
+    """Stages with ratios, at one place or at several.
+
+    Attributes:
+        places: The places.
+        place_K: Which of them each is at.
+        candidates: The stages.
+        update_K: The part of the optimizer's arithmetic that a first forward does.
+        reduce_K: Averaging all gradients after the last microbatch, hidden or not.
+        gather_K: Giving out all updated parameters in a first forward, hidden or not.
+    """
+
+    places: Sequence[CopyPlace]
+    place_K: IntArray
+    candidates: StageCandidates
+    update_K: FloatArray
+    reduce_K: FloatArray
+    gather_K: FloatArray
+
+
+NAMES = (
+    "forward",
+    "backward",
+    "update",
+    "unshard",
+    "scatter",
+    "reduce",
+    "gather",
+    "parameters_in",
+    "gradients_in",
+    "gradients_out",
+    "state_in",
+    "state_out",
+    "saved_in",
+    "saved_out",
+    "kept_in",
+    "kept_out",
+)
+"""What a unit has to do, in the order of the first axis of :class:`Loads`."""
+
+_PLACE = {name: place for place, name in enumerate(NAMES)}
+
+
+@dataclass(frozen=True, slots=True)
 class Loads:
     """Seconds of every unit by question, padded; what a unit does not have is 0.
 
+    ``forward``, ``backward``, ``update``
+        Computing its forward, its backward and its update.
+    ``unshard``, ``scatter``
+        Giving out its parameters, and reducing its gradients, in every microbatch.
+    ``reduce``, ``gather``
+        Averaging its gradients after the last microbatch, and giving out its updated parameters.
+    ``parameters_in``, ``gradients_in``, ``gradients_out``
+        Fetching its moved parameters and gradients, and writing the latter back.
+    ``state_in``, ``state_out``
+        Fetching what its update needs (optimizer state and gradients), and writing back what it changed (optimizer
+        state and parameters).
+    ``saved_in``, ``saved_out``, ``kept_in``, ``kept_out``
+        Fetching and moving away the activations of a layer that is not recomputed, and of one that is.
+
     Attributes:
-        forward_QR: Computing its forward.
-        backward_QR: Computing its backward.
-        update_QR: Computing its update.
-        unshard_QR: Giving out its parameters in every microbatch.
-        scatter_QR: Reducing its gradients in every microbatch.
-        reduce_QR: Averaging its gradients after the last microbatch.
-        gather_QR: Giving out its updated parameters.
-        parameters_in_QR: Fetching its moved parameters.
-        gradients_in_QR: Fetching its moved gradients.
-        gradients_out_QR: Writing them back.
-        state_in_QR: Fetching what its update needs: optimizer state and gradients.
-        state_out_QR: Writing back what its update changed: optimizer state and parameters.
-        saved_in_QR, saved_out_QR: Fetching and moving away the activations of a layer that is not recomputed.
-        kept_in_QR, kept_out_QR: The same of one that is.
+        seconds_NQR: Them all; axes: what (:data:`NAMES`), ``Q``, ``R``.
     """
 
-    forward_QR: FloatArray
-    backward_QR: FloatArray
-    update_QR: FloatArray
-    unshard_QR: FloatArray
-    scatter_QR: FloatArray
-    reduce_QR: FloatArray
-    gather_QR: FloatArray
-    parameters_in_QR: FloatArray
-    gradients_in_QR: FloatArray
-    gradients_out_QR: FloatArray
-    state_in_QR: FloatArray
-    state_out_QR: FloatArray
-    saved_in_QR: FloatArray
-    saved_out_QR: FloatArray
-    kept_in_QR: FloatArray
-    kept_out_QR: FloatArray
+    seconds_NQR: FloatArray
 
     @classmethod
     def of(cls, seconds: Mapping[str, FloatArray], shape: tuple[int, int]) -> "Loads":
@@ -95,26 +147,36 @@ class Loads:
             seconds: Seconds of every unit, of each question or of all alike.
             shape: Numbers of questions and of units.
         """
-        found = {}
-        for name, values in seconds.items():
-            found[name] = np.zeros((shape[0], shape[1] + BEFORE + BEHIND))
-            found[name][:, BEFORE:-BEHIND] = values
-        return cls(**found)
+        found = np.zeros((len(NAMES), shape[0], shape[1] + BEFORE + BEHIND))
+        for place, name in enumerate(NAMES):
+            found[place, :, BEFORE:-BEHIND] = seconds[name]
+        return cls(found)
+
+    def __len__(self) -> int:
+        """Number of questions."""
+        return int(self.seconds_NQR.shape[1])
+
+    def __getitem__(self, name: str) -> FloatArray:
+        """Seconds of every unit by question."""
+        found_QR: FloatArray = self.seconds_NQR[_PLACE[name]]
+        return found_QR
+
+    @property
+    def width(self) -> int:
+        """Number of units, those that are made up included."""
+        return int(self.seconds_NQR.shape[2])
 
     def take(self, row_U: IntArray) -> "Loads":
         """The loads of some questions."""
-        return Loads(**{item.name: getattr(self, item.name)[row_U] for item in fields(self)})
+        return Loads(self.seconds_NQR.take(row_U, axis=1))
 
     def table(self, unit_X: IntArray) -> FloatArray:
         """All seconds of some padded units; axes: which, ``Q``, ``X``."""
-        return np.stack([getattr(self, item.name)[:, unit_X] for item in fields(self)])
+        return self.seconds_NQR[:, :, unit_X]
 
     def differs(self) -> BoolArray:
         """Of every padded unit but the first, whether it differs from the one before."""
-        found: BoolArray = np.zeros(self.forward_QR.shape[1] - 1, dtype=bool)
-        for item in fields(self):
-            values_QR: FloatArray = getattr(self, item.name)
-            found |= (values_QR[:, 1:] != values_QR[:, :-1]).any(axis=0)
+        found: BoolArray = (self.seconds_NQR[:, :, 1:] != self.seconds_NQR[:, :, :-1]).any(axis=(0, 1))
         return found
 
 
@@ -128,23 +190,25 @@ class RankParts:
     optimizer_K: FloatArray
 
 
-def loads_of(
-    memory: MemoryModel, slot: StageSlot, candidates: StageCandidates, known: WithoutCopies, rates: CopyRates
-) -> tuple[Loads, IntArray]:
+def loads_of(moving: Moving, rates: CopyRates) -> tuple[Loads, IntArray]:
     """The loads of candidates that offload, and which row of them each candidate has.
 
     Args:
-        memory: The network.
-        slot: Their place.
-        candidates: The stages, with ratios.
-        known: Their other seconds.
+        moving: The candidates.
         rates: Bytes per second of copies.
     """
-    offload = _ratios(candidates)
-    parts = parts_of_ranks(memory, slot, candidates)
-    trained_K = _within(memory, candidates, memory.holdings.table.trained_R[None])
-    per_byte = [total_K / np.maximum(trained_K, 1.0) for total_K in (known.update_K, known.reduce_K, known.gather_K)]
+    candidates = moving.candidates
+    offload, parts = ratios_of(candidates), _parts(moving)
+    memories, memory_S = _memories(moving.places)
+    low_K, high_K = covered(memories[0].spec, candidates.start_K, candidates.end_K)
+    trained_MR = np.stack([memory.holdings.table.trained_R for memory in memories])
+    prefix_MR, memory_K = prefix_sums(trained_MR), memory_S[moving.place_K]
+    trained_K = prefix_MR[memory_K, high_K] - prefix_MR[memory_K, low_K]
+    totals = moving.update_K, moving.reduce_K, moving.gather_K
+    rows_MR = np.stack([memory.holdings.table.reduced_row_R for memory in memories])
     columns = (
+        moving.place_K,
+        rows_MR[memory_K, low_K],
         candidates.zero_stage_K,
         offload.parameters_K,
         offload.gradients_K,
@@ -154,120 +218,150 @@ def loads_of(
         parts.gradients_K,
         parts.owned_gradients_K,
         parts.optimizer_K,
-        *per_byte,
-        memory.holdings.table.reduced_row_R[covered(memory.spec, candidates.start_K, candidates.end_K)[0]],
+        *(total_K / np.maximum(trained_K, 1.0) for total_K in totals),
     )
     questions_QX, question_K = distinct_rows(*columns)
-    return _Questions(memory, slot, questions_QX, known, rates).loads(), question_K
+    return _Questions(moving.places, questions_QX, rates).loads(), question_K
 
 
 class _Questions:
     """Turns distinct questions into loads."""
 
-    def __init__(
-        self, memory: MemoryModel, slot: StageSlot, questions_QX: FloatArray, known: WithoutCopies, rates: CopyRates
-    ) -> None:
-        self.memory, self.slot, self.known, self.rates = memory, slot, known, rates
-        self.columns = questions_QX.T
-        self.used_PR = np.diff(memory.holdings.table.uses_PR, axis=1).astype(np.float64)
+    def __init__(self, places: Sequence[CopyPlace], questions_QX: FloatArray, rates: CopyRates) -> None:
+        self.places, self.rates = places, rates
+        place_Q, row_Q, *self.columns = questions_QX.T
+        self.place_Q, self.row_Q = place_Q.astype(np.int64), row_Q.astype(np.int64)
+        self.memories, memory_S = _memories(places)
+        self.memory_Q = memory_S[self.place_Q]
 
     def loads(self) -> Loads:
         """Seconds of every unit."""
         zero_Q, parameters_Q, gradients_Q, optimizer_Q, activations_Q, *rest = self.columns
-        part_Q, gradient_Q, owned_Q, state_Q, update_Q, reduce_Q, gather_Q = (values[:, None] for values in rest[:-1])
-        table = self.memory.holdings.table
-        costs = self.memory.costs(self.slot.rows, self.slot.context_parallel_degree)
-        trains_P = table.trainable_P > 0
+        part_Q, gradient_Q, owned_Q, state_Q, update_Q, reduce_Q, gather_Q = (values[:, None] for values in rest)
         # Bytes of every unit that are moved, before they are dealt out.
-        moved_QR = self._moved(parameters_Q, table.bytes_P, trained=False)
-        changed_QR = self._moved(parameters_Q, table.bytes_P * trains_P, trained=False)
-        graded_QR = self._moved(gradients_Q, table.trainable_P, trained=True)
-        state = self.memory.spec.optimizer.state_bytes_per_parameter_byte
-        state_QR = state_Q * state * self._moved(optimizer_Q, table.trainable_P, trained=True)
-        is_layer_R = np.ones(len(costs.saved_R))
+        moved_QR = self._moved(parameters_Q, "parameters")
+        changed_QR = self._moved(parameters_Q, "changed")
+        graded_QR = self._moved(gradients_Q, "trained")
+        state = self.memories[0].spec.optimizer.state_bytes_per_parameter_byte
+        state_QR = state_Q * state * self._moved(optimizer_Q, "trained")
+        trained_QR = np.stack([memory.holdings.table.trained_R for memory in self.memories])[self.memory_Q]
+        costs = [place.memory.costs(place.slot.rows, place.slot.context_parallel_degree) for place in self.places]
+        is_layer_R = np.ones(trained_QR.shape[1])
         is_layer_R[[0, -1]] = 0.0
         saved_QR, kept_QR = (
-            activations_Q[:, None] * is_layer_R * bytes_R for bytes_R in (costs.saved_R, costs.checkpointed_saved_R)
+            activations_Q[:, None] * is_layer_R * np.stack(bytes_SR)[self.place_Q]
+            for bytes_SR in ([item.saved_R for item in costs], [item.checkpointed_saved_R for item in costs])
         )
         # The first microbatch of a batch has no gradients to fetch.
-        again = 1.0 if self.slot.num_microbatches > 1 else 0.0
-        compute, none_R = self.known.compute, np.zeros(len(costs.saved_R))
-        units, reduced_row_Q = self.known.units, rest[-1].astype(np.int64)
-        unshard_R = none_R if units is None else units.unshard_R
-        reduce_QR = none_R if units is None else units.reduce_FR[reduced_row_Q]
+        again_Q = np.array([float(place.slot.num_microbatches > 1) for place in self.places])[self.place_Q, None]
+        computes = [place.compute for place in self.places]
+        unshard_QR, reduce_QR = self._communicated(len(is_layer_R))
         to_device, to_host = self.rates.to_device, self.rates.to_host
         found = {
-            "forward_QR": compute.forward_R,
-            "backward_QR": compute.backward_R,
-            "update_QR": update_Q * table.trained_R,
-            "unshard_QR": (zero_Q >= ZeroStage.PARAMETERS)[:, None] * unshard_R,
-            "scatter_QR": (zero_Q >= ZeroStage.GRADIENTS)[:, None] * reduce_QR,
-            "reduce_QR": reduce_Q * table.trained_R,
-            "gather_QR": gather_Q * table.trained_R,
-            "parameters_in_QR": part_Q * moved_QR / to_device,
-            "gradients_in_QR": again * gradient_Q * graded_QR / to_device,
-            "gradients_out_QR": gradient_Q * graded_QR / to_host,
-            "state_in_QR": (state_QR + owned_Q * graded_QR) / to_device,
-            "state_out_QR": (state_QR + part_Q * changed_QR) / to_host,
-            "saved_in_QR": saved_QR / to_device,
-            "saved_out_QR": saved_QR / to_host,
-            "kept_in_QR": kept_QR / to_device,
-            "kept_out_QR": kept_QR / to_host,
+            "forward": np.stack([item.forward_R for item in computes])[self.place_Q],
+            "backward": np.stack([item.backward_R for item in computes])[self.place_Q],
+            "update": update_Q * trained_QR,
+            "unshard": (zero_Q >= ZeroStage.PARAMETERS)[:, None] * unshard_QR,
+            "scatter": (zero_Q >= ZeroStage.GRADIENTS)[:, None] * reduce_QR,
+            "reduce": reduce_Q * trained_QR,
+            "gather": gather_Q * trained_QR,
+            "parameters_in": part_Q * moved_QR / to_device,
+            "gradients_in": again_Q * gradient_Q * graded_QR / to_device,
+            "gradients_out": gradient_Q * graded_QR / to_host,
+            "state_in": (state_QR + owned_Q * graded_QR) / to_device,
+            "state_out": (state_QR + part_Q * changed_QR) / to_host,
+            "saved_in": saved_QR / to_device,
+            "saved_out": saved_QR / to_host,
+            "kept_in": kept_QR / to_device,
+            "kept_out": kept_QR / to_host,
         }
-        return Loads.of(found, (len(self.columns[0]), len(none_R)))
+        return Loads.of(found, trained_QR.shape)
 
-    def _moved(self, ratio_Q: FloatArray, bytes_P: FloatArray, *, trained: bool) -> FloatArray:
-        return _moved_units(
-            lambda ratio: self.memory.states.moved(ratio, trained=trained), ratio_Q, bytes_P, self.used_PR
-        )
+    def _communicated(self, width: int) -> tuple[FloatArray, FloatArray]:
+        """Giving out parameters, and reducing gradients, of every unit."""
+        units = [place.units for place in self.places]
+        if not any(units):
+            return np.zeros((1, width)), np.zeros((1, width))
+        rows = max(len(item.reduce_FR) for item in units if item is not None)
+        unshard_SR, reduce_SFR = np.zeros((len(units), width)), np.zeros((len(units), rows, width))
+        for index, item in enumerate(units):
+            if item is not None:
+                unshard_SR[index] = item.unshard_R
+                reduce_SFR[index, : len(item.reduce_FR)] = item.reduce_FR
+        return unshard_SR[self.place_Q], reduce_SFR[self.place_Q, self.row_Q]
+
+    def _moved(self, ratio_Q: FloatArray, of: MovedBytes) -> FloatArray:
+        """Moved bytes of every unit, where every unit fetches what it uses; axes ``Q``, ``R``."""
+        pairs_UX, inverse_Q = distinct_rows(self.memory_Q, ratio_Q)
+        found_UR = [self.memories[int(memory)].states.unit_bytes(ratio, of) for memory, ratio in pairs_UX.tolist()]
+        moved_QR: FloatArray = np.stack(found_UR)[inverse_Q]
+        return moved_QR
 
 
-def _moved_units(
-    moved: Callable[[float], BoolArray], ratio_K: FloatArray, bytes_P: FloatArray, used_PR: FloatArray
-) -> FloatArray:
-    """Moved bytes of every unit, where every unit fetches what it uses; axes ``K``, ``R``."""
-    ratios_U, inverse_K = distinct_rows(ratio_K)
-    found_UR = np.stack([(bytes_P * moved(float(ratio))) @ used_PR for ratio in ratios_U[:, 0]])
-    found_KR: FloatArray = found_UR[inverse_K]
-    return found_KR
+def _memories(places: Sequence[CopyPlace]) -> tuple[list[MemoryModel], IntArray]:
+    """The distinct memory models of some places, and which each has."""
+    found: dict[int, int] = {}
+    memories: list[MemoryModel] = []
+    of_places: list[int] = []
+    for place in places:
+        key = id(place.memory)
+        if key not in found:
+            found[key] = len(memories)
+            memories.append(place.memory)
+        of_places.append(found[key])
+    return memories, np.array(of_places, dtype=np.int64)
 
 
-def _ratios(candidates: StageCandidates) -> OffloadCandidates:
+def _parts(moving: Moving) -> RankParts:
+    """As :func:`parts_of_ranks`, wherever candidates are."""
+    memories, memory_S = _memories(moving.places)
+    ranks_K = np.array([place.slot.shard_degree for place in moving.places], dtype=np.int64)[moving.place_K]
+    if len(memories) == 1:
+        return parts_of_ranks(memories[0], ranks_K, moving.candidates)
+    found = {name: np.ones(len(moving.candidates)) for name in RankParts.__slots__}
+    for index, memory in enumerate(memories):
+        at_J = np.flatnonzero(memory_S[moving.place_K] == index)
+        parts = parts_of_ranks(memory, ranks_K[at_J], moving.candidates.take(at_J))
+        for name, values_K in found.items():
+            values_K[at_J] = getattr(parts, name)
+    return RankParts(**found)
+
+
+def ratios_of(candidates: StageCandidates) -> OffloadCandidates:
+    """The ratios of candidates.
+
+    Raises:
+        ValueError: If they have none.
+    """
     if candidates.offload is None:
         raise ValueError("candidates.offload = None: nothing is offloaded, so there are no copies")
     return candidates.offload
 
 
-def _within(
-    memory: MemoryModel, candidates: StageCandidates, values_UR: FloatArray, row_K: IntArray | None = None
-) -> FloatArray:
-    """Sum of a row of values over the units of each candidate."""
-    low_K, high_K = covered(memory.spec, candidates.start_K, candidates.end_K)
-    prefix_UR = np.pad(np.cumsum(values_UR, axis=1), ((0, 0), (1, 0)))
-    rows = np.zeros(len(candidates), dtype=np.int64) if row_K is None else row_K
-    result_K: FloatArray = prefix_UR[rows, high_K] - prefix_UR[rows, low_K]
-    return result_K
-
-
-def parts_of_ranks(memory: MemoryModel, slot: StageSlot, candidates: StageCandidates) -> RankParts:
+def parts_of_ranks(memory: MemoryModel, ranks_K: IntArray, candidates: StageCandidates) -> RankParts:
     """What part of every kind of moved state the rank that has most moves.
 
     The update of a parameter happens once, however many units fetch it.
+
+    Args:
+        memory: The network, or one tensor-parallel rank's part of it.
+        ranks_K: Ranks with the same parameters.
+        candidates: The stages, with ratios.
     """
-    offload, states, ranks, zero_K = _ratios(candidates), memory.states, slot.shard_degree, candidates.zero_stage_K
-    used_PR = np.diff(memory.holdings.table.uses_PR, axis=1).astype(np.float64)
+    offload, states, zero_K = ratios_of(candidates), memory.states, candidates.zero_stage_K
+    low_K, high_K = covered(memory.spec, candidates.start_K, candidates.end_K)
 
     def part(ratio_K: FloatArray, since: ZeroStage, *, trained: bool, once: bool = False) -> FloatArray:
-        shards_K, part_K = (zero_K >= since) & (ranks > 1), np.ones(len(candidates))
+        shards_K, part_K = (zero_K >= since) & (ranks_K > 1), np.ones(len(candidates))
         at_J = np.flatnonzero((shards_K | once) & (ratio_K > 0))
         if not len(at_J):
             return part_K
         some, ratio_J = candidates.take(at_J), ratio_K[at_J]
-        most_J = states.of(some, ratio_J, ranks, shards_K[at_J], trained=trained).moved_K
+        most_J = states.of(some, ratio_J, ranks_K[at_J], shards_K[at_J], trained=trained).moved_K
         if once:
             ratios_U, row_J = distinct_rows(ratio_J)
-            moved_UP = np.stack([states.moved(float(ratio), trained=trained) for ratio in ratios_U[:, 0]])
-            all_J = _within(memory, some, (moved_UP * memory.holdings.table.trainable_P) @ used_PR, row_J)
+            prefix_UR = prefix_sums(np.stack([states.unit_bytes(ratio, "trained") for (ratio,) in ratios_U.tolist()]))
+            all_J = prefix_UR[row_J, high_K[at_J]] - prefix_UR[row_J, low_K[at_J]]
         else:
             all_J = states.of(some, ratio_J, 1, shards_K[at_J], trained=trained).moved_K
         part_K[at_J] = most_J / np.maximum(all_J, 1.0)

@@ -5,11 +5,12 @@ Array axes
     Q  distinct questions among them
     R  units, padded
     U  distinct neighbourhoods of units
+    I  units that are asked about together
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -17,9 +18,10 @@ import numpy as np
 from lightning_mist.cost.candidates import StageCandidates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.offload_loads import BEFORE, BEHIND, Loads
+from lightning_mist.cost.sums import prefix_sums
 
-Flag: TypeAlias = BoolArray | bool
-"""Whether something is the case: of all places that are asked about, or of each."""
+Flag: TypeAlias = BoolArray | int
+"""Whether something is the case: of all candidates, or of each."""
 
 Copies: TypeAlias = tuple[FloatArray, FloatArray]
 """Seconds of copies to the device and to the host."""
@@ -70,6 +72,30 @@ class Neighbourhoods:
         return cls(places_U=np.array(places, dtype=np.int64), place_R=np.array(place_R, dtype=np.int64))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """Units that are asked about together; 1 where something is the case, else 0.
+
+    First come those of each neighbourhood for every question, twice: as if the activations beside them were of a layer
+    that is not recomputed, and of one that is. Then some of every candidate, set after set.
+
+    Attributes:
+        place_I: Where they are: question times width plus unit.
+        next_I: Whether the unit has one behind it that comes next in a forward, which was before in a backward.
+        second_I: Whether it has two.
+        below_I: Whether it has one in front of it.
+        kept_I: Whether the unit in front is recomputed.
+        again_I: Whether it is recomputed itself.
+    """
+
+    place_I: IntArray
+    next_I: FloatArray
+    second_I: FloatArray
+    below_I: FloatArray
+    kept_I: FloatArray
+    again_I: FloatArray
+
+
 class Passes:
     """Seconds of passes through candidates' units.
 
@@ -92,186 +118,204 @@ class Passes:
         kinds: "Neighbourhoods",
     ) -> None:
         self.loads, self.question_K, self.concurrent, self.kinds = loads, question_K, concurrent, kinds
-        self.width = loads.forward_QR.shape[1]
+        self.width = loads.width
         self.low_K, self.high_K = bounds
+        self.last_K = self.high_K - 1
         # Recomputed layers are the units from ``first`` to before ``middle``.
         self.first_K = candidates.start_K + 1
         self.middle_K = self.first_K + candidates.checkpointed_K
+        # The unit above the recomputed layers fetches what the last of them keeps.
+        self.is_inside_K = (self.middle_K > np.maximum(self.first_K, self.low_K)) & (self.middle_K < self.last_K)
 
     def forward(self, way: Way) -> FloatArray:
         """Seconds of one forward."""
-        low_K, high_K, q_K = self.low_K, self.high_K, self.question_K
-        length_K = high_K - low_K
-        plain, kept = (self._prefix(partial(self._forward, way=way, kept=kept)) for kept in (False, True))
+        found, (low_KS, before_K, last_K) = self._seconds(self._forward(way), 3)
         # What goes away beside a unit is what the unit below it keeps.
-        end_K = np.maximum(high_K - 2, low_K + 1)
-        total_K = self._between(plain, low_K + 1, end_K)
-        total_K += self._exchanged(kept, plain, np.maximum(self.first_K + 1, low_K + 1), self.middle_K + 1, end_K)
-        total_K += self._forward(q_K, low_K, way, next_=length_K > 1, second=length_K > 2, below=False)
-        for unit_K, next_ in ((high_K - 2, True), (high_K - 1, False)):
-            kept_K = self._is_recomputed(unit_K - 1)
-            total_K += np.where(
-                unit_K > low_K, self._forward(q_K, unit_K, way, next_=next_, second=False, kept=kept_K), 0.0
-            )
+        begin_K = self.low_K + 1
+        end_K = np.maximum(self.high_K - 2, begin_K)
+        total_K = self._between(found[0], begin_K, end_K)
+        kept_K = np.maximum(self.first_K + 1, begin_K), self.middle_K + 1
+        total_K += self._exchanged(found, *kept_K, end_K)
+        total_K += low_KS + before_K * (self.high_K - 2 > self.low_K) + last_K * (self.last_K > self.low_K)
         return total_K + self._forward_ends(way)
 
     def _forward_ends(self, way: Way) -> FloatArray:
         """What of a forward hides behind nothing."""
-        low_K, last_K = self.low_K, self.high_K - 1
-        total_K = self._at("unshard_QR", low_K)
+        low_K, last_K = self.low_K, self.last_K
+        total_K = self._at("unshard", low_K)
         if way.edge:
-            update_K, none_K = self._at("update_QR", low_K), np.zeros(1)
-            total_K = total_K + self._at("gather_QR", low_K)
+            update_K, none_K = self._at("update", low_K), np.zeros(1)
+            total_K = total_K + self._at("gather", low_K)
             if way.copies:
-                beside_K = self._at("state_in_QR", low_K + 1) * (last_K > low_K)
-                total_K += self.concurrent(update_K, none_K, (beside_K, none_K)) + self._at("state_in_QR", low_K)
+                beside_K = self._at("state_in", low_K + 1) * (last_K > low_K)
+                total_K += self.concurrent(update_K, none_K, (beside_K, none_K)) + self._at("state_in", low_K)
             else:
                 total_K += update_K
         if way.copies:
-            total_K = total_K + self._at("parameters_in_QR", low_K) + self._activations("out", last_K)
+            total_K = total_K + self._at("parameters_in", low_K) + self._activations("out", last_K)
         return total_K
 
-    def _forward(
-        self,
-        q: IntArray,
-        r: IntArray,
-        way: Way,
-        *,
-        next_: Flag = True,
-        second: Flag = True,
-        below: Flag = True,
-        kept: Flag = False,
-    ) -> FloatArray:
-        """Seconds of a unit's forward.
-
-        Args:
-            q: Rows of the loads.
-            r: Units.
-            way: Which pass.
-            next_: Whether a unit follows.
-            second: Whether two do.
-            below: Whether there is a unit below.
-            kept: Whether that will be recomputed.
-        """
-        place = q * self.width + r
-
-        def at(name: str, offset: int = 0) -> FloatArray:
-            return self._load(name, place, offset)
-
-        compute, network, copies = at("forward_QR"), at("unshard_QR", 1) * next_, None
+    def _forward(self, way: Way) -> FloatArray:
+        """Seconds of forwards of units: neighbourhoods; the first unit, the last but one and the last of each."""
+        asked, at = self.forwards, self._behind(self.forwards.place_I)
+        compute, network, copies = at("forward"), at("unshard", 1), None
         if way.edge:
-            compute, network = compute + at("update_QR", 1) * next_, network + at("gather_QR", 1) * next_
+            compute, network = compute + at("update", 1) * asked.next_I, network + at("gather", 1)
+        network *= asked.next_I
         if way.copies:
-            to_device = at("parameters_in_QR", 1) * next_
-            to_host = np.where(kept, at("kept_out_QR", -1), at("saved_out_QR", -1)) * below
+            to_device = at("parameters_in", 1) * asked.next_I
+            to_host = np.where(asked.kept_I, at("kept_out", -1), at("saved_out", -1)) * asked.below_I
             if way.edge:
-                to_device, to_host = to_device + at("state_in_QR", 2) * second, to_host + at("state_out_QR")
+                to_device += at("state_in", 2) * asked.second_I
+                to_host += at("state_out")
             copies = to_device, to_host
         return self.concurrent(compute, network, copies)
 
+    @cached_property
+    def forwards(self) -> _Asked:
+        """What forwards ask about."""
+        low_K, high_K = self.low_K, self.high_K
+        length_K = high_K - low_K
+        return self._asked(
+            (low_K, high_K - 2, high_K - 1),
+            next_=(length_K > 1, 1, 0),
+            second=(length_K > 2, 0, 0),
+            below=(0, 1, 1),
+            kept=(0, self._is_recomputed(high_K - 3), self._is_recomputed(high_K - 2)),
+        )
+
     def backward(self, way: Way) -> FloatArray:
         """Seconds of one backward."""
-        low_K, high_K, q_K = self.low_K, self.high_K, self.question_K
-        plain, kept = (self._prefix(partial(self._backward, way=way, again=kept, kept=kept)) for kept in (False, True))
-        last_K = high_K - 1
-        total_K = self._between(plain, low_K + 1, last_K)
-        total_K += self._exchanged(kept, plain, np.maximum(self.first_K, low_K + 1), self.middle_K, last_K)
-        # The unit above the recomputed layers fetches what the last of them keeps.
-        is_inside_K = (self.middle_K > self.first_K) & (self.middle_K > low_K) & (self.middle_K < last_K)
-        middle_K = np.where(is_inside_K, self.middle_K, low_K)
-        changed_K = self._backward(q_K, middle_K, way, kept=True) - self._backward(q_K, middle_K, way)
-        total_K += np.where(is_inside_K, changed_K, 0.0)
-        again_K = self._is_recomputed(low_K)
-        total_K += self._backward(q_K, low_K, way, below=False, above=last_K > low_K, again=again_K)
-        again_K, kept_K = self._is_recomputed(last_K), self._is_recomputed(last_K - 1)
-        total_K += np.where(
-            last_K > low_K, self._backward(q_K, last_K, way, above=False, again=again_K, kept=kept_K), 0.0
-        )
+        found, (middle_K, without_K, low_K, last_K) = self._seconds(self._backward(way), 4)
+        begin_K = self.low_K + 1
+        total_K = self._between(found[0], begin_K, self.last_K)
+        total_K += self._exchanged(found, np.maximum(self.first_K, begin_K), self.middle_K, self.last_K)
+        total_K += (middle_K - without_K) * self.is_inside_K
+        total_K += low_K + last_K * (self.last_K > self.low_K)
         return total_K + self._backward_ends(way)
 
     def _backward_ends(self, way: Way) -> FloatArray:
         """What of a backward hides behind nothing."""
-        low_K, last_K = self.low_K, self.high_K - 1
-        total_K = self._at("unshard_QR", last_K) + self._at("scatter_QR", low_K)
+        low_K, last_K = self.low_K, self.last_K
+        total_K = self._at("unshard", last_K) + self._at("scatter", low_K)
         if way.edge:
-            total_K = total_K + self._at("reduce_QR", low_K)
+            total_K = total_K + self._at("reduce", low_K)
         if way.copies:
-            total_K = total_K + self._at("parameters_in_QR", last_K) + self._at("gradients_in_QR", last_K)
-            total_K += self._activations("in", last_K) + self._at("gradients_out_QR", low_K)
+            total_K = total_K + self._at("parameters_in", last_K) + self._at("gradients_in", last_K)
+            total_K += self._activations("in", last_K) + self._at("gradients_out", low_K)
         return total_K
 
-    def _backward(
+    def _backward(self, way: Way) -> FloatArray:
+        """Seconds of backwards of units.
+
+        Neighbourhoods; of each candidate the unit above the recomputed layers twice, with what the one below it keeps
+        and without, the first and the last.
+        """
+        asked, at = self.backwards, self._behind(self.backwards.place_I)
+        compute = at("backward") + at("forward") * asked.again_I
+        above = at("scatter", 1) + at("reduce", 1) if way.edge else at("scatter", 1)
+        network, copies = at("unshard", -1) * asked.below_I + above * asked.next_I, None
+        if way.copies:
+            activations = np.where(asked.kept_I, at("kept_in", -1), at("saved_in", -1))
+            to_device = (at("parameters_in", -1) + at("gradients_in", -1) + activations) * asked.below_I
+            copies = to_device, at("gradients_out", 1) * asked.next_I
+        return self.concurrent(compute, network, copies)
+
+    @cached_property
+    def backwards(self) -> _Asked:
+        """What backwards ask about."""
+        low_K, last_K = self.low_K, self.last_K
+        middle_K = np.where(self.is_inside_K, self.middle_K, low_K)
+        return self._asked(
+            (middle_K, middle_K, low_K, last_K),
+            next_=(1, 1, last_K > low_K, 0),
+            second=(0, 0, 0, 0),
+            below=(1, 1, 0, 1),
+            kept=(1, 0, 0, self._is_recomputed(last_K - 1)),
+            again=(0, 0, self._is_recomputed(low_K), self._is_recomputed(last_K)),
+        )
+
+    def _asked(
         self,
-        q: IntArray,
-        r: IntArray,
-        way: Way,
+        units: Sequence[IntArray],
         *,
-        below: Flag = True,
-        above: Flag = True,
-        again: Flag = False,
-        kept: Flag = False,
-    ) -> FloatArray:
-        """Seconds of a unit's backward.
+        next_: Sequence[Flag],
+        second: Sequence[Flag],
+        below: Sequence[Flag],
+        kept: Sequence[Flag],
+        again: Sequence[Flag] | None = None,
+    ) -> _Asked:
+        """Every neighbourhood of every question, and some units of each candidate.
 
         Args:
-            q: Rows of the loads.
-            r: Units.
-            way: Which pass.
-            below: Whether there is a unit below, which comes next.
-            above: Whether there is a unit above, which came before.
-            again: Whether the unit is recomputed.
-            kept: Whether the one below is.
+            units: The units.
+            next_: Whether one follows.
+            second: Whether two do.
+            below: Whether one is in front.
+            kept: Whether that is recomputed.
+            again: Whether the unit is; where ``None``, nobody cares.
         """
-        place = q * self.width + r
+        count, many = len(self.low_K), len(self.loads) * len(self.kinds.places_U)
+        rows = (np.arange(len(self.loads)) * self.width)[:, None]
+        every = (rows + self.kinds.places_U).reshape(-1)
+        start_K = self.question_K * self.width
 
-        def at(name: str, offset: int = 0) -> FloatArray:
-            return self._load(name, place, offset)
+        def flags(first: Flag, then: Flag, values: Sequence[Flag]) -> FloatArray:
+            found = np.empty(2 * many + count * len(units))
+            found[:many], found[many : 2 * many] = first, then
+            for index, value in enumerate(values):
+                found[2 * many + index * count : 2 * many + (index + 1) * count] = value
+            return found
 
-        compute = at("backward_QR") + np.where(again, at("forward_QR"), 0.0)
-        above_network = at("scatter_QR", 1) + at("reduce_QR", 1) if way.edge else at("scatter_QR", 1)
-        network = at("unshard_QR", -1) * below + above_network * above
-        copies = None
-        if way.copies:
-            activations = np.where(kept, at("kept_in_QR", -1), at("saved_in_QR", -1))
-            to_device = (at("parameters_in_QR", -1) + at("gradients_in_QR", -1) + activations) * below
-            copies = to_device, at("gradients_out_QR", 1) * above
-        return self.concurrent(compute, network, copies)
+        return _Asked(
+            place_I=np.concatenate([every, every, *(start_K + unit_K for unit_K in units)]),
+            next_I=flags(1, 1, next_),
+            second_I=flags(1, 1, second),
+            below_I=flags(1, 1, below),
+            kept_I=flags(0, 1, kept),
+            again_I=flags(0, 1, kept if again is None else again),
+        )
+
+    def _seconds(self, found_I: FloatArray, sets: int) -> tuple[FloatArray, FloatArray]:
+        """Sums over the units in front of each, with axes for recomputed or not, ``Q``, ``R`` and one more; the rest.
+
+        Args:
+            found_I: Seconds of what was asked about.
+            sets: How many units of each candidate are among it.
+        """
+        rest_I = found_I[len(found_I) - sets * len(self.low_K) :]
+        found_XQU = found_I[: len(found_I) - len(rest_I)].reshape(2, len(self.loads), -1)
+        return prefix_sums(found_XQU[:, :, self.kinds.place_R]), rest_I.reshape(sets, -1)
 
     def _is_recomputed(self, unit_K: IntArray) -> BoolArray:
         recomputed_K: BoolArray = (unit_K >= self.first_K) & (unit_K < self.middle_K)
         return recomputed_K
 
     def _activations(self, direction: str, unit_K: IntArray) -> FloatArray:
-        kept_K, saved_K = (self._at(f"{name}_{direction}_QR", unit_K) for name in ("kept", "saved"))
+        kept_K, saved_K = (self._at(f"{name}_{direction}", unit_K) for name in ("kept", "saved"))
         return np.where(self._is_recomputed(unit_K), kept_K, saved_K)
 
-    def _load(self, name: str, place: IntArray, offset: int = 0) -> FloatArray:
-        """Loads of the units that are so far behind others, of which question times width plus unit is given.
+    def _behind(self, place_I: IntArray) -> "Callable[..., FloatArray]":
+        """Loads by name of the units that are so far behind others, of which question times width plus unit is given.
 
         What is in front of the first unit of all is that of any other; nobody counts it.
         """
-        values: FloatArray = getattr(self.loads, name).ravel()[BEFORE + offset :].take(place)
-        return values
+
+        def at(name: str, offset: int = 0) -> FloatArray:
+            values_I: FloatArray = self.loads[name].reshape(-1)[BEFORE + offset :].take(place_I)
+            return values_I
+
+        return at
 
     def _at(self, name: str, unit_K: IntArray) -> FloatArray:
-        return self._load(name, self.question_K * self.width + unit_K)
+        return self._behind(self.question_K * self.width + unit_K)(name)
 
-    def _prefix(self, seconds: Callable[[IntArray, IntArray], FloatArray]) -> FloatArray:
-        """Sums over the units in front of each, with axes ``Q`` and ``R`` and one more; each neighbourhood once."""
-        rows = np.arange(len(self.loads.forward_QR))[:, None]
-        found_QU = np.broadcast_to(seconds(rows, self.kinds.places_U[None]), (len(rows), len(self.kinds.places_U)))
-        prefix = np.zeros((len(rows), len(self.kinds.place_R) + 1))
-        np.cumsum(found_QU[:, self.kinds.place_R], axis=1, out=prefix[:, 1:])
-        return prefix
-
-    def _between(self, prefix: FloatArray, begin_K: IntArray, end_K: IntArray) -> FloatArray:
-        result_K: FloatArray = prefix[self.question_K, np.maximum(end_K, begin_K)] - prefix[self.question_K, begin_K]
+    def _between(self, prefix_QR: FloatArray, begin_K: IntArray, end_K: IntArray) -> FloatArray:
+        end_K = np.maximum(end_K, begin_K)
+        result_K: FloatArray = prefix_QR[self.question_K, end_K] - prefix_QR[self.question_K, begin_K]
         return result_K
 
-    def _exchanged(
-        self, new: FloatArray, old: FloatArray, begin_K: IntArray, end_K: IntArray, limit_K: IntArray
-    ) -> FloatArray:
-        """What changes if units from one to before another, but not beyond a limit, are of the new kind."""
+    def _exchanged(self, prefix_XQR: FloatArray, begin_K: IntArray, end_K: IntArray, limit_K: IntArray) -> FloatArray:
+        """What changes if units from one to before another, but not beyond a limit, are of the second kind."""
         end_K = np.minimum(end_K, limit_K)
-        begin_K = np.minimum(begin_K, end_K)
-        return self._between(new - old, begin_K, end_K)
+        return self._between(prefix_XQR[1] - prefix_XQR[0], np.minimum(begin_K, end_K), end_K)

@@ -10,15 +10,19 @@ Array axes
 """
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates
-from lightning_mist.cost.compile import BoolArray, FloatArray
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_rows
 from lightning_mist.cost.held import Holdings
 from lightning_mist.cost.regions import ParameterTable, covered
 from lightning_mist.plan.sharding import assign_owners
+
+MovedBytes: TypeAlias = Literal["parameters", "changed", "trained"]
+"""Bytes of parameters that are moved, of those among them that are trained, and of what only trained ones have."""
 
 
 def moved_parameters(table: ParameterTable, ratio: float, *, trained: bool) -> BoolArray:
@@ -73,6 +77,7 @@ class StateShares:
         self._holdings = holdings
         self._moved: dict[tuple[float, bool], BoolArray] = {}
         self._found: dict[tuple[float, ...], tuple[float, ...]] = {}
+        self._units: dict[tuple[float, MovedBytes], FloatArray] = {}
 
     def moved(self, ratio: float, *, trained: bool) -> BoolArray:
         """As :func:`moved_parameters`."""
@@ -81,15 +86,38 @@ class StateShares:
             self._moved[key] = moved_parameters(self._holdings.table, ratio, trained=trained)
         return self._moved[key]
 
+    def unit_bytes(self, ratio: float, of: MovedBytes) -> FloatArray:
+        """Moved bytes that every unit uses, those of several units counted in each; axis ``R``.
+
+        Args:
+            ratio: How much is moved.
+            of: Of all parameters, of those among the same that are trained, or of what only those have.
+        """
+        key = ratio, of
+        if key not in self._units:
+            table = self._holdings.table
+            bytes_P = table.trainable_P if of == "trained" else table.bytes_P
+            if of == "changed":
+                bytes_P = bytes_P * (table.trainable_P > 0)
+            used_PR = np.diff(table.uses_PR, axis=1).astype(np.float64)
+            self._units[key] = (bytes_P * self.moved(ratio, trained=of == "trained")) @ used_PR
+        return self._units[key]
+
     def of(
-        self, candidates: StageCandidates, ratio_K: FloatArray, ranks: int, shards_K: BoolArray, *, trained: bool
+        self,
+        candidates: StageCandidates,
+        ratio_K: FloatArray,
+        ranks: int | IntArray,
+        shards_K: BoolArray,
+        *,
+        trained: bool,
     ) -> Shares:
         """The shares of each candidate.
 
         Args:
             candidates: The stages.
             ratio_K: How much is moved.
-            ranks: Ranks with the same parameters.
+            ranks: Ranks with the same parameters, of all candidates or of each.
             shards_K: Whether they own a part each; otherwise every rank has all.
             trained: Whether only trained parameters count.
         """

@@ -32,7 +32,8 @@ Array axes
     U  candidates among them that differ in what a pass depends on
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,12 +42,15 @@ from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_codes, distinct_rows
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.offload_loads import Loads, WithoutCopies, loads_of
+from lightning_mist.cost.offload_loads import CopyPlace, Loads, Moving, WithoutCopies, loads_of, ratios_of
 from lightning_mist.cost.offload_passes import Concurrent, Copies, Neighbourhoods, Passes, Way
 from lightning_mist.cost.overlap import beyond_computing, concurrent_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.hardware import Interference
 from lightning_mist.model.spec import ModelSpec
+
+AT_ONCE = 1 << 14
+"""Stages that are asked about together: enough to be fast, and few enough to take little memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,36 +74,119 @@ class CopySeconds:
     is_deferred_K: BoolArray
 
 
-def copy_seconds(
-    memory: MemoryModel,
-    slot: StageSlot,
-    candidates: StageCandidates,
-    known: WithoutCopies,
-    rates: CopyRates,
-    interference: Interference | None,
-    *,
-    across_nodes: bool,
-) -> CopySeconds:
-    """Seconds of host copies.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyQuestion:
+    """Stages that may offload, at one place.
 
-    Args:
+    Attributes:
         memory: The network, or one tensor-parallel rank's part of it.
         slot: Their place.
         candidates: The stages.
         known: Their seconds without copies.
-        rates: Bytes per second of copies.
-        interference: How channels slow each other down; ``None`` where they take turns.
         across_nodes: Whether the ranks that share parameters are in several nodes.
     """
-    count, offload = len(candidates), candidates.offload
-    if offload is None:
-        return no_copies(count)
-    is_deferred_K = (offload.parameters_K > 0) | (offload.gradients_K > 0) | (offload.optimizer_K > 0)
-    at_J = np.flatnonzero(is_deferred_K | (offload.activations_K > 0))
-    if not len(at_J):
-        return no_copies(count)
-    some, known_J = candidates.take(at_J), _known_of(known, at_J, is_deferred_K[at_J])
-    loads, question_J = loads_of(memory, slot, some, known_J, rates)
+
+    memory: MemoryModel
+    slot: StageSlot
+    candidates: StageCandidates
+    known: WithoutCopies
+    across_nodes: bool
+
+
+def copy_seconds(
+    questions: Sequence[CopyQuestion], rates: CopyRates, interference: Interference | None
+) -> tuple[CopySeconds, ...]:
+    """Seconds of host copies of each question's stages; what takes long is asked once for the stages of all.
+
+    Args:
+        questions: The stages.
+        rates: Bytes per second of copies.
+        interference: How channels slow each other down; ``None`` where they take turns.
+    """
+    found = [no_copies(len(question.candidates)) for question in questions]
+    moved = [_moves(question.candidates) for question in questions]
+    for across in (False, True):
+        asked = [index for index, item in enumerate(questions) if item.across_nodes == across and len(moved[index])]
+        for members in _at_once(asked, moved):
+            terms = moving_seconds(_joined(members, questions, moved), rates, interference, across_nodes=across)
+            first = 0
+            for index in members:
+                cut = slice(first, first + len(moved[index]))
+                found[index] = _spread(len(questions[index].candidates), moved[index], terms, cut)
+                first = cut.stop
+    return tuple(found)
+
+
+def _moves(candidates: StageCandidates) -> IntArray:
+    """Which candidates move anything."""
+    ratios = candidates.offload
+    if ratios is None:
+        return np.empty(0, dtype=np.int64)
+    return np.flatnonzero(ratios.is_deferred_K | (ratios.activations_K > 0))
+
+
+def _at_once(asked: Sequence[int], moved: Sequence[IntArray]) -> Iterator[list[int]]:
+    """Questions that are asked together: not too many stages."""
+    some: list[int] = []
+    for index in asked:
+        if some and sum(len(moved[other]) for other in (*some, index)) > AT_ONCE:
+            yield some
+            some = []
+        some.append(index)
+    if some:
+        yield some
+
+
+def _joined(members: Sequence[int], questions: Sequence[CopyQuestion], moved: Sequence[IntArray]) -> Moving:
+    """The stages of several questions that move anything."""
+    taken = [(questions[index], moved[index]) for index in members]
+    candidates = StageCandidates.joined([item.candidates.take(at_J) for item, at_J in taken])
+    update_K, reduce_K, gather_K = (
+        np.concatenate([getattr(item.known, name)[at_J] for item, at_J in taken])
+        for name in ("update_K", "reduce_K", "gather_K")
+    )
+    places = [
+        CopyPlace(memory=item.memory, slot=item.slot, compute=item.known.compute, units=item.known.units)
+        for item, _ in taken
+    ]
+    return Moving(
+        places=places,
+        place_K=np.repeat(np.arange(len(taken)), [len(at_J) for _, at_J in taken]),
+        candidates=candidates,
+        update_K=update_K,
+        reduce_K=reduce_K,
+        gather_K=gather_K,
+    )
+
+
+def _spread(count: int, at_J: IntArray, terms: CopySeconds, cut: slice) -> CopySeconds:
+    """Seconds of some of so many candidates, those of the others nothing."""
+    found = {}
+    for name in CopySeconds.__slots__:
+        values_J = getattr(terms, name)[cut]
+        found[name] = values_J if len(at_J) == count else np.zeros(count, dtype=values_J.dtype)
+        if len(at_J) < count:
+            found[name][at_J] = values_J
+    return CopySeconds(**found)
+
+
+def moving_seconds(
+    moving: Moving, rates: CopyRates, interference: Interference | None, *, across_nodes: bool
+) -> CopySeconds:
+    """Seconds of host copies of stages each of which moves something.
+
+    Args:
+        moving: The stages.
+        rates: Bytes per second of copies.
+        interference: How channels slow each other down; ``None`` where they take turns.
+        across_nodes: Whether the ranks that share parameters are in several nodes, everywhere or nowhere.
+    """
+    candidates = moving.candidates
+    ratios = ratios_of(candidates)
+    is_deferred_K = ratios.is_deferred_K
+    update_K, gather_K = (np.where(is_deferred_K, values_K, 0.0) for values_K in (moving.update_K, moving.gather_K))
+    moving = replace(moving, update_K=update_K, gather_K=gather_K)
+    loads, question_K = loads_of(moving, rates)
 
     def concurrent(compute: FloatArray, network: FloatArray, copies: Copies | None) -> FloatArray:
         if copies is None:
@@ -107,16 +194,15 @@ def copy_seconds(
         return concurrent_seconds(compute, network, *copies, interference, across_nodes)
 
     around = _Around(
-        spec=memory.spec,
+        spec=moving.places[0].memory.spec,
         kinds=Neighbourhoods.of(loads),
-        is_deferred_K=is_deferred_K[at_J],
-        update_K=known_J.update_K,
+        place_K=moving.place_K,
+        is_deferred_K=is_deferred_K,
+        update_K=update_K,
         concurrent=concurrent,
     )
-    found = {name: np.zeros(count) for name in ("copies", "forward_copies", "update_copies", "gather", "reduce")}
-    for name, values_J in _terms(loads, question_J, some, offload.take(at_J), around).items():
-        found[name][at_J] = values_J
-    return CopySeconds(**{f"{name}_K": values_K for name, values_K in found.items()}, is_deferred_K=is_deferred_K)
+    terms = _terms(loads, question_K, candidates, ratios, around)
+    return CopySeconds(**{f"{name}_K": values_K for name, values_K in terms.items()}, is_deferred_K=is_deferred_K)
 
 
 def no_copies(count: int) -> CopySeconds:
@@ -136,17 +222,6 @@ def no_copies(count: int) -> CopySeconds:
     )
 
 
-def _known_of(known: WithoutCopies, at_J: IntArray, is_deferred_J: BoolArray) -> WithoutCopies:
-    """What is known of some candidates, with the update's part of a first forward."""
-    return WithoutCopies(
-        compute=known.compute,
-        units=known.units,
-        update_K=np.where(is_deferred_J, known.update_K[at_J], 0.0),
-        reduce_K=known.reduce_K[at_J],
-        gather_K=np.where(is_deferred_J, known.gather_K[at_J], 0.0),
-    )
-
-
 def _terms(
     loads: Loads, question_K: IntArray, candidates: StageCandidates, offload: OffloadCandidates, around: "_Around"
 ) -> dict[str, FloatArray]:
@@ -155,7 +230,7 @@ def _terms(
     Most candidates differ only in ratios that not every pass depends on: without copies none does but for whether the
     update is part of it, a middle forward fetches parameters and moves activations, backwards also move gradients.
     """
-    stages = candidates.start_K, candidates.end_K, candidates.checkpointed_K, candidates.zero_stage_K
+    stages = around.place_K, candidates.start_K, candidates.end_K, candidates.checkpointed_K, candidates.zero_stage_K
     base_K, parameters_K, gradients_K, activations_K = (
         distinct_rows(*columns)[1]
         for columns in (stages, (offload.parameters_K,), (offload.gradients_K,), (offload.activations_K,))
@@ -187,6 +262,7 @@ class _Around:
     Attributes:
         spec: The network.
         kinds: Units with different neighbours.
+        place_K: At which place each is.
         is_deferred_K: Whether the update is part of a first forward.
         update_K: Its arithmetic.
         concurrent: Seconds of loads on the four channels.
@@ -194,6 +270,7 @@ class _Around:
 
     spec: ModelSpec
     kinds: Neighbourhoods
+    place_K: IntArray
     is_deferred_K: BoolArray
     update_K: FloatArray
     concurrent: Concurrent
@@ -219,7 +296,7 @@ class _Around:
             first_U = np.zeros(int(of_K.max(initial=-1)) + 1, dtype=np.int64)
             # The last assignment stays: backwards, the first candidate of each.
             first_U[of_K[::-1]] = np.arange(len(of_K))[::-1]
-            row_V, question_K = distinct_codes(question_K[first_U], len(loads.forward_QR))
+            row_V, question_K = distinct_codes(question_K[first_U], len(loads))
             loads, candidates = loads.take(row_V), candidates.take(first_U)
         bounds = covered(self.spec, candidates.start_K, candidates.end_K)
         return _Shared(Passes(loads, question_K, candidates, bounds, self.concurrent, self.kinds), of_K)

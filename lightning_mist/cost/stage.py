@@ -20,27 +20,27 @@ Array axes
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from lightning_mist.cost.beside_copies import beside_copies
-from lightning_mist.cost.candidates import StageCandidates, StageSlot
+from lightning_mist.cost.candidates import Placed, StageCandidates, StageSlot
 from lightning_mist.cost.channels import copy_rates, interference_of
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.corrected import computation_factor, corrected_regions, corrected_terms
 from lightning_mist.cost.exchange import cut_key, cut_seconds, of_cuts, reductions, shard_nodes, tied_seconds, transfers
 from lightning_mist.cost.kept import Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
-from lightning_mist.cost.needs import StageNeeds
 from lightning_mist.cost.offload_floors import CopyFloors, copy_floors
 from lightning_mist.cost.offload_loads import WithoutCopies
 from lightning_mist.cost.offload_parts import Ratios
-from lightning_mist.cost.offload_time import CopySeconds, copy_seconds, no_copies
+from lightning_mist.cost.offload_time import CopyQuestion, CopySeconds, copy_seconds
 from lightning_mist.cost.overheads import overhead_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.ring_time import ring_seconds, stage_ring_seconds
 from lightning_mist.cost.shards import Beside, UnitSeconds, Unsharding, reduced_seconds, unit_seconds, unsharding
+from lightning_mist.cost.stage_seconds import StageCosts, StageSeconds
 from lightning_mist.cost.sums import RegionSums, weight_shares
 from lightning_mist.cost.time import RegionSeconds, region_seconds, split_seconds
 from lightning_mist.cost.update import update_seconds
@@ -48,100 +48,7 @@ from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Predicted, ZeroStage
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSeconds:
-    """Seconds of candidates by term.
-
-    Attributes:
-        forward_K: Forward of one microbatch.
-        backward_K: Backward of one microbatch without recomputation.
-        recompute_K: Forwards that backward repeats.
-        weight_K: The part of ``backward_K`` that makes gradients of matrices, which ZB-H1 puts off.
-        exchange_K: The part of ``forward_K`` and ``backward_K`` in which tensor-parallel ranks exchange.
-        recompute_exchange_K: The same part of ``recompute_K``.
-        accumulate_K: The part of ``backward_K`` that adds gradients to those that exist, which the first microbatch
-            need not.
-        transfer_K: Receiving the input and the gradient of the output, and where the cores that compute do that, also
-            sending the output and the gradient of the input.
-        arrival_K: The part of ``transfer_K`` that receives the input.
-        return_K: The part of ``transfer_K`` that receives the gradient of the output.
-        send_K: The part of ``transfer_K`` that sends the output.
-        send_back_K: The part of ``transfer_K`` that sends the gradient of the input.
-        unshard_K: Unsharding parameters for one microbatch (ZeRO-3), as far as it does not hide in computation.
-        scatter_K: Reducing the gradients of one microbatch to their owners (from ZeRO-2 on), as far as not hidden.
-        ring_K: Exchanging keys and values among context-parallel ranks for one microbatch, as far as not hidden.
-        forward_ring_K: The part of ``ring_K`` that belongs to the forward.
-        copies_K: Copies between device and host for one microbatch, as far as not hidden.
-        forward_copies_K: The part of ``copies_K`` that belongs to the forward.
-        reduce_K: Averaging gradients over the data-parallel ranks, as far as it does not hide in the last backward.
-        tied_K: Summing gradients of parameters that several stages hold.
-        update_K: The optimizer's step, and the other passes over gradients and parameters of once per batch.
-        update_copies_K: Copies between device and host that the optimizer's step waits for.
-        gather_K: Giving out updated parameters.
-        overhead_K: What the runtime itself takes for one microbatch.
-        forward_overhead_K: The part of ``overhead_K`` in forward.
-        once_K: What it takes once per step.
-    """
-
-    forward_K: FloatArray
-    backward_K: FloatArray
-    recompute_K: FloatArray
-    weight_K: FloatArray
-    exchange_K: FloatArray
-    recompute_exchange_K: FloatArray
-    accumulate_K: FloatArray
-    transfer_K: FloatArray
-    arrival_K: FloatArray
-    return_K: FloatArray
-    send_K: FloatArray
-    send_back_K: FloatArray
-    unshard_K: FloatArray
-    scatter_K: FloatArray
-    ring_K: FloatArray
-    forward_ring_K: FloatArray
-    copies_K: FloatArray
-    forward_copies_K: FloatArray
-    reduce_K: FloatArray
-    tied_K: FloatArray
-    update_K: FloatArray
-    update_copies_K: FloatArray
-    gather_K: FloatArray
-    overhead_K: FloatArray
-    forward_overhead_K: FloatArray
-    once_K: FloatArray
-
-    @property
-    def steady_K(self) -> FloatArray:
-        """Steady time ``t``."""
-        computed_K = self.forward_K + self.backward_K + self.recompute_K
-        exchanged_K = self.transfer_K + self.unshard_K + self.scatter_K + self.ring_K
-        return computed_K + exchanged_K + self.copies_K + self.overhead_K
-
-    @property
-    def alone_K(self) -> FloatArray:
-        """The part of ``t`` that depends neither on other stages nor on the number of microbatches."""
-        computed_K = self.forward_K + self.backward_K + self.recompute_K
-        return computed_K + self.scatter_K + self.ring_K + self.copies_K + self.overhead_K
-
-    @property
-    def boundary_K(self) -> FloatArray:
-        """Boundary time ``d``."""
-        return self.reduce_K + self.together_K
-
-    @property
-    def together_K(self) -> FloatArray:
-        """The part of ``d`` that begins on all stages at once where the runtime makes them wait for each other."""
-        return self.tied_K + self.update_K + self.update_copies_K + self.once_K + self.gather_K
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCosts:
-    """What each candidate costs: steady and boundary seconds, and what its memory is made of."""
-
-    steady_K: FloatArray
-    boundary_K: FloatArray
-    needs: StageNeeds
+__all__ = ["StageCostModel", "StageCosts", "StageSeconds"]
 
 
 class _Rank:
@@ -240,8 +147,36 @@ class StageCostModel:
         """Seconds of candidates for a slot, by term."""
         return self.parted_seconds(slot, candidates)[0]
 
+    def seconds_of(self, items: Sequence[Placed]) -> tuple[StageSeconds, ...]:
+        """Seconds of the candidates of several slots; what takes long of copies is asked once for those of all."""
+        alone = [self._without_copies(slot, candidates) for slot, candidates in items]
+        copies = self._copies([(*item, known) for item, (_, known, _) in zip(items, alone, strict=True)])
+        return tuple(self._with_copies(found, moved) for (found, _, _), moved in zip(alone, copies, strict=True))
+
     def parted_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageSeconds, Unsharding]:
         """Seconds of candidates, and how often which part of unsharding without offload happens."""
+        found, known, shards = self._without_copies(slot, candidates)
+        (copies,) = self._copies([(slot, candidates, known)])
+        factor = factor_of(self.profile.corrections, "communication")
+        return self._with_copies(found, copies), shards.times(factor)
+
+    def _with_copies(self, found: StageSeconds, copies: CopySeconds | None) -> StageSeconds:
+        """Seconds of candidates as runs have corrected them, with those of copies if there are any."""
+        if copies is not None:
+            found = replace(
+                found,
+                copies_K=copies.copies_K,
+                forward_copies_K=copies.forward_copies_K,
+                reduce_K=np.maximum(found.reduce_K + copies.reduce_K, 0.0),
+                update_copies_K=copies.update_copies_K,
+                gather_K=np.where(copies.is_deferred_K, copies.gather_K, found.gather_K),
+            )
+        return corrected_terms(self.profile, found)
+
+    def _without_copies(
+        self, slot: StageSlot, candidates: StageCandidates
+    ) -> tuple[StageSeconds, WithoutCopies, Unsharding]:
+        """Seconds of candidates as if nothing were moved and nothing corrected, and what those of copies depend on."""
         compute = self.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
         low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
         sums = self._sums(slot, compute)
@@ -267,7 +202,7 @@ class StageCostModel:
             reduce_K=once.whole_K,
             gather_K=once.gather_K,
         )
-        copies = self._copies(slot, candidates, known)
+        none_K = np.zeros(len(candidates))
         overhead = overhead_seconds(self.profile.overheads, slot, candidates, self.spec)
         found = StageSeconds(
             forward_K=sums.forward[high_K] - sums.forward[low_K],
@@ -286,18 +221,18 @@ class StageCostModel:
             scatter_K=scatter_K,
             ring_K=ring_K,
             forward_ring_K=forward_ring_K,
-            copies_K=copies.copies_K,
-            forward_copies_K=copies.forward_copies_K,
-            reduce_K=np.maximum(once.exposed_K + copies.reduce_K, 0.0),
+            copies_K=none_K,
+            forward_copies_K=none_K,
+            reduce_K=once.exposed_K,
             tied_K=once.tied_K,
             update_K=update_K,
-            update_copies_K=copies.update_copies_K,
-            gather_K=np.where(copies.is_deferred_K, copies.gather_K, once.gather_K),
+            update_copies_K=none_K,
+            gather_K=once.gather_K,
             overhead_K=overhead.forward_K + overhead.backward_K,
             forward_overhead_K=overhead.forward_K,
             once_K=overhead.once_K,
         )
-        return corrected_terms(self.profile, found), shards.times(factor_of(self.profile.corrections, "communication"))
+        return found, known, shards
 
     def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
         """What candidates exchange with other stages: for one microbatch, and gradients of tied parameters."""
@@ -371,19 +306,26 @@ class StageCostModel:
         found = ring_seconds(self.profile, self.cluster, slot, self.memory(slot), compute)
         return stage_ring_seconds(found, candidates, *covered(self.spec, candidates.start_K, candidates.end_K))
 
-    def _copies(self, slot: StageSlot, candidates: StageCandidates, known: WithoutCopies) -> CopySeconds:
-        """What copies between device and host do."""
-        if candidates.offload is None:
-            return no_copies(len(candidates))
-        return copy_seconds(
-            self.memory(slot),
-            slot,
-            candidates,
-            known,
-            copy_rates(self.profile, self.cluster),
-            interference_of(self.profile, self.cluster),
-            across_nodes=shard_nodes(self.cluster, slot) > 1,
-        )
+    def _copies(
+        self, items: Sequence[tuple[StageSlot, StageCandidates, WithoutCopies]]
+    ) -> tuple[CopySeconds | None, ...]:
+        """What copies between device and host do; ``None`` where nothing may be moved."""
+        asked = [index for index, (_, candidates, _) in enumerate(items) if candidates.offload is not None]
+        if not asked:
+            return (None,) * len(items)
+        questions = [
+            CopyQuestion(
+                memory=self.memory(slot),
+                slot=slot,
+                candidates=candidates,
+                known=known,
+                across_nodes=shard_nodes(self.cluster, slot) > 1,
+            )
+            for slot, candidates, known in (items[index] for index in asked)
+        ]
+        machine = self.profile, self.cluster
+        found = dict(zip(asked, copy_seconds(questions, copy_rates(*machine), interference_of(*machine)), strict=True))
+        return tuple(found.get(index) for index in range(len(items)))
 
     def copy_floors(self, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> CopyFloors:
         """What copies add at least to stages, whose ratios are not settled; nothing where seconds are corrected."""

@@ -9,19 +9,15 @@ Array axes
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import TypeAlias
 
-import numpy as np
-
-from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot
+from lightning_mist.cost.candidates import Placed, StageCandidates, StageSlot
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.mixed import CostModel
 from lightning_mist.cost.needs import StageNeeds
 from lightning_mist.cost.stage import StageSeconds
 from lightning_mist.plan import ZeroStage
 
-Placed: TypeAlias = tuple[StageSlot, StageCandidates]
-"""A place in a pipeline and what may be there."""
+__all__ = ["Placed", "needs_of_stages", "seconds_of_stages"]
 
 
 def seconds_of_stages(model: CostModel, stages: Sequence[Placed]) -> tuple[StageSeconds, ...]:
@@ -29,12 +25,14 @@ def seconds_of_stages(model: CostModel, stages: Sequence[Placed]) -> tuple[Stage
 
     Args:
         model: The cost model.
-        stages: The stages of a pipeline, or some of them.
+        stages: The stages of a pipeline, or some of them; or those of several.
     """
     names = [field.name for field in fields(StageSeconds)]
+    groups = tuple(_joined(stages, _pace_key))
+    answers = model.seconds_of([(slot, candidates) for _, slot, candidates in groups])
     found: dict[int, StageSeconds] = {}
-    for members, slot, candidates in _joined(stages, _pace_key):
-        seconds, first = model.seconds(slot, candidates), 0
+    for (members, _, _), seconds in zip(groups, answers, strict=True):
+        first = 0
         for index in members:
             cut = slice(first, first + len(stages[index][1]))
             found[index] = StageSeconds(**{name: getattr(seconds, name)[cut] for name in names})
@@ -67,7 +65,7 @@ def _joined(
     for index, (slot, candidates) in enumerate(stages):
         groups.setdefault((key_of(slot, candidates), candidates.offload is None), []).append(index)
     for members in groups.values():
-        yield members, stages[members[0]][0], _concatenated([stages[index][1] for index in members])
+        yield members, stages[members[0]][0], StageCandidates.joined([stages[index][1] for index in members])
 
 
 def _pace_key(slot: StageSlot, candidates: StageCandidates) -> Hashable:
@@ -81,23 +79,3 @@ def _pace_key(slot: StageSlot, candidates: StageCandidates) -> Hashable:
 def _bytes_key(slot: StageSlot, candidates: StageCandidates) -> Hashable:
     """What needs depend on: of the slot rows, degrees, batches, and whether there are several stages."""
     return replace(slot, stage_index=0, behind=None, parts=(), placement=None)
-
-
-def _concatenated(candidates: Sequence[StageCandidates]) -> StageCandidates:
-    if len(candidates) == 1:
-        return candidates[0]
-    moved = [item.offload for item in candidates if item.offload is not None]
-    return StageCandidates(
-        start_K=np.concatenate([item.start_K for item in candidates]),
-        end_K=np.concatenate([item.end_K for item in candidates]),
-        checkpointed_K=np.concatenate([item.checkpointed_K for item in candidates]),
-        zero_stage_K=np.concatenate([item.zero_stage_K for item in candidates]),
-        offload=OffloadCandidates(
-            parameters_K=np.concatenate([item.parameters_K for item in moved]),
-            gradients_K=np.concatenate([item.gradients_K for item in moved]),
-            optimizer_K=np.concatenate([item.optimizer_K for item in moved]),
-            activations_K=np.concatenate([item.activations_K for item in moved]),
-        )
-        if moved
-        else None,
-    )

@@ -5,7 +5,7 @@ import pytest
 
 from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.channels import CopyRates
-from lightning_mist.cost.offload_loads import BEFORE, BEHIND, WithoutCopies, loads_of
+from lightning_mist.cost.offload_loads import BEFORE, BEHIND, CopyPlace, Moving, loads_of
 from tests.cost.test_offload_time import candidates, machine, network, slot
 from tests.specs import cluster
 
@@ -14,10 +14,16 @@ RATES = CopyRates(to_device=1e8, to_host=2e8)
 
 def loads(stages, net):
     model, none_K = StageCostModel(net, machine(), cluster(1)), np.zeros(len(stages))
-    known = WithoutCopies(
-        compute=model.region_seconds(4), units=None, update_K=none_K, reduce_K=none_K, gather_K=none_K
+    place = CopyPlace(memory=model.memory(slot()), slot=slot(), compute=model.region_seconds(4), units=None)
+    moving = Moving(
+        places=[place],
+        place_K=np.zeros(len(stages), dtype=int),
+        candidates=stages,
+        update_K=none_K,
+        reduce_K=none_K,
+        gather_K=none_K,
     )
-    return loads_of(model.memory(slot()), slot(), stages, known, RATES)
+    return loads_of(moving, RATES)
 
 
 def test_everything_that_is_moved_is_fetched_and_what_has_changed_is_written_back():
@@ -27,20 +33,20 @@ def test_everything_that_is_moved_is_fetched_and_what_has_changed_is_written_bac
     trained = sum(item.bytes for item in net.parameters if item.trainable)
     state = net.optimizer.state_bytes_per_parameter_byte * trained
     (row,) = rows
-    assert found.parameters_in_QR[row].sum() * RATES.to_device == pytest.approx(total)
-    assert found.gradients_in_QR[row].sum() * RATES.to_device == pytest.approx(trained)
-    assert found.gradients_out_QR[row].sum() * RATES.to_host == pytest.approx(trained)
-    assert found.state_in_QR[row].sum() * RATES.to_device == pytest.approx(state + trained)
-    assert found.state_out_QR[row].sum() * RATES.to_host == pytest.approx(state + trained)
-    assert found.saved_in_QR[row].sum() == 0
+    assert found["parameters_in"][row].sum() * RATES.to_device == pytest.approx(total)
+    assert found["gradients_in"][row].sum() * RATES.to_device == pytest.approx(trained)
+    assert found["gradients_out"][row].sum() * RATES.to_host == pytest.approx(trained)
+    assert found["state_in"][row].sum() * RATES.to_device == pytest.approx(state + trained)
+    assert found["state_out"][row].sum() * RATES.to_host == pytest.approx(state + trained)
+    assert found["saved_in"][row].sum() == 0
 
 
 def test_units_that_are_made_up_have_nothing_and_ends_keep_their_activations():
     found, _ = loads(candidates(activations=0.5), network())
-    table = found.table(np.arange(found.forward_QR.shape[1]))
+    table = found.table(np.arange(found.width))
     assert not table[:, :, :BEFORE].any()
     assert not table[:, :, -BEHIND:].any()
-    (saved_R,) = found.saved_out_QR[:, BEFORE:-BEHIND]
+    (saved_R,) = found["saved_out"][:, BEFORE:-BEHIND]
     assert saved_R[0] == saved_R[-1] == 0
     assert (saved_R[1:-1] > 0).all()
 
@@ -48,7 +54,7 @@ def test_units_that_are_made_up_have_nothing_and_ends_keep_their_activations():
 def test_equal_questions_are_answered_once():
     one = candidates(parameters=0.5)
     found, rows = loads(one.take(np.array([0, 0, 0])), network())
-    assert len(found.forward_QR) == 1
+    assert len(found) == 1
     assert list(rows) == [0, 0, 0]
 
 

@@ -21,7 +21,7 @@ def together(compute, network, copies):
 def test_units_with_equal_neighbours_are_looked_at_once():
     found, _ = loads(candidates((0, 6), parameters=0.5, activations=1.0), ALTERNATING)
     kinds = Neighbourhoods.of(found)
-    every = found.table(np.arange(found.forward_QR.shape[1]))
+    every = found.table(np.arange(found.width))
     assert len(kinds.place_R) == every.shape[2] - BEFORE - BEHIND == 8
     # Head, tail, their neighbours, and one of either kind between.
     assert len(kinds.places_U) < 8
@@ -32,7 +32,7 @@ def test_units_with_equal_neighbours_are_looked_at_once():
 
 def test_units_differ_where_any_load_does():
     found, _ = loads(candidates((0, 6), activations=1.0), ALTERNATING)
-    every = found.table(np.arange(found.forward_QR.shape[1]))
+    every = found.table(np.arange(found.width))
     wanted = [(every[:, :, unit] != every[:, :, unit - 1]).any() for unit in range(1, every.shape[2])]
     assert found.differs().tolist() == wanted
     assert not wanted[-1]
@@ -45,9 +45,9 @@ def test_without_copies_passes_are_what_is_computed(checkpointed):
     bounds = covered(ALTERNATING, some.start_K, some.end_K)
     passes = Passes(found, rows, some, bounds, together, Neighbourhoods.of(found))
     still, moving = Way(copies=False, edge=False), Way(copies=True, edge=False)
-    again = found.forward_QR[0, BEFORE + 1 : BEFORE + 1 + checkpointed].sum()
-    assert passes.forward(still) == pytest.approx(found.forward_QR.sum())
-    assert passes.backward(still) == pytest.approx(found.backward_QR.sum() + again)
+    again = found["forward"][0, BEFORE + 1 : BEFORE + 1 + checkpointed].sum()
+    assert passes.forward(still) == pytest.approx(found["forward"].sum())
+    assert passes.backward(still) == pytest.approx(found["backward"].sum() + again)
     assert passes.forward(moving) > passes.forward(still)
     assert passes.backward(moving) > passes.backward(still)
 
@@ -56,5 +56,5 @@ def test_loads_of_some_questions():
     both = candidates((0, 6), parameters=0.5)
     found, rows = loads(both.take(np.array([0, 0])), ALTERNATING)
     part = found.take(rows)
-    assert (part.parameters_in_QR == found.parameters_in_QR[rows]).all()
-    assert len(part.forward_QR) == 2
+    assert (part["parameters_in"] == found["parameters_in"][rows]).all()
+    assert len(part) == 2

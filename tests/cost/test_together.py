@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCostModel
-from lightning_mist.cost.candidates import placed_slots_of, slots_of
+from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot, placed_slots_of, slots_of
 from lightning_mist.cost.need_terms import need_terms
 from lightning_mist.cost.stage import StageSeconds
 from lightning_mist.cost.together import needs_of_stages, seconds_of_stages
-from tests.specs import cluster, profile, spec
+from tests.specs import cluster, profile, spec, with_splits
 from tests.tuner.plans import pipeline
 
 NETWORK = spec(8, kinds=(0, 0, 1, 0, 1, 0, 0, 0), widths=(1000, 2500), tied=True)
@@ -54,9 +54,11 @@ def test_places_of_one_kind_are_asked_about_once(monkeypatch):
     plan = pipeline(*SHAPES["alike"], rows=4)
     model = StageCostModel(NETWORK, profile(), cluster(8))
     asked = []
-    real = StageCostModel.seconds
+    real = StageCostModel.seconds_of
     monkeypatch.setattr(
-        StageCostModel, "seconds", lambda self, slot, items: asked.append(len(items)) or real(self, slot, items)
+        StageCostModel,
+        "seconds_of",
+        lambda self, items: asked.extend(len(candidates) for _, candidates in items) or real(self, items),
     )
     seconds_of_stages(model, slots_of(plan))
     assert asked == [4]
@@ -68,3 +70,52 @@ def test_several_candidates_each_stay_with_their_stage():
     stages = [(slot, items.take(np.zeros(index + 1, dtype=int))) for index, (slot, items) in enumerate(slots_of(plan))]
     assert [len(found.forward_K) for found in seconds_of_stages(model, stages)] == [1, 2, 3, 4]
     assert [len(found.saved_K) for found in needs_of_stages(model.memory, stages)] == [1, 2, 3, 4]
+
+
+def moving_items():
+    """Slots of several sizes and degrees on two nodes, each with candidates that move different things."""
+    items = []
+    for data, tensor, microbatches in ((1, 1, 4), (2, 1, 4), (4, 1, 1), (2, 2, 4), (8, 1, 4)):
+        for index in (0, 1):
+            slot = StageSlot(
+                stage_index=index,
+                num_stages=2,
+                num_microbatches=microbatches,
+                data_parallel_degree=data,
+                rows=2,
+                batch_rows=2,
+                tensor_parallel_degree=tensor,
+            )
+            zero_K = np.array([0, 1, 2, 3, 3])
+            ratios = OffloadCandidates(
+                parameters_K=np.array([0.0, 0.5, 0.0, 1.0, 0.0]),
+                gradients_K=np.array([0.0, 0.0, 1.0, 0.5, 0.0]),
+                optimizer_K=np.array([0.0, 1.0, 0.5, 1.0, 0.0]),
+                activations_K=np.array([0.0, 0.0, 0.0, 0.5, 1.0]),
+            )
+            some = StageCandidates(
+                start_K=np.full(5, 4 * index),
+                end_K=np.full(5, 4 + 4 * index),
+                checkpointed_K=np.arange(5),
+                zero_stage_K=zero_K,
+                offload=ratios,
+            )
+            items += [(slot, some), (slot, dataclasses.replace(some, offload=None))]
+    return items
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_what_several_places_move_is_asked_about_at_once(kind):
+    machine = dataclasses.replace(profile(), host_to_device_bytes_per_second=1e8, device_to_host_bytes_per_second=2e8)
+    farther = (dataclasses.replace(item, num_nodes=2, latency_seconds=2e-4) for item in machine.collectives)
+    machine = dataclasses.replace(machine, collectives=(*machine.collectives, *farther))
+    model = StageCostModel(with_splits(NETWORK, (2, False)), machine, cluster(8, nodes=2, kind=kind))
+    items = moving_items()
+    together = model.seconds_of(items)
+    assert len(together) == len(items)
+    for (slot, candidates), found in zip(items, together, strict=True):
+        wanted = model.seconds(slot, candidates)
+        for term in StageSeconds.__slots__:
+            assert getattr(found, term) == pytest.approx(getattr(wanted, term), rel=1e-12, abs=1e-18), term
+    assert len({round(float(found.copies_K[3]), 9) for found in together}) > 4
+    assert model.seconds_of([]) == ()
