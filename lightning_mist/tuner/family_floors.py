@@ -12,15 +12,19 @@ import numpy as np
 
 from lightning_mist.cost import StageCostModel, StageSlot
 from lightning_mist.cost.channels import copy_rates
-from lightning_mist.cost.phases import Phase, stage_phases
+from lightning_mist.cost.phases import stage_phases
 from lightning_mist.tuner.bound import solve_family
 from lightning_mist.tuner.choices import SlotChoices
-from lightning_mist.tuner.floors import Room, floor_choices
-from lightning_mist.tuner.least_runs import LeastRuns, least_runs
+from lightning_mist.tuner.floors import Situation, floor_choices
+from lightning_mist.tuner.least_runs import PLACES, least_runs
 from lightning_mist.tuner.narrowed import Narrowed, narrowed
+from lightning_mist.tuner.placed_runs import KnownRuns, Moves, PlacedRuns
 from lightning_mist.tuner.problem import Family
 from lightning_mist.tuner.space import Shape, Space
 from lightning_mist.tuner.tables import ROOM
+
+AHEAD = 1.27
+"""Multiple of the pace asked for up to which runs are worked out: other numbers of stages are compared up to 1.25."""
 
 SlotOf = Callable[[int, int, int, Shape], StageSlot]
 """A slot, by stage, number of stages and of microbatches, and arrangement of its devices."""
@@ -43,10 +47,10 @@ class FamilyFloors:
     space: Space
     slot_of: SlotOf
     memory_limit: float
-    runs: dict[int, LeastRuns]
+    runs: dict[int, KnownRuns]
     kinds: frozenset[str] = frozenset()
     _found: dict[tuple[frozenset[str], tuple[int, ...], int], tuple[float, float]] = field(default_factory=dict)
-    _choices: dict[tuple[object, ...], tuple[LeastRuns, SlotChoices]] = field(default_factory=dict)
+    _choices: dict[tuple[object, ...], tuple[float, SlotChoices]] = field(default_factory=dict)
 
     def bound(self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float = np.inf) -> float:
         """Step seconds that no pipeline of some numbers of stages goes below, as far as they are less than ``below``.
@@ -85,38 +89,36 @@ class FamilyFloors:
 
     def _family(self, counts: Sequence[int], num_microbatches: int, below: float) -> Family | None:
         """The problem of pipelines that take fewer seconds than ``below``, if there can be any."""
-        runs, pace = self._runs(num_microbatches, below / num_microbatches), below / num_microbatches * ROOM
-        if not len(runs):
+        pace = below / num_microbatches * ROOM
+        known = self._runs(num_microbatches, pace)
+        if not len(known.runs):
             return None
-        room = Room(
-            memory_limit=self.memory_limit,
-            kinds=self.kinds,
-            rates=copy_rates(self.model.profile, self.model.cluster) if self.kinds else None,
-            num_microbatches=num_microbatches,
-        )
+        rates = copy_rates(self.model.profile, self.model.cluster) if self.kinds else None
+        moves = Moves(kinds=self.kinds, rates=rates, num_microbatches=num_microbatches)
+        placed = {place: known.at(place, moves, pace) for place in PLACES}
 
         def choices_of(stage_index: int, num_stages: int) -> SlotChoices:
             place = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
             phases = stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule)
-            found = self._of(runs, room, place, phases)
+            found = self._of(placed[place], num_microbatches, Situation.of(place, phases))
             return found.take(found.steady_K <= pace)
 
         sizes = self.space.num_layers, (self.space.world_size,)
         family = Family.of(*sizes, num_microbatches, counts, choices_of)
         return family if family.heads else None
 
-    def _of(self, runs: LeastRuns, room: Room, place: str, phases: tuple[Phase, ...]) -> SlotChoices:
-        key = self.kinds, room.num_microbatches, place, phases
-        known, choices = self._choices.get(key, (None, SlotChoices.none()))
-        if known is not runs:
-            choices = floor_choices(runs, room, place, phases)
-            self._choices[key] = runs, choices
+    def _of(self, placed: PlacedRuns, num_microbatches: int, situation: Situation) -> SlotChoices:
+        key = self.kinds, num_microbatches, situation
+        pace, choices = self._choices.get(key, (-np.inf, SlotChoices.none()))
+        if pace < placed.pace:
+            choices = floor_choices(placed, self.memory_limit, situation)
+            self._choices[key] = placed.pace, choices
         return choices
 
-    def _runs(self, num_microbatches: int, pace: float) -> LeastRuns:
+    def _runs(self, num_microbatches: int, pace: float) -> KnownRuns:
         """Runs of layers up to a pace."""
         known = self.runs.get(num_microbatches)
-        if known is None or known.pace * ROOM < pace:
-            known = least_runs(self.model, self.space, self.slot_of, num_microbatches, pace)
-            self.runs[num_microbatches] = known
+        if known is None or known.runs.pace * ROOM < pace:
+            runs = least_runs(self.model, self.space, self.slot_of, num_microbatches, pace * AHEAD)
+            self.runs[num_microbatches] = known = KnownRuns(runs=runs)
         return known

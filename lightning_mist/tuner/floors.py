@@ -16,12 +16,12 @@ any unit: of what ``n`` units move, ``2 / n`` at least. Copies of optimizer stat
 All loads of a forward together take at least what their weights say (:mod:`lightning_mist.tuner.load_weights`), and so
 do those of a backward; both may be weighted differently, each in every way.
 
+What neither depends on how many microbatches are in flight nor on the limit of memory is worked out once per place of a
+pipeline, for the runs that are fast enough (:mod:`lightning_mist.tuner.placed_runs`).
+
 Array axes
-    K  runs; see :mod:`lightning_mist.tuner.least_runs`
+    R, V, W  as there
     M  runs that have to move something
-    I  kinds of state that may be moved: activations, gradients, parameters
-    J  runs, at their best number of recomputed layers
-    X, W, C  as there
 """
 
 from collections.abc import Sequence
@@ -29,199 +29,131 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.cost.offload import BUFFERS
 from lightning_mist.cost.phases import Phase
 from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
-from lightning_mist.tuner.least_runs import PLACES, LeastRuns
-from lightning_mist.tuner.load_weights import COMPUTE, NETWORK, TO_DEVICE, TO_HOST
+from lightning_mist.tuner.placed_runs import PlacedRuns
 from lightning_mist.tuner.search_space import OFFLOADED
 
 _MOVED = ("activations", "gradients", "parameters")
-
-_WEIGHTED = (
-    (COMPUTE, COMPUTE),
-    (TO_HOST, COMPUTE),
-    (COMPUTE, TO_DEVICE),
-    (TO_HOST, TO_DEVICE),
-    (TO_DEVICE, TO_DEVICE),
-    (NETWORK, NETWORK),
-    (TO_HOST, NETWORK),
-)
-"""What weights of a forward and of a backward favour."""
 
 _NEXT_TO_NOTHING = 1e-9
 """Share of the bytes that have to be freed which is less than rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What stages may use.
+class Situation:
+    """All that the floors of a stage depend on, of where it is in its pipeline.
 
     Attributes:
-        memory_limit: Bytes of a device.
-        kinds: Kinds of state that may be in host memory.
-        rates: How fast devices copy; not asked for where nothing may be moved.
-        num_microbatches: Microbatches per batch.
-    """
-
-    memory_limit: float
-    kinds: frozenset[str]
-    rates: CopyRates | None
-    num_microbatches: int
-
-
-def floor_choices(runs: LeastRuns, room: Room, place: str, phases: Sequence[Phase]) -> SlotChoices:
-    """Choices of a slot of which none that there is takes less, by layers and devices.
-
-    Args:
-        runs: Runs of layers.
-        room: What they may use.
         place: A name of :data:`~lightning_mist.tuner.least_runs.PLACES`.
-        phases: The situations of the slot.
+        others: Other microbatches that are in flight around a backward.
+        has_gradients: Whether there are gradients already.
     """
-    return _Stage(runs, room, PLACES.index(place), phases).choices()
 
+    place: str
+    others: int
+    has_gradients: bool
 
-class _Stage:
-    """All runs of layers at one place of a pipeline."""
+    @classmethod
+    def of(cls, place: str, phases: Sequence[Phase]) -> "Situation":
+        """The situation around the backward that finds most.
 
-    def __init__(self, runs: LeastRuns, room: Room, place: int, phases: Sequence[Phase]) -> None:
-        self.runs, self.room, self.place = runs, room, place
+        Args:
+            place: A name of :data:`~lightning_mist.tuner.least_runs.PLACES`.
+            phases: The situations of the slot.
+        """
         # Gradients are there in all backwards but the first.
         backwards = [phase.others for phase in phases if phase.kind == "backward"]
-        self.has_gradients = bool(backwards)
-        self.others = max(backwards or [phase.others for phase in phases if phase.kind == "first backward"])
-        self.forward_K, self.backward_K = runs.forward_XK[place], runs.backward_XK[place]
-        is_first, is_last = place == PLACES.index("first"), place == PLACES.index("last")
-        self.transfer_K = runs.arrival_K * (not is_first) + runs.return_K * (not is_last)
-        # The head or the tail is a unit of its own.
-        units_K = runs.layers_K + (is_first or is_last)
-        self.free_K = np.maximum(0.0, 1 - BUFFERS / units_K)
-
-    def choices(self) -> SlotChoices:
-        """The least seconds over all numbers of recomputed layers."""
-        runs = self.runs
-        steady_K, last_K = self._unmoved()
-        excess_K = self._excess()
-        at_M = np.flatnonzero((excess_K > 0) & (steady_K + self.transfer_K <= runs.pace))
-        fits_K = excess_K <= 0
-        if len(at_M) and self.room.kinds & set(_MOVED):
-            moved_M = self._moved(at_M, excess_K[at_M])
-            steady_K[at_M], fits_K[at_M] = np.maximum(steady_K[at_M], moved_M), moved_M < np.inf
-        steady_K = np.where(fits_K, steady_K, np.inf)
-        reach_K = np.maximum(steady_K, self.forward_K + last_K) + self.transfer_K
-        steady_J, reach_J = (
-            np.minimum.reduceat(values_K, runs.begins_J) for values_K in (steady_K + self.transfer_K, reach_K)
-        )
-        fast_J = (steady_J <= runs.pace) & (steady_J < np.inf)
-        index_J, steady_J, reach_J = runs.begins_J[fast_J], steady_J[fast_J], reach_J[fast_J]
-        none_J = np.zeros(len(index_J), dtype=np.int64)
-        return SlotChoices(
-            start_K=none_J + ANYWHERE,
-            layers_K=runs.layers_K[index_J],
-            devices_K=runs.devices_K[index_J],
-            part_K=none_J,
-            steady_K=steady_J,
-            boundary_K=reach_J - steady_J,
-            peak_K=none_J.astype(np.float64),
-            checkpointed_K=none_J,
-            zero_stage_K=none_J,
-            tensor_K=none_J + 1,
-            sequence_K=none_J,
-            offload_KO=np.zeros((len(index_J), len(OFFLOADED))),
-        )
-
-    def _unmoved(self) -> tuple[FloatArray, FloatArray]:
-        """Seconds of a microbatch without transfers, and of the last backward with what averages gradients beside it.
-
-        Copies make neither shorter.
-        """
-        runs, reduce_K = self.runs, self.runs.reduce_XK[self.place]
-        steady_K, last_K = self.forward_K + self.backward_K, np.maximum(self.backward_K, reduce_K)
-        for forward_CK, backward_CK in self._weights(slice(None)):
-            loads_K = self._loads(forward_CK, backward_CK, slice(None))
-            steady_K = np.maximum(steady_K, loads_K - runs.outer_K)
-            beside_K = backward_CK[COMPUTE] * self.backward_K + backward_CK[NETWORK] * reduce_K
-            last_K = np.maximum(last_K, beside_K)
-        return steady_K, last_K
-
-    def _weights(self, at: IntArray | slice) -> list[tuple[FloatArray, FloatArray]]:
-        return [(self.runs.weights_WCK[first][:, at], self.runs.weights_WCK[then][:, at]) for first, then in _WEIGHTED]
-
-    def _loads(self, forward_CK: FloatArray, backward_CK: FloatArray, at: IntArray | slice) -> FloatArray:
-        """Weighted seconds of computing and communicating."""
-        runs = self.runs
-        loads_K: FloatArray = forward_CK[COMPUTE] * self.forward_K[at] + backward_CK[COMPUTE] * self.backward_K[at]
-        loads_K += forward_CK[NETWORK] * runs.forward_network_K[at]
-        loads_K += backward_CK[NETWORK] * runs.backward_network_K[at]
-        return loads_K
-
-    def _excess(self) -> FloatArray:
-        """Bytes that are too many if only optimizer state is moved."""
-        runs, place = self.runs, self.place
-        stays_K = 1 - self.free_K if "optimizer" in self.room.kinds else 1.0
-        needed_K = runs.always_K + runs.parameters_XK[place] + runs.optimizer_XK[place] * stays_K
-        needed_K = needed_K + runs.gradients_XK[place] * self.has_gradients
-        needed_K += self.others * runs.saved_K + runs.working_XK[place]
-        excess_K: FloatArray = needed_K - self.room.memory_limit
-        return excess_K
-
-    def _moved(self, at_M: IntArray, excess_M: FloatArray) -> FloatArray:
-        """Seconds of a microbatch without transfers where something has to be moved; infinite if that is not enough."""
-        runs, place = self.runs, self.place
-        own_M = runs.whole_K[at_M] - (0.0 if place == PLACES.index("last") else runs.top_two_K[at_M])
-        freed_IM = np.stack(
-            [
-                self.others * runs.whole_K[at_M] + np.maximum(own_M, 0.0),
-                runs.gradients_XK[place][at_M] * self.has_gradients * self.free_K[at_M],
-                runs.parameters_XK[place][at_M] * self.free_K[at_M],
-            ]
-        )
-        freed_IM *= np.array([name in self.room.kinds for name in _MOVED])[:, None]
-        found_M = np.zeros(len(at_M))
-        for forward_CM, backward_CM in self._weights(at_M):
-            copies_M = _cheapest(self._prices(forward_CM, backward_CM, freed_IM, at_M), freed_IM, excess_M)
-            loads_M = self._loads(forward_CM, backward_CM, at_M)
-            found_M = np.maximum(found_M, loads_M + copies_M * runs.copies_K[at_M] - runs.outer_K[at_M])
-        is_enough_M = freed_IM.sum(axis=0) >= excess_M * (1 - _NEXT_TO_NOTHING)
-        return np.where(is_enough_M, found_M, np.inf)
-
-    def _prices(
-        self, forward_CM: FloatArray, backward_CM: FloatArray, freed_IM: FloatArray, at_M: IntArray
-    ) -> FloatArray:
-        """Weighted seconds per byte that is freed, of every kind of state."""
-        runs, rates = self.runs, self.room.rates
-        assert rates is not None
-        to_device, to_host = 1 / rates.to_device, 1 / rates.to_host
-        whole_M = runs.whole_K[at_M]
-        # Behind the last layer of a stage without the tail nothing is computed.
-        alone_M = np.minimum(runs.top_K[at_M], whole_M) * (self.place != PLACES.index("last"))
-        away, back = forward_CM[TO_HOST] * to_host, backward_CM[TO_DEVICE] * to_device
-        activations_M = (away + back) * (whole_M - alone_M) + (to_host + to_device) * alone_M
-        # Of layers that are alike one is the first and one the last, around which nothing is computed either.
-        share_M = 1 / runs.layers_K[at_M] if runs.is_alike and self.place == PLACES.index("middle") else 0.0
-
-        def beside(weight_M: FloatArray) -> FloatArray:
-            found_M: FloatArray = weight_M * (1 - share_M) + share_M
-            return found_M
-
-        fetched = to_device * (self.room.num_microbatches > 1)
-        gradients_M = fetched * beside(backward_CM[TO_DEVICE]) + to_host * beside(backward_CM[TO_HOST])
-        parameters_M = to_device * (beside(forward_CM[TO_DEVICE]) + beside(backward_CM[TO_DEVICE]))
-        free_M = np.maximum(self.free_K[at_M], np.finfo(float).tiny)
-        freed_M = np.maximum(freed_IM[0], np.finfo(float).tiny)
-        with np.errstate(over="ignore"):
-            return np.stack([activations_M / freed_M, gradients_M / free_M, parameters_M / free_M])
+        others = max(backwards or [phase.others for phase in phases if phase.kind == "first backward"])
+        return cls(place=place, others=others, has_gradients=bool(backwards))
 
 
-def _cheapest(price_IM: FloatArray, freed_IM: FloatArray, excess_M: FloatArray) -> FloatArray:
-    """Weighted seconds of freeing enough bytes, the cheapest kinds first."""
-    order_IM = np.argsort(price_IM, axis=0)
-    price_IM, freed_IM = (np.take_along_axis(values_IM, order_IM, axis=0) for values_IM in (price_IM, freed_IM))
-    # What the kinds before leave to each.
-    left_IM = np.maximum(excess_M - (np.cumsum(freed_IM, axis=0) - freed_IM), 0.0)
-    taken_IM = np.minimum(left_IM, freed_IM)
-    seconds_M: FloatArray = (np.where(taken_IM > 0, price_IM, 0.0) * taken_IM).sum(axis=0)
-    return seconds_M
+def floor_choices(placed: PlacedRuns, memory_limit: float, situation: Situation) -> SlotChoices:
+    """Choices of a slot of which none that there is takes less: one for every number of layers and devices.
+
+    Each has the least steady seconds of any run, and the least of any with what is exposed at the boundaries.
+
+    Args:
+        placed: Runs of layers at its place.
+        memory_limit: Bytes of a device.
+        situation: What a stage there finds.
+    """
+    steady_V, reach_V = _least(placed, memory_limit, situation)
+    fast_V = np.flatnonzero(steady_V < np.inf)
+    steady_V, reach_V = steady_V[fast_V], reach_V[fast_V]
+    none_V = np.zeros(len(fast_V), dtype=np.int64)
+    return SlotChoices(
+        start_K=none_V + ANYWHERE,
+        layers_K=placed.layers_V[fast_V],
+        devices_K=placed.devices_V[fast_V],
+        part_K=none_V,
+        steady_K=steady_V,
+        boundary_K=reach_V - steady_V,
+        peak_K=none_V.astype(np.float64),
+        checkpointed_K=none_V,
+        zero_stage_K=none_V,
+        tensor_K=none_V + 1,
+        sequence_K=none_V,
+        offload_KO=np.zeros((len(fast_V), len(OFFLOADED))),
+    )
+
+
+def _least(placed: PlacedRuns, memory_limit: float, situation: Situation) -> tuple[FloatArray, FloatArray]:
+    """The least seconds of a microbatch, and with what is exposed, by layers and devices; infinite if none fits."""
+    if not len(placed):
+        return np.empty(0), np.empty(0)
+    excess_R = placed.needed_R + situation.others * placed.saved_R - memory_limit
+    if situation.has_gradients:
+        excess_R += placed.gradients_R
+    fits_R = excess_R <= 0
+    steady_V = np.minimum.reduceat(np.where(fits_R, placed.steady_R, np.inf), placed.begins_V)
+    reach_V = np.minimum.reduceat(np.where(fits_R, placed.reach_R, np.inf), placed.begins_V)
+    if not placed.kinds & set(_MOVED):
+        return steady_V, reach_V
+    # Moving is of use only to what is faster than what fits.
+    faster_R = (placed.steady_R < steady_V[placed.cell_R]) | (placed.reach_R < reach_V[placed.cell_R])
+    at_M = np.flatnonzero(faster_R & ~fits_R)
+    # What one pair of weights says of all runs rules most of them out.
+    for pairs in (slice(1), slice(None)):
+        if not len(at_M):
+            break
+        found_M = _moved(placed, situation, at_M, excess_R[at_M], pairs)
+        least_M = np.maximum(found_M, placed.reach_R[at_M])
+        cell_M = placed.cell_R[at_M]
+        kept_M = (found_M <= placed.pace) & ((found_M < steady_V[cell_M]) | (least_M < reach_V[cell_M]))
+        at_M, found_M, least_M, cell_M = at_M[kept_M], found_M[kept_M], least_M[kept_M], cell_M[kept_M]
+    else:
+        np.minimum.at(steady_V, cell_M, found_M)
+        np.minimum.at(reach_V, cell_M, least_M)
+    return steady_V, reach_V
+
+
+def _moved(placed: PlacedRuns, situation: Situation, at_M: IntArray, excess_M: FloatArray, pairs: slice) -> FloatArray:
+    """Seconds of a microbatch where something has to be moved, by some pairs of weights; infinite if all is too little.
+
+    The cheapest way to free ``e`` bytes, of kinds ``i`` that free at most ``f_i`` at ``p_i`` seconds per byte, takes
+
+        max_j [p_j e - sum_i f_i max(0, p_j - p_i)].
+    """
+    activations_M = situation.others * placed.whole_R[at_M] + placed.own_R[at_M]
+    gradients_M = placed.free_gradients_R[at_M] * situation.has_gradients
+    parameters_M = placed.free_parameters_R[at_M]
+    freed_M = activations_M + gradients_M + parameters_M
+    wanted_M = np.minimum(excess_M, freed_M)
+    loads_WM, all_WM = placed.loads_WR[pairs, at_M], placed.activations_WR[pairs, at_M]
+    by_gradients_WM, by_parameters_WM = placed.gradients_WR[pairs, at_M], placed.parameters_WR[pairs, at_M]
+    by_activations_WM = all_WM / np.where(activations_M > 0, activations_M, np.inf)
+    copies_WM = by_activations_WM * wanted_M
+    copies_WM -= gradients_M * np.maximum(by_activations_WM - by_gradients_WM, 0.0)
+    copies_WM -= parameters_M * np.maximum(by_activations_WM - by_parameters_WM, 0.0)
+    ways = (by_gradients_WM, by_parameters_WM, parameters_M), (by_parameters_WM, by_gradients_WM, gradients_M)
+    for price_WM, other_WM, freed_by_other_M in ways:
+        way_WM = price_WM * wanted_M
+        way_WM -= np.maximum(price_WM * activations_M - all_WM, 0.0)
+        way_WM -= freed_by_other_M * np.maximum(price_WM - other_WM, 0.0)
+        np.maximum(copies_WM, way_WM, out=copies_WM)
+    found_M = (loads_WM + copies_WM).max(axis=0)
+    found_M = np.maximum(found_M, placed.steady_R[at_M])
+    is_enough_M = freed_M >= excess_M * (1 - _NEXT_TO_NOTHING)
+    return np.where(is_enough_M, found_M, np.inf)

@@ -25,12 +25,12 @@ from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.families import GridCosts
-from lightning_mist.tuner.least_runs import LeastRuns
 from lightning_mist.tuner.moved import Asked, Mover, worth_moving
 from lightning_mist.tuner.moved_known import Knowledge
 from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.pieces import Pieces, piece_key
+from lightning_mist.tuner.placed_runs import KnownRuns
 from lightning_mist.tuner.space import OFFLOADED, Shape, Space, common_unit
 from lightning_mist.tuner.tables import ROOM, Table, make_table, with_stages_behind, within
 from lightning_mist.tuner.windows import Role, Windows, fixed_window, layer_classes, role_of, windows_of
@@ -77,7 +77,7 @@ class IntraStage:
         elsewhere: tuple[Space, ...] = (),
         tables: dict[TableKey, Table] | None = None,
         grids: dict[Hashable, GridCosts] | None = None,
-        runs: dict[int, LeastRuns] | None = None,
+        runs: dict[int, KnownRuns] | None = None,
         pieces: Pieces | None = None,
         knowledge: Knowledge | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ class IntraStage:
         self._classes = layer_classes(model.spec)
         self._tables: dict[TableKey, Table] = {} if tables is None else tables
         self.grids: dict[Hashable, GridCosts] = {} if grids is None else grids
-        self.runs: dict[int, LeastRuns] = {} if runs is None else runs
+        self.runs: dict[int, KnownRuns] = {} if runs is None else runs
         self._windows: dict[Role, Windows] = {}
         # Frontiers and the pace up to which they hold, by how many stages and which situations they are for.
         self._frontiers: dict[_FrontierKey, tuple[float, BoolArray | None, SlotChoices]] = {}

@@ -8,8 +8,8 @@ Array axes
     L  layers; lengths of runs ``0 .. L``
     R  regions
     K  runs: arrangement of devices and ZeRO stage, number of layers, how many of the first are recomputed
-    J  the same without the last
     X  with neither the head nor the tail, with the head, with the tail: places in a pipeline
+    N  on one node, on several
     W  sets of weights
     C  channels
 """
@@ -67,8 +67,9 @@ class LeastRuns:
         optimizer_XK: Optimizer state.
         always_K: What is there whatever is moved.
         copies_K: 1 where it can be told what copies take, else 0.
-        weights_WCK: Weights of loads; see :mod:`lightning_mist.tuner.load_weights`.
-        begins_J: Where runs begin that differ in how many layers are recomputed only.
+        across_K: 1 where ranks with the same parameters are on several nodes, else 0.
+        weights_NWC: Weights of loads, of ranks on one node and on several; see
+            :mod:`lightning_mist.tuner.load_weights`.
         is_alike: Whether all layers keep and hold the same.
     """
 
@@ -94,8 +95,8 @@ class LeastRuns:
     optimizer_XK: FloatArray
     always_K: FloatArray
     copies_K: FloatArray
-    weights_WCK: FloatArray
-    begins_J: IntArray
+    across_K: IntArray
+    weights_NWC: FloatArray
     is_alike: bool
 
     def __len__(self) -> int:
@@ -144,10 +145,9 @@ def least_runs(
         for item in fields(LeastRuns)
         if item.name.endswith("K")
     }
-    number_K = np.repeat(np.arange(len(found)), [len(item["layers_K"]) for item in found])
-    key_K = number_K * (space.num_layers + 1) + arrays["layers_K"]
-    begins_J = np.flatnonzero(np.diff(key_K, prepend=-1))
-    return LeastRuns(pace=pace, begins_J=begins_J, is_alike=_is_alike(model), **arrays)
+    interference = interference_of(model.profile, model.cluster)
+    weights_NWC = np.stack([load_weights(interference, across_nodes) for across_nodes in (False, True)])
+    return LeastRuns(pace=pace, weights_NWC=weights_NWC, is_alike=_is_alike(model), **arrays)
 
 
 def _is_alike(model: StageCostModel) -> bool:
@@ -184,7 +184,6 @@ class _OfShape:
     def runs(self, zero_stage: int) -> dict[str, Any]:
         """What :class:`LeastRuns` has of them under a ZeRO stage."""
         whole = self._of_batches() + self.memory.spec.buffer_bytes
-        weights_WC = load_weights(interference_of(self.model.profile, self.model.cluster), self.nodes > 1)
         every = np.ones(len(self.layers_K), dtype=np.int64)
         # Copies are priced with what is exposed of communication, and corrections change only one of both.
         is_told = (not self.holdings.is_one_unit or zero_stage < ZeroStage.PARAMETERS) and (
@@ -196,7 +195,7 @@ class _OfShape:
             "recomputed_K": self.recomputed_K,
             "always_K": every * whole,
             "copies_K": every * float(is_told),
-            "weights_WCK": weights_WC[:, :, None] * every,
+            "across_K": every * int(self.nodes > 1),
             **self._computed(),
             **self._transferred(every),
             **self._exchanged(zero_stage),

@@ -30,12 +30,12 @@ from lightning_mist.tuner.families import GridCosts
 from lightning_mist.tuner.hosts import with_offload
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late
 from lightning_mist.tuner.intra_stage import IntraStage, TableKey
-from lightning_mist.tuner.least_runs import LeastRuns
 from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_stages
 from lightning_mist.tuner.mixed_search import search_mixed
 from lightning_mist.tuner.moved_known import Knowledge
 from lightning_mist.tuner.past import Past, Pasts
 from lightning_mist.tuner.pieces import Pieces
+from lightning_mist.tuner.placed_runs import KnownRuns
 from lightning_mist.tuner.result import Status, TuneResult, TuneStats
 from lightning_mist.tuner.search import Outcome, search_pipelines
 from lightning_mist.tuner.space import SearchSpace, Space
@@ -45,7 +45,7 @@ from lightning_mist.units import format_bytes
 KEPT = 4
 """Search spaces whose candidates are kept."""
 
-_Kept = tuple[dict[TableKey, Table], dict[Hashable, GridCosts], dict[int, LeastRuns]]
+_Kept = tuple[dict[TableKey, Table], dict[Hashable, GridCosts], dict[int, KnownRuns]]
 """What is known of a search space: candidates, those of equal stages, what stages take at least."""
 
 

@@ -11,8 +11,9 @@ from lightning_mist.cost.phases import stage_phases
 from lightning_mist.hardware import Interference
 from lightning_mist.hardware.interference import COEFFICIENTS
 from lightning_mist.tuner import Planner
-from lightning_mist.tuner.floors import Room, floor_choices
+from lightning_mist.tuner.floors import Situation, floor_choices
 from lightning_mist.tuner.least_runs import least_runs
+from lightning_mist.tuner.placed_runs import Moves, placed_runs
 from tests.tuner.instances import random_instance
 from tests.tuner.whole_space import candidates_of, pipelines, places_of, priced
 
@@ -27,11 +28,11 @@ def question(seed):
     return replace(found, rates=replace(found.rates, interference=slow), known={}), rng
 
 
-def floors_of(maker, room, index, count, microbatches):
-    runs = least_runs(maker.model, maker.space, maker.slot, microbatches, np.inf)
+def floors_of(maker, moves, limit, index, count):
+    runs = least_runs(maker.model, maker.space, maker.slot, moves.num_microbatches, np.inf)
     place = "first" if not index else "last" if index == count - 1 else "middle"
-    phases = stage_phases(index, count, microbatches)
-    return floor_choices(runs, room, place, phases) if len(runs) else None
+    situation = Situation.of(place, stage_phases(index, count, moves.num_microbatches))
+    return floor_choices(placed_runs(runs, moves, place, np.inf), limit, situation) if len(runs) else None
 
 
 def compare(found, rng):
@@ -45,13 +46,9 @@ def compare(found, rng):
             prices = priced(found, microbatches, parts, index, kind)
             rows = candidates_of(found, len(parts), index, kind)
             for at in rng.permutation(len(rows))[:MOST]:
-                room = Room(
-                    memory_limit=float(prices.peak_K[at]) * (1 + 1e-12),
-                    kinds=frozenset(space.search.offload),
-                    rates=rates,
-                    num_microbatches=microbatches,
-                )
-                floors = floors_of(maker, room, index, len(parts), microbatches)
+                moves = Moves(kinds=frozenset(space.search.offload), rates=rates, num_microbatches=microbatches)
+                limit = float(prices.peak_K[at]) * (1 + 1e-12)
+                floors = floors_of(maker, moves, limit, index, len(parts))
                 here = (floors.layers_K == rows[at][1] - rows[at][0]) & (floors.devices_K == kind.devices)
                 steady, reach = prices.steady_K[at], prices.steady_K[at] + prices.boundary_K[at]
                 assert floors.steady_K[here].min(initial=np.inf) <= steady * (1 + 1e-9)
@@ -72,8 +69,8 @@ def test_floors_rise_as_memory_shrinks_and_what_cannot_fit_is_not_there():
     microbatches = maker.space.microbatch_counts()[-1]
     steady = []
     for limit in (1e15, 1e6, 3e5, 1e5, 1.0):
-        room = Room(memory_limit=limit, kinds=frozenset(), rates=None, num_microbatches=microbatches)
-        floors = floors_of(maker, room, 0, 2, microbatches)
+        moves = Moves(kinds=frozenset(), rates=None, num_microbatches=microbatches)
+        floors = floors_of(maker, moves, limit, 0, 2)
         steady.append(sorted(zip(floors.layers_K, floors.devices_K, floors.steady_K, strict=True)))
     assert steady[0]
     assert not steady[-1]

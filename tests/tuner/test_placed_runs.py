@@ -1,0 +1,53 @@
+import numpy as np
+import pytest
+
+from lightning_mist.cost import StageCostModel
+from lightning_mist.tuner import SearchSpace
+from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.least_runs import PLACES, least_runs
+from lightning_mist.tuner.placed_runs import KnownRuns, Moves, placed_runs
+from lightning_mist.tuner.space import apply
+from tests.specs import cluster, profile, spec
+
+NOTHING = Moves(kinds=frozenset(), rates=None, num_microbatches=4)
+
+
+def known(pace=np.inf, devices=4):
+    network = spec(4)
+    model = StageCostModel(network, profile(), cluster(devices, kind="cuda"))
+    maker = IntraStage(model, apply(SearchSpace(), network, devices, 4 * devices), 1e12)
+    return KnownRuns(runs=least_runs(model, maker.space, maker.slot, 4, pace))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_all_runs_are_there_by_devices_and_layers(place):
+    runs = known().runs
+    placed = placed_runs(runs, NOTHING, place, np.inf)
+    assert len(placed) == len(runs)
+    pairs = list(zip(placed.devices_V, placed.layers_V, strict=True))
+    assert pairs == sorted(set(zip(runs.devices_K, runs.layers_K, strict=True)))
+    # Of one device 4 ways to recompute 3 layers, of two as many with each of four ZeRO stages.
+    sizes = dict(zip(pairs, np.bincount(placed.cell_R), strict=True))
+    assert sizes[1, 3] == 4
+    assert sizes[2, 3] == 16
+    assert (placed.cell_R[placed.begins_V] == np.arange(len(pairs))).all()
+
+
+def test_what_is_too_slow_is_missing():
+    runs = known().runs
+    every = placed_runs(runs, NOTHING, "middle", np.inf)
+    pace = float(np.median(every.steady_R))
+    fewer = placed_runs(runs, NOTHING, "middle", pace)
+    assert len(fewer) == (every.steady_R <= pace).sum()
+    assert sorted(fewer.steady_R) == sorted(every.steady_R[every.steady_R <= pace])
+    assert len(placed_runs(runs, NOTHING, "middle", 0.0)) == 0
+
+
+def test_what_is_known_is_not_worked_out_again_unless_it_is_far_too_much():
+    every = known().at("first", NOTHING, np.inf)
+    pace = float(np.median(every.steady_R))
+    runs = known(pace)
+    first = runs.at("first", NOTHING, pace)
+    assert runs.at("first", NOTHING, 0.9 * pace) is first
+    assert len(runs.at("first", NOTHING, 0.5 * pace)) < len(first)
+    assert len(runs.at("first", NOTHING, pace)) == len(first)
