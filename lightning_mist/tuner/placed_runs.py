@@ -218,7 +218,8 @@ class _Placing:
         loads_WR += backward_WCR[:, COMPUTE] * runs.backward_XK[place][at_R]
         loads_WR += forward_WCR[:, NETWORK] * runs.forward_network_K[at_R]
         loads_WR += backward_WCR[:, NETWORK] * runs.backward_network_K[at_R]
-        return loads_WR - runs.outer_K[at_R]
+        loads_WR -= runs.outer_K[at_R]
+        return loads_WR
 
     def _last(self, at_R: IntArray, backward_WCR: FloatArray) -> FloatArray:
         """Seconds of the last backward with what averages gradients beside it."""
