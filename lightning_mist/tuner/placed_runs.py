@@ -225,7 +225,8 @@ class _Placing:
         """Seconds of the last backward with what averages gradients beside it."""
         backward_R, reduce_R = self.runs.backward_XK[self.place][at_R], self.runs.reduce_XK[self.place][at_R]
         beside_WR = backward_WCR[:, COMPUTE] * backward_R + backward_WCR[:, NETWORK] * reduce_R
-        return np.maximum(np.maximum(backward_R, reduce_R), beside_WR.max(axis=0))
+        last_R: FloatArray = np.maximum(np.maximum(backward_R, reduce_R), beside_WR.max(axis=0))
+        return last_R
 
     def _prices(
         self, at_R: IntArray, forward_WCR: FloatArray, backward_WCR: FloatArray, free_R: FloatArray
