@@ -5,7 +5,7 @@ What takes modules needs torch, and is imported when it is first used.
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_mist.cost.breakdown import memory_with, predict, predict_with, seconds_with
+from lightning_mist.cost.breakdown import least_seconds, memory_with, predict, predict_with, predictions, seconds_with
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.chunks import stage_memory
 from lightning_mist.cost.compile import compile_expressions
@@ -54,10 +54,12 @@ __all__ = [
     "estimate_plan",
     "estimate_prediction",
     "estimate_to_json",
+    "least_seconds",
     "memory_with",
     "models_of",
     "predict",
     "predict_with",
+    "predictions",
     "profiles_of",
     "render_estimate",
     "replay_group",

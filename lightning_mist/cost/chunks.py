@@ -67,8 +67,23 @@ def plan_needs(model: Callable[[StageSlot], MemoryModel], plan: Plan) -> tuple[t
         model: Memory of stages of the plan's network, by slot.
         plan: The plan.
     """
-    slots = slots_of(plan)
-    needs = needs_of_stages(model, slots)
+    return plans_needs(model, [plan])[0]
+
+
+def plans_needs(
+    model: Callable[[StageSlot], MemoryModel], plans: Sequence[Plan]
+) -> list[tuple[tuple[StageMemory, NeedTerms], ...]]:
+    """As :func:`plan_needs`, of several plans in less time."""
+    slots = [slots_of(plan) for plan in plans]
+    needs = iter(needs_of_stages(model, [item for found in slots for item in found]))
+    return [
+        _plan_needs(model, plan, found, [next(needs) for _ in found]) for plan, found in zip(plans, slots, strict=True)
+    ]
+
+
+def _plan_needs(
+    model: Callable[[StageSlot], MemoryModel], plan: Plan, slots: Sequence[Placed], needs: Sequence[StageNeeds]
+) -> tuple[tuple[StageMemory, NeedTerms], ...]:
     if plan.schedule != "interleaved-1f1b":
         return tuple(
             (model(slot).breakdown(slot, candidates, item)[0], need_terms(item))

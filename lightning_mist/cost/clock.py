@@ -30,6 +30,7 @@ from lightning_mist.schedule import StepRules
 from lightning_mist.schedule.clock import finish, finish_at, run
 from lightning_mist.schedule.program import Program, program_of
 from lightning_mist.schedule.seconds import PlanSeconds, plan_seconds, slot_seconds
+from lightning_mist.schedule.seconds import StageSeconds as SlotSeconds
 from lightning_mist.schedule.sweep import can_sweep, sweep
 
 ROUNDS, LEAST = 4, 32
@@ -75,16 +76,56 @@ def clock_seconds(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> float
     return _seconds(plan, plan_seconds(plan, terms), rules)
 
 
-def step_times(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> StepTimes:
+def clock_floor(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> float:
+    """Seconds of one step of a plan at least, in a small part of the time that running it takes.
+
+    A group of devices begins when the first microbatch has come through all stages in front of its first. From then on
+    it computes all that it has to, and the last backward of 1F1B goes back through these stages; transfers move in
+    between at least. Nothing is said where lists are cut, as what follows from them may err.
+
+    Args:
+        plan: The plan.
+        terms: As for :func:`step_times`.
+        rules: Likewise.
+    """
+    if _is_cut(plan, rules):
+        return 0.0
+    seconds, groups = plan_seconds(plan, terms), plan.num_groups
+    each = [_lane_seconds(stage, plan.num_microbatches) for stage in seconds.stages]
+    least = before = behind = 0.0
+    for group in range(groups):
+        stage, once = seconds.stages[group], seconds.stages[group].epilogue
+        last = 0.0
+        if group and plan.schedule == "1f1b":
+            front = seconds.stages[group - 1]
+            last = seconds.gradients[group - 1] + _last_backward(front, plan.num_microbatches) + behind
+        behind = max(last, once.reduce + once.step + once.gather)
+        least = max(least, before + sum(each[chunk] for chunk in plan.chunks(group)) + behind)
+        before += stage.forward + (seconds.activations[group] if group + 1 < groups else 0.0)
+    return least * (1 - DUST)
+
+
+def _lane_seconds(stage: SlotSeconds, count: int) -> float:
+    """Seconds of all computations of a stage in a step."""
+    return count * stage.forward + (count - 1) * stage.backward + _last_backward(stage, 1)
+
+
+def _last_backward(stage: SlotSeconds, count: int) -> float:
+    """Seconds of the backward of the last of some microbatches."""
+    return stage.backward if count > 1 or stage.first_backward is None else stage.first_backward
+
+
+def step_times(plan: Plan, terms: Sequence[Terms], rules: StepRules, step: float | None = None) -> StepTimes:
     """Seconds of one step of a plan.
 
     Args:
         plan: The plan.
         terms: Seconds of each of its stages by term; see :func:`terms_of`.
         rules: How the machine runs a step.
+        step: What :func:`clock_seconds` gives, if that is known.
     """
     seconds = plan_seconds(plan, terms)
-    step = _seconds(plan, seconds, rules)
+    step = _seconds(plan, seconds, rules) if step is None else step
     moves = any(seconds.crossings) or any(seconds.sent_crossings)
     still = _seconds(plan, seconds.without_transfers(), rules) if moves else step
     groups = [_spent(plan, group, terms, seconds, step, still) for group in range(plan.num_groups)]
@@ -94,13 +135,26 @@ def step_times(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> StepTime
 def _seconds(plan: Plan, seconds: PlanSeconds, rules: StepRules) -> float:
     """Seconds of one step, of long lists from two shorter ones."""
     count, groups = plan.num_microbatches, plan.num_groups
-    longest = max(ROUNDS * groups, LEAST)
-    if count <= 2 * longest + groups or (_sweeps(plan, rules, count) and count * plan.num_stages <= SWEPT):
+    if not _is_cut(plan, rules):
         return _run(plan, seconds, rules, count)
+    longest = _longest(plan)
     # What the shorter lists lack is a multiple of the groups.
     shorter = longest + (count - longest) % groups
     first, second = (_run(plan, seconds, rules, cut) for cut in (shorter, shorter + groups))
     return first + (count - shorter) // groups * (second - first)
+
+
+def _longest(plan: Plan) -> int:
+    """Microbatches to which lists are cut, about."""
+    return max(ROUNDS * plan.num_groups, LEAST)
+
+
+def _is_cut(plan: Plan, rules: StepRules) -> bool:
+    """Whether not all microbatches are run on the clock."""
+    count = plan.num_microbatches
+    if count <= 2 * _longest(plan) + plan.num_groups:
+        return False
+    return not (_sweeps(plan, rules, count) and count * plan.num_stages <= SWEPT)
 
 
 def _sweeps(plan: Plan, rules: StepRules, count: int) -> bool:

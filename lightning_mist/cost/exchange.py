@@ -34,6 +34,9 @@ from lightning_mist.cost.time import collective_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.plan import ZeroStage
 
+SHARED = ("transfer_seconds", "arrival_seconds", "return_seconds", "send_seconds", "send_back_seconds", "tied_seconds")
+"""Terms of what stages exchange with other stages, see :class:`~lightning_mist.cost.stage.StageSeconds`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reductions:
@@ -228,9 +231,11 @@ def cut_key(cluster: Cluster, slot: StageSlot) -> Hashable:
 
     Args:
         cluster: The devices.
-        slot: A slot of which it is not known where its devices lie.
+        slot: The slot.
     """
-    return slot.rows, slot.context_parallel_degree, _outward(cluster, slot), slot.seams
+    placement = slot.placement
+    place = None if placement is None else (placement.share, placement.before, placement.behind)
+    return slot.rows, slot.context_parallel_degree, _outward(cluster, slot), slot.seams, place
 
 
 def _ends(slot: StageSlot, seams: Sequence[HardwareProfile], first: int, second: int) -> tuple[HardwareProfile, ...]:

@@ -1,31 +1,57 @@
-"""Answers about plans that are kept, the last so many."""
+"""Answers that are kept, the last so many."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
-from lightning_mist.plan import Plan
-
 MOST = 2048
-"""Answers that are kept; each takes a few kilobytes."""
+"""Answers that are kept; of plans each takes a few kilobytes."""
 
+STAGES = 1 << 13
+"""The same of stages; each takes a kilobyte or two."""
+
+_Question = TypeVar("_Question", bound=Hashable)
 _Answer = TypeVar("_Answer")
 
 
-class Kept(Generic[_Answer]):
-    """What was found out about plans; that of the plans that were asked for longest ago is forgotten."""
+class Kept(Generic[_Question, _Answer]):
+    """What was found out; the answer to what was asked for longest ago is forgotten.
 
-    def __init__(self) -> None:
-        self._answers: dict[Plan, _Answer] = {}
+    Args:
+        most: Answers that are kept.
+    """
 
-    def of(self, plan: Plan, find: Callable[[Plan], _Answer]) -> _Answer:
-        """The answer about a plan.
+    def __init__(self, most: int = MOST) -> None:
+        self._answers: dict[_Question, _Answer] = {}
+        self._most = most
+
+    def of(self, question: _Question, find: Callable[[_Question], _Answer]) -> _Answer:
+        """The answer to a question.
 
         Args:
-            plan: The plan.
-            find: Finds the answer if it is not kept; it is always the same for equal plans.
+            question: The question, of a plan the plan.
+            find: Finds the answer if it is not kept; it is always the same for equal questions.
         """
-        answer = self._answers.pop(plan) if plan in self._answers else find(plan)
-        self._answers[plan] = answer
-        while len(self._answers) > MOST:
-            del self._answers[next(iter(self._answers))]
+        answer = self._answers.pop(question) if question in self._answers else find(question)
+        self._answers[question] = answer
+        self._forget()
         return answer
+
+    def of_all(
+        self, questions: Sequence[_Question], find: Callable[[list[_Question]], Sequence[_Answer]]
+    ) -> list[_Answer]:
+        """The answers to several questions.
+
+        Args:
+            questions: The questions, of which some may be equal.
+            find: Finds the answers to those together that are not kept, none of them twice.
+        """
+        missing = [item for item in dict.fromkeys(questions) if item not in self._answers]
+        found = dict(zip(missing, find(missing), strict=True)) if missing else {}
+        answers = {item: found[item] if item in found else self._answers.pop(item) for item in dict.fromkeys(questions)}
+        self._answers.update(answers)
+        self._forget()
+        return [answers[item] for item in questions]
+
+    def _forget(self) -> None:
+        while len(self._answers) > self._most:
+            del self._answers[next(iter(self._answers))]

@@ -34,7 +34,7 @@ from lightning_mist.hardware import (
     catalog_profile,
 )
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Predicted
+from lightning_mist.plan import Plan, Predicted
 
 Profiles: TypeAlias = HardwareProfile | Sequence[HardwareProfile] | None
 """How fast a machine is: of a cluster of unlike devices one profile for every part; ``None`` for the catalog's."""
@@ -71,8 +71,9 @@ class MixedCostModel:
             StageCostModel(spec, profile, part, seams=[found for found, _ in seams], memories=memories)
             for part, profile in zip(cluster.parts, self.profiles, strict=True)
         )
-        self.predicted: Kept[Predicted] = Kept()
-        self.remembered: Kept[tuple[StageMemory, ...]] = Kept()
+        self.predicted: Kept[Plan, Predicted] = Kept()
+        self.remembered: Kept[Plan, tuple[StageMemory, ...]] = Kept()
+        self.clocked: Kept[Plan, float] = Kept()
         self._together = tuple(StageCostModel(spec, profile, whole, memories=memories) for profile, whole in seams)
 
     def memory(self, slot: StageSlot) -> MemoryModel:

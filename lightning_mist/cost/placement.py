@@ -113,6 +113,8 @@ def parts_of(plan: Plan, cluster: AnyCluster | Nodes | int) -> tuple[int, ...]:
         PlanError: If one of several stages lies in several parts.
     """
     nodes = Nodes.of(cluster)
+    if len(nodes.parts) == 1:
+        return (0,) * plan.num_stages
     found = [sorted({nodes.place(device)[0] for device in stage.devices}) for stage in plan.stages]
     if plan.num_stages == 1 and len(found[0]) > 1:
         return ()

@@ -29,8 +29,8 @@ from lightning_mist.cost.candidates import Placed, StageCandidates, StageSlot
 from lightning_mist.cost.channels import copy_rates, interference_of
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.corrected import computation_factor, corrected_regions, corrected_terms
-from lightning_mist.cost.exchange import cut_key, cut_seconds, of_cuts, reductions, shard_nodes, tied_seconds, transfers
-from lightning_mist.cost.kept import Kept
+from lightning_mist.cost.exchange import cut_key, cut_seconds, of_cuts, reductions, shard_nodes, tied_seconds
+from lightning_mist.cost.kept import STAGES, Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.offload_floors import CopyFloors, copy_floors
 from lightning_mist.cost.offload_loads import WithoutCopies
@@ -46,7 +46,7 @@ from lightning_mist.cost.time import RegionSeconds, region_seconds, split_second
 from lightning_mist.cost.update import update_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Predicted, ZeroStage
+from lightning_mist.plan import Plan, Predicted, ZeroStage
 
 __all__ = ["StageCostModel", "StageCosts", "StageSeconds"]
 
@@ -87,8 +87,11 @@ class StageCostModel:
         self.spec, self.profile, self.cluster, self.seams = spec, profile, cluster, tuple(seams)
         self._memories = {} if memories is None else memories
         self._ranks: dict[tuple[int, bool], _Rank] = {}
-        self.predicted: Kept[Predicted] = Kept()
-        self.remembered: Kept[tuple[StageMemory, ...]] = Kept()
+        self.predicted: Kept[Plan, Predicted] = Kept()
+        self.remembered: Kept[Plan, tuple[StageMemory, ...]] = Kept()
+        self.clocked: Kept[Plan, float] = Kept()
+        self.own_terms: Kept[Hashable, dict[str, float]] = Kept(STAGES)
+        self.shared_terms: Kept[Hashable, dict[str, float]] = Kept(STAGES)
 
     def _rank(self, degree: int, sequence: bool) -> _Rank:
         key = (degree, sequence)
@@ -236,12 +239,17 @@ class StageCostModel:
 
     def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
         """What candidates exchange with other stages: for one microbatch, and gradients of tied parameters."""
+        transfer_K, *_, tied_K = self.exchanged(slot, candidates)
+        return transfer_K, tied_K
+
+    def exchanged(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, ...]:
+        """What candidates exchange with other stages, by the terms in :data:`~lightning_mist.cost.exchange.SHARED`."""
         arrival_K, return_K = self._transfers(slot, candidates, sending=False)
-        send_K, send_back_K = self._transfers(slot, candidates, sending=True)
-        held = self.memory(slot).holdings.of(candidates)
-        tied_K = tied_seconds(self.profile, self.cluster, slot, held, self.seams)
-        factor = factor_of(self.profile.corrections, "communication")
-        return factor * (arrival_K + return_K + send_K + send_back_K), factor * tied_K
+        send_K, back_K = self._transfers(slot, candidates, sending=True)
+        held, machine = self.memory(slot).holdings.of(candidates), (self.profile, self.cluster)
+        tied_K = tied_seconds(*machine, slot, held, self.seams)
+        found = (arrival_K + return_K + send_K + back_K, arrival_K, return_K, send_K, back_K, tied_K)
+        return tuple(factor_of(self.profile.corrections, "communication") * item_K for item_K in found)
 
     def _shards(
         self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds
@@ -289,10 +297,7 @@ class StageCostModel:
         """What receiving takes, or sending does of the computing cores: of the activation, and of its gradient."""
         if slot.num_stages == 1 or (sending and self.cluster.device.kind == "cuda"):
             return (np.zeros(len(candidates)),) * 2
-        rank, machine = self._of(slot), (self.profile, self.cluster)
-        if slot.placement is not None:
-            return transfers(*machine, slot, candidates, rank.memory, sending=sending, seams=self.seams)
-        key = sending, cut_key(self.cluster, slot)
+        rank, key, machine = self._of(slot), (sending, cut_key(self.cluster, slot)), (self.profile, self.cluster)
         if key not in rank.cuts:
             rank.cuts[key] = cut_seconds(*machine, slot, rank.memory, sending=sending, seams=self.seams)
         return of_cuts(rank.cuts[key], candidates, sending=sending)
@@ -302,7 +307,7 @@ class StageCostModel:
     ) -> tuple[FloatArray, FloatArray]:
         """What context-parallel ranks wait for in one forward, and in one microbatch."""
         if slot.context_parallel_degree == 1:
-            return np.zeros(len(candidates)), np.zeros(len(candidates))
+            return (np.zeros(len(candidates)),) * 2
         found = ring_seconds(self.profile, self.cluster, slot, self.memory(slot), compute)
         return stage_ring_seconds(found, candidates, *covered(self.spec, candidates.start_K, candidates.end_K))
 

@@ -142,12 +142,13 @@ def plan_seconds(plan: Plan, terms: Sequence[Mapping[str, float]]) -> PlanSecond
         plan: The plan.
         terms: For each of its stages the seconds of every term.
     """
+    groups = plan.num_groups
     once = [
         # What a group of devices does once per batch it does for all its chunks, but only one loop runs for all.
-        {name: _combine(name, [terms[chunk].get(name, 0.0) for chunk in plan.chunks(group)]) for name in ONCE}
-        for group in range(plan.num_groups)
+        {name: _combine(name, [term.get(name, 0.0) for term in terms[group::groups]]) for name in ONCE}
+        for group in range(groups)
     ]
-    stages = tuple(_stage_seconds(term, once[plan.group_of(index)]) for index, term in enumerate(terms))
+    stages = tuple(_stage_seconds(term, once[index % groups]) for index, term in enumerate(terms))
     return PlanSeconds(
         stages=stages,
         activations=tuple(term.get("arrival_seconds", 0.0) for term in terms[1:]),

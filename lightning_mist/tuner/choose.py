@@ -9,22 +9,24 @@ from the fastest (:mod:`lightning_mist.tuner.simpler`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lightning_mist.cost import CostModel, predictions
 from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
-from lightning_mist.tuner.clocked import CLOCKED, step_seconds_of_plan
+from lightning_mist.tuner import simpler
+from lightning_mist.tuner.clocked import CLOCKED, clocked, step_seconds_of_plan
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.mixed import Stages, mixed_layout
-from lightning_mist.tuner.placed import predicted_in_place
+from lightning_mist.tuner.placed import in_every_layout
 from lightning_mist.tuner.plainer import fits_within, plainer
 from lightning_mist.tuner.problem import InterStageProblem
 from lightning_mist.tuner.result import LEAST_SHARE, Alternative
 from lightning_mist.tuner.search import Outcome
-from lightning_mist.tuner.simpler import simplest, why_simpler
+from lightning_mist.tuner.simpler import why_simpler
 from lightning_mist.tuner.space import Space
 from lightning_mist.tuner.uniform import even_chunks
 from lightning_mist.tuner.variants import best_variant, refuse_without_variant
@@ -57,10 +59,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Clocked:
-    """A plan of the exact search with its prediction, and its seconds by the closed form."""
+    """A plan of the exact search, its seconds on the clock and by the closed form."""
 
     plan: Plan
+    seconds: float
     closed_form_seconds: float
+
+    def predicted(self, model: CostModel) -> "_Clocked":
+        """The same with the plan's prediction."""
+        return replace(self, plan=clocked(model, self.plan))
 
 
 def choose(stages: Stages, outcome: Outcome) -> Choice:
@@ -77,16 +84,19 @@ def choose(stages: Stages, outcome: Outcome) -> Choice:
     best: dict[int, _Clocked] = {}
     for item in found:
         count = item.plan.num_stages
-        if count not in best or step_seconds_of_plan(item.plan) < step_seconds_of_plan(best[count].plan):
+        if count not in best or item.seconds < best[count].seconds:
             best[count] = item
-    fastest = min(best.values(), key=lambda item: step_seconds_of_plan(item.plan))
-    others = [item.plan for item in best.values() if item is not fastest]
+    fastest = min(best.values(), key=lambda item: item.seconds)
+    predictions(stages.model, [item.plan for item in best.values()])
+    best = {count: item.predicted(stages.model) for count, item in best.items()}
+    fastest = plain = best[fastest.plan.num_stages]
+    others = [item.plan for count, item in best.items() if count != fastest.plan.num_stages]
     space = stages.space
     other, notes = _under_other_schedule(stages, fastest.plan, others)
-    plain = fastest
     if other is None:
-        plan = simplest(item.plan for item in found)
-        plain = next(item for item in found if item.plan is plan)
+        plan = simpler.simplest((item.plan, item.seconds) for item in found)
+        if plan != replace(fastest.plan, predicted=None):
+            plain = next(item for item in found if item.plan == plan).predicted(stages.model)
     alternatives = [
         Alternative(name=stages_in_words(count), plan=item.plan)
         for count, item in best.items()
@@ -101,24 +111,36 @@ def choose(stages: Stages, outcome: Outcome) -> Choice:
         is_explored=other is not None,
         closed_form_seconds=plain.closed_form_seconds,
         alternatives=tuple(sorted(alternatives, key=lambda item: item.predicted.step_seconds)),
-        notes=(*_clock_notes(found[0].plan, fastest.plan, plain.plan), *notes),
+        notes=(*_clock_notes(found[0], fastest, plain), *notes),
     )
 
 
 def _on_the_clock(stages: Stages, outcome: Outcome) -> list[_Clocked]:
-    """The best answers by the closed form on the clock, the best of all first."""
+    """The best answers by the closed form on the clock, the best of all first.
+
+    Those are left out that take so long in any layout that they can be neither the fastest with as many stages nor as
+    good as the fastest of all.
+    """
     assert outcome.winner is not None
     near = sorted(outcome.found.values(), key=lambda found: found.answer.objective)[:CLOCKED]
+    answers = (outcome.best[outcome.winner], *outcome.best.values(), *near)
+    made: dict[Plan, float] = {}
+    for item in answers:
+        plan = make_plan(stages.space, item.problem, item.answer.chosen, stages.model.cluster)
+        made.setdefault(plan, item.answer.objective)
     found: dict[Plan, _Clocked] = {}
-    for item in (outcome.best[outcome.winner], *outcome.best.values(), *near):
-        made = make_plan(stages.space, item.problem, item.answer.chosen, stages.model.cluster)
-        best = min((step_seconds_of_plan(known) for known in found), default=np.inf)
-        plan = predicted_in_place(stages.model, made, best)
-        found.setdefault(plan, _Clocked(plan=plan, closed_form_seconds=item.answer.objective))
+    least: dict[int, float] = {}
+    for layouts, objective in zip(in_every_layout(stages.model, list(made)), made.values(), strict=True):
+        best, count = min(least.values(), default=np.inf), layouts.plans[0].num_stages
+        if layouts.floor > max(least.get(count, np.inf), best * (1 + simpler.ALIKE)):
+            continue
+        plan, seconds = layouts.fastest(stages.model, best)
+        found.setdefault(plan, _Clocked(plan=plan, seconds=seconds, closed_form_seconds=objective))
+        least[count] = min(seconds, least.get(count, np.inf))
     return list(found.values())
 
 
-def _clock_notes(first: Plan, fastest: Plan, chosen: Plan) -> tuple[str, ...]:
+def _clock_notes(first: _Clocked, fastest: _Clocked, chosen: _Clocked) -> tuple[str, ...]:
     """What to say of a plan that is not the best by the closed form, or not the fastest on the clock.
 
     Args:
@@ -127,11 +149,11 @@ def _clock_notes(first: Plan, fastest: Plan, chosen: Plan) -> tuple[str, ...]:
         chosen: The simplest of those that cannot be told apart from it.
     """
     notes = []
-    gain = 1 - step_seconds_of_plan(chosen) / step_seconds_of_plan(first)
+    gain = 1 - chosen.seconds / first.seconds
     if gain >= LEAST_SHARE:
-        notes.append(f"{_named(chosen)} take {gain:.1%} less on the clock than the best plan by the closed form")
+        notes.append(f"{_named(chosen.plan)} take {gain:.1%} less on the clock than the best plan by the closed form")
     if chosen is not fastest:
-        notes.append(_simpler_note(chosen, fastest, _named(fastest)))
+        notes.append(_simpler_note(chosen.plan, fastest.plan, _named(fastest.plan)))
     return tuple(notes)
 
 

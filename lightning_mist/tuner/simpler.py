@@ -82,18 +82,16 @@ def simplicity(plan: Plan) -> Simplicity:
     return len(techniques(plan)), shapes(plan), plan.num_stages
 
 
-def simplest(plans: Iterable[Plan]) -> Plan:
+def simplest(plans: Iterable[tuple[Plan, float]]) -> Plan:
     """The simplest of the plans that cannot be told apart from the fastest; of equally simple ones the fastest.
 
     Args:
-        plans: Plans with predictions, at least one.
+        plans: Plans and their seconds on the clock, at least one.
     """
     found = list(plans)
-    least = min(_seconds(plan) for plan in found)
-    return min(
-        (plan for plan in found if _seconds(plan) <= least * (1 + ALIKE)),
-        key=lambda plan: (simplicity(plan), _seconds(plan)),
-    )
+    most = min(seconds for _, seconds in found) * (1 + ALIKE)
+    near = [(plan, seconds) for plan, seconds in found if seconds <= most]
+    return min(near, key=lambda item: (simplicity(item[0]), item[1]))[0]
 
 
 def why_simpler(plan: Plan, other: Plan) -> str:
@@ -114,8 +112,3 @@ def why_simpler(plan: Plan, other: Plan) -> str:
 
 def _count(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
-
-
-def _seconds(plan: Plan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.step_seconds

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import clock, step_seconds
-from lightning_mist.cost.clock import rules_of, step_times, terms_of
+from lightning_mist.cost.clock import clock_floor, clock_seconds, rules_of, step_times, terms_of
 from lightning_mist.cost.stage import StageSeconds
 from lightning_mist.plan import Plan, StageMesh, StagePlan
 from lightning_mist.schedule import StepRules
@@ -201,3 +201,40 @@ def test_machines_have_rules_of_their_own():
 def test_terms_have_the_names_of_the_fields():
     seconds = StageSeconds(**{f"{name}_K": np.array([float(index)]) for index, name in enumerate(NAMES)})
     assert terms_of(seconds) == {f"{name}_seconds": float(index) for index, name in enumerate(NAMES)}
+
+
+FLOORS = [
+    *((name, groups, 1, count) for name in ("1f1b", "gpipe", "zb-h1") for groups, count in ((1, 3), (2, 2), (3, 12))),
+    *(("interleaved-1f1b", groups, 2, count) for groups, count in ((2, 4), (3, 9))),
+    *((name, 4, 1, 3) for name in ("1f1b", "zb-h1")),
+    ("1f1b", 2, 1, 1),
+]
+
+
+@pytest.mark.parametrize("update_after", ["own", "last", "all"])
+@pytest.mark.parametrize("transfers", ["beside", "within"])
+@pytest.mark.parametrize("shape", FLOORS)
+def test_no_step_takes_less_than_its_floor(shape, transfers, update_after):
+    name, groups, chunks, count = shape
+    random, rules = np.random.default_rng(7), StepRules(transfers=transfers, update_after=update_after)
+    made = plan(name, groups, chunks=chunks, microbatches=count)
+    for _ in range(20):
+        terms = [dict(zip(stage(), random.exponential(size=len(NAMES)), strict=True)) for _ in made.stages]
+        for term in terms:
+            term["weight_seconds"] = 0.4 * term["backward_seconds"]
+            term["accumulate_seconds"] = 0.2 * term["backward_seconds"]
+            for part in ("ring", "copies", "overhead"):
+                term[f"forward_{part}_seconds"] = 0.5 * term[f"{part}_seconds"]
+        assert 0 < clock_floor(made, terms, rules) <= clock_seconds(made, terms, rules)
+
+
+def test_the_floor_of_a_pipeline_of_like_stages_is_its_step():
+    each = [stage(forward=1, backward=2, reduce=3, update=1)] * 4
+    made = plan("1f1b", 4, microbatches=8)
+    assert clock_floor(made, each, BESIDE) == pytest.approx(clock_seconds(made, each, BESIDE))
+
+
+def test_nothing_is_said_where_lists_are_cut():
+    each = [stage(forward=1, backward=2)] * 4
+    assert clock_floor(plan("gpipe", 4, microbatches=200), each, BESIDE) == 0.0
+    assert clock_floor(plan("1f1b", 4, microbatches=200), each, BESIDE) > 0.0

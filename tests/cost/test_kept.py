@@ -16,9 +16,25 @@ def test_answers_are_found_once():
     assert asked == [PLAN]
 
 
-def test_what_was_asked_for_longest_ago_is_forgotten(monkeypatch):
-    monkeypatch.setattr(kept, "MOST", 2)
-    answers = kept.Kept()
+def test_answers_to_several_questions_are_found_together():
+    asked, answers = [], kept.Kept(most=3)
+
+    def find(questions):
+        asked.append(questions)
+        return [-item for item in questions]
+
+    assert answers.of_all([3, 1, 3], find) == [-3, -1, -3]
+    assert answers.of_all([1, 2], find) == [-1, -2]
+    assert answers.of_all([], find) == []
+    assert asked == [[3, 1], [2]]
+    # What is asked for together is answered even if it is more than what is kept; the last is kept.
+    assert answers.of_all([1, 4, 5, 6], find) == [-1, -4, -5, -6]
+    assert answers.of_all([6, 5, 4, 1], find) == [-6, -5, -4, -1]
+    assert asked[2:] == [[4, 5, 6], [1]]
+
+
+def test_what_was_asked_for_longest_ago_is_forgotten():
+    answers = kept.Kept(most=2)
     first, second, third = (replace(PLAN, schedule=name) for name in ("1f1b", "gpipe", "zb-h1"))
     for number, plan in enumerate((first, second, first, third)):
         answers.of(plan, lambda _, number=number: number)

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.cost import StageCostModel, predict_with
-from lightning_mist.tuner.placed import predicted_in_place
+from lightning_mist.cost import StageCostModel, seconds_with
+from lightning_mist.tuner.placed import in_every_layout
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
 
@@ -19,31 +19,37 @@ def model_of(*, parameter_bytes, width, nodes=2):
     return StageCostModel(network, replace(rates, collectives=(*rates.collectives, *slow)), machine)
 
 
+def fastest(model, plan, *best):
+    (layouts,) = in_every_layout(model, [plan])
+    found, seconds = layouts.fastest(model, *best)
+    assert layouts.floor <= seconds == seconds_with(model, found)
+    return found
+
+
 def test_much_to_average_keeps_stages_together():
     model = model_of(parameter_bytes=4_000_000, width=10)
-    found = predicted_in_place(model, pipeline(STAGE, STAGE, per_node=2))
+    found = fastest(model, pipeline(STAGE, STAGE, per_node=2))
     assert [stage.devices for stage in found.stages] == [(2, 3), (0, 1)]
 
 
 def test_much_to_hand_on_keeps_replicas_together():
     model = model_of(parameter_bytes=400, width=100_000)
     plan = pipeline(STAGE, STAGE, per_node=2)
-    found = predicted_in_place(model, plan)
+    found = fastest(model, plan)
     assert [stage.devices for stage in found.stages] == [(1, 3), (0, 2)]
-    assert found.predicted.step_seconds < predict_with(model, plan).step_seconds
-    assert found.predicted == predict_with(model, replace(found, predicted=None))
+    assert seconds_with(model, found) < seconds_with(model, plan)
 
 
 def test_what_is_too_slow_in_any_layout_stays_as_it_is():
     model = model_of(parameter_bytes=400, width=100_000)
     plan = pipeline(STAGE, STAGE, per_node=2)
-    seconds = predict_with(model, plan).step_seconds
-    assert replace(predicted_in_place(model, plan, seconds / 2), predicted=None) == plan
-    assert replace(predicted_in_place(model, plan, seconds), predicted=None) != plan
+    seconds = seconds_with(model, plan)
+    assert fastest(model, plan, seconds / 2) == plan
+    assert fastest(model, plan, seconds) != plan
 
 
 @pytest.mark.parametrize("stages", [(STAGE, STAGE), ({"layers": 4, "data": 4},)])
 def test_within_a_node_or_of_one_stage_nothing_is_tried(stages):
     model = model_of(parameter_bytes=400, width=100_000, nodes=1)
     plan = pipeline(*stages)
-    assert replace(predicted_in_place(model, plan), predicted=None) == plan
+    assert fastest(model, plan) == plan

@@ -2,19 +2,10 @@ import dataclasses
 
 import pytest
 
-from lightning_mist.plan import Predicted, PredictedStage
 from lightning_mist.tuner.simpler import ALIKE, shapes, simplest, simplicity, techniques, why_simpler
 from tests.tuner.plans import pipeline
 
 PLAIN = pipeline({"layers": 4, "data": 2}, {"layers": 4, "data": 2})
-
-
-def timed(plan, seconds):
-    stage = PredictedStage(
-        steady_seconds=seconds, boundary_seconds=0.0, forward_seconds=seconds, backward_seconds=0.0, peak_bytes=1
-    )
-    predicted = Predicted(step_seconds=seconds, stages=(stage,) * plan.num_stages)
-    return dataclasses.replace(plan, predicted=predicted)
 
 
 def both(**changes):
@@ -60,10 +51,10 @@ def test_fewer_techniques_count_before_fewer_shapes_and_these_before_fewer_stage
 
 
 def test_only_plans_that_cannot_be_told_apart_are_weighed():
-    fast, near = timed(both(checkpointed=1), 1.0), timed(PLAIN, 1 + 0.9 * ALIKE)
-    assert simplest([fast, near]) is near
-    assert simplest([fast, timed(PLAIN, 1 + 1.1 * ALIKE)]) is fast
+    fast, near = both(checkpointed=1), PLAIN
+    assert simplest([(fast, 1.0), (near, 1 + 0.9 * ALIKE)]) is near
+    assert simplest([(fast, 1.0), (near, 1 + 1.1 * ALIKE)]) is fast
     # Of equally simple ones it is the fastest, in whatever order they come.
-    other = timed(both(zero=1), 1 + 0.5 * ALIKE)
-    assert simplest([other, fast]) is fast
-    assert simplest([fast, other]) is fast
+    other = both(zero=1)
+    assert simplest([(other, 1 + 0.5 * ALIKE), (fast, 1.0)]) is fast
+    assert simplest([(fast, 1.0), (other, 1 + 0.5 * ALIKE)]) is fast

@@ -1,15 +1,14 @@
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from lightning_mist.cost import StageCostModel, predict, predict_with, step_seconds
+from lightning_mist.cost import StageCostModel, breakdown, predict, predict_with, step_seconds
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, row_slice, to_json
 from lightning_mist.plan.layout import rank_layout
-from lightning_mist.tuner import SearchSpace, placed, tune
+from lightning_mist.tuner import SearchSpace, tune
 from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.space import apply
 from tests.specs import cluster, profile, spec, with_splits
@@ -116,15 +115,12 @@ def test_of_the_best_by_the_closed_form_the_fastest_on_the_clock_is_chosen(monke
     network = spec(4, tied=True, measured=True)
     found = search(network)
     assert found.predicted.step_seconds <= min(item.predicted.step_seconds for item in found.alternatives)
-    real, slow = predict_with, (found.plan.num_stages, found.plan.num_microbatches)
+    real, slow = breakdown.clock_seconds, (found.plan.num_stages, found.plan.num_microbatches)
 
-    def slower(model, plan):
-        predicted = real(model, plan)
-        if (plan.num_stages, plan.num_microbatches) != slow:
-            return predicted
-        return replace(predicted, step_seconds=10 * predicted.step_seconds)
+    def slower(plan, *args):
+        return real(plan, *args) * (10 if (plan.num_stages, plan.num_microbatches) == slow else 1)
 
-    monkeypatch.setattr(placed, "predict_with", slower)
+    monkeypatch.setattr(breakdown, "clock_seconds", slower)
     other = search(network)
     assert (other.plan.num_stages, other.plan.num_microbatches) != slow
     assert (other.bound, other.status) == (found.bound, "optimal")
