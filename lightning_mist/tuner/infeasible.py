@@ -15,6 +15,7 @@ from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan, StagePlan
 from lightning_mist.tuner.bound import least_peak
 from lightning_mist.tuner.budget import tensor_share
+from lightning_mist.tuner.holding import too_large
 from lightning_mist.tuner.intra_stage import EVERY_PART, IntraStage, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.least import LateError, LeastMemory
 from lightning_mist.tuner.mixed import MixedStages, Pipeline, Stages
@@ -27,6 +28,9 @@ MakePlan: TypeAlias = Callable[[InterStageProblem, tuple[int, ...]], Plan]
 
 LOOK_SECONDS = 10.0
 """Seconds after which the search for the least memory stops at the best found."""
+
+HOPELESS_SECONDS = 2.0
+"""The same where not even parameters and optimizer state could be held."""
 
 SHOWN_TERMS = 3
 """Terms of the peak that the message names."""
@@ -73,7 +77,7 @@ def explain_infeasible(intra: Stages, make_plan: MakePlan, deadline: float = np.
             f"{_pins(search)} leave no number of stages and microbatches that cut every batch into equal parts. "
             f"{_excluded(space.notes)}Leave these out of the search space"
         )
-    until = min(deadline, perf_counter() + LOOK_SECONDS)
+    until = min(deadline, perf_counter() + (HOPELESS_SECONDS if too_large(intra) else LOOK_SECONDS))
     look = LeastMemory(deadline=until)
     plan, is_least = _least(intra, pipelines, make_plan, look)
     if plan is None:
@@ -193,7 +197,8 @@ def _message(intra: Stages, plan: Plan, is_least: bool, with_more_host: Plan | N
     return (
         f"no plan fits. {least} is {format_bytes(worst.peak_bytes)}, on stage {index} of {plan.num_stages} "
         f"({_stage(intra, stage)}) in its {worst.phase}; {allowed}. Largest terms: {needs}. "
-        f"{_excluded(intra.space.notes)}{_ways_out(intra, plan, index, worst.peak_bytes / share, with_more_host)}"
+        f"{too_large(intra) or ''}{_excluded(intra.space.notes)}"
+        f"{_ways_out(intra, plan, index, worst.peak_bytes / share, with_more_host)}"
         f"{_way_out(terms[0][0])}"
     )
 

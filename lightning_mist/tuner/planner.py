@@ -27,6 +27,7 @@ from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, host_
 from lightning_mist.tuner.choose import choose, make_plan
 from lightning_mist.tuner.copies import search_copies
 from lightning_mist.tuner.families import GridCosts
+from lightning_mist.tuner.holding import too_large
 from lightning_mist.tuner.hosts import with_offload
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late
 from lightning_mist.tuner.intra_stage import IntraStage, TableKey
@@ -135,8 +136,10 @@ class Planner:
         """Search the pipelines, with so many more bytes on each device."""
         if isinstance(self.model, MixedCostModel):
             mixed = mixed_stages(self.model, space, *limits, more)
-            return mixed, search_mixed(mixed, deadline)
+            return mixed, Outcome.nothing(len(mixed.pipelines)) if too_large(mixed) else search_mixed(mixed, deadline)
         intra = self.stages(space, *limits, more)
+        if too_large(intra):
+            return intra, Outcome.nothing(len(space.pipelines()))
         outcome = search_pipelines(intra, space, deadline, self._pasts.of(space))
         self._pasts.add(space, Past.of(intra.both_limits, outcome.bounds, tuple(outcome.found.values())))
         return intra, outcome

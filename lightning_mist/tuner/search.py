@@ -83,6 +83,15 @@ class Outcome:
     is_late: bool = False
     bounds: dict[tuple[int, int], float] = field(default_factory=dict)
 
+    @classmethod
+    def nothing(cls, pipelines: int) -> "Outcome":
+        """Where it is known that no plan fits.
+
+        Args:
+            pipelines: Pairs of numbers of stages and of microbatches.
+        """
+        return cls(best={}, found={}, winner=None, bound=np.inf, certified=False, pipelines=pipelines, solved=0)
+
 
 def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Sequence[Past] = ()) -> Outcome:
     """The best pipeline, proven, and good ones with other numbers of stages, from what earlier searches have left."""
