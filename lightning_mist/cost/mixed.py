@@ -13,12 +13,13 @@ import numpy as np
 
 from lightning_mist.cost.candidates import Placed, StageCandidates, StageSlot
 from lightning_mist.cost.channels import interference_of
-from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.exchange import shard_nodes
 from lightning_mist.cost.kept import Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_parts import Ratios
+from lightning_mist.cost.offload_time import CopySeconds, no_copies
 from lightning_mist.cost.overlap_floor import corners
 from lightning_mist.cost.shards import Unsharding
 from lightning_mist.cost.stage import StageCostModel, StageCosts, StageSeconds
@@ -146,6 +147,29 @@ class MixedCostModel:
         if len(models) > 1:
             return CopyFloors.nothing(len(candidates), ratios)
         return models[0].copy_floors(slot, candidates, ratios)
+
+    def adds_copies(self, slot: StageSlot) -> bool:
+        """As of a :class:`StageCostModel`; not for stages on several parts, whose terms are the largest of any."""
+        models = self.models(slot)
+        return len(models) == 1 and models[0].adds_copies(slot)
+
+    def moved_seconds(
+        self,
+        slots: Sequence[StageSlot],
+        slot_K: IntArray,
+        candidates: StageCandidates,
+        once: tuple[FloatArray, FloatArray, FloatArray],
+    ) -> CopySeconds:
+        """What copies add to stages within parts; as of a :class:`StageCostModel`."""
+        part_K = np.array([slot.part for slot in slots])[slot_K]
+        found = no_copies(len(candidates))
+        for part in np.unique(part_K).tolist():
+            at_J = np.flatnonzero(part_K == part)
+            some = slot_K[at_J], candidates.take(at_J), (once[0][at_J], once[1][at_J], once[2][at_J])
+            terms = self.parts[part].moved_seconds(slots, *some)
+            for name in CopySeconds.__slots__:
+                getattr(found, name)[at_J] = getattr(terms, name)
+        return found
 
     def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
         """What candidates exchange with other stages; as of a :class:`StageCostModel`."""

@@ -35,8 +35,8 @@ from lightning_mist.cost.beside_copies import BesideCopies
 from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.offload_loads import parts_of_ranks
 from lightning_mist.cost.offload_parts import Ratios
+from lightning_mist.cost.offload_ranks import parts_of_ranks
 from lightning_mist.cost.overlap_floor import least_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.sums import prefix_sums
@@ -56,6 +56,8 @@ class CopyFloors:
         reduce_B, reduce_end_B: Averaging gradients in the last backward.
         alone_BX: Seconds without copies of a forward, of the first one, of a backward, of the last one.
         exposed_B: Averaging gradients without copies, as far as it does not hide.
+        updating_B, averaging_B, giving_B: Updating, averaging and giving out of the whole stage without copies, hidden
+            or not.
         parameters_BP, parameters_end_BP: Fetching parameters in a forward.
         again_BP, again_end_BP: Fetching them in a backward.
         written_BP: Writing back what an update changed of them.
@@ -80,6 +82,9 @@ class CopyFloors:
     reduce_end_B: FloatArray
     alone_BX: FloatArray
     exposed_B: FloatArray
+    updating_B: FloatArray
+    averaging_B: FloatArray
+    giving_B: FloatArray
     parameters_BP: FloatArray
     parameters_end_BP: FloatArray
     again_BP: FloatArray
@@ -239,6 +244,9 @@ def _passes(sums: _Sums, memory: MemoryModel, machine: BesideCopies) -> dict[str
             tuple(values_B[:, None] * table.trained_R for values_B in (update_B, gather_B, reduce_B)),
         ),
         "exposed_B": machine.once.exposed_K,
+        "updating_B": machine.update_B,
+        "averaging_B": machine.once.whole_K,
+        "giving_B": machine.once.gather_K,
     }
 
 

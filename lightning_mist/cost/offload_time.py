@@ -33,7 +33,7 @@ Array axes
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,8 +42,9 @@ from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_codes, distinct_rows
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.offload_loads import CopyPlace, Loads, Moving, WithoutCopies, loads_of, ratios_of
+from lightning_mist.cost.offload_loads import CopyPlace, Loads, Moving, WithoutCopies, loads_of
 from lightning_mist.cost.offload_passes import Concurrent, Copies, Neighbourhoods, Passes, Way
+from lightning_mist.cost.offload_ranks import ratios_of
 from lightning_mist.cost.overlap import beyond_computing, concurrent_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.hardware import Interference
@@ -141,7 +142,7 @@ def _joined(members: Sequence[int], questions: Sequence[CopyQuestion], moved: Se
     """The stages of several questions that move anything."""
     taken = [(questions[index], moved[index]) for index in members]
     candidates = StageCandidates.joined([item.candidates.take(at_J) for item, at_J in taken])
-    update_K, reduce_K, gather_K = (
+    once = tuple(
         np.concatenate([getattr(item.known, name)[at_J] for item, at_J in taken])
         for name in ("update_K", "reduce_K", "gather_K")
     )
@@ -149,14 +150,8 @@ def _joined(members: Sequence[int], questions: Sequence[CopyQuestion], moved: Se
         CopyPlace(memory=item.memory, slot=item.slot, compute=item.known.compute, units=item.known.units)
         for item, _ in taken
     ]
-    return Moving(
-        places=places,
-        place_K=np.repeat(np.arange(len(taken)), [len(at_J) for _, at_J in taken]),
-        candidates=candidates,
-        update_K=update_K,
-        reduce_K=reduce_K,
-        gather_K=gather_K,
-    )
+    place_K = np.repeat(np.arange(len(taken)), [len(at_J) for _, at_J in taken])
+    return Moving.of(places, place_K, candidates, (once[0], once[1], once[2]))
 
 
 def _spread(count: int, at_J: IntArray, terms: CopySeconds, cut: slice) -> CopySeconds:
@@ -168,6 +163,32 @@ def _spread(count: int, at_J: IntArray, terms: CopySeconds, cut: slice) -> CopyS
         if len(at_J) < count:
             found[name][at_J] = values_J
     return CopySeconds(**found)
+
+
+def every_moving_seconds(
+    moving: Moving, rates: CopyRates, interference: Interference | None, across_S: BoolArray
+) -> CopySeconds:
+    """As :func:`moving_seconds`, wherever the stages are.
+
+    Args:
+        moving: The stages.
+        rates: Bytes per second of copies.
+        interference: How channels slow each other down; ``None`` where they take turns.
+        across_S: Of each place, whether the ranks that share parameters are in several nodes.
+    """
+    across_K = across_S[moving.place_K]
+    found: CopySeconds | None = None
+    for across in (False, True):
+        at_J = np.flatnonzero(across_K == across)
+        for begin in range(0, len(at_J), AT_ONCE):
+            some_J = at_J[begin : begin + AT_ONCE]
+            if len(some_J) == len(across_K):
+                return moving_seconds(moving, rates, interference, across_nodes=across)
+            terms = moving_seconds(moving.take(some_J), rates, interference, across_nodes=across)
+            found = no_copies(len(across_K)) if found is None else found
+            for name in CopySeconds.__slots__:
+                getattr(found, name)[some_J] = getattr(terms, name)
+    return no_copies(0) if found is None else found
 
 
 def moving_seconds(
@@ -184,8 +205,6 @@ def moving_seconds(
     candidates = moving.candidates
     ratios = ratios_of(candidates)
     is_deferred_K = ratios.is_deferred_K
-    update_K, gather_K = (np.where(is_deferred_K, values_K, 0.0) for values_K in (moving.update_K, moving.gather_K))
-    moving = replace(moving, update_K=update_K, gather_K=gather_K)
     loads, question_K = loads_of(moving, rates)
 
     def concurrent(compute: FloatArray, network: FloatArray, copies: Copies | None) -> FloatArray:
@@ -198,7 +217,7 @@ def moving_seconds(
         kinds=Neighbourhoods.of(loads),
         place_K=moving.place_K,
         is_deferred_K=is_deferred_K,
-        update_K=update_K,
+        update_K=moving.update_K,
         concurrent=concurrent,
     )
     terms = _terms(loads, question_K, candidates, ratios, around)
@@ -211,14 +230,14 @@ def no_copies(count: int) -> CopySeconds:
     Args:
         count: How many they are.
     """
-    none_K, never_K = np.zeros(count), np.zeros(count, dtype=bool)
+    copies_K, forward_K, update_K, gather_K, reduce_K = np.zeros((5, count))
     return CopySeconds(
-        copies_K=none_K,
-        forward_copies_K=none_K,
-        update_copies_K=none_K,
-        gather_K=none_K,
-        reduce_K=none_K,
-        is_deferred_K=never_K,
+        copies_K=copies_K,
+        forward_copies_K=forward_K,
+        update_copies_K=update_K,
+        gather_K=gather_K,
+        reduce_K=reduce_K,
+        is_deferred_K=np.zeros(count, dtype=bool),
     )
 
 

@@ -27,15 +27,15 @@ import numpy as np
 from lightning_mist.cost.beside_copies import beside_copies
 from lightning_mist.cost.candidates import Placed, StageCandidates, StageSlot
 from lightning_mist.cost.channels import copy_rates, interference_of
-from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.corrected import computation_factor, corrected_regions, corrected_terms
 from lightning_mist.cost.exchange import cut_key, cut_seconds, of_cuts, reductions, shard_nodes, tied_seconds
 from lightning_mist.cost.kept import STAGES, Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.offload_floors import CopyFloors, copy_floors
-from lightning_mist.cost.offload_loads import WithoutCopies
+from lightning_mist.cost.offload_loads import CopyPlace, Moving, WithoutCopies
 from lightning_mist.cost.offload_parts import Ratios
-from lightning_mist.cost.offload_time import CopyQuestion, CopySeconds, copy_seconds
+from lightning_mist.cost.offload_time import CopyQuestion, CopySeconds, copy_seconds, every_moving_seconds
 from lightning_mist.cost.overheads import overhead_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.ring_time import ring_seconds, stage_ring_seconds
@@ -279,17 +279,21 @@ class StageCostModel:
             return None
         key = slot.whole_rows, degree, nodes
         if key not in rank.beside:
-            holdings = rank.memory.holdings
-            if (degree, nodes) not in rank.units:
-                rank.units[degree, nodes] = unit_seconds(self.profile, holdings.table, degree, nodes)
             rank.beside[key] = Beside(
                 compute=compute,
-                units=rank.units[degree, nodes],
-                is_one_unit=holdings.is_one_unit,
+                units=self._units(slot),
+                is_one_unit=rank.memory.holdings.is_one_unit,
                 interference=interference_of(self.profile, self.cluster),
                 across_nodes=nodes > 1,
             )
         return rank.beside[key]
+
+    def _units(self, slot: StageSlot) -> UnitSeconds:
+        """Communication of every unit among the ranks that shard."""
+        degree, nodes, rank = slot.shard_degree, shard_nodes(self.cluster, slot), self._of(slot)
+        if (degree, nodes) not in rank.units:
+            rank.units[degree, nodes] = unit_seconds(self.profile, rank.memory.holdings.table, degree, nodes)
+        return rank.units[degree, nodes]
 
     def _transfers(
         self, slot: StageSlot, candidates: StageCandidates, *, sending: bool
@@ -331,6 +335,36 @@ class StageCostModel:
         machine = self.profile, self.cluster
         found = dict(zip(asked, copy_seconds(questions, copy_rates(*machine), interference_of(*machine)), strict=True))
         return tuple(found.get(index) for index in range(len(items)))
+
+    def adds_copies(self, slot: StageSlot) -> bool:
+        """Whether seconds with copies are those without and what copies add: where runs have corrected nothing."""
+        return not self.profile.corrections
+
+    def moved_seconds(
+        self,
+        slots: Sequence[StageSlot],
+        slot_K: IntArray,
+        candidates: StageCandidates,
+        once: tuple[FloatArray, FloatArray, FloatArray],
+    ) -> CopySeconds:
+        """What copies add to stages each of which moves something, without their other seconds.
+
+        Args:
+            slots: The stages' places.
+            slot_K: Which of them each has.
+            candidates: The stages.
+            once: What the optimizer's arithmetic, averaging gradients and giving out parameters take without copies.
+        """
+        places = [self._copy_place(slot) for slot in slots]
+        moving = Moving.of(places, slot_K, candidates, once)
+        machine = self.profile, self.cluster
+        across_S = np.array([shard_nodes(self.cluster, slot) > 1 for slot in slots])
+        return every_moving_seconds(moving, copy_rates(*machine), interference_of(*machine), across_S)
+
+    def _copy_place(self, slot: StageSlot) -> CopyPlace:
+        compute = self.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
+        units = self._units(slot) if slot.shard_degree > 1 else None
+        return CopyPlace(memory=self.memory(slot), slot=slot, compute=compute, units=units)
 
     def copy_floors(self, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> CopyFloors:
         """What copies add at least to stages, whose ratios are not settled; nothing where seconds are corrected."""

@@ -14,25 +14,25 @@ the first term does not grow, the second falls by ``x``, and no term of the thir
 stage itself by ``d' - d``, those of stages behind it by ``x``, those before it not at all.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageSlot
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.compile import BoolArray
 from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.families import GridCosts
-from lightning_mist.tuner.moved import Asked, Mover, worth_moving
+from lightning_mist.tuner.moved import Mover
 from lightning_mist.tuner.moved_known import Knowledge
 from lightning_mist.tuner.moved_ratios import Ratios
-from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.pieces import Pieces, piece_key
 from lightning_mist.tuner.placed_runs import KnownRuns
-from lightning_mist.tuner.space import OFFLOADED, Shape, Space, common_unit
+from lightning_mist.tuner.space import Shape, Space, common_unit
 from lightning_mist.tuner.tables import ROOM, Table, make_table, with_stages_behind, within
+from lightning_mist.tuner.unmoved import Unmoved, unmoved
 from lightning_mist.tuner.windows import Role, Windows, fixed_window, layer_classes, role_of, windows_of
 
 __all__ = ["ANYWHERE", "EVERY_PART", "IntraStage", "SlotChoices", "layer_classes", "with_peaks_as_seconds"]
@@ -44,6 +44,9 @@ part of the cluster to another."""
 
 _FrontierKey = tuple[TableKey, int, tuple[Phase, ...]]
 """What tells frontiers apart: the table, the stages behind as far as they count, the situations."""
+
+_Place = tuple[int, int, tuple[int, ...]]
+"""A stage, the number of stages, and the parts of the cluster in which these lie, if it has unlike ones."""
 
 
 class IntraStage:
@@ -161,19 +164,54 @@ class IntraStage:
             pipeline: The part of the cluster in which every stage lies, if it has unlike ones.
             among_NL: Of which numbers of devices and layers choices are of interest; by default of all.
         """
-        phases = stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule)
-        place = stage_index, num_stages, num_microbatches, pipeline
-        # More microbatches than there are do not pass a stage before the first of them comes back.
-        key = self._key(*place), min(num_stages - 1 - stage_index, num_microbatches - 1), phases
-        pace, known_NL, choices = self._frontiers.get(key, (-np.inf, None, SlotChoices.none()))
-        if pace * ROOM < slowest or not _covers(known_NL, among_NL):
-            ahead = () if key[0][2] >= 0 else self._ahead(stage_index, num_stages, num_microbatches)
-            table = self._table(*place, slowest)
-            choices = self._frontier(table, self._counted(key[0], table, key[1]), phases, slowest, ahead, among_NL)
-            self._frontiers[key] = slowest, among_NL, choices
+        place = stage_index, num_stages, pipeline
+        self.prepare([(*place, among_NL)], num_microbatches, slowest, with_ahead=True)
+        _, _, choices = self._frontiers[self._frontier_key(place, num_microbatches)]
         most = self.space.world_size if self._elsewhere else self.space.world_size - num_stages + 1
         inside_K = within(choices, stage_index, num_stages, self.space.num_layers, most)
         return choices.take(inside_K & (choices.steady_K <= slowest))
+
+    def prepare(
+        self,
+        asked: Iterable[tuple[int, int, tuple[int, ...], BoolArray | None]],
+        num_microbatches: int,
+        slowest: float = np.inf,
+        *,
+        with_ahead: bool = False,
+    ) -> None:
+        """Work out what frontiers of several slots need at once, which is faster than one after another.
+
+        Args:
+            asked: Stage, number of stages, pipeline, and numbers of devices and layers, each as of :meth:`frontier`.
+            num_microbatches: Number of microbatches.
+            slowest: The most steady seconds.
+            with_ahead: Whether to count bytes also of stages that may be asked about next.
+        """
+        wanted: dict[_FrontierKey, tuple[_Place, BoolArray | None]] = {}
+        for stage_index, num_stages, pipeline, among_NL in asked:
+            place = stage_index, num_stages, pipeline
+            key = self._frontier_key(place, num_microbatches)
+            pace, known_NL, _ = self._frontiers.get(key, (-np.inf, None, None))
+            if pace * ROOM < slowest or not _covers(known_NL, among_NL):
+                of_key = wanted.get(key)
+                wanted[key] = place, among_NL if of_key is None else _either(of_key[1], among_NL)
+        open_: list[Unmoved] = []
+        for key, (place, among_NL) in wanted.items():
+            (index, count, pipeline), behind = place, key[1]
+            table = self._table(index, count, num_microbatches, pipeline, slowest)
+            counted = self._counted(key[0], table, behind)
+            has_next = with_ahead and key[0][2] < 0
+            ahead = self._ahead(index, count, num_microbatches) if has_next else ()
+            open_.append(unmoved(self._mover, (table, counted), key[2], slowest, ahead, among_NL))
+        for (key, (_, among_NL)), choices in zip(wanted.items(), self._with_moved(open_), strict=True):
+            self._frontiers[key] = slowest, among_NL, choices
+
+    def _frontier_key(self, place: "_Place", num_microbatches: int) -> "_FrontierKey":
+        stage_index, num_stages, pipeline = place
+        phases = stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule)
+        # More microbatches than there are do not pass a stage before the first of them comes back.
+        behind = min(num_stages - 1 - stage_index, num_microbatches - 1)
+        return self._key(stage_index, num_stages, num_microbatches, pipeline), behind, phases
 
     def _ahead(self, stage_index: int, num_stages: int, num_microbatches: int) -> tuple[tuple[Phase, ...], ...]:
         """The situations of stages that share a table with one and have more behind them, up to twice as many."""
@@ -196,57 +234,14 @@ class IntraStage:
             self._behind[key, behind] = table, counted
         return counted
 
-    def _frontier(
-        self,
-        table: Table,
-        counted: Table,
-        phases: tuple[Phase, ...],
-        slowest: float,
-        ahead: tuple[tuple[Phase, ...], ...] = (),
-        among_NL: BoolArray | None = None,
-    ) -> SlotChoices:
-        """The frontier of one stage.
-
-        Args:
-            table: What stages of its role share.
-            counted: The same with what the stages behind this one cost.
-            phases: Its situations.
-            slowest: The most steady seconds.
-            ahead: Situations of stages that will be asked about next.
-            among_NL: Of which numbers of devices and layers state may be moved.
-        """
-        count = int(np.searchsorted(table.steady_K, slowest, side="right"))
-        peak_K, kept_J = self._fitting(counted, count, phases)
-        if len(self._mover.ratios) == 1:
-            return counted.choices(kept_J, peak_K[kept_J])
-        later = () if self._mover.has_looked(table, phases) else ahead
-
-        def worth(priced: Table, kept_J: IntArray) -> IntArray:
-            found_J = worth_moving(priced, count, kept_J)
-            return found_J if among_NL is None else found_J[priced.is_among(among_NL, found_J)]
-
-        next_ones = [(worth(table, self._fitting(table, count, item)[1]), item) for item in later]
-        asked = Asked(table=table, counted=counted, index_B=worth(counted, kept_J), kept_I=kept_J, slowest=slowest)
-        moved, evaluated = self._mover.of(asked, phases, next_ones)
+    def _with_moved(self, items: Sequence[Unmoved]) -> list[SlotChoices]:
+        """The frontiers of stages, with what they may move."""
+        asked = [item.asked for item in items if item.asked is not None]
+        if not asked:
+            return [item.alone() for item in items]
+        moved, evaluated = self._mover.of(asked)
         self.evaluated += evaluated
-        steady_J, boundary_J, peak_J, index_J = (
-            np.concatenate([here[kept_J], there])
-            for here, there in (
-                (counted.steady_K, moved.steady_J + (counted.steady_K - table.steady_K)[moved.index_J]),
-                (table.boundary_K, moved.boundary_J),
-                (peak_K, moved.peak_J),
-                (np.arange(count), moved.index_J),
-            )
-        )
-        best_J = non_dominated(table.place_K[index_J], steady_J, steady_J + boundary_J)
-        offload_JO = np.concatenate([np.zeros((len(kept_J), len(OFFLOADED))), moved.offload_JO])
-        seconds = steady_J[best_J], boundary_J[best_J]
-        return table.choices(index_J[best_J], peak_J[best_J], seconds, offload_JO[best_J])
-
-    def _fitting(self, table: Table, count: int, phases: tuple[Phase, ...]) -> tuple[FloatArray, IntArray]:
-        """Peaks of the first candidates of a table, and those that fit and are not dominated."""
-        peak_K = table.parts.take(slice(count)).peaks(phases)
-        return peak_K, table.order.frontier(peak_K <= self.memory_limit)
+        return [item.frontier(more) for item, more in zip(items, moved, strict=True)]
 
     def rough_seconds(self, num_stages: int, num_microbatches: int) -> float:
         """Step seconds of about the best pipeline of equal stages; infinite if there is none that fits.
@@ -369,6 +364,11 @@ class IntraStage:
         if role not in self._windows:
             self._windows[role] = windows_of(role, self.space.num_layers, self._classes)
         return self._windows[role]
+
+
+def _either(first_NL: BoolArray | None, second_NL: BoolArray | None) -> BoolArray | None:
+    """Numbers of devices and layers of which one or the other is of interest."""
+    return None if first_NL is None or second_NL is None else first_NL | second_NL
 
 
 def _covers(known_NL: BoolArray | None, asked_NL: BoolArray | None) -> bool:

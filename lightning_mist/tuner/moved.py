@@ -3,7 +3,7 @@
 Copies add to the steady time and never take from it, and of the boundary time they can hide no more than averaging
 gradients and giving out parameters. So whatever a candidate moves, it takes at least its own ``t`` without copies, and
 its ``t + d`` is at least ``t`` with what of ``d`` is neither of these two (:attr:`Table.floor_K`). Where a choice that
-fits beats both, no ratio is tried (:func:`worth_moving`).
+fits beats both, no ratio is tried (:func:`.unmoved.worth_moving`).
 
 Of all others every combination of ratios is looked at, its memory first. What it takes at least is known then too
 (:mod:`lightning_mist.cost.offload_floors`), and its seconds are worked out only if by that it may be better than all
@@ -33,14 +33,13 @@ Array axes
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, StageCandidates, StageSlot, profiles_of
-from lightning_mist.cost.candidates import OffloadCandidates
+from lightning_mist.cost import CostModel, StageSlot, profiles_of
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.mixed import copy_weights
 from lightning_mist.cost.offload_floors import CopyFloors
@@ -48,7 +47,7 @@ from lightning_mist.cost.offload_parts import OffloadParts
 from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.moved_known import Knowledge, Known, Moved, Situations
 from lightning_mist.tuner.moved_ratios import Ratios
-from lightning_mist.tuner.pareto import not_beaten
+from lightning_mist.tuner.moved_settled import Unsettled, learn_seconds, next_ones
 from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.tables import ROOM, Table
 
@@ -57,13 +56,6 @@ AT_ONCE = 1 << 14
 
 BASES_AT_ONCE = 1 << 10
 """Candidates whose combinations are looked at together: their peaks take some megabytes."""
-
-
-Points = tuple[IntArray, FloatArray, FloatArray]
-"""Groups, and two values in which smaller is better."""
-
-SLACK = 1 + 1 / 8
-"""Of candidates that may be better than what is known those come first which no other promises to beat by so much."""
 
 
 class TimeIsUpError(Exception):
@@ -80,6 +72,8 @@ class Asked:
         index_B: The candidates.
         kept_I: Those that fit without offload and are not dominated.
         slowest: The most steady seconds that are of use.
+        phases: The situations of their stage.
+        ahead: Candidates and situations of stages that will be asked about next, to count bytes together.
     """
 
     table: Table
@@ -87,6 +81,8 @@ class Asked:
     index_B: IntArray
     kept_I: IntArray
     slowest: float
+    phases: Situations
+    ahead: tuple[tuple[IntArray, Situations], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,67 +105,82 @@ class Mover:
     deadline: float = np.inf
     knowledge: Knowledge = field(default_factory=Knowledge)
 
-    def of(
-        self, asked: Asked, phases: Situations, ahead: Sequence[tuple[IntArray, Situations]] = ()
-    ) -> tuple[Moved, int]:
-        """What some candidates of a table may move, as far as it is of use, and how much has been looked at.
+    def of(self, asked: Sequence[Asked]) -> tuple[list[Moved], int]:
+        """What some candidates of stages may move, as far as it is of use, and how much has been looked at.
 
         Args:
-            asked: The candidates, and what they have to be better than.
-            phases: The situations of their stage.
-            ahead: Candidates and situations of stages that will be asked about next, to count bytes together.
+            asked: The candidates of every stage, and what they have to be better than.
 
         Raises:
             TimeIsUpError: If there is no time left to evaluate them.
         """
-        table = asked.table
-        known, count = self._known(table), len(self.ratios)
-        every_B = np.unique(np.concatenate([asked.index_B, *(index_B for index_B, _ in ahead)]))
-        new_B = every_B[known.row_K[every_B] < 0]
-        for at_N in self._together(table, new_B, self.ratios.pairs):
-            self._learn_bytes(known, new_B[at_N])
-        known.looked |= {phases, *(item for _, item in ahead)}
-        of_J, place_J, peak_J = self._kept(known, asked.index_B, phases)
-        self._settle(known, asked, of_J, place_J)
-        steady_J, boundary_J = known.seconds(place_J)
-        fast_J = np.flatnonzero(steady_J <= table.pace * ROOM)
-        moved = Moved(
-            index_J=of_J[fast_J],
-            offload_JO=self.ratios.offload_CO[place_J[fast_J] % count],
-            steady_J=steady_J[fast_J],
-            boundary_J=boundary_J[fast_J],
-            peak_J=peak_J[fast_J],
+        # What is known of a table may be forgotten for that of another; here it is still needed.
+        every = [self._known(item.table) for item in asked]
+        looked = self._look(asked, every)
+        kept = [self._kept(known, item.index_B, item.phases) for item, known in zip(asked, every, strict=True)]
+        self._settle(
+            [
+                self._unsettled(known, item, of_J, place_J)
+                for item, known, (of_J, place_J, _) in zip(asked, every, kept, strict=True)
+                if len(of_J)
+            ]
         )
-        return moved, len(new_B) * (count - 1)
+        count, found = len(self.ratios), []
+        for item, known, (of_J, place_J, peak_J) in zip(asked, every, kept, strict=True):
+            steady_J, boundary_J = known.seconds(place_J)
+            fast_J = np.flatnonzero(steady_J <= item.table.pace * ROOM)
+            found.append(
+                Moved(
+                    index_J=of_J[fast_J],
+                    offload_JO=self.ratios.offload_CO[place_J[fast_J] % count],
+                    steady_J=steady_J[fast_J],
+                    boundary_J=boundary_J[fast_J],
+                    peak_J=peak_J[fast_J],
+                )
+            )
+        return found, looked * (count - 1)
 
-    def _settle(self, known: Known, asked: Asked, of_J: IntArray, place_J: IntArray) -> None:
-        """Evaluate whatever may be better than what is known to fit, the most promising first."""
-        if not len(of_J):
-            return
-        counted, group_J = asked.counted, asked.table.place_K[of_J]
+    def _look(self, asked: Sequence[Asked], every: Sequence[Known]) -> int:
+        """Learn the bytes of all candidates that are asked about; how many these are."""
+        of_tables: dict[int, tuple[Known, list[IntArray]]] = {}
+        for item, known in zip(asked, every, strict=True):
+            wanted = of_tables.setdefault(id(known), (known, []))[1]
+            wanted += [item.index_B, *(index_B for index_B, _ in item.ahead)]
+            known.looked |= {item.phases, *(phases for _, phases in item.ahead)}
+        looked = 0
+        for known, wanted in of_tables.values():
+            every_B = np.unique(np.concatenate(wanted))
+            new_B = every_B[known.row_K[every_B] < 0]
+            looked += len(new_B)
+            for at_N in self._together(known.table, new_B, self.ratios.pairs):
+                self._learn_bytes(known, new_B[at_N])
+        return looked
+
+    def _unsettled(self, known: Known, asked: Asked, of_J: IntArray, place_J: IntArray) -> Unsettled:
+        """Candidates with ratios that fit, and what they have to be better than."""
+        counted, index_I = asked.counted, asked.kept_I
         steady_J, whole_J = self._floors(known, counted, of_J, place_J)
-        later_J = (counted.steady_K - asked.table.steady_K)[of_J]
-        index_I = asked.kept_I
-        fitting = (
-            asked.table.place_K[index_I],
-            counted.steady_K[index_I],
-            (counted.steady_K + counted.boundary_K)[index_I],
+        return Unsettled(
+            known=known,
+            place_J=place_J,
+            group_J=asked.table.place_K[of_J],
+            steady_J=steady_J,
+            whole_J=whole_J,
+            later_J=(counted.steady_K - asked.table.steady_K)[of_J],
+            fitting=(
+                asked.table.place_K[index_I],
+                counted.steady_K[index_I],
+                (counted.steady_K + counted.boundary_K)[index_I],
+            ),
+            open_J=np.flatnonzero(steady_J <= asked.slowest * ROOM),
         )
-        open_J = np.flatnonzero(steady_J <= asked.slowest * ROOM)
-        while len(open_J):
-            found_J, once_J = known.seconds(place_J[open_J])
-            done_J = ~np.isnan(found_J)
-            at_D = open_J[done_J]
-            steady_D = found_J[done_J] + later_J[at_D]
-            fitting = _with_points(fitting, (group_J[at_D], steady_D, steady_D + once_J[done_J]))
-            open_J = open_J[~done_J]
-            points = group_J[open_J], steady_J[open_J], whole_J[open_J]
-            chosen_J = not_beaten(*points, fitting)
-            open_J = open_J[chosen_J]
-            points = group_J[open_J], steady_J[open_J], whole_J[open_J]
-            first_J = open_J[not_beaten(*points, (points[0], points[1] * SLACK, points[2] * SLACK))]
-            for at_N in self._together(asked.table, of_J[first_J], 1):
-                self._learn_seconds(known, of_J[first_J[at_N]], place_J[first_J[at_N]])
+
+    def _settle(self, unsettled: Sequence[Unsettled]) -> None:
+        """Evaluate whatever may be better than what is known to fit, of all stages the most promising first."""
+        while unsettled := [item for item in unsettled if item.narrow()]:
+            if perf_counter() > self.deadline:
+                raise TimeIsUpError
+            learn_seconds(self.model, self.ratios.offload_CO, next_ones(unsettled))
 
     def _floors(self, known: Known, counted: Table, of_J: IntArray, place_J: IntArray) -> tuple[FloatArray, FloatArray]:
         """What candidates with ratios take at least, per microbatch and of a batch."""
@@ -240,17 +251,10 @@ class Mover:
         parts = OffloadParts.of(self.model.memory(slot), slot, table.candidates(index_B), self.ratios.each)
         before = 0 if known.parts is None else len(known.parts)
         known.row_K[index_B] = before + np.arange(len(index_B))
+        known.base_B = np.concatenate([known.base_B, index_B])
         known.parts = parts if known.parts is None else OffloadParts.joined([known.parts, parts])
         floors = self.model.copy_floors(slot, table.candidates(index_B), self.ratios.each)
         known.floors = floors if known.floors is None else CopyFloors.joined([known.floors, floors])
-
-    def _learn_seconds(self, known: Known, index_N: IntArray, place_N: IntArray) -> None:
-        """Seconds of some candidates of one arrangement: which of the table, and where they are among what is known."""
-        table = known.table
-        offload_NO = self.ratios.offload_CO[place_N % len(self.ratios)]
-        slot = table.slots[int(table.shape_K[index_N[0]])]
-        seconds = self.model.seconds(slot, _with(table.candidates(index_N), offload_NO))
-        known.note(place_N, seconds.steady_K, seconds.boundary_K)
 
     def _least(self, table: Table, index_B: IntArray, fits_BC: BoolArray) -> BoolArray:
         """Those that fit and move no more than they have to."""
@@ -285,37 +289,3 @@ class Mover:
             if any(bool((low & ~high).any()) for low, high in pairwise(moved)):
                 return True
         return False
-
-
-def _with(candidates: StageCandidates, offload_JO: FloatArray) -> StageCandidates:
-    ratios = {f"{name}_K": offload_JO[:, place] for place, name in enumerate(OFFLOADED)}
-    return replace(candidates, offload=OffloadCandidates(**ratios))
-
-
-def _with_points(points: Points, others: Points) -> Points:
-    group, first, second = (np.concatenate(pair) for pair in zip(points, others, strict=True))
-    return group, first, second
-
-
-def worth_moving(table: Table, count: int, kept_J: IntArray) -> IntArray:
-    """Which candidates could beat those that fit if they moved something.
-
-    Args:
-        table: The candidates.
-        count: How many of the first are asked about.
-        kept_J: Those that fit and are not dominated.
-    """
-    index_J = np.concatenate([kept_J, np.arange(count)])
-    fits_J = np.arange(len(index_J)) < len(kept_J)
-    steady_J, place_J = table.steady_K[index_J], table.place_K[index_J]
-    whole_J = np.where(fits_J, steady_J + table.boundary_K[index_J], table.floor_K[index_J])
-    # By place, in each by rising steady time, in each of these what fits first.
-    order = np.lexsort((~fits_J, steady_J, place_J))
-    beats_J = np.where(fits_J, whole_J, np.inf)[order]
-    values, rank_J = np.unique(beats_J, return_inverse=True)
-    _, group_J = np.unique(place_J[order], return_inverse=True)
-    # Ranks fall from place to place, so that the running minimum begins anew in each.
-    least_J = np.minimum.accumulate(rank_J.reshape(-1) - group_J.reshape(-1) * (len(values) + 1))
-    least_whole_J = values[least_J + group_J.reshape(-1) * (len(values) + 1)] if count else beats_J
-    found: IntArray = np.sort(index_J[order][~fits_J[order] & (whole_J[order] < least_whole_J)])
-    return found

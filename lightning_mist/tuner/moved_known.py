@@ -3,6 +3,7 @@
 Array axes
     K  candidates of a table
     J  candidates with ratios
+    B  bases
     O  kinds of state, in the order of ``OFFLOADED``
     S  candidates with ratios whose seconds are known
 """
@@ -59,6 +60,7 @@ class Known:
     Attributes:
         table: The table.
         row_K: Of every candidate its place among the bases, -1 where it is not one of them.
+        base_B: The other way round: of every base which candidate it is.
         parts: What the peaks of bases are made of; nothing before there are any.
         floors: What copies add to them at least; nothing before there are any.
         place_S: Of which combinations of which bases seconds are known, ascending.
@@ -69,6 +71,7 @@ class Known:
 
     table: Table
     row_K: IntArray
+    base_B: IntArray
     parts: OffloadParts | None
     floors: CopyFloors | None
     place_S: IntArray
@@ -87,6 +90,7 @@ class Known:
         return cls(
             table=table,
             row_K=np.full(len(table), -1, dtype=np.int64),
+            base_B=np.empty(0, dtype=np.int64),
             parts=None,
             floors=None,
             place_S=np.empty(0, dtype=np.int64),

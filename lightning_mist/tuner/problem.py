@@ -142,9 +142,8 @@ class Family:
             choices_of: The choices by stage and number of stages.
         """
         tails: list[SlotChoices] = []
-        for behind in range(max(counts, default=1) - 1):
-            num_stages = max(behind + 2, min(counts))
-            slot = choices_of(num_stages - 1 - behind, num_stages)
+        for place in places_behind(counts):
+            slot = choices_of(*place)
             if not len(slot):
                 break
             tails.append(slot)
@@ -165,6 +164,19 @@ class Family:
             num_microbatches=self.num_microbatches,
             slots=(self.heads[num_stages], *reversed(self.tails[: num_stages - 1])),
         )
+
+
+def places_behind(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Stage and number of stages of all that may lie behind the first ones of pipelines, the last stage first.
+
+    Args:
+        counts: Numbers of stages.
+    """
+    found = []
+    for behind in range(max(counts, default=1) - 1):
+        num_stages = max(behind + 2, min(counts))
+        found.append((num_stages - 1 - behind, num_stages))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

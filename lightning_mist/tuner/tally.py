@@ -11,7 +11,7 @@ from lightning_mist.tuner.choices import SlotChoices
 from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.past import Found
-from lightning_mist.tuner.problem import PRECISION, Family, InterStageProblem
+from lightning_mist.tuner.problem import PRECISION, Family, InterStageProblem, places_behind
 from lightning_mist.tuner.space import Space
 
 Group = tuple[tuple[int, ...], int]
@@ -118,6 +118,9 @@ def family_of(tally: Tally, counts: Sequence[int], num_microbatches: int, below:
         frontier = partial(tally.intra.frontier, num_microbatches=num_microbatches)
         return Family.of(*sizes, num_microbatches, counts, frontier)
     known = tally.floors.narrowed(counts, num_microbatches, below)
+
+    places = [*places_behind(known.counts), *((0, count) for count in known.counts)]
+    tally.intra.prepare(((*place, (), known.of(*place)) for place in places), num_microbatches, known.slowest)
 
     def choices_of(stage_index: int, num_stages: int) -> SlotChoices:
         among_NL = known.of(stage_index, num_stages)

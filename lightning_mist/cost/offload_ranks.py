@@ -1,0 +1,78 @@
+"""What part of every kind of moved state the rank that has most moves.
+
+Array axes
+    K  candidates
+    J  those of which a part is moved
+    U  distinct ratios
+    R  units, which are regions
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates
+from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.distinct import distinct_rows
+from lightning_mist.cost.memory import MemoryModel
+from lightning_mist.cost.regions import covered
+from lightning_mist.cost.sums import prefix_sums
+from lightning_mist.plan import ZeroStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankParts:
+    """Of each candidate, which part of a unit's bytes the rank that has most moves, by kind of state."""
+
+    parameters_K: FloatArray
+    gradients_K: FloatArray
+    owned_gradients_K: FloatArray
+    optimizer_K: FloatArray
+
+
+def ratios_of(candidates: StageCandidates) -> OffloadCandidates:
+    """The ratios of candidates.
+
+    Raises:
+        ValueError: If they have none.
+    """
+    if candidates.offload is None:
+        raise ValueError("candidates.offload = None: nothing is offloaded, so there are no copies")
+    return candidates.offload
+
+
+def parts_of_ranks(memory: MemoryModel, ranks_K: IntArray, candidates: StageCandidates) -> RankParts:
+    """What part of every kind of moved state the rank that has most moves.
+
+    The update of a parameter happens once, however many units fetch it.
+
+    Args:
+        memory: The network, or one tensor-parallel rank's part of it.
+        ranks_K: Ranks with the same parameters.
+        candidates: The stages, with ratios.
+    """
+    offload, states, zero_K = ratios_of(candidates), memory.states, candidates.zero_stage_K
+    low_K, high_K = covered(memory.spec, candidates.start_K, candidates.end_K)
+
+    def part(ratio_K: FloatArray, since: ZeroStage, *, trained: bool, once: bool = False) -> FloatArray:
+        shards_K, part_K = (zero_K >= since) & (ranks_K > 1), np.ones(len(candidates))
+        at_J = np.flatnonzero((shards_K | once) & (ratio_K > 0))
+        if not len(at_J):
+            return part_K
+        some, ratio_J = candidates.take(at_J), ratio_K[at_J]
+        most_J = states.of(some, ratio_J, ranks_K[at_J], shards_K[at_J], trained=trained).moved_K
+        if once:
+            ratios_U, row_J = distinct_rows(ratio_J)
+            prefix_UR = prefix_sums(np.stack([states.unit_bytes(ratio, "trained") for (ratio,) in ratios_U.tolist()]))
+            all_J = prefix_UR[row_J, high_K[at_J]] - prefix_UR[row_J, low_K[at_J]]
+        else:
+            all_J = states.of(some, ratio_J, 1, shards_K[at_J], trained=trained).moved_K
+        part_K[at_J] = most_J / np.maximum(all_J, 1.0)
+        return part_K
+
+    return RankParts(
+        parameters_K=part(offload.parameters_K, ZeroStage.PARAMETERS, trained=False),
+        gradients_K=part(offload.gradients_K, ZeroStage.GRADIENTS, trained=True),
+        owned_gradients_K=part(offload.gradients_K, ZeroStage.OPTIMIZER, trained=True, once=True),
+        optimizer_K=part(offload.optimizer_K, ZeroStage.OPTIMIZER, trained=True, once=True),
+    )

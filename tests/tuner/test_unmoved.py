@@ -1,0 +1,55 @@
+"""Asking for the frontiers of many slots at once gives what asking for one after another gives."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from lightning_mist.tuner.choices import SlotChoices
+from lightning_mist.tuner.problem import places_behind
+from tests.tuner.test_moved import MACHINES, NETWORKS, make
+
+
+def same(found, wanted):
+    assert len(found) == len(wanted)
+    for item in dataclasses.fields(SlotChoices):
+        assert np.allclose(getattr(found, item.name), getattr(wanted, item.name), rtol=1e-12, atol=0), item.name
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_slots_that_are_prepared_together(network, machine):
+    together, moved = make(network, machine, limit=600_000), 0
+    places = [*places_behind((2, 3, 4)), (0, 2), (0, 3), (0, 4)]
+    assert places[:3] == [(1, 2), (1, 3), (1, 4)]
+    together.prepare([(*place, (), None) for place in places], 4)
+    evaluated = together.evaluated
+    for place in places:
+        found = together.frontier(*place, 4)
+        same(found, make(network, machine, limit=600_000).frontier(*place, 4))
+        moved += int((found.offload_KO.max(axis=1, initial=0) > 0).sum())
+    assert moved
+    # Nothing was left to evaluate.
+    assert together.evaluated == evaluated
+
+
+def test_only_places_of_interest_are_looked_at_and_others_when_they_are_asked_for():
+    maker, fresh = make("alike", "L4", limit=600_000), make("alike", "L4", limit=600_000)
+    layers, devices = maker.space.num_layers, maker.space.world_size
+    some = np.zeros((devices + 1, layers + 1), dtype=bool)
+    others = some.copy()
+    some[1, 1], others[2, 1] = True, True
+    # The same slot twice: both are of interest.
+    maker.prepare([(0, 2, (), some), (0, 2, (), others)], 4)
+    evaluated = maker.evaluated
+    for mask in (some, others):
+        maker.frontier(0, 2, 4, among_NL=mask)
+    assert maker.evaluated == evaluated
+    found, wanted = maker.frontier(0, 2, 4, among_NL=some | others), fresh.frontier(0, 2, 4)
+    one_layer, more = (choices.take(choices.layers_K == 1) for choices in (found, wanted))
+    same(one_layer, more)
+    assert more.offload_KO.any()
+    # Of two layers on two devices nobody asked what they could move.
+    assert not found.take(found.layers_K == 2).offload_KO.any()
+    assert wanted.take(wanted.layers_K == 2).offload_KO.any()
+    same(maker.frontier(0, 2, 4), wanted)
