@@ -1,8 +1,7 @@
 """Step seconds that no pipeline of a family goes below where its stages have to fit.
 
-The inter-stage problem is solved with choices that take no more than any that there are, which
-:mod:`lightning_mist.tuner.floors` makes: its answer is a bound. Most families are ruled out by it before any of their
-stages is evaluated.
+What stages take at least (:mod:`lightning_mist.tuner.floors`) makes pipelines that take no more than any that there are
+(:mod:`lightning_mist.tuner.floor_bound`). Most families are ruled out by that before any of their stages is evaluated.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +12,12 @@ import numpy as np
 from lightning_mist.cost import StageCostModel, StageSlot
 from lightning_mist.cost.channels import copy_rates
 from lightning_mist.cost.phases import stage_phases
-from lightning_mist.tuner.bound import solve_family
-from lightning_mist.tuner.choices import SlotChoices
-from lightning_mist.tuner.floors import Situation, floor_choices
+from lightning_mist.tuner.floor_bound import floor_bound
+from lightning_mist.tuner.floor_family import FloorFamily, StageFloors
+from lightning_mist.tuner.floors import Situation, stage_floors
 from lightning_mist.tuner.least_runs import PLACES, least_runs
 from lightning_mist.tuner.narrowed import Narrowed, narrowed
 from lightning_mist.tuner.placed_runs import KnownRuns, Moves, PlacedRuns
-from lightning_mist.tuner.problem import Family
 from lightning_mist.tuner.space import Shape, Space
 from lightning_mist.tuner.tables import ROOM
 
@@ -50,7 +48,7 @@ class FamilyFloors:
     runs: dict[int, KnownRuns]
     kinds: frozenset[str] = frozenset()
     _found: dict[tuple[frozenset[str], tuple[int, ...], int], tuple[float, float]] = field(default_factory=dict)
-    _choices: dict[tuple[object, ...], tuple[float, SlotChoices]] = field(default_factory=dict)
+    _stages: dict[tuple[object, ...], tuple[float, StageFloors]] = field(default_factory=dict)
 
     def bound(self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float = np.inf) -> float:
         """Step seconds that no pipeline of some numbers of stages goes below, as far as they are less than ``below``.
@@ -85,9 +83,9 @@ class FamilyFloors:
     def _solve(self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float) -> float:
         family = self._family(counts, num_microbatches, below)
         # A pipeline with a stage that is left out takes at least as long.
-        return below if family is None else min(below, solve_family(family, below=below, deadline=deadline).bound)
+        return below if family is None else floor_bound(family, below, deadline)
 
-    def _family(self, counts: Sequence[int], num_microbatches: int, below: float) -> Family | None:
+    def _family(self, counts: Sequence[int], num_microbatches: int, below: float) -> FloorFamily | None:
         """The problem of pipelines that take fewer seconds than ``below``, if there can be any."""
         pace = below / num_microbatches * ROOM
         known = self._runs(num_microbatches, pace)
@@ -97,23 +95,20 @@ class FamilyFloors:
         moves = Moves(kinds=self.kinds, rates=rates, num_microbatches=num_microbatches)
         placed = {place: known.at(place, moves, pace) for place in PLACES}
 
-        def choices_of(stage_index: int, num_stages: int) -> SlotChoices:
+        def floors_of(stage_index: int, num_stages: int) -> StageFloors:
             place = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
             phases = stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule)
-            found = self._of(placed[place], num_microbatches, Situation.of(place, phases))
-            return found.take(found.steady_K <= pace)
+            return self._of(placed[place], num_microbatches, Situation.of(place, phases)).within(pace)
 
-        sizes = self.space.num_layers, (self.space.world_size,)
-        family = Family.of(*sizes, num_microbatches, counts, choices_of)
-        return family if family.heads else None
+        family = FloorFamily.of((self.space.num_layers, self.space.world_size, num_microbatches), counts, floors_of)
+        return family if len(family.counts_C) else None
 
-    def _of(self, placed: PlacedRuns, num_microbatches: int, situation: Situation) -> SlotChoices:
+    def _of(self, placed: PlacedRuns, num_microbatches: int, situation: Situation) -> StageFloors:
         key = self.kinds, num_microbatches, situation
-        pace, choices = self._choices.get(key, (-np.inf, SlotChoices.none()))
-        if pace < placed.pace:
-            choices = floor_choices(placed, self.memory_limit, situation)
-            self._choices[key] = placed.pace, choices
-        return choices
+        known = self._stages.get(key)
+        if known is None or known[0] < placed.pace:
+            known = self._stages[key] = placed.pace, stage_floors(placed, self.memory_limit, situation)
+        return known[1]
 
     def _runs(self, num_microbatches: int, pace: float) -> KnownRuns:
         """Runs of layers up to a pace."""

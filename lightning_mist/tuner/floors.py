@@ -31,9 +31,8 @@ import numpy as np
 
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.phases import Phase
-from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
+from lightning_mist.tuner.floor_family import StageFloors
 from lightning_mist.tuner.placed_runs import PlacedRuns
-from lightning_mist.tuner.search_space import OFFLOADED
 
 _MOVED = ("activations", "gradients", "parameters")
 
@@ -69,10 +68,8 @@ class Situation:
         return cls(place=place, others=others, has_gradients=bool(backwards))
 
 
-def floor_choices(placed: PlacedRuns, memory_limit: float, situation: Situation) -> SlotChoices:
-    """Choices of a slot of which none that there is takes less: one for every number of layers and devices.
-
-    Each has the least steady seconds of any run, and the least of any with what is exposed at the boundaries.
+def stage_floors(placed: PlacedRuns, memory_limit: float, situation: Situation) -> StageFloors:
+    """What a stage takes at least, by layers and devices: the least of any run, in either time by itself.
 
     Args:
         placed: Runs of layers at its place.
@@ -80,23 +77,8 @@ def floor_choices(placed: PlacedRuns, memory_limit: float, situation: Situation)
         situation: What a stage there finds.
     """
     steady_V, reach_V = _least(placed, memory_limit, situation)
-    fast_V = np.flatnonzero(steady_V < np.inf)
-    steady_V, reach_V = steady_V[fast_V], reach_V[fast_V]
-    none_V = np.zeros(len(fast_V), dtype=np.int64)
-    return SlotChoices(
-        start_K=none_V + ANYWHERE,
-        layers_K=placed.layers_V[fast_V],
-        devices_K=placed.devices_V[fast_V],
-        part_K=none_V,
-        steady_K=steady_V,
-        boundary_K=reach_V - steady_V,
-        peak_K=none_V.astype(np.float64),
-        checkpointed_K=none_V,
-        zero_stage_K=none_V,
-        tensor_K=none_V + 1,
-        sequence_K=none_V,
-        offload_KO=np.zeros((len(fast_V), len(OFFLOADED))),
-    )
+    found = StageFloors(layers_V=placed.layers_V, devices_V=placed.devices_V, steady_V=steady_V, reach_V=reach_V)
+    return found.within(placed.pace)
 
 
 def _least(placed: PlacedRuns, memory_limit: float, situation: Situation) -> tuple[FloatArray, FloatArray]:

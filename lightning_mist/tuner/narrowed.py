@@ -1,31 +1,26 @@
 """Which stages a pipeline that is fast enough can have, by their layers and devices.
 
-With choices that take no more than any that there are (:mod:`lightning_mist.tuner.floors`) it is cheap to find out
-which numbers of layers and devices of a stage the others can complete to a pipeline. Of anything else nothing has to be
-evaluated. Nor of what is too slow: with ``Z`` the least sum of the steady times of all stages, a pipeline of fewer than
-``V`` seconds has
+With what stages take at least (:mod:`lightning_mist.tuner.floors`) it is cheap to find out what pipelines take at least
+in which a stage has so many layers and devices. Where that is too long nothing has to be evaluated. Nor of what is too
+slow: with ``Z`` the least sum of the steady times of all stages, a pipeline of fewer than ``V`` seconds has
 
     (G - 1) max_i t_i + Z < V.
 
 Array axes
+    B  stages, by how many are behind them
+    C  numbers of stages
     N  numbers of devices, from 0 to all
     L  numbers of layers, from 0 to all
+    V  numbers of layers and devices of a stage
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.compile import BoolArray
-from lightning_mist.tuner.choices import SlotChoices
-from lightning_mist.tuner.problem import Family
-from lightning_mist.tuner.suffixes import Suffixes
+from lightning_mist.cost.compile import BoolArray, FloatArray
+from lightning_mist.tuner.floor_family import FloorFamily, FloorWalk, FloorWalks
 from lightning_mist.tuner.tables import ROOM
-
-Pairs = Sequence[tuple[int, int]]
-"""Devices and layers of choices."""
-
 
 ROUNDS = 3
 """How often the least sum of the steady times is asked for again, as the slowest stage may take less and less."""
@@ -38,16 +33,14 @@ class Narrowed:
     Attributes:
         counts: The numbers of stages, ascending, with which a pipeline may be fast enough.
         slowest: Steady seconds that no stage exceeds.
-        first_NL: Devices and layers of first stages.
-        middle_NL: The same of stages between others.
-        last_NL: The same of last stages.
+        heads_CNL: Devices and layers of first stages, by the numbers of stages.
+        tails_BNL: The same of other stages, by how many are behind them.
     """
 
     counts: tuple[int, ...]
     slowest: float
-    first_NL: BoolArray
-    middle_NL: BoolArray
-    last_NL: BoolArray
+    heads_CNL: BoolArray
+    tails_BNL: BoolArray
 
     @classmethod
     def nothing(cls, num_devices: int, num_layers: int) -> "Narrowed":
@@ -57,86 +50,63 @@ class Narrowed:
             num_devices: Number of devices.
             num_layers: Number of layers.
         """
-        none_NL = [np.zeros((num_devices + 1, num_layers + 1), dtype=bool) for _ in range(3)]
-        return cls(counts=(), slowest=0.0, first_NL=none_NL[0], middle_NL=none_NL[1], last_NL=none_NL[2])
+        none = np.zeros((0, num_devices + 1, num_layers + 1), dtype=bool)
+        return cls(counts=(), slowest=0.0, heads_CNL=none, tails_BNL=none)
 
     def of(self, stage_index: int, num_stages: int) -> BoolArray:
         """What one stage can be.
 
         Args:
             stage_index: Index of the stage.
-            num_stages: Number of stages.
+            num_stages: Number of stages, one of :attr:`counts` if it is the first.
         """
-        if not stage_index:
-            return self.first_NL
-        return self.last_NL if stage_index == num_stages - 1 else self.middle_NL
+        if stage_index:
+            return self.tails_BNL[num_stages - 1 - stage_index]
+        return self.heads_CNL[self.counts.index(num_stages)]
 
 
-def narrowed(family: Family, below: float) -> Narrowed:
+def narrowed(family: FloorFamily, below: float) -> Narrowed:
     """What stages can be of pipelines that take fewer seconds than something.
 
     Args:
-        family: Pipelines on devices that are all alike, whose choices take no more than those that there are.
+        family: What they take at least.
         below: Seconds.
     """
-    suffixes = Suffixes(family)
-    found = Narrowed.nothing(family.num_devices[0], family.num_layers)
-    slowest = {count: _slowest(suffixes, count, below) for count in sorted(family.heads)}
-    paces = {count: pace for count, pace in slowest.items() if pace is not None}
-    for count, pace in paces.items():
-        tails = [_pairs(slot, pace) for slot in family.tails[: count - 1]]
-        _complete(tails, _pairs(family.heads[count], pace), found)
-    return replace(found, counts=tuple(paces), slowest=max(paces.values(), default=0.0))
+    walks, others = FloorWalks(family), family.num_microbatches - 1
+    walk, slowest = _slowest(walks, below)
+    open_C = np.zeros(0, dtype=bool) if walk is None else walk.least_C < np.inf
+    if walk is None or not open_C.any():
+        return Narrowed.nothing(family.num_devices, family.num_layers)
+    fastest_C = walks.fastest(walk)
+    open_C &= others * np.where(open_C, fastest_C, 0.0) + walk.least_C <= below * ROOM
+    through_BV, through_CV = walks.through(walk, open_C)
+    fastest = float(fastest_C[open_C].min(initial=np.inf))
+
+    def table(steady: FloatArray, through: FloatArray) -> BoolArray:
+        """Devices and layers of those that pipelines can have that are fast enough."""
+        row, at = np.nonzero((through < np.inf) & (steady <= slowest))
+        fits = others * np.maximum(steady[row, at], fastest) + through[row, at] <= below * ROOM
+        found = np.zeros((len(steady), family.num_devices + 1, family.num_layers + 1), dtype=bool)
+        found[row[fits], family.devices_V[at[fits]], family.layers_V[at[fits]]] = True
+        return found
+
+    return Narrowed(
+        counts=tuple(family.counts_C[open_C].tolist()),
+        slowest=slowest,
+        heads_CNL=table(family.heads_CV[open_C], through_CV[open_C]),
+        tails_BNL=table(family.tails_BV, through_BV),
+    )
 
 
-def _slowest(suffixes: Suffixes, count: int, below: float) -> float | None:
-    """Steady seconds that no stage of so many exceeds in a pipeline that is fast enough; nothing if there is none."""
-    others = suffixes.family.num_microbatches - 1
-    pace = below / (others + 1)
+def _slowest(walks: FloorWalks, below: float) -> tuple[FloorWalk | None, float]:
+    """Steady seconds that no stage exceeds in a pipeline that is fast enough, and a pass; none if there cannot be any."""
+    others = walks.family.num_microbatches - 1
+    pace, walk = below / (others + 1), None
     for _ in range(ROUNDS if others else 1):
-        least = suffixes.walk(pace).values.get(count)
-        if least is None:
-            return None
-        if not others:
-            break
-        pace = min(pace, (below - least) / others * ROOM)
-    return pace if pace >= 0 else None
-
-
-def _pairs(slot: SlotChoices, slowest: float) -> Pairs:
-    fast_K = slot.steady_K <= slowest
-    found = np.unique(np.stack([slot.devices_K[fast_K], slot.layers_K[fast_K]]), axis=1)
-    return [(int(devices), int(layers)) for devices, layers in found.T]
-
-
-def _complete(tails: Sequence[Pairs], head: Pairs, found: Narrowed) -> None:
-    """Mark what can be part of a whole pipeline of a first stage and so many others.
-
-    Args:
-        tails: What stages can be by how many are behind them.
-        head: What the first stage can be.
-        found: Where to mark it.
-    """
-    size, width = found.first_NL.shape
-    # What the last stages can hold, by how many they are.
-    behind = [np.zeros((size, width), dtype=bool)]
-    behind[0][0, 0] = True
-    for pairs in tails:
-        reached_NL = np.zeros((size, width), dtype=bool)
-        for devices, layers in pairs:
-            reached_NL[devices:, layers:] |= behind[-1][: size - devices, : width - layers]
-        behind.append(reached_NL)
-    # What is left for so many last stages, from the first stage on.
-    left_NL = np.zeros((size, width), dtype=bool)
-    for devices, layers in head:
-        rest = size - 1 - devices, width - 1 - layers
-        if behind[-1][rest]:
-            found.first_NL[devices, layers] = left_NL[rest] = True
-    for count in range(len(tails), 0, -1):
-        marked_NL, following_NL = found.middle_NL if count > 1 else found.last_NL, np.zeros((size, width), dtype=bool)
-        for devices, layers in tails[count - 1]:
-            after_NL = left_NL[devices:, layers:] & behind[count - 1][: size - devices, : width - layers]
-            if after_NL.any():
-                marked_NL[devices, layers] = True
-                following_NL[: size - devices, : width - layers] |= after_NL
-        left_NL = following_NL
+        walk = walks.walk(pace)
+        least = float(walk.least_C.min(initial=np.inf)) if walk is not None else np.inf
+        if least >= below * ROOM:
+            return None, 0.0
+        if others:
+            pace = min(pace, (below - least) / others * ROOM)
+    return walk, pace

@@ -3,7 +3,6 @@ import pytest
 
 from lightning_mist.tuner import Planner
 from lightning_mist.tuner.family_floors import FamilyFloors
-from lightning_mist.tuner.problem import Family
 from lightning_mist.tuner.search import floors_of, search_pipelines
 from tests.tuner.instances import random_instance
 
@@ -48,17 +47,3 @@ def test_what_is_known_is_not_asked_again():
     assert floors.bound((2,), microbatches, 2e9) == least if least < 1e9 else True
     assert floors.bound((2,), microbatches, least / 2) == least / 2
     assert Counting.solved == (1 if least < 1e9 else 2)
-
-
-def test_a_family_ends_where_a_stage_has_no_choice():
-    maker = prepared(3)
-    asked = []
-
-    def none(stage, count):
-        asked.append((stage, count))
-        return maker.frontier(0, 1, 1).take(np.array([], dtype=np.int64))
-
-    family = Family.of(6, (4,), 4, (2, 3), none)
-    assert asked == [(1, 2)]
-    assert not family.heads
-    assert not family.tails

@@ -11,7 +11,7 @@ from lightning_mist.cost.phases import stage_phases
 from lightning_mist.hardware import Interference
 from lightning_mist.hardware.interference import COEFFICIENTS
 from lightning_mist.tuner import Planner
-from lightning_mist.tuner.floors import Situation, floor_choices
+from lightning_mist.tuner.floors import Situation, stage_floors
 from lightning_mist.tuner.least_runs import least_runs
 from lightning_mist.tuner.placed_runs import Moves, placed_runs
 from tests.tuner.instances import random_instance
@@ -32,7 +32,7 @@ def floors_of(maker, moves, limit, index, count):
     runs = least_runs(maker.model, maker.space, maker.slot, moves.num_microbatches, np.inf)
     place = "first" if not index else "last" if index == count - 1 else "middle"
     situation = Situation.of(place, stage_phases(index, count, moves.num_microbatches))
-    return floor_choices(placed_runs(runs, moves, place, np.inf), limit, situation) if len(runs) else None
+    return stage_floors(placed_runs(runs, moves, place, np.inf), limit, situation) if len(runs) else None
 
 
 def compare(found, rng):
@@ -49,10 +49,10 @@ def compare(found, rng):
                 moves = Moves(kinds=frozenset(space.search.offload), rates=rates, num_microbatches=microbatches)
                 limit = float(prices.peak_K[at]) * (1 + 1e-12)
                 floors = floors_of(maker, moves, limit, index, len(parts))
-                here = (floors.layers_K == rows[at][1] - rows[at][0]) & (floors.devices_K == kind.devices)
+                here = (floors.layers_V == rows[at][1] - rows[at][0]) & (floors.devices_V == kind.devices)
                 steady, reach = prices.steady_K[at], prices.steady_K[at] + prices.boundary_K[at]
-                assert floors.steady_K[here].min(initial=np.inf) <= steady * (1 + 1e-9)
-                assert (floors.steady_K + floors.boundary_K)[here].min(initial=np.inf) <= reach * (1 + 1e-9)
+                assert floors.steady_V[here].min(initial=np.inf) <= steady * (1 + 1e-9)
+                assert floors.reach_V[here].min(initial=np.inf) <= reach * (1 + 1e-9)
                 compared += 1
     return compared
 
@@ -71,7 +71,7 @@ def test_floors_rise_as_memory_shrinks_and_what_cannot_fit_is_not_there():
     for limit in (1e15, 1e6, 3e5, 1e5, 1.0):
         moves = Moves(kinds=frozenset(), rates=None, num_microbatches=microbatches)
         floors = floors_of(maker, moves, limit, 0, 2)
-        steady.append(sorted(zip(floors.layers_K, floors.devices_K, floors.steady_K, strict=True)))
+        steady.append(sorted(zip(floors.layers_V, floors.devices_V, floors.steady_V, strict=True)))
     assert steady[0]
     assert not steady[-1]
     assert all(len(less) <= len(more) for more, less in pairwise(steady))

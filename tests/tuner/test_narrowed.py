@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner.narrowed import narrowed
-from tests.tuner.problems import random_problem, slot, small_seeds
+from tests.tuner.problems import floors_of, random_problem, slot, small_seeds
 
 
 def answers_of(problem):
@@ -29,7 +29,7 @@ def test_what_is_fast_enough_is_never_left_out(seeds):
         answers = list(answers_of(problem))
         best = min((seconds for _, seconds in answers), default=1.0)
         for below in (best * 1.01, best * 1.5, best * 20):
-            found = narrowed(problem.alone(), below)
+            found = narrowed(floors_of(problem), below)
             for chosen, seconds in answers:
                 if seconds < below:
                     assert len(chosen) in found.counts
@@ -40,7 +40,7 @@ def test_what_is_fast_enough_is_never_left_out(seeds):
             every = {
                 (n, length) for item in problem.slots for n, length in zip(item.devices_K, item.layers_K, strict=True)
             }
-            left_out += len(every) - (found.first_NL | found.middle_NL | found.last_NL).sum()
+            left_out += len(every) - (found.heads_CNL.any(axis=0) | found.tails_BNL.any(axis=0)).sum()
     assert left_out > 0
 
 
@@ -50,10 +50,10 @@ def test_what_the_others_cannot_complete_is_left_out():
     last = slot([1], [2], [2], [1.0], [0.0])
     problem = random_problem(SEEDS[0])
     problem = type(problem)(num_layers=3, num_devices=(3,), num_microbatches=4, slots=(first, last))
-    found = narrowed(problem.alone(), 100.0)
-    assert np.argwhere(found.first_NL).tolist() == [[1, 1]]
-    assert np.argwhere(found.last_NL).tolist() == [[2, 2]]
-    assert not found.middle_NL.any()
+    found = narrowed(floors_of(problem), 100.0)
+    assert np.argwhere(found.of(0, 2)).tolist() == [[1, 1]]
+    assert np.argwhere(found.of(1, 2)).tolist() == [[2, 2]]
+    assert len(found.tails_BNL) == 1
     # Both take a second: of four rounds and one more at least two are each stage's own.
     assert found.slowest == pytest.approx(min(100 / 4, (100 - 2) / 3))
-    assert not narrowed(problem.alone(), 3.0).first_NL.any()
+    assert not narrowed(floors_of(problem), 3.0).counts

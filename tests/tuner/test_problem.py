@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner.intra_stage import ANYWHERE
-from lightning_mist.tuner.problem import InterStageProblem
+from lightning_mist.tuner.problem import Family, InterStageProblem
 from tests.tuner.problems import brute_force, random_problem, slot, small_seeds
 
 
@@ -63,3 +63,16 @@ def test_without_choices_there_is_no_answer():
     none = InterStageProblem(num_layers=4, num_devices=(3,), num_microbatches=5, slots=(made.slots[0], empty))
     assert none.lower_bound() == np.inf
     assert brute_force(none) == np.inf
+
+
+def test_a_family_ends_where_a_stage_has_no_choice():
+    asked = []
+
+    def none(stage, count):
+        asked.append((stage, count))
+        return problem().slots[0].take(np.array([], dtype=np.int64))
+
+    family = Family.of(6, (4,), 4, (2, 3), none)
+    assert asked == [(1, 2)]
+    assert not family.heads
+    assert not family.tails
