@@ -49,8 +49,8 @@ class StageFloors:
         return len(self.layers_V)
 
     def within(self, pace: float) -> "StageFloors":
-        """Those that take no longer than a pace."""
-        fast_V = self.steady_V <= pace
+        """Those that take no longer than a pace, and not forever."""
+        fast_V = (self.steady_V <= pace) & (self.steady_V < np.inf)
         return StageFloors(**{name: getattr(self, name)[fast_V] for name in self.__slots__})
 
 

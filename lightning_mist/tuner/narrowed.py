@@ -60,9 +60,9 @@ class Narrowed:
             stage_index: Index of the stage.
             num_stages: Number of stages, one of :attr:`counts` if it is the first.
         """
-        if stage_index:
-            return self.tails_BNL[num_stages - 1 - stage_index]
-        return self.heads_CNL[self.counts.index(num_stages)]
+        behind = num_stages - 1 - stage_index
+        found_NL: BoolArray = self.tails_BNL[behind] if stage_index else self.heads_CNL[self.counts.index(num_stages)]
+        return found_NL
 
 
 def narrowed(family: FloorFamily, below: float) -> Narrowed:
@@ -99,7 +99,7 @@ def narrowed(family: FloorFamily, below: float) -> Narrowed:
 
 
 def _slowest(walks: FloorWalks, below: float) -> tuple[FloorWalk | None, float]:
-    """Steady seconds that no stage exceeds in a pipeline that is fast enough, and a pass; none if there cannot be any."""
+    """A pass, none if no pipeline is fast enough, and the steady seconds that no stage exceeds in one that is."""
     others = walks.family.num_microbatches - 1
     pace, walk = below / (others + 1), None
     for _ in range(ROUNDS if others else 1):
