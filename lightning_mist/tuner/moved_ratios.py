@@ -69,25 +69,25 @@ class Ratios:
         """
         defers_C = self.offload_CO[:, : OFFLOADED.index("activations")].max(axis=1) > 0
         moves_C = self.offload_CO.max(axis=1) > 0
-        found_BC = np.zeros_like(fits_BC)
+        # Candidates last: what is done to a combination is done to those of all candidates, which lie together.
+        fits_CB = np.ascontiguousarray(fits_BC.T)
+        found_CB = np.zeros_like(fits_CB)
         for family_C in (moves_C & ~defers_C, defers_C):
-            found_BC |= self._minimal(fits_BC & family_C, ordered)
-        return found_BC
+            found_CB |= self._minimal(fits_CB & family_C[:, None], ordered)
+        return np.ascontiguousarray(found_CB.T)
 
-    def _minimal(self, fits_BC: BoolArray, ordered: Sequence[str]) -> BoolArray:
-        grid = fits_BC.reshape(-1, *self.sizes)
-        axes = [1 + OFFLOADED.index(name) for name in ordered]
-        above = grid
+    def _minimal(self, fits_CB: BoolArray, ordered: Sequence[str]) -> BoolArray:
+        above, kept = (fits_CB.reshape(*self.sizes, -1).copy() for _ in range(2))
+        axes = [OFFLOADED.index(name) for name in ordered]
         for axis in axes:
-            above = np.logical_or.accumulate(above, axis=axis)
-        kept = grid.copy()
+            along = np.moveaxis(above, axis, 0)
+            for ratio in range(1, len(along)):
+                along[ratio] |= along[ratio - 1]
         for axis in axes:
             # One that is beaten along an axis has something that fits at or below its neighbour there.
-            behind = (slice(None),) * axis + (slice(1, None),)
-            before = (slice(None),) * axis + (slice(None, -1),)
-            kept[behind] &= ~above[before]
-        found_BC: BoolArray = kept.reshape(fits_BC.shape)
-        return found_BC
+            np.moveaxis(kept, axis, 0)[1:] &= ~np.moveaxis(above, axis, 0)[:-1]
+        found_CB: BoolArray = kept.reshape(fits_CB.shape)
+        return found_CB
 
     def of_kinds(self, combination_J: IntArray) -> IntArray:
         """Which ratio of each kind of state combinations have; axes ``J`` and ``O``."""
