@@ -39,6 +39,9 @@ ROUNDS, LEAST = 4, 32
 SWEPT = 1 << 14
 """Microbatches times stages up to which nothing is cut where no lists are made: some milliseconds."""
 
+CUT = 5e-3
+"""Share by which what follows from shorter lists may be less than what long ones take."""
+
 DUST = 1e-12
 """Share of a step below which a difference of sums is what rounding left."""
 
@@ -81,15 +84,13 @@ def clock_floor(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> float:
 
     A group of devices begins when the first microbatch has come through all stages in front of its first. From then on
     it computes all that it has to, and the last backward of 1F1B goes back through these stages; transfers move in
-    between at least. Nothing is said where lists are cut, as what follows from them may err.
+    between at least. Where lists are cut it is less by what that may err.
 
     Args:
         plan: The plan.
         terms: As for :func:`step_times`.
         rules: Likewise.
     """
-    if _is_cut(plan, rules):
-        return 0.0
     seconds, groups = plan_seconds(plan, terms), plan.num_groups
     each = [_lane_seconds(stage, plan.num_microbatches) for stage in seconds.stages]
     least = before = behind = 0.0
@@ -102,7 +103,7 @@ def clock_floor(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> float:
         behind = max(last, once.reduce + once.step + once.gather)
         least = max(least, before + sum(each[chunk] for chunk in plan.chunks(group)) + behind)
         before += stage.forward + (seconds.activations[group] if group + 1 < groups else 0.0)
-    return least * (1 - DUST)
+    return least * (1 - (CUT if _is_cut(plan, rules) else DUST))
 
 
 def _lane_seconds(stage: SlotSeconds, count: int) -> float:

@@ -18,11 +18,8 @@ from typing import NoReturn, TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, predict_with, seconds_with
-from lightning_mist.cost.candidates import StageSlot, placed_slots_of
+from lightning_mist.cost import CostModel, least_seconds, predict_with, seconds_with
 from lightning_mist.cost.chunks import last_stage_peaks, plan_peaks
-from lightning_mist.cost.stage import StageSeconds
-from lightning_mist.cost.together import seconds_of_stages
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Checkpointing, Plan, ScheduleName, ZeroStage
 from lightning_mist.tuner.space import Space
@@ -51,15 +48,16 @@ def best_variant(
         below: Plans that do not take fewer seconds are of no interest.
     """
     best: Plan | None = None
-    candidates = [(_busiest(model, candidate), candidate) for plan in plans for candidate in _variants(plan, space)]
-    for least, candidate in sorted(candidates, key=lambda item: item[0]):
-        if least >= below:
+    candidates = [candidate for plan in plans for candidate in _variants(plan, space)]
+    floors = least_seconds(model, candidates)
+    for floor, candidate in sorted(zip(floors, candidates, strict=True), key=lambda item: item[0]):
+        if floor >= below:
             break
-        # What does not even fit on its last stage is found out fastest, what is slower all the same next.
-        if not _may_fit(model, space, limits, candidate) or seconds_with(model, candidate) >= below:
+        # What is slower all the same is found out fastest, what does not even fit on its last stage next.
+        if seconds_with(model, candidate) >= below or not _may_fit(model, space, limits, candidate):
             continue
         found = _fitted(model, space, limits, host_limits, candidate)
-        if found is None or (found is not candidate and _busiest(model, found) >= below):
+        if found is None or (found is not candidate and least_seconds(model, [found])[0] >= below):
             continue
         seconds = seconds_with(model, found)
         if seconds < below:
@@ -79,32 +77,6 @@ def refuse_without_variant(schedules: Sequence[ScheduleName]) -> NoReturn:
         "microbatches that is a multiple of the stages, and neither layer_cuts nor checkpointed_shares; both keep more "
         "in memory). Add '1f1b' to schedules"
     )
-
-
-def _busiest(model: CostModel, plan: Plan) -> float:
-    """Seconds that the busiest devices of a plan compute, after those before them, which its step takes at least.
-
-    Transfers may hide, and the first microbatch has no gradients to add to.
-    """
-
-    def busy(found: StageSeconds) -> tuple[float, float]:
-        lane, saved = float((found.steady_K - found.transfer_K)[0]), float(found.accumulate_K[0])
-        # ZB-H1 puts off a part of the backward, which need not be over when the devices behind have ended.
-        alone = float(found.forward_K[0]) if plan.schedule == "zb-h1" else lane - saved
-        return plan.num_microbatches * lane - saved, max(0.0, alone)
-
-    # Without their transfers most stages are at places of the same kind; copies to the host only add to them.
-    stages = [(_alone(slot), replace(item, offload=None)) for slot, item in placed_slots_of(plan, model.cluster)]
-    each = [busy(found) for found in seconds_of_stages(model, stages)]
-    groups = range(plan.num_groups)
-    before = np.cumsum([0.0, *(each[group][1] for group in groups)])
-    return max(float(before[group]) + sum(each[chunk][0] for chunk in plan.chunks(group)) for group in groups)
-
-
-def _alone(slot: StageSlot) -> StageSlot:
-    """A place in a pipeline without what crosses its boundaries."""
-    assert slot.placement is not None
-    return replace(slot, placement=replace(slot.placement, tied_nodes=1, share=1.0, before=None, behind=None))
 
 
 def _variants(plan: Plan, space: Space) -> Iterator[Plan]:

@@ -2,14 +2,14 @@ import dataclasses
 
 import pytest
 
-from lightning_mist.cost import StageCostModel, predict, predict_with
+from lightning_mist.cost import StageCostModel, least_seconds, predict, predict_with
 from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.schedule import check, lower
 from lightning_mist.tuner import variants
 from lightning_mist.tuner.space import SearchSpace, apply
-from lightning_mist.tuner.variants import _busiest, _recomputing, _variants, best_variant
+from lightning_mist.tuner.variants import _recomputing, _variants, best_variant
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
 from tests.tuner.test_tune import search
@@ -110,7 +110,7 @@ def test_what_devices_compute_is_never_more_than_the_step(kind, schedule, latenc
     candidates = list(_variants(pipeline(*stages, microbatches=2), space))
     assert candidates or (schedule, zero) == ("zb-h1", 3)
     for plan in candidates:
-        assert _busiest(model, plan) <= predict_with(model, plan).step_seconds * (1 + 1e-12)
+        assert 0 < least_seconds(model, [plan])[0] <= predict_with(model, plan).step_seconds
 
 
 @pytest.mark.parametrize("pin", [{"layer_cuts": (5,)}, {"checkpointed_shares": (0.0, 1.0)}])
@@ -154,13 +154,25 @@ def test_host_memory_limits_other_schedules_too():
     assert best_variant(model, space, plenty, between, [plan]) is None
 
 
-def test_what_does_not_fit_on_its_last_stage_is_not_run(monkeypatch):
+def test_what_does_not_fit_on_its_last_stage_is_not_looked_at_as_a_whole(monkeypatch):
     plan, model = found(("1f1b",)).plan, StageCostModel(NETWORK, FAST, cluster(2))
     space = apply(SearchSpace(schedules=("zb-h1",)), NETWORK, 2, 4)
-    asked = []
-    monkeypatch.setattr(variants, "seconds_with", lambda model, item: asked.append(item) or 1.0)
+    asked, real = [], variants.plan_peaks
+    monkeypatch.setattr(variants, "plan_peaks", lambda model, item, more: asked.append(item) or real(model, item, more))
     none = lambda item: (1.0,) * item.num_stages  # noqa: E731
     assert best_variant(model, space, none, plenty, [plan]) is None
     assert asked == []
     assert best_variant(model, space, plenty, plenty, [plan]) is not None
-    assert [item.schedule for item in asked] == ["zb-h1"] * 2
+    assert [item.schedule for item in asked] == ["zb-h1"]
+
+
+def test_what_is_slower_in_any_case_is_not_run(monkeypatch):
+    plan, model = found(("1f1b",)).plan, StageCostModel(NETWORK, FAST, cluster(2))
+    space = apply(SearchSpace(schedules=("zb-h1",)), NETWORK, 2, 4)
+    asked, real = [], variants.seconds_with
+    monkeypatch.setattr(variants, "seconds_with", lambda model, item: asked.append(item) or real(model, item))
+    (floor,) = least_seconds(model, [dataclasses.replace(plan, schedule="zb-h1")])
+    assert best_variant(model, space, plenty, plenty, [plan], below=floor) is None
+    assert asked == []
+    assert best_variant(model, space, plenty, plenty, [plan]) is not None
+    assert asked
