@@ -115,6 +115,10 @@ class CopyFloors:
         """Those of the stages of all."""
         return cls(**{name: np.concatenate([getattr(item, name) for item in items]) for name in cls.__slots__})
 
+    def take(self, index_J: IntArray) -> "CopyFloors":
+        """Those of the stages at some indices."""
+        return CopyFloors(**{name: getattr(self, name)[index_J] for name in self.__slots__})
+
     def added(
         self,
         weights: FloatArray,

@@ -10,6 +10,7 @@ Array axes
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -77,6 +78,7 @@ class StateShares:
         self._holdings = holdings
         self._moved: dict[tuple[float, bool], BoolArray] = {}
         self._found: dict[tuple[float, ...], tuple[float, ...]] = {}
+        self._displaces: dict[tuple[float, ...], bool] = {}
         self._units: dict[tuple[float, MovedBytes], FloatArray] = {}
 
     def moved(self, ratio: float, *, trained: bool) -> BoolArray:
@@ -85,6 +87,21 @@ class StateShares:
         if key not in self._moved:
             self._moved[key] = moved_parameters(self._holdings.table, ratio, trained=trained)
         return self._moved[key]
+
+    def displaces(self, ratios: tuple[float, ...]) -> bool:
+        """Whether a larger ratio may leave on the device what a smaller one moves and several units use.
+
+        Args:
+            ratios: What may be moved, ascending.
+        """
+        if ratios not in self._displaces:
+            shared_P = self._holdings.table.uses_PR[:, -1] > 1
+            self._displaces[ratios] = any(
+                bool((self.moved(low, trained=trained) & ~self.moved(high, trained=trained) & shared_P).any())
+                for trained in (False, True)
+                for low, high in pairwise(ratios)
+            )
+        return self._displaces[ratios]
 
     def unit_bytes(self, ratio: float, of: MovedBytes) -> FloatArray:
         """Moved bytes that every unit uses, those of several units counted in each; axis ``R``.

@@ -32,17 +32,15 @@ Array axes
     O  kinds of state, in the order of ``OFFLOADED``
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, StageSlot, profiles_of
+from lightning_mist.cost import CostModel, StageCandidates, StageSlot, profiles_of
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.mixed import copy_weights
-from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_parts import OffloadParts
 from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.moved_known import Knowledge, Known, Moved, Situations
@@ -147,14 +145,35 @@ class Mover:
             wanted = of_tables.setdefault(id(known), (known, []))[1]
             wanted += [item.index_B, *(index_B for index_B, _ in item.ahead)]
             known.looked |= {item.phases, *(phases for _, phases in item.ahead)}
-        looked = 0
+        alike: dict[Hashable, list[tuple[Known, IntArray]]] = {}
         for known, wanted in of_tables.values():
             every_B = np.unique(np.concatenate(wanted))
             new_B = every_B[known.row_K[every_B] < 0]
-            looked += len(new_B)
-            for at_N in self._together(known.table, new_B, self.ratios.pairs):
-                self._learn_bytes(known, new_B[at_N])
-        return looked
+            shape_B = known.table.shape_K[new_B]
+            for shape in np.unique(shape_B).tolist():
+                alike.setdefault(_bytes_key(known.table.slots[shape]), []).append((known, new_B[shape_B == shape]))
+        for some in alike.values():
+            for part in self._blocks(some):
+                if perf_counter() > self.deadline:
+                    raise TimeIsUpError
+                self._learn_bytes(part)
+        return sum(len(index_B) for some in alike.values() for _, index_B in some)
+
+    def _blocks(self, asked: Sequence[tuple[Known, IntArray]]) -> Iterator[list[tuple[Known, IntArray]]]:
+        """Bases of several tables in blocks of not too many to count together."""
+        most = max(1, AT_ONCE // self.ratios.pairs)
+        block: list[tuple[Known, IntArray]] = []
+        room = most
+        for known, index_B in asked:
+            for begin in range(0, len(index_B), most):
+                piece_B = index_B[begin : begin + most]
+                if len(piece_B) > room:
+                    yield block
+                    block, room = [], most
+                block.append((known, piece_B))
+                room -= len(piece_B)
+        if block:
+            yield block
 
     def _unsettled(self, known: Known, asked: Asked, of_J: IntArray, place_J: IntArray) -> Unsettled:
         """Candidates with ratios that fit, and what they have to be better than."""
@@ -225,47 +244,30 @@ class Mover:
     def _known(self, table: Table) -> Known:
         return self.knowledge.of(table, self.ratios.key)
 
-    def _together(self, table: Table, index_N: IntArray, each: int) -> Iterator[IntArray]:
-        """Places of candidates to evaluate together: with the same arrangement, and not too many.
-
-        Args:
-            table: The candidates.
-            index_N: Which.
-            each: How many combinations of each.
-
-        Raises:
-            TimeIsUpError: If there is no time left to evaluate them.
-        """
-        rows, shape_N = max(1, AT_ONCE // each), table.shape_K[index_N]
-        for shape in np.unique(shape_N):
-            of_shape = np.flatnonzero(shape_N == shape)
-            for begin in range(0, len(of_shape), rows):
-                if perf_counter() > self.deadline:
-                    raise TimeIsUpError
-                yield of_shape[begin : begin + rows]
-
-    def _learn_bytes(self, known: Known, index_B: IntArray) -> None:
-        """Bytes of all combinations of some bases of one arrangement."""
-        table = known.table
-        slot = table.slots[int(table.shape_K[index_B[0]])]
-        parts = OffloadParts.of(self.model.memory(slot), slot, table.candidates(index_B), self.ratios.each)
-        before = 0 if known.parts is None else len(known.parts)
-        known.row_K[index_B] = before + np.arange(len(index_B))
-        known.base_B = np.concatenate([known.base_B, index_B])
-        known.parts = parts if known.parts is None else OffloadParts.joined([known.parts, parts])
-        floors = self.model.copy_floors(slot, table.candidates(index_B), self.ratios.each)
-        known.floors = floors if known.floors is None else CopyFloors.joined([known.floors, floors])
+    def _learn_bytes(self, asked: Sequence[tuple[Known, IntArray]]) -> None:
+        """Bytes of all combinations of some bases of arrangements that are alike, of several tables."""
+        table, first = asked[0][0].table, int(asked[0][1][0])
+        slot = table.slots[int(table.shape_K[first])]
+        candidates = StageCandidates.joined([known.table.candidates(index_B) for known, index_B in asked])
+        parts = OffloadParts.of(self.model.memory(slot), slot, candidates, self.ratios.each)
+        floors = self.model.copy_floors(slot, candidates, self.ratios.each)
+        begin = 0
+        for known, index_B in asked:
+            cut_B = np.arange(begin, begin + len(index_B))
+            known.add(index_B, parts.take(cut_B), floors.take(cut_B))
+            begin += len(index_B)
 
     def _least(self, table: Table, index_B: IntArray, fits_BC: BoolArray) -> BoolArray:
         """Those that fit and move no more than they have to."""
-        kinds = (table.shape_K * (max(ZeroStage) + 1) + table.zero_stage_K)[index_B]
-        ordered = {
-            int(kind): self._ordered(table.slots[int(kind) // (max(ZeroStage) + 1)], int(kind) % (max(ZeroStage) + 1))
-            for kind in np.unique(kinds)
-        }
+        levels = max(ZeroStage) + 1
+        kinds = (table.shape_K * levels + table.zero_stage_K)[index_B]
+        every = np.unique(kinds).tolist()
+        ordered = [self._ordered(table.slots[kind // levels], kind % levels) for kind in every]
+        if len(set(ordered)) == 1:
+            return self.ratios.least(fits_BC, ordered[0])
         least_BC = np.zeros_like(fits_BC)
-        for names in set(ordered.values()):
-            at_B = np.isin(kinds, [kind for kind, of_kind in ordered.items() if of_kind == names])
+        for names in dict.fromkeys(ordered):
+            at_B = np.isin(kinds, [kind for kind, of_kind in zip(every, ordered, strict=True) if of_kind == names])
             least_BC[at_B] = self.ratios.least(fits_BC[at_B], names)
         return least_BC
 
@@ -273,19 +275,13 @@ class Mover:
         """Kinds of state of which a larger ratio is never faster."""
         if any(profile.corrections for profile in profiles_of(self.model)):
             return ()
-        if self._displaces(slot):
+        if self.model.memory(slot).states.displaces(self.ratios.values):
             return ("activations",)
         if slot.shard_degree == 1 or zero_stage == ZeroStage.NONE:
             return OFFLOADED
         return ("activations",) if zero_stage >= ZeroStage.PARAMETERS else ("parameters", "activations")
 
-    def _displaces(self, slot: StageSlot) -> bool:
-        """Whether a larger ratio may leave on the device what a smaller one moves and several units use."""
-        memory = self.model.memory(slot)
-        shared_P = memory.holdings.table.uses_PR[:, -1] > 1
-        ratios = [float(ratio) for ratio in np.unique(self.ratios.offload_CO)]
-        for trained in (False, True):
-            moved = [memory.states.moved(ratio, trained=trained) & shared_P for ratio in ratios]
-            if any(bool((low & ~high).any()) for low, high in pairwise(moved)):
-                return True
-        return False
+
+def _bytes_key(slot: StageSlot) -> Hashable:
+    """Equal for slots whose stages hold and copy the same: it does not matter which stage of a pipeline they are."""
+    return replace(slot, stage_index=0, num_stages=min(2, slot.num_stages), behind=0, parts=()), slot.part

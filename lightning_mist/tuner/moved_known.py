@@ -99,6 +99,13 @@ class Known:
             looked=set(),
         )
 
+    def add(self, index_B: IntArray, parts: OffloadParts, floors: CopyFloors) -> None:
+        """Remember what the peaks of some candidates are made of, and what copies add to them at least."""
+        self.row_K[index_B] = len(self) + np.arange(len(index_B))
+        self.base_B = np.concatenate([self.base_B, index_B])
+        self.parts = parts if self.parts is None else OffloadParts.joined([self.parts, parts])
+        self.floors = floors if self.floors is None else CopyFloors.joined([self.floors, floors])
+
     def seconds(self, place_J: IntArray) -> tuple[FloatArray, FloatArray]:
         """Steady and boundary seconds, NaN where they are not known."""
         if not len(self.place_S):

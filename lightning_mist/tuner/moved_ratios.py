@@ -34,6 +34,11 @@ class Ratios:
         return self.sizes, self.offload_CO.tobytes()
 
     @property
+    def values(self) -> tuple[float, ...]:
+        """All ratios that occur, ascending."""
+        return tuple(np.unique(self.offload_CO).tolist())
+
+    @property
     def each(self) -> KindRatios:
         """The ratios of each kind of state."""
         values = (tuple(np.unique(column_C).tolist()) for column_C in self.offload_CO.T)
