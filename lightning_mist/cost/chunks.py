@@ -22,10 +22,8 @@ from lightning_mist.cost.held import SharedOut
 from lightning_mist.cost.memory import TERMS, MemoryModel, StageMemory
 from lightning_mist.cost.need_terms import NeedTerms, need_terms
 from lightning_mist.cost.needs import Bytes, StageNeeds
-from lightning_mist.cost.offload import host_bytes, host_microbatch_bytes, host_state_bytes
-from lightning_mist.cost.phases import stage_phases
 from lightning_mist.cost.situations import COUNTED, Situation, counts_of_groups, situations_of_groups
-from lightning_mist.cost.together import needs_of_stages
+from lightning_mist.cost.together import Held, held_of_stages
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, ZeroStage
 
@@ -75,21 +73,21 @@ def plans_needs(
 ) -> list[tuple[tuple[StageMemory, NeedTerms], ...]]:
     """As :func:`plan_needs`, of several plans in less time."""
     slots = [slots_of(plan) for plan in plans]
-    needs = iter(needs_of_stages(model, [item for found in slots for item in found]))
+    held = iter(held_of_stages(model, [item for found in slots for item in found]))
     return [
-        _plan_needs(model, plan, found, [next(needs) for _ in found]) for plan, found in zip(plans, slots, strict=True)
+        _plan_needs(model, plan, found, [next(held) for _ in found]) for plan, found in zip(plans, slots, strict=True)
     ]
 
 
 def _plan_needs(
-    model: Callable[[StageSlot], MemoryModel], plan: Plan, slots: Sequence[Placed], needs: Sequence[StageNeeds]
+    model: Callable[[StageSlot], MemoryModel], plan: Plan, slots: Sequence[Placed], held: Sequence[Held]
 ) -> tuple[tuple[StageMemory, NeedTerms], ...]:
     if plan.schedule != "interleaved-1f1b":
         return tuple(
-            (model(slot).breakdown(slot, candidates, item)[0], need_terms(item))
-            for (slot, candidates), item in zip(slots, needs, strict=True)
+            (model(slot).breakdown(slot, candidates, item.needs, item.host_bytes(slot))[0], need_terms(item.needs))
+            for (slot, candidates), item in zip(slots, held, strict=True)
         )
-    found = [_Group.of(model(slots[group][0]), plan, group, slots, needs) for group in range(plan.num_groups)]
+    found = [_Group.of(model(slots[group][0]), plan, group, slots, held) for group in range(plan.num_groups)]
     memory = [item.memory() for item in found]
     groups = [stage % plan.num_groups for stage in range(plan.num_stages)]
     return tuple(
@@ -107,8 +105,7 @@ def group_memory(model: MemoryModel, plan: Plan, group: int) -> StageMemory:
         group: The group of devices.
     """
     slots = slots_of(plan)
-    needs = needs_of_stages(lambda slot: model, slots)
-    return _Group.of(model, plan, group, slots, needs).memory()
+    return _Group.of(model, plan, group, slots, held_of_stages(lambda slot: model, slots)).memory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,13 +130,13 @@ def plan_peaks(model: Callable[[StageSlot], MemoryModel], plan: Plan, checkpoint
         checkpointed_SM: Recomputed layers of every stage, several times.
     """
     slots = [_recomputing(placed, count_M) for placed, count_M in zip(slots_of(plan), checkpointed_SM, strict=True)]
-    needs = needs_of_stages(model, slots)
+    held = held_of_stages(model, slots)
     if plan.schedule != "interleaved-1f1b":
-        found = [_stage_peaks(model, placed, item) for placed, item in zip(slots, needs, strict=True)]
+        found = [item.peaks(slot) for (slot, _), item in zip(slots, held, strict=True)]
         return PlanPeaks(device_SM=np.stack([item[0] for item in found]), host_SM=np.stack([item[1] for item in found]))
     device_SM, host_SM = np.empty(checkpointed_SM.shape), np.empty(checkpointed_SM.shape)
     for group in range(plan.num_groups):
-        one = _Group.of(model(slots[group][0]), plan, group, slots, needs)
+        one = _Group.of(model(slots[group][0]), plan, group, slots, held)
         device_SM[group :: plan.num_groups], host_SM[group :: plan.num_groups] = one.peaks(), one.host_bytes()
     return PlanPeaks(device_SM=np.rint(device_SM), host_SM=np.rint(host_SM))
 
@@ -153,7 +150,7 @@ def last_stage_peaks(model: Callable[[StageSlot], MemoryModel], plan: Plan, chec
         checkpointed_M: Recomputed layers of the last stage.
     """
     placed = _recomputing(slots_of(plan)[-1], checkpointed_M)
-    return _stage_peaks(model, placed, model(placed[0]).needs(*placed))[0]
+    return held_of_stages(model, [placed])[0].peaks(placed[0])[0]
 
 
 def _recomputing(placed: Placed, checkpointed_M: IntArray) -> Placed:
@@ -162,37 +159,24 @@ def _recomputing(placed: Placed, checkpointed_M: IntArray) -> Placed:
     return slot, replace(same, checkpointed_K=checkpointed_M)
 
 
-def _stage_peaks(
-    model: Callable[[StageSlot], MemoryModel], placed: Placed, needs: StageNeeds
-) -> tuple[FloatArray, FloatArray]:
-    """Bytes on the device and on the host of one stage's candidates."""
-    slot, candidates = placed
-    phases = stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
-    return np.rint(needs.peaks(phases)), np.rint(host_bytes(model(slot), slot, candidates, needs, phases))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
     """One group of devices: what each of its chunks needs, and what is there all the time."""
 
-    model: MemoryModel
-    slots: Mapping[int, Placed]
+    held: Mapping[int, Held]
     needs: Mapping[int, StageNeeds]
     always: Mapping[str, Bytes]
     looked: tuple[int, int, int]
     group: int
 
     @classmethod
-    def of(
-        cls, model: MemoryModel, plan: Plan, group: int, slots: Sequence[Placed], needs: Sequence[StageNeeds]
-    ) -> "_Group":
-        """Of one group of a plan, from the slots of all stages and what these need by themselves."""
+    def of(cls, model: MemoryModel, plan: Plan, group: int, slots: Sequence[Placed], held: Sequence[Held]) -> "_Group":
+        """Of one group of a plan, from the slots of all stages and what these hold by themselves."""
         groups = plan.num_groups
         stages = range(group, plan.num_stages, groups)
-        own = _needs(model, [slots[stage] for stage in stages], [needs[stage] for stage in stages])
+        own = _needs(model, [slots[stage] for stage in stages], [held[stage].needs for stage in stages])
         return cls(
-            model=model,
-            slots={stage: slots[stage] for stage in stages},
+            held={stage: held[stage] for stage in stages},
             needs=dict(zip(stages, own, strict=True)),
             always=_always(model, [slots[stage] for stage in stages], own),
             looked=(plan.num_stages, groups, min(plan.num_microbatches, ROUNDS * groups)),
@@ -232,13 +216,9 @@ class _Group:
 
     def host_bytes(self) -> FloatArray:
         """Host memory of one device: what its chunks move, and of each the activations of the most microbatches."""
-        total_K = np.zeros(len(next(iter(self.needs.values())).saved_K))
-        if next(iter(self.slots.values()))[1].offload is None:
-            return total_K
         in_flight_C = counts_of_groups(*self.looked)[self.group].in_flight_C.tolist()
-        for (slot, candidates), item, count in zip(self.slots.values(), self.needs.values(), in_flight_C, strict=True):
-            moved_K = host_microbatch_bytes(self.model, slot, candidates, item)
-            total_K = total_K + host_state_bytes(self.model, slot, candidates) + count * moved_K
+        each = zip(self.held.values(), in_flight_C, strict=True)
+        total_K: FloatArray = sum((item.state_K + count * item.microbatch_K for item, count in each), np.zeros(1))
         return total_K
 
 

@@ -71,6 +71,7 @@ class Holdings:
 
     Args:
         spec: The network.
+        table: Its parameters, if that is known.
 
     Attributes:
         table: Its parameters.
@@ -78,9 +79,9 @@ class Holdings:
             one unit.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, table: ParameterTable | None = None) -> None:
         self.spec = spec
-        self.table = ParameterTable.of(spec)
+        self.table = ParameterTable.of(spec) if table is None else table
         self.is_one_unit = not spec.module_map.blocks or bool(spec.module_map.excludes("shards"))
         self._owners = Owners(self.table, is_one_unit=self.is_one_unit)
         self._held = _ByRange(self.table.uses_PR.shape[1], len(HeldBytes.__slots__))

@@ -23,7 +23,7 @@ Array axes
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -116,6 +116,7 @@ class MemoryModel:
         self._adjustment: Adjustment = unadjusted
         self._is_variant = False
         self._variants: dict[Pairs, MemoryModel] = {}
+        self._parted: dict[float, Holdings] = {}
         self._begin(Holdings(spec))
         self.states = StateShares(self.holdings)
 
@@ -137,6 +138,17 @@ class MemoryModel:
             while len(self._variants) > MOST_VARIANTS:
                 del self._variants[next(iter(self._variants))]
         return self._variants[key]
+
+    def parted(self, ratio: float) -> Holdings:
+        """Parameters where so much of the gradients is moved: those of it count as not trained."""
+        if ratio not in self._parted:
+            moved_P = self.states.moved(ratio, trained=True)
+            parameters = tuple(
+                replace(item, trainable=False) if moved else item
+                for item, moved in zip(self.spec.parameters, moved_P, strict=True)
+            )
+            self._parted[ratio] = Holdings(replace(self.spec, parameters=parameters))
+        return self._parted[ratio]
 
     def costs(self, rows: float, context: int = 1) -> RegionCosts:
         """What every region costs at a number of rows, on one of the devices that share the sequence."""
@@ -300,11 +312,16 @@ class MemoryModel:
         return self.needs(slot, candidates).peaks(_phases(slot))
 
     def breakdown(
-        self, slot: StageSlot, candidates: StageCandidates, needs: StageNeeds | None = None
+        self,
+        slot: StageSlot,
+        candidates: StageCandidates,
+        needs: StageNeeds | None = None,
+        host_K: FloatArray | None = None,
     ) -> tuple[StageMemory, ...]:
-        """The peak of each candidate, by term; ``needs`` are theirs, if they are known already."""
-        needs = self.needs(slot, candidates) if needs is None else needs
-        situations, host_K = needs.situations(_phases(slot)), host_bytes(self, slot, candidates, needs, _phases(slot))
+        """The peak of each candidate, by term; needs and host bytes are theirs, if they are known already."""
+        needs, phases = self.needs(slot, candidates) if needs is None else needs, _phases(slot)
+        host_K = host_bytes(self, slot, candidates, needs, phases) if host_K is None else host_K
+        situations = needs.nearest(phases)
         terms_XTK = np.zeros((len(situations), len(TERMS), len(candidates)))
         for situation, (_, values) in enumerate(situations):
             for name, value in values.items():

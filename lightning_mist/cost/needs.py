@@ -3,10 +3,12 @@
 Array axes
     K  candidates
     F  factors: how often a situation counts what there is of each kind
+    X  situations
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -16,6 +18,9 @@ from lightning_mist.cost.phases import Phase, PhaseKind
 
 Bytes: TypeAlias = FloatArray | float
 """Bytes of each candidate, or of all alike."""
+
+ROUNDING = 1.0
+"""Bytes by which sums of the same terms in another order may differ, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +82,20 @@ class StageNeeds:
         """Every situation with its bytes by term, ``always`` included."""
         found: list[tuple[str, Mapping[str, Bytes]]] = [(phase.kind, self.around(phase)) for phase in phases]
         return [(name, {**self.always, **terms}) for name, terms in (*found, *self.update)]
+
+    def nearest(self, phases: Sequence[Phase]) -> list[tuple[str, Mapping[str, Bytes]]]:
+        """Of all situations, as of :meth:`situations`, those that may be the peak of some candidate."""
+        parts = PeakParts.of(self)
+        total_XK = np.empty((len(phases) + len(self.update), len(parts)))
+        for kind, at, factors in _counted(tuple(phases)):
+            total_XK[at, :] = factors @ parts.parts_FK + parts.working(kind)
+        for index, (_, terms) in enumerate(self.update, len(phases)):
+            total_XK[index] = sum(terms.values())
+        near_X = (total_XK >= total_XK.max(axis=0) - ROUNDING).any(axis=1).tolist()
+        update = tuple(item for item, is_near in zip(self.update, near_X[len(phases) :], strict=True) if is_near)
+        return replace(self, update=update).situations(
+            phase for phase, is_near in zip(phases, near_X[: len(phases)], strict=True) if is_near
+        )
 
     def peaks(self, phases: Sequence[Phase]) -> FloatArray:
         """Peak bytes over all situations."""
@@ -185,16 +204,30 @@ class PeakParts:
         """Peak bytes over all situations."""
         # One matrix product instead of as many sums as there are situations.
         peak_K = self.update_K
-        for kind in dict.fromkeys(phase.kind for phase in phases):
-            factors = np.array([_factors(phase) for phase in phases if phase.kind == kind])
-            around_K = (factors @ self.parts_FK).max(axis=0)
-            working_K = 0.0 if kind == "transfer" else self.working_WK[_WORKING.index(kind)]
-            peak_K = np.maximum(peak_K, working_K + around_K)
+        for kind, _, factors in _counted(tuple(phases)):
+            peak_K = np.maximum(peak_K, self.working(kind) + (factors @ self.parts_FK).max(axis=0))
         return peak_K + self.always_K
+
+    def working(self, kind: PhaseKind) -> FloatArray | float:
+        """The working set of what is computed."""
+        if kind == "transfer":
+            return 0.0
+        found: FloatArray = self.working_WK[_WORKING.index(kind)]
+        return found
 
 
 _WORKING: tuple[PhaseKind, ...] = ("forward", "first backward", "backward", "input backward", "weight backward")
 """Kinds of situations in which something is computed."""
+
+
+@lru_cache(maxsize=4096)
+def _counted(phases: tuple[Phase, ...]) -> tuple[tuple[PhaseKind, list[int], FloatArray], ...]:
+    """Situations of one kind after another: which they are, and how often they count what; axes ``X`` and ``F``."""
+    found = []
+    for kind in dict.fromkeys(phase.kind for phase in phases):
+        at = [index for index, phase in enumerate(phases) if phase.kind == kind]
+        found.append((kind, at, np.array([_factors(phases[index]) for index in at])))
+    return tuple(found)
 
 
 def _factors(phase: Phase) -> tuple[float, ...]:

@@ -40,6 +40,7 @@ import numpy as np
 from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_rows
+from lightning_mist.cost.held import Holdings
 from lightning_mist.cost.needs import Bytes, StageNeeds
 from lightning_mist.cost.offload_shares import Shares, StateShares
 from lightning_mist.cost.phases import Phase
@@ -99,6 +100,9 @@ class OffloadingModel(Protocol):
     def needs(self, slot: StageSlot, candidates: StageCandidates) -> StageNeeds:
         """What the memory of candidates is made of."""
 
+    def parted(self, ratio: float) -> Holdings:
+        """Parameters where so much of the gradients is moved: those of it count as not trained."""
+
     def variants(self, key: Pairs, build: Callable[[], tuple[VariantHoldings, Adjustment]]) -> "OffloadingModel":
         """Variants with other parameters and changed costs of regions, built once for each key."""
 
@@ -111,17 +115,9 @@ def _staying(model: OffloadingModel, pairs_VX: FloatArray) -> OffloadingModel:
         pairs_VX: What is moved of activations and of gradients in each.
     """
 
-    def trained_of(ratio: float) -> ModelSpec:
-        moved_P = model.states.moved(ratio, trained=True)
-        parameters = tuple(
-            replace(item, trainable=False) if moved else item
-            for item, moved in zip(model.spec.parameters, moved_P, strict=True)
-        )
-        return replace(model.spec, parameters=parameters)
-
     def build() -> tuple[VariantHoldings, Adjustment]:
         ratios_W, network_V = np.unique(pairs_VX[:, 1], return_inverse=True)
-        holdings = VariantHoldings([trained_of(float(ratio)) for ratio in ratios_W], network_V.reshape(-1))
+        holdings = VariantHoldings([model.parted(float(ratio)) for ratio in ratios_W], network_V.reshape(-1))
         return holdings, partial(offloaded_activations, ratio_V=pairs_VX[:, 0])
 
     return model.variants(tuple((a, g) for a, g in pairs_VX.tolist()), build)

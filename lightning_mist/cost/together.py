@@ -8,16 +8,49 @@ Array axes
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
 
 from lightning_mist.cost.candidates import Placed, StageCandidates, StageSlot
+from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.mixed import CostModel
 from lightning_mist.cost.needs import StageNeeds
+from lightning_mist.cost.offload import host_microbatch_bytes, host_state_bytes, in_flight
+from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.cost.stage import StageSeconds
 from lightning_mist.plan import ZeroStage
 
-__all__ = ["Placed", "needs_of_stages", "seconds_of_stages"]
+__all__ = ["Held", "Placed", "held_of_stages", "needs_of_stages", "seconds_of_stages"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What candidates of a stage hold.
+
+    Attributes:
+        needs: What their memory on the device is made of.
+        state_K: Host memory of their states.
+        microbatch_K: Host memory of one microbatch's activations.
+    """
+
+    needs: StageNeeds
+    state_K: FloatArray
+    microbatch_K: FloatArray
+
+    def host_bytes(self, slot: StageSlot) -> FloatArray:
+        """Host memory of one device of a slot."""
+        found_K: FloatArray = self.state_K + in_flight(_phases(slot)) * self.microbatch_K
+        return found_K
+
+    def peaks(self, slot: StageSlot) -> tuple[FloatArray, FloatArray]:
+        """Peak bytes of one device of a slot, on the device and on the host, in whole bytes."""
+        return np.rint(self.needs.peaks(_phases(slot))), np.rint(self.host_bytes(slot))
+
+
+def _phases(slot: StageSlot) -> tuple[Phase, ...]:
+    return stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
 
 
 def seconds_of_stages(model: CostModel, stages: Sequence[Placed]) -> tuple[StageSeconds, ...]:
@@ -45,14 +78,29 @@ def needs_of_stages(model: Callable[[StageSlot], MemoryModel], stages: Sequence[
 
     Args:
         model: Memory of stages of the network, by slot.
-        stages: The stages of a pipeline, or some of them.
+        stages: The stages of a pipeline, or some of them; or those of several.
     """
-    found: dict[int, StageNeeds] = {}
+    return tuple(item.needs for item in held_of_stages(model, stages))
+
+
+def held_of_stages(model: Callable[[StageSlot], MemoryModel], stages: Sequence[Placed]) -> tuple[Held, ...]:
+    """As :func:`needs_of_stages`, with what they hold in host memory.
+
+    Args:
+        model: As for :func:`needs_of_stages`.
+        stages: Likewise.
+    """
+    found: dict[int, Held] = {}
     for members, slot, candidates in _joined(stages, _bytes_key):
-        needs, first = model(slot).needs(slot, candidates), 0
+        memory, first = model(slot), 0
+        needs, state_K = memory.needs(slot, candidates), np.zeros(len(candidates))
+        microbatch_K = state_K
+        if candidates.offload is not None:
+            state_K = host_state_bytes(memory, slot, candidates)
+            microbatch_K = host_microbatch_bytes(memory, slot, candidates, needs)
         for index in members:
             cut = slice(first, first + len(stages[index][1]))
-            found[index] = needs.take(cut)
+            found[index] = Held(needs=needs.take(cut), state_K=state_K[cut], microbatch_K=microbatch_K[cut])
             first = cut.stop
     return tuple(found[index] for index in range(len(stages)))
 
@@ -77,5 +125,8 @@ def _pace_key(slot: StageSlot, candidates: StageCandidates) -> Hashable:
 
 
 def _bytes_key(slot: StageSlot, candidates: StageCandidates) -> Hashable:
-    """What needs depend on: of the slot rows, degrees, batches, and whether there are several stages."""
-    return replace(slot, stage_index=0, behind=None, parts=(), placement=None)
+    """What needs depend on: of the slot rows, degrees, batches, and whether there are several of what."""
+    degrees = (slot.data_parallel_degree, slot.tensor_parallel_degree, slot.context_parallel_degree)
+    batches = (slot.rows, slot.batch_rows, slot.batches_held)
+    several = (slot.num_stages > 1, slot.num_microbatches > 1, slot.schedule == "zb-h1")
+    return degrees, slot.sequence_parallel, batches, several

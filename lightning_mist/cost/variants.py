@@ -16,23 +16,22 @@ import numpy as np
 from lightning_mist.cost.candidates import StageCandidates
 from lightning_mist.cost.compile import IntArray
 from lightning_mist.cost.held import HeldBytes, Holdings, SharedOut
-from lightning_mist.model.spec import ModelSpec
 
 
 class VariantHoldings(Holdings):
     """Parameters of stages of networks that differ in which of these are trained; keeps what it has computed.
 
     Args:
-        specs: The networks.
+        each: Parameters of the networks.
         network_V: Which of them each variant is.
 
     Attributes:
         table: Parameters of the first network, with ``single_R`` and ``trained_R`` of every variant.
     """
 
-    def __init__(self, specs: Sequence[ModelSpec], network_V: IntArray) -> None:
-        super().__init__(specs[0])
-        self._each, self._network_V = tuple(map(Holdings, specs)), network_V
+    def __init__(self, each: Sequence[Holdings], network_V: IntArray) -> None:
+        super().__init__(each[0].spec, each[0].table)
+        self._each, self._network_V = tuple(each), network_V
         tables = [holdings.table for holdings in self._each]
         self.table = replace(
             self.table,

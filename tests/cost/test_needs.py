@@ -67,6 +67,14 @@ def test_the_peak_is_the_largest_situation(stage, schedule, seed):
     totals = [sum(found.values()) for _, found in needs.situations(phases)]
     assert len(totals) == len(phases) + 1
     np.testing.assert_array_equal(needs.peaks(phases), np.max(totals, axis=0))
+    # Among those that come near the most is the first that reaches it, of every candidate.
+    nearest = needs.nearest(phases)
+    near = [sum(found.values()) for _, found in nearest]
+    assert len(near) < len(totals)
+    for index in range(COUNT):
+        name, _ = needs.situations(phases)[int(np.argmax([total[index] for total in totals]))]
+        assert name == nearest[int(np.argmax([total[index] for total in near]))][0]
+        assert max(total[index] for total in near) == max(total[index] for total in totals)
 
 
 def test_parts_of_several_slots_are_joined_and_taken():

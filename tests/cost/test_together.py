@@ -9,7 +9,7 @@ from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot, placed_slots_of, slots_of
 from lightning_mist.cost.need_terms import need_terms
 from lightning_mist.cost.stage import StageSeconds
-from lightning_mist.cost.together import needs_of_stages, seconds_of_stages
+from lightning_mist.cost.together import held_of_stages, needs_of_stages, seconds_of_stages
 from tests.specs import cluster, profile, spec, with_splits
 from tests.tuner.plans import pipeline
 
@@ -48,6 +48,19 @@ def test_stages_together_need_as_much_as_each(name, schedule):
     for found, (slot, candidates) in zip(needs_of_stages(model.memory, stages), stages, strict=True):
         wanted = model.memory(slot).needs(slot, candidates)
         assert need_terms(found) == need_terms(wanted)
+
+
+def test_host_memory_of_stages_together_is_that_of_each():
+    shapes = [{"layers": 2, "data": 2, "zero": 1, "offload": {"optimizer": r, "activations": r}} for r in (1, 0.5, 0)]
+    plan = pipeline(*shapes, {"layers": 2, "data": 2}, rows=4)
+    model = model_of(plan)
+    stages = slots_of(plan)
+    for found, (slot, candidates) in zip(held_of_stages(model.memory, stages), stages, strict=True):
+        memory = model.memory(slot)
+        (wanted,) = memory.breakdown(slot, candidates)
+        device, host = found.peaks(slot)
+        assert (float(device[0]), float(host[0])) == (wanted.peak_bytes, wanted.host_bytes)
+        assert (wanted.host_bytes > 0) == (candidates.offload is not None)
 
 
 def test_places_of_one_kind_are_asked_about_once(monkeypatch):

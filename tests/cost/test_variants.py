@@ -38,7 +38,7 @@ def stages():
 
 @pytest.mark.parametrize("kind", [HeldBytes, SharedOut])
 def test_each_candidate_is_of_its_own_network(kind):
-    holdings, some = VariantHoldings(SPECS, OF_VARIANT), stages()
+    holdings, some = VariantHoldings([Holdings(item) for item in SPECS], OF_VARIANT), stages()
 
     def ask(asked, candidates):
         return asked.of(candidates) if kind is HeldBytes else asked.shares(candidates, 3)
@@ -51,7 +51,7 @@ def test_each_candidate_is_of_its_own_network(kind):
 
 
 def test_gradients_by_region_are_those_of_each_variant():
-    table = VariantHoldings(SPECS, OF_VARIANT).table
+    table = VariantHoldings([Holdings(item) for item in SPECS], OF_VARIANT).table
     for variant, network in enumerate(OF_VARIANT):
         alone = Holdings(SPECS[network]).table
         assert np.array_equal(table.single_R[variant], alone.single_R)
@@ -61,4 +61,4 @@ def test_gradients_by_region_are_those_of_each_variant():
 def test_a_variant_must_be_named():
     unnamed = dataclasses.replace(stages(), variant_K=None)
     with pytest.raises(ValueError, match="which variant"):
-        VariantHoldings(SPECS, OF_VARIANT).of(unnamed)
+        VariantHoldings([Holdings(item) for item in SPECS], OF_VARIANT).of(unnamed)
