@@ -29,12 +29,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.phases import Phase
 from lightning_mist.tuner.floor_family import StageFloors
-from lightning_mist.tuner.placed_runs import PlacedRuns
+from lightning_mist.tuner.placed_runs import Copies, PlacedRuns
 
 _MOVED = ("activations", "gradients", "parameters")
+
+_TOLD_APART = 3
+"""Leading binary digits of numbers of microbatches that are told apart."""
 
 _NEXT_TO_NOTHING = 1e-9
 """Share of the bytes that have to be freed which is less than rounding."""
@@ -46,7 +49,7 @@ class Situation:
 
     Attributes:
         place: A name of :data:`~lightning_mist.tuner.least_runs.PLACES`.
-        others: Other microbatches that are in flight around a backward.
+        others: Other microbatches that are in flight around a backward, at least.
         has_gradients: Whether there are gradients already.
     """
 
@@ -65,7 +68,9 @@ class Situation:
         # Gradients are there in all backwards but the first.
         backwards = [phase.others for phase in phases if phase.kind == "backward"]
         others = max(backwards or [phase.others for phase in phases if phase.kind == "first backward"])
-        return cls(place=place, others=others, has_gradients=bool(backwards))
+        # What takes at least so long with fewer in flight does so with more: of many, fewer numbers are told apart.
+        step = 1 << max(0, others.bit_length() - _TOLD_APART)
+        return cls(place=place, others=others // step * step, has_gradients=bool(backwards))
 
 
 def stage_floors(placed: PlacedRuns, memory_limit: float, situation: Situation) -> StageFloors:
@@ -91,51 +96,79 @@ def _least(placed: PlacedRuns, memory_limit: float, situation: Situation) -> tup
     fits_R = excess_R <= 0
     steady_V = np.minimum.reduceat(np.where(fits_R, placed.steady_R, np.inf), placed.begins_V)
     reach_V = np.minimum.reduceat(np.where(fits_R, placed.reach_R, np.inf), placed.begins_V)
-    if not placed.kinds & set(_MOVED):
+    copies = placed.copies
+    if copies is None or not copies.kinds & set(_MOVED):
         return steady_V, reach_V
-    # Moving is of use only to what is faster than what fits.
-    faster_R = (placed.steady_R < steady_V[placed.cell_R]) | (placed.reach_R < reach_V[placed.cell_R])
-    at_M = np.flatnonzero(faster_R & ~fits_R)
-    # What one pair of weights says of all runs rules most of them out.
-    for pairs in (slice(1), slice(None)):
-        if not len(at_M):
-            break
-        found_M = _moved(placed, situation, at_M, excess_R[at_M], pairs)
-        least_M = np.maximum(found_M, placed.reach_R[at_M])
+
+    def useful(at_M: IntArray, found_M: FloatArray) -> tuple[IntArray, FloatArray]:
+        """The runs that may take less than what is known of others."""
         cell_M = placed.cell_R[at_M]
-        kept_M = (found_M <= placed.pace) & ((found_M < steady_V[cell_M]) | (least_M < reach_V[cell_M]))
-        at_M, found_M, least_M, cell_M = at_M[kept_M], found_M[kept_M], least_M[kept_M], cell_M[kept_M]
-    else:
-        np.minimum.at(steady_V, cell_M, found_M)
-        np.minimum.at(reach_V, cell_M, least_M)
+        kept_M = np.maximum(found_M, placed.reach_R[at_M]) < reach_V[cell_M]
+        kept_M = (kept_M | (found_M < steady_V[cell_M])) & (found_M <= placed.pace)
+        return at_M[kept_M], found_M[kept_M]
+
+    def told(at_M: IntArray, found_M: FloatArray, pairs: slice) -> FloatArray:
+        """What some pairs of weights say of runs, and others have said."""
+        return np.maximum(found_M, _moved(placed, copies, situation, at_M, excess_R[at_M], pairs))
+
+    def learn(at_M: IntArray, found_M: FloatArray) -> None:
+        np.minimum.at(steady_V, placed.cell_R[at_M], found_M)
+        np.minimum.at(reach_V, placed.cell_R[at_M], np.maximum(found_M, placed.reach_R[at_M]))
+
+    # Moving is of use only to what is faster than what fits. What one pair of weights says of all runs tells which
+    # are the most promising; what these take rules out most others.
+    at_M = np.flatnonzero(~fits_R)
+    at_M, found_M = useful(at_M, placed.steady_R[at_M])
+    if len(at_M):
+        at_M, found_M = useful(at_M, told(at_M, found_M, slice(1)))
+    if len(at_M):
+        best_M = _least_of_each(placed.cell_R[at_M], found_M)
+        learn(at_M[best_M], told(at_M[best_M], found_M[best_M], slice(1, None)))
+        at_M, found_M = useful(at_M[~best_M], found_M[~best_M])
+    for pairs in (slice(1, 2), slice(2, None)):
+        if len(at_M):
+            at_M, found_M = useful(at_M, told(at_M, found_M, pairs))
+    learn(at_M, found_M)
     return steady_V, reach_V
 
 
-def _moved(placed: PlacedRuns, situation: Situation, at_M: IntArray, excess_M: FloatArray, pairs: slice) -> FloatArray:
+def _least_of_each(cell_M: IntArray, found_M: FloatArray) -> BoolArray:
+    """Which of some runs, by cell, take the least seconds of their cell."""
+    begins = np.flatnonzero(np.diff(cell_M, prepend=-1))
+    least = np.repeat(np.minimum.reduceat(found_M, begins), np.diff(begins, append=len(cell_M)))
+    found: BoolArray = found_M <= least
+    return found
+
+
+def _moved(
+    placed: PlacedRuns, copies: Copies, situation: Situation, at_M: IntArray, excess_M: FloatArray, pairs: slice
+) -> FloatArray:
     """Seconds of a microbatch where something has to be moved, by some pairs of weights; infinite if all is too little.
 
     The cheapest way to free ``e`` bytes, of kinds ``i`` that free at most ``f_i`` at ``p_i`` seconds per byte, takes
 
         max_j [p_j e - sum_i f_i max(0, p_j - p_i)].
     """
-    activations_M = situation.others * placed.whole_R[at_M] + placed.own_R[at_M]
-    gradients_M = placed.free_gradients_R[at_M] * situation.has_gradients
-    parameters_M = placed.free_parameters_R[at_M]
+    activations_M = situation.others * copies.whole_R[at_M] + copies.own_R[at_M]
+    gradients_M = copies.free_gradients_R[at_M] * situation.has_gradients
+    parameters_M = copies.free_parameters_R[at_M]
     freed_M = activations_M + gradients_M + parameters_M
     wanted_M = np.minimum(excess_M, freed_M)
-    loads_WM, all_WM = placed.loads_WR[pairs, at_M], placed.activations_WR[pairs, at_M]
-    by_gradients_WM, by_parameters_WM = placed.gradients_WR[pairs, at_M], placed.parameters_WR[pairs, at_M]
+    loads_WM, all_WM, by_gradients_WM, by_parameters_WM = (
+        np.take(values_WR[pairs], at_M, axis=1)
+        for values_WR in (placed.loads_WR, copies.activations_WR, copies.gradients_WR, copies.parameters_WR)
+    )
+    beside_M = wanted_M - activations_M
     by_activations_WM = all_WM / np.where(activations_M > 0, activations_M, np.inf)
     copies_WM = by_activations_WM * wanted_M
     copies_WM -= gradients_M * np.maximum(by_activations_WM - by_gradients_WM, 0.0)
     copies_WM -= parameters_M * np.maximum(by_activations_WM - by_parameters_WM, 0.0)
     ways = (by_gradients_WM, by_parameters_WM, parameters_M), (by_parameters_WM, by_gradients_WM, gradients_M)
     for price_WM, other_WM, freed_by_other_M in ways:
-        way_WM = price_WM * wanted_M
-        way_WM -= np.maximum(price_WM * activations_M - all_WM, 0.0)
+        # Less what activations save, which is something only if that is positive.
+        way_WM = np.minimum(price_WM * wanted_M, price_WM * beside_M + all_WM)
         way_WM -= freed_by_other_M * np.maximum(price_WM - other_WM, 0.0)
         np.maximum(copies_WM, way_WM, out=copies_WM)
     found_M = (loads_WM + copies_WM).max(axis=0)
-    found_M = np.maximum(found_M, placed.steady_R[at_M])
     is_enough_M = freed_M >= excess_M * (1 - _NEXT_TO_NOTHING)
     return np.where(is_enough_M, found_M, np.inf)

@@ -49,6 +49,8 @@ class LeastRuns:
         layers_K: Layers.
         devices_K: Devices.
         recomputed_K: Layers that are recomputed.
+        cell_K: A number that tells devices, and layers, from others; it rises with the former, then the latter.
+        order_K: The runs by that number.
         forward_XK: Computing a forward.
         backward_XK: Computing a backward, with what it recomputes.
         forward_network_K: Exchanging among ranks with the same parameters beside a forward.
@@ -77,6 +79,8 @@ class LeastRuns:
     layers_K: IntArray
     devices_K: IntArray
     recomputed_K: IntArray
+    cell_K: IntArray
+    order_K: IntArray
     forward_XK: FloatArray
     backward_XK: FloatArray
     forward_network_K: FloatArray
@@ -139,15 +143,24 @@ def least_runs(
             of_shape = _OfShape(model, space, slot_of(1, 2, num_microbatches, shape), pace)
             if len(of_shape.layers_K):
                 zeros = sorted(set(space.search.zero_stages)) if shape.data > 1 else [0]
-                found += [of_shape.runs(zero_stage) for zero_stage in zeros]
+                whatever_zero = of_shape.whatever_zero()
+                found += [{**whatever_zero, **of_shape.runs(zero_stage)} for zero_stage in zeros]
     arrays: dict[str, Any] = {
         item.name: np.concatenate([runs[item.name] for runs in found], axis=-1) if found else np.empty(0)
         for item in fields(LeastRuns)
-        if item.name.endswith("K")
+        if item.name.endswith("K") and item.name not in ("cell_K", "order_K")
     }
     interference = interference_of(model.profile, model.cluster)
     weights_NWC = np.stack([load_weights(interference, across_nodes) for across_nodes in (False, True)])
-    return LeastRuns(pace=pace, weights_NWC=weights_NWC, is_alike=_is_alike(model), **arrays)
+    cell_K = arrays["devices_K"] * space.num_layers + arrays["layers_K"]
+    return LeastRuns(
+        pace=pace,
+        cell_K=cell_K,
+        order_K=np.argsort(cell_K, kind="stable"),
+        weights_NWC=weights_NWC,
+        is_alike=_is_alike(model),
+        **arrays,
+    )
 
 
 def _is_alike(model: StageCostModel) -> bool:
@@ -181,25 +194,29 @@ class _OfShape:
         # A correction says of communication how much longer what is exposed of it takes.
         self.corrected = min(1.0, factor_of(model.profile.corrections, "communication"))
 
-    def runs(self, zero_stage: int) -> dict[str, Any]:
-        """What :class:`LeastRuns` has of them under a ZeRO stage."""
-        whole = self._of_batches() + self.memory.spec.buffer_bytes
+    def whatever_zero(self) -> dict[str, Any]:
+        """What :class:`LeastRuns` has of them under any ZeRO stage."""
         every = np.ones(len(self.layers_K), dtype=np.int64)
+        return {
+            "layers_K": self.layers_K,
+            "devices_K": every * self.slot.devices,
+            "recomputed_K": self.recomputed_K,
+            "always_K": every * (self._of_batches() + self.memory.spec.buffer_bytes),
+            "across_K": every * int(self.nodes > 1),
+            **self._computed(),
+            **self._transferred(every),
+            **self._saved(),
+        }
+
+    def runs(self, zero_stage: int) -> dict[str, Any]:
+        """What :class:`LeastRuns` has of them under a ZeRO stage beside that."""
         # Copies are priced with what is exposed of communication, and corrections change only one of both.
         is_told = (not self.holdings.is_one_unit or zero_stage < ZeroStage.PARAMETERS) and (
             not self.model.profile.corrections or zero_stage < ZeroStage.GRADIENTS
         )
         return {
-            "layers_K": self.layers_K,
-            "devices_K": every * self.slot.devices,
-            "recomputed_K": self.recomputed_K,
-            "always_K": every * whole,
-            "copies_K": every * float(is_told),
-            "across_K": every * int(self.nodes > 1),
-            **self._computed(),
-            **self._transferred(every),
+            "copies_K": np.full(len(self.layers_K), float(is_told)),
             **self._exchanged(zero_stage),
-            **self._saved(),
             **self._states(zero_stage),
         }
 

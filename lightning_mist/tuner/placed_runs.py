@@ -11,7 +11,8 @@ Array axes
     W  pairs of weights, of a forward and of a backward; see :mod:`lightning_mist.tuner.load_weights`
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -52,6 +53,31 @@ class Moves:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """What runs of layers may move to host memory, and what that takes.
+
+    Attributes:
+        kinds: Kinds of state that may be in host memory.
+        whole_R: Bytes of activations that can be freed of every microbatch in flight but the own one.
+        own_R: Bytes of them that can be freed of the own one.
+        free_gradients_R: Bytes of gradients that can be freed.
+        free_parameters_R: Bytes of parameters that can be freed.
+        activations_WR: Weighted seconds of copying all activations of a microbatch.
+        gradients_WR: Weighted seconds per byte of gradients that is freed.
+        parameters_WR: Weighted seconds per byte of parameters that is freed.
+    """
+
+    kinds: frozenset[str]
+    whole_R: FloatArray
+    own_R: FloatArray
+    free_gradients_R: FloatArray
+    free_parameters_R: FloatArray
+    activations_WR: FloatArray
+    gradients_WR: FloatArray
+    parameters_WR: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRuns:
     """Runs of layers at one place of a pipeline that are fast enough there, and all that no limit changes.
 
@@ -59,28 +85,24 @@ class PlacedRuns:
 
     Attributes:
         pace: The most seconds of a microbatch.
-        kinds: Kinds of state that may be in host memory.
+        place: Index in :data:`~lightning_mist.tuner.least_runs.PLACES`.
+        run_R: Which of all runs they are.
         layers_V: Layers.
         devices_V: Devices.
         begins_V: The first run of each.
         cell_R: Which of them a run has.
         steady_R: Seconds where nothing is moved.
         reach_R: The same with what is exposed at the boundaries.
-        needed_R: Bytes without gradients, if only optimizer state is moved.
+        needed_R: Bytes without gradients; if optimizer state may be moved, without what that frees.
         gradients_R: Bytes of gradients.
         saved_R: Bytes that every other microbatch adds.
-        whole_R: Bytes of activations that can be freed of every other microbatch.
-        own_R: Bytes of them that can be freed of the own one.
-        free_gradients_R: Bytes of gradients that can be freed.
-        free_parameters_R: Bytes of parameters that can be freed.
         loads_WR: Weighted seconds of what is not copied.
-        activations_WR: Weighted seconds of copying all activations of a microbatch.
-        gradients_WR: Weighted seconds per byte of gradients.
-        parameters_WR: Weighted seconds per byte of parameters.
+        copies: What else may be moved, if anything may.
     """
 
     pace: float
-    kinds: frozenset[str]
+    place: int
+    run_R: IntArray
     layers_V: IntArray
     devices_V: IntArray
     begins_V: IntArray
@@ -90,18 +112,22 @@ class PlacedRuns:
     needed_R: FloatArray
     gradients_R: FloatArray
     saved_R: FloatArray
-    whole_R: FloatArray
-    own_R: FloatArray
-    free_gradients_R: FloatArray
-    free_parameters_R: FloatArray
     loads_WR: FloatArray
-    activations_WR: FloatArray
-    gradients_WR: FloatArray
-    parameters_WR: FloatArray
+    copies: Copies | None = None
 
     def __len__(self) -> int:
         """Number of runs."""
         return len(self.cell_R)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the head is with them."""
+        return self.place == PLACES.index("first")
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the tail is with them."""
+        return self.place == PLACES.index("last")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,138 +152,140 @@ class KnownRuns:
         """
         key = place, moves.kinds
         known = self.placed.get(key)
-        if known is None or not _SPARE * known.pace <= pace <= known.pace:
+        if known is not None and _SPARE * known.pace <= pace <= known.pace:
+            return known
+        if moves.kinds:
+            found = with_copies(self.at(place, replace(moves, kinds=frozenset()), pace), self.runs, moves)
+        else:
             most = self.runs.pace if pace >= _SPARE * self.runs.pace else pace
-            known = self.placed[key] = placed_runs(self.runs, moves, place, max(pace, most))
-        return known
+            found = placed_runs(self.runs, place, max(pace, most))
+        self.placed[key] = found
+        return found
 
 
-def placed_runs(runs: LeastRuns, moves: Moves, place: str, pace: float) -> PlacedRuns:
-    """The runs that are fast enough at a place.
+def placed_runs(runs: LeastRuns, place: str, pace: float) -> PlacedRuns:
+    """The runs that are fast enough at a place, if nothing may be moved.
 
     Args:
         runs: Runs of layers.
-        moves: What they may move.
         place: A name of :data:`~lightning_mist.tuner.least_runs.PLACES`.
         pace: The most seconds of a microbatch.
     """
-    return _Placing(runs, moves, PLACES.index(place)).placed(pace)
+    at = PLACES.index(place)
+    transfer_K = runs.arrival_K * (place != "first") + runs.return_K * (place != "last")
+    busy_K = runs.forward_XK[at] + runs.backward_XK[at] + transfer_K
+    run_R = runs.order_K[(busy_K <= pace)[runs.order_K]]
+    loads_WR = _loads(runs, at, run_R) + transfer_K[run_R]
+    steady_R = np.maximum(busy_K[run_R], loads_WR.max(axis=0))
+    kept_R = np.flatnonzero(steady_R <= pace)
+    run_R, steady_R, loads_WR = run_R[kept_R], steady_R[kept_R], np.take(loads_WR, kept_R, axis=1)
+    reach_R = runs.forward_XK[at][run_R] + _last(runs, at, run_R) + transfer_K[run_R]
+    begins_V = np.flatnonzero(np.diff(runs.cell_K[run_R], prepend=-1))
+    held_K = runs.always_K + runs.parameters_XK[at] + runs.working_XK[at] + runs.optimizer_XK[at]
+    return PlacedRuns(
+        pace=pace,
+        place=at,
+        run_R=run_R,
+        layers_V=runs.layers_K[run_R[begins_V]],
+        devices_V=runs.devices_K[run_R[begins_V]],
+        begins_V=begins_V,
+        cell_R=np.repeat(np.arange(len(begins_V)), np.diff(begins_V, append=len(run_R))),
+        steady_R=steady_R,
+        reach_R=np.maximum(steady_R, reach_R),
+        needed_R=held_K[run_R],
+        gradients_R=runs.gradients_XK[at][run_R],
+        saved_R=runs.saved_K[run_R],
+        loads_WR=loads_WR,
+    )
 
 
-class _Placing:
-    """All runs of layers at one place of a pipeline."""
+def _loads(runs: LeastRuns, place: int, run_R: IntArray) -> FloatArray:
+    """Weighted seconds of computing and communicating, as far as they have to be between transfers."""
+    forward_NWC, backward_NWC = _weights(runs)
+    weights = [forward_NWC[..., COMPUTE], backward_NWC[..., COMPUTE]]
+    weights += [forward_NWC[..., NETWORK], backward_NWC[..., NETWORK]]
+    seconds = [runs.forward_XK[place], runs.backward_XK[place], runs.forward_network_K, runs.backward_network_K]
+    loads_WR = _weighted(runs, run_R, weights, [values_K[run_R] for values_K in seconds])
+    loads_WR -= runs.outer_K[run_R]
+    return loads_WR
 
-    def __init__(self, runs: LeastRuns, moves: Moves, place: int) -> None:
-        self.runs, self.moves, self.place = runs, moves, place
-        self.is_first, self.is_last = place == PLACES.index("first"), place == PLACES.index("last")
 
-    def placed(self, pace: float) -> PlacedRuns:
-        """What limits do not change."""
-        runs, place = self.runs, self.place
-        transfer_K = runs.arrival_K * (not self.is_first) + runs.return_K * (not self.is_last)
-        busy_K = runs.forward_XK[place] + runs.backward_XK[place] + transfer_K
-        at_R = np.flatnonzero(busy_K <= pace)
-        # By layers and devices.
-        key_R = runs.devices_K[at_R] * (int(runs.layers_K.max(initial=0)) + 1) + runs.layers_K[at_R]
-        order_R = np.argsort(key_R, kind="stable")
-        at_R, key_R = at_R[order_R], key_R[order_R]
-        forward_WCR, backward_WCR = self._weights(at_R)
-        steady_R, last_R = busy_K[at_R], self._last(at_R, backward_WCR)
-        loads_WR = self._loads(at_R, forward_WCR, backward_WCR) + transfer_K[at_R]
-        steady_R = np.maximum(steady_R, loads_WR.max(axis=0))
-        kept_R = steady_R <= pace
-        at_R, key_R, steady_R, last_R = at_R[kept_R], key_R[kept_R], steady_R[kept_R], last_R[kept_R]
-        reach_R = np.maximum(steady_R, runs.forward_XK[place][at_R] + last_R + transfer_K[at_R])
-        begins_V = np.flatnonzero(np.diff(key_R, prepend=-1))
-        free_R = self._free(at_R)
-        stays_R = 1 - free_R if "optimizer" in self.moves.kinds else 1.0
-        needed_R = runs.always_K[at_R] + runs.parameters_XK[place][at_R] + runs.working_XK[place][at_R]
-        own_R = runs.whole_K[at_R] - (0.0 if self.is_last else runs.top_two_K[at_R])
-        forward_WCR, backward_WCR = forward_WCR[:, :, kept_R], backward_WCR[:, :, kept_R]
-        return PlacedRuns(
-            pace=pace,
-            kinds=self.moves.kinds,
-            layers_V=runs.layers_K[at_R[begins_V]],
-            devices_V=runs.devices_K[at_R[begins_V]],
-            begins_V=begins_V,
-            cell_R=np.repeat(np.arange(len(begins_V)), np.diff(begins_V, append=len(at_R))),
-            steady_R=steady_R,
-            reach_R=reach_R,
-            needed_R=needed_R + runs.optimizer_XK[place][at_R] * stays_R,
-            gradients_R=runs.gradients_XK[place][at_R],
-            saved_R=runs.saved_K[at_R],
-            whole_R=runs.whole_K[at_R] * self._may_move("activations"),
-            own_R=np.maximum(own_R, 0.0) * self._may_move("activations"),
-            free_gradients_R=runs.gradients_XK[place][at_R] * free_R * self._may_move("gradients"),
-            free_parameters_R=runs.parameters_XK[place][at_R] * free_R * self._may_move("parameters"),
-            loads_WR=loads_WR[:, kept_R],
-            **self._prices(at_R, forward_WCR, backward_WCR, free_R),
-        )
+def _last(runs: LeastRuns, place: int, run_R: IntArray) -> FloatArray:
+    """Seconds of the last backward with what averages gradients beside it."""
+    backward_R, reduce_R = runs.backward_XK[place][run_R], runs.reduce_XK[place][run_R]
+    _, backward_NWC = _weights(runs)
+    weights = [backward_NWC[..., COMPUTE], backward_NWC[..., NETWORK]]
+    beside_WR = _weighted(runs, run_R, weights, [backward_R, reduce_R])
+    last_R: FloatArray = np.maximum(np.maximum(backward_R, reduce_R), beside_WR.max(axis=0))
+    return last_R
 
-    def _may_move(self, name: str) -> bool:
-        return name in self.moves.kinds
 
-    def _free(self, at_R: IntArray) -> FloatArray:
-        """What part of the state that is moved leaves the device."""
-        # The head or the tail is a unit of its own.
-        units_R = self.runs.layers_K[at_R] + (self.is_first or self.is_last)
-        free_R: FloatArray = np.maximum(0.0, 1 - BUFFERS / units_R)
-        return free_R
+def with_copies(placed: PlacedRuns, runs: LeastRuns, moves: Moves) -> PlacedRuns:
+    """Runs at a place with what they may move.
 
-    def _weights(self, at_R: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Weights of a forward and of a backward, with axes ``WCR``."""
-        tables = self.runs.weights_NWC.transpose(1, 2, 0)
-        across_R = self.runs.across_K[at_R]
-        first, then = (tables[list(favoured)][:, :, across_R] for favoured in zip(*_WEIGHTED, strict=True))
-        return first, then
+    Args:
+        placed: The runs.
+        runs: All runs.
+        moves: What they may move, at least something.
+    """
+    rates, at, run_R = moves.rates, placed.place, placed.run_R
+    assert rates is not None
+    # The head or the tail is a unit of its own.
+    free_R = np.maximum(0.0, 1 - BUFFERS / (runs.layers_K[run_R] + (placed.is_first or placed.is_last)))
+    whole_R = runs.whole_K[run_R]
+    own_R = np.maximum(whole_R - (0.0 if placed.is_last else runs.top_two_K[run_R]), 0.0)
+    parameters_R, may = runs.parameters_XK[at][run_R] * free_R, moves.kinds.__contains__
+    copies = Copies(
+        kinds=moves.kinds,
+        whole_R=whole_R * may("activations"),
+        own_R=own_R * may("activations"),
+        free_gradients_R=placed.gradients_R * free_R * may("gradients"),
+        free_parameters_R=parameters_R * may("parameters"),
+        **_prices(placed, runs, moves, free_R),
+    )
+    freed_R = runs.optimizer_XK[at][run_R] * free_R * may("optimizer")
+    return replace(placed, needed_R=placed.needed_R - freed_R, copies=copies)
 
-    def _loads(self, at_R: IntArray, forward_WCR: FloatArray, backward_WCR: FloatArray) -> FloatArray:
-        """Weighted seconds of computing and communicating, as far as they have to be between transfers."""
-        runs, place = self.runs, self.place
-        loads_WR: FloatArray = forward_WCR[:, COMPUTE] * runs.forward_XK[place][at_R]
-        loads_WR += backward_WCR[:, COMPUTE] * runs.backward_XK[place][at_R]
-        loads_WR += forward_WCR[:, NETWORK] * runs.forward_network_K[at_R]
-        loads_WR += backward_WCR[:, NETWORK] * runs.backward_network_K[at_R]
-        loads_WR -= runs.outer_K[at_R]
-        return loads_WR
 
-    def _last(self, at_R: IntArray, backward_WCR: FloatArray) -> FloatArray:
-        """Seconds of the last backward with what averages gradients beside it."""
-        backward_R, reduce_R = self.runs.backward_XK[self.place][at_R], self.runs.reduce_XK[self.place][at_R]
-        beside_WR = backward_WCR[:, COMPUTE] * backward_R + backward_WCR[:, NETWORK] * reduce_R
-        last_R: FloatArray = np.maximum(np.maximum(backward_R, reduce_R), beside_WR.max(axis=0))
-        return last_R
+def _prices(placed: PlacedRuns, runs: LeastRuns, moves: Moves, free_R: FloatArray) -> dict[str, FloatArray]:
+    """Weighted seconds of moving every kind of state, of activations all, of the others a byte that is freed."""
+    run_R, rates = placed.run_R, moves.rates
+    assert rates is not None
+    to_device, to_host = 1 / rates.to_device, 1 / rates.to_host
+    forward_NWC, backward_NWC = _weights(runs)
+    alone_NW = np.ones(forward_NWC.shape[:2])
+    # Behind the last layer of a stage without the tail nothing is computed.
+    whole_R, told_R = runs.whole_K[run_R], runs.copies_K[run_R]
+    alone_R = np.minimum(runs.top_K[run_R], whole_R) * (not placed.is_last)
+    around_NW = forward_NWC[..., TO_HOST] * to_host + backward_NWC[..., TO_DEVICE] * to_device
+    weights = [around_NW, (to_host + to_device) * alone_NW]
+    found = {"activations_WR": _weighted(runs, run_R, weights, [told_R * (whole_R - alone_R), told_R * alone_R])}
+    # Of layers that are alike one is the first and one the last, around which nothing is computed either.
+    is_middle = not placed.is_first and not placed.is_last
+    share_R = 1 / runs.layers_K[run_R] if runs.is_alike and is_middle else np.zeros(len(run_R))
+    # What frees nothing has no price.
+    per_byte_R = np.where(free_R > 0, told_R / np.where(free_R > 0, free_R, 1.0), 0.0)
+    beside = [per_byte_R * (1 - share_R), per_byte_R * share_R]
+    fetched = to_device * (moves.num_microbatches > 1)
+    gradients_NW = fetched * backward_NWC[..., TO_DEVICE] + to_host * backward_NWC[..., TO_HOST]
+    found["gradients_WR"] = _weighted(runs, run_R, [gradients_NW, (fetched + to_host) * alone_NW], beside)
+    parameters_NW = to_device * (forward_NWC[..., TO_DEVICE] + backward_NWC[..., TO_DEVICE])
+    found["parameters_WR"] = _weighted(runs, run_R, [parameters_NW, 2 * to_device * alone_NW], beside)
+    return {name: values_WR if name[:-3] in moves.kinds else 0.0 * values_WR for name, values_WR in found.items()}
 
-    def _prices(
-        self, at_R: IntArray, forward_WCR: FloatArray, backward_WCR: FloatArray, free_R: FloatArray
-    ) -> dict[str, FloatArray]:
-        """Weighted seconds of moving every kind of state, of activations all, of the others a byte that is freed."""
-        runs, rates = self.runs, self.moves.rates
-        if rates is None:
-            none_WR = np.zeros((len(_WEIGHTED), len(at_R)))
-            return {"activations_WR": none_WR, "gradients_WR": none_WR, "parameters_WR": none_WR}
-        to_device, to_host = 1 / rates.to_device, 1 / rates.to_host
-        whole_R = runs.whole_K[at_R]
-        # Behind the last layer of a stage without the tail nothing is computed.
-        alone_R = np.minimum(runs.top_K[at_R], whole_R) * (not self.is_last)
-        around_WR = forward_WCR[:, TO_HOST] * to_host + backward_WCR[:, TO_DEVICE] * to_device
-        activations_WR = around_WR * (whole_R - alone_R) + (to_host + to_device) * alone_R
-        # Of layers that are alike one is the first and one the last, around which nothing is computed either.
-        is_middle = not self.is_first and not self.is_last
-        share_R = 1 / runs.layers_K[at_R] if runs.is_alike and is_middle else np.zeros(len(at_R))
 
-        def beside(weight_WR: FloatArray) -> FloatArray:
-            found_WR: FloatArray = weight_WR * (1 - share_R) + share_R
-            return found_WR
+def _weights(runs: LeastRuns) -> tuple[FloatArray, FloatArray]:
+    """Weights of a forward and of a backward, with axes ``NWC``."""
+    first, then = (list(favoured) for favoured in zip(*_WEIGHTED, strict=True))
+    return runs.weights_NWC[:, first], runs.weights_NWC[:, then]
 
-        fetched = to_device * (self.moves.num_microbatches > 1)
-        gradients_WR = fetched * beside(backward_WCR[:, TO_DEVICE]) + to_host * beside(backward_WCR[:, TO_HOST])
-        parameters_WR = to_device * (beside(forward_WCR[:, TO_DEVICE]) + beside(backward_WCR[:, TO_DEVICE]))
-        # What frees nothing has no price.
-        told_R = runs.copies_K[at_R]
-        per_byte_R = np.where(free_R > 0, told_R / np.where(free_R > 0, free_R, 1.0), 0.0)
-        return {
-            "activations_WR": activations_WR * told_R * self._may_move("activations"),
-            "gradients_WR": gradients_WR * per_byte_R * self._may_move("gradients"),
-            "parameters_WR": parameters_WR * per_byte_R * self._may_move("parameters"),
-        }
+
+def _weighted(
+    runs: LeastRuns, run_R: IntArray, weights: Sequence[FloatArray], values: Sequence[FloatArray]
+) -> FloatArray:
+    """The sum of some values of runs, each weighted; weights have axes ``NW``."""
+    across_R, values_FR, weights_NWF = runs.across_K[run_R], np.stack(values), np.stack(weights, axis=-1)
+    found_WR: FloatArray = weights_NWF[0] @ values_FR
+    if across_R.any() and (weights_NWF[0] != weights_NWF[1]).any():
+        found_WR = np.where(across_R, weights_NWF[1] @ values_FR, found_WR)
+    return found_WR

@@ -13,7 +13,7 @@ from lightning_mist.hardware.interference import COEFFICIENTS
 from lightning_mist.tuner import Planner
 from lightning_mist.tuner.floors import Situation, stage_floors
 from lightning_mist.tuner.least_runs import least_runs
-from lightning_mist.tuner.placed_runs import Moves, placed_runs
+from lightning_mist.tuner.placed_runs import KnownRuns, Moves
 from tests.tuner.instances import random_instance
 from tests.tuner.whole_space import candidates_of, pipelines, places_of, priced
 
@@ -32,7 +32,7 @@ def floors_of(maker, moves, limit, index, count):
     runs = least_runs(maker.model, maker.space, maker.slot, moves.num_microbatches, np.inf)
     place = "first" if not index else "last" if index == count - 1 else "middle"
     situation = Situation.of(place, stage_phases(index, count, moves.num_microbatches))
-    return stage_floors(placed_runs(runs, moves, place, np.inf), limit, situation) if len(runs) else None
+    return stage_floors(KnownRuns(runs=runs).at(place, moves, np.inf), limit, situation) if len(runs) else None
 
 
 def compare(found, rng):
@@ -75,3 +75,12 @@ def test_floors_rise_as_memory_shrinks_and_what_cannot_fit_is_not_there():
     assert steady[0]
     assert not steady[-1]
     assert all(len(less) <= len(more) for more, less in pairwise(steady))
+
+
+def test_of_many_in_flight_fewer_numbers_are_told_apart_and_never_more_than_there_are():
+    for others in range(70):
+        phases = stage_phases(0, others + 1, 100)
+        found = Situation.of("first", phases)
+        assert found.has_gradients
+        assert found.others <= others < found.others * 1.25 + 1
+        assert others >= 8 or found.others == others

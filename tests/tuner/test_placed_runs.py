@@ -22,7 +22,7 @@ def known(pace=np.inf, devices=4):
 @pytest.mark.parametrize("place", PLACES)
 def test_all_runs_are_there_by_devices_and_layers(place):
     runs = known().runs
-    placed = placed_runs(runs, NOTHING, place, np.inf)
+    placed = placed_runs(runs, place, np.inf)
     assert len(placed) == len(runs)
     pairs = list(zip(placed.devices_V, placed.layers_V, strict=True))
     assert pairs == sorted(set(zip(runs.devices_K, runs.layers_K, strict=True)))
@@ -35,12 +35,12 @@ def test_all_runs_are_there_by_devices_and_layers(place):
 
 def test_what_is_too_slow_is_missing():
     runs = known().runs
-    every = placed_runs(runs, NOTHING, "middle", np.inf)
+    every = placed_runs(runs, "middle", np.inf)
     pace = float(np.median(every.steady_R))
-    fewer = placed_runs(runs, NOTHING, "middle", pace)
+    fewer = placed_runs(runs, "middle", pace)
     assert len(fewer) == (every.steady_R <= pace).sum()
     assert sorted(fewer.steady_R) == sorted(every.steady_R[every.steady_R <= pace])
-    assert len(placed_runs(runs, NOTHING, "middle", 0.0)) == 0
+    assert len(placed_runs(runs, "middle", 0.0)) == 0
 
 
 def test_what_is_known_is_not_worked_out_again_unless_it_is_far_too_much():
