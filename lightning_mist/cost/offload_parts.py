@@ -18,7 +18,7 @@ Array axes
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -146,6 +146,16 @@ class OffloadParts:
         return OffloadParts(
             stays=self.stays.take(index_K), host_activations_K=self.host_activations_K[index_K], **arrays
         )
+
+    def beside(self, more_B: FloatArray) -> "OffloadParts":
+        """The same beside so many more bytes that are there all the time.
+
+        Args:
+            more_B: Bytes, of every stage.
+        """
+        pairs = len(self.host_activations_K) // max(1, len(self))
+        stays = replace(self.stays, always_K=self.stays.always_K + np.repeat(more_B, pairs))
+        return replace(self, stays=stays, beside_BG=self.beside_BG + more_B[:, None])
 
     def peaks(self, phases: Sequence[Phase]) -> FloatArray:
         """Peak bytes of every stage with every combination of ratios; axes ``B``, ``P``, ``G``, ``O``, ``A``."""

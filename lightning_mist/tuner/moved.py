@@ -242,7 +242,7 @@ class Mover:
         return index_B[of_J], rows_B[of_J] * count + kept_J % count, np.concatenate(peaks)
 
     def _known(self, table: Table) -> Known:
-        return self.knowledge.of(table, self.ratios.key)
+        return self.knowledge.of(table, self.ratios, lambda slot: self.model.memory(slot).batch_bytes(slot))
 
     def _learn_bytes(self, asked: Sequence[tuple[Known, IntArray]]) -> None:
         """Bytes of all combinations of some bases of arrangements that are alike, of several tables."""

@@ -8,15 +8,18 @@ Array axes
     S  candidates with ratios whose seconds are known
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_mist.cost.candidates import StageSlot
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_parts import OffloadParts
 from lightning_mist.cost.phases import Phase
+from lightning_mist.plan import ZeroStage
+from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.tables import Table
 
 MOST = 20_000
@@ -106,6 +109,44 @@ class Known:
         self.parts = parts if self.parts is None else OffloadParts.joined([self.parts, parts])
         self.floors = floors if self.floors is None else CopyFloors.joined([self.floors, floors])
 
+    def inherit(self, other: "Known", count: int, batch_bytes: Callable[[StageSlot], float]) -> None:
+        """Take over what is known of the same candidates in another table: of another pace, or for another batch.
+
+        What stages exchange with others, and what comes once per batch, differs between tables, but not what copies
+        add to it (:mod:`lightning_mist.tuner.pieces`).
+
+        Args:
+            other: What is known of the other table.
+            count: Number of combinations of ratios, of both.
+            batch_bytes: The batches that the devices of a slot hold.
+        """
+        mine, theirs = self.table, other.table
+        place_of = {key: place for place, key in enumerate(mine.keys)}
+        shape_S = np.array([place_of.get(key, -1) for key in theirs.keys], dtype=np.int64)
+        is_kin = len(mine) > 0 and bool((shape_S >= 0).any())
+        if not is_kin or other.parts is None or other.floors is None:
+            return
+        shape_B = shape_S[theirs.shape_K[other.base_B]]
+        index_B = _found(_codes(mine, mine.shape_K, slice(None)), _codes(theirs, shape_B, other.base_B))
+        row_R = np.flatnonzero((shape_B >= 0) & (index_B >= 0) & (self.row_K[index_B] < 0))
+        if not len(row_R):
+            return
+        more = np.array([batch_bytes(mine.slots[shape]) for shape in range(len(mine.slots))])
+        less = np.array([batch_bytes(slot) for slot in theirs.slots])
+        more_R = more[shape_B[row_R]] - less[theirs.shape_K[other.base_B[row_R]]]
+        new_B = np.full(len(index_B), -1, dtype=np.int64)
+        new_B[row_R] = len(self) + np.arange(len(row_R))
+        self.add(index_B[row_R], other.parts.take(row_R).beside(more_R), other.floors.take(row_R))
+        row_T = other.place_S // count
+        at_T = np.flatnonzero(new_B[row_T] >= 0)
+        row_T, place_T = row_T[at_T], other.place_S[at_T] % count
+        here_T, there_T = index_B[row_T], other.base_B[row_T]
+        self.note(
+            new_B[row_T] * count + place_T,
+            other.steady_S[at_T] + (mine.steady_K[here_T] - theirs.steady_K[there_T]),
+            other.boundary_S[at_T] + (mine.boundary_K[here_T] - theirs.boundary_K[there_T]),
+        )
+
     def seconds(self, place_J: IntArray) -> tuple[FloatArray, FloatArray]:
         """Steady and boundary seconds, NaN where they are not known."""
         if not len(self.place_S):
@@ -123,23 +164,51 @@ class Known:
         self.boundary_S = np.concatenate([self.boundary_S, boundary_J])[order]
 
 
+def _codes(table: Table, shape_J: IntArray, index_J: IntArray | slice) -> IntArray:
+    """Numbers that tell candidates from each other, the same in all tables with the same runs of layers.
+
+    Args:
+        table: The table.
+        shape_J: The arrangement of each candidate.
+        index_J: Which of the table they are.
+    """
+    layers, levels = int(table.windows.layers_W.max(initial=0)) + 1, max(ZeroStage) + 1
+    run_J = shape_J * len(table.windows) + table.window_K[index_J]
+    code_J: IntArray = (run_J * layers + table.checkpointed_K[index_J]) * levels + table.zero_stage_K[index_J]
+    return code_J
+
+
+def _found(code_K: IntArray, wanted_J: IntArray) -> IntArray:
+    """Where numbers are among others, -1 for those that are not."""
+    if not len(code_K):
+        return np.full(len(wanted_J), -1, dtype=np.int64)
+    order = np.argsort(code_K)
+    at_J = np.minimum(np.searchsorted(code_K[order], wanted_J), len(order) - 1)
+    return np.where(code_K[order[at_J]] == wanted_J, order[at_J], -1)
+
+
 class Knowledge:
     """What is known of tables, whatever the limits of memory; that of those asked for longest ago is forgotten."""
 
     def __init__(self) -> None:
-        self._of: dict[Hashable, Known] = {}
+        self._of: dict[tuple[int, Hashable], Known] = {}
 
-    def of(self, table: Table, ratios: Hashable) -> Known:
+    def of(self, table: Table, ratios: Ratios, batch_bytes: Callable[[StageSlot], float]) -> Known:
         """What is known of a table, to be added to.
 
         Args:
             table: The table.
-            ratios: What tells combinations of ratios from others.
+            ratios: Combinations of what may be moved.
+            batch_bytes: The batches that the devices of a slot hold.
         """
         # A table that is known is kept, so that no other has its number.
-        key = id(table), ratios
+        key = id(table), ratios.key
         found = self._of.pop(key, None)
-        found = Known.nothing(table) if found is None else found
+        if found is None:
+            found = Known.nothing(table)
+            for (_, asked), other in reversed(self._of.items()):
+                if asked == ratios.key:
+                    found.inherit(other, len(ratios), batch_bytes)
         # Tables without bases take memory too.
         while self._of and (len(self._of) >= MOST_TABLES or sum(map(len, self._of.values())) + len(found) > MOST):
             del self._of[next(iter(self._of))]

@@ -53,6 +53,7 @@ class Table:
         again_K: What every stage behind adds to the steady seconds.
         parts: What their peaks are made of.
         order: The candidates by run and number of devices, for frontiers in ``t`` and ``t + d``.
+        keys: What tells the candidates of every slot from those of other tables; none if that is not known.
     """
 
     pace: float
@@ -68,6 +69,7 @@ class Table:
     again_K: FloatArray
     parts: PeakParts
     order: Order
+    keys: tuple[Hashable, ...] = ()
 
     def __len__(self) -> int:
         """Number of candidates."""
@@ -192,7 +194,8 @@ def make_table(
         if len(at_C):
             found.append(_of_slot(model, slot, index, piece.figures.take(at_C), lines, pace))
     known.forget()
-    return _sorted(found, tuple(slots), windows, pace), evaluated
+    table = _sorted(found, tuple(slots), windows, pace)
+    return replace(table, keys=() if keys is None else tuple(keys)), evaluated
 
 
 def _of_slot(model: CostModel, slot: StageSlot, index: int, figures: Figures, lines: Lines, pace: float) -> "_Found":

@@ -30,10 +30,10 @@ NETWORKS = {
 RATIOS = (0.0, 0.5, 1.0)
 
 
-def make(network, machine, *, limit, host=np.inf, **search):
+def make(network, machine, *, limit, host=np.inf, batch=16, **search):
     devices, rates = MACHINES[machine]
     model = StageCostModel(NETWORKS[network], rates, devices)
-    space = apply(SearchSpace(offload=OFFLOADED, offload_ratios=RATIOS, **search), NETWORKS[network], 4, 16)
+    space = apply(SearchSpace(offload=OFFLOADED, offload_ratios=RATIOS, **search), NETWORKS[network], 4, batch)
     return IntraStage(model, space, limit, host_limit=host)
 
 

@@ -1,10 +1,19 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
+from lightning_mist.cost.phases import stage_phases
 from lightning_mist.tuner import moved_known
 from lightning_mist.tuner.moved_known import Known, Moved
+from lightning_mist.tuner.moved_ratios import Ratios
+from lightning_mist.tuner.moved_settled import learn_seconds
 from tests.tuner.test_moved import make
+
+
+def no_batch(slot):
+    """Batches of no bytes."""
+    return 0.0
 
 
 def test_seconds_are_found_again_wherever_they_were_noted():
@@ -42,13 +51,14 @@ def test_knowledge_is_kept_by_table_and_ratios_up_to_so_many_bases(monkeypatch):
     knowledge = maker._mover.knowledge
     (found,) = knowledge._of.values()
     assert len(found) > 0
-    assert knowledge.of(table, maker._mover.ratios.key) is found
-    other = knowledge.of(table, "other ratios")
+    assert knowledge.of(table, maker._mover.ratios, no_batch) is found
+    ratios = Ratios.of(maker.space.search, (0.1,))
+    other = knowledge.of(table, ratios, no_batch)
     assert other is not found
     assert len(other) == 0
     # What was asked for longest ago goes first.
     monkeypatch.setattr(moved_known, "MOST", 0)
-    assert knowledge.of(table, "other ratios") is other
+    assert knowledge.of(table, ratios, no_batch) is other
     assert list(knowledge._of.values()) == [other]
 
 
@@ -57,7 +67,7 @@ def test_tables_without_bases_are_forgotten_too(monkeypatch):
     maker = make("alike", "L4", limit=500_000)
     maker.frontier(0, 2, 4)
     table, knowledge = next(iter(maker._tables.values())), moved_known.Knowledge()
-    found = [knowledge.of(table, name) for name in ("first", "second", "third")]
+    found = [knowledge.of(table, Ratios.of(maker.space.search, (ratio,)), no_batch) for ratio in (0.1, 0.2, 0.3)]
     assert not any(map(len, found))
     assert list(knowledge._of.values()) == found[1:]
 
@@ -74,3 +84,52 @@ def test_what_one_search_has_learned_another_with_other_limits_need_not():
     shared = loose.frontier(0, 2, 4)
     np.testing.assert_array_equal(shared.steady_K, alone.steady_K)
     np.testing.assert_array_equal(shared.peak_K, alone.peak_K)
+
+
+@pytest.mark.parametrize("network", ["alike", "unlike"])
+@pytest.mark.parametrize(("stage", "batch", "microbatches"), [(0, 32, 8), (1, 32, 8), (0, 16, 4), (2, 64, 16)])
+def test_what_is_known_of_one_batch_holds_for_another(network, stage, batch, microbatches):
+    heir, donor = (make(network, "L4", limit=500_000, batch=rows) for rows in (16, batch))
+    donor.frontier(stage, 3, microbatches)
+    (known,) = donor._mover.knowledge._of.values()
+    heir._table(stage, 3, 4, (), np.inf)
+    (table,) = heir._tables.values()
+    found, ratios = Known.nothing(table), heir._mover.ratios
+    count = len(ratios)
+    places = np.random.default_rng(batch).choice(len(known) * count, 40, replace=False)
+    learn_seconds(donor.model, ratios.offload_CO, [(known, np.sort(places))])
+    found.inherit(known, count, lambda slot: heir.model.memory(slot).batch_bytes(slot))
+    assert len(found) == len(known) > 0
+    assert len(found.place_S) == len(known.place_S) > 0
+    # Nothing comes twice.
+    found.inherit(known, count, no_batch)
+    assert len(found) == len(known)
+    # All of it is what is evaluated for the new batch.
+    wanted = Known.nothing(table)
+    for shape in np.unique(table.shape_K[found.base_B]).tolist():
+        heir._mover._learn_bytes([(wanted, found.base_B[table.shape_K[found.base_B] == shape])])
+    order = wanted.row_K[found.base_B]
+    phases = stage_phases(stage, 3, 4)
+    np.testing.assert_allclose(found.parts.peaks(phases), wanted.parts.peaks(phases)[order], rtol=1e-12)
+    np.testing.assert_allclose(found.parts.host_bytes(phases), wanted.parts.host_bytes(phases)[order], rtol=1e-12)
+    learn_seconds(heir.model, ratios.offload_CO, [(wanted, np.unique(new_places(found, order, count)))])
+    here, there = found.seconds(found.place_S), wanted.seconds(new_places(found, order, count))
+    for mine, theirs in zip(here, there, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-11, atol=1e-15)
+
+
+def new_places(found, order, count):
+    """Where what is known of bases in one order is in another."""
+    return order[found.place_S // count] * count + found.place_S % count
+
+
+def test_tables_that_nothing_is_known_of_inherit_nothing():
+    maker, other = make("alike", "L4", limit=500_000), make("alike", "L4", limit=500_000, batch=48)
+    maker.frontier(0, 3, 4)
+    other.frontier(1, 3, 4)
+    (known,) = maker._mover.knowledge._of.values()
+    (table,) = other._tables.values()
+    for heir in (table, dataclasses.replace(known.table, keys=())):
+        found = Known.nothing(heir)
+        found.inherit(known, len(maker._mover.ratios), no_batch)
+        assert len(found) == 0
