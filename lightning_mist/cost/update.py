@@ -21,6 +21,7 @@ import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray
+from lightning_mist.cost.corrected import computation_factor
 from lightning_mist.cost.held import HeldBytes, Holdings
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
@@ -76,7 +77,7 @@ def update_seconds(
     if degree > 1:
         owned_K = np.where(shares_K, holdings.shares(candidates, degree).trained_K, held.trained_K)
     rate = profile.memory_bytes_per_second
-    added_K = ADDITION * np.where(reduces_K, owned_K, held.trained_K) / rate
+    added_K = _addition(profile, np.where(reduces_K, owned_K, held.trained_K))
     # Two passes instead of the addition that is in the backward, and the owner's addition.
     pass_K = np.where(reduces_K, (2 * PASS - ADDITION) * held.trained_K / rate + added_K, 0.0)
     return UpdateSeconds(
@@ -84,6 +85,22 @@ def update_seconds(
         accumulate_K=added_K,
         pass_K=pass_K,
     )
+
+
+def addition_seconds(spec: ModelSpec, profile: HardwareProfile, gradients: FloatArray) -> FloatArray:
+    """Seconds of adding gradients to those that exist, as a part of backwards as runs have corrected them.
+
+    Args:
+        spec: The network.
+        profile: How fast the devices are.
+        gradients: Bytes of the gradients.
+    """
+    return computation_factor(spec, profile, "backward") * _addition(profile, gradients)
+
+
+def _addition(profile: HardwareProfile, gradients: FloatArray) -> FloatArray:
+    result: FloatArray = ADDITION * gradients / profile.memory_bytes_per_second
+    return result
 
 
 def _once(

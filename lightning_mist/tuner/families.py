@@ -5,7 +5,8 @@ Array axes
     K  settings that all stages share
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Hashable
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import numpy as np
@@ -195,3 +196,18 @@ class GridCosts:
         busy_S = self.busy_SK[:, index]
         before_S = (np.cumsum(busy_S) - busy_S) / chunks
         return float((before_S + num_microbatches * busy_S - self.accumulate_SK[:, index]).max())
+
+
+@dataclass(frozen=True, slots=True)
+class KnownGrids:
+    """What does not depend on limits, by what it depends on.
+
+    Attributes:
+        costs: What all settings of a grid cost.
+        peaks: Peak bytes of the first stage under every setting.
+        floors: Seconds that its devices are busy at least.
+    """
+
+    costs: dict[Hashable, GridCosts] = field(default_factory=dict)
+    peaks: dict[Hashable, FloatArray] = field(default_factory=dict)
+    floors: dict[Hashable, FloatArray] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from lightning_mist.cost.compile import BoolArray
 from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
-from lightning_mist.tuner.families import GridCosts
+from lightning_mist.tuner.families import KnownGrids
 from lightning_mist.tuner.moved import Mover
 from lightning_mist.tuner.moved_known import Knowledge
 from lightning_mist.tuner.moved_ratios import Ratios
@@ -79,7 +79,7 @@ class IntraStage:
         host_limit: float = np.inf,
         elsewhere: tuple[Space, ...] = (),
         tables: dict[TableKey, Table] | None = None,
-        grids: dict[Hashable, GridCosts] | None = None,
+        grids: KnownGrids | None = None,
         runs: dict[int, KnownRuns] | None = None,
         pieces: Pieces | None = None,
         knowledge: Knowledge | None = None,
@@ -91,7 +91,7 @@ class IntraStage:
         self._pieces, self._met = Pieces() if pieces is None else pieces, set[Hashable]()
         self._classes = layer_classes(model.spec)
         self._tables: dict[TableKey, Table] = {} if tables is None else tables
-        self.grids: dict[Hashable, GridCosts] = {} if grids is None else grids
+        self.grids = KnownGrids() if grids is None else grids
         self.runs: dict[int, KnownRuns] = {} if runs is None else runs
         self._windows: dict[Role, Windows] = {}
         # Frontiers and the pace up to which they hold, by how many stages and which situations they are for.

@@ -6,7 +6,7 @@ winner. Other schedules are tried on the pipelines that were found (:mod:`lightn
 1F1B also on stages that are all alike (:mod:`lightning_mist.tuner.uniform`).
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from time import perf_counter
 
@@ -26,7 +26,7 @@ from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, host_notes, usable_bytes
 from lightning_mist.tuner.choose import choose, make_plan
 from lightning_mist.tuner.copies import search_copies
-from lightning_mist.tuner.families import GridCosts
+from lightning_mist.tuner.families import KnownGrids
 from lightning_mist.tuner.holding import too_large
 from lightning_mist.tuner.hosts import with_offload
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late
@@ -46,7 +46,7 @@ from lightning_mist.units import format_bytes
 KEPT = 4
 """Search spaces whose candidates are kept."""
 
-_Kept = tuple[dict[TableKey, Table], dict[Hashable, GridCosts], dict[int, KnownRuns]]
+_Kept = tuple[dict[TableKey, Table], KnownGrids, dict[int, KnownRuns]]
 """What is known of a search space: candidates, those of equal stages, what stages take at least."""
 
 
@@ -160,7 +160,7 @@ class Planner:
             solver_seconds=SearchSpace().solver_seconds,
         )
         key = replace(space, search=looked, max_stages=space.world_size, notes=())
-        self._tables[key] = tables = self._tables.pop(key, ({}, {}, {}))
+        self._tables[key] = tables = self._tables.pop(key, ({}, KnownGrids(), {}))
         while len(self._tables) > KEPT:
             del self._tables[next(iter(self._tables))]
         return tables

@@ -21,7 +21,16 @@ from itertools import permutations
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, MixedCostModel, StageCandidates, StageSlot, predict_with, step_seconds_of
+from lightning_mist.cost import (
+    CostModel,
+    MixedCostModel,
+    StageCandidates,
+    StageSlot,
+    least_seconds,
+    predict_with,
+    seconds_with,
+    step_seconds_of,
+)
 from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.cost.chunks import plan_peaks
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
@@ -31,7 +40,8 @@ from lightning_mist.cost.phases import stage_phases
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner.clocked import CLOCKED
-from lightning_mist.tuner.families import Grid, GridCosts, Limits, Setting, Shortage, Uniform, UniformFamily
+from lightning_mist.tuner.families import Grid, GridCosts, KnownGrids, Limits, Setting, Shortage, Uniform, UniformFamily
+from lightning_mist.tuner.grid_floors import GridFloors
 from lightning_mist.tuner.intra_stage import IntraStage, layer_classes
 from lightning_mist.tuner.mixed import mixed_layout
 from lightning_mist.tuner.space import Shape, Space, divisors
@@ -50,13 +60,11 @@ class UniformSearch:
         kept: Where what does not depend on the limits is kept; by default for this object alone.
     """
 
-    def __init__(
-        self, model: CostModel, space: Space, limits: Limits, *, kept: dict[Hashable, GridCosts] | None = None
-    ) -> None:
+    def __init__(self, model: CostModel, space: Space, limits: Limits, *, kept: KnownGrids | None = None) -> None:
         self.model, self.space, self.limits = model, space, limits
         self._classes = layer_classes(model.spec)
-        self._kept: dict[Hashable, GridCosts] = {} if kept is None else kept
-        self._predicted: dict[Hashable, Plan] = {}
+        self._kept = KnownGrids() if kept is None else kept
+        self._floors = GridFloors(model, space)
 
     def best(self, family: UniformFamily, *, below: float = np.inf) -> Uniform:
         """The fastest plan of a family that fits.
@@ -70,7 +78,7 @@ class UniformSearch:
         device: Shortage | None = None
         host: Shortage | None = None
         for grid in self._grids(family):
-            if self._bound(grid) >= below:
+            if self._floors.of(grid) >= below or not self._may_gain(grid, family, below):
                 continue
             costs = self._costs(grid, family)
             device_S, host_S = self.limits.stages(grid)
@@ -82,19 +90,16 @@ class UniformSearch:
             if family.has_chunks and not grid.parts:
                 chunked += self._chunked(grid, family, costs, fits_K)
         settings.sort(key=lambda item: item.seconds)
-        plans = [self._predict(item) for item in settings[:CLOCKED]]
-        best = self._with_chunks(family, chunked, min(plans, key=_seconds, default=None), below)
-        if best is not None and _seconds(best) >= below:
-            best = None
+        plans = [self._plan(item) for item in settings[:CLOCKED]]
+        best = min(plans, key=self._seconds, default=None)
+        best = self._with_chunks(family, chunked, best, below)
+        if best is not None:
+            best = replace(best, predicted=predict_with(self.model, best)) if self._seconds(best) < below else None
         return Uniform(plan=best, device=device, host=host)
 
-    def _predict(self, setting: Setting) -> Plan:
-        """The plan of a setting with its prediction."""
-        key = replace(setting, seconds=0.0)
-        if key not in self._predicted:
-            plan = self._plan(setting)
-            self._predicted[key] = replace(plan, predicted=predict_with(self.model, plan))
-        return self._predicted[key]
+    def _seconds(self, plan: Plan) -> float:
+        """Seconds of a plan on the clock."""
+        return seconds_with(self.model, plan)
 
     def _grids(self, family: UniformFamily) -> Iterator[Grid]:
         space = self.space
@@ -131,34 +136,35 @@ class UniformSearch:
         for order in permutations(range(len(parts))):
             yield tuple(part for part in order for _ in range(counts[part]))
 
-    def _bound(self, grid: Grid) -> float:
-        """Seconds on the clock that no plan of a grid goes below, in chunks or not: those of computing."""
-        shape, count = grid.shape, self.space.num_layers // grid.num_stages
-        rows = self.space.rows(grid.num_microbatches, shape.data)
-        stages = self._models(grid)
-        found = [model.region_seconds(rows, shape.tensor, shape.sequence) for model in stages]
-        region_SR = np.stack([item.forward_R + item.backward_R for item in found])
-        stage_S = np.array([item[1 + i * count : 1 + (i + 1) * count].sum() for i, item in enumerate(region_SR)])
-        before_S = (np.cumsum(stage_S) - stage_S) / max(self.space.search.chunks)
-        stage_S[0] += region_SR[0, 0]
-        stage_S[-1] += region_SR[-1, -1]
-        return float((before_S + grid.num_microbatches * stage_S).max())
-
-    def _models(self, grid: Grid) -> list[CostModel]:
-        """The cost model of every stage's devices."""
-        if isinstance(self.model, MixedCostModel) and grid.parts:
-            return [self.model.parts[part] for part in grid.parts]
-        return [self.model] * grid.num_stages
+    def _may_gain(self, grid: Grid, family: UniformFamily, below: float) -> bool:
+        """Whether any setting may gain in chunks and fit on its first stage, which has most microbatches in flight."""
+        if family.has_whole or grid.parts or np.isinf(below):
+            return True
+        key, options = self._key(grid, family), self._options(grid, family)
+        slot, candidates = self._slot(grid, 0), self._candidates(grid, 0, family, options)
+        if key not in self._kept.peaks:
+            phases = stage_phases(0, grid.num_stages, grid.num_microbatches, "1f1b")
+            self._kept.peaks[key] = self.model.memory(slot).needs(slot, candidates).peaks(phases)
+        fits_K = self._kept.peaks[key] <= self.limits.stages(grid)[0][0]
+        if not fits_K.any() or self._floors.of(grid, int(options[0][fits_K].min())) >= below:
+            return False
+        if key not in self._kept.floors:
+            seconds, count = self.model.seconds(slot, candidates), grid.num_microbatches
+            self._kept.floors[key] = count * (seconds.steady_K - seconds.transfer_K) - seconds.accumulate_K
+        return bool(self._kept.floors[key][fits_K].min() < below)
 
     def _costs(self, grid: Grid, family: UniformFamily) -> GridCosts:
         """What all settings of a grid that a family has cost."""
-        key = (grid, family.zero_stages, family.every_offload)
-        if key not in self._kept:
-            self._kept[key] = self._evaluate(grid, family)
-        costs, count = self._kept[key], self.space.num_layers // grid.num_stages
+        key = self._key(grid, family)
+        if key not in self._kept.costs:
+            self._kept.costs[key] = self._evaluate(grid, family)
+        costs, count = self._kept.costs[key], self.space.num_layers // grid.num_stages
         if family.recomputes == "best":
             return costs
         return costs.take(costs.checkpointed_K == (count if family.recomputes == "all" else 0))
+
+    def _key(self, grid: Grid, family: UniformFamily) -> Hashable:
+        return grid, family.zero_stages, family.every_offload
 
     def _evaluate(self, grid: Grid, family: UniformFamily) -> GridCosts:
         """What all settings of a grid cost, with any number of recomputed layers.
@@ -166,20 +172,13 @@ class UniformSearch:
         Stages with the same layers in the same role are looked at once.
         """
         count = self.space.num_layers // grid.num_stages
-        checkpointed_K, zero_K, offload_K = self._options(grid, family, count)
-        ratios = [family.every_offload[index] for index in offload_K]
+        options = checkpointed_K, zero_K, offload_K = self._options(grid, family)
         known: dict[Hashable, tuple[FloatArray, ...]] = {}
         needed: dict[Hashable, StageNeeds] = {}
         each: tuple[list[FloatArray], ...] = ([], [], [], [], [], [])
         for index in range(grid.num_stages):
             slot, first = self._slot(grid, index), index * count
-            candidates = StageCandidates(
-                start_K=np.full(len(zero_K), first),
-                end_K=np.full(len(zero_K), first + count),
-                checkpointed_K=checkpointed_K,
-                zero_stage_K=zero_K,
-                offload=_offload(ratios) if any(item.any for item in family.every_offload) else None,
-            )
+            candidates = self._candidates(grid, index, family, options)
             # The layer before tells what is received.
             near = grid.parts[max(0, index - 1) : index + 2]
             role = (index == 0, index == grid.num_stages - 1, self._classes[max(0, first - 1) : first + count], near)
@@ -205,14 +204,29 @@ class UniformSearch:
             host_SK=host_SK,
         )
 
-    def _options(self, grid: Grid, family: UniformFamily, count: int) -> tuple[IntArray, IntArray, IntArray]:
+    def _options(self, grid: Grid, family: UniformFamily) -> tuple[IntArray, IntArray, IntArray]:
         """Recomputed layers, ZeRO stages and kinds of offload, every combination."""
+        count = self.space.num_layers // grid.num_stages
         layers = np.arange(count + 1) if self.space.checkpointing else np.array([0])
         zeros = np.array(sorted(set(family.zero_stages)) if grid.shape.data > 1 else [0])
         found = np.meshgrid(layers, zeros, np.arange(len(family.every_offload)), indexing="ij")
         checkpointed_K, zero_K, offload_K = (item.reshape(-1) for item in found)
         kept_K = (offload_K < len(family.offloads)) | (checkpointed_K == count)
         return checkpointed_K[kept_K], zero_K[kept_K], offload_K[kept_K]
+
+    def _candidates(
+        self, grid: Grid, index: int, family: UniformFamily, options: tuple[IntArray, IntArray, IntArray]
+    ) -> StageCandidates:
+        """A stage of a grid with every setting."""
+        (checkpointed_K, zero_K, offload_K), count = options, self.space.num_layers // grid.num_stages
+        ratios = [family.every_offload[index] for index in offload_K]
+        return StageCandidates(
+            start_K=np.full(len(zero_K), index * count),
+            end_K=np.full(len(zero_K), (index + 1) * count),
+            checkpointed_K=checkpointed_K,
+            zero_stage_K=zero_K,
+            offload=_offload(ratios) if any(item.any for item in family.every_offload) else None,
+        )
 
     def _slot(self, grid: Grid, index: int) -> StageSlot:
         space, shape = self.space, grid.shape
@@ -256,12 +270,15 @@ class UniformSearch:
         self, family: UniformFamily, chunked: Sequence[Setting], best: Plan | None, below: float
     ) -> Plan | None:
         """The best plan, or a faster one with chunks."""
+        least = below if best is None else min(below, self._seconds(best))
         for setting in sorted(chunked, key=lambda item: item.seconds)[:TRIED]:
-            if setting.seconds >= (below if best is None else min(below, _seconds(best))):
+            if setting.seconds >= least:
                 break
             found = self._fitted(family, setting)
-            if found is not None and (best is None or _seconds(found) < _seconds(best)):
-                best = found
+            if found is None or least_seconds(self.model, [found])[0] >= least:
+                continue
+            if self._seconds(found) < least:
+                best, least = found, self._seconds(found)
         return best
 
     def _fitted(self, family: UniformFamily, setting: Setting) -> Plan | None:
@@ -276,7 +293,7 @@ class UniformSearch:
         fits_M = np.all(peaks.device_SM <= self.limits.device_bytes[0], axis=0)
         if not fits_M.any():
             return None
-        return self._predict(replace(setting, checkpointed=int(more_M[fits_M.argmax()])))
+        return self._plan(replace(setting, checkpointed=int(more_M[fits_M.argmax()])))
 
     def _layout(self, grid: Grid) -> tuple[tuple[int, ...], ...]:
         degrees = [(grid.shape.data, grid.shape.tensor)] * grid.num_stages
@@ -338,11 +355,6 @@ def _offload(ratios: Sequence[OffloadRatios]) -> OffloadCandidates:
         optimizer_K=np.array([item.optimizer for item in ratios]),
         activations_K=np.array([item.activations for item in ratios]),
     )
-
-
-def _seconds(plan: Plan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.step_seconds
 
 
 def even_chunks(stages: IntraStage, *, below: float) -> Plan | None:
