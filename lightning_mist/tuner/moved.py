@@ -38,22 +38,17 @@ from time import perf_counter
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, StageCandidates, StageSlot, profiles_of
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.mixed import copy_weights
+from lightning_mist.cost import CostModel, StageCandidates, StageSlot
+from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.offload_parts import OffloadParts
-from lightning_mist.plan import ZeroStage
-from lightning_mist.tuner.moved_known import Knowledge, Known, Moved, Situations
+from lightning_mist.tuner.moved_kept import Kept, arranged, floors_of, kept
+from lightning_mist.tuner.moved_known import Arranged, Knowledge, Known, Moved, Situations
 from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.moved_settled import Unsettled, learn_seconds, next_ones
-from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.tables import ROOM, Table
 
 AT_ONCE = 1 << 14
 """Candidates that are evaluated together: enough to be fast, and few enough to take little memory."""
-
-BASES_AT_ONCE = 1 << 10
-"""Candidates whose combinations are looked at together: their peaks take some megabytes."""
 
 
 class TimeIsUpError(Exception):
@@ -115,16 +110,14 @@ class Mover:
         # What is known of a table may be forgotten for that of another; here it is still needed.
         every = [self._known(item.table) for item in asked]
         looked = self._look(asked, every)
-        kept = [self._kept(known, item.index_B, item.phases) for item, known in zip(asked, every, strict=True)]
-        self._settle(
-            [
-                self._unsettled(known, item, of_J, place_J)
-                for item, known, (of_J, place_J, _) in zip(asked, every, kept, strict=True)
-                if len(of_J)
-            ]
-        )
+        wanted = [
+            (known, self._arranged(known), item.index_B, item.phases) for item, known in zip(asked, every, strict=True)
+        ]
+        found_Q = kept(wanted, self.ratios, (self.memory_limit, self.host_limit))
+        self._settle(self._unsettled(asked, every, found_Q))
         count, found = len(self.ratios), []
-        for item, known, (of_J, place_J, peak_J) in zip(asked, every, kept, strict=True):
+        for item, known, own in zip(asked, every, found_Q, strict=True):
+            of_J, place_J, peak_J = own.of_J, own.place_J, own.peak_J
             steady_J, boundary_J = known.seconds(place_J)
             fast_J = np.flatnonzero(steady_J <= item.table.pace * ROOM)
             found.append(
@@ -175,24 +168,22 @@ class Mover:
         if block:
             yield block
 
-    def _unsettled(self, known: Known, asked: Asked, of_J: IntArray, place_J: IntArray) -> Unsettled:
-        """Candidates with ratios that fit, and what they have to be better than."""
-        counted, index_I = asked.counted, asked.kept_I
-        steady_J, whole_J = self._floors(known, counted, of_J, place_J)
-        return Unsettled(
-            known=known,
-            place_J=place_J,
-            group_J=asked.table.place_K[of_J],
-            steady_J=steady_J,
-            whole_J=whole_J,
-            later_J=(counted.steady_K - asked.table.steady_K)[of_J],
-            fitting=(
-                asked.table.place_K[index_I],
-                counted.steady_K[index_I],
-                (counted.steady_K + counted.boundary_K)[index_I],
-            ),
-            open_J=np.flatnonzero(steady_J <= asked.slowest * ROOM),
-        )
+    def _unsettled(self, asked: Sequence[Asked], every: Sequence[Known], found: Sequence[Kept]) -> list[Unsettled]:
+        """Candidates with ratios that fit, and what they have to be better than, of every stage that has any."""
+        of_tables: dict[int, list[int]] = {}
+        for index, own in enumerate(found):
+            if len(own.of_J):
+                of_tables.setdefault(id(every[index]), []).append(index)
+        result = []
+        for members in of_tables.values():
+            known, together = every[members[0]], Kept.joined([found[index] for index in members])
+            added = floors_of(known, self._arranged(known), self.ratios, together.of_J, together.place_J)
+            begin = 0
+            for index in members:
+                cut = slice(begin, begin + len(found[index].of_J))
+                begin = cut.stop
+                result.append(_unsettled(known, asked[index], found[index], (added[0][cut], added[1][cut])))
+        return result
 
     def _settle(self, unsettled: Sequence[Unsettled]) -> None:
         """Evaluate whatever may be better than what is known to fit, of all stages the most promising first."""
@@ -201,45 +192,14 @@ class Mover:
                 raise TimeIsUpError
             learn_seconds(self.model, self.ratios.offload_CO, next_ones(unsettled))
 
-    def _floors(self, known: Known, counted: Table, of_J: IntArray, place_J: IntArray) -> tuple[FloatArray, FloatArray]:
-        """What candidates with ratios take at least, per microbatch and of a batch."""
-        if known.floors is None:
-            raise ValueError("known.floors = None: nothing was learned about candidates that are asked about")
-        count, slots = len(self.ratios), counted.slots
-        row_J, place_JO = place_J // count, self.ratios.of_kinds(place_J % count)
-        ratio_JO = self.ratios.offload_CO[place_J % count]
-        steady_J, whole_J = counted.steady_K[of_J], counted.floor_K[of_J]
-        weights = {index: copy_weights(self.model, slots[index]) for index in np.unique(counted.shape_K[of_J]).tolist()}
-        alike = {id(item): item for item in weights.values()}
-        for key, item in alike.items():
-            at_N = np.flatnonzero(np.isin(counted.shape_K[of_J], [at for at, own in weights.items() if id(own) == key]))
-            more_N, once_N = known.floors.added(item, row_J[at_N], place_JO[at_N, :3], ratio_JO[at_N, 3])
-            steady_J[at_N], whole_J[at_N] = steady_J[at_N] + more_N, whole_J[at_N] + once_N
-        return steady_J / ROOM, whole_J / ROOM
-
     def has_looked(self, table: Table, phases: Situations) -> bool:
         """Whether stages in these situations have been looked at, ahead of time or not."""
         return phases in self._known(table).looked
 
-    def _kept(self, known: Known, index_B: IntArray, phases: Situations) -> tuple[IntArray, IntArray, FloatArray]:
-        """What fits and moves no more than it has to: its base, its place among what is known, its peak."""
-        count, parts = len(self.ratios), known.parts
-        if parts is None or not len(index_B):
-            none = np.empty(0, dtype=np.int64)
-            return none, none, np.empty(0)
-        fits_BC, peaks = np.empty((len(index_B), count), dtype=bool), []
-        rows_B = known.row_K[index_B]
-        for begin in range(0, len(index_B), BASES_AT_ONCE):
-            some, block = parts.take(rows_B[begin : begin + BASES_AT_ONCE]), slice(begin, begin + BASES_AT_ONCE)
-            peak_BC = some.peaks(phases).reshape(-1, count)
-            fits_BC[block] = peak_BC <= self.memory_limit
-            if np.isfinite(self.host_limit):
-                fits_BC[block] &= some.host_bytes(phases).reshape(-1, count) <= self.host_limit
-            fits_BC[block] = self._least(known.table, index_B[block], fits_BC[block])
-            peaks.append(peak_BC[fits_BC[block]])
-        kept_J = np.flatnonzero(fits_BC)
-        of_J = kept_J // count
-        return index_B[of_J], rows_B[of_J] * count + kept_J % count, np.concatenate(peaks)
+    def _arranged(self, known: Known) -> Arranged:
+        if known.arranged is None:
+            known.arranged = arranged(self.model, known.table, self.ratios)
+        return known.arranged
 
     def _known(self, table: Table) -> Known:
         return self.knowledge.of(table, self.ratios, lambda slot: self.model.memory(slot).batch_bytes(slot))
@@ -257,29 +217,25 @@ class Mover:
             known.add(index_B, parts.take(cut_B), floors.take(cut_B))
             begin += len(index_B)
 
-    def _least(self, table: Table, index_B: IntArray, fits_BC: BoolArray) -> BoolArray:
-        """Those that fit and move no more than they have to."""
-        levels = max(ZeroStage) + 1
-        kinds = (table.shape_K * levels + table.zero_stage_K)[index_B]
-        every = np.unique(kinds).tolist()
-        ordered = [self._ordered(table.slots[kind // levels], kind % levels) for kind in every]
-        if len(set(ordered)) == 1:
-            return self.ratios.least(fits_BC, ordered[0])
-        least_BC = np.zeros_like(fits_BC)
-        for names in dict.fromkeys(ordered):
-            at_B = np.isin(kinds, [kind for kind, of_kind in zip(every, ordered, strict=True) if of_kind == names])
-            least_BC[at_B] = self.ratios.least(fits_BC[at_B], names)
-        return least_BC
 
-    def _ordered(self, slot: StageSlot, zero_stage: int) -> tuple[str, ...]:
-        """Kinds of state of which a larger ratio is never faster."""
-        if any(profile.corrections for profile in profiles_of(self.model)):
-            return ()
-        if self.model.memory(slot).states.displaces(self.ratios.values):
-            return ("activations",)
-        if slot.shard_degree == 1 or zero_stage == ZeroStage.NONE:
-            return OFFLOADED
-        return ("activations",) if zero_stage >= ZeroStage.PARAMETERS else ("parameters", "activations")
+def _unsettled(known: Known, asked: Asked, found: Kept, added: tuple[FloatArray, FloatArray]) -> Unsettled:
+    """Candidates with ratios of one stage, and what copies add to them at least."""
+    counted, index_I, of_J = asked.counted, asked.kept_I, found.of_J
+    steady_J, whole_J = (counted.steady_K[of_J] + added[0]) / ROOM, (counted.floor_K[of_J] + added[1]) / ROOM
+    return Unsettled(
+        known=known,
+        place_J=found.place_J,
+        group_J=asked.table.place_K[of_J],
+        steady_J=steady_J,
+        whole_J=whole_J,
+        later_J=counted.steady_K[of_J] - asked.table.steady_K[of_J],
+        fitting=(
+            asked.table.place_K[index_I],
+            counted.steady_K[index_I],
+            counted.steady_K[index_I] + counted.boundary_K[index_I],
+        ),
+        open_J=np.flatnonzero(steady_J <= asked.slowest * ROOM),
+    )
 
 
 def _bytes_key(slot: StageSlot) -> Hashable:

@@ -5,7 +5,8 @@ Array axes
     J  candidates with ratios
     B  bases
     O  kinds of state, in the order of ``OFFLOADED``
-    S  candidates with ratios whose seconds are known
+    S  candidates with ratios whose seconds are known; or arrangements of devices
+    Z  ZeRO stages
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -56,6 +57,21 @@ class Moved:
         return cls(**{name: np.concatenate([getattr(item, name) for item in items]) for name in cls.__slots__})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arranged:
+    """What is so of the arrangements of devices of a table.
+
+    Attributes:
+        order_SZ: Of which kinds of state a larger ratio is never faster, by ZeRO stage.
+        corner_S: How channels slow each other down: which of ``corners``.
+        corners: The weights that occur.
+    """
+
+    order_SZ: IntArray
+    corner_S: IntArray
+    corners: tuple[FloatArray, ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class Known:
     """What has been evaluated of a table, which all stages with its role share; bases in the order they came in.
@@ -70,6 +86,7 @@ class Known:
         steady_S: Their steady seconds.
         boundary_S: Their boundary seconds.
         looked: The situations of the stages that were looked at.
+        arranged: What is so of its arrangements; nothing before it was asked for.
     """
 
     table: Table
@@ -81,6 +98,7 @@ class Known:
     steady_S: FloatArray
     boundary_S: FloatArray
     looked: set[Situations]
+    arranged: Arranged | None = None
 
     def __len__(self) -> int:
         """Number of bases."""

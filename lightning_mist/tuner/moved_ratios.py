@@ -7,7 +7,7 @@ Array axes
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -83,14 +83,15 @@ class Ratios:
 
     def _minimal(self, fits_CB: BoolArray, ordered: Sequence[str]) -> BoolArray:
         above, kept = (fits_CB.reshape(*self.sizes, -1).copy() for _ in range(2))
-        axes = [OFFLOADED.index(name) for name in ordered]
-        for axis in axes:
-            along = np.moveaxis(above, axis, 0)
-            for ratio in range(1, len(along)):
-                along[ratio] |= along[ratio - 1]
-        for axis in axes:
+        fronts = [(slice(None),) * OFFLOADED.index(name) for name in ordered]
+        for front in fronts:
+            at = [(*front, ratio) for ratio in range(self.sizes[len(front)])]
+            for before, behind in pairwise(at):
+                above[behind] |= above[before]
+        for front in fronts:
             # One that is beaten along an axis has something that fits at or below its neighbour there.
-            np.moveaxis(kept, axis, 0)[1:] &= ~np.moveaxis(above, axis, 0)[:-1]
+            behind, before = (*front, slice(1, None)), (*front, slice(None, -1))
+            kept[behind] &= ~above[before]
         found_CB: BoolArray = kept.reshape(fits_CB.shape)
         return found_CB
 

@@ -14,6 +14,7 @@ from lightning_mist.plan import ParameterUse
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.choices import ANYWHERE
 from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.moved_kept import ordered
 from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.space import apply
 from tests.specs import cluster, profile, spec, with_splits
@@ -125,18 +126,18 @@ def displacing():
 
 
 @pytest.mark.parametrize(
-    ("ratios", "ordered"),
+    ("ratios", "names"),
     [((0.5, 1.0), OFFLOADED), ((0.5, 0.75), ("activations",)), ((0.25, 0.5, 0.75, 1.0), ("activations",))],
 )
-def test_a_tied_parameter_that_a_larger_ratio_leaves_behind_ends_the_order(ratios, ordered):
+def test_a_tied_parameter_that_a_larger_ratio_leaves_behind_ends_the_order(ratios, names):
     devices, rates = MACHINES["L4"]
     network = displacing()
     space = apply(SearchSpace(offload=OFFLOADED, offload_ratios=ratios), network, 4, 16)
     maker = IntraStage(StageCostModel(network, rates, devices), space, 10**12)
     slot = maker.slot(0, 2, 4, space.shapes(4)[0])
-    assert maker._mover._ordered(slot, 0) == ordered
+    assert ordered(maker.model, slot, 0, maker._mover.ratios) == names
     plain = IntraStage(StageCostModel(spec(4, tied=True), rates, devices), space, 10**12)
-    assert plain._mover._ordered(slot, 0) == OFFLOADED
+    assert ordered(plain.model, slot, 0, plain._mover.ratios) == OFFLOADED
 
 
 def test_a_unit_moves_no_less_with_a_larger_ratio():

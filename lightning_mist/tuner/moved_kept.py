@@ -1,0 +1,201 @@
+"""What of candidates with ratios fits and moves no more than it has to, of several stages at once.
+
+Array axes
+    K  candidates of a table
+    B  candidates that are tried with offload
+    C  combinations of ratios, nothing moved first
+    J  candidates with ratios
+    S  arrangements of devices
+    Z  ZeRO stages
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost import CostModel, StageSlot, profiles_of
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.mixed import copy_weights
+from lightning_mist.plan import ZeroStage
+from lightning_mist.tuner.moved_known import Arranged, Known, Situations
+from lightning_mist.tuner.moved_ratios import Ratios
+from lightning_mist.tuner.search_space import OFFLOADED
+from lightning_mist.tuner.tables import Table
+
+BASES_AT_ONCE = 1 << 10
+"""Candidates whose combinations are looked at together: their peaks take some megabytes."""
+
+ORDERS: tuple[tuple[str, ...], ...] = (OFFLOADED, ("parameters", "activations"), ("activations",), ())
+"""Kinds of state of which a larger ratio is never faster, as candidates may have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Candidates with ratios: their bases, their places among what is known, and their peaks."""
+
+    of_J: IntArray
+    place_J: IntArray
+    peak_J: FloatArray
+
+    @classmethod
+    def joined(cls, items: Sequence["Kept"]) -> "Kept":
+        """All of several."""
+        if len(items) == 1:
+            return items[0]
+        number, none = np.empty(0, dtype=np.int64), np.empty(0)
+        return cls(
+            np.concatenate([number, *(item.of_J for item in items)]),
+            np.concatenate([number, *(item.place_J for item in items)]),
+            np.concatenate([none, *(item.peak_J for item in items)]),
+        )
+
+
+def arranged(model: CostModel, table: Table, ratios: Ratios) -> Arranged:
+    """What is so of the arrangements of a table.
+
+    Args:
+        model: The cost model.
+        table: The table.
+        ratios: What may be moved.
+    """
+    weights = [copy_weights(model, slot) for slot in table.slots]
+    alike = {id(item): item for item in weights}
+    places = {key: place for place, key in enumerate(alike)}
+    order_SZ = np.array(
+        [
+            [ORDERS.index(ordered(model, slot, zero, ratios)) for zero in range(max(ZeroStage) + 1)]
+            for slot in table.slots
+        ]
+    )
+    return Arranged(
+        order_SZ=order_SZ.reshape(len(table.slots), -1),
+        corner_S=np.array([places[id(item)] for item in weights], dtype=np.int64),
+        corners=tuple(alike.values()),
+    )
+
+
+def ordered(model: CostModel, slot: StageSlot, zero_stage: int, ratios: Ratios) -> tuple[str, ...]:
+    """Kinds of state of which a larger ratio is never faster.
+
+    Args:
+        model: The cost model.
+        slot: An arrangement.
+        zero_stage: What is sharded.
+        ratios: What may be moved.
+    """
+    if any(profile.corrections for profile in profiles_of(model)):
+        return ()
+    if model.memory(slot).states.displaces(ratios.values):
+        return ("activations",)
+    if slot.shard_degree == 1 or zero_stage == ZeroStage.NONE:
+        return OFFLOADED
+    return ("activations",) if zero_stage >= ZeroStage.PARAMETERS else ("parameters", "activations")
+
+
+Wanted = tuple[Known, Arranged, IntArray, Situations]
+"""What is known of a table, and of its arrangements; some of its candidates, and the situations of their stage."""
+
+
+def kept(wanted: Sequence[Wanted], ratios: Ratios, limits: tuple[float, float]) -> list[Kept]:
+    """What fits and moves no more than it has to, of every stage.
+
+    Args:
+        wanted: The candidates of the stages, whose bytes are known.
+        ratios: What may be moved.
+        limits: Bytes that a device may use, and of host memory.
+    """
+    found: list[list[Kept]] = [[] for _ in wanted]
+    for block in _blocks(wanted):
+        fits, peaks, orders = [], [], []
+        for index, index_B in block:
+            known, of_table, _, phases = wanted[index]
+            peak_BC, fits_BC = _fitting(known, known.row_K[index_B], phases, len(ratios), limits)
+            peaks.append(peak_BC)
+            fits.append(fits_BC)
+            orders.append(of_table.order_SZ[known.table.shape_K[index_B], known.table.zero_stage_K[index_B]])
+        least_BC, begin = _least(np.concatenate(fits), np.concatenate(orders), ratios), 0
+        for (index, index_B), peak_BC in zip(block, peaks, strict=True):
+            mine_BC = least_BC[begin : begin + len(index_B)]
+            begin += len(index_B)
+            kept_J = np.flatnonzero(mine_BC)
+            of_J, place_J = np.divmod(kept_J, len(ratios))
+            place_J += wanted[index][0].row_K[index_B[of_J]] * len(ratios)
+            found[index].append(Kept(index_B[of_J], place_J, peak_BC.reshape(-1)[kept_J]))
+    return [Kept.joined(items) for items in found]
+
+
+def _blocks(wanted: Sequence[Wanted]) -> Iterator[list[tuple[int, IntArray]]]:
+    """Which stages' candidates are looked at together, and which of them."""
+    block: list[tuple[int, IntArray]] = []
+    room = BASES_AT_ONCE
+    for index, (_, _, index_B, _) in enumerate(wanted):
+        for begin in range(0, len(index_B), BASES_AT_ONCE):
+            some_B = index_B[begin : begin + BASES_AT_ONCE]
+            if len(some_B) > room:
+                yield block
+                block, room = [], BASES_AT_ONCE
+            block.append((index, some_B))
+            room -= len(some_B)
+    if block:
+        yield block
+
+
+def _fitting(
+    known: Known, row_B: IntArray, phases: Situations, count: int, limits: tuple[float, float]
+) -> tuple[FloatArray, BoolArray]:
+    """Peaks of bases with every combination of ratios, and whether they fit."""
+    if known.parts is None:
+        raise ValueError("known.parts = None: nothing was learned about candidates that are asked about")
+    some = known.parts.take(row_B)
+    peak_BC = some.peaks(phases).reshape(-1, count)
+    fits_BC: BoolArray = peak_BC <= limits[0]
+    if np.isfinite(limits[1]):
+        fits_BC &= some.host_bytes(phases).reshape(-1, count) <= limits[1]
+    return peak_BC, fits_BC
+
+
+def _least(fits_BC: BoolArray, order_B: IntArray, ratios: Ratios) -> BoolArray:
+    """Of combinations that fit those that move no more than they have to.
+
+    Args:
+        fits_BC: Which fit.
+        order_B: What of each candidate is never faster with a larger ratio; which of :data:`ORDERS`.
+        ratios: What may be moved.
+    """
+    every = np.unique(order_B).tolist()
+    if len(every) == 1:
+        return ratios.least(fits_BC, ORDERS[every[0]])
+    least_BC = np.zeros_like(fits_BC)
+    for order in every:
+        at_B = np.flatnonzero(order_B == order)
+        least_BC[at_B] = ratios.least(fits_BC[at_B], ORDERS[order])
+    return least_BC
+
+
+def floors_of(
+    known: Known, of_table: Arranged, ratios: Ratios, of_J: IntArray, place_J: IntArray
+) -> tuple[FloatArray, FloatArray]:
+    """What copies add at least to candidates of a table, per microbatch and of a batch.
+
+    Args:
+        known: What is known of the table.
+        of_table: What is so of its arrangements.
+        ratios: What may be moved.
+        of_J: The candidates.
+        place_J: Their places among what is known.
+    """
+    if known.floors is None:
+        raise ValueError("known.floors = None: nothing was learned about candidates that are asked about")
+    row_J, combination_J = np.divmod(place_J, len(ratios))
+    place_JO, ratio_J = ratios.of_kinds(combination_J), ratios.offload_CO[combination_J, -1]
+    if len(of_table.corners) == 1:
+        return known.floors.added(of_table.corners[0], row_J, place_JO[:, :3], ratio_J)
+    more_J, once_J = np.empty(len(row_J)), np.empty(len(row_J))
+    corner_J = of_table.corner_S[known.table.shape_K[of_J]]
+    for corner, weights in enumerate(of_table.corners):
+        at_N = np.flatnonzero(corner_J == corner)
+        if len(at_N):
+            found = known.floors.added(weights, row_J[at_N], place_JO[at_N, :3], ratio_J[at_N])
+            more_J[at_N], once_J[at_N] = found
+    return more_J, once_J
