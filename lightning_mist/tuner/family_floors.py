@@ -4,7 +4,7 @@ What stages take at least (:mod:`lightning_mist.tuner.floors`) makes pipelines t
 (:mod:`lightning_mist.tuner.floor_bound`). Most families are ruled out by that before any of their stages is evaluated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,14 +15,12 @@ from lightning_mist.cost.phases import stage_phases
 from lightning_mist.tuner.floor_bound import floor_bound
 from lightning_mist.tuner.floor_family import FloorFamily, StageFloors
 from lightning_mist.tuner.floors import Situation, stage_floors
-from lightning_mist.tuner.least_runs import PLACES, least_runs
+from lightning_mist.tuner.least_runs import PLACES, slots_of
 from lightning_mist.tuner.narrowed import Narrowed, narrowed
-from lightning_mist.tuner.placed_runs import KnownRuns, Moves, PlacedRuns
+from lightning_mist.tuner.pieces import piece_key
+from lightning_mist.tuner.placed_runs import AllRuns, Moves, PlacedRuns
 from lightning_mist.tuner.space import Shape, Space
 from lightning_mist.tuner.tables import ROOM
-
-AHEAD = 1.27
-"""Multiple of the pace asked for up to which runs are worked out: other numbers of stages are compared up to 1.25."""
 
 SlotOf = Callable[[int, int, int, Shape], StageSlot]
 """A slot, by stage, number of stages and of microbatches, and arrangement of its devices."""
@@ -37,7 +35,7 @@ class FamilyFloors:
         space: The search space.
         slot_of: Makes slots.
         memory_limit: Bytes that a device may use.
-        runs: Runs of layers by number of microbatches, which do not depend on limits.
+        runs: Runs of layers, which depend neither on limits nor on the size of batches.
         kinds: Kinds of state that may be in host memory.
     """
 
@@ -45,9 +43,10 @@ class FamilyFloors:
     space: Space
     slot_of: SlotOf
     memory_limit: float
-    runs: dict[int, KnownRuns]
+    runs: AllRuns
     kinds: frozenset[str] = frozenset()
     _found: dict[tuple[frozenset[str], tuple[int, ...], int], tuple[float, float]] = field(default_factory=dict)
+    _arranged: dict[int, tuple[dict[Hashable, StageSlot], float]] = field(default_factory=dict)
     _stages: dict[tuple[object, ...], tuple[float, StageFloors]] = field(default_factory=dict)
 
     def bound(self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float = np.inf) -> float:
@@ -88,32 +87,35 @@ class FamilyFloors:
     def _family(self, counts: Sequence[int], num_microbatches: int, below: float) -> FloorFamily | None:
         """The problem of pipelines that take fewer seconds than ``below``, if there can be any."""
         pace = below / num_microbatches * ROOM
-        known = self._runs(num_microbatches, pace)
+        slots, batch_bytes = self._slots(num_microbatches)
+        known = self.runs.up_to(self.model, self.space, slots, pace)
         if not len(known.runs):
             return None
         rates = copy_rates(self.model.profile, self.model.cluster) if self.kinds else None
         moves = Moves(kinds=self.kinds, rates=rates, num_microbatches=num_microbatches)
         placed = {place: known.at(place, moves, pace) for place in PLACES}
+        limit = self.memory_limit - batch_bytes
 
         def floors_of(stage_index: int, num_stages: int) -> StageFloors:
             place = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
             phases = stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule)
-            return self._of(placed[place], num_microbatches, Situation.of(place, phases)).within(pace)
+            return self._of(placed[place], num_microbatches, Situation.of(place, phases), limit).within(pace)
 
         family = FloorFamily.of((self.space.num_layers, self.space.world_size, num_microbatches), counts, floors_of)
         return family if len(family.counts_C) else None
 
-    def _of(self, placed: PlacedRuns, num_microbatches: int, situation: Situation) -> StageFloors:
+    def _of(self, placed: PlacedRuns, num_microbatches: int, situation: Situation, limit: float) -> StageFloors:
         key = self.kinds, num_microbatches, situation
         known = self._stages.get(key)
         if known is None or known[0] < placed.pace:
-            known = self._stages[key] = placed.pace, stage_floors(placed, self.memory_limit, situation)
+            known = self._stages[key] = placed.pace, stage_floors(placed, limit, situation)
         return known[1]
 
-    def _runs(self, num_microbatches: int, pace: float) -> KnownRuns:
-        """Runs of layers up to a pace."""
-        known = self.runs.get(num_microbatches)
-        if known is None or known.runs.pace * ROOM < pace:
-            runs = least_runs(self.model, self.space, self.slot_of, num_microbatches, pace * AHEAD)
-            self.runs[num_microbatches] = known = KnownRuns(runs=runs)
-        return known
+    def _slots(self, num_microbatches: int) -> tuple[dict[Hashable, StageSlot], float]:
+        """Slots of all arrangements of devices by all that their runs depend on, and bytes of a rank's batches."""
+        if num_microbatches not in self._arranged:
+            slots = slots_of(self.space, self.slot_of, num_microbatches)
+            batch_bytes = min((self.model.memory(slot).batch_bytes(slot) for slot in slots), default=0.0)
+            of_keys = {piece_key(self.model, slot, self.space, ()): slot for slot in slots}
+            self._arranged[num_microbatches] = of_keys, batch_bytes
+        return self._arranged[num_microbatches]

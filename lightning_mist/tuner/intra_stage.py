@@ -29,7 +29,7 @@ from lightning_mist.tuner.moved import Mover
 from lightning_mist.tuner.moved_known import Knowledge
 from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.pieces import Pieces, piece_key
-from lightning_mist.tuner.placed_runs import KnownRuns
+from lightning_mist.tuner.placed_runs import AllRuns
 from lightning_mist.tuner.space import Shape, Space, common_unit
 from lightning_mist.tuner.tables import ROOM, Table, make_table, with_stages_behind, within
 from lightning_mist.tuner.unmoved import Unmoved, unmoved
@@ -60,14 +60,14 @@ class IntraStage:
         elsewhere: The search spaces of other parts of the cluster, if it has unlike ones.
         tables: Where what does not depend on the limits is kept; by default for this object alone.
         grids: The same of stages that are all alike.
-        runs: The same of what stages take at least.
-        pieces: What tables are put together of, also of other batches; by default for this object alone.
+        runs: What stages take at least, also of other batches; by default for this object alone.
+        pieces: What tables are put together of, likewise.
         knowledge: What is known of candidates that move state, likewise.
 
     Attributes:
         evaluated: Candidates whose seconds were computed here.
         known: Candidates that were evaluated before.
-        runs: What stages take at least, by number of microbatches.
+        runs: What stages take at least.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class IntraStage:
         elsewhere: tuple[Space, ...] = (),
         tables: dict[TableKey, Table] | None = None,
         grids: KnownGrids | None = None,
-        runs: dict[int, KnownRuns] | None = None,
+        runs: AllRuns | None = None,
         pieces: Pieces | None = None,
         knowledge: Knowledge | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class IntraStage:
         self._classes = layer_classes(model.spec)
         self._tables: dict[TableKey, Table] = {} if tables is None else tables
         self.grids = KnownGrids() if grids is None else grids
-        self.runs: dict[int, KnownRuns] = {} if runs is None else runs
+        self.runs = AllRuns() if runs is None else runs
         self._windows: dict[Role, Windows] = {}
         # Frontiers and the pace up to which they hold, by how many stages and which situations they are for.
         self._frontiers: dict[_FrontierKey, tuple[float, BoolArray | None, SlotChoices]] = {}

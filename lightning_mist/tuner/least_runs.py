@@ -2,7 +2,7 @@
 
 Of ``l`` layers the least sum over any run of that length counts, so that one entry stands for all runs. What is left
 out is never negative: temporaries of all but one layer, buffers of transfers, updates, what parameters that several
-regions use need.
+regions use need. Batches are left out too, so that runs are the same whatever the size of a batch.
 
 Array axes
     L  layers; lengths of runs ``0 .. L``
@@ -14,7 +14,7 @@ Array axes
     C  channels
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -67,7 +67,7 @@ class LeastRuns:
         parameters_XK: Parameters.
         gradients_XK: Gradients that stay.
         optimizer_XK: Optimizer state.
-        always_K: What is there whatever is moved.
+        always_K: What is there whatever is moved, without the batches that a rank has.
         copies_K: 1 where it can be told what copies take, else 0.
         across_K: 1 where ranks with the same parameters are on several nodes, else 0.
         weights_NWC: Weights of loads, of ranks on one node and on several; see
@@ -121,30 +121,59 @@ def least_sums(values_L: FloatArray) -> FloatArray:
     return np.array([(prefix[length:] - prefix[: len(prefix) - length]).min() for length in range(len(prefix))])
 
 
-def least_runs(
-    model: StageCostModel,
-    space: Space,
-    slot_of: Callable[[int, int, int, Shape], StageSlot],
-    num_microbatches: int,
-    pace: float,
-) -> LeastRuns:
-    """All runs of layers that compute for no longer than a pace.
+def slots_of(
+    space: Space, slot_of: Callable[[int, int, int, Shape], StageSlot], num_microbatches: int
+) -> tuple[StageSlot, ...]:
+    """A slot of a pipeline for every arrangement of devices that leaves some to other stages.
+
+    Args:
+        space: The search space.
+        slot_of: A slot, by stage, number of stages and of microbatches, and arrangement.
+        num_microbatches: Number of microbatches.
+    """
+    shapes = (shape for shape in space.shapes(num_microbatches) if shape.devices < space.world_size)
+    return tuple(slot_of(1, 2, num_microbatches, shape) for shape in shapes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRuns:
+    """Runs of layers on one arrangement of devices.
+
+    Attributes:
+        pace: Seconds per microbatch; runs that compute for longer are missing.
+        of_zeros: What :class:`LeastRuns` has of them, by ZeRO stage.
+    """
+
+    pace: float
+    of_zeros: tuple[Mapping[str, Any], ...]
+
+
+def slot_runs(model: StageCostModel, space: Space, slot: StageSlot, pace: float) -> SlotRuns:
+    """All runs of layers on one arrangement of devices that compute for no longer than a pace.
 
     Args:
         model: The cost model.
         space: The search space.
-        slot_of: A slot, by stage, number of stages and of microbatches, and arrangement.
-        num_microbatches: Number of microbatches.
+        slot: A slot with that arrangement.
         pace: Seconds per microbatch.
     """
-    found: list[dict[str, Any]] = []
-    for shape in space.shapes(num_microbatches):
-        if shape.devices < space.world_size:
-            of_shape = _OfShape(model, space, slot_of(1, 2, num_microbatches, shape), pace)
-            if len(of_shape.layers_K):
-                zeros = sorted(set(space.search.zero_stages)) if shape.data > 1 else [0]
-                whatever_zero = of_shape.whatever_zero()
-                found += [{**whatever_zero, **of_shape.runs(zero_stage)} for zero_stage in zeros]
+    of_shape = _OfShape(model, space, slot, pace)
+    if not len(of_shape.layers_K):
+        return SlotRuns(pace=pace, of_zeros=())
+    zeros = sorted(set(space.search.zero_stages)) if slot.data_parallel_degree > 1 else [0]
+    whatever_zero = of_shape.whatever_zero()
+    return SlotRuns(pace=pace, of_zeros=tuple({**whatever_zero, **of_shape.runs(zero_stage)} for zero_stage in zeros))
+
+
+def joined_runs(model: StageCostModel, num_layers: int, slots: Sequence[SlotRuns]) -> LeastRuns:
+    """The runs of several arrangements of devices, up to the pace to which all are there.
+
+    Args:
+        model: The cost model.
+        num_layers: Layers of the network.
+        slots: The runs of every arrangement.
+    """
+    found = [of_zero for item in slots for of_zero in item.of_zeros]
     arrays: dict[str, Any] = {
         item.name: np.concatenate([runs[item.name] for runs in found], axis=-1) if found else np.empty(0)
         for item in fields(LeastRuns)
@@ -152,9 +181,9 @@ def least_runs(
     }
     interference = interference_of(model.profile, model.cluster)
     weights_NWC = np.stack([load_weights(interference, across_nodes) for across_nodes in (False, True)])
-    cell_K = arrays["devices_K"] * space.num_layers + arrays["layers_K"]
+    cell_K = arrays["devices_K"] * num_layers + arrays["layers_K"]
     return LeastRuns(
-        pace=pace,
+        pace=min((item.pace for item in slots), default=np.inf),
         cell_K=cell_K,
         order_K=np.argsort(cell_K, kind="stable"),
         weights_NWC=weights_NWC,
@@ -201,7 +230,7 @@ class _OfShape:
             "layers_K": self.layers_K,
             "devices_K": every * self.slot.devices,
             "recomputed_K": self.recomputed_K,
-            "always_K": every * (self._of_batches() + self.memory.spec.buffer_bytes),
+            "always_K": every * float(self.memory.spec.buffer_bytes),
             "across_K": every * int(self.nodes > 1),
             **self._computed(),
             **self._transferred(every),
@@ -219,10 +248,6 @@ class _OfShape:
             **self._exchanged(zero_stage),
             **self._states(zero_stage),
         }
-
-    def _of_batches(self) -> float:
-        """Bytes of the batches that a rank has."""
-        return self.slot.batches_held * self.memory.costs(self.slot.batch_rows).batch_bytes
 
     def _computed(self) -> dict[str, FloatArray]:
         """Seconds of computing."""

@@ -11,16 +11,19 @@ Array axes
     W  pairs of weights, of a forward and of a backward; see :mod:`lightning_mist.tuner.load_weights`
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from lightning_mist.cost import StageCostModel, StageSlot
 from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.offload import BUFFERS
-from lightning_mist.tuner.least_runs import PLACES, LeastRuns
+from lightning_mist.tuner.least_runs import PLACES, LeastRuns, SlotRuns, joined_runs, slot_runs
 from lightning_mist.tuner.load_weights import COMPUTE, NETWORK, TO_DEVICE, TO_HOST
+from lightning_mist.tuner.space import Space
+from lightning_mist.tuner.tables import ROOM
 
 _WEIGHTED = (
     (TO_HOST, TO_DEVICE),
@@ -32,6 +35,13 @@ _WEIGHTED = (
     (TO_HOST, NETWORK),
 )
 """What weights of a forward and of a backward favour. The first are those that mostly say most of copies."""
+
+_AHEAD = 1.5
+"""Multiple of the pace asked for up to which runs are worked out: other numbers of stages are compared up to 1.25 times
+the best plan's, and smaller batches, whose runs are the same, take longer per microbatch."""
+
+_MOST = 32
+"""Sets of runs that are kept."""
 
 _SPARE = 0.78
 """Share of the pace that is known below which runs are worth leaving out."""
@@ -157,10 +167,47 @@ class KnownRuns:
         if moves.kinds:
             found = with_copies(self.at(place, replace(moves, kinds=frozenset()), pace), self.runs, moves)
         else:
-            most = self.runs.pace if pace >= _SPARE * self.runs.pace else pace
-            found = placed_runs(self.runs, place, max(pace, most))
+            found = placed_runs(self.runs, place, max(pace, min(self.runs.pace, pace / _SPARE)))
         self.placed[key] = found
         return found
+
+
+@dataclass(slots=True, kw_only=True)
+class AllRuns:
+    """Runs of layers by all that they depend on; those asked for longest ago are forgotten.
+
+    Attributes:
+        of: The runs.
+        of_slots: Those of every arrangement of devices, of which they are put together.
+    """
+
+    of: dict[Hashable, KnownRuns] = field(default_factory=dict)
+    of_slots: dict[Hashable, SlotRuns] = field(default_factory=dict)
+
+    def up_to(self, model: StageCostModel, space: Space, slots: Mapping[Hashable, StageSlot], pace: float) -> KnownRuns:
+        """Runs of some arrangements of devices up to a pace at least.
+
+        Args:
+            model: The cost model.
+            space: The search space.
+            slots: A slot of every arrangement, by all that its runs depend on but the pace.
+            pace: Seconds of a microbatch.
+        """
+        key = tuple(slots)
+        known = self.of.pop(key, None)
+        if known is None or known.runs.pace * ROOM < pace:
+            for key_of_slot, slot in slots.items():
+                runs = self.of_slots.pop(key_of_slot, None)
+                if runs is None or runs.pace * ROOM < pace:
+                    runs = slot_runs(model, space, slot, pace * _AHEAD)
+                self.of_slots[key_of_slot] = runs
+            every = [self.of_slots[key_of_slot] for key_of_slot in slots]
+            known = KnownRuns(runs=joined_runs(model, space.num_layers, every))
+        self.of[key] = known
+        for kept, most in ((self.of, _MOST), (self.of_slots, _MOST * len(slots))):
+            while len(kept) > max(most, 1):
+                del kept[next(iter(kept))]
+        return known
 
 
 def placed_runs(runs: LeastRuns, place: str, pace: float) -> PlacedRuns:

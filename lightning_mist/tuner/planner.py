@@ -36,7 +36,7 @@ from lightning_mist.tuner.mixed_search import search_mixed
 from lightning_mist.tuner.moved_known import Knowledge
 from lightning_mist.tuner.past import Past, Pasts
 from lightning_mist.tuner.pieces import Pieces
-from lightning_mist.tuner.placed_runs import KnownRuns
+from lightning_mist.tuner.placed_runs import AllRuns
 from lightning_mist.tuner.result import Status, TuneResult, TuneStats
 from lightning_mist.tuner.search import Outcome, search_pipelines
 from lightning_mist.tuner.space import SearchSpace, Space
@@ -46,8 +46,8 @@ from lightning_mist.units import format_bytes
 KEPT = 4
 """Search spaces whose candidates are kept."""
 
-_Kept = tuple[dict[TableKey, Table], KnownGrids, dict[int, KnownRuns]]
-"""What is known of a search space: candidates, those of equal stages, what stages take at least."""
+_Kept = tuple[dict[TableKey, Table], KnownGrids]
+"""What is known of a search space: candidates, and those of equal stages."""
 
 
 class Planner:
@@ -65,6 +65,7 @@ class Planner:
         self.model = cost_model(spec, profile, cluster)
         self._tables: dict[Space, _Kept] = {}
         self._pasts, self._pieces, self._knowledge = Pasts(), Pieces(), Knowledge()
+        self._runs = AllRuns()
 
     @property
     def alike(self) -> StageCostModel:
@@ -117,7 +118,7 @@ class Planner:
         """
         model = self.alike
         limit, host = usable_bytes(model.cluster, memory_limit), host_bytes_of_each(model.cluster, host_memory_limit)
-        tables, grids, runs = self._tables_of(space)
+        tables, grids = self._tables_of(space)
         return IntraStage(
             model,
             space,
@@ -125,7 +126,7 @@ class Planner:
             host_limit=host,
             tables=tables,
             grids=grids,
-            runs=runs,
+            runs=self._runs,
             pieces=self._pieces,
             knowledge=self._knowledge,
         )
@@ -160,7 +161,7 @@ class Planner:
             solver_seconds=SearchSpace().solver_seconds,
         )
         key = replace(space, search=looked, max_stages=space.world_size, notes=())
-        self._tables[key] = tables = self._tables.pop(key, ({}, KnownGrids(), {}))
+        self._tables[key] = tables = self._tables.pop(key, ({}, KnownGrids()))
         while len(self._tables) > KEPT:
             del self._tables[next(iter(self._tables))]
         return tables

@@ -3,6 +3,7 @@ import pytest
 
 from lightning_mist.tuner import Planner
 from lightning_mist.tuner.family_floors import FamilyFloors
+from lightning_mist.tuner.placed_runs import AllRuns
 from lightning_mist.tuner.search import floors_of, search_pipelines
 from tests.tuner.instances import random_instance
 
@@ -39,7 +40,7 @@ class Counting(FamilyFloors):
 def test_what_is_known_is_not_asked_again():
     maker = next(maker for maker in map(prepared, range(50)) if maker.space.max_stages > 1)
     floors = Counting(
-        model=maker.model, space=maker.space, slot_of=maker.slot, memory_limit=maker.memory_limit, runs={}
+        model=maker.model, space=maker.space, slot_of=maker.slot, memory_limit=maker.memory_limit, runs=AllRuns()
     )
     microbatches = max(count for stages, count in maker.space.pipelines() if stages == 2)
     Counting.solved = 0

@@ -12,7 +12,7 @@ from lightning_mist.hardware import Interference
 from lightning_mist.hardware.interference import COEFFICIENTS
 from lightning_mist.tuner import Planner
 from lightning_mist.tuner.floors import Situation, stage_floors
-from lightning_mist.tuner.least_runs import least_runs
+from lightning_mist.tuner.least_runs import joined_runs, slot_runs, slots_of
 from lightning_mist.tuner.placed_runs import KnownRuns, Moves
 from tests.tuner.instances import random_instance
 from tests.tuner.whole_space import candidates_of, pipelines, places_of, priced
@@ -29,7 +29,9 @@ def question(seed):
 
 
 def floors_of(maker, moves, limit, index, count):
-    runs = least_runs(maker.model, maker.space, maker.slot, moves.num_microbatches, np.inf)
+    slots = slots_of(maker.space, maker.slot, moves.num_microbatches)
+    of_slots = [slot_runs(maker.model, maker.space, slot, np.inf) for slot in slots]
+    runs = joined_runs(maker.model, maker.space.num_layers, of_slots)
     place = "first" if not index else "last" if index == count - 1 else "middle"
     situation = Situation.of(place, stage_phases(index, count, moves.num_microbatches))
     return stage_floors(KnownRuns(runs=runs).at(place, moves, np.inf), limit, situation) if len(runs) else None

@@ -4,7 +4,7 @@ import pytest
 from lightning_mist.cost import StageCostModel
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.least_runs import least_runs, least_sums
+from lightning_mist.tuner.least_runs import joined_runs, least_sums, slot_runs, slots_of
 from lightning_mist.tuner.space import apply
 from tests.specs import cluster, profile, spec
 
@@ -12,7 +12,8 @@ from tests.specs import cluster, profile, spec
 def runs_of(network, pace=np.inf, devices=4, **search):
     model = StageCostModel(network, profile(), cluster(devices, kind="cuda"))
     maker = IntraStage(model, apply(SearchSpace(**search), network, devices, 4 * devices), 1e12)
-    return least_runs(model, maker.space, maker.slot, 4, pace)
+    slots = slots_of(maker.space, maker.slot, 4)
+    return joined_runs(model, 4, [slot_runs(model, maker.space, slot, pace) for slot in slots])
 
 
 @pytest.mark.parametrize("values", [[3.0, 3.0, 3.0], [5.0, 1.0, 2.0, 0.0, 7.0], [2.0], []])
