@@ -61,9 +61,17 @@ def sweep(
         _Durations.of(stages, kind, num_microbatches) for kind in (forward, backward, ActionKind.BACKWARD_WEIGHT)
     )
     _warm_up(lanes, forwards)
-    for number in range(num_microbatches):
-        _round(lanes, number, top, forwards, backwards, weights if name == "zb-h1" else None)
-    if name == "zb-h1":
+    is_split, number = name == "zb-h1", 0
+    # From here on no computation is that of a first microbatch, and none that of a last one up to there.
+    usual = range(len(stages) if is_split else 1, num_microbatches - len(stages))
+    while number < num_microbatches:
+        if number in usual:
+            _usual_rounds(lanes, len(usual), forwards.middle, backwards.middle, weights.middle if is_split else None)
+            number = usual.stop
+        else:
+            _round(lanes, number, top, forwards, backwards, weights if is_split else None)
+            number += 1
+    if is_split:
         for stage, done in enumerate(lanes.weighted):
             lanes.ends[stage] += sum(weights.at(index)[stage] for index in range(done, num_microbatches))
     return LastTimes(
@@ -173,3 +181,36 @@ def _round(
             end += weights.at(lanes.weighted[stage])[stage]
             lanes.weighted[stage] += 1
         ends[stage], lanes.before[stage] = end, before
+
+
+def _usual_rounds(
+    lanes: _Lanes, count: int, forwards: list[float], backwards: list[float], weights: list[float] | None
+) -> None:
+    """Rounds in which all computations take as long as usual: :func:`_round` many times, in half the time."""
+    ends, befores, handed, arrived, returned = lanes.ends, lanes.before, lanes.handed, lanes.arrived, lanes.returned
+    activations, gradients, last = lanes.activations, lanes.gradients, len(lanes.ends) - 1
+    order = range(last, -1, -1)
+    for _ in range(count):
+        sent = 0.0
+        for stage in order:
+            start = before = ends[stage]
+            if stage:
+                ready, other, prior = arrived[stage], handed[stage - 1], befores[stage]
+                # Calls of max would take twice as long as all the rest.
+                ready = other if other > ready else ready
+                arrived[stage] = ready = (prior if prior > ready else ready) + activations[stage]
+                start = ready if ready > before else before
+            handed[stage] = end = start + forwards[stage]
+            if stage < last:
+                ready = returned[stage]
+                ready = sent if sent > ready else ready
+                returned[stage] = ready = (before if before > ready else ready) + gradients[stage]
+                start = ready if ready > end else end
+            else:
+                start = end
+            sent = start + backwards[stage]
+            if weights is None:
+                befores[stage], ends[stage] = end, sent
+            else:
+                befores[stage], ends[stage] = sent, sent + weights[stage]
+                lanes.weighted[stage] += 1

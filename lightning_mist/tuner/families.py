@@ -206,8 +206,10 @@ class KnownGrids:
         costs: What all settings of a grid cost.
         peaks: Peak bytes of the first stage under every setting.
         floors: Seconds that its devices are busy at least.
+        least: Seconds that plans of a grid take at least with so many recomputed layers of every stage.
     """
 
     costs: dict[Hashable, GridCosts] = field(default_factory=dict)
     peaks: dict[Hashable, FloatArray] = field(default_factory=dict)
     floors: dict[Hashable, FloatArray] = field(default_factory=dict)
+    least: dict[tuple[Grid, int], float] = field(default_factory=dict)

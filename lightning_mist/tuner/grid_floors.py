@@ -23,10 +23,11 @@ class GridFloors:
     Args:
         model: The cost model.
         space: The network's batch and layers, and numbers of chunks.
+        kept: Where floors are kept; by default for this object alone.
     """
 
-    def __init__(self, model: CostModel, space: Space) -> None:
-        self.model, self.space = model, space
+    def __init__(self, model: CostModel, space: Space, kept: dict[tuple[Grid, int], float] | None = None) -> None:
+        self.model, self.space, self._kept = model, space, {} if kept is None else kept
         self._sums: dict[Hashable, FloatArray] = {}
 
     def of(self, grid: Grid, checkpointed: int = 0) -> float:
@@ -36,6 +37,12 @@ class GridFloors:
             grid: The grid.
             checkpointed: How many layers every stage recomputes at least.
         """
+        key = grid, checkpointed
+        if key not in self._kept:
+            self._kept[key] = self._find(grid, checkpointed)
+        return self._kept[key]
+
+    def _find(self, grid: Grid, checkpointed: int) -> float:
         shape, count = grid.shape, self.space.num_layers // grid.num_stages
         rows = self.space.rows(grid.num_microbatches, shape.data)
         sums_SXR = np.stack([self._sums_of(model, rows, shape) for model in self._models(grid)])

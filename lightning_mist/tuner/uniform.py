@@ -64,7 +64,7 @@ class UniformSearch:
         self.model, self.space, self.limits = model, space, limits
         self._classes = layer_classes(model.spec)
         self._kept = KnownGrids() if kept is None else kept
-        self._floors = GridFloors(model, space)
+        self._floors = GridFloors(model, space, self._kept.least)
 
     def best(self, family: UniformFamily, *, below: float = np.inf) -> Uniform:
         """The fastest plan of a family that fits.
