@@ -14,7 +14,7 @@ the first term does not grow, the second falls by ``x``, and no term of the thir
 stage itself by ``d' - d``, those of stages behind it by ``x``, those before it not at all.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,10 +28,10 @@ from lightning_mist.tuner.families import KnownGrids
 from lightning_mist.tuner.moved import Mover
 from lightning_mist.tuner.moved_known import Knowledge
 from lightning_mist.tuner.moved_ratios import Ratios
-from lightning_mist.tuner.pieces import Pieces, piece_key
+from lightning_mist.tuner.pieces import PieceKey, Pieces, piece_key
 from lightning_mist.tuner.placed_runs import AllRuns
 from lightning_mist.tuner.space import Shape, Space, common_unit
-from lightning_mist.tuner.tables import ROOM, Table, make_table, with_stages_behind, within
+from lightning_mist.tuner.tables import ROOM, Table, Wanted, make_tables, with_stages_behind, within
 from lightning_mist.tuner.unmoved import Unmoved, unmoved
 from lightning_mist.tuner.windows import Role, Windows, fixed_window, layer_classes, role_of, windows_of
 
@@ -195,13 +195,13 @@ class IntraStage:
             if pace * ROOM < slowest or not _covers(known_NL, among_NL):
                 of_key = wanted.get(key)
                 wanted[key] = place, among_NL if of_key is None else _either(of_key[1], among_NL)
+        self._make_tables({key[0]: place for key, (place, _) in wanted.items()}, num_microbatches, slowest)
         open_: list[Unmoved] = []
         for key, (place, among_NL) in wanted.items():
-            (index, count, pipeline), behind = place, key[1]
-            table = self._table(index, count, num_microbatches, pipeline, slowest)
-            counted = self._counted(key[0], table, behind)
+            table = self._tables[key[0]]
+            counted = self._counted(key[0], table, key[1])
             has_next = with_ahead and key[0][2] < 0
-            ahead = self._ahead(index, count, num_microbatches) if has_next else ()
+            ahead = self._ahead(place[0], place[1], num_microbatches) if has_next else ()
             open_.append(unmoved(self._mover, (table, counted), key[2], slowest, ahead, among_NL))
         for (key, (_, among_NL)), choices in zip(wanted.items(), self._with_moved(open_), strict=True):
             self._frontiers[key] = slowest, among_NL, choices
@@ -258,9 +258,8 @@ class IntraStage:
         windows = fixed_window(0, layers) if settled else self._windows_of(0, num_stages)
         # Among the runs of layers of all first stages, so that it need not be evaluated again with them.
         chosen_W, keys = windows.layers_W == layers, self._piece_keys(slots, windows)
-        table, evaluated = make_table(
-            self.model, self.space, slots, windows, np.inf, chosen_W=chosen_W, pieces=self._pieces, keys=keys
-        )
+        wanted = Wanted(slots=slots, windows=windows, chosen_W=chosen_W, keys=keys)
+        (table,), evaluated = make_tables(self.model, self.space, [wanted], np.inf, pieces=self._pieces)
         self.evaluated += evaluated
         phases = stage_phases(0, num_stages, num_microbatches, self.space.schedule)
         fits_K = table.parts.peaks(phases) <= self.memory_limit
@@ -276,7 +275,8 @@ class IntraStage:
     def everything(self, slot: StageSlot) -> Table:
         """Everything that stages with the role of a slot may be."""
         windows = self._windows_of(slot.stage_index, slot.num_stages)
-        table, evaluated = make_table(self.model, self.space, [slot], windows, np.inf)
+        wanted = Wanted(slots=[slot], windows=windows)
+        (table,), evaluated = make_tables(self.model, self.space, [wanted], np.inf)
         self.evaluated += evaluated
         return table
 
@@ -321,32 +321,37 @@ class IntraStage:
     ) -> Table:
         """Everything about candidates but how many microbatches are in flight, which slots share."""
         key = self._key(stage_index, num_stages, num_microbatches, pipeline)
-        table = self._tables.get(key)
-        if table is None or table.pace * ROOM < pace:
-            shapes = [
-                shape
-                for shape in self.space.shapes(num_microbatches)
-                if self._elsewhere or (shape.devices == self.space.world_size) == (num_stages == 1)
-            ]
+        self._make_tables({key: (stage_index, num_stages, pipeline)}, num_microbatches, pace)
+        return self._tables[key]
+
+    def _make_tables(self, places: Mapping[TableKey, _Place], num_microbatches: int, pace: float) -> None:
+        """The tables of some stages, as far as they do not exist."""
+        missing: dict[TableKey, Wanted] = {}
+        for key, (stage_index, num_stages, pipeline) in places.items():
+            table = self._tables.get(key)
+            if table is not None and table.pace * ROOM >= pace:
+                if key not in self._used:
+                    self._piece_keys(table.slots, table.windows)
+                continue
             # What depends on the stages behind is counted when they are known.
             slots = [
                 replace(self.slot(stage_index, num_stages, num_microbatches, shape, pipeline), behind=0)
-                for shape in shapes
+                for shape in self.space.shapes(num_microbatches)
+                if self._elsewhere or (shape.devices == self.space.world_size) == (num_stages == 1)
             ]
             windows = self._windows_of(stage_index, num_stages)
-            # Of the devices of other parts nothing is known here.
-            keys = self._piece_keys(slots, windows)
-            table, evaluated = make_table(
-                self.model, self.space, slots, windows, pace, alone=not self._elsewhere, pieces=self._pieces, keys=keys
-            )
-            self.evaluated += evaluated
-            self._tables[key] = table
-        elif key not in self._used:
-            self._piece_keys(table.slots, table.windows)
-        self._used.add(key)
-        return table
+            missing[key] = Wanted(slots=slots, windows=windows, keys=self._piece_keys(slots, windows))
+        self._used |= set(places)
+        if not missing:
+            return
+        # Of the devices of other parts nothing is known here.
+        tables, evaluated = make_tables(
+            self.model, self.space, list(missing.values()), pace, alone=not self._elsewhere, pieces=self._pieces
+        )
+        self.evaluated += evaluated
+        self._tables |= dict(zip(missing, tables, strict=True))
 
-    def _piece_keys(self, slots: Sequence[StageSlot], windows: Windows) -> list[Hashable]:
+    def _piece_keys(self, slots: Sequence[StageSlot], windows: Windows) -> list[PieceKey]:
         """What tells the candidates of some slots from others; counts those that were known before."""
         of_windows = windows.start_W.tobytes(), windows.layers_W.tobytes()
         keys = [piece_key(self.model, slot, self.space, of_windows) for slot in slots]

@@ -11,8 +11,9 @@ Array axes
     C  candidates of one arrangement: lines times ZeRO stages, as far as they were evaluated
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -187,21 +188,31 @@ class Piece:
     done_E: BoolArray
     figures: Figures
 
-    def learn(self, model: CostModel, slot: StageSlot, lines: Lines, new_E: BoolArray) -> int:
-        """Evaluate some lines.
+    def add(self, figures: Figures) -> None:
+        """Remember what some lines cost."""
+        self.figures = self.figures.joined(figures)
+        self.done_E[figures.line_C] = True
 
-        Args:
-            model: The cost model.
-            slot: A slot of the arrangement.
-            lines: All lines.
-            new_E: Which to evaluate.
 
-        Returns:
-            How many candidates they are.
-        """
-        at_J, zeros = np.flatnonzero(new_E), lines.zeros_of(slot)
-        if not len(at_J):
-            return 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewLines:
+    """Lines of a piece that are to be evaluated.
+
+    Attributes:
+        piece: The piece.
+        slot: A slot of its arrangement.
+        lines: All lines.
+        new_E: Which to evaluate.
+    """
+
+    piece: Piece
+    slot: StageSlot
+    lines: Lines
+    new_E: BoolArray
+
+    def candidates(self) -> tuple[StageCandidates, IntArray]:
+        """Their candidates, and which line each is."""
+        at_J, zeros, lines = np.flatnonzero(self.new_E), self.lines.zeros_of(self.slot), self.lines
         line_C = np.tile(at_J, len(zeros))
         candidates = StageCandidates(
             start_K=lines.start_E[line_C],
@@ -209,9 +220,31 @@ class Piece:
             checkpointed_K=lines.checkpointed_E[line_C],
             zero_stage_K=np.repeat(np.array(zeros), len(at_J)),
         )
-        self.figures = self.figures.joined(Figures.of(model, slot, candidates, line_C))
-        self.done_E[at_J] = True
-        return len(candidates)
+        return candidates, line_C
+
+
+def learn(model: CostModel, wanted: Sequence[NewLines]) -> int:
+    """Evaluate lines of pieces of one arrangement, whose runs of layers may differ, together.
+
+    Args:
+        model: The cost model.
+        wanted: Those lines; of each piece only once.
+
+    Returns:
+        How many candidates they are.
+    """
+    asked = [item.candidates() for item in wanted]
+    candidates = StageCandidates.joined([found for found, _ in asked])
+    if not len(candidates):
+        return 0
+    line_C = np.concatenate([line_C for _, line_C in asked])
+    figures, begin = Figures.of(model, wanted[0].slot, candidates, line_C), 0
+    for item, (found, _) in zip(wanted, asked, strict=True):
+        end = begin + len(found)
+        if end > begin:
+            item.piece.add(figures if len(found) == len(candidates) else figures.take(np.arange(begin, end)))
+        begin = end
+    return len(candidates)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -254,8 +287,12 @@ class Pieces:
             self.count -= len(self.of.pop(next(iter(self.of))).figures)
 
 
-def piece_key(model: CostModel, slot: StageSlot, space: Space, windows: Hashable) -> Hashable:
-    """All that the candidates of a slot depend on, beside the cost model.
+PieceKey: TypeAlias = tuple[Hashable, ...]
+"""What tells pieces from others: the runs of layers, then all else."""
+
+
+def piece_key(model: CostModel, slot: StageSlot, space: Space, windows: Hashable) -> PieceKey:
+    """All that the candidates of a slot depend on, beside the cost model; the runs of layers come first.
 
     Args:
         model: The cost model.

@@ -27,7 +27,7 @@ from lightning_mist.cost.needs import PeakParts
 from lightning_mist.cost.regions import covered
 from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
 from lightning_mist.tuner.pareto import Order, sort_points
-from lightning_mist.tuner.pieces import Figures, Lines, Pieces
+from lightning_mist.tuner.pieces import Figures, Lines, NewLines, PieceKey, Pieces, learn
 from lightning_mist.tuner.space import OFFLOADED, Space
 from lightning_mist.tuner.windows import Windows
 
@@ -69,7 +69,7 @@ class Table:
     again_K: FloatArray
     parts: PeakParts
     order: Order
-    keys: tuple[Hashable, ...] = ()
+    keys: tuple[PieceKey, ...] = ()
 
     def __len__(self) -> int:
         """Number of candidates."""
@@ -78,9 +78,7 @@ class Table:
     @property
     def devices_K(self) -> IntArray:
         """Number of devices of each candidate."""
-        devices_S = [slot.data_parallel_degree * slot.tensor_parallel_degree for slot in self.slots]
-        found_K: IntArray = np.array(devices_S, dtype=np.int64)[self.shape_K]
-        return found_K
+        return _devices(self.slots, self.shape_K)
 
     def is_among(self, among_NL: BoolArray, index_J: IntArray) -> BoolArray:
         """Which of some candidates have numbers of devices and layers that are marked."""
@@ -90,9 +88,7 @@ class Table:
     @property
     def place_K(self) -> IntArray:
         """A number for the run of layers and the devices of each candidate."""
-        devices_K = self.devices_K
-        found_K: IntArray = self.window_K * (int(devices_K.max(initial=0)) + 1) + devices_K
-        return found_K
+        return _places(self.slots, self.window_K, self.shape_K)
 
     def candidates(self, index_J: IntArray) -> StageCandidates:
         """Some candidates as the cost model knows them."""
@@ -150,52 +146,89 @@ class Table:
         )
 
 
-def make_table(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A table that is to be made.
+
+    Attributes:
+        slots: A slot of the role for every arrangement of devices.
+        windows: The runs of layers of the role.
+        keys: What tells the pieces of every slot from others; none if nothing is kept.
+        chosen_W: Which of the runs to look at; all if ``None``.
+    """
+
+    slots: Sequence[StageSlot]
+    windows: Windows
+    keys: Sequence[PieceKey] = ()
+    chosen_W: BoolArray | None = None
+
+
+def make_tables(
     model: CostModel,
     space: Space,
-    slots: Sequence[StageSlot],
-    windows: Windows,
+    wanted: Sequence[Wanted],
     pace: float,
     *,
     alone: bool = True,
-    chosen_W: BoolArray | None = None,
     pieces: Pieces | None = None,
-    keys: Sequence[Hashable] | None = None,
-) -> tuple[Table, int]:
-    """Evaluate everything that can be part of a pipeline of a pace.
+) -> tuple[list[Table], int]:
+    """Evaluate everything that can be part of a pipeline of a pace, of several roles.
+
+    What arrangements of several roles cost is asked about together.
 
     Args:
         model: The cost model.
         space: The search space.
-        slots: A slot of the role for every arrangement of devices.
-        windows: The runs of layers of the role.
+        wanted: What to look at.
         pace: Seconds per microbatch, possibly infinite.
         alone: Whether all devices of the pipeline are of the search space.
-        chosen_W: Which of the runs to look at; by default at all.
         pieces: What has been evaluated, and is added to; by default nothing has.
-        keys: What tells the pieces of every slot from others; with ``pieces``.
 
     Returns:
-        The table, and how many candidates were evaluated for it.
+        The tables, and how many candidates were evaluated for them.
     """
-    outside_WS = _outside(model, space, slots, windows) if alone else np.zeros((len(windows), len(slots)))
-    lines, evaluated = Lines.of(model.spec, space, windows), 0
-    known, names = (Pieces(), range(len(slots))) if pieces is None or keys is None else (pieces, keys)
-    found: list[_Found] = []
-    for index, (slot, name) in enumerate(zip(slots, names, strict=True)):
-        inside_W = outside_WS[:, index] <= pace * ROOM
-        inside_W &= True if chosen_W is None else chosen_W
-        if not inside_W.any():
-            continue
-        piece = known.piece(name, model, slot, lines)
-        wanted_E = inside_W[lines.window_E] & (piece.least_E <= pace * ROOM)
-        evaluated += piece.learn(model, slot, lines, wanted_E & ~piece.done_E)
-        at_C = np.flatnonzero(wanted_E[piece.figures.line_C])
-        if len(at_C):
-            found.append(_of_slot(model, slot, index, piece.figures.take(at_C), lines, pace))
+    known = Pieces() if pieces is None else pieces
+    every: list[list[tuple[int, NewLines, BoolArray]]] = []
+    alike: dict[Hashable, list[NewLines]] = {}
+    for place, item in enumerate(wanted):
+        count = len(item.slots)
+        outside_WS = _outside(model, space, item.slots, item.windows) if alone else np.zeros((len(item.windows), count))
+        lines, looked = Lines.of(model.spec, space, item.windows), []
+        names = item.keys or [(place, index) for index in range(count)]
+        for index, (slot, name) in enumerate(zip(item.slots, names, strict=True)):
+            inside_W = outside_WS[:, index] <= pace * ROOM
+            inside_W &= True if item.chosen_W is None else item.chosen_W
+            if not inside_W.any():
+                continue
+            piece = known.piece(name, model, slot, lines)
+            wanted_E = inside_W[lines.window_E] & (piece.least_E <= pace * ROOM)
+            new = NewLines(piece=piece, slot=slot, lines=lines, new_E=wanted_E & ~piece.done_E)
+            looked.append((index, new, wanted_E))
+            if new.new_E.any():
+                alike.setdefault(name[1:] if item.keys else name, []).append(new)
+        every.append(looked)
+    evaluated = sum(learn(model, group) for group in alike.values())
+    tables = [_table(model, item, looked, pace) for item, looked in zip(wanted, every, strict=True)]
     known.forget()
-    table = _sorted(found, tuple(slots), windows, pace)
-    return replace(table, keys=() if keys is None else tuple(keys)), evaluated
+    return tables, evaluated
+
+
+def _table(model: CostModel, wanted: Wanted, looked: Sequence[tuple[int, NewLines, BoolArray]], pace: float) -> Table:
+    """The table of arrangements whose lines have been evaluated.
+
+    Args:
+        model: The cost model.
+        wanted: What the table is of.
+        looked: Arrangements, their pieces, and which lines of each are wanted.
+        pace: Seconds per microbatch.
+    """
+    found: list[_Found] = []
+    for index, item, wanted_E in looked:
+        figures = item.piece.figures
+        at_C = np.flatnonzero(wanted_E[figures.line_C])
+        if len(at_C):
+            found.append(_of_slot(model, item.slot, index, figures.take(at_C), item.lines, pace))
+    return _sorted(found, tuple(wanted.slots), wanted.windows, pace, tuple(wanted.keys))
 
 
 def _of_slot(model: CostModel, slot: StageSlot, index: int, figures: Figures, lines: Lines, pace: float) -> "_Found":
@@ -216,7 +249,9 @@ _Found = tuple[IntArray, FloatArray, PeakParts]
 """Of the candidates of an arrangement: window, arrangement, recomputed layers, ZeRO stage; four kinds of seconds."""
 
 
-def _sorted(found: list[_Found], slots: tuple[StageSlot, ...], windows: Windows, pace: float) -> Table:
+def _sorted(
+    found: list[_Found], slots: tuple[StageSlot, ...], windows: Windows, pace: float, keys: tuple[PieceKey, ...]
+) -> Table:
     """The candidates of all arrangements by rising steady time."""
     numbers_XK = np.concatenate([np.empty((4, 0), dtype=np.int64), *(item[0] for item in found)], axis=1)
     seconds_XK = np.concatenate([np.empty((4, 0)), *(item[1] for item in found)], axis=1)
@@ -224,7 +259,7 @@ def _sorted(found: list[_Found], slots: tuple[StageSlot, ...], windows: Windows,
     rising_K = np.argsort(seconds_XK[0], kind="stable")
     window_K, shape_K, checkpointed_K, zero_stage_K = numbers_XK[:, rising_K]
     steady_K, boundary_K, floor_K, again_K = seconds_XK[:, rising_K]
-    table = Table(
+    return Table(
         pace=pace,
         windows=windows,
         slots=slots,
@@ -237,9 +272,23 @@ def _sorted(found: list[_Found], slots: tuple[StageSlot, ...], windows: Windows,
         floor_K=floor_K,
         again_K=again_K,
         parts=parts.take(rising_K),
-        order=sort_points(window_K, steady_K, boundary_K),
+        order=sort_points(_places(slots, window_K, shape_K), steady_K, steady_K + boundary_K),
+        keys=keys,
     )
-    return replace(table, order=sort_points(table.place_K, steady_K, steady_K + boundary_K))
+
+
+def _devices(slots: Sequence[StageSlot], shape_K: IntArray) -> IntArray:
+    """Number of devices of each candidate."""
+    devices_S = [slot.data_parallel_degree * slot.tensor_parallel_degree for slot in slots]
+    found_K: IntArray = np.array(devices_S, dtype=np.int64)[shape_K]
+    return found_K
+
+
+def _places(slots: Sequence[StageSlot], window_K: IntArray, shape_K: IntArray) -> IntArray:
+    """A number for the run of layers and the devices of each candidate."""
+    devices_K = _devices(slots, shape_K)
+    found_K: IntArray = window_K * (int(devices_K.max(initial=0)) + 1) + devices_K
+    return found_K
 
 
 def with_stages_behind(table: Table, behind: int) -> Table:

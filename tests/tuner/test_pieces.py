@@ -5,12 +5,13 @@ import pytest
 
 from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.channels import FREE
+from lightning_mist.cost.phases import stage_phases
 from lightning_mist.tuner import pieces as module
 from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.pieces import Lines, Pieces
+from lightning_mist.tuner.pieces import Figures, Lines, Pieces
 from lightning_mist.tuner.search_space import SearchSpace
 from lightning_mist.tuner.space import apply
-from lightning_mist.tuner.tables import make_table
+from lightning_mist.tuner.tables import Wanted, make_tables
 from lightning_mist.tuner.windows import fixed_window
 from tests.specs import cluster, profile, spec, with_splits
 
@@ -101,7 +102,7 @@ def test_lines_are_all_ways_to_recompute_each_window(zero_stages):
     slots = [maker.slot(1, 3, 8, shape) for shape in maker.space.shapes(8)]
     for slot in slots:
         assert lines.zeros_of(slot) == (zero_stages if slot.data_parallel_degree > 1 else (0,))
-        table, evaluated = make_table(MODEL, maker.space, [slot], window, np.inf)
+        (table,), evaluated = make_tables(MODEL, maker.space, [Wanted(slots=[slot], windows=window)], np.inf)
         assert len(table) == evaluated == 4 * len(lines.zeros_of(slot))
         least = dict(zip(lines.checkpointed_E.tolist(), lines.least(MODEL, slot).tolist(), strict=True))
         assert all(least[kept] <= steady for kept, steady in zip(table.checkpointed_K, table.steady_K, strict=True))
@@ -113,7 +114,8 @@ def test_a_rough_estimate_is_evaluated_once_with_the_table_of_first_stages(searc
     rough = maker.rough_seconds(2, 8)
     slots = [maker.slot(0, 2, 8, shape) for shape in maker.space.shapes(8) if shape.devices == 4]
     # Everything fits, so that the fastest way to run half of the five layers counts.
-    table, evaluated = make_table(MODEL, maker.space, slots, fixed_window(0, 3), np.inf)
+    wanted = Wanted(slots=slots, windows=fixed_window(0, 3))
+    (table,), evaluated = make_tables(MODEL, maker.space, [wanted], np.inf)
     assert rough == (8 - 1 + 2) * table.steady_K.min()
     assert maker.evaluated == evaluated > 0
     for one in (maker, fresh):
@@ -124,5 +126,27 @@ def test_a_rough_estimate_is_evaluated_once_with_the_table_of_first_stages(searc
 def test_only_chosen_runs_are_looked_at():
     maker = intra(4)
     windows, slot = maker._windows_of(0, 2), maker.slot(0, 2, 8, maker.space.shapes(8)[0])
-    table, _ = make_table(MODEL, maker.space, [slot], windows, np.inf, chosen_W=windows.layers_W == 2)
+    wanted = Wanted(slots=[slot], windows=windows, chosen_W=windows.layers_W == 2)
+    (table,), _ = make_tables(MODEL, maker.space, [wanted], np.inf)
     assert set(windows.layers_W[table.window_K].tolist()) == {2}
+
+
+def test_tables_of_several_roles_ask_about_each_arrangement_once(monkeypatch):
+    maker, calls = intra(4), []
+    shapes = maker.space.shapes(8)[:2]
+    wanted = []
+    for index in (0, 1, 2):
+        slots, windows = [maker.slot(index, 3, 8, shape) for shape in shapes], maker._windows_of(index, 3)
+        keys = maker._piece_keys(slots, windows)
+        wanted.append(Wanted(slots=slots, windows=windows, keys=keys))
+    alone = [make_tables(MODEL, maker.space, [item], np.inf)[0][0] for item in wanted]
+    real = Figures.of
+    monkeypatch.setattr(Figures, "of", lambda *args: calls.append(len(args[2])) or real(*args))
+    together, evaluated = make_tables(MODEL, maker.space, wanted, np.inf, pieces=Pieces())
+    assert len(calls) == len(shapes)
+    assert evaluated == sum(calls) == sum(map(len, together))
+    for found, other in zip(together, alone, strict=True):
+        for name in ("window_K", "shape_K", "checkpointed_K", "zero_stage_K", "steady_K", "boundary_K", "floor_K"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(other, name))
+        phases = stage_phases(1, 3, 8)
+        np.testing.assert_array_equal(found.parts.peaks(phases), other.parts.peaks(phases))

@@ -6,7 +6,7 @@ from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.choices import ANYWHERE
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.space import apply
-from lightning_mist.tuner.tables import make_table, with_stages_behind, within
+from lightning_mist.tuner.tables import Wanted, make_tables, with_stages_behind, within
 from lightning_mist.tuner.windows import layer_classes, windows_of
 from tests.specs import cluster, profile, spec
 from tests.tuner.problems import slot
@@ -23,7 +23,7 @@ def table(role="middle", pace=np.inf, *, alone=True):
     index = {"first": 0, "middle": 1, "last": STAGES - 1}[role]
     slots = [maker.slot(index, STAGES, MICROBATCHES, shape) for shape in space.shapes(MICROBATCHES)]
     windows = windows_of(role, NETWORK.num_layers, layer_classes(NETWORK))
-    found, evaluated = make_table(model, space, slots, windows, pace, alone=alone)
+    (found,), evaluated = make_tables(model, space, [Wanted(slots=slots, windows=windows)], pace, alone=alone)
     assert evaluated >= len(found)
     return model, found
 
