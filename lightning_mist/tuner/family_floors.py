@@ -116,6 +116,6 @@ class FamilyFloors:
         if num_microbatches not in self._arranged:
             slots = slots_of(self.space, self.slot_of, num_microbatches)
             batch_bytes = min((self.model.memory(slot).batch_bytes(slot) for slot in slots), default=0.0)
-            of_keys = {piece_key(self.model, slot, self.space, ()): slot for slot in slots}
+            of_keys: dict[Hashable, StageSlot] = {piece_key(self.model, slot, self.space, ()): slot for slot in slots}
             self._arranged[num_microbatches] = of_keys, batch_bytes
         return self._arranged[num_microbatches]
