@@ -16,8 +16,8 @@ import numpy as np
 
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.regions import RegionCosts, parameter_regions, regions_of
-from lightning_mist.cost.replay_parts import StageTemplate, stack
-from lightning_mist.cost.replay_stack import StageShape
+from lightning_mist.cost.replay_parts import InputsTemplate, stack_inputs
+from lightning_mist.model.polynomial import Polynomial, values_at
 from lightning_mist.model.spec import ModelSpec
 
 
@@ -37,41 +37,61 @@ class Apart:
     waiting_R: FloatArray
 
 
-def apart_of(spec: ModelSpec, costs: RegionCosts, rows: int) -> Apart | None:
-    """What a network's regions need at a number of rows; ``None`` if its allocations are not known one by one.
+class ApartModel:
+    """Says what a network's regions need; keeps what does not depend on rows.
 
     Args:
         spec: The network, or one tensor-parallel rank's part of it.
-        costs: What its regions cost at that many rows.
-        rows: Rows of a microbatch.
     """
-    if not spec.num_layers or any(region.events is None for region in regions_of(spec)):
-        return None
-    template = stack(spec, StageShape(first=0, end=spec.num_layers, checkpointed=0, rows=rows))
-    peak_R, waiting_R = _walk(spec, template)
-    # A layer that is recomputed is then where one that has kept everything would be.
-    again_R = peak_R + costs.saved_R - costs.checkpointed_saved_R
-    recompute_peak_R = np.maximum(costs.recompute_backward_peak_R, again_R)
-    recompute_peak_R[[0, -1]] = peak_R[[0, -1]]
-    return Apart(peak_R=peak_R, recompute_peak_R=recompute_peak_R, waiting_R=waiting_R)
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._template: InputsTemplate | None = None
+        self._sizes: list[Polynomial] = []
+        self._size_A: IntArray = np.empty(0, dtype=np.int64)
+
+    def of(self, costs: RegionCosts, rows: int) -> Apart | None:
+        """What the regions need at a number of rows; ``None`` if their allocations are not known one by one.
+
+        Args:
+            costs: What regions cost at that many rows.
+            rows: Rows of a microbatch.
+        """
+        spec = self._spec
+        if not spec.num_layers or any(region.events is None for region in regions_of(spec)):
+            return None
+        if self._template is None:
+            self._template = stack_inputs(spec, rows)
+            # Layers of one kind have the same allocations.
+            sizes = {id(item.allocation.size): item.allocation.size for item in self._template.born}
+            place = {key: index for index, key in enumerate(sizes)}
+            self._sizes = list(sizes.values())
+            self._size_A = np.array([place[id(item.allocation.size)] for item in self._template.born], dtype=np.int64)
+        bytes_A = np.array(values_at(self._sizes, rows, spec.sequence_length or 1), dtype=np.int64)[self._size_A]
+        peak_R, waiting_R = _walk(spec, self._template, bytes_A)
+        # A layer that is recomputed is then where one that has kept everything would be.
+        again_R = peak_R + costs.saved_R - costs.checkpointed_saved_R
+        recompute_peak_R = np.maximum(costs.recompute_backward_peak_R, again_R)
+        recompute_peak_R[[0, -1]] = peak_R[[0, -1]]
+        return Apart(peak_R=peak_R, recompute_peak_R=recompute_peak_R, waiting_R=waiting_R)
 
 
-def _walk(spec: ModelSpec, template: StageTemplate) -> tuple[FloatArray, FloatArray]:
+def _walk(spec: ModelSpec, template: InputsTemplate, bytes_A: IntArray) -> tuple[FloatArray, FloatArray]:
     """Peaks of a backward through the whole network, and what is left."""
-    bytes_A, count = template.slots.bytes_A, spec.num_layers + 2
+    count = spec.num_layers + 2
     alive_A = np.zeros(len(bytes_A), dtype=np.int64)
     saved_R, peak_R = np.zeros(count), np.zeros(count)
     born_A = np.zeros(len(bytes_A), dtype=np.int64)
-    for part, run in (*template.forward.items(), *template.inputs[False].items()):
+    for part, run in (*template.forward.items(), *template.inputs.items()):
         born_A[run.chunk.events_E[run.chunk.events_E > 0] - 1] = part
     for run in template.forward.values():
         np.add.at(alive_A, np.abs(run.chunk.events_E) - 1, run.chunk.signs_E)
     alive_A[list(template.left)] = 0
     np.add.at(saved_R, born_A, bytes_A * alive_A)
-    waiting_R = _waiting(spec, template, born_A)
+    waiting_R = _waiting(spec, template, born_A, bytes_A)
     current = float(bytes_A @ alive_A)
     for part in reversed(template.parts):
-        chunk = template.inputs[False][part].chunk
+        chunk = template.inputs[part].chunk
         delta_E = chunk.signs_E * bytes_A[np.abs(chunk.events_E) - 1]
         live_E = current + np.concatenate([[0.0], np.cumsum(delta_E)])
         peak_R[part] = live_E.max() - saved_R[: part + 1].sum() - waiting_R[part + 1 :].sum()
@@ -79,13 +99,12 @@ def _walk(spec: ModelSpec, template: StageTemplate) -> tuple[FloatArray, FloatAr
     return peak_R, waiting_R
 
 
-def _waiting(spec: ModelSpec, template: StageTemplate, born_A: IntArray) -> FloatArray:
+def _waiting(spec: ModelSpec, template: InputsTemplate, born_A: IntArray, bytes_A: IntArray) -> FloatArray:
     """Bytes that wait for gradients of weights, by the first region whose backward would have freed them."""
     regions = {item.name: used for item, used in zip(spec.parameters, parameter_regions(spec), strict=True)}
-    bytes_A = template.slots.bytes_A
     first_A = np.full(len(bytes_A), spec.num_layers + 1, dtype=np.int64)
     waits_A = np.zeros(len(bytes_A), dtype=bool)
-    for weight in template.weights[False]:
+    for weight in template.weights:
         for slot in weight.operands:
             # A tied weight is that of a product where its operands are.
             near = min(regions[weight.name], key=lambda region: abs(region - int(born_A[slot])))

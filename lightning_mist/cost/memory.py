@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_mist.cost.apart import apart_of
+from lightning_mist.cost.apart import ApartModel
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.held import HeldBytes, Holdings
@@ -113,6 +113,7 @@ class MemoryModel:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self._at_rows = compile_regions(spec)
+        self._apart = ApartModel(spec)
         self._adjustment: Adjustment = unadjusted
         self._is_variant = False
         self._variants: dict[Pairs, MemoryModel] = {}
@@ -174,7 +175,7 @@ class MemoryModel:
         key = (rows, degree, context, is_split)
         if key not in self._working:
             exact = is_split and context == 1 and not self._is_variant and rows == int(rows)
-            apart = apart_of(self.spec, self.costs(rows), int(rows)) if exact else None
+            apart = self._apart.of(self.costs(rows), int(rows)) if exact else None
             table, sharding = self.holdings.table, self._sharding(degree) if degree > 1 else None
             self._working[key] = WorkingSets(self.costs(rows, context), table.single_R, sharding, apart)
         if self._is_variant:

@@ -128,6 +128,45 @@ def stack(spec: ModelSpec, shape: StageShape, *, tied: frozenset[str] = frozense
     return _Laid(found, forwards, marks, tied).template()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InputsTemplate:
+    """What a microbatch but the first does in a whole network where gradients of weights are made apart.
+
+    It is the same whatever the number of rows, of which only sizes are.
+
+    Attributes:
+        born: Its allocations, by slot.
+        parts, forward, left: As of a :class:`StageTemplate`.
+        inputs, weights: The same, where gradients of parameters are there already.
+    """
+
+    born: tuple[Born, ...]
+    parts: tuple[int, ...]
+    forward: Mapping[int, PartRun]
+    left: tuple[int, ...]
+    inputs: Mapping[int, PartRun]
+    weights: tuple[WeightGradient, ...]
+
+
+def stack_inputs(spec: ModelSpec, rows: int) -> InputsTemplate:
+    """What a microbatch but the first does in a whole network where gradients of weights are made apart.
+
+    Args:
+        spec: The network, or one tensor-parallel rank's part of it.
+        rows: A number of rows that it allows.
+
+    Raises:
+        PlanError: If the network was described without events.
+    """
+    found = Stack(spec, StageShape(first=0, end=spec.num_layers, checkpointed=0, rows=rows))
+    for part in found.parts:
+        found.add(part, backward=False, first=True)
+    begin = len(found.born)
+    for part in reversed(found.parts):
+        found.add(part, backward=True, first=False)
+    return _Laid(found, found.parts, {False: (begin, len(found.born))}, frozenset()).inputs()
+
+
 _Entries = dict[int, tuple[list[int], list[int]]]
 """By position: the slots that die there, and those that are born."""
 
@@ -139,11 +178,22 @@ class _Laid:
         self, found: Stack, forwards: Sequence[int], marks: Mapping[bool, tuple[int, int]], tied: frozenset[str]
     ) -> None:
         self._found, self._forwards, self._tied = found, forwards, tied
-        first = marks[True][0]
-        self._forward_born = found.born[:first]
+        self._forward_born = found.born[: min(low for low, _ in marks.values())]
         self._backward_born = {way: found.born[low:high] for way, (low, high) in marks.items()}
         self._left: list[Born] = []
         self._kept: list[int] = []
+
+    def inputs(self) -> InputsTemplate:
+        """Only what backwards need that make gradients of inputs by themselves."""
+        forward, operands = self._forward(), self._operands(False)
+        return InputsTemplate(
+            born=tuple(self._found.born),
+            parts=self._found.parts,
+            forward=forward,
+            left=tuple(item.slot for item in self._left),
+            inputs=self._backward(False, operands)[0],
+            weights=self._weights(False, operands),
+        )
 
     def template(self) -> StageTemplate:
         """The template."""
@@ -216,15 +266,18 @@ class _Laid:
         """The weights whose gradients can be made apart."""
         part = self._found.parts[0]
         received = {self._found.canonical(part, name) for name in self._found.way(part, first=way).reading}
-        is_deferred = received.union(*operands.values())
+        slots: dict[str, list[int]] = {name: [] for name in received}
+        for slot, names in operands.items():
+            for name in dict.fromkeys(names):
+                slots.setdefault(name, []).append(slot)
         result = {}
         for item in self._backward_born[way]:
             name = self._found.canonical(item.part, item.allocation.parameter) if item.allocation.parameter else ""
-            if name in is_deferred and name not in result:
+            if name in slots and name not in result:
                 result[name] = WeightGradient(
                     name=name,
                     nbytes=item.nbytes,
-                    operands=tuple(slot for slot, names in operands.items() if name in names),
+                    operands=tuple(slots[name]),
                     received=self._found.parts[0] > 0 and name in received,
                 )
         return tuple(result.values())

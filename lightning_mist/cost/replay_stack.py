@@ -103,11 +103,19 @@ class Stack:
         }
         self.born: list[Born] = []
         self.arriving: dict[int, int | None] = {}
-        self._labels: list[Label] = []
+        self._ways: dict[tuple[int, bool], PartEvents] = {}
+        self._given: dict[tuple[int, bool, bool], dict[int, Release]] = {}
+        self._arriving_labels: dict[int, Label] = {}
         self._bytes: list[int] = []
 
     def way(self, part: int, *, first: bool) -> PartEvents:
         """How a region runs."""
+        key = part, first
+        if key not in self._ways:
+            self._ways[key] = self._way(part, first)
+        return self._ways[key]
+
+    def _way(self, part: int, first: bool) -> PartEvents:
         shape, last = self.shape, self.spec.num_layers + 1
         if part in (0, last):
             # The head keeps for recomputed layers what they are called with; they come first, so one is enough.
@@ -128,7 +136,6 @@ class Stack:
             slot = len(self._bytes)
             self.born.append(Born(slot, part, backward, item, number, nbytes))
             self._bytes.append(nbytes)
-            self._labels.append(self._label(part, item, backward))
 
     def add_arriving(self, tensor: TensorSpec, handed: int | None) -> None:
         """Give a slot to a gradient that comes from the next stage.
@@ -138,8 +145,8 @@ class Stack:
             handed: The index under which the last region hands that on; ``None`` if it is not known.
         """
         self.arriving[len(self._bytes)] = handed
+        self._arriving_labels[len(self._bytes)] = Label("transfer_bytes", "received gradient", dtype=tensor.dtype)
         self._bytes.append(bytes_at(tensor.bytes, self.shape.rows, self.spec.sequence_length or 1))
-        self._labels.append(Label("transfer_bytes", "received gradient", dtype=tensor.dtype))
 
     def let_go(self, slot: int, *, first: bool) -> Release | None:
         """What the last region does to the gradient that arrives in a slot."""
@@ -170,7 +177,12 @@ class Stack:
 
     def slots(self) -> Slots:
         """All slots."""
-        return Slots(bytes_A=np.array(self._bytes, dtype=np.int64), labels=tuple(self._labels))
+        labels = {item.slot: self._label(item.part, item.allocation, item.backward) for item in self.born}
+        labels |= self._arriving_labels
+        return Slots(
+            bytes_A=np.array(self._bytes, dtype=np.int64),
+            labels=tuple(labels[slot] for slot in range(len(self._bytes))),
+        )
 
     def death(self, item: Born, *, first: bool) -> Place | None:
         """Where an allocation dies when the backward that follows is a first or a later one; ``None`` if nowhere."""
@@ -198,8 +210,11 @@ class Stack:
 
     def given(self, part: int, *, backward: bool, first: bool) -> dict[int, Release]:
         """What a region does to the tensors that it is given, by their index."""
-        events = self.way(part, first=first)
-        return {release.slot: release for release in (events.arriving if backward else events.entering)}
+        key = part, backward, first
+        if key not in self._given:
+            events = self.way(part, first=first)
+            self._given[key] = {item.slot: item for item in (events.arriving if backward else events.entering)}
+        return self._given[key]
 
     def wanted(self, item: Born, *, first: bool) -> tuple[str, ...]:
         """The parameters whose gradients are made of an allocation, by their canonical names."""

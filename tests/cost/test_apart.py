@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mist.cost.apart import apart_of
+from lightning_mist.cost.apart import ApartModel
 from lightning_mist.cost.memory import MemoryModel
+from lightning_mist.cost.replay_parts import stack, stack_inputs
+from lightning_mist.cost.replay_stack import StageShape
 from lightning_mist.model import trace_model
 from tests import zoo
 from tests.specs import spec
@@ -16,7 +18,7 @@ def network():
 
 
 def test_inputs_of_products_and_gradients_of_their_outputs_wait(network):
-    found = apart_of(network, MemoryModel(network).costs(4), 4)
+    found = ApartModel(network).of(MemoryModel(network).costs(4), 4)
     state = 4 * 12 * 32 * 4  # rows, length, width, bytes
     # Queries, keys and values come of one input, the projection, and the two layers of the perceptron of one each.
     inputs, outputs = (1 + 1 + 1 + 4) * state, (3 + 1 + 4 + 1) * state
@@ -28,7 +30,7 @@ def test_inputs_of_products_and_gradients_of_their_outputs_wait(network):
 
 def test_what_stays_is_never_less_than_where_nothing_does(network):
     costs = MemoryModel(network).costs(4)
-    found = apart_of(network, costs, 4)
+    found = ApartModel(network).of(costs, 4)
     assert (found.recompute_peak_R >= found.peak_R + np.minimum(0.0, costs.saved_R - costs.checkpointed_saved_R)).all()
     # All that waits exists when a layer ends, and what it has saved no longer.
     assert (found.peak_R[1:-1] >= found.waiting_R[1:-1] - costs.saved_R[1:-1]).all()
@@ -37,4 +39,29 @@ def test_what_stays_is_never_less_than_where_nothing_does(network):
 
 def test_networks_whose_allocations_are_not_known_one_by_one_have_none():
     network = spec(3)
-    assert apart_of(network, MemoryModel(network).costs(2), 2) is None
+    assert ApartModel(network).of(MemoryModel(network).costs(2), 2) is None
+
+
+def test_what_is_kept_from_one_number_of_rows_serves_for_others(network):
+    memory, kept = MemoryModel(network), ApartModel(network)
+    for rows in (4, 1, 6):
+        found, alone = kept.of(memory.costs(rows), rows), ApartModel(network).of(memory.costs(rows), rows)
+        for name in ("peak_R", "recompute_peak_R", "waiting_R"):
+            assert getattr(found, name).tolist() == getattr(alone, name).tolist()
+    assert found.waiting_R[1] == 6 * kept.of(memory.costs(1), 1).waiting_R[1]
+
+
+def test_a_network_is_stacked_as_a_stage_of_all_of_it(network):
+    whole = stack(network, StageShape(first=0, end=network.num_layers, checkpointed=0, rows=4))
+    found = stack_inputs(network, 4)
+    sizes = np.array([item.nbytes for item in found.born])
+    for own, wanted in ((found.forward, whole.forward), (found.inputs, whole.inputs[False])):
+        for part in whole.parts:
+            moved = [
+                (run.chunk.signs_E * slots[np.abs(run.chunk.events_E) - 1]).tolist()
+                for run, slots in ((own[part], sizes), (wanted[part], whole.slots.bytes_A))
+            ]
+            assert moved[0] == moved[1]
+    assert [item.name for item in found.weights] == [item.name for item in whole.weights[False]]
+    assert [item.nbytes for item in found.weights] == [item.nbytes for item in whole.weights[False]]
+    assert len(found.left) == len(whole.left)
