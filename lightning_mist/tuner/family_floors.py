@@ -4,7 +4,7 @@ What stages take at least (:mod:`lightning_mist.tuner.floors`) makes pipelines t
 (:mod:`lightning_mist.tuner.floor_bound`). Most families are ruled out by that before any of their stages is evaluated.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,7 +47,7 @@ class FamilyFloors:
     kinds: frozenset[str] = frozenset()
     _found: dict[tuple[frozenset[str], tuple[int, ...], int], tuple[float, float]] = field(default_factory=dict)
     _arranged: dict[int, tuple[dict[Hashable, StageSlot], float]] = field(default_factory=dict)
-    _stages: dict[tuple[object, ...], tuple[float, StageFloors]] = field(default_factory=dict)
+    _stages: dict[tuple[frozenset[str], int], dict[Situation, tuple[float, StageFloors]]] = field(default_factory=dict)
 
     def bound(self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float = np.inf) -> float:
         """Step seconds that no pipeline of some numbers of stages goes below, as far as they are less than ``below``.
@@ -95,21 +95,38 @@ class FamilyFloors:
         moves = Moves(kinds=self.kinds, rates=rates, num_microbatches=num_microbatches)
         placed = {place: known.at(place, moves, pace) for place in PLACES}
         limit = self.memory_limit - batch_bytes
+        longest, shortest = max(counts), min(counts)
 
-        def floors_of(stage_index: int, num_stages: int) -> StageFloors:
+        def situation(stage_index: int, num_stages: int) -> Situation:
             place = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
-            phases = stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule)
-            return self._of(placed[place], num_microbatches, Situation.of(place, phases), limit).within(pace)
+            return Situation.of(place, stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule))
 
-        family = FloorFamily.of((self.space.num_layers, self.space.world_size, num_microbatches), counts, floors_of)
+        def behind(count: int) -> Situation:
+            num_stages = max(count + 2, shortest)
+            return situation(num_stages - 1 - count, num_stages)
+
+        tails = [behind(count) for count in range(longest - 1)]
+        heads = {count: situation(0, count) for count in counts}
+        found = self._stages_of(placed, num_microbatches, limit, [*tails, *heads.values()])
+        stages = {item: found[item].within(pace) for item in (*tails, *heads.values())}
+        family = FloorFamily.of(
+            (self.space.num_layers, self.space.world_size, num_microbatches),
+            [stages[item] for item in tails],
+            {count: stages[item] for count, item in heads.items()},
+        )
         return family if len(family.counts_C) else None
 
-    def _of(self, placed: PlacedRuns, num_microbatches: int, situation: Situation, limit: float) -> StageFloors:
-        key = self.kinds, num_microbatches, situation
-        known = self._stages.get(key)
-        if known is None or known[0] < placed.pace:
-            known = self._stages[key] = placed.pace, stage_floors(placed, limit, situation)
-        return known[1]
+    def _stages_of(
+        self, placed: Mapping[str, PlacedRuns], num_microbatches: int, limit: float, asked: Sequence[Situation]
+    ) -> dict[Situation, StageFloors]:
+        """What stages take at least in some situations."""
+        known = self._stages.setdefault((self.kinds, num_microbatches), {})
+        for place, runs in placed.items():
+            here = dict.fromkeys(item for item in asked if item.place == place)
+            new = [item for item in here if item not in known or known[item][0] < runs.pace]
+            found = stage_floors(runs, limit, new)
+            known.update({item: (runs.pace, floors) for item, floors in zip(new, found, strict=True)})
+        return {item: known[item][1] for item in asked}
 
     def _slots(self, num_microbatches: int) -> tuple[dict[Hashable, StageSlot], float]:
         """Slots of all arrangements of devices by all that their runs depend on, and bytes of a rank's batches."""

@@ -13,7 +13,7 @@ Array axes
     J  states; in a table of sums one more, which is never reached
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,30 +82,19 @@ class FloorFamily:
 
     @classmethod
     def of(
-        cls,
-        sizes: tuple[int, int, int],
-        counts: Sequence[int],
-        floors_of: Callable[[int, int], StageFloors],
+        cls, sizes: tuple[int, int, int], tails: Sequence[StageFloors], heads: Mapping[int, StageFloors]
     ) -> "FloorFamily":
         """The pipelines of some numbers of stages, as far as every stage has a choice.
 
         Args:
             sizes: Layers and devices to deal out, and microbatches per batch.
-            counts: Numbers of stages, at least 2.
-            floors_of: What a stage takes at least, by its index and the number of stages. Stages that have others in
-                front are told apart by how many are behind them only.
+            tails: What a stage other than the first takes at least, by how many are behind it.
+            heads: What the first stage does, by the number of stages.
         """
-        tails: list[StageFloors] = []
-        for behind in range(max(counts, default=1) - 1):
-            num_stages = max(behind + 2, min(counts))
-            found = floors_of(num_stages - 1 - behind, num_stages)
-            if not len(found):
-                break
-            tails.append(found)
-        heads = [(count, floors_of(0, count)) for count in sorted(counts) if count <= len(tails) + 1]
-        heads = [(count, found) for count, found in heads if len(found)]
+        tails = tails[: next((behind for behind, found in enumerate(tails) if not len(found)), len(tails))]
+        kept = [(count, found) for count, found in sorted(heads.items()) if count <= len(tails) + 1 and len(found)]
         num_layers, num_devices, num_microbatches = sizes
-        every = [*tails, *(found for _, found in heads)]
+        every = [*tails, *(found for _, found in kept)]
         flat, row = _places(every, num_layers)
         wide = num_layers + 1
         table = np.full((2, len(every), (num_devices + 1) * wide), np.inf)
@@ -123,7 +112,7 @@ class FloorFamily:
             layers_V=at_V % wide,
             devices_V=at_V // wide,
             tails_BV=steady[: len(tails)],
-            counts_C=np.array([count for count, _ in heads], dtype=np.int64),
+            counts_C=np.array([count for count, _ in kept], dtype=np.int64),
             heads_CV=steady[len(tails) :],
             reach_CV=reach[len(tails) :],
         )

@@ -21,7 +21,9 @@ pipeline, for the runs that are fast enough (:mod:`lightning_mist.tuner.placed_r
 
 Array axes
     R, V, W  as there
-    M  runs that have to move something
+    H  situations
+    F  numbers of layers and devices in every situation, one after the other
+    M  runs in situations where they have to move something
 """
 
 from collections.abc import Sequence
@@ -38,6 +40,9 @@ _MOVED = ("activations", "gradients", "parameters")
 
 _TOLD_APART = 3
 """Leading binary digits of numbers of microbatches that are told apart."""
+
+_AT_ONCE = 1 << 16
+"""Runs, of all situations, that are looked at together."""
 
 _NEXT_TO_NOTHING = 1e-9
 """Share of the bytes that have to be freed which is less than rounding."""
@@ -73,63 +78,146 @@ class Situation:
         return cls(place=place, others=others // step * step, has_gradients=bool(backwards))
 
 
-def stage_floors(placed: PlacedRuns, memory_limit: float, situation: Situation) -> StageFloors:
-    """What a stage takes at least, by layers and devices: the least of any run, in either time by itself.
+def stage_floors(placed: PlacedRuns, memory_limit: float, situations: Sequence[Situation]) -> list[StageFloors]:
+    """What stages take at least, by layers and devices: the least of any run, in either time by itself.
 
     Args:
-        placed: Runs of layers at its place.
+        placed: Runs of layers at their place.
         memory_limit: Bytes of a device.
-        situation: What a stage there finds.
+        situations: What stages there find; they are looked at together, which is faster.
     """
-    steady_V, reach_V = _least(placed, memory_limit, situation)
-    found = StageFloors(layers_V=placed.layers_V, devices_V=placed.devices_V, steady_V=steady_V, reach_V=reach_V)
-    return found.within(placed.pace)
+    found, most = [], max(1, _AT_ONCE // max(1, len(placed)))
+    for begin in range(0, len(situations), most):
+        some = _Asked(placed, memory_limit, situations[begin : begin + most])
+        found += [
+            StageFloors(layers_V=placed.layers_V, devices_V=placed.devices_V, steady_V=steady_V, reach_V=reach_V)
+            for steady_V, reach_V in zip(*some.least(), strict=True)
+        ]
+    return [item.within(placed.pace) for item in found]
 
 
-def _least(placed: PlacedRuns, memory_limit: float, situation: Situation) -> tuple[FloatArray, FloatArray]:
-    """The least seconds of a microbatch, and with what is exposed, by layers and devices; infinite if none fits."""
-    if not len(placed):
-        return np.empty(0), np.empty(0)
-    excess_R = placed.needed_R + situation.others * placed.saved_R - memory_limit
-    if situation.has_gradients:
-        excess_R += placed.gradients_R
-    fits_R = excess_R <= 0
-    steady_V = np.minimum.reduceat(np.where(fits_R, placed.steady_R, np.inf), placed.begins_V)
-    reach_V = np.minimum.reduceat(np.where(fits_R, placed.reach_R, np.inf), placed.begins_V)
-    copies = placed.copies
-    if copies is None or not copies.kinds & set(_MOVED):
-        return steady_V, reach_V
+class _Asked:
+    """Runs at a place in several situations.
 
-    def useful(at_M: IntArray, found_M: FloatArray) -> tuple[IntArray, FloatArray]:
+    Args:
+        placed: The runs.
+        memory_limit: Bytes of a device.
+        situations: The situations.
+    """
+
+    def __init__(self, placed: PlacedRuns, memory_limit: float, situations: Sequence[Situation]) -> None:
+        self.placed = placed
+        self.others_H = np.array([float(item.others) for item in situations])
+        self.gradients_H = np.array([float(item.has_gradients) for item in situations])
+        self.excess_HR = (placed.needed_R - memory_limit) + self.others_H[:, None] * placed.saved_R
+        self.excess_HR += self.gradients_H[:, None] * placed.gradients_R
+        # By layers and devices, too, one situation after the other.
+        self.steady_F = self.reach_F = np.empty(0)
+
+    def least(self) -> tuple[FloatArray, FloatArray]:
+        """The least seconds of a microbatch, and with what is exposed, with axes ``HV``; infinite if none fits."""
+        placed, shape = self.placed, (len(self.others_H), len(self.placed.layers_V))
+        if not len(placed):
+            return np.empty(shape), np.empty(shape)
+        fits_HR = self.excess_HR <= 0
+        steady_HV, reach_HV = (
+            np.minimum.reduceat(np.where(fits_HR, values_R, np.inf), placed.begins_V, axis=1)
+            for values_R in (placed.steady_R, placed.reach_R)
+        )
+        self.steady_F, self.reach_F = steady_HV.ravel(), reach_HV.ravel()
+        if placed.copies is not None and placed.copies.kinds & set(_MOVED):
+            self._move(~fits_HR, placed.copies)
+        return self.steady_F.reshape(shape), self.reach_F.reshape(shape)
+
+    def _move(self, lacks_HR: BoolArray, copies: Copies) -> None:
+        """Look at what has to be moved by runs that do not fit.
+
+        Moving is of use only to what is faster than what fits. What one pair of weights says of all runs tells which
+        are the most promising; what these take rules out most others.
+        """
+        in_M, at_M = np.nonzero(lacks_HR)
+        lacking = self._useful(_Lacking(in_M=in_M, at_M=at_M, found_M=self.placed.steady_R[at_M]))
+        lacking = self._useful(self._told(lacking, copies, slice(1)))
+        if not len(lacking):
+            return
+        best_M = _least_of_each(self._cells(lacking), lacking.found_M)
+        self._learn(self._told(lacking.take(best_M), copies, slice(1, None)))
+        lacking = self._useful(lacking.take(~best_M))
+        for pairs in (slice(1, 2), slice(2, None)):
+            lacking = self._useful(self._told(lacking, copies, pairs))
+        self._learn(lacking)
+
+    def _cells(self, lacking: "_Lacking") -> IntArray:
+        cells_M: IntArray = lacking.in_M * len(self.placed.layers_V) + self.placed.cell_R[lacking.at_M]
+        return cells_M
+
+    def _useful(self, lacking: "_Lacking") -> "_Lacking":
         """The runs that may take less than what is known of others."""
-        cell_M = placed.cell_R[at_M]
-        kept_M = np.maximum(found_M, placed.reach_R[at_M]) < reach_V[cell_M]
-        kept_M = (kept_M | (found_M < steady_V[cell_M])) & (found_M <= placed.pace)
-        return at_M[kept_M], found_M[kept_M]
+        cell_M, found_M = self._cells(lacking), lacking.found_M
+        kept_M = np.maximum(found_M, self.placed.reach_R[lacking.at_M]) < self.reach_F[cell_M]
+        return lacking.take((kept_M | (found_M < self.steady_F[cell_M])) & (found_M <= self.placed.pace))
 
-    def told(at_M: IntArray, found_M: FloatArray, pairs: slice) -> FloatArray:
-        """What some pairs of weights say of runs, and others have said."""
-        return np.maximum(found_M, _moved(placed, copies, situation, at_M, excess_R[at_M], pairs))
+    def _learn(self, lacking: "_Lacking") -> None:
+        cell_M, found_M = self._cells(lacking), lacking.found_M
+        np.minimum.at(self.steady_F, cell_M, found_M)
+        np.minimum.at(self.reach_F, cell_M, np.maximum(found_M, self.placed.reach_R[lacking.at_M]))
 
-    def learn(at_M: IntArray, found_M: FloatArray) -> None:
-        np.minimum.at(steady_V, placed.cell_R[at_M], found_M)
-        np.minimum.at(reach_V, placed.cell_R[at_M], np.maximum(found_M, placed.reach_R[at_M]))
+    def _told(self, lacking: "_Lacking", copies: Copies, pairs: slice) -> "_Lacking":
+        """The same with what some pairs of weights say; infinite if moving everything is too little.
 
-    # Moving is of use only to what is faster than what fits. What one pair of weights says of all runs tells which
-    # are the most promising; what these take rules out most others.
-    at_M = np.flatnonzero(~fits_R)
-    at_M, found_M = useful(at_M, placed.steady_R[at_M])
-    if len(at_M):
-        at_M, found_M = useful(at_M, told(at_M, found_M, slice(1)))
-    if len(at_M):
-        best_M = _least_of_each(placed.cell_R[at_M], found_M)
-        learn(at_M[best_M], told(at_M[best_M], found_M[best_M], slice(1, None)))
-        at_M, found_M = useful(at_M[~best_M], found_M[~best_M])
-    for pairs in (slice(1, 2), slice(2, None)):
-        if len(at_M):
-            at_M, found_M = useful(at_M, told(at_M, found_M, pairs))
-    learn(at_M, found_M)
-    return steady_V, reach_V
+        The cheapest way to free ``e`` bytes, of kinds ``i`` that free at most ``f_i`` at ``p_i`` seconds per byte,
+        takes
+
+            max_j [p_j e - sum_i f_i max(0, p_j - p_i)].
+        """
+        in_M, at_M = lacking.in_M, lacking.at_M
+        excess_M = self.excess_HR[in_M, at_M]
+        activations_M = self.others_H[in_M] * copies.whole_R[at_M] + copies.own_R[at_M]
+        gradients_M = copies.free_gradients_R[at_M] * self.gradients_H[in_M]
+        parameters_M = copies.free_parameters_R[at_M]
+        freed_M = activations_M + gradients_M + parameters_M
+        wanted_M = np.minimum(excess_M, freed_M)
+        loads_WM, all_WM, by_gradients_WM, by_parameters_WM = (
+            np.take(values_WR[pairs], at_M, axis=1)
+            for values_WR in (self.placed.loads_WR, copies.activations_WR, copies.gradients_WR, copies.parameters_WR)
+        )
+        beside_M = wanted_M - activations_M
+        by_activations_WM = all_WM / np.where(activations_M > 0, activations_M, np.inf)
+        copies_WM = by_activations_WM * wanted_M
+        copies_WM -= gradients_M * np.maximum(by_activations_WM - by_gradients_WM, 0.0)
+        copies_WM -= parameters_M * np.maximum(by_activations_WM - by_parameters_WM, 0.0)
+        ways = (by_gradients_WM, by_parameters_WM, parameters_M), (by_parameters_WM, by_gradients_WM, gradients_M)
+        for price_WM, other_WM, freed_by_other_M in ways:
+            # Less what activations save, which is something only if that is positive.
+            way_WM = np.minimum(price_WM * wanted_M, price_WM * beside_M + all_WM)
+            way_WM -= freed_by_other_M * np.maximum(price_WM - other_WM, 0.0)
+            np.maximum(copies_WM, way_WM, out=copies_WM)
+        found_M = np.maximum((loads_WM + copies_WM).max(axis=0), lacking.found_M)
+        is_enough_M = freed_M >= excess_M * (1 - _NEXT_TO_NOTHING)
+        return _Lacking(in_M=in_M, at_M=at_M, found_M=np.where(is_enough_M, found_M, np.inf))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lacking:
+    """Runs that have to move something.
+
+    Attributes:
+        in_M: The situation of each.
+        at_M: The run.
+        found_M: Seconds of a microbatch that it takes at least.
+    """
+
+    in_M: IntArray
+    at_M: IntArray
+    found_M: FloatArray
+
+    def __len__(self) -> int:
+        """Number of runs."""
+        return len(self.at_M)
+
+    def take(self, kept_M: BoolArray) -> "_Lacking":
+        """Those where a mask is true."""
+        return _Lacking(in_M=self.in_M[kept_M], at_M=self.at_M[kept_M], found_M=self.found_M[kept_M])
 
 
 def _least_of_each(cell_M: IntArray, found_M: FloatArray) -> BoolArray:
@@ -138,37 +226,3 @@ def _least_of_each(cell_M: IntArray, found_M: FloatArray) -> BoolArray:
     least = np.repeat(np.minimum.reduceat(found_M, begins), np.diff(begins, append=len(cell_M)))
     found: BoolArray = found_M <= least
     return found
-
-
-def _moved(
-    placed: PlacedRuns, copies: Copies, situation: Situation, at_M: IntArray, excess_M: FloatArray, pairs: slice
-) -> FloatArray:
-    """Seconds of a microbatch where something has to be moved, by some pairs of weights; infinite if all is too little.
-
-    The cheapest way to free ``e`` bytes, of kinds ``i`` that free at most ``f_i`` at ``p_i`` seconds per byte, takes
-
-        max_j [p_j e - sum_i f_i max(0, p_j - p_i)].
-    """
-    activations_M = situation.others * copies.whole_R[at_M] + copies.own_R[at_M]
-    gradients_M = copies.free_gradients_R[at_M] * situation.has_gradients
-    parameters_M = copies.free_parameters_R[at_M]
-    freed_M = activations_M + gradients_M + parameters_M
-    wanted_M = np.minimum(excess_M, freed_M)
-    loads_WM, all_WM, by_gradients_WM, by_parameters_WM = (
-        np.take(values_WR[pairs], at_M, axis=1)
-        for values_WR in (placed.loads_WR, copies.activations_WR, copies.gradients_WR, copies.parameters_WR)
-    )
-    beside_M = wanted_M - activations_M
-    by_activations_WM = all_WM / np.where(activations_M > 0, activations_M, np.inf)
-    copies_WM = by_activations_WM * wanted_M
-    copies_WM -= gradients_M * np.maximum(by_activations_WM - by_gradients_WM, 0.0)
-    copies_WM -= parameters_M * np.maximum(by_activations_WM - by_parameters_WM, 0.0)
-    ways = (by_gradients_WM, by_parameters_WM, parameters_M), (by_parameters_WM, by_gradients_WM, gradients_M)
-    for price_WM, other_WM, freed_by_other_M in ways:
-        # Less what activations save, which is something only if that is positive.
-        way_WM = np.minimum(price_WM * wanted_M, price_WM * beside_M + all_WM)
-        way_WM -= freed_by_other_M * np.maximum(price_WM - other_WM, 0.0)
-        np.maximum(copies_WM, way_WM, out=copies_WM)
-    found_M = (loads_WM + copies_WM).max(axis=0)
-    is_enough_M = freed_M >= excess_M * (1 - _NEXT_TO_NOTHING)
-    return np.where(is_enough_M, found_M, np.inf)

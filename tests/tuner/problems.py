@@ -31,8 +31,7 @@ def slot(start, layers, devices, steady, boundary, part=None):
 def floors_of(problem):
     """What the stages of a problem on devices that are all alike take at least, wherever they lie."""
 
-    def of_stage(index, _):
-        found = problem.slots[index]
+    def of_stage(found):
         return StageFloors(
             layers_V=found.layers_K,
             devices_V=found.devices_K,
@@ -41,7 +40,8 @@ def floors_of(problem):
         )
 
     sizes = problem.num_layers, problem.num_devices[0], problem.num_microbatches
-    return FloorFamily.of(sizes, (len(problem.slots),), of_stage)
+    tails = [of_stage(found) for found in problem.slots[:0:-1]]
+    return FloorFamily.of(sizes, tails, {len(problem.slots): of_stage(problem.slots[0])})
 
 
 def random_problem(seed):

@@ -22,7 +22,8 @@ def random_family(seed):
     share = rng.choice([0.2, 0.6, 1.0])
     counts = sorted(rng.choice([2, 3, 4], size=int(rng.integers(1, 4)), replace=False).tolist())
     sizes = layers, devices, int(rng.choice([1, 2, 5, 40]))
-    return FloorFamily.of(sizes, counts, lambda *_: random_floors(rng, layers, devices, share))
+    tails = [random_floors(rng, layers, devices, share) for _ in range(max(counts) - 1)]
+    return FloorFamily.of(sizes, tails, {count: random_floors(rng, layers, devices, share) for count in counts})
 
 
 def pipelines(family):
@@ -73,14 +74,12 @@ def test_numbers_of_stages_that_are_of_no_interest_do_not_count():
 
 
 def test_a_family_ends_where_a_stage_has_no_choice():
-    asked, rng = [], np.random.default_rng(0)
-
-    def none(stage, count):
-        asked.append((stage, count))
-        return random_floors(rng, 6, 4, 0.0)
-
-    family = FloorFamily.of((6, 4, 4), (2, 3), none)
-    assert asked == [(1, 2)]
+    rng = np.random.default_rng(0)
+    some, none = random_floors(rng, 6, 4, 1.0), random_floors(rng, 6, 4, 0.0)
+    family = FloorFamily.of((6, 4, 4), [some, none, some], dict.fromkeys((2, 3, 4), some))
+    assert family.counts_C.tolist() == [2]
+    assert len(family.tails_BV) == 1
+    family = FloorFamily.of((6, 4, 4), [none, some], dict.fromkeys((2, 3), some))
     assert not len(family.counts_C)
     assert not len(family.tails_BV)
     assert FloorWalks(family).walk(1e3) is None

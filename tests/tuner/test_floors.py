@@ -34,7 +34,7 @@ def floors_of(maker, moves, limit, index, count):
     runs = joined_runs(maker.model, maker.space.num_layers, of_slots)
     place = "first" if not index else "last" if index == count - 1 else "middle"
     situation = Situation.of(place, stage_phases(index, count, moves.num_microbatches))
-    return stage_floors(KnownRuns(runs=runs).at(place, moves, np.inf), limit, situation) if len(runs) else None
+    return stage_floors(KnownRuns(runs=runs).at(place, moves, np.inf), limit, [situation])[0] if len(runs) else None
 
 
 def compare(found, rng):
