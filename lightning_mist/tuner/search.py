@@ -46,6 +46,9 @@ guess it stands in place of the first, and the others are as many times it as th
 COMPARED = 1.25
 """Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
 
+TRIED = 2
+"""Numbers of microbatches with which that is done at most, the most promising first."""
+
 NEAR = 1.03
 """Multiple of the best plan's seconds below which all numbers of stages are searched for theirs, to be run on the
 clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`)."""
@@ -151,14 +154,15 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
 
 def _compare(tally: Tally, groups: list[Group], most: float, num_stages: int) -> None:
     """Search a number of stages for a good plan that takes fewer seconds than ``most``, the most promising first."""
-    waiting = [(tally.known_floor(*group), False, group) for group in groups]
+    waiting, tried = [(tally.known_floor(*group), False, group) for group in groups], 0
     heapq.heapify(waiting)
-    while waiting and tally.least_of(num_stages) >= most and not tally.is_late:
+    while waiting and tried < TRIED and tally.least_of(num_stages) >= most and not tally.is_late:
         bound, is_settled, group = heapq.heappop(waiting)
         if bound >= most * (1 - PRECISION):
             return
         if is_settled:
             _search(tally, [group], most, num_stages)
+            tried += 1
         else:
             # What bounds a whole family says little of one number of stages.
             heapq.heappush(waiting, (tally.floor(*group, most), True, group))
