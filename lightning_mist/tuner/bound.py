@@ -22,8 +22,8 @@ Array axes
 """
 
 import heapq
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
@@ -34,10 +34,13 @@ from lightning_mist.tuner.intra_stage import EVERY_PART
 from lightning_mist.tuner.problem import PRECISION, Answer, Family, InterStageProblem
 from lightning_mist.tuner.suffixes import Suffixes, Walk
 
-__all__ = ["PRECISION", "FamilyAnswer", "least_peak", "solve", "solve_family"]
+__all__ = ["PRECISION", "FamilyAnswer", "least_peak", "solve", "solve_each", "solve_family"]
 
 _NOTED = 3
 """Numbers of stages whose answer is looked at after a pass, those with the least sums."""
+
+_MOST_SUMS = 1 << 20
+"""Sums of suffixes that passes which are kept may have together; they take 8 MB."""
 
 _NONE = Answer(chosen=(), objective=np.inf, bound=np.inf)
 
@@ -94,7 +97,27 @@ def solve_family(family: Family, *, below: float = np.inf, deadline: float = np.
         below: Answers that do not take fewer seconds are of no interest.
         deadline: Value of ``perf_counter()`` at which to stop with what has been found.
     """
-    return _Search(family, below, deadline).run()
+    return _Search(family, _Walks(family), below, deadline).run()
+
+
+def solve_each(
+    family: Family, below: Mapping[int, float], *, precision: float = PRECISION, deadline: float = np.inf
+) -> dict[int, Answer]:
+    """About the best answer of every number of stages of a family, where it takes fewer seconds than something.
+
+    Args:
+        family: The pipelines.
+        below: By number of stages the seconds from which on answers are of no interest; others are not looked at.
+        precision: Share by which there may be a better one.
+        deadline: Value of ``perf_counter()`` at which to stop with what has been found.
+    """
+    found: dict[int, Answer] = {}
+    walks = _Walks(family)
+    for count in sorted(below.keys() & family.heads.keys()):
+        result = _Search(family, walks, below[count], deadline, only=count, precision=precision).run()
+        if result.num_stages:
+            found[count] = result.answers[count]
+    return found
 
 
 def least_peak(problem: InterStageProblem) -> tuple[float, tuple[int, ...]] | None:
@@ -126,18 +149,49 @@ def _least_of_single(problem: InterStageProblem, value_K: FloatArray) -> int | N
     return best if fits_K[best] else None
 
 
-class _Search:
-    """Best-first search over the slowest stage's steady time."""
+class _Walks:
+    """Passes over a family, some of which are kept: one answers for all numbers of stages."""
 
-    def __init__(self, family: Family, below: float, deadline: float) -> None:
-        self.family, self.below, self.deadline = family, below, deadline
+    def __init__(self, family: Family) -> None:
         self.suffixes = Suffixes(family)
+        self.paces_K = self.suffixes.paces()
+        self._kept: dict[tuple[float, float | None], Walk] = {}
+        self._room = _MOST_SUMS
+
+    def walk(self, pace: float, cap: float | None, only: int | None) -> Walk:
+        """One pass, of which one number of stages is of interest, or all are."""
+        walk = self._kept.get((pace, cap))
+        if walk is None:
+            walk = self.suffixes.walk(pace, cap)
+            self._room -= sum(map(len, walk.sums))
+            if self._room >= 0:
+                self._kept[pace, cap] = walk
+        if only is None:
+            return walk
+        return replace(walk, values={count: value for count, value in walk.values.items() if count == only})
+
+
+class _Search:
+    """Best-first search over the slowest stage's steady time, of one number of stages or of all."""
+
+    def __init__(
+        self,
+        family: Family,
+        walks: _Walks,
+        below: float,
+        deadline: float,
+        *,
+        only: int | None = None,
+        precision: float = PRECISION,
+    ) -> None:
+        self.family, self.below, self.deadline = family, below, deadline
+        self.walks, self.suffixes, self.only, self.precision = walks, walks.suffixes, only, precision
         self.pace = family.num_microbatches - 1
         self.objective = below
         self.num_stages = 0
         self.found: dict[int, tuple[float, tuple[int, ...]]] = {}
         # A pipeline takes at least G times the steady time of any of its stages.
-        self.paces_K = self.suffixes.paces()
+        self.paces_K = walks.paces_K
         self.is_cut = bool(self.paces_K.size and self.paces_K[-1] * family.num_microbatches >= below)
         self.paces_K = self.paces_K[self.paces_K * family.num_microbatches < below]
         # Bound on the objective, first and last pace, and bound on v at these paces.
@@ -145,7 +199,7 @@ class _Search:
 
     def run(self) -> FamilyAnswer:
         """The best answer below the given objective."""
-        first = int(np.searchsorted(self.paces_K, self.suffixes.least_pace() * (1 - PRECISION)))
+        first = int(np.searchsorted(self.paces_K, self.suffixes.least_pace() * (1 - self.precision)))
         bound = self.below if self.is_cut else np.inf
         if first < len(self.paces_K):
             bound = min(bound, self._explore(first, len(self.paces_K) - 1))
@@ -158,7 +212,7 @@ class _Search:
 
     def _explore(self, first: int, last: int) -> float:
         """Look at all paces between two; returns a bound on the objective there."""
-        walk = self.suffixes.walk(float(self.paces_K[last]))
+        walk = self._walk(float(self.paces_K[last]))
         if not walk.values:
             return np.inf
         bound, low = np.inf, min(walk.values.values())
@@ -166,7 +220,7 @@ class _Search:
         self._push(self._fastest(first, last, low), last, low)
         while self.intervals:
             bound_here, begin, end, low = heapq.heappop(self.intervals)
-            if bound_here >= self.objective * (1 - PRECISION) or perf_counter() > self.deadline:
+            if bound_here >= self.objective * (1 - self.precision) or perf_counter() > self.deadline:
                 return min(bound, bound_here)
             middle, end = self._middle(begin, end, low)
             value, reached, proven = self._value(middle, begin)
@@ -175,11 +229,14 @@ class _Search:
             self._push(middle + 1, end, low)
         return bound
 
+    def _walk(self, pace: float, cap: float | None = None) -> Walk:
+        return self.walks.walk(pace, cap, self.only)
+
     def _fastest(self, first: int, last: int, low: float) -> int:
         """The least pace that can lead to a better answer; answers near it are good ones to begin with."""
         while first < last and self.pace * float(self.paces_K[first]) + low < self.objective:
             middle = (first + last) // 2
-            walk = self.suffixes.walk(float(self.paces_K[middle]))
+            walk = self._walk(float(self.paces_K[middle]))
             if walk.values:
                 self._note(walk)
                 last = middle
@@ -214,18 +271,18 @@ class _Search:
             any answer up to this pace nothing below is of interest either: ``begin``, and infinities.
         """
         pace, floor = float(self.paces_K[index]), float(self.paces_K[begin])
-        walk = self.suffixes.walk(pace)
+        walk = self._walk(pace)
         if not walk.values:
             return np.inf, begin, np.inf
         low = min(walk.values.values())
         high, reached = self._note(walk)
         reached = max(begin, reached)
         is_best = True  # First ask whether anything beats what is there, then halve the difference, in turn.
-        while high - low > PRECISION * high and self.pace * floor + low < self.objective * (1 - PRECISION):
+        while high - low > self.precision * high and self.pace * floor + low < self.objective * (1 - self.precision):
             worth = self.objective - self.pace * floor
-            cap = min(high, worth) * (1 - PRECISION) if is_best else (low + min(high, worth)) / 2
+            cap = min(high, worth) * (1 - self.precision) if is_best else (low + min(high, worth)) / 2
             is_best = not is_best
-            walk = self.suffixes.walk(pace, cap)
+            walk = self._walk(pace, cap)
             if not walk.values:
                 low = max(low, cap)
             else:

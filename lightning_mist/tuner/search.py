@@ -25,7 +25,7 @@ from time import perf_counter
 import numpy as np
 
 from lightning_mist.cost import StageCostModel
-from lightning_mist.tuner.bound import solve, solve_family
+from lightning_mist.tuner.bound import solve, solve_each, solve_family
 from lightning_mist.tuner.checked import Checked, check
 from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import IntraStage
@@ -52,6 +52,9 @@ TRIED = 2
 NEAR = 1.03
 """Multiple of the best plan's seconds below which all numbers of stages are searched for theirs, to be run on the
 clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`)."""
+
+NEARLY = 1e-4
+"""Share by which there may be better ones: the clock tells more apart."""
 
 NEAREST = 2
 """Numbers of microbatches with which that is done, those whose pipelines promise most."""
@@ -172,11 +175,9 @@ def _look_near(tally: Tally, counts: tuple[int, ...], num_microbatches: int, mos
     """Solve each pipeline of a family by itself, if its best plan takes fewer seconds than ``most``."""
     with suppress(TimeIsUpError):
         family = family_of(tally, counts, num_microbatches, most)
-        for num_stages in family.heads:
-            problem, below = family.problem(num_stages), min(most, tally.least_of(num_stages))
-            answer = solve(problem, below=below, deadline=tally.deadline)
-            if answer.chosen:
-                tally.note(Found(problem=problem, answer=answer))
+        below = {count: min(most, tally.least_of(count)) for count in family.heads}
+        for count, answer in solve_each(family, below, precision=NEARLY, deadline=tally.deadline).items():
+            tally.note(Found(problem=family.problem(count), answer=answer))
 
 
 def floors_of(intra: IntraStage, space: Space) -> FamilyFloors:

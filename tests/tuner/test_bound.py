@@ -3,7 +3,7 @@ from time import perf_counter
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.bound import PRECISION, least_peak, solve, solve_family
+from lightning_mist.tuner.bound import PRECISION, least_peak, solve, solve_each, solve_family
 from lightning_mist.tuner.intra_stage import ANYWHERE
 from lightning_mist.tuner.problem import InterStageProblem
 from tests.tuner.problems import brute_force, random_family, random_problem, slot, small_seeds
@@ -119,6 +119,26 @@ def test_a_family_is_as_good_as_the_best_of_its_problems(seed):
     none = solve_family(family, below=least * 0.99)
     assert none.num_stages == 0
     assert none.bound >= least * 0.99 * (1 - PRECISION)
+
+
+@pytest.mark.parametrize("precision", [PRECISION, 1e-2])
+@pytest.mark.parametrize("seed", range(60))
+def test_each_number_of_stages_of_a_family_as_if_it_were_alone(seed, precision):
+    family = random_family(seed)
+    alone = {count: solve(family.problem(count)) for count in family.heads}
+    wanted = {count: answer.objective for count, answer in alone.items() if answer.chosen}
+    below = dict.fromkeys(family.heads, np.inf)
+    found = solve_each(family, below, precision=precision)
+    assert found.keys() == wanted.keys()
+    for count, answer in found.items():
+        problem = family.problem(count)
+        assert problem.is_feasible(answer.chosen)
+        assert answer.objective == problem.objective(answer.chosen)
+        assert wanted[count] * (1 - 2 * PRECISION) <= answer.objective <= wanted[count] * (1 + 2 * precision)
+        assert answer.bound <= wanted[count] * (1 + 2 * PRECISION)
+    # Only those that are asked for, and only if they are better.
+    some = {count: value * (0.99 if count % 2 else 1.5) for count, value in wanted.items()}
+    assert solve_each(family, some).keys() == {count for count in wanted if not count % 2 and wanted[count] > 0}
 
 
 @pytest.mark.parametrize("seed", range(30))
