@@ -18,7 +18,7 @@ from lightning_mist.cost.exchange import shard_nodes
 from lightning_mist.cost.kept import Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.offload_floors import CopyFloors
-from lightning_mist.cost.offload_parts import Ratios
+from lightning_mist.cost.offload_parts import MovedShares, Ratios
 from lightning_mist.cost.offload_time import CopySeconds, no_copies
 from lightning_mist.cost.overlap_floor import corners
 from lightning_mist.cost.shards import Unsharding
@@ -141,12 +141,14 @@ class MixedCostModel:
         longest = _longest([item for item, _ in found])
         return longest, replace(Unsharding.none(len(candidates)), each_K=longest.unshard_K)
 
-    def copy_floors(self, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> CopyFloors:
+    def copy_floors(
+        self, slot: StageSlot, candidates: StageCandidates, ratios: Ratios, shares: MovedShares | None = None
+    ) -> CopyFloors:
         """What copies add at least; nothing for stages on several parts, whose terms are the largest of any."""
         models = self.models(slot)
         if len(models) > 1:
             return CopyFloors.nothing(len(candidates), ratios)
-        return models[0].copy_floors(slot, candidates, ratios)
+        return models[0].copy_floors(slot, candidates, ratios, shares)
 
     def adds_copies(self, slot: StageSlot) -> bool:
         """As of a :class:`StageCostModel`; not for stages on several parts, whose terms are the largest of any."""

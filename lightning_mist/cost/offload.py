@@ -143,7 +143,11 @@ def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCa
         return model.needs(slot, plain)
     pairs_VX, pair_K = distinct_rows(offload.activations_K, offload.gradients_K)
     whole = model.needs(slot, plain)
-    stays = staying_needs(model, slot, plain, whole, pairs_VX, pair_K)
+    moved = (
+        gradient_shares(model, slot, plain, offload.gradients_K, ZeroStage.GRADIENTS),
+        gradient_shares(model, slot, plain, offload.gradients_K, ZeroStage.OPTIMIZER),
+    )
+    stays = staying_needs(model, slot, plain, whole, (pairs_VX, pair_K), moved)
     parameters = parameter_shares(model, slot, plain, offload.parameters_K)
     optimizer = optimizer_shares(model, slot, plain, offload.optimizer_K)
     return _with_states(model, stays, parameters, optimizer, largest_trained(whole))
@@ -154,8 +158,8 @@ def staying_needs(
     slot: StageSlot,
     plain: StageCandidates,
     whole: StageNeeds,
-    pairs_VX: FloatArray,
-    pair_K: IntArray,
+    pairs: tuple[FloatArray, IntArray],
+    moved: tuple[Shares, Shares],
 ) -> StageNeeds:
     """Needs of candidates that move activations and gradients only, but without the optimizer's temporaries.
 
@@ -164,12 +168,11 @@ def staying_needs(
         slot: Their place.
         plain: The stages, without ratios.
         whole: Their needs if nothing is moved.
-        pairs_VX: Ratios of activations and of gradients.
-        pair_K: Which of them each candidate has.
+        pairs: Ratios of activations and of gradients, with axes for each and for the two; and which each candidate has.
+        moved: Shares of gradients, shared out from ZeRO-2 and from ZeRO-1 on.
     """
-    found = _staying(model, pairs_VX).needs(slot, replace(plain, variant_K=pair_K))
-    gradients = gradient_shares(model, slot, plain, pairs_VX[pair_K, 1], ZeroStage.GRADIENTS)
-    owned = gradient_shares(model, slot, plain, pairs_VX[pair_K, 1], ZeroStage.OPTIMIZER)
+    found = _staying(model, pairs[0]).needs(slot, replace(plain, variant_K=pairs[1]))
+    gradients, owned = moved
     gathered = dict(whole.update).get("parameter gathering", {})
     changed: dict[str, Mapping[str, Bytes]] = {
         "optimizer step": {"gradient_bytes": owned.resident_K},

@@ -27,16 +27,17 @@ Array axes
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from lightning_mist.cost.beside_copies import BesideCopies
-from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.candidates import StageCandidates, StageSlot
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.offload_parts import Ratios
-from lightning_mist.cost.offload_ranks import parts_of_ranks
+from lightning_mist.cost.offload_parts import MovedShares, Ratios, moved_shares
+from lightning_mist.cost.offload_shares import MovedBytes, Shares
 from lightning_mist.cost.overlap_floor import least_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.sums import prefix_sums
@@ -170,7 +171,12 @@ class CopyFloors:
 
 
 def copy_floors(
-    memory: MemoryModel, slot: StageSlot, candidates: StageCandidates, machine: BesideCopies, ratios: Ratios
+    memory: MemoryModel,
+    slot: StageSlot,
+    candidates: StageCandidates,
+    machine: BesideCopies,
+    ratios: Ratios,
+    shares: MovedShares | None = None,
 ) -> CopyFloors:
     """The sums of stages at one place.
 
@@ -180,9 +186,16 @@ def copy_floors(
         candidates: The stages, without ratios.
         machine: What else they do.
         ratios: What may be moved.
+        shares: What of it is moved, if that is known.
     """
     sums = _Sums(memory, candidates)
-    return CopyFloors(**_passes(sums, memory, machine), **_states(sums, memory, slot, machine, ratios))
+    found = moved_shares(memory, slot, candidates, ratios) if shares is None else shares
+    parts = _parts(memory, slot, sums, ratios, found)
+    return CopyFloors(**_passes(sums, memory, machine), **_states(sums, memory, slot, machine, ratios, parts))
+
+
+_Parts: TypeAlias = tuple[FloatArray, FloatArray, FloatArray, FloatArray]
+"""By ratios of parameters, of gradients twice, and of optimizer state."""
 
 
 class _Sums:
@@ -277,14 +290,21 @@ def _alone(
     has_next_BR, has_below_BR = place_R < last_B1, place_R > low_B1
 
     def following(values_BR: FloatArray) -> FloatArray:
-        return np.pad(values_BR[:, 1:], ((0, 0), (0, 1))) * has_next_BR
+        found_BR = np.zeros(values_BR.shape)
+        np.multiply(values_BR[:, 1:], has_next_BR[:, :-1], out=found_BR[:, :-1])
+        return found_BR
+
+    def below(values_BR: FloatArray) -> FloatArray:
+        found_BR = np.zeros(values_BR.shape)
+        np.multiply(values_BR[:, :-1], has_below_BR[:, 1:], out=found_BR[:, 1:])
+        return found_BR
 
     def total(compute_BR: FloatArray, network_BR: FloatArray) -> FloatArray:
         result_B: FloatArray = (machine.together(compute_BR, network_BR) * inside_BR).sum(axis=1)
         return result_B
 
     (unshard_BR, reduce_BR), (update_BR, gather_BR, average_BR) = every, once
-    next_BR, below_BR = following(unshard_BR), np.pad(unshard_BR[:, :-1], ((0, 0), (1, 0))) * has_below_BR
+    next_BR, below_BR = following(unshard_BR), below(unshard_BR)
     low = index_B, sums.low_B
     begin_B, end_B = unshard_BR[low], unshard_BR[index_B, sums.last_B] + reduce_BR[low]
     behind_BR = below_BR + following(reduce_BR)
@@ -301,25 +321,18 @@ def _alone(
 
 
 def _states(
-    sums: _Sums, memory: MemoryModel, slot: StageSlot, machine: BesideCopies, ratios: Ratios
+    sums: _Sums, memory: MemoryModel, slot: StageSlot, machine: BesideCopies, ratios: Ratios, parts: _Parts
 ) -> dict[str, FloatArray]:
     """Copies of every kind of state."""
     low_B, high_B, last_B = sums.low_B, sums.high_B, sums.last_B
-    table, used_PR = memory.holdings.table, np.diff(memory.holdings.table.uses_PR, axis=1).astype(np.float64)
     to_device, to_host = machine.rates.to_device, machine.rates.to_host
 
-    def moved(values: Sequence[float], bytes_P: FloatArray, *, trained: bool) -> FloatArray:
-        found_XR: FloatArray = (
-            np.stack([bytes_P * memory.states.moved(ratio, trained=trained) for ratio in values]) @ used_PR
-        )
-        return found_XR
+    def moved(values: Sequence[float], of: MovedBytes) -> FloatArray:
+        return np.stack([memory.states.unit_bytes(ratio, of) for ratio in values])
 
-    whole_XR = moved(ratios.parameters, table.bytes_P, trained=False)
-    changed_XR = moved(ratios.parameters, table.bytes_P * (table.trainable_P > 0), trained=False)
-    graded_XR = moved(ratios.gradients, table.trainable_P, trained=True)
-    state_XR = moved(ratios.optimizer, table.trainable_P, trained=True)
-    state_XR = state_XR * memory.spec.optimizer.state_bytes_per_parameter_byte
-    parts = _parts(memory, slot, sums.candidates, ratios)
+    whole_XR, changed_XR = moved(ratios.parameters, "parameters"), moved(ratios.parameters, "changed")
+    graded_XR = moved(ratios.gradients, "trained")
+    state_XR = moved(ratios.optimizer, "trained") * memory.spec.optimizer.state_bytes_per_parameter_byte
     part_BP, graded_BG, owned_BG, state_BO = parts
     again = 1.0 if slot.num_microbatches > 1 else 0.0
     costs = memory.costs(slot.rows, slot.context_parallel_degree)
@@ -355,22 +368,39 @@ def _is_layer(count: int) -> FloatArray:
     return found_R
 
 
-def _parts(
-    memory: MemoryModel, slot: StageSlot, candidates: StageCandidates, ratios: Ratios
-) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Of each kind of state and ratio, what part the rank that has most moves; of gradients also of what it owns."""
-    sizes = [len(getattr(ratios, name)) for name in ("parameters", "gradients", "optimizer")]
-    most, count = max(sizes), len(candidates)
-    columns = [np.resize(np.array(getattr(ratios, name)), most) for name in ("parameters", "gradients", "optimizer")]
-    tiled = [np.tile(column, count) for column in columns]
-    offload = OffloadCandidates(
-        parameters_K=tiled[0], gradients_K=tiled[1], optimizer_K=tiled[2], activations_K=np.zeros(count * most)
+def _parts(memory: MemoryModel, slot: StageSlot, sums: _Sums, ratios: Ratios, shares: MovedShares) -> _Parts:
+    """Of each kind of state and ratio, what part the rank that has most moves; of gradients also of what it owns.
+
+    As of :func:`~lightning_mist.cost.offload_ranks.parts_of_ranks`.
+    """
+    candidates, ranks = sums.candidates, slot.shard_degree
+    zero_B, alone_B = candidates.zero_stage_K, np.zeros(len(candidates), dtype=bool)
+
+    def part(values: tuple[float, ...], most: Shares, every_BX: FloatArray, at_B: BoolArray) -> FloatArray:
+        is_part_BX = at_B[:, None] & (np.array(values) > 0)
+        return np.where(is_part_BX, most.moved_K / np.maximum(every_BX, 1.0), 1.0)
+
+    def held(values: tuple[float, ...], *, trained: bool) -> FloatArray:
+        return memory.states.of_ratios(candidates, values, 1, alone_B, trained=trained).moved_K
+
+    def updated(values: tuple[float, ...]) -> FloatArray:
+        # The update of a parameter happens once, however many units fetch it.
+        moved_XR = np.stack([memory.states.unit_bytes(ratio, "trained") for ratio in values])
+        return sums.between(moved_XR, sums.low_B, sums.high_B)
+
+    always_B = ~alone_B
+    part_BP = part(
+        ratios.parameters,
+        shares.parameters,
+        held(ratios.parameters, trained=False),
+        (zero_B >= ZeroStage.PARAMETERS) & (ranks > 1),
     )
-    some = replace(candidates.take(np.repeat(np.arange(count), most)), offload=offload)
-    found = parts_of_ranks(memory, np.full(len(some), slot.shard_degree), some)
-    arrays = found.parameters_K, found.gradients_K, found.owned_gradients_K, found.optimizer_K
-    widths = sizes[0], sizes[1], sizes[1], sizes[2]
-    part_BP, graded_BG, owned_BG, state_BO = (
-        values_K.reshape(count, most)[:, :width] for values_K, width in zip(arrays, widths, strict=True)
+    graded_BG = part(
+        ratios.gradients,
+        shares.gradients,
+        held(ratios.gradients, trained=True),
+        (zero_B >= ZeroStage.GRADIENTS) & (ranks > 1),
     )
+    owned_BG = part(ratios.gradients, shares.owned, updated(ratios.gradients), always_B)
+    state_BO = part(ratios.optimizer, shares.optimizer, updated(ratios.optimizer), always_B)
     return part_BP, graded_BG, owned_BG, state_BO

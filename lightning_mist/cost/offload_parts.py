@@ -17,7 +17,7 @@ Array axes
     K  stages with pairs of ratios: of every stage all pairs, those of activations running fastest
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,11 +28,8 @@ from lightning_mist.cost.needs import PeakParts
 from lightning_mist.cost.offload import (
     BUFFERS,
     OffloadingModel,
-    gradient_shares,
     in_flight,
     largest_trained,
-    optimizer_shares,
-    parameter_shares,
     staying_needs,
     step_bytes,
 )
@@ -54,6 +51,46 @@ class Ratios:
     def shape(self) -> tuple[int, int, int, int]:
         """How many of each there are."""
         return len(self.parameters), len(self.gradients), len(self.optimizer), len(self.activations)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedShares:
+    """What of each kind of state stages have and move with every ratio; axes ``B`` and the ratios of the kind.
+
+    Attributes:
+        parameters: Of parameters.
+        gradients: Of gradients, shared out from ZeRO-2 on.
+        owned: Of gradients whose parameters a rank updates, shared out from ZeRO-1 on.
+        optimizer: Of optimizer state, in bytes of the parameters.
+    """
+
+    parameters: Shares
+    gradients: Shares
+    owned: Shares
+    optimizer: Shares
+
+
+def moved_shares(model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> MovedShares:
+    """What of each kind of state stages have and move with every ratio.
+
+    Args:
+        model: The network's memory.
+        slot: Their place.
+        candidates: The stages.
+        ratios: What may be moved.
+    """
+    zero_B, states, ranks = candidates.zero_stage_K, model.states, slot.shard_degree
+
+    def of(values: tuple[float, ...], since: ZeroStage, *, trained: bool = True) -> Shares:
+        return states.of_ratios(candidates, values, ranks, zero_B >= since, trained=trained)
+
+    owned = of(ratios.gradients, ZeroStage.OPTIMIZER)
+    return MovedShares(
+        parameters=of(ratios.parameters, ZeroStage.PARAMETERS, trained=False),
+        gradients=of(ratios.gradients, ZeroStage.GRADIENTS),
+        owned=owned,
+        optimizer=owned if ratios.optimizer == ratios.gradients else of(ratios.optimizer, ZeroStage.OPTIMIZER),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +120,14 @@ class OffloadParts:
     host_activations_K: FloatArray
 
     @classmethod
-    def of(cls, model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> "OffloadParts":
+    def of(
+        cls,
+        model: OffloadingModel,
+        slot: StageSlot,
+        candidates: StageCandidates,
+        ratios: Ratios,
+        shares: "MovedShares | None" = None,
+    ) -> "OffloadParts":
         """Those of the stages of one slot.
 
         Args:
@@ -91,38 +135,29 @@ class OffloadParts:
             slot: Their place.
             candidates: The stages, without ratios.
             ratios: What may be moved.
+            shares: What of it is moved, if that is known.
         """
         count, state = len(candidates), model.spec.optimizer.state_bytes_per_parameter_byte
+        found = moved_shares(model, slot, candidates, ratios) if shares is None else shares
         whole = model.needs(slot, candidates)
         pairs_VX = np.array([(a, g) for g in ratios.gradients for a in ratios.activations])
-        of_K = np.repeat(np.arange(count), len(pairs_VX))
-        pair_K = np.tile(np.arange(len(pairs_VX)), count)
-        stays = staying_needs(model, slot, candidates.take(of_K), whole.take(of_K), pairs_VX, pair_K)
-        parts = PeakParts.of(stays.without("parameter_bytes", "optimizer_bytes"))
+        of_K, pair_K = np.divmod(np.arange(count * len(pairs_VX)), len(pairs_VX))
         every = len(ratios.activations)
-        owned_K = np.asarray(dict(stays.update)["optimizer step"]["gradient_bytes"])
-
-        def shares(of: _SharesOf, values: Sequence[float]) -> Shares:
-            return of(candidates.take(np.repeat(np.arange(count), len(values))), np.tile(values, count))
-
-        def square(values_K: FloatArray) -> FloatArray:
-            return values_K.reshape(count, -1)
-
-        parameters = shares(lambda some, ratio_K: parameter_shares(model, slot, some, ratio_K), ratios.parameters)
-        gradients = shares(
-            lambda some, ratio_K: gradient_shares(model, slot, some, ratio_K, ZeroStage.GRADIENTS), ratios.gradients
-        )
-        optimizer = shares(lambda some, ratio_K: optimizer_shares(model, slot, some, ratio_K), ratios.optimizer)
-        largest_K = np.repeat(largest_trained(whole), len(ratios.optimizer))
+        # Of the gradients' shares of all stages, which have no axis for activations.
+        place_K = np.arange(len(of_K)) // every
+        gradients = found.gradients.take(place_K), found.owned.take(place_K)
+        stays = staying_needs(model, slot, candidates.take(of_K), whole.take(of_K), (pairs_VX, pair_K), gradients)
+        parts = PeakParts.of(stays.without("parameter_bytes", "optimizer_bytes"))
+        optimizer, parameters = found.optimizer, found.parameters
         return cls(
             stays=parts,
-            beside_BG=square((owned_K + parts.always_K)[::every]),
-            parameters_BP=square(parameters.resident_K + BUFFERS * parameters.largest_K),
-            optimizer_BO=square(state * (optimizer.resident_K + BUFFERS * optimizer.largest_K)),
-            step_BO=square(step_bytes(model, optimizer, largest_K)),
-            host_parameters_BP=square(parameters.moved_K),
-            host_gradients_BG=square(gradients.moved_K),
-            host_optimizer_BO=square(state * optimizer.moved_K),
+            beside_BG=found.owned.resident_K + parts.always_K[::every].reshape(count, -1),
+            parameters_BP=parameters.resident_K + BUFFERS * parameters.largest_K,
+            optimizer_BO=state * (optimizer.resident_K + BUFFERS * optimizer.largest_K),
+            step_BO=step_bytes(model, optimizer, largest_trained(whole)[:, None]),
+            host_parameters_BP=parameters.moved_K,
+            host_gradients_BG=found.gradients.moved_K,
+            host_optimizer_BO=state * optimizer.moved_K,
             host_activations_K=whole.saved_K[of_K] - stays.saved_K,
         )
 
@@ -172,6 +207,3 @@ class OffloadParts:
         rest_BGOA = moved_BGA[:, :, None, :] + states_BGO[..., None]
         result_BPGOA: FloatArray = self.host_parameters_BP[:, :, None, None, None] + rest_BGOA[:, None]
         return result_BPGOA
-
-
-_SharesOf = Callable[[StageCandidates, FloatArray], Shares]

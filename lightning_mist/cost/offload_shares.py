@@ -66,6 +66,10 @@ class Shares:
     largest_K: FloatArray
     unit_K: FloatArray
 
+    def take(self, index_J: IntArray) -> "Shares":
+        """Those of some candidates, or of some with ratios, one after another."""
+        return Shares(**{name: getattr(self, name).reshape(-1)[index_J] for name in self.__slots__})
+
 
 class StateShares:
     """Shares of stages of one network; keeps what it has computed.
@@ -78,6 +82,8 @@ class StateShares:
         self._holdings = holdings
         self._moved: dict[tuple[float, bool], BoolArray] = {}
         self._found: dict[tuple[float, ...], tuple[float, ...]] = {}
+        self._owned: dict[tuple[int, int, int, bool], tuple[IntArray, IntArray]] = {}
+        self._rows: dict[tuple[int, int, int, tuple[float, ...], bool], FloatArray] = {}
         self._displaces: dict[tuple[float, ...], bool] = {}
         self._units: dict[tuple[float, MovedBytes], FloatArray] = {}
 
@@ -148,6 +154,40 @@ class StateShares:
         resident_K, moved_K, largest_K, unit_K = found.T[:, inverse_K]
         return Shares(resident_K=resident_K, moved_K=moved_K, largest_K=largest_K, unit_K=unit_K)
 
+    def of_ratios(
+        self,
+        candidates: StageCandidates,
+        values: tuple[float, ...],
+        ranks: int,
+        shards_K: BoolArray,
+        *,
+        trained: bool,
+    ) -> Shares:
+        """The shares of each candidate with every ratio, which are a second axis; the other arguments are :meth:`of`'s.
+
+        Args:
+            candidates: The stages.
+            values: The ratios.
+            ranks: Ranks with the same parameters.
+            shards_K: Whether they own a part each.
+            trained: Whether only trained parameters count.
+        """
+        low_K, high_K = covered(self._holdings.spec, candidates.start_K, candidates.end_K)
+        width = self._holdings.table.uses_PR.shape[1]
+        questions, inverse_K = distinct_rows((low_K * width + high_K) * 2 + shards_K)
+        rows_UVX = np.empty((len(questions), len(values), 4))
+        for row, code in enumerate(questions[:, 0].astype(np.int64).tolist()):
+            low, high = divmod(code // 2, width)
+            rows_UVX[row] = self._row(low, high, ranks if code % 2 else 1, values, trained)
+        resident_KV, moved_KV, largest_KV, unit_KV = np.moveaxis(rows_UVX[inverse_K], -1, 0)
+        return Shares(resident_K=resident_KV, moved_K=moved_KV, largest_K=largest_KV, unit_K=unit_KV)
+
+    def _row(self, low: int, high: int, ranks: int, values: tuple[float, ...], trained: bool) -> FloatArray:
+        key = low, high, ranks, values, trained
+        if key not in self._rows:
+            self._rows[key] = np.array([self._answer((low, high, ranks, ratio), trained) for ratio in values])
+        return self._rows[key]
+
     def _answer(self, question: tuple[float, ...], trained: bool) -> tuple[float, ...]:
         key = (*question, float(trained))
         if key not in self._found:
@@ -157,13 +197,9 @@ class StateShares:
 
     def _compute(self, low: int, high: int, ranks: int, ratio: float, trained: bool) -> tuple[float, ...]:
         table = self._holdings.table
-        held_P = np.flatnonzero(table.uses_PR[:, high] > table.uses_PR[:, low])
+        held_P, place_H = self._places(low, high, ranks, trained)
         bytes_H = (table.trainable_P if trained else table.bytes_P)[held_P]
-        moved_H = self.moved(ratio, trained=trained)[held_P]
-        # The first unit of this stage that uses it.
-        unit_H = np.diff(table.uses_PR[held_P][:, low : high + 1], axis=1).argmax(axis=1)
-        owner_H = np.array(assign_owners(bytes_H.astype(np.int64).tolist(), ranks), dtype=np.int64)
-        place_H, width = owner_H * (high - low) + unit_H, high - low
+        moved_H, width = self.moved(ratio, trained=trained)[held_P], high - low
 
         def totals(weights_H: FloatArray) -> FloatArray:
             counted = np.bincount(place_H, weights=weights_H, minlength=ranks * width)
@@ -176,3 +212,16 @@ class StateShares:
             float(away.max(initial=0.0)),
             float((kept + away).max(initial=0.0)),
         )
+
+    def _places(self, low: int, high: int, ranks: int, trained: bool) -> tuple[IntArray, IntArray]:
+        """Which parameters a stage holds, and of each who owns it and in which unit it is."""
+        key = low, high, ranks, trained
+        if key not in self._owned:
+            table = self._holdings.table
+            held_P = np.flatnonzero(table.uses_PR[:, high] > table.uses_PR[:, low])
+            bytes_H = (table.trainable_P if trained else table.bytes_P)[held_P]
+            # The first unit of this stage that uses it.
+            unit_H = np.diff(table.uses_PR[held_P][:, low : high + 1], axis=1).argmax(axis=1)
+            owner_H = np.array(assign_owners(bytes_H.astype(np.int64).tolist(), ranks), dtype=np.int64)
+            self._owned[key] = held_P, owner_H * (high - low) + unit_H
+        return self._owned[key]

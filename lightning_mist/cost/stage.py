@@ -34,7 +34,7 @@ from lightning_mist.cost.kept import STAGES, Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.offload_floors import CopyFloors, copy_floors
 from lightning_mist.cost.offload_loads import CopyPlace, Moving, WithoutCopies
-from lightning_mist.cost.offload_parts import Ratios
+from lightning_mist.cost.offload_parts import MovedShares, Ratios
 from lightning_mist.cost.offload_time import CopyQuestion, CopySeconds, copy_seconds, every_moving_seconds
 from lightning_mist.cost.overheads import overhead_seconds
 from lightning_mist.cost.regions import covered
@@ -366,7 +366,9 @@ class StageCostModel:
         units = self._units(slot) if slot.shard_degree > 1 else None
         return CopyPlace(memory=self.memory(slot), slot=slot, compute=compute, units=units)
 
-    def copy_floors(self, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> CopyFloors:
+    def copy_floors(
+        self, slot: StageSlot, candidates: StageCandidates, ratios: Ratios, shares: MovedShares | None = None
+    ) -> CopyFloors:
         """What copies add at least to stages, whose ratios are not settled; nothing where seconds are corrected."""
         if self.profile.corrections:
             return CopyFloors.nothing(len(candidates), ratios)
@@ -374,4 +376,4 @@ class StageCostModel:
         beside = self._beside(slot, candidates, compute)
         every, memory = (compute, None if beside is None else beside.units), self.memory(slot)
         machine = beside_copies((self.profile, self.cluster), self.spec, memory, slot, candidates, every, self.seams)
-        return copy_floors(memory, slot, candidates, machine, ratios)
+        return copy_floors(memory, slot, candidates, machine, ratios, shares)

@@ -40,7 +40,7 @@ import numpy as np
 
 from lightning_mist.cost import CostModel, StageCandidates, StageSlot
 from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.cost.offload_parts import OffloadParts
+from lightning_mist.cost.offload_parts import OffloadParts, moved_shares
 from lightning_mist.tuner.moved_kept import Kept, arranged, floors_of, kept
 from lightning_mist.tuner.moved_known import Arranged, Knowledge, Known, Moved, Situations
 from lightning_mist.tuner.moved_ratios import Ratios
@@ -209,8 +209,13 @@ class Mover:
         table, first = asked[0][0].table, int(asked[0][1][0])
         slot = table.slots[int(table.shape_K[first])]
         candidates = StageCandidates.joined([known.table.candidates(index_B) for known, index_B in asked])
-        parts = OffloadParts.of(self.model.memory(slot), slot, candidates, self.ratios.each)
-        floors = self.model.copy_floors(slot, candidates, self.ratios.each)
+        memory, ratios = self.model.memory(slot), self.ratios.each
+        shares = moved_shares(memory, slot, candidates, ratios)
+        parts = OffloadParts.of(memory, slot, candidates, ratios, shares)
+        floors = self.model.copy_floors(slot, candidates, ratios, shares)
+        if len(asked) == 1:
+            asked[0][0].add(asked[0][1], parts, floors)
+            return
         begin = 0
         for known, index_B in asked:
             cut_B = np.arange(begin, begin + len(index_B))

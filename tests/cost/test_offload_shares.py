@@ -33,3 +33,22 @@ def test_what_stays_and_what_is_moved_is_everything():
     assert shares.moved_K[0] == shares.largest_K[0] == 0
     assert shares.moved_K[2] == every
     assert shares.largest_K[2] == shares.unit_K[0] == shares.unit_K[2]
+
+
+def test_shares_of_all_ratios_are_those_of_each():
+    model = MemoryModel(spec(4, kinds=(0, 1, 0, 1), widths=(1000, 1400), tied=True, frozen=("blocks.0.weight",)))
+    stages = StageCandidates(
+        start_K=np.array([0, 0, 2, 2, 0]),
+        end_K=np.array([4, 2, 4, 4, 4]),
+        checkpointed_K=np.zeros(5, dtype=int),
+        zero_stage_K=np.zeros(5, dtype=int),
+    )
+    shards, values = np.array([True, False, True, False, False]), (0.0, 0.25, 0.5, 1.0)
+    for trained in (False, True):
+        found = model.states.of_ratios(stages, values, 3, shards, trained=trained)
+        for place, ratio in enumerate(values):
+            wanted = model.states.of(stages, np.full(5, ratio), 3, shards, trained=trained)
+            for name in wanted.__slots__:
+                assert getattr(found, name)[:, place].tolist() == getattr(wanted, name).tolist()
+        some = found.take(np.array([1, 4]))
+        assert some.moved_K.tolist() == [found.moved_K[0, 1], found.moved_K[1, 0]]
