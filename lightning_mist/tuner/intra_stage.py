@@ -112,13 +112,6 @@ class IntraStage:
         """Whether candidates have been evaluated already, for this search or another."""
         return bool(self._tables)
 
-    @property
-    def passes(self) -> tuple[tuple[float, ...], ...]:
-        """Ratios to search one after another, those of the second containing those before: none, all."""
-        ratios = self.space.offload_ratios
-        found = (), ratios
-        return tuple(item for index, item in enumerate(found) if item not in found[:index])
-
     def try_ratios(self, ratios: Sequence[float], deadline: float = np.inf) -> None:
         """Let frontiers have what moves these parts of state to host memory.
 

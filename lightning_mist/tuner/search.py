@@ -7,9 +7,8 @@ ruled out by it before any of their stages is evaluated. Each that is left is so
 (:mod:`lightning_mist.tuner.bound`), all its numbers of stages at once, and the winner once more by HiGHS, which starts
 from that answer. All this is about the closed form of the step (:mod:`lightning_mist.cost.pipeline`).
 
-A single stage is looked at first, with everything that it may have in host memory. What the stages of pipelines may
-have there is looked at in a second pass, when there is a plan without: the more has to be beaten, the less is worth
-evaluating.
+A single stage is looked at first, with everything that it may have in host memory. Of pipelines those that may be
+faster are first solved without: the more has to be beaten, the less is worth evaluating.
 
 Before there is a plan that a family would have to beat, one is assumed: a little slower than the best of equal stages,
 or where candidates are known already little above the lower bound of all; if none is found below it, ever slower ones.
@@ -118,29 +117,24 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
         tally.note(item)
     groups = list(_groups(tuple(lower)))
     pipelines = [group for group in groups if group[0] != (1,)]
+    tally.floors.kinds = frozenset(space.search.offloaded if space.offload_ratios else ())
     # One stage has so few choices that all are looked at; what it takes is to be beaten.
-    intra.try_ratios(intra.passes[-1], patience)
+    intra.try_ratios(space.offload_ratios, patience)
     _search(tally, [group for group in groups if group[0] == (1,)], np.inf)
-    alone = {key: bound for key, bound in tally.bounds.items() if key[0] == 1}
-    for ratios in intra.passes:
-        intra.try_ratios(ratios, deadline if tally.best else patience)
-        tally.floors.kinds = frozenset(space.search.offloaded if ratios else ())
-        tally.is_whole = ratios == intra.passes[-1]
-        tally.bounds = {**lower, **alone}  # What was proven of a smaller space is not of a larger one.
-        _look(tally, pipelines)
+    _look(tally, pipelines)
     bound = min(tally.bounds.values(), default=np.inf)
     if not tally.best:
         return _outcome(tally, None, bound)
     winner = min(tally.best, key=lambda count: (tally.best[count].answer.objective, count))
     is_known = any(tally.best[winner] is item for item in known)  # Its problem has no other choices.
-    is_whole = (not is_known and (winner == 1 or len(intra.passes) == 1)) or _settle(tally, winner)
+    is_whole = (not is_known and (winner == 1 or not space.offload_ratios)) or _settle(tally, winner)
     checked = check(tally.best[winner], deadline)
     # What is proven of a smaller problem is not of the whole one.
     checked = replace(checked, certified=checked.certified and is_whole)
     tally.note(checked.found)
     if checked.refutes:
         bound = 0.0  # Nothing that has been proven can be relied on.
-    proven = dict(tally.bounds) if len(intra.passes) > 1 else tally.bounds
+    proven = dict(tally.bounds) if space.offload_ratios else tally.bounds
     # The other numbers of stages are there to compare with, so all or nothing will do; that proves nothing of all.
     intra.try_ratios(space.offload_ratios[-1:], deadline)
     for num_stages in compared(space, winner):
@@ -202,12 +196,42 @@ def _look(tally: Tally, groups: list[Group]) -> None:
     # Where candidates are known already, trying is cheaper than guessing.
     guess = np.inf if tally.is_warm else likely_seconds(tally.intra, lower, tally.deadline)
     start = min(lower.values()) * ASSUMED[0] if guess == np.inf else guess
-    for factor in ASSUMED:
-        assumed = start * factor / ASSUMED[0] if start else np.inf
+    every = [start * factor / ASSUMED[0] if start else np.inf for factor in ASSUMED]
+    for assumed in every if tally.space.offload_ratios else ():
+        _search_unmoved(tally, groups, assumed)
+        if tally.least < assumed or tally.is_late:
+            break
+    for assumed in every:
         _search(tally, groups, assumed)
         # What was met on the way may take longer than what was assumed, and prove nothing.
         if tally.least < assumed or tally.is_late:
             return
+
+
+def _search_unmoved(tally: Tally, groups: list[Group], assumed: float) -> None:
+    """Solve families as if nothing could be moved to the host: what is found soon is to be beaten by what can be.
+
+    Args:
+        tally: What has been found.
+        groups: The pipelines to look at.
+        assumed: Seconds that answers are to be better than, as well as than the best found.
+    """
+    intra, kinds = tally.intra, tally.floors.kinds
+    below = min(tally.least, assumed)
+    lowest = {group: tally.floor(*group, below) for group in groups}
+    intra.try_ratios(())
+    tally.floors.kinds = frozenset()
+    for group in sorted(lowest, key=lambda item: (lowest[item], item)):
+        below = min(tally.least, assumed)
+        if lowest[group] >= below * (1 - PRECISION) or tally.is_late:
+            break
+        counts = [count for count in group[0] if tally.lower[count, group[1]] < below]
+        family = family_of(tally, counts, group[1], below)
+        if family.heads:
+            for count, answer in solve_family(family, below=below, deadline=tally.deadline).answers.items():
+                tally.note(Found(problem=family.problem(count), answer=answer))
+    intra.try_ratios(tally.space.offload_ratios, tally.deadline if tally.best else tally.patience)
+    tally.floors.kinds = kinds
 
 
 def _open(tally: Tally, groups: list[Group], below: float) -> list[Group]:

@@ -34,7 +34,6 @@ class Tally:
         bounds: The same by what has been proven.
         floors: Bounds of families that know the memory.
         roomy: The same with more memory and all that may be moved, which hold for other limits too.
-        is_whole: Whether bounds are of all that may be moved.
         proven: Step seconds that no plan of a pipeline goes below, by bounds of all that may be moved.
         is_warm: Whether candidates had been evaluated before.
         best: The best answer of every number of stages.
@@ -55,7 +54,6 @@ class Tally:
     found: dict[tuple[int, int], Found] = field(default_factory=dict)
     solved: set[tuple[int, int]] = field(default_factory=set)
     is_stopped: bool = False
-    is_whole: bool = False
     proven: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @property
@@ -82,8 +80,7 @@ class Tally:
         bound = self.floors.bound(counts, num_microbatches, most, deadline)
         for key in keys:
             self.bounds[key] = max(self.bounds[key], bound)
-            if self.is_whole:
-                self.proven[key] = max(self.proven.get(key, 0.0), bound)
+            self.proven[key] = max(self.proven.get(key, 0.0), bound)
         return max(lowest, bound)
 
     def known_floor(self, counts: tuple[int, ...], num_microbatches: int) -> float:

@@ -73,7 +73,7 @@ def test_where_nothing_fits_there_is_no_winner():
 @pytest.mark.parametrize("is_met", [True, False])
 def test_what_is_proven_without_all_ratios_is_not_certified(monkeypatch, is_met):
     stages = stages_of(memory=700_000, offload=("optimizer",), offload_ratios=(0.0, 0.5, 1.0))
-    assert len(stages.passes) > 1
+    assert stages.space.offload_ratios
     real, seen = checked.solve_program, []
 
     def program(problem, **asked):

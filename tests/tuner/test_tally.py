@@ -8,7 +8,7 @@ from lightning_mist.tuner.tally import HEADROOM, Tally, family_of, single_stage
 from tests.tuner.test_search import each_by_itself, stages_of
 
 
-def tally_of(stages, *, is_whole=True):
+def tally_of(stages):
     lower = quick_bounds(stages, stages.space)
     floors = floors_of(stages, stages.space)
     return Tally(
@@ -20,7 +20,6 @@ def tally_of(stages, *, is_whole=True):
         bounds=dict(lower),
         floors=floors,
         is_warm=False,
-        is_whole=is_whole,
     )
 
 
@@ -43,15 +42,6 @@ def test_floors_are_bounds_and_remembered_with_room_for_slower_questions(memory)
         has_risen |= tally.known_floor(some, number) > before
     # Without a limit nothing is known that a cheap estimate does not know.
     assert has_risen == (memory < 10**12)
-
-
-def test_bounds_of_a_smaller_space_are_not_remembered():
-    stages = stages_of()
-    tally = tally_of(stages, is_whole=False)
-    below = min(each_by_itself(stages).values())
-    tally.floor((2, 3, 4), 4, below)
-    assert not tally.proven
-    assert tally.known_floor((2, 3, 4), 4) == min(tally.lower[count, 4] for count in (2, 3, 4))
 
 
 def test_families_below_a_bound_have_the_best_of_all():
