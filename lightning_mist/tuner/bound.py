@@ -112,8 +112,11 @@ def solve_each(
         deadline: Value of ``perf_counter()`` at which to stop with what has been found.
     """
     found: dict[int, Answer] = {}
+    asked = sorted(below.keys() & family.heads.keys())
+    if not asked:
+        return found
     walks = _Walks(family)
-    for count in sorted(below.keys() & family.heads.keys()):
+    for count in asked:
         result = _Search(family, walks, below[count], deadline, only=count, precision=precision).run()
         if result.num_stages:
             found[count] = result.answers[count]

@@ -5,7 +5,7 @@ import pytest
 
 from lightning_mist.tuner.bound import PRECISION, least_peak, solve, solve_each, solve_family
 from lightning_mist.tuner.intra_stage import ANYWHERE
-from lightning_mist.tuner.problem import InterStageProblem
+from lightning_mist.tuner.problem import Family, InterStageProblem
 from tests.tuner.problems import brute_force, random_family, random_problem, slot, small_seeds
 
 
@@ -153,3 +153,8 @@ def test_a_family_without_time_has_a_true_bound(seed):
 def test_families_of_random_problems_have_answers_and_have_none():
     least = [min(brute_force(family.problem(n)) for n in family.heads) for family in map(random_family, range(60))]
     assert 20 <= np.isfinite(least).sum() < 60
+
+
+def test_of_a_family_without_pipelines_nothing_is_solved():
+    none = Family(num_layers=3, num_devices=(2,), num_microbatches=4, tails=(), heads={})
+    assert solve_each(none, {2: 1.0, 3: 1.0}) == {}
