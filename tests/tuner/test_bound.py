@@ -141,6 +141,11 @@ def test_each_number_of_stages_of_a_family_as_if_it_were_alone(seed, precision):
     assert solve_each(family, some).keys() == {count for count in wanted if not count % 2 and wanted[count] > 0}
 
 
+def test_a_family_without_stages_has_no_answers():
+    family = Family(num_layers=4, num_devices=(3,), num_microbatches=6, tails=(), heads={})
+    assert solve_each(family, {2: np.inf}) == {}
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_a_family_without_time_has_a_true_bound(seed):
     family = random_family(seed)
