@@ -43,6 +43,9 @@ the best plan's, and smaller batches, whose runs are the same, take longer per m
 _MOST = 32
 """Sets of runs that are kept."""
 
+_PACES = 3
+"""Paces for which runs at a place are kept: until there is a plan, for the best, and to compare with."""
+
 _SPARE = 0.78
 """Share of the pace that is known below which runs are worth leaving out."""
 
@@ -146,11 +149,11 @@ class KnownRuns:
 
     Attributes:
         runs: The runs.
-        placed: Those at every place, by what may be moved.
+        placed: Those at every place, by what may be moved, of the last few paces.
     """
 
     runs: LeastRuns
-    placed: dict[tuple[str, frozenset[str]], PlacedRuns] = field(default_factory=dict)
+    placed: dict[tuple[str, frozenset[str]], tuple[PlacedRuns, ...]] = field(default_factory=dict)
 
     def at(self, place: str, moves: Moves, pace: float) -> PlacedRuns:
         """The runs that are fast enough at a place.
@@ -161,14 +164,15 @@ class KnownRuns:
             pace: The most seconds of a microbatch.
         """
         key = place, moves.kinds
-        known = self.placed.get(key)
-        if known is not None and _SPARE * known.pace <= pace <= known.pace:
+        every = self.placed.get(key, ())
+        known = min((item for item in every if item.pace >= pace), key=lambda item: item.pace, default=None)
+        if known is not None and _SPARE * known.pace <= pace:
             return known
         if moves.kinds:
             found = with_copies(self.at(place, replace(moves, kinds=frozenset()), pace), self.runs, moves)
         else:
             found = placed_runs(self.runs, place, max(pace, min(self.runs.pace, pace / _SPARE)))
-        self.placed[key] = found
+        self.placed[key] = (*every, found)[-_PACES:]
         return found
 
 

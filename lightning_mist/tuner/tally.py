@@ -121,6 +121,7 @@ def family_of(tally: Tally, counts: Sequence[int], num_microbatches: int, below:
 
     def choices_of(stage_index: int, num_stages: int) -> SlotChoices:
         among_NL = known.of(stage_index, num_stages)
-        return tally.intra.frontier(stage_index, num_stages, num_microbatches, known.slowest, among_NL=among_NL)
+        found = tally.intra.frontier(stage_index, num_stages, num_microbatches, known.slowest, among_NL=among_NL)
+        return found.take(among_NL[found.devices_K, found.layers_K])
 
     return Family.of(*sizes, num_microbatches, known.counts, choices_of)
