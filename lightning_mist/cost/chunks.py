@@ -129,28 +129,48 @@ def plan_peaks(model: Callable[[StageSlot], MemoryModel], plan: Plan, checkpoint
         plan: The plan.
         checkpointed_SM: Recomputed layers of every stage, several times.
     """
-    slots = [_recomputing(placed, count_M) for placed, count_M in zip(slots_of(plan), checkpointed_SM, strict=True)]
-    held = held_of_stages(model, slots)
+    return plans_peaks(model, [(plan, checkpointed_SM)])[0]
+
+
+def plans_peaks(model: Callable[[StageSlot], MemoryModel], plans: Sequence[tuple[Plan, IntArray]]) -> list[PlanPeaks]:
+    """As :func:`plan_peaks`, of several plans in less time."""
+    slots = [
+        [_recomputing(placed, count_M) for placed, count_M in zip(slots_of(plan), checkpointed_SM, strict=True)]
+        for plan, checkpointed_SM in plans
+    ]
+    held = iter(held_of_stages(model, [item for found in slots for item in found]))
+    return [
+        _plan_peaks(model, plan, found, [next(held) for _ in found])
+        for (plan, _), found in zip(plans, slots, strict=True)
+    ]
+
+
+def _plan_peaks(
+    model: Callable[[StageSlot], MemoryModel], plan: Plan, slots: Sequence[Placed], held: Sequence[Held]
+) -> PlanPeaks:
     if plan.schedule != "interleaved-1f1b":
         found = [item.peaks(slot) for (slot, _), item in zip(slots, held, strict=True)]
         return PlanPeaks(device_SM=np.stack([item[0] for item in found]), host_SM=np.stack([item[1] for item in found]))
-    device_SM, host_SM = np.empty(checkpointed_SM.shape), np.empty(checkpointed_SM.shape)
+    shape = len(slots), len(slots[0][1])
+    device_SM, host_SM = np.empty(shape), np.empty(shape)
     for group in range(plan.num_groups):
         one = _Group.of(model(slots[group][0]), plan, group, slots, held)
         device_SM[group :: plan.num_groups], host_SM[group :: plan.num_groups] = one.peaks(), one.host_bytes()
     return PlanPeaks(device_SM=np.rint(device_SM), host_SM=np.rint(host_SM))
 
 
-def last_stage_peaks(model: Callable[[StageSlot], MemoryModel], plan: Plan, checkpointed_M: IntArray) -> FloatArray:
+def last_stage_peaks(
+    model: Callable[[StageSlot], MemoryModel], plans: Sequence[tuple[Plan, IntArray]]
+) -> list[FloatArray]:
     """Bytes of the last stage's most loaded device with other numbers of recomputed layers; not of chunks.
 
     Args:
-        model: Memory of stages of the plan's network, by slot.
-        plan: The plan.
-        checkpointed_M: Recomputed layers of the last stage.
+        model: Memory of stages of the plans' network, by slot.
+        plans: The plans, each with recomputed layers of its last stage; axis ``M``.
     """
-    placed = _recomputing(slots_of(plan)[-1], checkpointed_M)
-    return held_of_stages(model, [placed])[0].peaks(placed[0])[0]
+    placed = [_recomputing(slots_of(plan)[-1], checkpointed_M) for plan, checkpointed_M in plans]
+    held = held_of_stages(model, placed)
+    return [item.peaks(slot)[0] for item, (slot, _) in zip(held, placed, strict=True)]
 
 
 def _recomputing(placed: Placed, checkpointed_M: IntArray) -> Placed:

@@ -100,7 +100,8 @@ def held_of_stages(model: Callable[[StageSlot], MemoryModel], stages: Sequence[P
             microbatch_K = host_microbatch_bytes(memory, slot, candidates, needs)
         for index in members:
             cut = slice(first, first + len(stages[index][1]))
-            found[index] = Held(needs=needs.take(cut), state_K=state_K[cut], microbatch_K=microbatch_K[cut])
+            own = _with_batches(needs.take(cut), memory.batch_bytes(stages[index][0]))
+            found[index] = Held(needs=own, state_K=state_K[cut], microbatch_K=microbatch_K[cut])
             first = cut.stop
     return tuple(found[index] for index in range(len(stages)))
 
@@ -125,8 +126,14 @@ def _pace_key(slot: StageSlot, candidates: StageCandidates) -> Hashable:
 
 
 def _bytes_key(slot: StageSlot, candidates: StageCandidates) -> Hashable:
-    """What needs depend on: of the slot rows, degrees, batches, and whether there are several of what."""
+    """What needs but for batches depend on: of the slot rows, degrees, and whether there are several of what."""
     degrees = (slot.data_parallel_degree, slot.tensor_parallel_degree, slot.context_parallel_degree)
-    batches = (slot.rows, slot.batch_rows, slot.batches_held)
     several = (slot.num_stages > 1, slot.num_microbatches > 1, slot.schedule == "zb-h1")
-    return degrees, slot.sequence_parallel, batches, several
+    return slot.rows, degrees, slot.sequence_parallel, several
+
+
+def _with_batches(needs: StageNeeds, batch_bytes: float) -> StageNeeds:
+    """Needs with another number of batches that a rank has."""
+    if needs.always["batch_bytes"] == batch_bytes:
+        return needs
+    return replace(needs, always={**needs.always, "batch_bytes": batch_bytes})

@@ -32,7 +32,7 @@ from lightning_mist.cost import (
     step_seconds_of,
 )
 from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.chunks import plan_peaks
+from lightning_mist.cost.chunks import plans_peaks
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.needs import StageNeeds
 from lightning_mist.cost.offload import host_bytes
@@ -271,29 +271,30 @@ class UniformSearch:
     ) -> Plan | None:
         """The best plan, or a faster one with chunks."""
         least = below if best is None else min(below, self._seconds(best))
-        for setting in sorted(chunked, key=lambda item: item.seconds)[:TRIED]:
-            if setting.seconds >= least:
+        near = [item for item in sorted(chunked, key=lambda item: item.seconds)[:TRIED] if item.seconds < least]
+        fitting = list(self._fitted(family, near))
+        floors = least_seconds(self.model, [plan for _, plan in fitting])
+        for (bound, plan), floor in zip(fitting, floors, strict=True):
+            if bound >= least:
                 break
-            found = self._fitted(family, setting)
-            if found is None or least_seconds(self.model, [found])[0] >= least:
-                continue
-            if self._seconds(found) < least:
-                best, least = found, self._seconds(found)
+            if floor < least and self._seconds(plan) < least:
+                best, least = plan, self._seconds(plan)
         return best
 
-    def _fitted(self, family: UniformFamily, setting: Setting) -> Plan | None:
-        """The plan of a setting, with as many more recomputed layers of every chunk as it needs to fit."""
-        layers = self.space.num_layers // setting.grid.num_stages
-        is_open = self.space.checkpointing and family.recomputes == "best"
-        more_M = np.arange(setting.checkpointed, layers + 1 if is_open else setting.checkpointed + 1, setting.chunks)
-        each_M = more_M // setting.chunks
-        plan = self._plan(setting)
-        peaks = plan_peaks(self.model.memory, plan, np.tile(each_M, (plan.num_stages, 1)))
-        # There are chunks on equal devices only, and they are not offloaded.
-        fits_M = np.all(peaks.device_SM <= self.limits.device_bytes[0], axis=0)
-        if not fits_M.any():
-            return None
-        return self._plan(replace(setting, checkpointed=int(more_M[fits_M.argmax()])))
+    def _fitted(self, family: UniformFamily, settings: Sequence[Setting]) -> Iterator[tuple[float, Plan]]:
+        """The bound of each setting that fits and its plan, with as many more recomputed layers as it needs to fit."""
+        is_open, asked = self.space.checkpointing and family.recomputes == "best", []
+        for setting in settings:
+            most = self.space.num_layers // setting.grid.num_stages if is_open else setting.checkpointed
+            more_M, plan = np.arange(setting.checkpointed, most + 1, setting.chunks), self._plan(setting)
+            asked.append((plan, np.tile(more_M // setting.chunks, (plan.num_stages, 1))))
+        found = plans_peaks(self.model.memory, asked)
+        for setting, (_, counts_SM), peaks in zip(settings, asked, found, strict=True):
+            # There are chunks on equal devices only, and they are not offloaded.
+            fits_M = np.all(peaks.device_SM <= self.limits.device_bytes[0], axis=0)
+            if fits_M.any():
+                count = int(counts_SM[0, fits_M.argmax()]) * setting.chunks
+                yield setting.seconds, self._plan(replace(setting, checkpointed=count))
 
     def _layout(self, grid: Grid) -> tuple[tuple[int, ...], ...]:
         degrees = [(grid.shape.data, grid.shape.tensor)] * grid.num_stages

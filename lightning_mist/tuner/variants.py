@@ -19,7 +19,7 @@ from typing import NoReturn, TypeAlias
 import numpy as np
 
 from lightning_mist.cost import CostModel, least_seconds, predict_with, seconds_with
-from lightning_mist.cost.chunks import last_stage_peaks, plan_peaks
+from lightning_mist.cost.chunks import last_stage_peaks, plans_peaks
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Checkpointing, Plan, ScheduleName, ZeroStage
 from lightning_mist.tuner.space import Space
@@ -49,18 +49,15 @@ def best_variant(
     """
     best: Plan | None = None
     candidates = [candidate for plan in plans for candidate in _variants(plan, space)]
-    floors = least_seconds(model, candidates)
-    for floor, candidate in sorted(zip(floors, candidates, strict=True), key=lambda item: item[0]):
-        if floor >= below:
-            break
-        # What is slower all the same is found out fastest, what does not even fit on its last stage next.
-        if seconds_with(model, candidate) >= below or not _may_fit(model, space, limits, candidate):
-            continue
-        found = _fitted(model, space, limits, host_limits, candidate)
-        if found is None or (found is not candidate and least_seconds(model, [found])[0] >= below):
-            continue
-        seconds = seconds_with(model, found)
-        if seconds < below:
+    floors = zip(least_seconds(model, candidates), candidates, strict=True)
+    near = sorted(((floor, item) for floor, item in floors if floor < below), key=lambda item: item[0])
+    may_fit = _may_fit(model, space, limits, [candidate for _, candidate in near])
+    # What does not even fit on its last stage is found out fastest, what is slower all the same next.
+    wanted = (candidate for (_, candidate), may in zip(near, may_fit, strict=True) if may)
+    quick = [candidate for candidate in wanted if seconds_with(model, candidate) < below]
+    fitting = [found for found in _fitted(model, space, limits, host_limits, quick) if found is not None]
+    for floor, found in zip(least_seconds(model, fitting), fitting, strict=True):
+        if floor < below and (seconds := seconds_with(model, found)) < below:
             best, below = found, seconds
     return None if best is None else replace(best, predicted=predict_with(model, best))
 
@@ -111,14 +108,15 @@ def _parts(count: int, chunks: int) -> list[int]:
     return [count * (chunk + 1) // chunks - count * chunk // chunks for chunk in range(chunks)]
 
 
-def _may_fit(model: CostModel, space: Space, limits: Limits, plan: Plan) -> bool:
-    """Whether the last stage may fit under ZB-H1, which keeps most there beyond what 1F1B does."""
-    if plan.schedule != "zb-h1":
-        return True
-    stage, limit = plan.stages[-1], limits(plan)[-1]
-    least, most = stage.checkpointing.layers, stage.checkpointing.layers + _most_more(space, plan)
-    peak_M = last_stage_peaks(model.memory, plan, np.array([least, min(stage.num_layers, most)]))
-    return bool(peak_M.min() <= limit)
+def _may_fit(model: CostModel, space: Space, limits: Limits, plans: Sequence[Plan]) -> list[bool]:
+    """Whether the last stage of each may fit under ZB-H1, which keeps most there beyond what 1F1B does."""
+    asked = []
+    for plan in (plan for plan in plans if plan.schedule == "zb-h1"):
+        stage = plan.stages[-1]
+        most = stage.checkpointing.layers + _most_more(space, plan)
+        asked.append((plan, np.array([stage.checkpointing.layers, min(stage.num_layers, most)])))
+    peaks = iter(last_stage_peaks(model.memory, asked))
+    return [plan.schedule != "zb-h1" or bool(next(peaks).min() <= limits(plan)[-1]) for plan in plans]
 
 
 def _most_more(space: Space, plan: Plan) -> int:
@@ -127,17 +125,20 @@ def _most_more(space: Space, plan: Plan) -> int:
     return max(stage.num_layers - stage.checkpointing.layers for stage in plan.stages) if may_recompute else 0
 
 
-def _fitted(model: CostModel, space: Space, limits: Limits, host_limits: Limits, plan: Plan) -> Plan | None:
-    """The plan with as few more recomputed layers per stage as make it fit."""
-    more_M = np.arange(_most_more(space, plan) + 1)
-    layers_S = np.array([stage.num_layers for stage in plan.stages])
-    fixed_S = np.array([stage.checkpointing.layers for stage in plan.stages])
-    found = plan_peaks(model.memory, plan, np.minimum(layers_S[:, None], fixed_S[:, None] + more_M))
-    fits_M = np.all(found.device_SM <= np.array(limits(plan))[:, None], axis=0)
-    fits_M &= np.all(found.host_SM <= np.array(host_limits(plan))[:, None], axis=0)
-    if not fits_M[0] and not fits_M[-1]:
-        return None
-    return _recomputing(plan, int(fits_M.argmax()))
+def _fitted(
+    model: CostModel, space: Space, limits: Limits, host_limits: Limits, plans: Sequence[Plan]
+) -> Iterator[Plan | None]:
+    """Each plan with as few more recomputed layers per stage as make it fit; nothing if none do."""
+    asked = []
+    for plan in plans:
+        more_M = np.arange(_most_more(space, plan) + 1)
+        layers_S = np.array([stage.num_layers for stage in plan.stages])
+        fixed_S = np.array([stage.checkpointing.layers for stage in plan.stages])
+        asked.append((plan, np.minimum(layers_S[:, None], fixed_S[:, None] + more_M)))
+    for plan, found in zip(plans, plans_peaks(model.memory, asked), strict=True):
+        fits_M = np.all(found.device_SM <= np.array(limits(plan))[:, None], axis=0)
+        fits_M &= np.all(found.host_SM <= np.array(host_limits(plan))[:, None], axis=0)
+        yield _recomputing(plan, int(fits_M.argmax())) if fits_M[0] or fits_M[-1] else None
 
 
 def _recomputing(plan: Plan, more: int) -> Plan:

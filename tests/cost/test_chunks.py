@@ -133,4 +133,7 @@ def test_the_last_stage_by_itself_needs_what_it_needs_among_all():
     model = StageCostModel(network, profile(), cluster(plan.world_size))
     counts_SM = np.array([[0, 1, 2]] * 3)
     wanted_M = plan_peaks(model.memory, plan, counts_SM).device_SM[-1]
-    assert last_stage_peaks(model.memory, plan, counts_SM[-1]).tolist() == wanted_M.tolist()
+    longer = pipeline({"layers": 6, "data": plan.world_size}, schedule=plan.schedule)
+    found_M, other_M = last_stage_peaks(model.memory, [(plan, counts_SM[-1]), (longer, np.array([4]))])
+    assert found_M.tolist() == wanted_M.tolist()
+    assert other_M.tolist() == plan_peaks(model.memory, longer, np.array([[4]])).device_SM[-1].tolist()

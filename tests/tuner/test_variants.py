@@ -157,13 +157,13 @@ def test_host_memory_limits_other_schedules_too():
 def test_what_does_not_fit_on_its_last_stage_is_not_looked_at_as_a_whole(monkeypatch):
     plan, model = found(("1f1b",)).plan, StageCostModel(NETWORK, FAST, cluster(2))
     space = apply(SearchSpace(schedules=("zb-h1",)), NETWORK, 2, 4)
-    asked, real = [], variants.plan_peaks
-    monkeypatch.setattr(variants, "plan_peaks", lambda model, item, more: asked.append(item) or real(model, item, more))
+    asked, real = [], variants.plans_peaks
+    monkeypatch.setattr(variants, "plans_peaks", lambda model, items: asked.extend(items) or real(model, items))
     none = lambda item: (1.0,) * item.num_stages  # noqa: E731
     assert best_variant(model, space, none, plenty, [plan]) is None
     assert asked == []
     assert best_variant(model, space, plenty, plenty, [plan]) is not None
-    assert [item.schedule for item in asked] == ["zb-h1"]
+    assert [item.schedule for item, _ in asked] == ["zb-h1"]
 
 
 def test_what_is_slower_in_any_case_is_not_run(monkeypatch):
