@@ -164,6 +164,22 @@ class IntraStage:
         inside_K = within(choices, stage_index, num_stages, self.space.num_layers, most)
         return choices.take(inside_K & (choices.steady_K <= slowest))
 
+    def fastest(self, num_microbatches: int, slowest: float = np.inf) -> SlotChoices:
+        """The choices of an only stage that are not dominated, without those that move something and are not fastest.
+
+        Args:
+            num_microbatches: Number of microbatches.
+            slowest: The most steady seconds.
+        """
+        place: _Place = (0, 1, ())
+        key, _, phases = self._frontier_key(place, num_microbatches)
+        self._make_tables({key: place}, num_microbatches, slowest)
+        table = self._tables[key]
+        found = unmoved(self._mover, (table, table), phases, slowest, weight=num_microbatches - 1)
+        (choices,) = self._with_moved([found])
+        inside_K = within(choices, 0, 1, self.space.num_layers, self.space.world_size)
+        return choices.take(inside_K & (choices.steady_K <= slowest))
+
     def prepare(
         self,
         asked: Iterable[tuple[int, int, tuple[int, ...], BoolArray | None]],

@@ -67,6 +67,7 @@ class Asked:
         slowest: The most steady seconds that are of use.
         phases: The situations of their stage.
         ahead: Candidates and situations of stages that will be asked about next, to count bytes together.
+        weight: If only the least seconds of a batch count, the number of microbatches but one; else ``None``.
     """
 
     table: Table
@@ -76,6 +77,7 @@ class Asked:
     slowest: float
     phases: Situations
     ahead: tuple[tuple[IntArray, Situations], ...] = ()
+    weight: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,19 +229,15 @@ def _unsettled(known: Known, asked: Asked, found: Kept, added: tuple[FloatArray,
     """Candidates with ratios of one stage, and what copies add to them at least."""
     counted, index_I, of_J = asked.counted, asked.kept_I, found.of_J
     steady_J, whole_J = (counted.steady_K[of_J] + added[0]) / ROOM, (counted.floor_K[of_J] + added[1]) / ROOM
-    return Unsettled(
-        known=known,
-        place_J=found.place_J,
-        group_J=asked.table.place_K[of_J],
-        steady_J=steady_J,
-        whole_J=whole_J,
+    fitting_I = counted.steady_K[index_I], counted.steady_K[index_I] + counted.boundary_K[index_I]
+    return Unsettled.of(
+        known,
+        found.place_J,
+        (asked.table.place_K[of_J], steady_J, whole_J),
+        (asked.table.place_K[index_I], *fitting_I),
         later_J=counted.steady_K[of_J] - asked.table.steady_K[of_J],
-        fitting=(
-            asked.table.place_K[index_I],
-            counted.steady_K[index_I],
-            counted.steady_K[index_I] + counted.boundary_K[index_I],
-        ),
         open_J=np.flatnonzero(steady_J <= asked.slowest * ROOM),
+        weight=asked.weight,
     )
 
 

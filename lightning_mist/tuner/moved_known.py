@@ -139,6 +139,9 @@ class Known:
             batch_bytes: The batches that the devices of a slot hold.
         """
         mine, theirs = self.table, other.table
+        # The keys of a table begin with its runs of layers.
+        if other.parts is None or not (mine.keys and theirs.keys) or mine.keys[0][0] != theirs.keys[0][0]:
+            return
         place_of = {key: place for place, key in enumerate(mine.keys)}
         shape_S = np.array([place_of.get(key, -1) for key in theirs.keys], dtype=np.int64)
         is_kin = len(mine) > 0 and bool((shape_S >= 0).any())

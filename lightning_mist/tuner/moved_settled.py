@@ -44,6 +44,8 @@ class Unsettled:
         later_J: What stages behind add to their steady seconds.
         fitting: What is known to fit.
         open_J: Those that may be better than that.
+        weight: If only the least seconds of a batch count, the number of microbatches but one: then ``steady_J``,
+            ``whole_J`` and the values of ``fitting`` are these seconds.
     """
 
     known: Known
@@ -54,6 +56,33 @@ class Unsettled:
     later_J: FloatArray
     fitting: Points
     open_J: IntArray
+    weight: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        known: Known,
+        place_J: IntArray,
+        least: Points,
+        fitting: Points,
+        *,
+        later_J: FloatArray,
+        open_J: IntArray,
+        weight: int | None = None,
+    ) -> "Unsettled":
+        """Candidates by what they take at least per microbatch, and of a batch and a microbatch."""
+        counts, fits = _counted(*least[1:], weight), _counted(*fitting[1:], weight)
+        return cls(
+            known=known,
+            place_J=place_J,
+            group_J=least[0],
+            steady_J=counts[0],
+            whole_J=counts[1],
+            later_J=later_J,
+            fitting=(fitting[0], *fits),
+            open_J=open_J,
+            weight=weight,
+        )
 
     def narrow(self) -> bool:
         """Leave out those whose seconds are known and what these beat; whether any are left."""
@@ -64,7 +93,7 @@ class Unsettled:
         if done_J.any():
             at_D = self.open_J[done_J]
             steady_D = found_J[done_J] + self.later_J[at_D]
-            fits = self.group_J[at_D], steady_D, steady_D + once_J[done_J]
+            fits = self.group_J[at_D], *_counted(steady_D, steady_D + once_J[done_J], self.weight)
             group, first, second = (np.concatenate(pair) for pair in zip(self.fitting, fits, strict=True))
             self.fitting = group, first, second
             self.open_J = self.open_J[~done_J]
@@ -83,6 +112,15 @@ class Unsettled:
 
     def _points(self) -> Points:
         return self.group_J[self.open_J], self.steady_J[self.open_J], self.whole_J[self.open_J]
+
+
+def _counted(steady_J: FloatArray, whole_J: FloatArray, weight: int | None) -> tuple[FloatArray, FloatArray]:
+    """The two values that count: seconds per microbatch, and with what comes once per batch; or twice of a batch."""
+    if weight is None:
+        return steady_J, whole_J
+    # Nothing that comes once per batch takes time away.
+    seconds_J = weight * steady_J + np.maximum(whole_J, steady_J)
+    return seconds_J, seconds_J
 
 
 def next_ones(unsettled: Sequence[Unsettled]) -> list[tuple[Known, IntArray]]:

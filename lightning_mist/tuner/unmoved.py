@@ -17,7 +17,7 @@ from lightning_mist.tuner.moved import Asked, Mover
 from lightning_mist.tuner.moved_known import Moved, Situations
 from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.search_space import OFFLOADED
-from lightning_mist.tuner.tables import Table
+from lightning_mist.tuner.tables import ROOM, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,7 @@ def unmoved(
     slowest: float,
     ahead: Sequence[Situations] = (),
     among_NL: BoolArray | None = None,
+    weight: int | None = None,
 ) -> Unmoved:
     """What fits of one stage without offload, and what may be better with it.
 
@@ -77,6 +78,7 @@ def unmoved(
         slowest: The most steady seconds.
         ahead: Situations of stages that will be asked about next.
         among_NL: Of which numbers of devices and layers state may be moved.
+        weight: If only the least seconds of a batch count, the number of microbatches but one.
     """
     table, counted = tables
     count = int(np.searchsorted(table.steady_K, slowest, side="right"))
@@ -87,6 +89,10 @@ def unmoved(
 
     def worth(priced: Table, kept_J: IntArray) -> IntArray:
         found_J = worth_moving(priced, count, kept_J)
+        if weight is not None:
+            fits_J = weight * priced.steady_K[kept_J] + (priced.steady_K + priced.boundary_K)[kept_J]
+            least_J = weight * priced.steady_K[found_J] + priced.floor_K[found_J]
+            found_J = found_J[least_J <= fits_J.min(initial=np.inf) * ROOM]
         return found_J if among_NL is None else found_J[priced.is_among(among_NL, found_J)]
 
     peak_K, kept_J = fitting(counted, phases)
@@ -101,6 +107,7 @@ def unmoved(
             slowest=slowest,
             phases=phases,
             ahead=tuple((worth(table, fitting(table, item)[1]), item) for item in later),
+            weight=weight,
         )
     return Unmoved(table=table, counted=counted, peak_K=peak_K, kept_J=kept_J, asked=asked)
 

@@ -53,3 +53,21 @@ def test_only_places_of_interest_are_looked_at_and_others_when_they_are_asked_fo
     assert not found.take(found.layers_K == 2).offload_KO.any()
     assert wanted.take(wanted.layers_K == 2).offload_KO.any()
     same(maker.frontier(0, 2, 4), wanted)
+
+
+@pytest.mark.parametrize("limit", [400_000, 600_000, 1_000_000])
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_of_an_only_stage_the_fastest_choice_is_enough(network, limit, microbatches):
+    every = make(network, "L4", limit=limit).frontier(0, 1, microbatches)
+    maker = make(network, "L4", limit=limit)
+    found = maker.fastest(microbatches)
+
+    def least(choices):
+        seconds = microbatches * choices.steady_K + np.maximum(choices.boundary_K, 0.0)
+        return choices.take(np.flatnonzero(seconds <= seconds.min(initial=np.inf) * (1 + 1e-12)))
+
+    assert len(found) <= len(every)
+    same(least(found), least(every))
+    # Nobody takes it for all that the stage may be.
+    same(maker.frontier(0, 1, microbatches), every)
