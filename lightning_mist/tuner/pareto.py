@@ -54,9 +54,22 @@ def sort_points(group_K: npt.ArrayLike, first_K: FloatArray, second_K: FloatArra
     group = np.asarray(group_K, dtype=np.int64)
     order_K = np.lexsort((second_K, first_K, group))
     # Ranks are exact where offsets on floats would not be; the offset makes the running minimum restart in each group.
-    _, rank_K = np.unique(second_K[order_K], return_inverse=True)
-    _, group_index_K = np.unique(group[order_K], return_inverse=True)
-    return Order(index_K=order_K, rank_K=rank_K.reshape(-1) - group_index_K.reshape(-1) * (len(order_K) + 1))
+    rank_K = _ranks(second_K[order_K]) - _numbers(group[order_K]) * (len(order_K) + 1)
+    return Order(index_K=order_K, rank_K=rank_K)
+
+
+def _ranks(values_K: FloatArray) -> IntArray:
+    """The rank of each of some values, of equal ones that of the earlier first."""
+    rank_K = np.empty(len(values_K), dtype=np.int64)
+    rank_K[np.argsort(values_K, kind="stable")] = np.arange(len(values_K))
+    return rank_K
+
+
+def _numbers(sorted_K: IntArray) -> IntArray:
+    """Numbers of the groups of points that come group by group."""
+    number_K = np.zeros(len(sorted_K), dtype=np.int64)
+    np.cumsum(sorted_K[1:] != sorted_K[:-1], out=number_K[1:])
+    return number_K
 
 
 def non_dominated(group_K: npt.ArrayLike, first_K: FloatArray, second_K: FloatArray) -> IntArray:
@@ -83,10 +96,9 @@ def not_beaten(
     is_other = np.arange(len(group)) < count
     # By group, in each by rising first value, in each of these the others first.
     order = np.lexsort((~is_other, first, group))
-    values, rank = np.unique(second[order], return_inverse=True)
-    _, place = np.unique(group[order], return_inverse=True)
-    # Ranks fall from group to group, so that the running minimum begins anew in each.
-    rank = rank.reshape(-1) - place.reshape(-1) * (len(values) + 1)
+    # Ranks fall from group to group, so that the running minimum begins anew in each. Of equal values that of another
+    # comes first, so that it is less.
+    rank = _ranks(second[order]) - _numbers(group[order]) * (len(order) + 1)
     least = np.minimum.accumulate(np.where(is_other[order], rank, np.iinfo(np.int64).max))
     found_K = np.empty(len(group), dtype=bool)
     found_K[order] = rank < least
