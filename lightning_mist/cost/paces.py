@@ -139,6 +139,7 @@ def _terms(found: Sequence[StageSeconds]) -> list[Terms]:
 def _questions(model: StageCostModel, plan: Plan) -> Iterator[tuple[_Own, _Seam]]:
     """What has to be known of every stage of a plan."""
     placements, several = placements_of(plan, model.cluster), plan.num_stages > 1
+    has_world = plan.world_size > 1
     has_deferred = model.profile.overheads.deferred_operator_seconds > 0
     for index, (stage, placement) in enumerate(zip(plan.stages, placements, strict=True)):
         shape, unshards = _shape(stage, several), stage.zero_stage >= ZeroStage.PARAMETERS
@@ -150,7 +151,7 @@ def _questions(model: StageCostModel, plan: Plan) -> Iterator[tuple[_Own, _Seam]
             ring_nodes=placement.ring_nodes,
             microbatches=plan.num_microbatches if unshards else min(2, plan.num_microbatches),
             behind=plan.num_stages - 1 - index if unshards else 0,
-            has_world=plan.world_size > 1,
+            has_world=has_world,
             schedule=plan.schedule if is_other else "1f1b",
         )
         start, end = stage.layers

@@ -8,11 +8,11 @@ that have the same each send to some of those that ask (:class:`lightning_mist.p
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster
@@ -146,18 +146,27 @@ def _placements(
     meshes: tuple[StageMesh, ...], replicas: int, parts: tuple[int, ...], nodes: Nodes
 ) -> tuple[Placement, ...]:
     """The placement of every stage, which depends on nothing else of a plan."""
+    places = {device: nodes.place(device) for mesh in meshes for device in mesh.devices}
     bounds = range(len(meshes) - 1)
-    flows = [tuple(_flows(meshes[stage], meshes[stage + 1], replicas, nodes)) for stage in bounds]
-    across = [flow for found in flows for flow in found if flow.across]
-    sharing = _crowding({flow.sender for flow in across}, nodes)
-    receiving = _crowding({flow.receiver for flow in across}, nodes)
-    crossings = [_crossing(flows[stage], sharing, receiving, (parts[stage], parts[stage + 1])) for stage in bounds]
+    across = [tuple(_across(meshes[stage], meshes[stage + 1], replicas, places)) for stage in bounds]
+    every = [pair for found in across for pair in found]
+    sharing = _crowding({sender for sender, _ in every}, places, nodes)
+    receiving = _crowding({receiver for _, receiver in every}, places, nodes)
+    crossings = [
+        _crossing(
+            _shares(_Degrees.of(meshes[stage], replicas), _Degrees.of(meshes[stage + 1], replicas)),
+            (sharing[parts[stage]], receiving[parts[stage + 1]]),
+            (parts[stage], parts[stage + 1]),
+            across=bool(across[stage]),
+        )
+        for stage in bounds
+    ]
     ends = [_column(meshes[stage], replicas) for stage in (0, -1)]
     return tuple(
         Placement(
-            shard_nodes=max(_count(group, nodes) for group in _sharing_parameters(mesh)),
-            ring_nodes=max(_count(group, nodes) for group in _sharing_rows(mesh)),
-            tied_nodes=min(2, _count([device for end in ends for device in end], nodes)),
+            shard_nodes=max(_count(group, places) for group in _sharing_parameters(mesh)),
+            ring_nodes=max(_count(group, places) for group in _sharing_rows(mesh)),
+            tied_nodes=min(2, _count([device for end in ends for device in end], places)),
             share=_share(mesh, replicas),
             before=crossings[index - 1] if index else None,
             behind=crossings[index] if index < len(crossings) else None,
@@ -175,14 +184,13 @@ class _Part:
     sequence: Interval
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Flow:
-    """What one device sends to another of the next stage."""
+class _Shares(NamedTuple):
+    """The most that one device sends and receives in one microbatch, as parts of a replica's and as messages."""
 
-    sender: int
-    receiver: int
-    part: Fraction
-    across: bool
+    sent: float
+    received: float
+    sent_messages: int
+    received_messages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,41 +244,53 @@ def _pairs(before: _Degrees, after: _Degrees) -> tuple[tuple[int, int, Fraction]
     return tuple(found)
 
 
-def _flows(before: StageMesh, after: StageMesh, replicas: int, nodes: Nodes) -> Iterator[_Flow]:
-    """What passes from a stage to the next in one microbatch."""
+@lru_cache(maxsize=256)
+def _shares(before: _Degrees, after: _Degrees) -> _Shares:
+    """The most that one device moves, which is the same in all replicas."""
+    sent, received = ({}, {})  # type: tuple[dict[int, Fraction], dict[int, Fraction]]
+    pairs = _pairs(before, after)
+    for sender, receiver, part in pairs:
+        sent[sender] = sent.get(sender, Fraction(0)) + part
+        received[receiver] = received.get(receiver, Fraction(0)) + part
+    return _Shares(
+        sent=float(max(sent.values())),
+        received=float(max(received.values())),
+        sent_messages=max(Counter(sender for sender, _, _ in pairs).values()),
+        received_messages=max(Counter(receiver for _, receiver, _ in pairs).values()),
+    )
+
+
+def _across(
+    before: StageMesh, after: StageMesh, replicas: int, places: Mapping[int, tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Pairs of devices of a stage and of the next that are in different nodes, and of which one sends to the other."""
     pairs = _pairs(_Degrees.of(before, replicas), _Degrees.of(after, replicas))
     for replica in range(replicas):
         senders, receivers = (mesh.devices[replica * len(mesh.devices) // replicas :] for mesh in (before, after))
-        for other, place, shared in pairs:
+        for other, place, _ in pairs:
             sender, receiver = senders[other], receivers[place]
-            across = nodes.place(sender) != nodes.place(receiver)
-            yield _Flow(sender=sender, receiver=receiver, part=shared, across=across)
+            if places[sender] != places[receiver]:
+                yield sender, receiver
 
 
-def _crowding(devices: Iterable[int], nodes: Nodes) -> tuple[float, ...]:
+def _crowding(devices: Iterable[int], places: Mapping[int, tuple[int, int]], nodes: Nodes) -> tuple[float, ...]:
     """For every part, the most of one node's devices that are among some, as a part of a node's devices."""
-    counts = Counter(nodes.place(device) for device in devices)
+    counts = Counter(places[device] for device in devices)
     return tuple(
         max((count for (own, _), count in counts.items() if own == part), default=0) / nodes.per_node(part)
         for part in range(len(nodes.parts))
     )
 
 
-def _crossing(
-    flows: Sequence[_Flow], sharing: Sequence[float], receiving: Sequence[float], parts: tuple[int, int]
-) -> Crossing:
-    sent, received = ({}, {})  # type: tuple[dict[int, Fraction], dict[int, Fraction]]
-    for flow in flows:
-        sent[flow.sender] = sent.get(flow.sender, Fraction(0)) + flow.part
-        received[flow.receiver] = received.get(flow.receiver, Fraction(0)) + flow.part
+def _crossing(shares: _Shares, crowding: tuple[float, float], parts: tuple[int, int], *, across: bool) -> Crossing:
     return Crossing(
-        sent=float(max(sent.values())),
-        received=float(max(received.values())),
-        sent_messages=max(Counter(flow.sender for flow in flows).values()),
-        received_messages=max(Counter(flow.receiver for flow in flows).values()),
-        across=any(flow.across for flow in flows),
-        sharing=sharing[parts[0]],
-        receiving=receiving[parts[1]],
+        sent=shares.sent,
+        received=shares.received,
+        sent_messages=shares.sent_messages,
+        received_messages=shares.received_messages,
+        across=across,
+        sharing=crowding[0],
+        receiving=crowding[1],
         parts=parts,
     )
 
@@ -300,6 +320,6 @@ def _column(mesh: StageMesh, replicas: int) -> tuple[int, ...]:
     return mesh.devices[: len(mesh.devices) // replicas]
 
 
-def _count(devices: Sequence[int], nodes: Nodes) -> int:
+def _count(devices: Sequence[int], places: Mapping[int, tuple[int, int]]) -> int:
     """Nodes in which some devices lie."""
-    return len({nodes.place(device) for device in devices})
+    return len({places[device] for device in devices})

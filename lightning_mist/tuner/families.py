@@ -205,7 +205,7 @@ class KnownGrids:
     Attributes:
         costs: What all settings of a grid cost.
         peaks: Peak bytes of the first stage under every setting.
-        floors: Seconds that its devices are busy at least.
+        floors: Seconds that its devices are busy at least, or those of the last stage.
         least: Seconds that plans of a grid take at least with so many recomputed layers of every stage.
     """
 

@@ -149,9 +149,15 @@ class UniformSearch:
         if not fits_K.any() or self._floors.of(grid, int(options[0][fits_K].min())) >= below:
             return False
         if key not in self._kept.floors:
-            seconds, count = self.model.seconds(slot, candidates), grid.num_microbatches
-            self._kept.floors[key] = count * (seconds.steady_K - seconds.transfer_K) - seconds.accumulate_K
+            self._kept.floors[key] = np.maximum(*(self._busy(grid, at, family) for at in (0, grid.num_stages - 1)))
         return bool(self._kept.floors[key][fits_K].min() < below)
+
+    def _busy(self, grid: Grid, index: int, family: UniformFamily) -> FloatArray:
+        """Seconds of a step in which the devices of a stage are busy, under every setting, without transfers."""
+        candidates = self._candidates(grid, index, family, self._options(grid, family))
+        seconds = self.model.seconds(self._slot(grid, index), candidates)
+        busy_K: FloatArray = grid.num_microbatches * (seconds.steady_K - seconds.transfer_K) - seconds.accumulate_K
+        return busy_K
 
     def _costs(self, grid: Grid, family: UniformFamily) -> GridCosts:
         """What all settings of a grid that a family has cost."""
