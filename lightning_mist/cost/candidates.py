@@ -144,7 +144,7 @@ class OffloadCandidates:
         """The ratios of all."""
         return cls(**{name: np.concatenate([getattr(item, name) for item in items]) for name in cls.__slots__})
 
-    def take(self, index_J: IntArray) -> "OffloadCandidates":
+    def take(self, index_J: IntArray | slice) -> "OffloadCandidates":
         """The ratios at some indices."""
         return OffloadCandidates(
             parameters_K=self.parameters_K[index_J],
@@ -192,7 +192,7 @@ class StageCandidates:
             offload=OffloadCandidates.joined(moved) if len(moved) == len(items) else None,
         )
 
-    def take(self, index_J: IntArray) -> "StageCandidates":
+    def take(self, index_J: IntArray | slice) -> "StageCandidates":
         """The candidates at some indices."""
         return StageCandidates(
             start_K=self.start_K[index_J],

@@ -194,9 +194,11 @@ class PeakParts:
 
     def take(self, index: IntArray | slice) -> "PeakParts":
         """Those of the candidates at some indices."""
-        return PeakParts(**{name: getattr(self, name)[..., index] for name in self.__slots__})
+        if isinstance(index, slice):
+            return PeakParts(**{name: getattr(self, name)[..., index] for name in self.__slots__})
+        return PeakParts(**{name: getattr(self, name).take(index, axis=-1) for name in self.__slots__})
 
-    def beside(self, more: float) -> "PeakParts":
+    def beside(self, more: FloatArray | float) -> "PeakParts":
         """The same beside so many more bytes that are there all the time."""
         return replace(self, always_K=self.always_K + more)
 

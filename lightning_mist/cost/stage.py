@@ -239,8 +239,12 @@ class StageCostModel:
 
     def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
         """What candidates exchange with other stages: for one microbatch, and gradients of tied parameters."""
-        transfer_K, *_, tied_K = self.exchanged(slot, candidates)
-        return transfer_K, tied_K
+        held, machine = self.memory(slot).holdings.of(candidates), (self.profile, self.cluster)
+        transfer_K = sum(self._transfers(slot, candidates, sending=False), np.zeros(len(candidates)))
+        if self.cluster.device.kind != "cuda":
+            transfer_K = transfer_K + sum(self._transfers(slot, candidates, sending=True))
+        factor = factor_of(self.profile.corrections, "communication")
+        return factor * transfer_K, factor * tied_seconds(*machine, slot, held, self.seams)
 
     def exchanged(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, ...]:
         """What candidates exchange with other stages, by the terms in :data:`~lightning_mist.cost.exchange.SHARED`."""

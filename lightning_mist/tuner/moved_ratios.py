@@ -23,26 +23,16 @@ class Ratios:
     Attributes:
         sizes: How many ratios each kind of state may have.
         offload_CO: The combinations, the ratios of the last kind running fastest.
+        each: The ratios of each kind of state.
+        values: All ratios that occur, ascending.
+        key: What tells them from others.
     """
 
     sizes: tuple[int, ...]
     offload_CO: FloatArray
-
-    @property
-    def key(self) -> Hashable:
-        """What tells them from others."""
-        return self.sizes, self.offload_CO.tobytes()
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        """All ratios that occur, ascending."""
-        return tuple(np.unique(self.offload_CO).tolist())
-
-    @property
-    def each(self) -> KindRatios:
-        """The ratios of each kind of state."""
-        values = (tuple(np.unique(column_C).tolist()) for column_C in self.offload_CO.T)
-        return KindRatios(**dict(zip(OFFLOADED, values, strict=True)))
+    each: KindRatios
+    values: tuple[float, ...]
+    key: Hashable
 
     @classmethod
     def of(cls, search: SearchSpace, offered: Sequence[float]) -> "Ratios":
@@ -52,9 +42,15 @@ class Ratios:
             search: Says which kinds of state may be moved.
             offered: The ratios; 0 is always among them.
         """
-        ratios = sorted({0.0, *offered})
-        each = [ratios if name in search.offloaded else [0.0] for name in OFFLOADED]
-        return cls(sizes=tuple(map(len, each)), offload_CO=np.array(list(product(*each)), dtype=np.float64))
+        ratios = tuple(sorted({0.0, *map(float, offered)}))
+        each = {name: ratios if name in search.offloaded else (0.0,) for name in OFFLOADED}
+        return cls(
+            sizes=tuple(map(len, each.values())),
+            offload_CO=np.array(list(product(*each.values())), dtype=np.float64),
+            each=KindRatios(**each),
+            values=ratios if search.offloaded else (0.0,),
+            key=tuple(each.items()),
+        )
 
     def __len__(self) -> int:
         """Number of combinations, nothing moved among them."""

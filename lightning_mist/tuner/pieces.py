@@ -147,18 +147,20 @@ class Figures:
             parts=parts.beside(-memory.batch_bytes(slot)),
         )
 
-    def joined(self, other: "Figures") -> "Figures":
-        """These and those of other candidates."""
-        if not len(self):
-            return other
-        return Figures(
-            line_C=np.concatenate([self.line_C, other.line_C]),
-            candidates=StageCandidates.joined([self.candidates, other.candidates]),
-            alone_C=np.concatenate([self.alone_C, other.alone_C]),
-            shards=Unsharding.joined([self.shards, other.shards]),
-            own_C=np.concatenate([self.own_C, other.own_C]),
-            rest_C=np.concatenate([self.rest_C, other.rest_C]),
-            parts=PeakParts.joined([self.parts, other.parts]),
+    @classmethod
+    def joined(cls, items: Sequence["Figures"]) -> "Figures":
+        """Those of the candidates of all."""
+        some = [item for item in items if len(item)]
+        if len(some) < 2:
+            return some[0] if some else cls.none()
+        return cls(
+            line_C=np.concatenate([item.line_C for item in some]),
+            candidates=StageCandidates.joined([item.candidates for item in some]),
+            alone_C=np.concatenate([item.alone_C for item in some]),
+            shards=Unsharding.joined([item.shards for item in some]),
+            own_C=np.concatenate([item.own_C for item in some]),
+            rest_C=np.concatenate([item.rest_C for item in some]),
+            parts=PeakParts.joined([item.parts for item in some]),
         )
 
     def take(self, index_J: IntArray) -> "Figures":
@@ -190,7 +192,7 @@ class Piece:
 
     def add(self, figures: Figures) -> None:
         """Remember what some lines cost."""
-        self.figures = self.figures.joined(figures)
+        self.figures = Figures.joined([self.figures, figures])
         self.done_E[figures.line_C] = True
 
 

@@ -222,58 +222,75 @@ def _table(model: CostModel, wanted: Wanted, looked: Sequence[tuple[int, NewLine
         looked: Arrangements, their pieces, and which lines of each are wanted.
         pace: Seconds per microbatch.
     """
-    found: list[_Found] = []
-    for index, item, wanted_E in looked:
-        figures = item.piece.figures
-        at_C = np.flatnonzero(wanted_E[figures.line_C])
-        if len(at_C):
-            found.append(_of_slot(model, item.slot, index, figures.take(at_C), item.lines, pace))
-    return _sorted(found, tuple(wanted.slots), wanted.windows, pace, tuple(wanted.keys))
+    places, begin = [np.empty(0, dtype=np.int64)], 0
+    for _, item, wanted_E in looked:
+        places.append(begin + np.flatnonzero(wanted_E[item.piece.figures.line_C]))
+        begin += len(item.piece.figures)
+    sizes = [len(at_C) for at_C in places[1:]]
+    figures = Figures.joined([item.piece.figures for _, item, _ in looked]).take(np.concatenate(places))
+    shape_C = np.repeat(np.array([index for index, _, _ in looked], dtype=np.int64), sizes)
+    shared_XC = _shared(model, [item.slot for _, item, _ in looked], figures.candidates, sizes)
+    window_C = looked[0][1].lines.window_E[figures.line_C] if looked else shape_C
+    return _sorted(model, wanted, figures, (window_C, shape_C), shared_XC, pace)
 
 
-def _of_slot(model: CostModel, slot: StageSlot, index: int, figures: Figures, lines: Lines, pace: float) -> "_Found":
-    """Candidates of a slot that are fast enough, with what depends on the rest of the pipeline."""
-    candidates = figures.candidates
-    transfer_C, tied_C = model.shared_seconds(slot, candidates)
-    steady_C = figures.alone_C + transfer_C + figures.shards.seconds(slot)
-    boundary_C, floor_C = figures.own_C + tied_C, steady_C + tied_C + figures.rest_C
-    seconds_XC = np.stack([steady_C, boundary_C, floor_C, figures.shards.again(slot)])
-    window_C, shape_C = lines.window_E[figures.line_C], np.full(len(figures), index)
-    numbers_XC = np.stack([window_C, shape_C, candidates.checkpointed_K, candidates.zero_stage_K])
-    fast_C = np.flatnonzero(steady_C <= pace * ROOM)
-    parts = figures.parts.take(fast_C).beside(model.memory(slot).batch_bytes(slot))
-    return numbers_XC[:, fast_C], seconds_XC[:, fast_C], parts
-
-
-_Found = tuple[IntArray, FloatArray, PeakParts]
-"""Of the candidates of an arrangement: window, arrangement, recomputed layers, ZeRO stage; four kinds of seconds."""
+def _shared(
+    model: CostModel, slots: Sequence[StageSlot], candidates: StageCandidates, sizes: Sequence[int]
+) -> FloatArray:
+    """What candidates of arrangements exchange with other stages: per microbatch, and once per batch."""
+    shared_XC, begin = np.zeros((2, len(candidates))), 0
+    for slot, size in zip(slots, sizes, strict=True):
+        if size:
+            some = candidates.take(slice(begin, begin + size))
+            shared_XC[0, begin : begin + size], shared_XC[1, begin : begin + size] = model.shared_seconds(slot, some)
+        begin += size
+    return shared_XC
 
 
 def _sorted(
-    found: list[_Found], slots: tuple[StageSlot, ...], windows: Windows, pace: float, keys: tuple[PieceKey, ...]
+    model: CostModel,
+    wanted: Wanted,
+    figures: Figures,
+    numbers: tuple[IntArray, IntArray],
+    shared_XC: FloatArray,
+    pace: float,
 ) -> Table:
-    """The candidates of all arrangements by rising steady time."""
-    numbers_XK = np.concatenate([np.empty((4, 0), dtype=np.int64), *(item[0] for item in found)], axis=1)
-    seconds_XK = np.concatenate([np.empty((4, 0)), *(item[1] for item in found)], axis=1)
-    parts = PeakParts.joined([item[2] for item in found]) if found else PeakParts.none()
-    rising_K = np.argsort(seconds_XK[0], kind="stable")
-    window_K, shape_K, checkpointed_K, zero_stage_K = numbers_XK[:, rising_K]
-    steady_K, boundary_K, floor_K, again_K = seconds_XK[:, rising_K]
+    """The candidates of all arrangements that are fast enough, by rising steady time.
+
+    Args:
+        model: The cost model.
+        wanted: What the table is of.
+        figures: What candidates cost, whatever the rest of the pipeline.
+        numbers: Which run of layers and which arrangement each has.
+        shared_XC: What it exchanges with other stages, per microbatch and once per batch.
+        pace: Seconds per microbatch.
+    """
+    slots, (transfer_C, tied_C) = tuple(wanted.slots), shared_XC
+    # Of a table's slots what they unshard is counted alike: the same microbatches, and as many stages behind.
+    unshard_C = figures.shards.seconds(slots[0]) if slots else transfer_C
+    again_C = figures.shards.again(slots[0]) if slots else transfer_C
+    steady_C = figures.alone_C + transfer_C + unshard_C
+    boundary_C, floor_C = figures.own_C + tied_C, steady_C + tied_C + figures.rest_C
+    fast_K = np.flatnonzero(steady_C <= pace * ROOM)
+    fast_K = fast_K[np.argsort(steady_C[fast_K], kind="stable")]
+    batch_S = np.array([model.memory(slot).batch_bytes(slot) for slot in slots], dtype=np.float64)
+    window_K, shape_K = (numbers_C[fast_K] for numbers_C in numbers)
+    steady_K, boundary_K, candidates = steady_C[fast_K], boundary_C[fast_K], figures.candidates.take(fast_K)
     return Table(
         pace=pace,
-        windows=windows,
+        windows=wanted.windows,
         slots=slots,
         window_K=window_K,
         shape_K=shape_K,
-        checkpointed_K=checkpointed_K,
-        zero_stage_K=zero_stage_K,
+        checkpointed_K=candidates.checkpointed_K,
+        zero_stage_K=candidates.zero_stage_K,
         steady_K=steady_K,
         boundary_K=boundary_K,
-        floor_K=floor_K,
-        again_K=again_K,
-        parts=parts.take(rising_K),
+        floor_K=floor_C[fast_K],
+        again_K=again_C[fast_K],
+        parts=figures.parts.take(fast_K).beside(batch_S[shape_K]),
         order=sort_points(_places(slots, window_K, shape_K), steady_K, steady_K + boundary_K),
-        keys=keys,
+        keys=tuple(wanted.keys),
     )
 
 
