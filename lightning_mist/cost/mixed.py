@@ -18,6 +18,7 @@ from lightning_mist.cost.exchange import shard_nodes
 from lightning_mist.cost.kept import Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.offload_floors import CopyFloors
+from lightning_mist.cost.offload_loads import Beforehand
 from lightning_mist.cost.offload_parts import MovedShares, Ratios
 from lightning_mist.cost.offload_time import CopySeconds, no_copies
 from lightning_mist.cost.overlap_floor import corners
@@ -160,15 +161,14 @@ class MixedCostModel:
         slots: Sequence[StageSlot],
         slot_K: IntArray,
         candidates: StageCandidates,
-        once: tuple[FloatArray, FloatArray, FloatArray],
+        before: Beforehand,
     ) -> CopySeconds:
         """What copies add to stages within parts; as of a :class:`StageCostModel`."""
         part_K = np.array([slot.part for slot in slots])[slot_K]
         found = no_copies(len(candidates))
         for part in np.unique(part_K).tolist():
             at_J = np.flatnonzero(part_K == part)
-            some = slot_K[at_J], candidates.take(at_J), (once[0][at_J], once[1][at_J], once[2][at_J])
-            terms = self.parts[part].moved_seconds(slots, *some)
+            terms = self.parts[part].moved_seconds(slots, slot_K[at_J], candidates.take(at_J), before.take(at_J))
             for name in CopySeconds.__slots__:
                 getattr(found, name)[at_J] = getattr(terms, name)
         return found

@@ -73,6 +73,51 @@ class CopyPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Beforehand:
+    """What is known of stages before their copies are.
+
+    Attributes:
+        update_K: The optimizer's arithmetic.
+        reduce_K: Averaging all gradients after the last microbatch, hidden or not.
+        gather_K: Giving out all updated parameters, hidden or not.
+        alone_XK: Seconds without copies of a forward, of the first one, of a backward, of the last one; ``None`` if
+            these are not known.
+        parts: What part of moved state the rank that has most moves; ``None`` if that is not known.
+    """
+
+    update_K: FloatArray
+    reduce_K: FloatArray
+    gather_K: FloatArray
+    alone_XK: FloatArray | None = None
+    parts: RankParts | None = None
+
+    def take(self, index_J: IntArray) -> "Beforehand":
+        """What is known of some of the stages."""
+        return Beforehand(
+            update_K=self.update_K[index_J],
+            reduce_K=self.reduce_K[index_J],
+            gather_K=self.gather_K[index_J],
+            alone_XK=None if self.alone_XK is None else self.alone_XK[:, index_J],
+            parts=None if self.parts is None else self.parts.take(index_J),
+        )
+
+    @classmethod
+    def joined(cls, items: Sequence["Beforehand"]) -> "Beforehand":
+        """What is known of all; of each all of it."""
+        if len(items) == 1:
+            return items[0]
+        alone = [item.alone_XK for item in items if item.alone_XK is not None]
+        parts = [item.parts for item in items if item.parts is not None]
+        return cls(
+            update_K=np.concatenate([item.update_K for item in items]),
+            reduce_K=np.concatenate([item.reduce_K for item in items]),
+            gather_K=np.concatenate([item.gather_K for item in items]),
+            alone_XK=np.concatenate(alone, axis=1) if len(alone) == len(items) else None,
+            parts=RankParts.joined(parts) if len(parts) == len(items) else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Moving:
     """Stages with ratios, at one place or at several.
 
@@ -80,37 +125,13 @@ class Moving:
         places: The places.
         place_K: Which of them each is at.
         candidates: The stages.
-        update_K: The part of the optimizer's arithmetic that a first forward does.
-        reduce_K: Averaging all gradients after the last microbatch, hidden or not.
-        gather_K: Giving out all updated parameters in a first forward, hidden or not.
+        before: What is known of them.
     """
 
     places: Sequence[CopyPlace]
     place_K: IntArray
     candidates: StageCandidates
-    update_K: FloatArray
-    reduce_K: FloatArray
-    gather_K: FloatArray
-
-    @classmethod
-    def of(
-        cls,
-        places: Sequence[CopyPlace],
-        place_K: IntArray,
-        candidates: StageCandidates,
-        once: tuple[FloatArray, FloatArray, FloatArray],
-    ) -> "Moving":
-        """Stages with what they do once per batch: updating, averaging and giving out, whether these wait or not."""
-        is_deferred_K = ratios_of(candidates).is_deferred_K
-        update_K, reduce_K, gather_K = once
-        return cls(
-            places=places,
-            place_K=place_K,
-            candidates=candidates,
-            update_K=np.where(is_deferred_K, update_K, 0.0),
-            reduce_K=reduce_K,
-            gather_K=np.where(is_deferred_K, gather_K, 0.0),
-        )
+    before: Beforehand
 
     def take(self, index_J: IntArray) -> "Moving":
         """Some of the stages."""
@@ -118,9 +139,7 @@ class Moving:
             places=self.places,
             place_K=self.place_K[index_J],
             candidates=self.candidates.take(index_J),
-            update_K=self.update_K[index_J],
-            reduce_K=self.reduce_K[index_J],
-            gather_K=self.gather_K[index_J],
+            before=self.before.take(index_J),
         )
 
 
@@ -219,14 +238,16 @@ def loads_of(moving: Moving, rates: CopyRates) -> tuple[Loads, IntArray]:
         moving: The candidates.
         rates: Bytes per second of copies.
     """
-    candidates = moving.candidates
-    offload, parts = ratios_of(candidates), _parts(moving)
+    candidates, before = moving.candidates, moving.before
+    offload, parts = ratios_of(candidates), _parts(moving) if before.parts is None else before.parts
     memories, memory_S = _memories(moving.places)
     low_K, high_K = covered(memories[0].spec, candidates.start_K, candidates.end_K)
     trained_MR = np.stack([memory.holdings.table.trained_R for memory in memories])
     prefix_MR, memory_K = prefix_sums(trained_MR), memory_S[moving.place_K]
     trained_K = prefix_MR[memory_K, high_K] - prefix_MR[memory_K, low_K]
-    totals = moving.update_K, moving.reduce_K, moving.gather_K
+    # What waits for the first forward happens there.
+    update_K, gather_K = (values_K * offload.is_deferred_K for values_K in (before.update_K, before.gather_K))
+    totals = update_K, before.reduce_K, gather_K
     rows_MR = np.stack([memory.holdings.table.reduced_row_R for memory in memories])
     columns = (
         moving.place_K,

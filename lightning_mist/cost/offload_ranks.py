@@ -7,6 +7,7 @@ Array axes
     R  units, which are regions
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,15 @@ class RankParts:
     gradients_K: FloatArray
     owned_gradients_K: FloatArray
     optimizer_K: FloatArray
+
+    @classmethod
+    def joined(cls, items: Sequence["RankParts"]) -> "RankParts":
+        """Those of the candidates of all."""
+        return cls(**{name: np.concatenate([getattr(item, name) for item in items]) for name in cls.__slots__})
+
+    def take(self, index_J: IntArray) -> "RankParts":
+        """Those of some candidates."""
+        return RankParts(**{name: getattr(self, name)[index_J] for name in self.__slots__})
 
 
 def ratios_of(candidates: StageCandidates) -> OffloadCandidates:

@@ -42,7 +42,7 @@ from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_codes, distinct_rows
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.offload_loads import CopyPlace, Loads, Moving, WithoutCopies, loads_of
+from lightning_mist.cost.offload_loads import Beforehand, CopyPlace, Loads, Moving, WithoutCopies, loads_of
 from lightning_mist.cost.offload_passes import Concurrent, Copies, Neighbourhoods, Passes, Way
 from lightning_mist.cost.offload_ranks import ratios_of
 from lightning_mist.cost.overlap import beyond_computing, concurrent_seconds
@@ -142,16 +142,18 @@ def _joined(members: Sequence[int], questions: Sequence[CopyQuestion], moved: Se
     """The stages of several questions that move anything."""
     taken = [(questions[index], moved[index]) for index in members]
     candidates = StageCandidates.joined([item.candidates.take(at_J) for item, at_J in taken])
-    once = tuple(
-        np.concatenate([getattr(item.known, name)[at_J] for item, at_J in taken])
-        for name in ("update_K", "reduce_K", "gather_K")
-    )
+    before = [
+        Beforehand(
+            update_K=item.known.update_K[at_J], reduce_K=item.known.reduce_K[at_J], gather_K=item.known.gather_K[at_J]
+        )
+        for item, at_J in taken
+    ]
     places = [
         CopyPlace(memory=item.memory, slot=item.slot, compute=item.known.compute, units=item.known.units)
         for item, _ in taken
     ]
     place_K = np.repeat(np.arange(len(taken)), [len(at_J) for _, at_J in taken])
-    return Moving.of(places, place_K, candidates, (once[0], once[1], once[2]))
+    return Moving(places=places, place_K=place_K, candidates=candidates, before=Beforehand.joined(before))
 
 
 def _spread(count: int, at_J: IntArray, terms: CopySeconds, cut: slice) -> CopySeconds:
@@ -217,7 +219,7 @@ def moving_seconds(
         kinds=Neighbourhoods.of(loads),
         place_K=moving.place_K,
         is_deferred_K=is_deferred_K,
-        update_K=moving.update_K,
+        before=moving.before,
         concurrent=concurrent,
     )
     terms = _terms(loads, question_K, candidates, ratios, around)
@@ -254,17 +256,16 @@ def _terms(
         distinct_rows(*columns)[1]
         for columns in (stages, (offload.parameters_K,), (offload.gradients_K,), (offload.activations_K,))
     )
-    plain = around.passes(loads, question_K, candidates, (base_K, around.is_deferred_K.astype(np.int64)))
+    forward_K, first_K, backward_K, last_K = around.alone(loads, question_K, candidates, base_K)
     middle = around.passes(loads, question_K, candidates, (base_K, parameters_K, activations_K))
     behind = around.passes(loads, question_K, candidates, (base_K, parameters_K, gradients_K, activations_K))
     whole = around.passes(loads, question_K, candidates, None)
-    update_K, still, moving = around.update_K, Way(copies=False, edge=False), Way(copies=True, edge=False)
-    still_edge, moving_edge = Way(copies=False, edge=True), Way(copies=True, edge=True)
-    forward_K, moving_forward_K = plain.forward(still), middle.forward(moving)
+    update_K = around.before.update_K * around.is_deferred_K
+    moving, moving_edge = Way(copies=True, edge=False), Way(copies=True, edge=True)
+    moving_forward_K, moving_backward_K = middle.forward(moving), behind.backward(moving)
     forward_copies_K = np.maximum(moving_forward_K - forward_K, 0.0)
-    gather_K = np.maximum(plain.forward(still_edge) - forward_K - update_K, 0.0)
-    backward_K, moving_backward_K = plain.backward(still), behind.backward(moving)
-    reduce_K = behind.backward(moving_edge) - moving_backward_K - (plain.backward(still_edge) - backward_K)
+    gather_K = np.maximum(first_K - forward_K - update_K, 0.0)
+    reduce_K = behind.backward(moving_edge) - moving_backward_K - (last_K - backward_K)
     return {
         "copies": forward_copies_K + np.maximum(moving_backward_K - backward_K, 0.0),
         "forward_copies": forward_copies_K,
@@ -283,7 +284,7 @@ class _Around:
         kinds: Units with different neighbours.
         place_K: At which place each is.
         is_deferred_K: Whether the update is part of a first forward.
-        update_K: Its arithmetic.
+        before: What is known of them without copies.
         concurrent: Seconds of loads on the four channels.
     """
 
@@ -291,8 +292,27 @@ class _Around:
     kinds: Neighbourhoods
     place_K: IntArray
     is_deferred_K: BoolArray
-    update_K: FloatArray
+    before: Beforehand
     concurrent: Concurrent
+
+    def alone(
+        self, loads: Loads, question_K: IntArray, candidates: StageCandidates, base_K: IntArray
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """Seconds without copies of a forward, of the first one, of a backward, of the last one.
+
+        Args:
+            loads: Seconds of units.
+            question_K: Row of the loads that each candidate has.
+            candidates: The stages.
+            base_K: Which stages are the same but for what they move.
+        """
+        known_XK = self.before.alone_XK
+        if known_XK is not None:
+            forward_K, first_K, backward_K, last_K = known_XK
+            return forward_K, np.where(self.is_deferred_K, first_K, forward_K), backward_K, last_K
+        plain = self.passes(loads, question_K, candidates, (base_K, self.is_deferred_K.astype(np.int64)))
+        still, edge = Way(copies=False, edge=False), Way(copies=False, edge=True)
+        return plain.forward(still), plain.forward(edge), plain.backward(still), plain.backward(edge)
 
     def passes(
         self,

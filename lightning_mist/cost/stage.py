@@ -32,9 +32,10 @@ from lightning_mist.cost.corrected import computation_factor, corrected_regions,
 from lightning_mist.cost.exchange import cut_key, cut_seconds, of_cuts, reductions, shard_nodes, tied_seconds
 from lightning_mist.cost.kept import STAGES, Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
-from lightning_mist.cost.offload_floors import CopyFloors, copy_floors
-from lightning_mist.cost.offload_loads import CopyPlace, Moving, WithoutCopies
+from lightning_mist.cost.offload_floors import CopyFloors
+from lightning_mist.cost.offload_loads import Beforehand, CopyPlace, Moving, WithoutCopies
 from lightning_mist.cost.offload_parts import MovedShares, Ratios
+from lightning_mist.cost.offload_sums import copy_floors
 from lightning_mist.cost.offload_time import CopyQuestion, CopySeconds, copy_seconds, every_moving_seconds
 from lightning_mist.cost.overheads import overhead_seconds
 from lightning_mist.cost.regions import covered
@@ -349,7 +350,7 @@ class StageCostModel:
         slots: Sequence[StageSlot],
         slot_K: IntArray,
         candidates: StageCandidates,
-        once: tuple[FloatArray, FloatArray, FloatArray],
+        before: Beforehand,
     ) -> CopySeconds:
         """What copies add to stages each of which moves something, without their other seconds.
 
@@ -357,10 +358,10 @@ class StageCostModel:
             slots: The stages' places.
             slot_K: Which of them each has.
             candidates: The stages.
-            once: What the optimizer's arithmetic, averaging gradients and giving out parameters take without copies.
+            before: What is known of them without copies.
         """
         places = [self._copy_place(slot) for slot in slots]
-        moving = Moving.of(places, slot_K, candidates, once)
+        moving = Moving(places=places, place_K=slot_K, candidates=candidates, before=before)
         machine = self.profile, self.cluster
         across_S = np.array([shard_nodes(self.cluster, slot) > 1 for slot in slots])
         return every_moving_seconds(moving, copy_rates(*machine), interference_of(*machine), across_S)

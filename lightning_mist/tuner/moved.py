@@ -192,7 +192,7 @@ class Mover:
         while unsettled := [item for item in unsettled if item.narrow()]:
             if perf_counter() > self.deadline:
                 raise TimeIsUpError
-            learn_seconds(self.model, self.ratios.offload_CO, next_ones(unsettled))
+            learn_seconds(self.model, self.ratios, next_ones(unsettled))
 
     def has_looked(self, table: Table, phases: Situations) -> bool:
         """Whether stages in these situations have been looked at, ahead of time or not."""

@@ -16,8 +16,10 @@ from lightning_mist.cost import CostModel, StageCandidates, StageSlot
 from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.offload_floors import CopyFloors
+from lightning_mist.cost.offload_loads import Beforehand
 from lightning_mist.cost.together import seconds_of_stages
 from lightning_mist.tuner.moved_known import Known
+from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.pareto import not_beaten
 from lightning_mist.tuner.search_space import OFFLOADED
 
@@ -137,19 +139,19 @@ def next_ones(unsettled: Sequence[Unsettled]) -> list[tuple[Known, IntArray]]:
     return [(known, np.unique(np.concatenate(places))) for known, places in of_tables.values()]
 
 
-def learn_seconds(model: CostModel, offload_CO: FloatArray, asked: Sequence[tuple[Known, IntArray]]) -> None:
+def learn_seconds(model: CostModel, ratios: Ratios, asked: Sequence[tuple[Known, IntArray]]) -> None:
     """Ask for the seconds of candidates with ratios of several tables together, and remember them.
 
     Args:
         model: The cost model.
-        offload_CO: The combinations of ratios.
+        ratios: What may be moved.
         asked: What is known of each table, and which places of it.
     """
     added = [(known, place_N) for known, place_N in asked if all(map(model.adds_copies, known.table.slots))]
     if added:
-        _learn_added(model, offload_CO, added)
+        _learn_added(model, ratios, added)
     others = [(known, place_N) for known, place_N in asked if not all(map(model.adds_copies, known.table.slots))]
-    placed, notes = [], []
+    placed, notes, offload_CO = [], [], ratios.offload_CO
     for known, place_N in others:
         index_N = known.base_B[place_N // len(offload_CO)]
         for shape in np.unique(known.table.shape_K[index_N]).tolist():
@@ -161,28 +163,25 @@ def learn_seconds(model: CostModel, offload_CO: FloatArray, asked: Sequence[tupl
         known.note(place_M, seconds.steady_K, seconds.boundary_K)
 
 
-def _learn_added(model: CostModel, offload_CO: FloatArray, asked: Sequence[tuple[Known, IntArray]]) -> None:
+def _learn_added(model: CostModel, ratios: Ratios, asked: Sequence[tuple[Known, IntArray]]) -> None:
     """The same where seconds with copies are those without and what copies add, both of which are known of bases."""
     slots: list[StageSlot] = []
-    slot_N, stages, floors = [], [], []
+    slot_N, stages, floors, before = [], [], [], []
     for known, place_N in asked:
-        row_N = place_N // len(offload_CO)
+        row_N, combination_N = np.divmod(place_N, len(ratios))
         index_N = known.base_B[row_N]
         shapes, own_N = np.unique(known.table.shape_K[index_N], return_inverse=True)
         slot_N.append(len(slots) + own_N.reshape(-1))
         slots += [known.table.slots[shape] for shape in shapes.tolist()]
-        stages.append(known.table.candidates(index_N))
+        stages.append(_with(known.table.candidates(index_N), ratios.offload_CO[combination_N]))
         floors.append((_floors(known), row_N))
-    place_N = np.concatenate([place_N for _, place_N in asked])
+        before.append(_floors(known).before(row_N, ratios.of_kinds(combination_N)[:, :3]))
 
     def of_bases(name: str) -> FloatArray:
         return np.concatenate([getattr(found, name)[row_N] for found, row_N in floors])
 
     copies = model.moved_seconds(
-        slots,
-        np.concatenate(slot_N),
-        _with(StageCandidates.joined(stages), offload_CO[place_N % len(offload_CO)]),
-        (of_bases("updating_B"), of_bases("averaging_B"), of_bases("giving_B")),
+        slots, np.concatenate(slot_N), StageCandidates.joined(stages), Beforehand.joined(before)
     )
     exposed_N, giving_N = of_bases("exposed_B"), of_bases("giving_B")
     # Averaging hides otherwise beside copies, and so does giving out parameters if the update waits.
@@ -190,7 +189,7 @@ def _learn_added(model: CostModel, offload_CO: FloatArray, asked: Sequence[tuple
     more_N += np.where(copies.is_deferred_K, copies.gather_K - giving_N, 0.0)
     first = 0
     for known, place_M in asked:
-        index_M, cut = known.base_B[place_M // len(offload_CO)], slice(first, first + len(place_M))
+        index_M, cut = known.base_B[place_M // len(ratios)], slice(first, first + len(place_M))
         steady_M = known.table.steady_K[index_M] + copies.copies_K[cut]
         known.note(place_M, steady_M, known.table.boundary_K[index_M] + more_N[cut])
         first = cut.stop

@@ -5,7 +5,7 @@ import pytest
 
 from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.channels import CopyRates
-from lightning_mist.cost.offload_loads import BEFORE, BEHIND, CopyPlace, Moving, loads_of
+from lightning_mist.cost.offload_loads import BEFORE, BEHIND, Beforehand, CopyPlace, Moving, loads_of
 from tests.cost.test_offload_time import candidates, machine, network, slot
 from tests.specs import cluster
 
@@ -19,9 +19,7 @@ def loads(stages, net):
         places=[place],
         place_K=np.zeros(len(stages), dtype=int),
         candidates=stages,
-        update_K=none_K,
-        reduce_K=none_K,
-        gather_K=none_K,
+        before=Beforehand(update_K=none_K, reduce_K=none_K, gather_K=none_K),
     )
     return loads_of(moving, RATES)
 

@@ -97,7 +97,7 @@ def test_what_is_known_of_one_batch_holds_for_another(network, stage, batch, mic
     found, ratios = Known.nothing(table), heir._mover.ratios
     count = len(ratios)
     places = np.random.default_rng(batch).choice(len(known) * count, 40, replace=False)
-    learn_seconds(donor.model, ratios.offload_CO, [(known, np.sort(places))])
+    learn_seconds(donor.model, ratios, [(known, np.sort(places))])
     found.inherit(known, count, lambda slot: heir.model.memory(slot).batch_bytes(slot))
     assert len(found) == len(known) > 0
     assert len(found.place_S) == len(known.place_S) > 0
@@ -112,7 +112,7 @@ def test_what_is_known_of_one_batch_holds_for_another(network, stage, batch, mic
     phases = stage_phases(stage, 3, 4)
     np.testing.assert_allclose(found.parts.peaks(phases), wanted.parts.peaks(phases)[order], rtol=1e-12)
     np.testing.assert_allclose(found.parts.host_bytes(phases), wanted.parts.host_bytes(phases)[order], rtol=1e-12)
-    learn_seconds(heir.model, ratios.offload_CO, [(wanted, np.unique(new_places(found, order, count)))])
+    learn_seconds(heir.model, ratios, [(wanted, np.unique(new_places(found, order, count)))])
     here, there = found.seconds(found.place_S), wanted.seconds(new_places(found, order, count))
     for mine, theirs in zip(here, there, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-11, atol=1e-15)

@@ -94,7 +94,7 @@ def test_seconds_are_those_of_the_cost_model(machine, corrected, monkeypatch):
         index_S = known.base_B[places_S // count]
         fresh = Known.nothing(known.table)
         fresh.base_B, fresh.floors = known.base_B, known.floors
-        learn_seconds(maker.model, mover.ratios.offload_CO, [(fresh, places_S)])
+        learn_seconds(maker.model, mover.ratios, [(fresh, places_S)])
         assert fresh.steady_S == pytest.approx(known.steady_S, rel=1e-12)
         assert known.row_K[index_S].tolist() == (places_S // count).tolist()
         for place, index, steady, boundary in zip(places_S, index_S, known.steady_S, known.boundary_S, strict=True):
