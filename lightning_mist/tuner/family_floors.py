@@ -99,6 +99,8 @@ class FamilyFloors:
 
         def situation(stage_index: int, num_stages: int) -> Situation:
             place = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
+            if self.space.schedule == "1f1b":
+                return Situation.in_1f1b(place, num_stages - 1 - stage_index, num_microbatches)
             return Situation.of(place, stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule))
 
         def behind(count: int) -> Situation:

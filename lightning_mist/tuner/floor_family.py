@@ -97,14 +97,15 @@ class FloorFamily:
         every = [*tails, *(found for _, found in kept)]
         flat, row = _places(every, num_layers)
         wide = num_layers + 1
-        table = np.full((2, len(every), (num_devices + 1) * wide), np.inf)
-        for values, name in zip(table, ("steady_V", "reach_V"), strict=True):
-            found_K = np.concatenate([getattr(item, name) for item in every]) if every else np.empty(0)
-            np.minimum.at(values, (row, flat), found_K)
-        used = np.zeros(table.shape[-1], dtype=bool)
+        used = np.zeros((num_devices + 1) * wide, dtype=bool)
         used[flat] = True
         at_V = np.flatnonzero(used)
-        steady, reach = table[:, :, at_V]
+        number = np.zeros(len(used), dtype=np.int64)
+        number[at_V] = np.arange(len(at_V))
+        steady, reach = np.full((2, len(every), len(at_V)), np.inf)
+        for values, name in ((steady, "steady_V"), (reach, "reach_V")):
+            found_K = np.concatenate([getattr(item, name) for item in every]) if every else np.empty(0)
+            np.minimum.at(values, (row, number[flat]), found_K)
         return cls(
             num_layers=num_layers,
             num_devices=num_devices,

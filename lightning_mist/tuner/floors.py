@@ -73,9 +73,27 @@ class Situation:
         # Gradients are there in all backwards but the first.
         backwards = [phase.others for phase in phases if phase.kind == "backward"]
         others = max(backwards or [phase.others for phase in phases if phase.kind == "first backward"])
-        # What takes at least so long with fewer in flight does so with more: of many, fewer numbers are told apart.
-        step = 1 << max(0, others.bit_length() - _TOLD_APART)
-        return cls(place=place, others=others // step * step, has_gradients=bool(backwards))
+        return cls(place=place, others=_told_apart(others), has_gradients=bool(backwards))
+
+    @classmethod
+    def in_1f1b(cls, place: str, behind: int, num_microbatches: int) -> "Situation":
+        """The same under 1F1B, without a look at the schedule.
+
+        Args:
+            place: A name of :data:`~lightning_mist.tuner.least_runs.PLACES`.
+            behind: Stages behind.
+            num_microbatches: Microbatches per batch.
+        """
+        # A forward for every stage behind runs before the first backward; what that let go of, another takes the place
+        # of, if there is one more.
+        others = min(behind, max(0, num_microbatches - 2))
+        return cls(place=place, others=_told_apart(others), has_gradients=num_microbatches > 1)
+
+
+def _told_apart(others: int) -> int:
+    """A number that is not more, of which there are few; what takes at least so long with fewer does with more."""
+    step = 1 << max(0, others.bit_length() - _TOLD_APART)
+    return others // step * step
 
 
 def stage_floors(placed: PlacedRuns, memory_limit: float, situations: Sequence[Situation]) -> list[StageFloors]:

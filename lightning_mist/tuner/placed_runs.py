@@ -13,6 +13,7 @@ Array axes
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -40,11 +41,14 @@ _AHEAD = 1.5
 """Multiple of the pace asked for up to which runs are worked out: other numbers of stages are compared up to 1.25 times
 the best plan's, and smaller batches, whose runs are the same, take longer per microbatch."""
 
-_MOST = 32
-"""Sets of runs that are kept."""
+_MOST = 1 << 19
+"""Runs that are kept in all, put together; with what is known of them a kilobyte or two each."""
 
-_PACES = 3
-"""Paces for which runs at a place are kept: until there is a plan, for the best, and to compare with."""
+_SLOTS = 512
+"""Arrangements of devices whose runs are kept."""
+
+_PACES = 2
+"""Paces for which runs at a place are kept: for the best plan, and to compare with."""
 
 _SPARE = 0.78
 """Share of the pace that is known below which runs are worth leaving out."""
@@ -132,6 +136,23 @@ class PlacedRuns:
         """Number of runs."""
         return len(self.cell_R)
 
+    def up_to(self, pace: float) -> "PlacedRuns":
+        """Those that are fast enough for a smaller pace, without what they may move."""
+        kept_R = np.flatnonzero(self.steady_R <= pace)
+        kept_V, begins_V = np.unique(self.cell_R[kept_R], return_index=True)
+        taken: dict[str, Any] = {
+            name: np.take(getattr(self, name), kept_R, axis=-1) for name in self.__slots__ if name.endswith("R")
+        }
+        taken["cell_R"] = np.repeat(np.arange(len(begins_V)), np.diff(begins_V, append=len(kept_R)))
+        return PlacedRuns(
+            pace=pace,
+            place=self.place,
+            layers_V=self.layers_V[kept_V],
+            devices_V=self.devices_V[kept_V],
+            begins_V=begins_V,
+            **taken,
+        )
+
     @property
     def is_first(self) -> bool:
         """Whether the head is with them."""
@@ -170,6 +191,8 @@ class KnownRuns:
             return known
         if moves.kinds:
             found = with_copies(self.at(place, replace(moves, kinds=frozenset()), pace), self.runs, moves)
+        elif known is not None:
+            found = known.up_to(pace / _SPARE)
         else:
             found = placed_runs(self.runs, place, max(pace, min(self.runs.pace, pace / _SPARE)))
         self.placed[key] = (*every, found)[-_PACES:]
@@ -208,9 +231,11 @@ class AllRuns:
             every = [self.of_slots[key_of_slot] for key_of_slot in slots]
             known = KnownRuns(runs=joined_runs(model, space.num_layers, every))
         self.of[key] = known
-        for kept, most in ((self.of, _MOST), (self.of_slots, _MOST * len(slots))):
-            while len(kept) > max(most, 1):
-                del kept[next(iter(kept))]
+        count = sum(len(item.runs) for item in self.of.values())
+        while len(self.of) > 1 and count > _MOST:
+            count -= len(self.of.pop(next(iter(self.of))).runs)
+        while len(self.of_slots) > max(_SLOTS, len(slots)):
+            del self.of_slots[next(iter(self.of_slots))]
         return known
 
 
@@ -335,8 +360,11 @@ def _weighted(
     runs: LeastRuns, run_R: IntArray, weights: Sequence[FloatArray], values: Sequence[FloatArray]
 ) -> FloatArray:
     """The sum of some values of runs, each weighted; weights have axes ``NW``."""
-    across_R, values_FR, weights_NWF = runs.across_K[run_R], np.stack(values), np.stack(weights, axis=-1)
-    found_WR: FloatArray = weights_NWF[0] @ values_FR
-    if across_R.any() and (weights_NWF[0] != weights_NWF[1]).any():
-        found_WR = np.where(across_R, weights_NWF[1] @ values_FR, found_WR)
+    values_FR, weights_NWF = np.stack(values), np.stack(weights, axis=-1)
+    weights_WF: FloatArray = weights_NWF[0]
+    if (weights_NWF[0] != weights_NWF[1]).any():
+        across_R = runs.across_K[run_R].astype(np.float64)
+        weights_WF = np.concatenate([weights_NWF[0], weights_NWF[1]], axis=1)
+        values_FR = np.concatenate([values_FR * (1 - across_R), values_FR * across_R])
+    found_WR: FloatArray = weights_WF @ values_FR
     return found_WR

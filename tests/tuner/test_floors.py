@@ -79,6 +79,15 @@ def test_floors_rise_as_memory_shrinks_and_what_cannot_fit_is_not_there():
     assert all(len(less) <= len(more) for more, less in pairwise(steady))
 
 
+def test_what_stages_find_under_1f1b_is_what_its_schedule_says():
+    for microbatches in (1, 2, 3, 5, 9, 40):
+        for count in range(2, 12):
+            for index in range(count):
+                place = "first" if not index else "last" if index == count - 1 else "middle"
+                found = Situation.in_1f1b(place, count - 1 - index, microbatches)
+                assert found == Situation.of(place, stage_phases(index, count, microbatches))
+
+
 def test_of_many_in_flight_fewer_numbers_are_told_apart_and_never_more_than_there_are():
     for others in range(70):
         phases = stage_phases(0, others + 1, 100)

@@ -45,6 +45,17 @@ def test_what_is_too_slow_is_missing():
     assert len(placed_runs(runs, "middle", 0.0)) == 0
 
 
+def test_runs_for_a_smaller_pace_are_those_that_would_be_found_for_it():
+    runs = known().runs
+    for place in PLACES:
+        every = placed_runs(runs, place, np.inf)
+        pace = float(np.median(every.steady_R))
+        found, wanted = every.up_to(pace), placed_runs(runs, place, pace)
+        assert 0 < len(found) < len(every)
+        for name in found.__slots__:
+            np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
+
+
 def test_what_is_known_is_not_worked_out_again_unless_it_is_far_too_much():
     every = known().at("first", NOTHING, np.inf)
     pace = float(np.median(every.steady_R))
