@@ -24,3 +24,20 @@ def test_few_and_many_codes(size: int) -> None:
     found, inverse = distinct_codes(codes, size)
     assert found.tolist() == [0, 3, 7]
     assert inverse.tolist() == [2, 1, 2, 0]
+
+
+def test_many_columns_of_many_values_are_told_apart() -> None:
+    # As many combinations as do not fit into 64 bits.
+    count, random = 600, np.random.default_rng(3)
+    columns = [random.permutation(count) / count for _ in range(9)]
+    doubled = [np.concatenate([column, column[::-1]]) for column in columns]
+    found, inverse = distinct_rows(*doubled)
+    assert found.tolist() == sorted(found.tolist())
+    assert len(found) == count
+    assert (found[inverse] == np.stack(doubled, axis=1)).all()
+
+
+def test_nothing_has_no_rows() -> None:
+    found, inverse = distinct_rows(np.empty(0), np.empty(0, dtype=np.int64))
+    assert found.shape == (0, 2)
+    assert inverse.shape == (0,)
