@@ -142,7 +142,8 @@ class Planner:
         intra = self.stages(space, *limits, more)
         if too_large(intra):
             return intra, Outcome.nothing(len(space.pipelines()))
-        outcome = search_pipelines(intra, space, deadline, self._pasts.of(space))
+        pasts = self._pasts.of(space), self._pasts.precedents(space)
+        outcome = search_pipelines(intra, space, deadline, *pasts)
         self._pasts.add(space, Past.of(intra.both_limits, outcome.bounds, tuple(outcome.found.values())))
         return intra, outcome
 

@@ -16,10 +16,11 @@ So stages that are far too slow are never evaluated.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
+from types import MappingProxyType
 
 import numpy as np
 
@@ -30,10 +31,10 @@ from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.likely import likely_seconds, quick_bounds
 from lightning_mist.tuner.moved import TimeIsUpError
-from lightning_mist.tuner.past import Found, Past, known_answers, raised
+from lightning_mist.tuner.past import Found, Past, Precedent, known_answers, raised
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.space import Space
-from lightning_mist.tuner.tally import Group, Tally, family_of, single_stage
+from lightning_mist.tuner.tally import Group, Tally, family_like, family_of, single_stage
 
 FIRST_SECONDS = 1.0
 """Seconds that a search may take until it has a plan, however little time it is given: with less it says nothing."""
@@ -47,6 +48,10 @@ COMPARED = 1.25
 
 TRIED = 2
 """Numbers of microbatches with which that is done at most, the most promising first."""
+
+ALIKE, SLOWER = 2, 1.2
+"""By how many layers stages may differ from those of a pipeline that was found for an earlier question, and how many
+times as slow they may be."""
 
 NEAR = 1.03
 """Multiple of the best plan's seconds below which all numbers of stages are searched for theirs, to be run on the
@@ -98,8 +103,22 @@ class Outcome:
         return cls(best={}, found={}, winner=None, bound=np.inf, certified=False, pipelines=pipelines, solved=0)
 
 
-def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Sequence[Past] = ()) -> Outcome:
-    """The best pipeline, proven, and good ones with other numbers of stages, from what earlier searches have left."""
+def search_pipelines(
+    intra: IntraStage,
+    space: Space,
+    deadline: float,
+    pasts: Sequence[Past] = (),
+    precedents: Mapping[int, Precedent] = MappingProxyType({}),
+) -> Outcome:
+    """The best pipeline, proven, and good ones with other numbers of stages, from what earlier searches have left.
+
+    Args:
+        intra: What stages may be.
+        space: The search space.
+        deadline: Value of ``perf_counter()`` at which to stop with what has been found.
+        pasts: Earlier searches of the same space.
+        precedents: By number of stages a pipeline that was found for an earlier question.
+    """
     limits = intra.both_limits
     lower = raised(quick_bounds(intra, space), pasts, limits)
     patience = max(deadline, perf_counter() + FIRST_SECONDS)
@@ -139,7 +158,10 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     intra.try_ratios(space.offload_ratios[-1:], deadline)
     for num_stages in compared(space, winner):
         some: list[Group] = [((num_stages,), group[1]) for group in groups if num_stages in group[0]]
-        _compare(tally, some, tally.least * COMPARED, num_stages)
+        if num_stages > 1 and num_stages in precedents:
+            _look_like(tally, precedents[num_stages], tally.least * COMPARED)
+        else:
+            _compare(tally, some, tally.least * COMPARED, num_stages)
     most = tally.least * NEAR
     near = [group for group in pipelines if tally.known_floor(*group) < most]
     for group in sorted(near, key=lambda item: (tally.known_floor(*item), item))[:NEAREST]:
@@ -163,6 +185,24 @@ def _compare(tally: Tally, groups: list[Group], most: float, num_stages: int) ->
         else:
             # What bounds a whole family says little of one number of stages.
             heapq.heappush(waiting, (tally.floor(*group, most), True, group))
+
+
+def _look_like(tally: Tally, precedent: Precedent, most: float) -> None:
+    """Look for a pipeline like one that was found before, if none of fewer seconds than ``most`` is known."""
+    num_stages, num_microbatches = len(precedent.layers), precedent.num_microbatches
+    bound = tally.known_floor((num_stages,), num_microbatches)
+    if tally.least_of(num_stages) < most or bound >= most * (1 - PRECISION) or tally.is_late:
+        return
+    among_NL = np.zeros((tally.space.world_size + 1, tally.space.num_layers + 1), dtype=bool)
+    for devices, layers in zip(precedent.devices, precedent.layers, strict=True):
+        among_NL[devices, max(1, layers - ALIKE) : layers + ALIKE + 1] = True
+    pace = min(most / num_microbatches, precedent.slowest * SLOWER)
+    with suppress(TimeIsUpError):
+        family = family_like(tally, num_stages, num_microbatches, pace, among_NL)
+        if family.heads:
+            found = solve_family(family, below=most, deadline=tally.deadline)
+            for count, answer in found.answers.items():
+                tally.note(Found(problem=family.problem(count), answer=answer))
 
 
 def _look_near(tally: Tally, counts: tuple[int, ...], num_microbatches: int, most: float) -> None:

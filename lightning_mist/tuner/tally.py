@@ -7,6 +7,7 @@ from time import perf_counter
 
 import numpy as np
 
+from lightning_mist.cost.compile import BoolArray
 from lightning_mist.tuner.choices import SlotChoices
 from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import IntraStage
@@ -125,3 +126,23 @@ def family_of(tally: Tally, counts: Sequence[int], num_microbatches: int, below:
         return found.take(among_NL[found.devices_K, found.layers_K])
 
     return Family.of(*sizes, num_microbatches, known.counts, choices_of)
+
+
+def family_like(tally: Tally, num_stages: int, num_microbatches: int, pace: float, among_NL: BoolArray) -> Family:
+    """The choices of the stages of one number of stages; state is moved only with some devices and layers.
+
+    Args:
+        tally: Whose stages they are.
+        num_stages: Number of stages.
+        num_microbatches: Number of microbatches.
+        pace: The most steady seconds of a stage.
+        among_NL: Numbers of devices and layers with which state may be moved.
+    """
+    places = [*((num_stages - 1 - behind, num_stages) for behind in range(num_stages - 1)), (0, num_stages)]
+    tally.intra.prepare(((*place, (), among_NL) for place in places), num_microbatches, pace)
+
+    def choices_of(stage_index: int, count: int) -> SlotChoices:
+        return tally.intra.frontier(stage_index, count, num_microbatches, pace, among_NL=among_NL)
+
+    sizes = tally.space.num_layers, (tally.space.world_size,)
+    return Family.of(*sizes, num_microbatches, (num_stages,), choices_of)

@@ -6,8 +6,10 @@ import pytest
 from lightning_mist.tuner import SearchSpace, checked, search
 from lightning_mist.tuner.bound import PRECISION, solve
 from lightning_mist.tuner.likely import quick_bounds
+from lightning_mist.tuner.past import Precedent
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.problem import InterStageProblem
+from lightning_mist.tuner.tally import Tally
 from tests.specs import cluster, profile, spec
 
 
@@ -109,3 +111,35 @@ def test_a_search_without_a_plan_stops_when_time_is_up(monkeypatch):
     assert outcome.is_late
     assert outcome.solved == 0 < every.solved
     assert outcome.bound == min(quick_bounds(stages, stages.space).values())
+
+
+@pytest.mark.parametrize("memory", [600_000, 700_000])
+def test_a_pipeline_like_one_found_before_is_as_good_if_it_still_fits(memory):
+    stages = stages_of(memory=memory)
+    outcome = search.search_pipelines(stages, stages.space, np.inf)
+    several = [item for item in outcome.found.values() if len(item.answer.chosen) > 1]
+    assert several
+    for found in several:
+        tally = tally_of(stages_of(memory=memory))
+        # Nothing is known of its number of stages, and nothing that would have to be beaten.
+        precedent = Precedent.of(found.alone, found.problem.num_microbatches)
+        most = found.answer.objective * 1.01
+        search._look_like(tally, precedent, most)
+        (like,) = tally.best.values()
+        assert len(like.answer.chosen) == len(found.answer.chosen)
+        assert like.answer.objective <= found.answer.objective * (1 + PRECISION)
+        again = dict(tally.best)
+        search._look_like(tally, precedent, most)
+        assert tally.best == again
+        tight = tally_of(stages_of(memory=100))
+        search._look_like(tight, precedent, most)
+        assert not tight.best
+
+
+def tally_of(stages):
+    lower = quick_bounds(stages, stages.space)
+    floors = search.floors_of(stages, stages.space)
+    limits = {"deadline": np.inf, "patience": np.inf}
+    return Tally(
+        intra=stages, space=stages.space, lower=lower, bounds=dict(lower), floors=floors, is_warm=False, **limits
+    )

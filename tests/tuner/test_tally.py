@@ -1,26 +1,9 @@
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.likely import quick_bounds
 from lightning_mist.tuner.problem import PRECISION
-from lightning_mist.tuner.search import floors_of
-from lightning_mist.tuner.tally import HEADROOM, Tally, family_of, single_stage
-from tests.tuner.test_search import each_by_itself, stages_of
-
-
-def tally_of(stages):
-    lower = quick_bounds(stages, stages.space)
-    floors = floors_of(stages, stages.space)
-    return Tally(
-        intra=stages,
-        space=stages.space,
-        lower=lower,
-        deadline=np.inf,
-        patience=np.inf,
-        bounds=dict(lower),
-        floors=floors,
-        is_warm=False,
-    )
+from lightning_mist.tuner.tally import HEADROOM, family_of, single_stage
+from tests.tuner.test_search import each_by_itself, stages_of, tally_of
 
 
 @pytest.mark.parametrize("memory", [10**12, 600_000])
