@@ -135,12 +135,11 @@ def search_pipelines(
     for item in (known := known_answers(pasts, limits)):
         tally.note(item)
     groups = list(_groups(tuple(lower)))
-    pipelines = [group for group in groups if group[0] != (1,)]
     tally.floors.kinds = frozenset(space.search.offloaded if space.offload_ratios else ())
     # One stage has so few choices that all are looked at; what it takes is to be beaten.
     intra.try_ratios(space.offload_ratios, patience)
     _search(tally, [group for group in groups if group[0] == (1,)], np.inf)
-    _look(tally, pipelines)
+    _look(tally, [group for group in groups if group[0] != (1,)])
     bound = min(tally.bounds.values(), default=np.inf)
     if not tally.best:
         return _outcome(tally, None, bound)
@@ -154,21 +153,26 @@ def search_pipelines(
     if checked.refutes:
         bound = 0.0  # Nothing that has been proven can be relied on.
     proven = dict(tally.bounds) if space.offload_ratios else tally.bounds
-    # The other numbers of stages are there to compare with, so all or nothing will do; that proves nothing of all.
-    intra.try_ratios(space.offload_ratios[-1:], deadline)
-    for num_stages in compared(space, winner):
+    _look_beside(tally, winner, groups, precedents)
+    for key, value in tally.proven.items():
+        proven[key] = max(proven[key], value)
+    return replace(_outcome(tally, winner, bound, checked), bounds={} if checked.refutes else proven)
+
+
+def _look_beside(tally: Tally, winner: int, groups: list[Group], precedents: Mapping[int, Precedent]) -> None:
+    """Look for good pipelines beside the best: other numbers of stages, and those that the clock may prefer."""
+    # They are there to compare with, so all or nothing will do; that proves nothing of all.
+    tally.intra.try_ratios(tally.space.offload_ratios[-1:], tally.deadline)
+    for num_stages in compared(tally.space, winner):
         some: list[Group] = [((num_stages,), group[1]) for group in groups if num_stages in group[0]]
         if num_stages > 1 and num_stages in precedents:
             _look_like(tally, precedents[num_stages], tally.least * COMPARED)
         else:
             _compare(tally, some, tally.least * COMPARED, num_stages)
     most = tally.least * NEAR
-    near = [group for group in pipelines if tally.known_floor(*group) < most]
+    near = [group for group in groups if group[0] != (1,) and tally.known_floor(*group) < most]
     for group in sorted(near, key=lambda item: (tally.known_floor(*item), item))[:NEAREST]:
         _look_near(tally, *group, most)
-    for key, value in tally.proven.items():
-        proven[key] = max(proven[key], value)
-    return replace(_outcome(tally, winner, bound, checked), bounds={} if checked.refutes else proven)
 
 
 def _compare(tally: Tally, groups: list[Group], most: float, num_stages: int) -> None:
