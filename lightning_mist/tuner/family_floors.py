@@ -22,6 +22,9 @@ from lightning_mist.tuner.placed_runs import AllRuns, Moves, PlacedRuns
 from lightning_mist.tuner.space import Shape, Space
 from lightning_mist.tuner.tables import ROOM
 
+_MORE = 1.04
+"""Multiple of the pace asked for up to which floors are worked out: plans near the best are asked about next."""
+
 SlotOf = Callable[[int, int, int, Shape], StageSlot]
 """A slot, by stage, number of stages and of microbatches, and arrangement of its devices."""
 
@@ -109,7 +112,7 @@ class FamilyFloors:
 
         tails = [behind(count) for count in range(longest - 1)]
         heads = {count: situation(0, count) for count in counts}
-        found = self._stages_of(placed, num_microbatches, limit, [*tails, *heads.values()])
+        found = self._stages_of(placed, num_microbatches, limit, pace, [*tails, *heads.values()])
         stages = {item: found[item].within(pace) for item in (*tails, *heads.values())}
         family = FloorFamily.of(
             (self.space.num_layers, self.space.world_size, num_microbatches),
@@ -119,15 +122,21 @@ class FamilyFloors:
         return family if len(family.counts_C) else None
 
     def _stages_of(
-        self, placed: Mapping[str, PlacedRuns], num_microbatches: int, limit: float, asked: Sequence[Situation]
+        self,
+        placed: Mapping[str, PlacedRuns],
+        num_microbatches: int,
+        limit: float,
+        pace: float,
+        asked: Sequence[Situation],
     ) -> dict[Situation, StageFloors]:
-        """What stages take at least in some situations."""
+        """What stages take at least in some situations, up to a pace at least."""
         known = self._stages.setdefault((self.kinds, num_microbatches), {})
         for place, runs in placed.items():
             here = dict.fromkeys(item for item in asked if item.place == place)
-            new = [item for item in here if item not in known or known[item][0] < runs.pace]
-            found = stage_floors(runs, limit, new)
-            known.update({item: (runs.pace, floors) for item, floors in zip(new, found, strict=True)})
+            new = [item for item in here if item not in known or known[item][0] < pace]
+            most = min(runs.pace, pace * _MORE)
+            found = stage_floors(runs, limit, new, most)
+            known.update({item: (most, floors) for item, floors in zip(new, found, strict=True)})
         return {item: known[item][1] for item in asked}
 
     def _slots(self, num_microbatches: int) -> tuple[dict[Hashable, StageSlot], float]:

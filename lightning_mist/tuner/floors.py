@@ -96,22 +96,26 @@ def _told_apart(others: int) -> int:
     return others // step * step
 
 
-def stage_floors(placed: PlacedRuns, memory_limit: float, situations: Sequence[Situation]) -> list[StageFloors]:
+def stage_floors(
+    placed: PlacedRuns, memory_limit: float, situations: Sequence[Situation], pace: float = np.inf
+) -> list[StageFloors]:
     """What stages take at least, by layers and devices: the least of any run, in either time by itself.
 
     Args:
         placed: Runs of layers at their place.
         memory_limit: Bytes of a device.
         situations: What stages there find; they are looked at together, which is faster.
+        pace: The most seconds of a microbatch that are of interest, if that is less than the pace of the runs.
     """
+    pace = min(pace, placed.pace)
     found, most = [], max(1, _AT_ONCE // max(1, len(placed)))
     for begin in range(0, len(situations), most):
-        some = _Asked(placed, memory_limit, situations[begin : begin + most])
+        some = _Asked(placed, memory_limit, situations[begin : begin + most], pace)
         found += [
             StageFloors(layers_V=placed.layers_V, devices_V=placed.devices_V, steady_V=steady_V, reach_V=reach_V)
             for steady_V, reach_V in zip(*some.least(), strict=True)
         ]
-    return [item.within(placed.pace) for item in found]
+    return [item.within(pace) for item in found]
 
 
 class _Asked:
@@ -121,10 +125,11 @@ class _Asked:
         placed: The runs.
         memory_limit: Bytes of a device.
         situations: The situations.
+        pace: The most seconds of a microbatch.
     """
 
-    def __init__(self, placed: PlacedRuns, memory_limit: float, situations: Sequence[Situation]) -> None:
-        self.placed = placed
+    def __init__(self, placed: PlacedRuns, memory_limit: float, situations: Sequence[Situation], pace: float) -> None:
+        self.placed, self.pace = placed, pace
         self.others_H = np.array([float(item.others) for item in situations])
         self.gradients_H = np.array([float(item.has_gradients) for item in situations])
         self.excess_HR = (placed.needed_R - memory_limit) + self.others_H[:, None] * placed.saved_R
@@ -144,7 +149,7 @@ class _Asked:
         )
         self.steady_F, self.reach_F = steady_HV.ravel(), reach_HV.ravel()
         if placed.copies is not None and placed.copies.kinds & set(_MOVED):
-            self._move(~fits_HR, placed.copies)
+            self._move(~fits_HR & (placed.steady_R <= self.pace), placed.copies)
         return self.steady_F.reshape(shape), self.reach_F.reshape(shape)
 
     def _move(self, lacks_HR: BoolArray, copies: Copies) -> None:
@@ -173,7 +178,7 @@ class _Asked:
         """The runs that may take less than what is known of others."""
         cell_M, found_M = self._cells(lacking), lacking.found_M
         kept_M = np.maximum(found_M, self.placed.reach_R[lacking.at_M]) < self.reach_F[cell_M]
-        return lacking.take((kept_M | (found_M < self.steady_F[cell_M])) & (found_M <= self.placed.pace))
+        return lacking.take((kept_M | (found_M < self.steady_F[cell_M])) & (found_M <= self.pace))
 
     def _learn(self, lacking: "_Lacking") -> None:
         cell_M, found_M = self._cells(lacking), lacking.found_M

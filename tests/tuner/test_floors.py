@@ -14,6 +14,7 @@ from lightning_mist.tuner import Planner
 from lightning_mist.tuner.floors import Situation, stage_floors
 from lightning_mist.tuner.least_runs import joined_runs, slot_runs, slots_of
 from lightning_mist.tuner.placed_runs import KnownRuns, Moves
+from lightning_mist.tuner.search_space import OFFLOADED
 from tests.tuner.instances import random_instance
 from tests.tuner.whole_space import candidates_of, pipelines, places_of, priced
 
@@ -95,3 +96,29 @@ def test_of_many_in_flight_fewer_numbers_are_told_apart_and_never_more_than_ther
         assert found.has_gradients
         assert found.others <= others < found.others * 1.25 + 1
         assert others >= 8 or found.others == others
+
+
+def test_floors_up_to_a_pace_are_those_of_all_that_are_no_slower():
+    found, _ = question(11)
+    planner = Planner(found.network, found.machine, profile=found.rates)
+    maker = planner.stages(planner.space(found.rows * found.machine.world_size, found.search))
+    microbatches = maker.space.microbatch_counts()[-1]
+    slots = slots_of(maker.space, maker.slot, microbatches)
+    of_slots = [slot_runs(maker.model, maker.space, slot, np.inf) for slot in slots]
+    known = KnownRuns(runs=joined_runs(maker.model, maker.space.num_layers, of_slots))
+    rates = copy_rates(found.rates, found.machine)
+    situations = [Situation.in_1f1b("middle", behind, microbatches) for behind in (1, 2)]
+    moves = Moves(kinds=frozenset(OFFLOADED), rates=rates, num_microbatches=microbatches)
+    placed, compared = known.at("middle", moves, np.inf), 0
+    for limit in (1e15, 1e6, 3e5, 1e5):
+        for every in stage_floors(placed, limit, situations):
+            pace = float(np.median(every.steady_V)) if len(every) else 1.0
+            for wanted, fewer in zip(
+                stage_floors(placed, limit, situations), stage_floors(placed, limit, situations, pace), strict=True
+            ):
+                kept = wanted.within(pace)
+                np.testing.assert_array_equal(fewer.layers_V, kept.layers_V)
+                np.testing.assert_array_equal(fewer.devices_V, kept.devices_V)
+                np.testing.assert_allclose(fewer.steady_V, kept.steady_V, rtol=1e-12)
+                compared += len(kept)
+    assert compared > 10
