@@ -5,6 +5,7 @@ gradients and giving out parameters. So whatever a candidate moves, it takes at 
 its ``t + d`` is at least ``t`` with what of ``d`` is neither of these two (:attr:`Table.floor_K`). Where a choice that
 fits beats both, no ratio is tried (:func:`.unmoved.worth_moving`).
 
+Nor is one of a candidate that takes longer without copies than another is known to take with what it moves and fits.
 Of all others every combination of ratios is looked at, its memory first. What it takes at least is known then too
 (:mod:`lightning_mist.cost.offload_floors`), and its seconds are worked out only if by that it may be better than all
 that is known to fit: those that promise most first, then what they leave.
@@ -44,7 +45,8 @@ from lightning_mist.cost.offload_parts import OffloadParts, moved_shares
 from lightning_mist.tuner.moved_kept import Kept, arranged, floors_of, kept
 from lightning_mist.tuner.moved_known import Arranged, Knowledge, Known, Moved, Situations
 from lightning_mist.tuner.moved_ratios import Ratios
-from lightning_mist.tuner.moved_settled import Unsettled, learn_seconds, next_ones
+from lightning_mist.tuner.moved_settled import Unsettled, counted_seconds, learn_seconds, next_ones
+from lightning_mist.tuner.pareto import not_beaten
 from lightning_mist.tuner.tables import ROOM, Table
 
 AT_ONCE = 1 << 14
@@ -111,11 +113,13 @@ class Mover:
         """
         # What is known of a table may be forgotten for that of another; here it is still needed.
         every = [self._known(item.table) for item in asked]
-        looked = self._look(asked, every)
-        wanted = [
-            (known, self._arranged(known), item.index_B, item.phases) for item, known in zip(asked, every, strict=True)
-        ]
-        found_Q = kept(wanted, self.ratios, (self.memory_limit, self.host_limit))
+        # What is known already may be better than all that a candidate of which nothing is known can move.
+        before = [item.index_B[known.row_K[item.index_B] >= 0] for item, known in zip(asked, every, strict=True)]
+        before_Q = self._kept(asked, every, before)
+        new = [_may_be_better(*item) for item in zip(asked, every, before_Q, strict=True)]
+        looked = self._look(asked, every, new)
+        more_Q = self._kept(asked, every, new)
+        found_Q = [Kept.in_order(pair, len(self.ratios)) for pair in zip(before_Q, more_Q, strict=True)]
         self._settle(self._unsettled(asked, every, found_Q))
         count, found = len(self.ratios), []
         for item, known, own in zip(asked, every, found_Q, strict=True):
@@ -133,12 +137,20 @@ class Mover:
             )
         return found, looked * (count - 1)
 
-    def _look(self, asked: Sequence[Asked], every: Sequence[Known]) -> int:
-        """Learn the bytes of all candidates that are asked about; how many these are."""
+    def _kept(self, asked: Sequence[Asked], every: Sequence[Known], index: Sequence[IntArray]) -> list[Kept]:
+        """What some candidates of every stage may move that fits, and no more than they have to."""
+        wanted = [
+            (known, self._arranged(known), index_B, item.phases)
+            for item, known, index_B in zip(asked, every, index, strict=True)
+        ]
+        return kept(wanted, self.ratios, (self.memory_limit, self.host_limit))
+
+    def _look(self, asked: Sequence[Asked], every: Sequence[Known], new: Sequence[IntArray]) -> int:
+        """Learn the bytes of candidates of which nothing is known; how many these are."""
         of_tables: dict[int, tuple[Known, list[IntArray]]] = {}
-        for item, known in zip(asked, every, strict=True):
+        for item, known, index_B in zip(asked, every, new, strict=True):
             wanted = of_tables.setdefault(id(known), (known, []))[1]
-            wanted += [item.index_B, *(index_B for index_B, _ in item.ahead)]
+            wanted += [index_B, *(other_B for other_B, _ in item.ahead)]
             known.looked |= {item.phases, *(phases for _, phases in item.ahead)}
         alike: dict[Hashable, list[tuple[Known, IntArray]]] = {}
         for known, wanted in of_tables.values():
@@ -239,6 +251,29 @@ def _unsettled(known: Known, asked: Asked, found: Kept, added: tuple[FloatArray,
         open_J=np.flatnonzero(steady_J <= asked.slowest * ROOM),
         weight=asked.weight,
     )
+
+
+def _may_be_better(asked: Asked, known: Known, found: Kept) -> IntArray:
+    """Candidates of which nothing is known that may be better than what others are known to move.
+
+    Args:
+        asked: The candidates of a stage.
+        known: What is known of their table.
+        found: What those fit with of which the bytes are known.
+    """
+    table, counted = asked.table, asked.counted
+    new_B = asked.index_B[known.row_K[asked.index_B] < 0]
+    if not len(new_B) or not len(found.of_J):
+        return new_B
+    steady_J, once_J = known.seconds(found.place_J)
+    done_J = ~np.isnan(steady_J)
+    of_D = found.of_J[done_J]
+    steady_D = steady_J[done_J] + (counted.steady_K[of_D] - table.steady_K[of_D])
+    points = counted_seconds(steady_D, steady_D + once_J[done_J], asked.weight)
+    least = counted_seconds(counted.steady_K[new_B] / ROOM, counted.floor_K[new_B] / ROOM, asked.weight)
+    place_K = table.place_K
+    found_B: IntArray = new_B[not_beaten(place_K[new_B], *least, (place_K[of_D], *points))]
+    return found_B
 
 
 def _bytes_key(slot: StageSlot) -> Hashable:

@@ -50,6 +50,16 @@ class Kept:
             np.concatenate([none, *(item.peak_J for item in items)]),
         )
 
+    @classmethod
+    def in_order(cls, items: Sequence["Kept"], count: int) -> "Kept":
+        """All of several, in the order of their bases and of their combinations, of which there are so many."""
+        some = [item for item in items if len(item.of_J)]
+        if len(some) < 2:
+            return some[0] if some else items[0]
+        every = cls.joined(some)
+        order = np.argsort(every.of_J * count + every.place_J % count, kind="stable")
+        return cls(every.of_J[order], every.place_J[order], every.peak_J[order])
+
 
 def arranged(model: CostModel, table: Table, ratios: Ratios) -> Arranged:
     """What is so of the arrangements of a table.

@@ -73,7 +73,7 @@ class Unsettled:
         weight: int | None = None,
     ) -> "Unsettled":
         """Candidates by what they take at least per microbatch, and of a batch and a microbatch."""
-        counts, fits = _counted(*least[1:], weight), _counted(*fitting[1:], weight)
+        counts, fits = counted_seconds(*least[1:], weight), counted_seconds(*fitting[1:], weight)
         return cls(
             known=known,
             place_J=place_J,
@@ -95,7 +95,7 @@ class Unsettled:
         if done_J.any():
             at_D = self.open_J[done_J]
             steady_D = found_J[done_J] + self.later_J[at_D]
-            fits = self.group_J[at_D], *_counted(steady_D, steady_D + once_J[done_J], self.weight)
+            fits = self.group_J[at_D], *counted_seconds(steady_D, steady_D + once_J[done_J], self.weight)
             group, first, second = (np.concatenate(pair) for pair in zip(self.fitting, fits, strict=True))
             self.fitting = group, first, second
             self.open_J = self.open_J[~done_J]
@@ -116,8 +116,14 @@ class Unsettled:
         return self.group_J[self.open_J], self.steady_J[self.open_J], self.whole_J[self.open_J]
 
 
-def _counted(steady_J: FloatArray, whole_J: FloatArray, weight: int | None) -> tuple[FloatArray, FloatArray]:
-    """The two values that count: seconds per microbatch, and with what comes once per batch; or twice of a batch."""
+def counted_seconds(steady_J: FloatArray, whole_J: FloatArray, weight: int | None) -> tuple[FloatArray, FloatArray]:
+    """The two values that count: seconds per microbatch, and with what comes once per batch; or twice of a batch.
+
+    Args:
+        steady_J: Steady seconds.
+        whole_J: Steady and boundary seconds.
+        weight: If only the least seconds of a batch count, the number of microbatches but one.
+    """
     if weight is None:
         return steady_J, whole_J
     # Nothing that comes once per batch takes time away.

@@ -71,3 +71,17 @@ def test_of_an_only_stage_the_fastest_choice_is_enough(network, limit, microbatc
     same(least(found), least(every))
     # Nobody takes it for all that the stage may be.
     same(maker.frontier(0, 1, microbatches), every)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("before", "limit"), [(700_000, 600_000), (800_000, 500_000), (500_000, 800_000)])
+def test_what_is_known_to_fit_spares_others_and_changes_nothing(network, before, limit):
+    donor, heir, fresh = (make(network, "L4", limit=size) for size in (before, limit, limit))
+    places = [*places_behind((2, 3)), (0, 2), (0, 3)]
+    for maker in (donor, fresh):
+        maker.prepare([(*place, (), None) for place in places], 4)
+    heir._tables, heir._mover = donor._tables, dataclasses.replace(heir._mover, knowledge=donor._mover.knowledge)
+    heir.prepare([(*place, (), None) for place in places], 4)
+    assert heir.evaluated < fresh.evaluated
+    for place in places:
+        same(heir.frontier(*place, 4), fresh.frontier(*place, 4))
