@@ -335,7 +335,8 @@ def _search(tally: Tally, groups: list[Group], assumed: float, only: int | None 
     lowest = {
         group: bound for group in groups if (bound := tally.floor(counts_of(group), group[1], below())) < enough()
     }
-    for group in sorted(lowest, key=lambda item: (lowest[item], item)):
+    # Of equal bounds, as earlier searches leave them, that comes first which has the best answer.
+    for group in sorted(lowest, key=lambda item: (lowest[item], tally.least_in(*item), item)):
         if lowest[group] >= enough():
             return
         if tally.is_late:

@@ -71,6 +71,11 @@ class Tally:
         """The least step seconds found with a number of stages."""
         return self.best[num_stages].answer.objective if num_stages in self.best else np.inf
 
+    def least_in(self, counts: tuple[int, ...], num_microbatches: int) -> float:
+        """The least step seconds found of some pipelines."""
+        known = (self.found[key] for key in ((count, num_microbatches) for count in counts) if key in self.found)
+        return min((found.answer.objective for found in known), default=np.inf)
+
     def floor(self, counts: tuple[int, ...], num_microbatches: int, below: float) -> float:
         """Step seconds that no plan of some pipelines goes below, as far as they are less than ``below``."""
         keys = [(count, num_microbatches) for count in counts]

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from lightning_mist.tuner import search
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.tally import HEADROOM, family_of, single_stage
 from tests.tuner.test_search import each_by_itself, stages_of, tally_of
@@ -36,3 +37,14 @@ def test_families_below_a_bound_have_the_best_of_all():
     assert 0 < sum(map(len, some.tails)) <= sum(map(len, every.tails))
     alone = single_stage(stages, stages.space, 1, np.inf)
     assert len(alone.slots) == 1
+
+
+def test_the_least_of_some_pipelines_is_of_those_that_were_found():
+    stages = stages_of(memory=600_000)
+    outcome, tally = search.search_pipelines(stages, stages.space, np.inf), tally_of(stages)
+    assert tally.least_in((2, 3), 4) == np.inf
+    for found in outcome.found.values():
+        tally.note(found)
+    for number in {key[1] for key in outcome.found}:
+        known = [item.answer.objective for key, item in outcome.found.items() if key[1] == number and key[0] < 4]
+        assert tally.least_in((1, 2, 3), number) == min(known, default=np.inf)
