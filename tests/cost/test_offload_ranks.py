@@ -1,0 +1,66 @@
+"""What the rank that has most moves, of what is dealt out whole over ranks."""
+
+import numpy as np
+import pytest
+
+from lightning_mist.cost import MemoryModel, StageCandidates
+from lightning_mist.cost.candidates import OffloadCandidates
+from lightning_mist.cost.offload_ranks import RankParts, parts_of_ranks, ratios_of
+from lightning_mist.plan import OffloadRatios
+from lightning_mist.plan.sharding import assign_owners
+from tests.specs import spec
+
+NETWORK = spec(4, kinds=(0, 1, 1, 0), widths=(1000, 2500))
+
+
+def stages(zero, ratio):
+    """The whole network as one stage, once with every ZeRO stage."""
+    count = len(zero)
+    none = np.zeros(count, dtype=np.int64)
+    ratios = OffloadRatios(parameters=ratio, gradients=ratio, optimizer=ratio, activations=ratio)
+    offload = OffloadCandidates.of(ratios, count)
+    return StageCandidates(
+        start_K=none, end_K=none + 4, checkpointed_K=none, zero_stage_K=np.array(zero), offload=offload
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_of_everything_the_rank_that_has_most_moves_its_own(ranks):
+    sizes = [item.bytes for item in NETWORK.parameters]
+    owned = np.zeros(ranks)
+    np.add.at(owned, np.array(assign_owners(sizes, ranks)), sizes)
+    most = owned.max() / sum(sizes)
+    found = parts_of_ranks(MemoryModel(NETWORK), np.full(4, ranks), stages([0, 1, 2, 3], 1.0))
+    # Shared out are optimizer state from ZeRO-1 on, gradients from ZeRO-2 on, parameters under ZeRO-3.
+    assert found.optimizer_K == pytest.approx([1, most, most, most])
+    assert found.owned_gradients_K == pytest.approx([1, most, most, most])
+    assert found.gradients_K == pytest.approx([1, 1, most, most])
+    assert found.parameters_K == pytest.approx([1, 1, 1, most])
+
+
+def test_where_nothing_is_moved_or_nobody_shares_it_is_all():
+    for ranks, ratio in ((3, 0.0), (1, 0.5)):
+        found = parts_of_ranks(MemoryModel(NETWORK), np.full(4, ranks), stages([0, 1, 2, 3], ratio))
+        for name in RankParts.__slots__:
+            assert getattr(found, name).tolist() == [1.0] * 4
+
+
+def test_candidates_of_several_stages_are_answered_together():
+    memory, every = MemoryModel(NETWORK), [(2, 0.5), (3, 1.0)]
+    parts = [parts_of_ranks(memory, np.full(4, ranks), stages([0, 1, 2, 3], ratio)) for ranks, ratio in every]
+    both = StageCandidates.joined([stages([0, 1, 2, 3], ratio) for _, ratio in every])
+    found = parts_of_ranks(memory, np.repeat([2, 3], 4), both)
+    joined = RankParts.joined(parts)
+    for name in RankParts.__slots__:
+        assert getattr(found, name).tolist() == getattr(joined, name).tolist()
+        assert getattr(joined.take(np.array([5, 2])), name).tolist() == getattr(joined, name)[[5, 2]].tolist()
+
+
+def test_without_ratios_nobody_can_tell():
+    whole = stages([0], 1.0)
+    assert ratios_of(whole) is whole.offload
+    none = StageCandidates(
+        start_K=whole.start_K, end_K=whole.end_K, checkpointed_K=whole.checkpointed_K, zero_stage_K=whole.zero_stage_K
+    )
+    with pytest.raises(ValueError, match="nothing is offloaded"):
+        ratios_of(none)
