@@ -36,6 +36,9 @@ LEAST_GAIN = 0.01
 than this lies between runs of one and the same plan (the steps of DDP in the record
 ``throughput-against-ddp_amd-epyc-2-cores_202611.json``, but for one outlier)."""
 
+SHOWN = 6
+"""Numbers of stages that are shown, and tried under other schedules, the fastest; a single stage always is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -86,6 +89,8 @@ def choose(stages: Stages, outcome: Outcome) -> Choice:
         count = item.plan.num_stages
         if count not in best or item.seconds < best[count].seconds:
             best[count] = item
+    shown = {1, *sorted(best, key=lambda count: best[count].seconds)[:SHOWN]}
+    best = {count: item for count, item in best.items() if count in shown}
     fastest = min(best.values(), key=lambda item: item.seconds)
     predictions(stages.model, [item.plan for item in best.values()])
     best = {count: item.predicted(stages.model) for count, item in best.items()}

@@ -41,6 +41,8 @@ TableKey = tuple[Role, int, int, Hashable]
 """Role, number of microbatches, stage where its layers are settled (else -1), and where the pipeline passes from one
 part of the cluster to another."""
 
+AHEAD = 1.05
+"""Multiple of a pace up to which candidates are looked at: what may be near the best is asked for next."""
 
 _FrontierKey = tuple[TableKey, int, tuple[Phase, ...]]
 """What tells frontiers apart: the table, the stages behind as far as they count, the situations."""
@@ -355,7 +357,7 @@ class IntraStage:
             return
         # Of the devices of other parts nothing is known here.
         tables, evaluated = make_tables(
-            self.model, self.space, list(missing.values()), pace, alone=not self._elsewhere, pieces=self._pieces
+            self.model, self.space, list(missing.values()), pace * AHEAD, alone=not self._elsewhere, pieces=self._pieces
         )
         self.evaluated += evaluated
         self._tables |= dict(zip(missing, tables, strict=True))

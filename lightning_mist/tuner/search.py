@@ -49,7 +49,7 @@ COMPARED = 1.25
 TRIED = 2
 """Numbers of microbatches with which that is done at most, the most promising first."""
 
-ALIKE, SLOWER = 2, 1.2
+ALIKE, SLOWER = 2, 1.1
 """By how many layers stages may differ from those of a pipeline that was found for an earlier question, and how many
 times as slow they may be."""
 
