@@ -165,8 +165,10 @@ def _look_beside(tally: Tally, winner: int, groups: list[Group], precedents: Map
     tally.intra.try_ratios(tally.space.offload_ratios[-1:], tally.deadline)
     for num_stages in compared(tally.space, winner):
         some: list[Group] = [((num_stages,), group[1]) for group in groups if num_stages in group[0]]
-        if num_stages > 1 and num_stages in precedents:
-            _look_like(tally, precedents[num_stages], tally.least * COMPARED)
+        like = precedents.get(num_stages)
+        # With another batch the same microbatches need not leave devices for as many stages.
+        if num_stages > 1 and like is not None and (num_stages, like.num_microbatches) in tally.lower:
+            _look_like(tally, like, tally.least * COMPARED)
         else:
             _compare(tally, some, tally.least * COMPARED, num_stages)
     most = tally.least * NEAR

@@ -136,6 +136,18 @@ def test_a_pipeline_like_one_found_before_is_as_good_if_it_still_fits(memory):
         assert not tight.best
 
 
+def test_precedents_that_are_no_pipelines_of_the_space_are_left_out():
+    stages = stages_of(memory=700_000)
+    alone = search.search_pipelines(stages, stages.space, np.inf)
+    counts = search.compared(stages.space, alone.winner)
+    none = Precedent(num_microbatches=7, layers=(1, 1), devices=(1, 3), slowest=1.0)
+    precedents = dict.fromkeys(counts, none)
+    found = search.search_pipelines(stages_of(memory=700_000), stages.space, np.inf, (), precedents)
+    assert set(counts) > {1}
+    assert found.best.keys() == alone.best.keys()
+    assert found.bound == alone.bound
+
+
 def tally_of(stages):
     lower = quick_bounds(stages, stages.space)
     floors = search.floors_of(stages, stages.space)
