@@ -33,7 +33,7 @@ Array axes
     O  kinds of state, in the order of ``OFFLOADED``
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -42,7 +42,7 @@ import numpy as np
 from lightning_mist.cost import CostModel, StageCandidates, StageSlot
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.offload_parts import OffloadParts, moved_shares
-from lightning_mist.tuner.moved_kept import Kept, arranged, floors_of, kept
+from lightning_mist.tuner.moved_kept import Kept, arranged, floors_of, in_blocks, kept
 from lightning_mist.tuner.moved_known import Arranged, Knowledge, Known, Moved, Situations
 from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.moved_settled import Unsettled, counted_seconds, learn_seconds, next_ones
@@ -160,27 +160,11 @@ class Mover:
             for shape in np.unique(shape_B).tolist():
                 alike.setdefault(_bytes_key(known.table.slots[shape]), []).append((known, new_B[shape_B == shape]))
         for some in alike.values():
-            for part in self._blocks(some):
+            for block in in_blocks([index_B for _, index_B in some], max(1, AT_ONCE // self.ratios.pairs)):
                 if perf_counter() > self.deadline:
                     raise TimeIsUpError
-                self._learn_bytes(part)
+                self._learn_bytes([(some[place][0], index_B) for place, index_B in block])
         return sum(len(index_B) for some in alike.values() for _, index_B in some)
-
-    def _blocks(self, asked: Sequence[tuple[Known, IntArray]]) -> Iterator[list[tuple[Known, IntArray]]]:
-        """Bases of several tables in blocks of not too many to count together."""
-        most = max(1, AT_ONCE // self.ratios.pairs)
-        block: list[tuple[Known, IntArray]] = []
-        room = most
-        for known, index_B in asked:
-            for begin in range(0, len(index_B), most):
-                piece_B = index_B[begin : begin + most]
-                if len(piece_B) > room:
-                    yield block
-                    block, room = [], most
-                block.append((known, piece_B))
-                room -= len(piece_B)
-        if block:
-            yield block
 
     def _unsettled(self, asked: Sequence[Asked], every: Sequence[Known], found: Sequence[Kept]) -> list[Unsettled]:
         """Candidates with ratios that fit, and what they have to be better than, of every stage that has any."""

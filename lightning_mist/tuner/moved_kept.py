@@ -116,7 +116,7 @@ def kept(wanted: Sequence[Wanted], ratios: Ratios, limits: tuple[float, float]) 
         limits: Bytes that a device may use, and of host memory.
     """
     found: list[list[Kept]] = [[] for _ in wanted]
-    for block in _blocks(wanted):
+    for block in in_blocks([index_B for _, _, index_B, _ in wanted], BASES_AT_ONCE):
         fits, peaks, orders = [], [], []
         for index, index_B in block:
             known, of_table, _, phases = wanted[index]
@@ -135,17 +135,25 @@ def kept(wanted: Sequence[Wanted], ratios: Ratios, limits: tuple[float, float]) 
     return [Kept.joined(items) for items in found]
 
 
-def _blocks(wanted: Sequence[Wanted]) -> Iterator[list[tuple[int, IntArray]]]:
-    """Which stages' candidates are looked at together, and which of them."""
+def in_blocks(index: Sequence[IntArray], most: int) -> Iterator[list[tuple[int, IntArray]]]:
+    """Candidates of several stages or tables in blocks of not too many to look at together.
+
+    Args:
+        index: The candidates of each.
+        most: The most of a block.
+
+    Yields:
+        Of which the candidates are, and some of them.
+    """
     block: list[tuple[int, IntArray]] = []
-    room = BASES_AT_ONCE
-    for index, (_, _, index_B, _) in enumerate(wanted):
-        for begin in range(0, len(index_B), BASES_AT_ONCE):
-            some_B = index_B[begin : begin + BASES_AT_ONCE]
+    room = most
+    for place, index_B in enumerate(index):
+        for begin in range(0, len(index_B), most):
+            some_B = index_B[begin : begin + most]
             if len(some_B) > room:
                 yield block
-                block, room = [], BASES_AT_ONCE
-            block.append((index, some_B))
+                block, room = [], most
+            block.append((place, some_B))
             room -= len(some_B)
     if block:
         yield block

@@ -7,7 +7,7 @@ from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.cost.offload import host_bytes
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.tuner import moved_kept
-from lightning_mist.tuner.moved_kept import arranged, floors_of, kept
+from lightning_mist.tuner.moved_kept import arranged, floors_of, in_blocks, kept
 from lightning_mist.tuner.search_space import OFFLOADED
 from tests.tuner.test_moved import make
 
@@ -80,3 +80,13 @@ def test_floors_are_never_above_what_copies_add():
         assert (known.table.floor_K[of_J] + once_J <= (known.steady_S + known.boundary_S) * slack).all()
         checked += len(place_J)
     assert checked
+
+
+def test_blocks_have_every_candidate_once_in_order_and_not_too_many():
+    index = [np.arange(5), np.empty(0, dtype=np.int64), np.arange(10, 13), np.arange(20, 29)]
+    for most in (1, 2, 4, 100):
+        blocks = list(in_blocks(index, most))
+        assert all(0 < sum(len(some) for _, some in block) <= most for block in blocks)
+        found = [(place, item) for block in blocks for place, some in block for item in some.tolist()]
+        assert found == [(place, item) for place, of_place in enumerate(index) for item in of_place.tolist()]
+    assert list(in_blocks([], 3)) == []
