@@ -1,6 +1,6 @@
 """What a search has found so far, and the problems that it makes of pipelines."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -121,33 +121,36 @@ def family_of(tally: Tally, counts: Sequence[int], num_microbatches: int, below:
         frontier = partial(tally.intra.frontier, num_microbatches=num_microbatches)
         return Family.of(*sizes, num_microbatches, counts, frontier)
     known = tally.floors.narrowed(counts, num_microbatches, below)
-
-    places = [*places_behind(known.counts), *((0, count) for count in known.counts)]
-    tally.intra.prepare(((*place, (), known.of(*place)) for place in places), num_microbatches, known.slowest)
-
-    def choices_of(stage_index: int, num_stages: int) -> SlotChoices:
-        among_NL = known.of(stage_index, num_stages)
-        found = tally.intra.frontier(stage_index, num_stages, num_microbatches, known.slowest, among_NL=among_NL)
-        return found.take(among_NL[found.devices_K, found.layers_K])
-
-    return Family.of(*sizes, num_microbatches, known.counts, choices_of)
+    return _of_stages(tally, known.counts, num_microbatches, known.slowest, known.of)
 
 
 def family_like(tally: Tally, num_stages: int, num_microbatches: int, pace: float, among_NL: BoolArray) -> Family:
-    """The choices of the stages of one number of stages; state is moved only with some devices and layers.
+    """The choices of the stages of one number of stages, those with some devices and layers.
 
     Args:
         tally: Whose stages they are.
         num_stages: Number of stages.
         num_microbatches: Number of microbatches.
         pace: The most steady seconds of a stage.
-        among_NL: Numbers of devices and layers with which state may be moved.
+        among_NL: Numbers of devices and layers that a stage may have.
     """
-    places = [*((num_stages - 1 - behind, num_stages) for behind in range(num_stages - 1)), (0, num_stages)]
-    tally.intra.prepare(((*place, (), among_NL) for place in places), num_microbatches, pace)
+    return _of_stages(tally, (num_stages,), num_microbatches, pace, lambda index, count: among_NL)
 
-    def choices_of(stage_index: int, count: int) -> SlotChoices:
-        return tally.intra.frontier(stage_index, count, num_microbatches, pace, among_NL=among_NL)
 
-    sizes = tally.space.num_layers, (tally.space.world_size,)
-    return Family.of(*sizes, num_microbatches, (num_stages,), choices_of)
+def _of_stages(
+    tally: Tally,
+    counts: Sequence[int],
+    num_microbatches: int,
+    slowest: float,
+    among: Callable[[int, int], BoolArray],
+) -> Family:
+    """The choices of all stages up to a pace, each with the devices and layers that it may have."""
+    places = [*places_behind(counts), *((0, count) for count in counts)]
+    tally.intra.prepare(((*place, (), among(*place)) for place in places), num_microbatches, slowest)
+
+    def choices_of(stage_index: int, num_stages: int) -> SlotChoices:
+        among_NL = among(stage_index, num_stages)
+        found = tally.intra.frontier(stage_index, num_stages, num_microbatches, slowest, among_NL=among_NL)
+        return found.take(among_NL[found.devices_K, found.layers_K])
+
+    return Family.of(tally.space.num_layers, (tally.space.world_size,), num_microbatches, counts, choices_of)
