@@ -1,8 +1,8 @@
 """No garbage collection in the middle of a search.
 
 A search makes many thousands of arrays, tuples and frozen data, none of which refers back to itself: all go as soon as
-nobody needs them. Python's collector looks for those that do, and now and then at every object of the process: with
-torch and Lightning there are half a million, which takes as long as planning again under another memory limit.
+nobody needs them. Python's collector looks for those that do, and now and then at every object of the process, of which
+there are very many with torch and Lightning: that may take as long as planning again under another memory limit.
 """
 
 import gc

@@ -54,6 +54,19 @@ def compare(model, slot, some):
     return taken, added, found.steady_K
 
 
+def place_of(data, tensor=1, microbatches=4):
+    """A stage between others."""
+    return StageSlot(
+        stage_index=1,
+        num_stages=3,
+        num_microbatches=microbatches,
+        data_parallel_degree=data,
+        rows=1,
+        batch_rows=8,
+        tensor_parallel_degree=tensor,
+    )
+
+
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("network", NETWORKS)
@@ -63,15 +76,7 @@ def test_no_less_is_added(network, machine, microbatches):
     for data, tensor in ((1, 1), (2, 1), (4, 1), (2, 2)):
         if tensor > 1 and network != "split":
             continue
-        slot = StageSlot(
-            stage_index=1,
-            num_stages=3,
-            num_microbatches=microbatches,
-            data_parallel_degree=data,
-            rows=1,
-            batch_rows=8,
-            tensor_parallel_degree=tensor,
-        )
+        slot = place_of(data, tensor, microbatches)
         taken, added, steady = compare(model, slot, stages())
         for most, least in zip(taken, added, strict=True):
             assert (least <= most + 1e-9 * steady).all()

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_mist.cost import StageCostModel, StageSlot
+from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.cost.offload_ranks import parts_of_ranks
-from tests.cost.test_offload_floors import COMBINATIONS, MACHINES, NETWORKS, RATIOS, stages
+from tests.cost.test_offload_floors import COMBINATIONS, MACHINES, NETWORKS, RATIOS, place_of, stages
 
 
 def every_combination(some):
@@ -17,18 +17,6 @@ def every_combination(some):
     row, place = np.repeat(np.arange(len(some)), len(place)), np.tile(place, (len(some), 1))
     ratios = {f"{name}_K": np.array(getattr(RATIOS, name))[place[:, at]] for at, name in enumerate(RATIOS.__slots__)}
     return row, place, OffloadCandidates(**ratios)
-
-
-def place_of(data, tensor=1, microbatches=4):
-    return StageSlot(
-        stage_index=1,
-        num_stages=3,
-        num_microbatches=microbatches,
-        data_parallel_degree=data,
-        rows=1,
-        batch_rows=8,
-        tensor_parallel_degree=tensor,
-    )
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
