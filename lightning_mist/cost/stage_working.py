@@ -3,6 +3,8 @@
 Array axes
     K  candidate stages
     A  where in a stage: the head, the layer behind it (of several), other layers, the tail
+    X  recomputed layers, and others
+    E  ends of a run
 """
 
 from dataclasses import dataclass
@@ -15,10 +17,16 @@ from lightning_mist.cost.working import RangeTable, StageRuns, WorkingSets
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Where the layers of stages up to some layer are in tables, and what the recomputed ones among them keep."""
+    """Layers of stages up to some layer, recomputed ones before the others.
 
-    kept_K: IntArray
-    plain_K: IntArray
+    Attributes:
+        place_EXK: Where in tables the two values are of which the larger one is that of a run.
+        below_XK: What is below its first layer.
+        recomputed_K: What the recomputed ones among them keep.
+    """
+
+    place_EXK: IntArray
+    below_XK: FloatArray
     recomputed_K: FloatArray
 
 
@@ -61,17 +69,20 @@ class StageWorking:
 
     def _range(self, end_K: IntArray) -> _Range:
         """The layers of both runs that lie before ``end``."""
-        runs, width = self._runs, self._sets.width
+        runs, sets = self._runs, self._sets
         middle_K = np.minimum(runs.middle_K, end_K)
         placed_K = self._placed(middle_K)
-        return _Range(
-            self._start_K * width + middle_K, placed_K * width + end_K, self._sets.kept_S[placed_K] - self._kept_K
-        )
+        place_EXK, below_XK = np.empty((2, 2, len(end_K)), dtype=np.int64), np.empty((2, len(end_K)))
+        place_EXK[:, 0] = sets.places(self._start_K, middle_K - runs.start_K, recomputed=True)
+        place_EXK[:, 1] = sets.places(placed_K, end_K - middle_K, recomputed=False)
+        below_XK[0], below_XK[1] = self._kept_K, sets.saved_S[placed_K]
+        return _Range(place_EXK, below_XK, sets.kept_S[placed_K] - self._kept_K)
 
     def _over(self, table: RangeTable, layers: _Range) -> FloatArray:
         """The maximum over layers."""
-        plain_K = table.plain.take(layers.plain_K) + layers.recomputed_K
-        result_K: FloatArray = np.maximum(table.kept.take(layers.kept_K), plain_K) + self._head_K
+        found_EXK = table.flat.take(layers.place_EXK)
+        kept_K, plain_K = np.maximum(found_EXK[0], found_EXK[1]) - layers.below_XK
+        result_K: FloatArray = np.maximum(kept_K, plain_K + layers.recomputed_K) + self._head_K
         return result_K
 
     def handed(self) -> FloatArray:
@@ -110,8 +121,10 @@ class StageWorking:
 
     def _last_layer(self, table: RangeTable) -> FloatArray:
         """The value of the stage's last layer."""
-        kept_K = table.last_kept_S[self._end_K] - self._kept_K
-        plain_K = table.last_plain_S[self._end_K] - self._sets.saved_S[self._middle_K] + self._whole.recomputed_K
+        sets, end_K = self._sets, self._end_K
+        kept_K = table.flat[sets.last_place(end_K, recomputed=True)] - self._kept_K
+        plain_K = table.flat[sets.last_place(end_K, recomputed=False)] - sets.saved_S[self._middle_K]
+        plain_K = plain_K + self._whole.recomputed_K
         result_K: FloatArray = np.where(self._is_kept_K, kept_K, plain_K) + self._head_K
         return result_K
 

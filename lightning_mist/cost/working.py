@@ -2,14 +2,16 @@
 
 Array axes
     L  layers
-    S  layer positions ``0 .. L``: where a run of layers starts (first axis) or ends (second axis)
+    S  layer positions ``0 .. L``: where a run of layers starts or ends; or the length of one
+    X  rows of a table: runs of 0, 1, 2, 4, 8 .. layers
     K  candidate stages
     A  where in a stage: the head, the layer behind it (of several), other layers, the tail
 
 A stage of layers ``[start, end)`` with its first ``c`` layers checkpointed is a run of checkpointed layers
 ``[start, start + c)`` and a run of plain ones ``[start + c, end)``. With prefix sums of what either kind of layer
 saves, what is alive in layer ``k`` is the prefix sum at ``k`` plus the peak of ``k`` minus the prefix sum at the start
-of its run. So the maximum over a run is the maximum of a fixed array over a range: a table.
+of its run. So the maximum over a run is the maximum of a fixed array over a range: the larger of two entries of a table
+of the maxima of all ranges whose lengths are powers of two.
 
 A first backward makes the gradients on its way from the last layer to the first: with ``P`` the prefix sum of the
 layers' gradient bytes, those of the layers above ``k`` exist when the backward of ``k`` begins. Under ZeRO-2 and ZeRO-3
@@ -27,16 +29,37 @@ from lightning_mist.cost.regions import RegionCosts
 from lightning_mist.cost.sums import prefix_sums
 
 
-def range_maxima(values_L: FloatArray) -> FloatArray:
-    """Table of shape ``(L + 1, L + 1)``: entry ``[i, j]`` is the largest of ``values[i:j]``, -inf if there is none.
+def run_levels(count: int) -> tuple[IntArray, IntArray]:
+    """Of runs of ``0 .. count`` values: the row of :func:`run_maxima` to look at, and how many values an entry covers.
 
-    Of several rows of values there is a table for each.
+    The largest value of a run of ``n`` is that of two entries of the row, at the first of its values and at the last
+    one that can begin there: ``n`` less the covered number behind the first.
+    """
+    level_S = np.frexp(np.arange(count + 1))[1].astype(np.int64)
+    return level_S, np.where(level_S > 0, 1 << np.maximum(level_S - 1, 0), 0)
+
+
+def run_maxima(values_L: FloatArray) -> FloatArray:
+    """Largest values of runs whose lengths are powers of two, of which those of all others follow.
+
+    Row 0 is -inf, for runs of no values; row ``r`` has at ``i`` the largest of ``values[i:i + 2 ** (r - 1)]``, as far
+    as there are so many, and every row has an -inf at its end. So a table grows with the number of layers, and not
+    with its square.
+
+    Args:
+        values_L: Values, of which there may be several rows.
+
+    Returns:
+        The rows, with axes for them, for those of ``values_L`` and for positions.
     """
     count = values_L.shape[-1]
-    table_SS = np.full((*values_L.shape[:-1], count + 1, count + 1), -np.inf)
-    inside_LL = np.where(np.tri(count, dtype=bool).T, values_L[..., None, :], -np.inf)
-    np.maximum.accumulate(inside_LL, axis=-1, out=table_SS[..., :-1, 1:])
-    return table_SS
+    table_XS = np.full((count.bit_length() + 1, *values_L.shape[:-1], count + 1), -np.inf)
+    if count:
+        table_XS[1, ..., :-1] = values_L
+    for row in range(2, len(table_XS)):
+        half, below_S = 1 << (row - 2), table_XS[row - 1]
+        np.maximum(below_S[..., :-half], below_S[..., half:], out=table_XS[row, ..., :-half])
+    return table_XS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,38 +134,26 @@ class Sharding:
     is_one_unit: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RangeTable:
-    """Largest values over runs of recomputed layers, and over runs of others, beyond what the run begins with.
-
-    Both tables are flat: the value of layers ``[i, j)`` is at ``i * (L + 1) + j``.
+    """Largest values over runs of recomputed layers, and over runs of others.
 
     Attributes:
-        kept: Over recomputed layers.
-        plain: Over the others.
-        last_kept_S: The value of the last layer of a stage that ends at each position, if it is recomputed.
-        last_plain_S: The same if it is not.
+        flat: Those of :func:`run_maxima`, of recomputed layers before those of the others; of every row of them all
+            variants one after another.
     """
 
-    kept: FloatArray
-    plain: FloatArray
-    last_kept_S: FloatArray
-    last_plain_S: FloatArray
+    flat: FloatArray
 
     @classmethod
-    def of(cls, values: tuple[FloatArray, FloatArray], begins: tuple[FloatArray, FloatArray]) -> "RangeTable":
-        """The tables of values of layers.
+    def of(cls, kept_L: FloatArray, plain_L: FloatArray) -> "RangeTable":
+        """The table of values of layers.
 
         Args:
-            values: Of recomputed layers, and of others, each on top of everything below it; axes ``L``.
-            begins: What is below the first layer of a run of either kind; axes ``S``.
+            kept_L: Of recomputed layers, each on top of everything below it.
+            plain_L: Of others.
         """
-        kept, plain = (
-            (range_maxima(values_L) - begin_S[..., None]).ravel()
-            for values_L, begin_S in zip(values, begins, strict=True)
-        )
-        last_kept_S, last_plain_S = (_led_by(-np.inf, values_L).ravel() for values_L in values)
-        return cls(kept=kept, plain=plain, last_kept_S=last_kept_S, last_plain_S=last_plain_S)
+        return cls(run_maxima(np.stack([kept_L, plain_L])).reshape(-1))
 
 
 class WorkingSets:
@@ -210,6 +221,7 @@ class WorkingSets:
         self.backward = self._tables(costs.backward_peak_R, costs.recompute_backward_peak_R, reduced_R)
         first = costs.first_backward_peak_R, costs.first_recompute_backward_peak_R
         self.first = self._tables(*first, reduced_R, -self._made[..., 1:])
+        self._level_S, self._covered_S = run_levels(self.width - 1)
         self._split: RangeTable | None = None
         self._ended: dict[int, RangeTable] = {}
 
@@ -233,6 +245,29 @@ class WorkingSets:
         """Positions where layers begin or end."""
         return int(self._saved.shape[-1])
 
+    def places(self, begin_K: IntArray, count_K: IntArray, *, recomputed: bool) -> tuple[IntArray, IntArray]:
+        """Where in a table the two values are of which the larger one is that of a run.
+
+        Args:
+            begin_K: Where runs begin, in their variants.
+            count_K: How many layers they have.
+            recomputed: Whether these are recomputed.
+        """
+        first_K = self._level_S[count_K] * (2 * len(self.saved_S)) + begin_K
+        if not recomputed:
+            first_K += len(self.saved_S)
+        return first_K, first_K + (count_K - self._covered_S[count_K])
+
+    def last_place(self, end_K: IntArray, *, recomputed: bool) -> IntArray:
+        """Where in a table the value of the last layer of stages is, -inf for those without any.
+
+        Args:
+            end_K: Where they end, in their variants.
+            recomputed: Whether it is recomputed.
+        """
+        # What is before the first value of anything is the end of a row.
+        return end_K + ((2 if recomputed else 3) * len(self.saved_S) - 1)
+
     def _table(
         self,
         plain_R: FloatArray,
@@ -245,7 +280,7 @@ class WorkingSets:
         layers, below = (..., slice(1, -1)), (..., slice(1, None) if after else slice(None, -1))
         kept_L = self._kept[below] + recomputed_R[layers] + besides_L
         plain_L = self._saved[below] + plain_R[layers] + besides_L
-        return RangeTable.of((kept_L, plain_L), (self._kept, self._saved))
+        return RangeTable.of(kept_L, plain_L)
 
     def _tables(
         self, plain_R: FloatArray, recomputed_R: FloatArray, reduced_R: FloatArray, besides_L: FloatArray | float = 0.0
@@ -255,11 +290,6 @@ class WorkingSets:
         if not reduced_R.any():
             return top, top
         return top, self._table(plain_R, recomputed_R, besides_L + reduced_R[..., 1:-1])
-
-
-def _led_by(first: float, values_L: FloatArray) -> FloatArray:
-    """Values of positions: those of layers behind one for the first position."""
-    return np.concatenate([np.full((*values_L.shape[:-1], 1), first), values_L], axis=-1)
 
 
 def _making_anew(costs: RegionCosts) -> RegionCosts:

@@ -5,28 +5,47 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.working import RangeTable, Sharding, WorkingSets, range_maxima
+from lightning_mist.cost.working import RangeTable, Sharding, WorkingSets, run_levels, run_maxima
 from tests.specs import spec
 
 
-def test_range_maxima():
-    values = np.array([3.0, -1.0, 4.0, 1.0])
-    table = range_maxima(values)
-    for start, end in itertools.combinations_with_replacement(range(5), 2):
-        assert table[start, end] == max(values[start:end], default=-np.inf)
-    assert range_maxima(np.array([])).tolist() == [[-np.inf]]
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 7, 8, 9, 80])
+def test_two_entries_of_a_table_give_the_maximum_of_any_run(count):
+    values = np.random.default_rng(count).normal(size=count)
+    table, (level_S, covered_S) = run_maxima(values), run_levels(count)
+    for start, end in itertools.combinations_with_replacement(range(count + 1), 2):
+        row, last = level_S[end - start], end - covered_S[end - start]
+        assert max(table[row, start], table[row, last]) == max(values[start:end], default=-np.inf)
+        assert start <= last
 
 
-def test_a_range_table_is_about_what_a_run_adds():
-    kept, plain = np.array([3.0, -1.0, 4.0]), np.array([2.0, 9.0, 5.0])
-    below = np.array([0.0, 1.0, 2.0, 3.0]), np.array([0.0, 4.0, 8.0, 12.0])
-    table = RangeTable.of((kept, plain), below)
-    for start, end in itertools.combinations(range(4), 2):
-        assert table.kept[start * 4 + end] == kept[start:end].max() - below[0][start]
-        assert table.plain[start * 4 + end] == plain[start:end].max() - below[1][start]
-    assert table.last_kept_S[1:].tolist() == kept.tolist()
-    assert table.last_plain_S[1:].tolist() == plain.tolist()
-    assert table.last_plain_S[0] == -np.inf
+def test_tables_of_several_rows_are_those_of_each():
+    values = np.random.default_rng(0).normal(size=(2, 3, 5))
+    table = run_maxima(values)
+    for at in np.ndindex(2, 3):
+        assert np.array_equal(table[(slice(None), *at)], run_maxima(values[at]))
+
+
+def test_places_in_a_table_are_of_a_run_in_its_variant():
+    model = MemoryModel(spec(3, parameter_bytes=40_000))
+    costs, single_R = model.costs(2), model.holdings.table.single_R
+    rows = np.ones((2, 1))
+    saved = {"saved_R": rows * costs.saved_R, "checkpointed_saved_R": rows * costs.checkpointed_saved_R}
+    sets = WorkingSets(replace(costs, **saved), rows * single_R)
+    kept, plain = np.array([[3.0, -1.0, 4.0], [7.0, 6.0, 5.0]]), np.array([[2.0, 9.0, 5.0], [0.0, 1.0, 8.0]])
+    table = RangeTable.of(kept, plain)
+    for variant, (start, end) in itertools.product(range(2), itertools.combinations_with_replacement(range(4), 2)):
+        for values, recomputed in ((kept[variant], True), (plain[variant], False)):
+            begin, count = np.array([variant * sets.width + start]), np.array([end - start])
+            one, other = sets.places(begin, count, recomputed=recomputed)
+            assert max(table.flat[one], table.flat[other]) == values[start:end].max(initial=-np.inf)
+            last = sets.last_place(np.array([variant * sets.width + end]), recomputed=recomputed)
+            assert table.flat[last] == (values[end - 1] if end else -np.inf)
+
+
+def _last(sets, table):
+    """The value of the last layer before each position, plain."""
+    return table.flat[sets.last_place(np.arange(len(sets.saved_S)), recomputed=False)]
 
 
 def test_only_where_gradients_are_reduced_the_top_layer_differs():
@@ -41,7 +60,7 @@ def test_only_where_gradients_are_reduced_the_top_layer_differs():
     assert (sharded.made_S == plain.made_S / 2).all()
     # Of one layer both tables differ by what is reduced of the layer above.
     top, others = sharded.backward
-    assert others.last_plain_S[1:] - top.last_plain_S[1:] == pytest.approx(trained_R[2:])
+    assert _last(sharded, others)[1:] - _last(sharded, top)[1:] == pytest.approx(trained_R[2:])
 
 
 def test_gradients_of_layers_below_are_taken_off_as_often_as_is_said():
@@ -50,7 +69,7 @@ def test_gradients_of_layers_below_are_taken_off_as_often_as_is_said():
     assert sets.ended(1) is sets.ended(1)
     for times in (0, 1, 2):
         less_S = times * sets.made_S[:-1]
-        assert (sets.ended(times).last_plain_S[1:] == sets.saved_S[:-1] - less_S).all()
+        assert (_last(sets, sets.ended(times))[1:] == sets.saved_S[:-1] - less_S).all()
 
 
 def test_variants_lie_one_after_another():
@@ -66,11 +85,10 @@ def test_variants_lie_one_after_another():
         at = slice(variant * both.width, (variant + 1) * both.width)
         assert np.array_equal(both.saved_S[at], alone.saved_S)
         assert np.array_equal(both.made_S[at], alone.made_S)
-        table = slice(variant * both.width**2, (variant + 1) * both.width**2)
         for mine, other in (
             (both.first[0], alone.first[0]),
             (both.ended(1), alone.ended(1)),
             (both.split, alone.split),
         ):
-            assert np.array_equal(mine.kept[table], other.kept)
-            assert np.array_equal(mine.last_plain_S[at], other.last_plain_S)
+            of_both = mine.flat.reshape(-1, 2, 2, both.width)[:, :, variant]
+            assert np.array_equal(of_both, other.flat.reshape(-1, 2, both.width))
