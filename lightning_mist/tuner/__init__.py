@@ -1,5 +1,6 @@
 """Which plan: the search for the fastest one that fits."""
 
+from lightning_mist.tuner.alternatives import Alternative
 from lightning_mist.tuner.baselines import Baseline, baselines, baselines_with
 from lightning_mist.tuner.comparison import ComparedPlan, compare_plans
 from lightning_mist.tuner.explain import explain_plan
@@ -7,7 +8,7 @@ from lightning_mist.tuner.explain_render import render_explanation
 from lightning_mist.tuner.explain_text import explanation_data, explanation_sections
 from lightning_mist.tuner.explanation import Explanation
 from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.result import Alternative, TuneResult, TuneStats
+from lightning_mist.tuner.result import TuneResult, TuneStats
 from lightning_mist.tuner.space import SearchSpace, degrees_to_try
 from lightning_mist.tuner.tune import tune
 

@@ -9,22 +9,22 @@ from the fastest (:mod:`lightning_mist.tuner.simpler`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, predictions
 from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner import simpler
+from lightning_mist.tuner.alternatives import Alternatives
 from lightning_mist.tuner.clocked import CLOCKED, clocked, step_seconds_of_plan
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.mixed import Stages, mixed_layout
 from lightning_mist.tuner.placed import in_every_layout
 from lightning_mist.tuner.plainer import fits_within, plainer
 from lightning_mist.tuner.problem import InterStageProblem
-from lightning_mist.tuner.result import LEAST_SHARE, Alternative
+from lightning_mist.tuner.result import LEAST_SHARE
 from lightning_mist.tuner.search import Outcome
 from lightning_mist.tuner.simpler import why_simpler
 from lightning_mist.tuner.space import Space
@@ -49,14 +49,14 @@ class Choice:
         is_explored: Whether another schedule than that of the exact search was chosen.
         closed_form_seconds: The plan's seconds by the closed form; under another schedule those of the plan that it
             competed with.
-        alternatives: Others, fastest first.
+        alternatives: Others, fastest first, predicted when one of them is first looked at.
         notes: Why this one, for people.
     """
 
     plan: Plan
     is_explored: bool
     closed_form_seconds: float
-    alternatives: tuple[Alternative, ...]
+    alternatives: Alternatives
     notes: tuple[str, ...]
 
 
@@ -67,10 +67,6 @@ class _Clocked:
     plan: Plan
     seconds: float
     closed_form_seconds: float
-
-    def predicted(self, model: CostModel) -> "_Clocked":
-        """The same with the plan's prediction."""
-        return replace(self, plan=clocked(model, self.plan))
 
 
 def choose(stages: Stages, outcome: Outcome) -> Choice:
@@ -91,31 +87,24 @@ def choose(stages: Stages, outcome: Outcome) -> Choice:
             best[count] = item
     shown = {1, *sorted(best, key=lambda count: best[count].seconds)[:SHOWN]}
     best = {count: item for count, item in best.items() if count in shown}
-    fastest = min(best.values(), key=lambda item: item.seconds)
-    predictions(stages.model, [item.plan for item in best.values()])
-    best = {count: item.predicted(stages.model) for count, item in best.items()}
-    fastest = plain = best[fastest.plan.num_stages]
-    others = [item.plan for count, item in best.items() if count != fastest.plan.num_stages]
+    plain = fastest = min(best.values(), key=lambda item: item.seconds)
+    others = [item.plan for item in best.values() if item is not fastest]
     space = stages.space
-    other, notes = _under_other_schedule(stages, fastest.plan, others)
+    other, notes = _under_other_schedule(stages, fastest, others)
     if other is None:
         plan = simpler.simplest((item.plan, item.seconds) for item in found)
-        if plan != replace(fastest.plan, predicted=None):
-            plain = next(item for item in found if item.plan == plan).predicted(stages.model)
-    alternatives = [
-        Alternative(name=stages_in_words(count), plan=item.plan)
-        for count, item in best.items()
-        if count != plain.plan.num_stages
-    ]
+        plain = next(item for item in found if item.plan == plan)
+    alternatives = [(stages_in_words(count), item) for count, item in best.items() if count != plain.plan.num_stages]
     if other is not None and space.schedule in space.search.schedules:
-        alternatives.append(Alternative(name=space.schedule, plan=fastest.plan))
+        alternatives.append((space.schedule, fastest))
     elif plain.plan.num_stages == fastest.plan.num_stages and plain is not fastest:
-        alternatives.append(Alternative(name="the fastest on the clock", plan=fastest.plan))
+        alternatives.append(("the fastest on the clock", fastest))
+    alternatives.sort(key=lambda item: item[1].seconds)
     return Choice(
-        plan=plain.plan if other is None else other,
+        plan=clocked(stages.model, plain.plan) if other is None else other,
         is_explored=other is not None,
         closed_form_seconds=plain.closed_form_seconds,
-        alternatives=tuple(sorted(alternatives, key=lambda item: item.predicted.step_seconds)),
+        alternatives=Alternatives(stages.model, [(name, item.plan) for name, item in alternatives]),
         notes=(*_clock_notes(found[0], fastest, plain), *notes),
     )
 
@@ -158,12 +147,12 @@ def _clock_notes(first: _Clocked, fastest: _Clocked, chosen: _Clocked) -> tuple[
     if gain >= LEAST_SHARE:
         notes.append(f"{_named(chosen.plan)} take {gain:.1%} less on the clock than the best plan by the closed form")
     if chosen is not fastest:
-        notes.append(_simpler_note(chosen.plan, fastest.plan, _named(fastest.plan)))
+        slower = chosen.seconds / fastest.seconds - 1
+        notes.append(_simpler_note(chosen.plan, fastest.plan, slower, _named(fastest.plan)))
     return tuple(notes)
 
 
-def _simpler_note(plan: Plan, other: Plan, name: str) -> str:
-    slower = step_seconds_of_plan(plan) / step_seconds_of_plan(other) - 1
+def _simpler_note(plan: Plan, other: Plan, slower: float, name: str) -> str:
     # It may even be a little faster.
     compared = "as fast as" if slower < 5e-5 else f"{slower:.2%} slower than"
     return f"the plan, {compared} {name}, is simpler: {why_simpler(plan, other)}"
@@ -173,7 +162,9 @@ def _named(plan: Plan) -> str:
     return f"{stages_in_words(plan.num_stages)} with {plan.num_microbatches} microbatches"
 
 
-def _under_other_schedule(stages: Stages, base: Plan, others: Sequence[Plan]) -> tuple[Plan | None, tuple[str, ...]]:
+def _under_other_schedule(
+    stages: Stages, base: _Clocked, others: Sequence[Plan]
+) -> tuple[Plan | None, tuple[str, ...]]:
     """The best plan under another schedule than that of the exact search, if it gains by it; and what to say if not.
 
     Args:
@@ -186,8 +177,8 @@ def _under_other_schedule(stages: Stages, base: Plan, others: Sequence[Plan]) ->
     if not tried:
         return None, ()
     is_asked = space.schedule in space.search.schedules
-    below = step_seconds_of_plan(base) * (1 - LEAST_GAIN) if is_asked else np.inf
-    found = best_variant(stages.model, space, stages.limits, stages.host_limits, [base, *others], below=below)
+    below = base.seconds * (1 - LEAST_GAIN) if is_asked else np.inf
+    found = best_variant(stages.model, space, stages.limits, stages.host_limits, [base.plan, *others], below=below)
     if isinstance(stages, IntraStage):
         least = below if found is None else min(below, step_seconds_of_plan(found))
         found = even_chunks(stages, below=least) or found
@@ -196,9 +187,11 @@ def _under_other_schedule(stages: Stages, base: Plan, others: Sequence[Plan]) ->
     if found is not None and (not is_asked or step_seconds_of_plan(found) <= below):
         fits = fits_within(stages.model, stages.limits, stages.host_limits)
         plain = plainer(stages.model, found, fits, space.search.zero_stages)
-        return plain, () if plain is found else (_simpler_note(plain, found, f"the fastest under {found.schedule}"),)
+        slower = step_seconds_of_plan(plain) / step_seconds_of_plan(found) - 1
+        name = f"the fastest under {found.schedule}"
+        return plain, () if plain is found else (_simpler_note(plain, found, slower, name),)
     note = f"no pipeline that was tried gains {LEAST_GAIN:.0%} under {' or '.join(tried)}"
-    return None, (note,) if base.num_stages > 1 else ()
+    return None, (note,) if base.plan.num_stages > 1 else ()
 
 
 def make_plan(

@@ -1,11 +1,13 @@
 """What a search found, and how to say why."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from lightning_mist.plan import Plan, Predicted
+from lightning_mist.tuner.alternatives import Alternative
 from lightning_mist.units import format_bytes, format_seconds
 
 Status = Literal["optimal", "explored", "time limit"]
@@ -27,25 +29,6 @@ CLOSED_FORM_AND_CLOCK = (
 
 LEAST_SHARE = 5e-4
 """A share of the seconds that shows in figures with one decimal of a percent."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """A plan of another kind than the chosen one.
-
-    Attributes:
-        name: What distinguishes it, for example ``"2 stages"``.
-        plan: The plan, with its prediction.
-    """
-
-    name: str
-    plan: Plan
-
-    @property
-    def predicted(self) -> Predicted:
-        """Its predicted seconds and bytes."""
-        assert self.plan.predicted is not None
-        return self.plan.predicted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +75,8 @@ class TuneResult:
             the best that there is: numbers of microbatches are looked at, the most promising first, until something is
             found that takes at most a quarter longer by the closed form than the best of all; with offload only all or
             nothing of each kind of state. Where a planner has found one for an earlier question only such as are like
-            it are looked at. The fastest half dozen are kept, and the best of a single stage.
+            it are looked at. The fastest half dozen are kept, and the best of a single stage. Of a search they are
+            predicted when one of them is first looked at.
         stats: How the search went.
         notes: What was ruled out and why, and where numbers come from, for people.
         certified: Whether HiGHS has proven the same once more of the best plan's numbers of stages and of microbatches:
@@ -106,7 +90,7 @@ class TuneResult:
     gap: float
     closed_form_seconds: float
     predicted: Predicted
-    alternatives: tuple[Alternative, ...]
+    alternatives: Sequence[Alternative]
     stats: TuneStats
     notes: tuple[str, ...]
     certified: bool = False

@@ -5,12 +5,12 @@ import pytest
 from lightning_mist.cost import predict, predict_with, stage_memory
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.tuner import SearchSpace
+from lightning_mist.tuner.alternatives import Alternative
 from lightning_mist.tuner.asker import Asker
 from lightning_mist.tuner.comparison import closed_form_of
 from lightning_mist.tuner.explain import _remember, explain_plan
 from lightning_mist.tuner.explanation import kind_of
 from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.result import Alternative
 from lightning_mist.tuner.techniques import TECHNIQUES
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
