@@ -70,13 +70,14 @@ class TuneResult:
         closed_form_seconds: The plan's seconds by the closed form; under another schedule those of the plan under the
             schedule of the exact search that it competed with.
         predicted: Predicted seconds and bytes of the plan.
-        alternatives: Plans of other numbers of stages, fastest first: one, half as many, one less, one more, twice as
-            many, and others that were met on the way. Each is the best of its number that was met, which need not be
-            the best that there is: numbers of microbatches are looked at, the most promising first, until something is
-            found that takes at most a quarter longer by the closed form than the best of all; with offload only all or
-            nothing of each kind of state. Where a planner has found one for an earlier question only such as are like
-            it are looked at. The fastest half dozen are kept, and the best of a single stage. Of a search they are
-            predicted when one of them is first looked at.
+        alternatives: Plans of other numbers of stages, fastest first: those that were met on the way, a single stage,
+            and, unless three take at most a tenth longer by the closed form, half as many, one less, one more and twice
+            as many. Each is the best of its number that was met, which need not be the best that there is: numbers of
+            microbatches are looked at, the most promising first, until something is found that takes at most a quarter
+            longer by the closed form than the best of all; with offload only all or nothing of each kind of state.
+            Where a planner has found one for an earlier question only such as are like it are looked at. The fastest
+            half dozen are kept, and the best of a single stage. Of a search they are predicted when one of them is
+            first looked at.
         stats: How the search went.
         notes: What was ruled out and why, and where numbers come from, for people.
         certified: Whether HiGHS has proven the same once more of the best plan's numbers of stages and of microbatches:

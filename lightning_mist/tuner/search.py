@@ -46,6 +46,9 @@ guess it stands in place of the first, and the others are as many times it as th
 COMPARED = 1.25
 """Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
 
+ENOUGH, CLOSE = 3, 1.1
+"""How many other numbers of stages are enough to compare with, if their plans take at most so many times as long."""
+
 TRIED = 2
 """Numbers of microbatches with which that is done at most, the most promising first."""
 
@@ -55,13 +58,11 @@ times as slow they may be."""
 
 NEAR = 1.03
 """Multiple of the best plan's seconds below which all numbers of stages are searched for theirs, to be run on the
-clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`)."""
+clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`). It is done with one number of
+microbatches, that of the best pipeline; if none was found, that of which most can be hoped."""
 
 NEARLY = 1e-4
 """Share by which there may be better ones: the clock tells more apart."""
-
-NEAREST = 2
-"""Numbers of microbatches with which that is done, those whose pipelines promise most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,18 +164,23 @@ def _look_beside(tally: Tally, winner: int, groups: list[Group], precedents: Map
     """Look for good pipelines beside the best: other numbers of stages, and those that the clock may prefer."""
     # They are there to compare with, so all or nothing will do; that proves nothing of all.
     tally.intra.try_ratios(tally.space.offload_ratios[-1:], tally.deadline)
+    most = tally.least * NEAR
+    near = [group for group in groups if group[0] != (1,) and tally.known_floor(*group) < most]
+    if near:
+        # Where a good pipeline was found there are others like it.
+        _look_near(tally, *min(near, key=lambda item: (tally.least_in(*item), tally.known_floor(*item), item)), most)
+    most = tally.least * COMPARED
     for num_stages in compared(tally.space, winner):
+        close = [count for count in tally.best if tally.least_of(count) <= tally.least * CLOSE]
+        if num_stages > 1 and len({*close} - {winner}) >= ENOUGH:
+            return
         some: list[Group] = [((num_stages,), group[1]) for group in groups if num_stages in group[0]]
         like = precedents.get(num_stages)
         # With another batch the same microbatches need not leave devices for as many stages.
         if num_stages > 1 and like is not None and (num_stages, like.num_microbatches) in tally.lower:
-            _look_like(tally, like, tally.least * COMPARED)
+            _look_like(tally, like, most)
         else:
-            _compare(tally, some, tally.least * COMPARED, num_stages)
-    most = tally.least * NEAR
-    near = [group for group in groups if group[0] != (1,) and tally.known_floor(*group) < most]
-    for group in sorted(near, key=lambda item: (tally.known_floor(*item), item))[:NEAREST]:
-        _look_near(tally, *group, most)
+            _compare(tally, some, most, num_stages)
 
 
 def _compare(tally: Tally, groups: list[Group], most: float, num_stages: int) -> None:

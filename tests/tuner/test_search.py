@@ -136,6 +136,29 @@ def test_a_pipeline_like_one_found_before_is_as_good_if_it_still_fits(memory):
         assert not tight.best
 
 
+@pytest.mark.parametrize("close", [1.0, 2.0])
+def test_other_numbers_of_stages_are_searched_until_enough_that_are_close_are_known(monkeypatch, close):
+    counts, compare = [], search._compare
+
+    def noted(tally, groups, most, num_stages):
+        known = {count for count in tally.best if tally.least_of(count) <= tally.least * close}
+        counts.append((num_stages, len(known)))
+        compare(tally, groups, most, num_stages)
+
+    monkeypatch.setattr(search, "CLOSE", close)
+    monkeypatch.setattr(search, "_compare", noted)
+    monkeypatch.setattr(search, "ENOUGH", 1)
+    stages = stages_of(memory=600_000)
+    outcome = search.search_pipelines(stages, stages.space, np.inf)
+    wanted = search.compared(stages.space, outcome.winner)
+    looked = [count for count, _ in counts]
+    assert outcome.winner > 2
+    assert looked == list(wanted if close == 1.0 else wanted[: len(looked)])
+    # The winner is as close as can be.
+    assert all(known <= search.ENOUGH for count, known in counts if count > 1)
+    assert (len(looked) < len(wanted)) == (close > 1)
+
+
 def test_precedents_that_are_no_pipelines_of_the_space_are_left_out():
     stages = stages_of(memory=700_000)
     alone = search.search_pipelines(stages, stages.space, np.inf)
