@@ -12,7 +12,8 @@ CPU the hosts themselves compute: there no stage goes on before all have reduced
 Lists grow with the number of microbatches, and once a pipeline is in its steady state ``P`` more microbatches over
 ``P`` groups of devices always take as long; so long lists are cut, and the rest follows from two of the cut lengths.
 Where stages differ much it takes longer until that state; what is cut then errs by less than half a percent. Schedules
-that run stage by stage without lists are not cut unless they are very long, so that pictures show the predicted step.
+that run stage by stage without lists are not cut unless they are very long, so that pictures show the predicted step;
+chunks, of which there are several times as many, are cut in any case.
 
 What a stage's devices do is added up; the rest of the step is split in two by running the lists once more with
 transfers that take no time. By as much as the step is longer with them, transfers show; what is left is the bubble.
@@ -32,6 +33,7 @@ from lightning_mist.schedule.program import Program, program_of
 from lightning_mist.schedule.seconds import PlanSeconds, plan_seconds, slot_seconds
 from lightning_mist.schedule.seconds import StageSeconds as SlotSeconds
 from lightning_mist.schedule.sweep import can_sweep, sweep
+from lightning_mist.schedule.sweep_chunks import can_sweep_chunks, sweep_chunks
 
 ROUNDS, LEAST = 4, 32
 """Lists are cut to so many times as many microbatches as there are groups of devices, but not to fewer than these."""
@@ -83,8 +85,8 @@ def clock_floor(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> float:
     """Seconds of one step of a plan at least, in a small part of the time that running it takes.
 
     A group of devices begins when the first microbatch has come through all stages in front of its first. From then on
-    it computes all that it has to, and the last backward of 1F1B goes back through these stages; transfers move in
-    between at least. Where lists are cut it is less by what that may err.
+    it computes all that it has to, and the last backward of 1F1B, with chunks or without, goes back through these
+    stages; transfers move in between at least. Where lists are cut it is less by what that may err.
 
     Args:
         plan: The plan.
@@ -97,7 +99,7 @@ def clock_floor(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> float:
     for group in range(groups):
         stage, once = seconds.stages[group], seconds.stages[group].epilogue
         last = 0.0
-        if group and plan.schedule == "1f1b":
+        if group and (plan.schedule == "1f1b" or _has_chunks(plan)):
             front = seconds.stages[group - 1]
             last = seconds.gradients[group - 1] + _last_backward(front, plan.num_microbatches) + behind
         behind = max(last, once.reduce + once.step + once.gather)
@@ -163,11 +165,19 @@ def _sweeps(plan: Plan, rules: StepRules, count: int) -> bool:
     return rules.transfers == "beside" and can_sweep(plan.num_stages, count, plan.schedule)
 
 
+def _has_chunks(plan: Plan) -> bool:
+    return plan.schedule == "interleaved-1f1b"
+
+
 def _run(plan: Plan, seconds: PlanSeconds, rules: StepRules, count: int) -> float:
     once = [stage.epilogue for stage in seconds.stages[: plan.num_groups]]
     is_tied = plan.num_groups > 1 and any(item.tied > 0 for item in once)
+    last, moves = None, (seconds.stages, seconds.activations, seconds.gradients, count)
     if _sweeps(plan, rules, count):
-        last = sweep(seconds.stages, seconds.activations, seconds.gradients, count, plan.schedule)
+        last = sweep(*moves, plan.schedule)
+    elif rules.transfers == "beside" and _has_chunks(plan) and can_sweep_chunks(plan.num_groups, count):
+        last = sweep_chunks(*moves, plan.num_groups)
+    if last is not None:
         return finish_at(last.ends, last.arrivals, once, rules, is_tied=is_tied).makespan
     program = _program(plan.num_stages, count, plan.schedule, plan.num_groups)
     slots, sending = slot_seconds(seconds.stages), seconds.sent_crossings
