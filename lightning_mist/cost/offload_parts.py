@@ -194,7 +194,11 @@ class OffloadParts:
 
     def peaks(self, phases: Sequence[Phase]) -> FloatArray:
         """Peak bytes of every stage with every combination of ratios; axes ``B``, ``P``, ``G``, ``O``, ``A``."""
-        pairs_BGA = self.stays.peaks(phases).reshape(*self.beside_BG.shape, -1)
+        return self.peaks_beside(self.stays.peaks(phases))
+
+    def peaks_beside(self, pairs_K: FloatArray) -> FloatArray:
+        """The same where what pairs of ratios leave on the device peaks at so many bytes."""
+        pairs_BGA = pairs_K.reshape(*self.beside_BG.shape, -1)
         step_BGO = self.beside_BG[:, :, None] + self.step_BO[:, None, :]
         rest_BGOA = np.maximum(pairs_BGA[:, :, None, :], step_BGO[..., None]) + self.optimizer_BO[:, None, :, None]
         result_BPGOA: FloatArray = self.parameters_BP[:, :, None, None, None] + rest_BGOA[:, None]
@@ -202,8 +206,18 @@ class OffloadParts:
 
     def host_bytes(self, phases: Sequence[Phase]) -> FloatArray:
         """Pinned host memory of the same."""
-        moved_BGA = in_flight(phases) * self.host_activations_K.reshape(*self.beside_BG.shape, -1)
+        return self.host_bytes_beside(in_flight(phases) * self.host_activations_K)
+
+    def host_bytes_beside(self, activations_K: FloatArray) -> FloatArray:
+        """The same where pairs of ratios leave so many bytes of activations there."""
+        moved_BGA = activations_K.reshape(*self.beside_BG.shape, -1)
         states_BGO = self.host_gradients_BG[:, :, None] + self.host_optimizer_BO[:, None, :]
         rest_BGOA = moved_BGA[:, :, None, :] + states_BGO[..., None]
         result_BPGOA: FloatArray = self.host_parameters_BP[:, :, None, None, None] + rest_BGOA[:, None]
         return result_BPGOA
+
+    def most_host_bytes(self, activations_K: FloatArray) -> float:
+        """At least the largest of these."""
+        moved_B = activations_K.reshape(len(self), -1).max(axis=1, initial=0.0)
+        states_B = self.host_gradients_BG.max(axis=1) + self.host_optimizer_BO.max(axis=1)
+        return float((self.host_parameters_BP.max(axis=1) + (moved_B + states_B)).max(initial=0.0))

@@ -65,7 +65,7 @@ class SlotChoices:
         """What one choice keeps in host memory."""
         return OffloadRatios(**dict(zip(OFFLOADED, self.offload_KO[index].tolist(), strict=True)))
 
-    def take(self, index: IntArray | BoolArray) -> "SlotChoices":
+    def take(self, index: IntArray | BoolArray | slice) -> "SlotChoices":
         """The choices at some indices, or where a mask is true."""
         return SlotChoices(**{name: getattr(self, name)[index] for name in self.__slots__})
 

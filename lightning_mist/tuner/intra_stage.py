@@ -16,12 +16,13 @@ stage itself by ``d' - d``, those of stages behind it by ``x``, those before it 
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageSlot
 from lightning_mist.cost.compile import BoolArray
-from lightning_mist.cost.phases import Phase, stage_phases
+from lightning_mist.cost.phases import stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.families import KnownGrids
@@ -31,7 +32,8 @@ from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.pieces import PieceKey, Pieces, piece_key
 from lightning_mist.tuner.placed_runs import AllRuns
 from lightning_mist.tuner.space import Shape, Space, common_unit
-from lightning_mist.tuner.tables import ROOM, Table, Wanted, make_tables, with_stages_behind, within
+from lightning_mist.tuner.stage_points import Situations, Stage, covers, either, stages_ahead
+from lightning_mist.tuner.tables import ROOM, Table, Wanted, make_tables, within
 from lightning_mist.tuner.unmoved import Unmoved, unmoved
 from lightning_mist.tuner.windows import Role, Windows, fixed_window, layer_classes, role_of, windows_of
 
@@ -44,11 +46,14 @@ part of the cluster to another."""
 AHEAD = 1.05
 """Multiple of a pace up to which candidates are looked at: what may be near the best is asked for next."""
 
-_FrontierKey = tuple[TableKey, int, tuple[Phase, ...]]
-"""What tells frontiers apart: the table, the stages behind as far as they count, the situations."""
+_FrontierKey = tuple[TableKey, int, int]
+"""What tells frontiers apart: the table, the stages behind as far as they count, a number for the situations."""
 
 _Place = tuple[int, int, tuple[int, ...]]
 """A stage, the number of stages, and the parts of the cluster in which these lie, if it has unlike ones."""
+
+Wish = tuple[int, int, tuple[int, ...], BoolArray | None]
+"""The same, and of which numbers of devices and layers choices are of interest; of all if ``None``."""
 
 
 class IntraStage:
@@ -98,9 +103,9 @@ class IntraStage:
         self._windows: dict[Role, Windows] = {}
         # Frontiers and the pace up to which they hold, by how many stages and which situations they are for.
         self._frontiers: dict[_FrontierKey, tuple[float, BoolArray | None, SlotChoices]] = {}
-
-        # Tables with what so many stages behind cost, beside those that they were made of.
-        self._behind: dict[tuple[TableKey, int], tuple[Table, Table]] = {}
+        # What tells the frontiers of a place from others, with its situations; numbers of these.
+        self._keys: dict[tuple[_Place, int], tuple[_FrontierKey, Situations]] = {}
+        self._numbers: dict[Situations, int] = {}
         self._mover = Mover(
             model=model,
             ratios=Ratios.of(space.search, space.offload_ratios),
@@ -121,10 +126,10 @@ class IntraStage:
             ratios: Fractions in (0, 1].
             deadline: Value of ``perf_counter()`` from which on nothing more is evaluated for it.
         """
-        asked, known = Ratios.of(self.space.search, ratios), self._mover.ratios
-        self._mover = replace(self._mover, ratios=asked, deadline=deadline)
-        if asked.sizes != known.sizes:
+        asked = Ratios.of(self.space.search, ratios)
+        if asked.sizes != self._mover.ratios.sizes:
             self._frontiers.clear()
+        self._mover = replace(self._mover, ratios=asked, deadline=deadline)
 
     @property
     def both_limits(self) -> tuple[float, float]:
@@ -159,12 +164,8 @@ class IntraStage:
             pipeline: The part of the cluster in which every stage lies, if it has unlike ones.
             among_NL: Of which numbers of devices and layers choices are of interest; by default of all.
         """
-        place = stage_index, num_stages, pipeline
-        self.prepare([(*place, among_NL)], num_microbatches, slowest, with_ahead=True)
-        _, _, choices = self._frontiers[self._frontier_key(place, num_microbatches)]
-        most = self.space.world_size if self._elsewhere else self.space.world_size - num_stages + 1
-        inside_K = within(choices, stage_index, num_stages, self.space.num_layers, most)
-        return choices.take(inside_K & (choices.steady_K <= slowest))
+        wish = stage_index, num_stages, pipeline, among_NL
+        return self.frontiers([wish], num_microbatches, slowest, with_ahead=True)[0]
 
     def fastest(self, num_microbatches: int, slowest: float = np.inf) -> SlotChoices:
         """The choices of an only stage that are not dominated, without those that move something and are not fastest.
@@ -174,85 +175,109 @@ class IntraStage:
             slowest: The most steady seconds.
         """
         place: _Place = (0, 1, ())
-        key, _, phases = self._frontier_key(place, num_microbatches)
+        (key, _, _), phases = self._frontier_key(place, num_microbatches)
         self._make_tables({key: place}, num_microbatches, slowest)
-        table = self._tables[key]
-        found = unmoved(self._mover, (table, table), phases, slowest, weight=num_microbatches - 1)
-        (choices,) = self._with_moved([found])
-        inside_K = within(choices, 0, 1, self.space.num_layers, self.space.world_size)
-        return choices.take(inside_K & (choices.steady_K <= slowest))
+        stage, weight = Stage(phases=phases), num_microbatches - 1
+        ((choices,),) = self._with_moved([unmoved(self._mover, self._tables[key], [stage], slowest, weight=weight)])
+        return self._inside(place, choices, slowest)
+
+    def frontiers(
+        self,
+        asked: Sequence[Wish],
+        num_microbatches: int,
+        slowest: float = np.inf,
+        *,
+        with_ahead: bool = False,
+    ) -> list[SlotChoices]:
+        """The same of several slots at once, which is faster than one after another.
+
+        Args:
+            asked: The slots.
+            num_microbatches: Number of microbatches.
+            slowest: The most steady seconds.
+            with_ahead: Whether to count bytes also of stages that may be asked about next.
+        """
+        self.prepare(asked, num_microbatches, slowest, with_ahead=with_ahead)
+        found = (self._frontiers[self._frontier_key(item[:3], num_microbatches)[0]][2] for item in asked)
+        return [self._inside(item[:3], choices, slowest, item[3]) for item, choices in zip(asked, found, strict=True)]
+
+    def _inside(
+        self, place: _Place, found: SlotChoices, slowest: float, among_NL: BoolArray | None = None
+    ) -> SlotChoices:
+        """Those of some choices that a slot may be where it lies, and that are of interest."""
+        most = self.space.world_size if self._elsewhere else self.space.world_size - place[1] + 1
+        kept_K = within(found, *place[:2], self.space.num_layers, most) & (found.steady_K <= slowest)
+        if among_NL is not None:
+            kept_K &= among_NL[found.devices_K, found.layers_K]
+        return found if kept_K.all() else found.take(kept_K)
 
     def prepare(
         self,
-        asked: Iterable[tuple[int, int, tuple[int, ...], BoolArray | None]],
+        asked: Iterable[Wish],
         num_microbatches: int,
         slowest: float = np.inf,
         *,
         with_ahead: bool = False,
     ) -> None:
-        """Work out what frontiers of several slots need at once, which is faster than one after another.
+        """Work out what frontiers of several slots need at once.
 
         Args:
-            asked: Stage, number of stages, pipeline, and numbers of devices and layers, each as of :meth:`frontier`.
+            asked: The slots.
             num_microbatches: Number of microbatches.
             slowest: The most steady seconds.
             with_ahead: Whether to count bytes also of stages that may be asked about next.
         """
-        wanted: dict[_FrontierKey, tuple[_Place, BoolArray | None]] = {}
+        wanted: dict[_FrontierKey, tuple[_Place, Stage]] = {}
         for stage_index, num_stages, pipeline, among_NL in asked:
             place = stage_index, num_stages, pipeline
-            key = self._frontier_key(place, num_microbatches)
+            key, phases = self._frontier_key(place, num_microbatches)
             pace, known_NL, _ = self._frontiers.get(key, (-np.inf, None, None))
-            if pace * ROOM < slowest or not _covers(known_NL, among_NL):
-                of_key = wanted.get(key)
-                wanted[key] = place, among_NL if of_key is None else _either(of_key[1], among_NL)
+            if pace * ROOM < slowest or not covers(known_NL, among_NL):
+                both_NL = either(wanted[key][1].among_NL, among_NL) if key in wanted else among_NL
+                wanted[key] = place, Stage(phases=phases, behind=key[1], among_NL=both_NL)
+        if not wanted:
+            return
         self._make_tables({key[0]: place for key, (place, _) in wanted.items()}, num_microbatches, slowest)
-        open_: list[Unmoved] = []
-        for key, (place, among_NL) in wanted.items():
-            table = self._tables[key[0]]
-            counted = self._counted(key[0], table, key[1])
-            has_next = with_ahead and key[0][2] < 0
-            ahead = self._ahead(place[0], place[1], num_microbatches) if has_next else ()
-            open_.append(unmoved(self._mover, (table, counted), key[2], slowest, ahead, among_NL))
-        for (key, (_, among_NL)), choices in zip(wanted.items(), self._with_moved(open_), strict=True):
-            self._frontiers[key] = slowest, among_NL, choices
+        of_tables: dict[TableKey, list[_FrontierKey]] = {}
+        for key in wanted:
+            of_tables.setdefault(key[0], []).append(key)
+        open_ = []
+        for table_key, keys in of_tables.items():
+            ahead = [stage for key in keys if with_ahead for stage in self._ahead(*wanted[key], num_microbatches)]
+            stages = [wanted[key][1] for key in keys]
+            open_.append(unmoved(self._mover, self._tables[table_key], stages, slowest, ahead=ahead))
+        found = chain.from_iterable(self._with_moved(open_))
+        for key, choices in zip(chain.from_iterable(of_tables.values()), found, strict=True):
+            self._frontiers[key] = slowest, wanted[key][1].among_NL, choices
 
-    def _frontier_key(self, place: "_Place", num_microbatches: int) -> "_FrontierKey":
-        stage_index, num_stages, pipeline = place
-        phases = stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule)
-        # More microbatches than there are do not pass a stage before the first of them comes back.
-        behind = min(num_stages - 1 - stage_index, num_microbatches - 1)
-        return self._key(stage_index, num_stages, num_microbatches, pipeline), behind, phases
+    def _frontier_key(self, place: _Place, num_microbatches: int) -> tuple[_FrontierKey, Situations]:
+        """What tells the frontiers of a slot from others, and its situations."""
+        found = self._keys.get((place, num_microbatches))
+        if found is None:
+            stage_index, num_stages, pipeline = place
+            phases = stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule)
+            # More microbatches than there are do not pass a stage before the first of them comes back.
+            behind = min(num_stages - 1 - stage_index, num_microbatches - 1)
+            number = self._numbers.setdefault(phases, len(self._numbers))
+            found = (self._key(stage_index, num_stages, num_microbatches, pipeline), behind, number), phases
+            self._keys[place, num_microbatches] = found
+        return found
 
-    def _ahead(self, stage_index: int, num_stages: int, num_microbatches: int) -> tuple[tuple[Phase, ...], ...]:
-        """The situations of stages that share a table with one and have more behind them, up to twice as many."""
-        if role_of(stage_index, num_stages) not in ("first", "middle"):
-            return ()
-        most = min(2 * num_stages - stage_index, self.space.max_stages)
-        found = (
-            stage_phases(stage_index, count, num_microbatches, self.space.schedule)
-            for count in range(num_stages + 1, most + 1)
-        )
-        return tuple(dict.fromkeys(found))
+    def _ahead(self, place: _Place, stage: Stage, num_microbatches: int) -> list[Stage]:
+        """Stages that will be asked about next, of which nothing is known."""
+        (key, _, _), _ = self._frontier_key(place, num_microbatches)
+        if key[2] >= 0 or self._mover.has_looked(self._tables[key], stage.phases):
+            return []
+        return stages_ahead(*place[:2], num_microbatches, self.space, stage.among_NL)
 
-    def _counted(self, key: TableKey, table: Table, behind: int) -> Table:
-        """A table that counts the stages behind; kept as long as the table is."""
-        if not behind:
-            return table
-        known, counted = self._behind.get((key, behind), (None, table))
-        if known is not table:
-            counted = with_stages_behind(table, behind)
-            self._behind[key, behind] = table, counted
-        return counted
-
-    def _with_moved(self, items: Sequence[Unmoved]) -> list[SlotChoices]:
-        """The frontiers of stages, with what they may move."""
+    def _with_moved(self, items: Sequence[Unmoved]) -> list[list[SlotChoices]]:
+        """The frontiers of the stages of every table, with what they may move."""
         asked = [item.asked for item in items if item.asked is not None]
         if not asked:
             return [item.alone() for item in items]
         moved, evaluated = self._mover.of(asked)
         self.evaluated += evaluated
-        return [item.frontier(more) for item, more in zip(items, moved, strict=True)]
+        return [item.frontiers(more) for item, more in zip(items, moved, strict=True)]
 
     def rough_seconds(self, num_stages: int, num_microbatches: int) -> float:
         """Step seconds of about the best pipeline of equal stages; infinite if there is none that fits.
@@ -327,14 +352,6 @@ class IntraStage:
         settled = stage_index if self.space.cuts(num_stages) is not None else -1
         return role_of(stage_index, num_stages), num_microbatches, settled, slot.seams
 
-    def _table(
-        self, stage_index: int, num_stages: int, num_microbatches: int, pipeline: tuple[int, ...], pace: float
-    ) -> Table:
-        """Everything about candidates but how many microbatches are in flight, which slots share."""
-        key = self._key(stage_index, num_stages, num_microbatches, pipeline)
-        self._make_tables({key: (stage_index, num_stages, pipeline)}, num_microbatches, pace)
-        return self._tables[key]
-
     def _make_tables(self, places: Mapping[TableKey, _Place], num_microbatches: int, pace: float) -> None:
         """The tables of some stages, as far as they do not exist."""
         missing: dict[TableKey, Wanted] = {}
@@ -380,13 +397,3 @@ class IntraStage:
         if role not in self._windows:
             self._windows[role] = windows_of(role, self.space.num_layers, self._classes)
         return self._windows[role]
-
-
-def _either(first_NL: BoolArray | None, second_NL: BoolArray | None) -> BoolArray | None:
-    """Numbers of devices and layers of which one or the other is of interest."""
-    return None if first_NL is None or second_NL is None else first_NL | second_NL
-
-
-def _covers(known_NL: BoolArray | None, asked_NL: BoolArray | None) -> bool:
-    """Whether what is known of some numbers of devices and layers is enough for what is asked."""
-    return known_NL is None or (asked_NL is not None and not (asked_NL & ~known_NL).any())

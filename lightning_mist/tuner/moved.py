@@ -27,7 +27,9 @@ Where a machine's corrections multiply some terms and not others nothing is left
 
 Array axes
     K  candidates of a table
+    P  candidates of a table as stages may have them
     B  those that are tried with offload
+    I  those that fit without offload and are not dominated
     C  combinations of ratios, nothing moved first
     J  candidates with ratios
     O  kinds of state, in the order of ``OFFLOADED``
@@ -40,13 +42,14 @@ from time import perf_counter
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageCandidates, StageSlot
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.compile import IntArray
 from lightning_mist.cost.offload_parts import OffloadParts, moved_shares
 from lightning_mist.tuner.moved_kept import Kept, arranged, floors_of, in_blocks, kept
-from lightning_mist.tuner.moved_known import Arranged, Knowledge, Known, Moved, Situations
+from lightning_mist.tuner.moved_known import Arranged, Knowledge, Known, Moved
 from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.moved_settled import Unsettled, counted_seconds, learn_seconds, next_ones
 from lightning_mist.tuner.pareto import not_beaten
+from lightning_mist.tuner.stage_points import Situations, StagePoints
 from lightning_mist.tuner.tables import ROOM, Table
 
 AT_ONCE = 1 << 14
@@ -59,26 +62,24 @@ class TimeIsUpError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Candidates of a table that could be better than others if they moved something.
+    """Candidates of the stages of a table that could be better than others if they moved something.
 
     Attributes:
-        table: The table.
-        counted: The same with what the stages behind cost.
-        index_B: The candidates.
-        kept_I: Those that fit without offload and are not dominated.
+        points: The candidates of all stages.
+        point_B: Which could.
+        kept_I: Which fit without offload and are not dominated.
         slowest: The most steady seconds that are of use.
-        phases: The situations of their stage.
-        ahead: Candidates and situations of stages that will be asked about next, to count bytes together.
+        ahead: Candidates of the table that will be asked about next, to count bytes together.
+        situations: Those of the stages, and of stages that will be asked about next.
         weight: If only the least seconds of a batch count, the number of microbatches but one; else ``None``.
     """
 
-    table: Table
-    counted: Table
-    index_B: IntArray
+    points: StagePoints
+    point_B: IntArray
     kept_I: IntArray
     slowest: float
-    phases: Situations
-    ahead: tuple[tuple[IntArray, Situations], ...] = ()
+    ahead: IntArray
+    situations: frozenset[Situations]
     weight: int | None = None
 
 
@@ -106,55 +107,59 @@ class Mover:
         """What some candidates of stages may move, as far as it is of use, and how much has been looked at.
 
         Args:
-            asked: The candidates of every stage, and what they have to be better than.
+            asked: The candidates of the stages of every table, each once, and what they have to be better than.
 
         Raises:
             TimeIsUpError: If there is no time left to evaluate them.
         """
         # What is known of a table may be forgotten for that of another; here it is still needed.
-        every = [self._known(item.table) for item in asked]
+        every = [self._known(item.points.table) for item in asked]
         # What is known already may be better than all that a candidate of which nothing is known can move.
-        before = [item.index_B[known.row_K[item.index_B] >= 0] for item, known in zip(asked, every, strict=True)]
+        before = [
+            item.point_B[known.row_K[item.points.index_P[item.point_B]] >= 0]
+            for item, known in zip(asked, every, strict=True)
+        ]
         before_Q = self._kept(asked, every, before)
         new = [_may_be_better(*item) for item in zip(asked, every, before_Q, strict=True)]
         looked = self._look(asked, every, new)
         more_Q = self._kept(asked, every, new)
         found_Q = [Kept.in_order(pair, len(self.ratios)) for pair in zip(before_Q, more_Q, strict=True)]
-        self._settle(self._unsettled(asked, every, found_Q))
+        self._settle(
+            [
+                self._unsettled(item, known, own)
+                for item, known, own in zip(asked, every, found_Q, strict=True)
+                if len(own.point_J)
+            ]
+        )
         count, found = len(self.ratios), []
         for item, known, own in zip(asked, every, found_Q, strict=True):
-            of_J, place_J, peak_J = own.of_J, own.place_J, own.peak_J
-            steady_J, boundary_J = known.seconds(place_J)
-            fast_J = np.flatnonzero(steady_J <= item.table.pace * ROOM)
+            steady_J, boundary_J = known.seconds(own.place_J)
+            fast_J = np.flatnonzero(steady_J <= item.points.table.pace * ROOM)
             found.append(
                 Moved(
-                    index_J=of_J[fast_J],
-                    offload_JO=self.ratios.offload_CO[place_J[fast_J] % count],
+                    point_J=own.point_J[fast_J],
+                    offload_JO=self.ratios.offload_CO[own.place_J[fast_J] % count],
                     steady_J=steady_J[fast_J],
                     boundary_J=boundary_J[fast_J],
-                    peak_J=peak_J[fast_J],
+                    peak_J=own.peak_J[fast_J],
                 )
             )
         return found, looked * (count - 1)
 
-    def _kept(self, asked: Sequence[Asked], every: Sequence[Known], index: Sequence[IntArray]) -> list[Kept]:
-        """What some candidates of every stage may move that fits, and no more than they have to."""
+    def _kept(self, asked: Sequence[Asked], every: Sequence[Known], points: Sequence[IntArray]) -> list[Kept]:
+        """What some candidates of the stages of every table may move that fits, and no more than they have to."""
         wanted = [
-            (known, self._arranged(known), index_B, item.phases)
-            for item, known, index_B in zip(asked, every, index, strict=True)
+            (known, self._arranged(known), item.points, point_B)
+            for item, known, point_B in zip(asked, every, points, strict=True)
         ]
         return kept(wanted, self.ratios, (self.memory_limit, self.host_limit))
 
     def _look(self, asked: Sequence[Asked], every: Sequence[Known], new: Sequence[IntArray]) -> int:
         """Learn the bytes of candidates of which nothing is known; how many these are."""
-        of_tables: dict[int, tuple[Known, list[IntArray]]] = {}
-        for item, known, index_B in zip(asked, every, new, strict=True):
-            wanted = of_tables.setdefault(id(known), (known, []))[1]
-            wanted += [index_B, *(other_B for other_B, _ in item.ahead)]
-            known.looked |= {item.phases, *(phases for _, phases in item.ahead)}
         alike: dict[Hashable, list[tuple[Known, IntArray]]] = {}
-        for known, wanted in of_tables.values():
-            every_B = np.unique(np.concatenate(wanted))
+        for item, known, point_B in zip(asked, every, new, strict=True):
+            known.looked |= item.situations
+            every_B = np.unique(np.concatenate([item.points.index_P[point_B], item.ahead]))
             new_B = every_B[known.row_K[every_B] < 0]
             shape_B = known.table.shape_K[new_B]
             for shape in np.unique(shape_B).tolist():
@@ -166,22 +171,38 @@ class Mover:
                 self._learn_bytes([(some[place][0], index_B) for place, index_B in block])
         return sum(len(index_B) for some in alike.values() for _, index_B in some)
 
-    def _unsettled(self, asked: Sequence[Asked], every: Sequence[Known], found: Sequence[Kept]) -> list[Unsettled]:
-        """Candidates with ratios that fit, and what they have to be better than, of every stage that has any."""
-        of_tables: dict[int, list[int]] = {}
-        for index, own in enumerate(found):
-            if len(own.of_J):
-                of_tables.setdefault(id(every[index]), []).append(index)
-        result = []
-        for members in of_tables.values():
-            known, together = every[members[0]], Kept.joined([found[index] for index in members])
-            added = floors_of(known, self._arranged(known), self.ratios, together.of_J, together.place_J)
-            begin = 0
-            for index in members:
-                cut = slice(begin, begin + len(found[index].of_J))
-                begin = cut.stop
-                result.append(_unsettled(known, asked[index], found[index], (added[0][cut], added[1][cut])))
-        return result
+    def _unsettled(self, asked: Asked, known: Known, found: Kept) -> Unsettled:
+        """Candidates with ratios that fit and may be better than what is known to fit."""
+        points, index_I, point_J, place_J = asked.points, asked.kept_I, found.point_J, found.place_J
+        steady_J, once_J = known.seconds(place_J)
+        is_new_J = np.isnan(steady_J)
+        of_D = point_J[~is_new_J]
+        steady_D = steady_J[~is_new_J] + points.later_P[of_D]
+        fitting = (
+            np.concatenate([points.group_P[index_I], points.group_P[of_D]]),
+            np.concatenate([points.steady_P[index_I], steady_D]),
+            np.concatenate([points.whole_P[index_I], steady_D + once_J[~is_new_J]]),
+        )
+        # What one takes without copies may be too much already, whatever it moves.
+        is_open_P = np.zeros(len(points), dtype=bool)
+        is_open_P[point_J[is_new_J]] = True
+        open_B = np.flatnonzero(is_open_P)
+        least = counted_seconds(points.steady_P[open_B] / ROOM, points.floor_P[open_B] / ROOM, asked.weight)
+        fits = fitting[0], *counted_seconds(*fitting[1:], asked.weight)
+        is_open_P[open_B] = not_beaten(points.group_P[open_B], *least, fits)
+        open_J = np.flatnonzero(is_new_J & is_open_P[point_J])
+        point_J, place_J = point_J[open_J], place_J[open_J]
+        more_J, later_J = floors_of(known, self._arranged(known), self.ratios, points.index_P[point_J], place_J)
+        steady_J = (points.steady_P[point_J] + more_J) / ROOM
+        return Unsettled.of(
+            known,
+            place_J,
+            (points.group_P[point_J], steady_J, (points.floor_P[point_J] + later_J) / ROOM),
+            fitting,
+            later_J=points.later_P[point_J],
+            open_J=np.flatnonzero(steady_J <= asked.slowest * ROOM),
+            weight=asked.weight,
+        )
 
     def _settle(self, unsettled: Sequence[Unsettled]) -> None:
         """Evaluate whatever may be better than what is known to fit, of all stages the most promising first."""
@@ -221,42 +242,25 @@ class Mover:
             begin += len(index_B)
 
 
-def _unsettled(known: Known, asked: Asked, found: Kept, added: tuple[FloatArray, FloatArray]) -> Unsettled:
-    """Candidates with ratios of one stage, and what copies add to them at least."""
-    counted, index_I, of_J = asked.counted, asked.kept_I, found.of_J
-    steady_J, whole_J = (counted.steady_K[of_J] + added[0]) / ROOM, (counted.floor_K[of_J] + added[1]) / ROOM
-    fitting_I = counted.steady_K[index_I], counted.steady_K[index_I] + counted.boundary_K[index_I]
-    return Unsettled.of(
-        known,
-        found.place_J,
-        (asked.table.place_K[of_J], steady_J, whole_J),
-        (asked.table.place_K[index_I], *fitting_I),
-        later_J=counted.steady_K[of_J] - asked.table.steady_K[of_J],
-        open_J=np.flatnonzero(steady_J <= asked.slowest * ROOM),
-        weight=asked.weight,
-    )
-
-
 def _may_be_better(asked: Asked, known: Known, found: Kept) -> IntArray:
     """Candidates of which nothing is known that may be better than what others are known to move.
 
     Args:
-        asked: The candidates of a stage.
-        known: What is known of their table.
+        asked: The candidates of the stages of a table.
+        known: What is known of the table.
         found: What those fit with of which the bytes are known.
     """
-    table, counted = asked.table, asked.counted
-    new_B = asked.index_B[known.row_K[asked.index_B] < 0]
-    if not len(new_B) or not len(found.of_J):
+    points = asked.points
+    new_B = asked.point_B[known.row_K[points.index_P[asked.point_B]] < 0]
+    if not len(new_B) or not len(found.point_J):
         return new_B
     steady_J, once_J = known.seconds(found.place_J)
     done_J = ~np.isnan(steady_J)
-    of_D = found.of_J[done_J]
-    steady_D = steady_J[done_J] + (counted.steady_K[of_D] - table.steady_K[of_D])
-    points = counted_seconds(steady_D, steady_D + once_J[done_J], asked.weight)
-    least = counted_seconds(counted.steady_K[new_B] / ROOM, counted.floor_K[new_B] / ROOM, asked.weight)
-    place_K = table.place_K
-    found_B: IntArray = new_B[not_beaten(place_K[new_B], *least, (place_K[of_D], *points))]
+    of_D = found.point_J[done_J]
+    steady_D = steady_J[done_J] + points.later_P[of_D]
+    others = counted_seconds(steady_D, steady_D + once_J[done_J], asked.weight)
+    least = counted_seconds(points.steady_P[new_B] / ROOM, points.floor_P[new_B] / ROOM, asked.weight)
+    found_B: IntArray = new_B[not_beaten(points.group_P[new_B], *least, (points.group_P[of_D], *others))]
     return found_B
 
 

@@ -2,7 +2,8 @@
 
 Array axes
     K  candidates of a table
-    B  candidates that are tried with offload
+    P  candidates of a table as stages may have them
+    B  those that are tried with offload
     C  combinations of ratios, nothing moved first
     J  candidates with ratios
     S  arrangements of devices
@@ -17,10 +18,12 @@ import numpy as np
 from lightning_mist.cost import CostModel, StageSlot, profiles_of
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.mixed import copy_weights
+from lightning_mist.cost.offload import in_flight
 from lightning_mist.plan import ZeroStage
-from lightning_mist.tuner.moved_known import Arranged, Known, Situations
+from lightning_mist.tuner.moved_known import Arranged, Known
 from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.search_space import OFFLOADED
+from lightning_mist.tuner.stage_points import StagePoints
 from lightning_mist.tuner.tables import Table
 
 BASES_AT_ONCE = 1 << 10
@@ -32,9 +35,9 @@ ORDERS: tuple[tuple[str, ...], ...] = (OFFLOADED, ("parameters", "activations"),
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Candidates with ratios: their bases, their places among what is known, and their peaks."""
+    """Candidates with ratios: which of the stages' they are of, their places among what is known, and their peaks."""
 
-    of_J: IntArray
+    point_J: IntArray
     place_J: IntArray
     peak_J: FloatArray
 
@@ -45,20 +48,20 @@ class Kept:
             return items[0]
         number, none = np.empty(0, dtype=np.int64), np.empty(0)
         return cls(
-            np.concatenate([number, *(item.of_J for item in items)]),
+            np.concatenate([number, *(item.point_J for item in items)]),
             np.concatenate([number, *(item.place_J for item in items)]),
             np.concatenate([none, *(item.peak_J for item in items)]),
         )
 
     @classmethod
     def in_order(cls, items: Sequence["Kept"], count: int) -> "Kept":
-        """All of several, in the order of their bases and of their combinations, of which there are so many."""
-        some = [item for item in items if len(item.of_J)]
+        """All of several, in the order of their candidates and of their combinations, of which there are so many."""
+        some = [item for item in items if len(item.point_J)]
         if len(some) < 2:
             return some[0] if some else items[0]
         every = cls.joined(some)
-        order = np.argsort(every.of_J * count + every.place_J % count, kind="stable")
-        return cls(every.of_J[order], every.place_J[order], every.peak_J[order])
+        order = np.argsort(every.point_J * count + every.place_J % count, kind="stable")
+        return cls(every.point_J[order], every.place_J[order], every.peak_J[order])
 
 
 def arranged(model: CostModel, table: Table, ratios: Ratios) -> Arranged:
@@ -103,12 +106,12 @@ def ordered(model: CostModel, slot: StageSlot, zero_stage: int, ratios: Ratios) 
     return ("activations",) if zero_stage >= ZeroStage.PARAMETERS else ("parameters", "activations")
 
 
-Wanted = tuple[Known, Arranged, IntArray, Situations]
-"""What is known of a table, and of its arrangements; some of its candidates, and the situations of their stage."""
+Wanted = tuple[Known, Arranged, StagePoints, IntArray]
+"""What is known of a table, and of its arrangements; the candidates of its stages, and some of them."""
 
 
 def kept(wanted: Sequence[Wanted], ratios: Ratios, limits: tuple[float, float]) -> list[Kept]:
-    """What fits and moves no more than it has to, of every stage.
+    """What fits and moves no more than it has to, of the stages of every table.
 
     Args:
         wanted: The candidates of the stages, whose bytes are known.
@@ -116,22 +119,24 @@ def kept(wanted: Sequence[Wanted], ratios: Ratios, limits: tuple[float, float]) 
         limits: Bytes that a device may use, and of host memory.
     """
     found: list[list[Kept]] = [[] for _ in wanted]
-    for block in in_blocks([index_B for _, _, index_B, _ in wanted], BASES_AT_ONCE):
+    for block in in_blocks([point_B for _, _, _, point_B in wanted], BASES_AT_ONCE):
         fits, peaks, orders = [], [], []
-        for index, index_B in block:
-            known, of_table, _, phases = wanted[index]
-            peak_BC, fits_BC = _fitting(known, known.row_K[index_B], phases, len(ratios), limits)
+        for index, point_B in block:
+            known, of_table, points, _ = wanted[index]
+            peak_BC, fits_BC = _fitting(known, points, point_B, len(ratios), limits)
             peaks.append(peak_BC)
             fits.append(fits_BC)
+            index_B = points.index_P[point_B]
             orders.append(of_table.order_SZ[known.table.shape_K[index_B], known.table.zero_stage_K[index_B]])
         least_BC, begin = _least(np.concatenate(fits), np.concatenate(orders), ratios), 0
-        for (index, index_B), peak_BC in zip(block, peaks, strict=True):
-            mine_BC = least_BC[begin : begin + len(index_B)]
-            begin += len(index_B)
-            kept_J = np.flatnonzero(mine_BC)
+        for (index, point_B), peak_BC in zip(block, peaks, strict=True):
+            kept_J = np.flatnonzero(least_BC[begin : begin + len(point_B)])
+            begin += len(point_B)
             of_J, place_J = np.divmod(kept_J, len(ratios))
-            place_J += wanted[index][0].row_K[index_B[of_J]] * len(ratios)
-            found[index].append(Kept(index_B[of_J], place_J, peak_BC.reshape(-1)[kept_J]))
+            known, _, points, _ = wanted[index]
+            point_J = point_B[of_J]
+            place_J += known.row_K[points.index_P[point_J]] * len(ratios)
+            found[index].append(Kept(point_J, place_J, peak_BC.reshape(-1)[kept_J]))
     return [Kept.joined(items) for items in found]
 
 
@@ -160,16 +165,25 @@ def in_blocks(index: Sequence[IntArray], most: int) -> Iterator[list[tuple[int, 
 
 
 def _fitting(
-    known: Known, row_B: IntArray, phases: Situations, count: int, limits: tuple[float, float]
+    known: Known, points: StagePoints, point_B: IntArray, count: int, limits: tuple[float, float]
 ) -> tuple[FloatArray, BoolArray]:
     """Peaks of bases with every combination of ratios, and whether they fit."""
     if known.parts is None:
         raise ValueError("known.parts = None: nothing was learned about candidates that are asked about")
-    some = known.parts.take(row_B)
-    peak_BC = some.peaks(phases).reshape(-1, count)
+    some = known.parts.take(known.row_K[points.index_P[point_B]])
+    pairs = len(some.host_activations_K) // len(point_B)
+
+    def of_pairs(cut: slice) -> slice:
+        return slice(cut.start * pairs, cut.stop * pairs)
+
+    peak_K = points.of_each(point_B, lambda cut, phases: some.stays.take(of_pairs(cut)).peaks(phases))
+    peak_BC = some.peaks_beside(peak_K).reshape(-1, count)
     fits_BC: BoolArray = peak_BC <= limits[0]
     if np.isfinite(limits[1]):
-        fits_BC &= some.host_bytes(phases).reshape(-1, count) <= limits[1]
+        host_K = points.of_each(point_B, lambda cut, phases: in_flight(phases) * some.host_activations_K[of_pairs(cut)])
+        # Mostly hosts have room for all that can be moved.
+        if some.most_host_bytes(host_K) > limits[1]:
+            fits_BC &= some.host_bytes_beside(host_K).reshape(-1, count) <= limits[1]
     return peak_BC, fits_BC
 
 
@@ -192,7 +206,7 @@ def _least(fits_BC: BoolArray, order_B: IntArray, ratios: Ratios) -> BoolArray:
 
 
 def floors_of(
-    known: Known, of_table: Arranged, ratios: Ratios, of_J: IntArray, place_J: IntArray
+    known: Known, of_table: Arranged, ratios: Ratios, index_J: IntArray, place_J: IntArray
 ) -> tuple[FloatArray, FloatArray]:
     """What copies add at least to candidates of a table, per microbatch and of a batch.
 
@@ -200,7 +214,7 @@ def floors_of(
         known: What is known of the table.
         of_table: What is so of its arrangements.
         ratios: What may be moved.
-        of_J: The candidates.
+        index_J: The candidates.
         place_J: Their places among what is known.
     """
     if known.floors is None:
@@ -210,7 +224,7 @@ def floors_of(
     if len(of_table.corners) == 1:
         return known.floors.added(of_table.corners[0], row_J, place_JO[:, :3], ratio_J)
     more_J, once_J = np.empty(len(row_J)), np.empty(len(row_J))
-    corner_J = of_table.corner_S[known.table.shape_K[of_J]]
+    corner_J = of_table.corner_S[known.table.shape_K[index_J]]
     for corner, weights in enumerate(of_table.corners):
         at_N = np.flatnonzero(corner_J == corner)
         if len(at_N):

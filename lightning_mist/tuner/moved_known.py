@@ -9,7 +9,7 @@ Array axes
     Z  ZeRO stages
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +18,9 @@ from lightning_mist.cost.candidates import StageSlot
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_parts import OffloadParts
-from lightning_mist.cost.phases import Phase
 from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.moved_ratios import Ratios
+from lightning_mist.tuner.stage_points import Situations
 from lightning_mist.tuner.tables import Table
 
 MOST = 20_000
@@ -29,32 +29,24 @@ MOST = 20_000
 MOST_TABLES = 64
 """Tables of which it is kept: those of a few searches, with all their candidates."""
 
-Situations = tuple[Phase, ...]
-"""The situations of a stage."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
     """Candidates with ratios that fit.
 
     Attributes:
-        index_J: Which candidate of the table each is.
+        point_J: Which candidate of which stage each is.
         offload_JO: What it moves.
-        steady_J: Steady seconds.
+        steady_J: Steady seconds, without what the stages behind add.
         boundary_J: Boundary seconds.
         peak_J: Peak bytes.
     """
 
-    index_J: IntArray
+    point_J: IntArray
     offload_JO: FloatArray
     steady_J: FloatArray
     boundary_J: FloatArray
     peak_J: FloatArray
-
-    @classmethod
-    def joined(cls, items: Sequence["Moved"]) -> "Moved":
-        """All of several."""
-        return cls(**{name: np.concatenate([getattr(item, name) for item in items]) for name in cls.__slots__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

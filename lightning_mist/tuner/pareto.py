@@ -5,57 +5,10 @@ Array axes
     J  points that are kept
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """Points sorted for finding the frontiers of any part of them.
-
-    Attributes:
-        index_K: The points by group, then by rising first and second value.
-        rank_K: In this order: the rank of the second value, lower in every later group than in any earlier one.
-    """
-
-    index_K: IntArray
-    rank_K: IntArray
-
-    def frontier(self, allowed_K: BoolArray) -> IntArray:
-        """Indices of the allowed points that no other allowed point of their group equals or beats in both values.
-
-        They come by group, then by rising first and falling second value. Of equal points the earliest is kept.
-
-        Args:
-            allowed_K: Which points count, at least of the first ones; those behind its end do not.
-        """
-        inside_K = self.index_K < len(allowed_K)
-        index_K, rank_K = self.index_K[inside_K], self.rank_K[inside_K]
-        allowed_K = allowed_K[index_K]
-        worst = np.iinfo(np.int64).max
-        rank_K = np.where(allowed_K, rank_K, worst)
-        best_before_K = np.minimum.accumulate(np.concatenate([[worst], rank_K[:-1]]))
-        kept_J: IntArray = index_K[allowed_K & (rank_K < best_before_K)]
-        return kept_J
-
-
-def sort_points(group_K: npt.ArrayLike, first_K: FloatArray, second_K: FloatArray) -> Order:
-    """Points sorted by group and value.
-
-    Args:
-        group_K: Group of each point, an integer; groups are independent of each other.
-        first_K: First value, smaller is better.
-        second_K: Second value, smaller is better.
-    """
-    group = np.asarray(group_K, dtype=np.int64)
-    order_K = np.lexsort((second_K, first_K, group))
-    # Ranks are exact where offsets on floats would not be; the offset makes the running minimum restart in each group.
-    rank_K = _ranks(second_K[order_K]) - _numbers(group[order_K]) * (len(order_K) + 1)
-    return Order(index_K=order_K, rank_K=rank_K)
 
 
 def _ranks(values_K: FloatArray) -> IntArray:
@@ -75,9 +28,21 @@ def _numbers(sorted_K: IntArray) -> IntArray:
 def non_dominated(group_K: npt.ArrayLike, first_K: FloatArray, second_K: FloatArray) -> IntArray:
     """Indices of the points that no other point of their group equals or beats in both values.
 
-    Args and order as in :func:`sort_points` and :meth:`Order.frontier`.
+    They come by group, then by rising first and falling second value. Of equal points the earliest is kept.
+
+    Args:
+        group_K: Group of each point, an integer; groups are independent of each other.
+        first_K: First value, smaller is better.
+        second_K: Second value, smaller is better.
     """
-    return sort_points(group_K, first_K, second_K).frontier(np.ones(len(first_K), dtype=bool))
+    group = np.asarray(group_K, dtype=np.int64)
+    order_K = np.lexsort((second_K, first_K, group))
+    # Ranks are exact where offsets on floats would not be; the offset makes the running minimum restart in each group.
+    rank_K = _ranks(second_K[order_K]) - _numbers(group[order_K]) * (len(order_K) + 1)
+    is_kept_K = np.ones(len(order_K), dtype=bool)
+    np.less(rank_K[1:], np.minimum.accumulate(rank_K)[:-1], out=is_kept_K[1:])
+    kept_J: IntArray = order_K[is_kept_K]
+    return kept_J
 
 
 def not_beaten(

@@ -17,7 +17,7 @@ Array axes
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.needs import PeakParts
 from lightning_mist.cost.regions import covered
 from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
-from lightning_mist.tuner.pareto import Order, sort_points
 from lightning_mist.tuner.pieces import Figures, Lines, NewLines, PieceKey, Pieces, learn
 from lightning_mist.tuner.space import OFFLOADED, Space
 from lightning_mist.tuner.windows import Windows
@@ -52,7 +51,6 @@ class Table:
         floor_K: Steady seconds with what of the boundary seconds neither averages gradients nor gives out parameters.
         again_K: What every stage behind adds to the steady seconds.
         parts: What their peaks are made of.
-        order: The candidates by run and number of devices, for frontiers in ``t`` and ``t + d``.
         keys: What tells the candidates of every slot from those of other tables; none if that is not known.
     """
 
@@ -68,7 +66,6 @@ class Table:
     floor_K: FloatArray
     again_K: FloatArray
     parts: PeakParts
-    order: Order
     keys: tuple[PieceKey, ...] = ()
 
     def __len__(self) -> int:
@@ -79,16 +76,6 @@ class Table:
     def devices_K(self) -> IntArray:
         """Number of devices of each candidate."""
         return _devices(self.slots, self.shape_K)
-
-    def is_among(self, among_NL: BoolArray, index_J: IntArray) -> BoolArray:
-        """Which of some candidates have numbers of devices and layers that are marked."""
-        found_J: BoolArray = among_NL[self.devices_K[index_J], self.windows.layers_W[self.window_K[index_J]]]
-        return found_J
-
-    @property
-    def place_K(self) -> IntArray:
-        """A number for the run of layers and the devices of each candidate."""
-        return _places(self.slots, self.window_K, self.shape_K)
 
     def candidates(self, index_J: IntArray) -> StageCandidates:
         """Some candidates as the cost model knows them."""
@@ -118,7 +105,7 @@ class Table:
         """
         steady_J, boundary_J = (self.steady_K[index_J], self.boundary_K[index_J]) if seconds is None else seconds
         ratios_JO = np.zeros((len(index_J), len(OFFLOADED))) if offload_JO is None else offload_JO
-        lengths = np.array([len(starts) for starts in self.windows.starts], dtype=np.int64)
+        lengths = self.windows.count_W
         flat = np.concatenate([*self.windows.starts, np.empty(0, dtype=np.int64)]).astype(np.int64)
         first_W = np.cumsum(lengths) - lengths
         count_J = lengths[self.window_K[index_J]]
@@ -289,7 +276,6 @@ def _sorted(
         floor_K=floor_C[fast_K],
         again_K=again_C[fast_K],
         parts=figures.parts.take(fast_K).beside(batch_S[shape_K]),
-        order=sort_points(_places(slots, window_K, shape_K), steady_K, steady_K + boundary_K),
         keys=tuple(wanted.keys),
     )
 
@@ -299,31 +285,6 @@ def _devices(slots: Sequence[StageSlot], shape_K: IntArray) -> IntArray:
     devices_S = [slot.data_parallel_degree * slot.tensor_parallel_degree for slot in slots]
     found_K: IntArray = np.array(devices_S, dtype=np.int64)[shape_K]
     return found_K
-
-
-def _places(slots: Sequence[StageSlot], window_K: IntArray, shape_K: IntArray) -> IntArray:
-    """A number for the run of layers and the devices of each candidate."""
-    devices_K = _devices(slots, shape_K)
-    found_K: IntArray = window_K * (int(devices_K.max(initial=0)) + 1) + devices_K
-    return found_K
-
-
-def with_stages_behind(table: Table, behind: int) -> Table:
-    """A table, in its order, that counts how often a stage under ZeRO-3 begins anew.
-
-    A table is made for stages with none behind them. With some, forwards follow each other before the first backward
-    comes, and the outermost units have to be unsharded again for each.
-
-    Args:
-        table: Candidates of the role.
-        behind: Stages behind the one that is asked about, as far as microbatches are in flight between.
-    """
-    if not behind or not table.again_K.any():
-        return table
-    more_K = behind * table.again_K
-    steady_K = table.steady_K + more_K
-    order = sort_points(table.place_K, steady_K, steady_K + table.boundary_K)
-    return replace(table, steady_K=steady_K, floor_K=table.floor_K + more_K, order=order)
 
 
 def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], windows: Windows) -> FloatArray:

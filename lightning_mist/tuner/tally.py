@@ -8,7 +8,6 @@ from time import perf_counter
 import numpy as np
 
 from lightning_mist.cost.compile import BoolArray
-from lightning_mist.tuner.choices import SlotChoices
 from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.past import Found
@@ -146,11 +145,7 @@ def _of_stages(
 ) -> Family:
     """The choices of all stages up to a pace, each with the devices and layers that it may have."""
     places = [*places_behind(counts), *((0, count) for count in counts)]
-    tally.intra.prepare(((*place, (), among(*place)) for place in places), num_microbatches, slowest)
-
-    def choices_of(stage_index: int, num_stages: int) -> SlotChoices:
-        among_NL = among(stage_index, num_stages)
-        found = tally.intra.frontier(stage_index, num_stages, num_microbatches, slowest, among_NL=among_NL)
-        return found.take(among_NL[found.devices_K, found.layers_K])
-
-    return Family.of(tally.space.num_layers, (tally.space.world_size,), num_microbatches, counts, choices_of)
+    asked = [(*place, (), among(*place)) for place in places]
+    found = dict(zip(places, tally.intra.frontiers(asked, num_microbatches, slowest), strict=True))
+    sizes = tally.space.num_layers, (tally.space.world_size,)
+    return Family.of(*sizes, num_microbatches, counts, lambda *place: found[place])

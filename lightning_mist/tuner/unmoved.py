@@ -1,136 +1,135 @@
-"""What a stage may be without offload, to which is added what it may move.
+"""What stages may be without offload, to which is added what they may move.
 
 Array axes
     K  candidates of a table
-    J  candidates
+    P  candidates of a table as stages may have them
+    J  some of these
+    Q  stages
     O  kinds of state, in the order of ``OFFLOADED``
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.tuner.choices import SlotChoices
 from lightning_mist.tuner.moved import Asked, Mover
-from lightning_mist.tuner.moved_known import Moved, Situations
-from lightning_mist.tuner.pareto import non_dominated
+from lightning_mist.tuner.moved_known import Moved
+from lightning_mist.tuner.pareto import non_dominated, not_beaten
 from lightning_mist.tuner.search_space import OFFLOADED
+from lightning_mist.tuner.stage_points import Stage, StagePoints
 from lightning_mist.tuner.tables import ROOM, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unmoved:
-    """What one stage may be without offload.
+    """What the stages that share a table may be without offload.
 
     Attributes:
-        table: What stages of its role share.
-        counted: The same with what the stages behind this one cost.
-        peak_K: Peak bytes of the first candidates of the table.
-        kept_J: Those that fit and are not dominated.
+        points: All that they may be.
+        peak_P: Peak bytes.
+        kept_J: Those that fit and are not dominated, stage after stage.
         asked: Those that could be better if they moved something; nothing if nothing may be moved.
     """
 
-    table: Table
-    counted: Table
-    peak_K: FloatArray
+    points: StagePoints
+    peak_P: FloatArray
     kept_J: IntArray
     asked: Asked | None
 
-    def alone(self) -> SlotChoices:
-        """What it may be that is not dominated, without offload."""
-        return self.counted.choices(self.kept_J, self.peak_K[self.kept_J])
+    def alone(self) -> list[SlotChoices]:
+        """What each may be that is not dominated, without offload."""
+        points, kept_J = self.points, self.kept_J
+        seconds = points.steady_P[kept_J], points.table.boundary_K[points.index_P[kept_J]]
+        return self._by_stage(kept_J, self.peak_P[kept_J], seconds, np.zeros((len(kept_J), len(OFFLOADED))))
 
-    def frontier(self, moved: Moved) -> SlotChoices:
-        """What it may be that is not dominated, with and without offload."""
-        table, counted, kept_J = self.table, self.counted, self.kept_J
-        steady_J, boundary_J, peak_J, index_J = (
-            np.concatenate([here[kept_J], there])
-            for here, there in (
-                (counted.steady_K, moved.steady_J + (counted.steady_K - table.steady_K)[moved.index_J]),
-                (table.boundary_K, moved.boundary_J),
-                (self.peak_K, moved.peak_J),
-                (np.arange(len(self.peak_K)), moved.index_J),
-            )
-        )
-        best_J = non_dominated(table.place_K[index_J], steady_J, steady_J + boundary_J)
-        offload_JO = np.concatenate([np.zeros((len(kept_J), len(OFFLOADED))), moved.offload_JO])
-        seconds = steady_J[best_J], boundary_J[best_J]
-        return table.choices(index_J[best_J], peak_J[best_J], seconds, offload_JO[best_J])
+    def frontiers(self, moved: Moved) -> list[SlotChoices]:
+        """What each may be that is not dominated, with and without offload."""
+        points, kept_J = self.points, self.kept_J
+        of_J = np.concatenate([kept_J, moved.point_J])
+        steady_J = np.concatenate([points.steady_P[kept_J], moved.steady_J + points.later_P[moved.point_J]])
+        boundary_J = np.concatenate([points.table.boundary_K[points.index_P[kept_J]], moved.boundary_J])
+        peak_J = np.concatenate([self.peak_P[kept_J], moved.peak_J])
+        best_J = non_dominated(points.group_P[of_J], steady_J, steady_J + boundary_J)
+        offload_JO = np.concatenate([np.zeros((len(kept_J), len(OFFLOADED))), moved.offload_JO])[best_J]
+        return self._by_stage(of_J[best_J], peak_J[best_J], (steady_J[best_J], boundary_J[best_J]), offload_JO)
+
+    def _by_stage(
+        self, point_J: IntArray, peak_J: FloatArray, seconds: tuple[FloatArray, FloatArray], offload_JO: FloatArray
+    ) -> list[SlotChoices]:
+        """Candidates, which come stage after stage, as choices of each stage."""
+        points, table = self.points, self.points.table
+        index_J = points.index_P[point_J]
+        choices = table.choices(index_J, peak_J, seconds, offload_JO)
+        # A candidate is as many choices as there are places where its run of layers occurs.
+        ends_J = np.cumsum(np.concatenate([[0], table.windows.count_W[table.window_K[index_J]]]))
+        first_Q = np.searchsorted(points.stage_P[point_J], np.arange(len(points.stages) + 1))
+        bounds = ends_J[first_Q].tolist()
+        return [choices.take(slice(begin, end)) for begin, end in pairwise(bounds)]
 
 
 def unmoved(
     mover: Mover,
-    tables: tuple[Table, Table],
-    phases: Situations,
+    table: Table,
+    stages: Sequence[Stage],
     slowest: float,
-    ahead: Sequence[Situations] = (),
-    among_NL: BoolArray | None = None,
+    *,
+    ahead: Sequence[Stage] = (),
     weight: int | None = None,
 ) -> Unmoved:
-    """What fits of one stage without offload, and what may be better with it.
+    """What fits of stages without offload, and what may be better with it.
 
     Args:
         mover: Evaluates what may be moved.
-        tables: What stages of its role share; the same with what the stages behind this one cost.
-        phases: Its situations.
+        table: What the stages share.
+        stages: The stages.
         slowest: The most steady seconds.
-        ahead: Situations of stages that will be asked about next.
-        among_NL: Of which numbers of devices and layers state may be moved.
+        ahead: Stages that will be asked about next.
         weight: If only the least seconds of a batch count, the number of microbatches but one.
     """
-    table, counted = tables
-    count = int(np.searchsorted(table.steady_K, slowest, side="right"))
-
-    def fitting(priced: Table, situations: Situations) -> tuple[FloatArray, IntArray]:
-        peak_K = priced.parts.take(slice(count)).peaks(situations)
-        return peak_K, priced.order.frontier(peak_K <= mover.memory_limit)
-
-    def worth(priced: Table, kept_J: IntArray) -> IntArray:
-        found_J = worth_moving(priced, count, kept_J)
-        if weight is not None:
-            fits_J = weight * priced.steady_K[kept_J] + (priced.steady_K + priced.boundary_K)[kept_J]
-            least_J = weight * priced.steady_K[found_J] + priced.floor_K[found_J]
-            found_J = found_J[least_J <= fits_J.min(initial=np.inf) * ROOM]
-        return found_J if among_NL is None else found_J[priced.is_among(among_NL, found_J)]
-
-    peak_K, kept_J = fitting(counted, phases)
+    points = StagePoints.of(table, stages, slowest)
+    peak_P = points.peaks()
+    kept_J = _fitting(points, peak_P, mover.memory_limit)
     asked = None
     if len(mover.ratios) > 1:
-        later = () if mover.has_looked(table, phases) else ahead
+        later = StagePoints.of(table, ahead, slowest)
+        later_J = worth_moving(later, _fitting(later, later.peaks(), mover.memory_limit)) if ahead else later.index_P
         asked = Asked(
-            table=table,
-            counted=counted,
-            index_B=worth(counted, kept_J),
+            points=points,
+            point_B=worth_moving(points, kept_J, weight),
             kept_I=kept_J,
             slowest=slowest,
-            phases=phases,
-            ahead=tuple((worth(table, fitting(table, item)[1]), item) for item in later),
+            ahead=later.index_P[later_J],
+            situations=frozenset(stage.phases for stage in (*stages, *ahead)),
             weight=weight,
         )
-    return Unmoved(table=table, counted=counted, peak_K=peak_K, kept_J=kept_J, asked=asked)
+    return Unmoved(points=points, peak_P=peak_P, kept_J=kept_J, asked=asked)
 
 
-def worth_moving(table: Table, count: int, kept_J: IntArray) -> IntArray:
-    """Which candidates could beat those that fit if they moved something.
+def _fitting(points: StagePoints, peak_P: FloatArray, limit: float) -> IntArray:
+    """Those that fit and are not dominated, stage after stage."""
+    fits_J = np.flatnonzero(peak_P <= limit)
+    kept_J = non_dominated(points.group_P[fits_J], points.steady_P[fits_J], points.whole_P[fits_J])
+    found_J: IntArray = fits_J[kept_J]
+    return found_J
+
+
+def worth_moving(points: StagePoints, kept_J: IntArray, weight: int | None = None) -> IntArray:
+    """Which candidates of stages could beat those that fit if they moved something.
 
     Args:
-        table: The candidates.
-        count: How many of the first are asked about.
+        points: The candidates.
         kept_J: Those that fit and are not dominated.
+        weight: If only the least seconds of a batch count, the number of microbatches but one.
     """
-    index_J = np.concatenate([kept_J, np.arange(count)])
-    fits_J = np.arange(len(index_J)) < len(kept_J)
-    steady_J, place_J = table.steady_K[index_J], table.place_K[index_J]
-    whole_J = np.where(fits_J, steady_J + table.boundary_K[index_J], table.floor_K[index_J])
-    # By place, in each by rising steady time, in each of these what fits first.
-    order = np.lexsort((~fits_J, steady_J, place_J))
-    beats_J = np.where(fits_J, whole_J, np.inf)[order]
-    values, rank_J = np.unique(beats_J, return_inverse=True)
-    _, group_J = np.unique(place_J[order], return_inverse=True)
-    # Ranks fall from place to place, so that the running minimum begins anew in each.
-    least_J = np.minimum.accumulate(rank_J.reshape(-1) - group_J.reshape(-1) * (len(values) + 1))
-    least_whole_J = values[least_J + group_J.reshape(-1) * (len(values) + 1)] if count else beats_J
-    found: IntArray = np.sort(index_J[order][~fits_J[order] & (whole_J[order] < least_whole_J)])
-    return found
+    others = points.group_P[kept_J], points.steady_P[kept_J], points.whole_P[kept_J]
+    found_J: IntArray = np.flatnonzero(not_beaten(points.group_P, points.steady_P, points.floor_P, others))
+    if weight is None:
+        return found_J
+    least_Q = np.full(len(points.stages), np.inf)
+    np.minimum.at(least_Q, points.stage_P[kept_J], weight * points.steady_P[kept_J] + points.whole_P[kept_J])
+    least_J = weight * points.steady_P[found_J] + points.floor_P[found_J]
+    return found_J[least_J <= least_Q[points.stage_P[found_J]] * ROOM]

@@ -71,6 +71,11 @@ class Windows:
         """Number of windows."""
         return len(self.start_W)
 
+    @property
+    def count_W(self) -> IntArray:
+        """At how many places each occurs."""
+        return np.array([len(starts) for starts in self.starts], dtype=np.int64)
+
     def take(self, index: IntArray) -> "Windows":
         """Some of them."""
         starts = tuple(self.starts[place] for place in index.tolist())

@@ -38,6 +38,14 @@ def make(network, machine, *, limit, host=np.inf, batch=16, **search):
     return IntraStage(model, space, limit, host_limit=host)
 
 
+def table_of(maker, index, stages, microbatches, pace):
+    """The table that a stage shares with others, up to a pace."""
+    place = index, stages, ()
+    (key, _, _), _ = maker._frontier_key(place, microbatches)
+    maker._make_tables({key: place}, microbatches, pace)
+    return maker._tables[key]
+
+
 def by_hand(maker, index, stages, microbatches):
     """Every point of every place that fits, by evaluating all ratios of all candidates."""
     space, phases = maker.space, stage_phases(index, stages, microbatches)

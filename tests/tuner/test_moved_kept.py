@@ -9,6 +9,7 @@ from lightning_mist.cost.phases import stage_phases
 from lightning_mist.tuner import moved_kept
 from lightning_mist.tuner.moved_kept import arranged, floors_of, in_blocks, kept
 from lightning_mist.tuner.search_space import OFFLOADED
+from lightning_mist.tuner.stage_points import Stage, StagePoints
 from tests.tuner.test_moved import make
 
 
@@ -26,18 +27,46 @@ def with_ratios(candidates, offload_CO):
     return dataclasses.replace(candidates, offload=OffloadCandidates(**columns))
 
 
+def points_of(known, *situations):
+    """All candidates of a table, for stages in some situations; those of the first have their own numbers."""
+    return StagePoints.of(known.table, [Stage(phases=phases) for phases in situations], np.inf)
+
+
 @pytest.mark.parametrize("at_once", [3, 1 << 10])
 def test_what_is_kept_of_several_stages_is_what_is_kept_of_each(at_once, monkeypatch):
     maker, tables = known_stages()
-    wanted = [(*item, item[0].base_B, stage_phases(index, 3, 4)) for index, item in enumerate(tables)]
+    wanted = [
+        (*item, points_of(item[0], stage_phases(index, 3, 4)), item[0].base_B) for index, item in enumerate(tables)
+    ]
     ratios, limits = maker._mover.ratios, (600_000.0, 300_000.0)
     alone = [kept([item], ratios, limits)[0] for item in wanted]
     monkeypatch.setattr(moved_kept, "BASES_AT_ONCE", at_once)
     together = kept(wanted, ratios, limits)
-    assert sum(len(found.of_J) for found in alone) > 10
+    assert sum(len(found.point_J) for found in alone) > 10
     for found, other in zip(together, alone, strict=True):
-        for name in ("of_J", "place_J", "peak_J"):
+        for name in ("point_J", "place_J", "peak_J"):
             np.testing.assert_array_equal(getattr(found, name), getattr(other, name))
+
+
+def test_stages_that_share_a_table_keep_what_each_keeps_alone():
+    maker, tables = known_stages()
+    (known, of_table), ratios = tables[1], maker._mover.ratios
+    situations, base_B = [stage_phases(1, count, 8) for count in (3, 5, 7)], np.sort(known.base_B)
+    points = points_of(known, *situations)
+    every_B = np.concatenate([base_B + stage * len(known.table) for stage in range(3)])
+    sizes = []
+    for limits in ((600_000.0, np.inf), (600_000.0, 200_000.0), (600_000.0, 1e12)):
+        (together,) = kept([(known, of_table, points, every_B)], ratios, limits)
+        for stage, phases in enumerate(situations):
+            (alone,) = kept([(known, of_table, points_of(known, phases), base_B)], ratios, limits)
+            mine_J = points.stage_P[together.point_J] == stage
+            np.testing.assert_array_equal(points.index_P[together.point_J[mine_J]], alone.point_J)
+            np.testing.assert_array_equal(together.place_J[mine_J], alone.place_J)
+            np.testing.assert_array_equal(together.peak_J[mine_J], alone.peak_J)
+        sizes.append(len(together.point_J))
+    # Each stage has its own peaks, and a limit of host memory counts where there is not enough for everything.
+    assert sizes[1] < sizes[0] == sizes[2]
+    assert len(set(np.bincount(points.stage_P[together.point_J], together.peak_J).tolist())) == 3
 
 
 def test_what_is_kept_fits_and_has_the_peak_that_the_memory_model_says():
@@ -45,12 +74,12 @@ def test_what_is_kept_fits_and_has_the_peak_that_the_memory_model_says():
     ratios, checked = maker._mover.ratios, 0
     for index, (known, of_table) in enumerate(tables):
         phases = stage_phases(index, 3, 4)
-        (found,) = kept([(known, of_table, known.base_B, phases)], ratios, (550_000.0, 200_000.0))
-        for shape in np.unique(known.table.shape_K[found.of_J]).tolist():
-            at_J = known.table.shape_K[found.of_J] == shape
+        (found,) = kept([(known, of_table, points_of(known, phases), known.base_B)], ratios, (550_000.0, 200_000.0))
+        for shape in np.unique(known.table.shape_K[found.point_J]).tolist():
+            at_J = known.table.shape_K[found.point_J] == shape
             slot = known.table.slots[shape]
             stages = with_ratios(
-                known.table.candidates(found.of_J[at_J]), ratios.offload_CO[found.place_J[at_J] % len(ratios)]
+                known.table.candidates(found.point_J[at_J]), ratios.offload_CO[found.place_J[at_J] % len(ratios)]
             )
             memory = maker.model.memory(slot)
             needs = memory.needs(slot, stages)
@@ -64,8 +93,9 @@ def test_what_is_kept_fits_and_has_the_peak_that_the_memory_model_says():
 def test_nothing_is_kept_of_no_candidates():
     maker, tables = known_stages()
     none = np.empty(0, dtype=np.int64)
-    (found,) = kept([(*tables[0], none, stage_phases(0, 3, 4))], maker._mover.ratios, (1e12, np.inf))
-    assert len(found.of_J) == len(found.place_J) == len(found.peak_J) == 0
+    points = points_of(tables[0][0], stage_phases(0, 3, 4))
+    (found,) = kept([(*tables[0], points, none)], maker._mover.ratios, (1e12, np.inf))
+    assert len(found.point_J) == len(found.place_J) == len(found.peak_J) == 0
 
 
 def test_floors_are_never_above_what_copies_add():

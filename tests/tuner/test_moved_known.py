@@ -5,10 +5,10 @@ import pytest
 
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.tuner import moved_known
-from lightning_mist.tuner.moved_known import Known, Moved
+from lightning_mist.tuner.moved_known import Known
 from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.moved_settled import learn_seconds
-from tests.tuner.test_moved import make
+from tests.tuner.test_moved import make, table_of
 
 
 def no_batch(slot):
@@ -28,20 +28,6 @@ def test_seconds_are_found_again_wherever_they_were_noted():
     steady, boundary = known.seconds(np.array([2, 3, 5, 7, 9]))
     assert np.array_equal(steady, [0.2, np.nan, 0.5, 0.7, np.nan], equal_nan=True)
     assert np.array_equal(boundary, [2.0, np.nan, 5.0, 7.0, np.nan], equal_nan=True)
-
-
-def test_all_of_several():
-    parts = [
-        Moved(
-            index_J=np.array([count]),
-            offload_JO=np.zeros((1, 4)),
-            steady_J=np.array([1.0]),
-            boundary_J=np.array([2.0]),
-            peak_J=np.array([3.0]),
-        )
-        for count in (4, 1)
-    ]
-    assert Moved.joined(parts).index_J.tolist() == [4, 1]
 
 
 def test_knowledge_is_kept_by_table_and_ratios_up_to_so_many_bases(monkeypatch):
@@ -92,8 +78,7 @@ def test_what_is_known_of_one_batch_holds_for_another(network, stage, batch, mic
     heir, donor = (make(network, "L4", limit=500_000, batch=rows) for rows in (16, batch))
     donor.frontier(stage, 3, microbatches)
     (known,) = donor._mover.knowledge._of.values()
-    heir._table(stage, 3, 4, (), np.inf)
-    (table,) = heir._tables.values()
+    table = table_of(heir, stage, 3, 4, np.inf)
     found, ratios = Known.nothing(table), heir._mover.ratios
     count = len(ratios)
     places = np.random.default_rng(batch).choice(len(known) * count, 40, replace=False)

@@ -14,6 +14,7 @@ from lightning_mist.tuner.space import apply
 from lightning_mist.tuner.tables import Wanted, make_tables
 from lightning_mist.tuner.windows import fixed_window
 from tests.specs import cluster, profile, spec, with_splits
+from tests.tuner.test_moved import table_of
 
 NETWORK = with_splits(spec(5, tied=True, edge_bytes=120_000), (2, False))
 MACHINE = dataclasses.replace(profile(link=1e8), interference=dataclasses.replace(FREE, compute_network=0.4))
@@ -35,7 +36,7 @@ def numbers(table):
 
 
 def asked(maker, stage, stages, microbatches, pace):
-    return numbers(maker._table(stage, stages, microbatches, (), pace))
+    return numbers(table_of(maker, stage, stages, microbatches, pace))
 
 
 def test_tables_of_pieces_are_those_of_what_is_evaluated_anew():
@@ -50,7 +51,7 @@ def test_tables_of_pieces_are_those_of_what_is_evaluated_anew():
             for share in (0.5, 0.9, 0.3):
                 pace = float(np.quantile(reachable[4], share))
                 fresh = asked(intra(rows), stage, stages, microbatches, pace)
-                found = maker._table(stage, stages, microbatches, (), pace)
+                found = table_of(maker, stage, stages, microbatches, pace)
                 if found.pace == pace:
                     np.testing.assert_allclose(numbers(found), fresh, rtol=1e-12)
     assert pieces.of

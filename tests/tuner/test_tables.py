@@ -6,7 +6,7 @@ from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.choices import ANYWHERE
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.space import apply
-from lightning_mist.tuner.tables import Wanted, make_tables, with_stages_behind, within
+from lightning_mist.tuner.tables import Wanted, make_tables, within
 from lightning_mist.tuner.windows import layer_classes, windows_of
 from tests.specs import cluster, profile, spec
 from tests.tuner.problems import slot
@@ -99,17 +99,6 @@ def test_choices_may_have_other_seconds_and_move_something():
     assert {*choices.steady_K.tolist()} == {7.0, 8.0}
     assert (choices.boundary_K == 2 * choices.steady_K).all()
     assert (choices.offload_KO[choices.steady_K == 7.0] == ratios_JO[0]).all()
-
-
-def test_stages_behind_count_for_what_is_unsharded_again():
-    _, found = table("first")
-    again_K = found.again_K
-    assert not again_K[found.zero_stage_K < 3].any()
-    assert again_K[found.zero_stage_K == 3].any()
-    later = with_stages_behind(found, 2)
-    assert later.steady_K == pytest.approx(found.steady_K + 2 * again_K)
-    assert later.floor_K == pytest.approx(found.floor_K + 2 * again_K)
-    assert with_stages_behind(found, 0) is found
 
 
 def test_choices_leave_every_other_stage_a_layer_and_a_device():

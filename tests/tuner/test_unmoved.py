@@ -38,7 +38,7 @@ def test_only_places_of_interest_are_looked_at_and_others_when_they_are_asked_fo
     layers, devices = maker.space.num_layers, maker.space.world_size
     some = np.zeros((devices + 1, layers + 1), dtype=bool)
     others = some.copy()
-    some[1, 1], others[2, 1] = True, True
+    some[1, 1], others[2:, 1] = True, True
     # The same slot twice: both are of interest.
     maker.prepare([(0, 2, (), some), (0, 2, (), others)], 4)
     evaluated = maker.evaluated
