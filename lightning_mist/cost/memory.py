@@ -23,7 +23,7 @@ Array axes
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -108,9 +108,11 @@ class MemoryModel:
 
     Args:
         spec: The network, or one tensor-parallel rank's part of it.
+        like: That of a network which may have the same parameters, and do something else with them: then what stages
+            hold of them is worked out once for both.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, like: "MemoryModel | None" = None) -> None:
         self.spec = spec
         self._at_rows = compile_regions(spec)
         self._apart = ApartModel(spec)
@@ -118,8 +120,13 @@ class MemoryModel:
         self._is_variant = False
         self._variants: dict[Pairs, MemoryModel] = {}
         self._parted: dict[float, Holdings] = {}
-        self._begin(Holdings(spec))
-        self.states = StateShares(self.holdings)
+        self._whole: Holdings
+        if like is None or (like.spec.parameters, like.spec.module_map) != (spec.parameters, spec.module_map):
+            self._whole = Holdings(spec)
+            self.states = StateShares(self._whole)
+        else:
+            self._whole, self.states, self._parted = like._whole, like.states, like._parted
+        self._begin(self._whole)
 
     def _begin(self, holdings: Holdings) -> None:
         self.holdings = holdings
@@ -144,11 +151,8 @@ class MemoryModel:
         """Parameters where so much of the gradients is moved: those of it count as not trained."""
         if ratio not in self._parted:
             moved_P = self.states.moved(ratio, trained=True)
-            parameters = tuple(
-                replace(item, trainable=False) if moved else item
-                for item, moved in zip(self.spec.parameters, moved_P, strict=True)
-            )
-            self._parted[ratio] = Holdings(replace(self.spec, parameters=parameters))
+            whole = self._whole
+            self._parted[ratio] = Holdings(self.spec, whole.table.training(~moved_P)) if moved_P.any() else whole
         return self._parted[ratio]
 
     def costs(self, rows: float, context: int = 1) -> RegionCosts:

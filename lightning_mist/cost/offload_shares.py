@@ -7,6 +7,9 @@ Array axes
     P  parameters
     R  regions
     H  parameters of one stage
+    J  ranks
+    U  what one rank has of one unit
+    V  ratios
 """
 
 from dataclasses import dataclass
@@ -19,8 +22,8 @@ from lightning_mist.cost.candidates import StageCandidates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_rows
 from lightning_mist.cost.held import Holdings
+from lightning_mist.cost.ownership import owners_of
 from lightning_mist.cost.regions import ParameterTable, covered
-from lightning_mist.plan.sharding import assign_owners
 
 MovedBytes: TypeAlias = Literal["parameters", "changed", "trained"]
 """Bytes of parameters that are moved, of those among them that are trained, and of what only trained ones have."""
@@ -81,8 +84,8 @@ class StateShares:
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
         self._moved: dict[tuple[float, bool], BoolArray] = {}
-        self._found: dict[tuple[float, ...], tuple[float, ...]] = {}
-        self._owned: dict[tuple[int, int, int, bool], tuple[IntArray, IntArray]] = {}
+        # Without frozen parameters those that are trained are all.
+        self._is_trained = bool((holdings.table.trainable_P == holdings.table.bytes_P).all())
         self._rows: dict[tuple[int, int, int, tuple[float, ...], bool], FloatArray] = {}
         self._displaces: dict[tuple[float, ...], bool] = {}
         self._units: dict[tuple[float, MovedBytes], FloatArray] = {}
@@ -148,9 +151,10 @@ class StateShares:
         ranks_K = np.where(shards_K, ranks, 1)
         width = self._holdings.table.uses_PR.shape[1]
         questions, inverse_K = distinct_rows(low_K * width + high_K, ranks_K, ratio_K)
-        found = np.array(
-            [self._answer((code // width, code % width, *rest), trained) for code, *rest in questions.tolist()]
-        )
+        found = np.empty((len(questions), 4))
+        for row, (code, count, ratio) in enumerate(questions.tolist()):
+            low, high = divmod(int(code), width)
+            found[row] = self._row(low, high, int(count), (ratio,), trained)[0]
         resident_K, moved_K, largest_K, unit_K = found.T[:, inverse_K]
         return Shares(resident_K=resident_K, moved_K=moved_K, largest_K=largest_K, unit_K=unit_K)
 
@@ -183,45 +187,33 @@ class StateShares:
         return Shares(resident_K=resident_KV, moved_K=moved_KV, largest_K=largest_KV, unit_K=unit_KV)
 
     def _row(self, low: int, high: int, ranks: int, values: tuple[float, ...], trained: bool) -> FloatArray:
-        key = low, high, ranks, values, trained
+        """The figures of :class:`Shares` of a stage with every ratio; axes ``V`` and figure."""
+        key = low, high, ranks, values, trained or self._is_trained
         if key not in self._rows:
-            self._rows[key] = np.array([self._answer((low, high, ranks, ratio), trained) for ratio in values])
+            self._rows[key] = self._compute(*key)
         return self._rows[key]
 
-    def _answer(self, question: tuple[float, ...], trained: bool) -> tuple[float, ...]:
-        key = (*question, float(trained))
-        if key not in self._found:
-            low, high, ranks = (int(number) for number in question[:3])
-            self._found[key] = self._compute(low, high, ranks, question[3], trained)
-        return self._found[key]
-
-    def _compute(self, low: int, high: int, ranks: int, ratio: float, trained: bool) -> tuple[float, ...]:
-        table = self._holdings.table
-        held_P, place_H = self._places(low, high, ranks, trained)
+    def _compute(self, low: int, high: int, ranks: int, values: tuple[float, ...], trained: bool) -> FloatArray:
+        table, width = self._holdings.table, high - low
+        held_P = np.flatnonzero(table.uses_PR[:, high] > table.uses_PR[:, low])
         bytes_H = (table.trainable_P if trained else table.bytes_P)[held_P]
-        moved_H, width = self.moved(ratio, trained=trained)[held_P], high - low
+        # The first unit of this stage that uses it.
+        unit_H = np.diff(table.uses_PR[held_P][:, low : high + 1], axis=1).argmax(axis=1)
+        # What one rank has of one unit, as far as there is anything.
+        code_U, at_H = np.unique(owners_of(bytes_H, ranks) * width + unit_H, return_inverse=True)
+        moved_VH = bytes_H * np.stack([self.moved(ratio, trained=trained)[held_P] for ratio in values])
+        all_U, away_VU = _summed(bytes_H[None], at_H, len(code_U)), _summed(moved_VH, at_H, len(code_U))
+        kept_VJ, away_VJ = (_summed(cells_VU, code_U // width, ranks) for cells_VU in (all_U - away_VU, away_VU))
+        found = np.empty((len(values), 4))
+        for figure, cells in enumerate((kept_VJ, away_VJ, away_VU, all_U)):
+            found[:, figure] = cells.max(axis=1, initial=0.0)
+        return found
 
-        def totals(weights_H: FloatArray) -> FloatArray:
-            counted = np.bincount(place_H, weights=weights_H, minlength=ranks * width)
-            return np.asarray(counted, dtype=np.float64).reshape(ranks, width)
 
-        kept, away = totals(bytes_H * ~moved_H), totals(bytes_H * moved_H)
-        return (
-            float(kept.sum(axis=1).max(initial=0.0)),
-            float(away.sum(axis=1).max(initial=0.0)),
-            float(away.max(initial=0.0)),
-            float((kept + away).max(initial=0.0)),
-        )
-
-    def _places(self, low: int, high: int, ranks: int, trained: bool) -> tuple[IntArray, IntArray]:
-        """Which parameters a stage holds, and of each who owns it and in which unit it is."""
-        key = low, high, ranks, trained
-        if key not in self._owned:
-            table = self._holdings.table
-            held_P = np.flatnonzero(table.uses_PR[:, high] > table.uses_PR[:, low])
-            bytes_H = (table.trainable_P if trained else table.bytes_P)[held_P]
-            # The first unit of this stage that uses it.
-            unit_H = np.diff(table.uses_PR[held_P][:, low : high + 1], axis=1).argmax(axis=1)
-            owner_H = np.array(assign_owners(bytes_H.astype(np.int64).tolist(), ranks), dtype=np.int64)
-            self._owned[key] = held_P, owner_H * (high - low) + unit_H
-        return self._owned[key]
+def _summed(weights_VH: FloatArray, place_H: IntArray, count: int) -> FloatArray:
+    """Sums of what has the same place, in every row; axes ``V`` and place."""
+    rows = len(weights_VH)
+    place_VH = place_H.reshape(-1) + count * np.arange(rows)[:, None]
+    found = np.bincount(place_VH.reshape(-1), weights=weights_VH.reshape(-1), minlength=rows * count)
+    sums: FloatArray = found.astype(np.float64, copy=False).reshape(rows, count)
+    return sums

@@ -13,15 +13,19 @@ Array axes
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from lightning_mist.cost.compile import BoolArray, FloatArray
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.regions import ParameterTable
 from lightning_mist.plan.sharding import assign_owners
 
 ALIGNMENT_BYTES = 16
 """Multiples at which parameters begin in the flat storages of ZeRO-3, as the runtime lays them out."""
+
+MOST = 2048
+"""Stages whose owners are kept: some megabytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,27 @@ class Together:
     away: float
 
 
+def owners_of(sizes_P: FloatArray, ranks: int, loads: tuple[int, ...] = ()) -> IntArray:
+    """As :func:`~lightning_mist.plan.sharding.assign_owners`, which stages with the same parameters have in common.
+
+    Args:
+        sizes_P: Whole bytes of each parameter.
+        ranks: Number of data-parallel ranks.
+        loads: What each rank owns already; nothing if empty.
+
+    Returns:
+        The rank index of each parameter, not to be written to.
+    """
+    if ranks == 1 or not len(sizes_P):
+        return np.zeros(len(sizes_P), dtype=np.int64)
+    return _owners_of(sizes_P.astype(np.int64).tobytes(), ranks, loads)
+
+
+@lru_cache(maxsize=MOST)
+def _owners_of(sizes: bytes, ranks: int, loads: tuple[int, ...]) -> IntArray:
+    return np.array(assign_owners(np.frombuffer(sizes, dtype=np.int64).tolist(), ranks, loads), dtype=np.int64)
+
+
 class Owners:
     """Owners in stages of one network; keeps what it has computed.
 
@@ -111,9 +136,8 @@ class Owners:
         """
         used_PR = np.concatenate([self._used_PR[:, low:high] for low, high in ranges], axis=1)
         held_P: BoolArray = np.any(used_PR, axis=1)
-        weights_PJ = self._weights(held_P, ranks)
-        trained, every = self._shares(held_P, weights_PJ)
-        lacks_PJ = _padded(self._table.bytes_P[held_P])[:, None] * ~weights_PJ
+        owner_P = self._owner(held_P, ranks)
+        trained, every = self._shares(held_P, owner_P, ranks)
         # What follows a region of a stage is a neighbour there; or, at a stage's ends, an end of any of them.
         ends = [at for low, high in ranges for at in (low, high - 1)]
         pairs = [(at, at + 1) for low, high in ranges for at in range(low, high - 1)]
@@ -122,38 +146,40 @@ class Owners:
         there_PR = np.stack([used_PR[:, one] | used_PR[:, other] for one, other in pairs], axis=1)
         if self._is_one_unit:
             there_PR = np.ones_like(there_PR)
-        return Together(trained=trained, every=every, away=float((there_PR.T @ lacks_PJ).max(initial=0.0)))
+        lacks_R = _most_elsewhere(_padded(self._table.bytes_P[held_P]), owner_P, ranks, there_PR)
+        return Together(trained=trained, every=every, away=float(lacks_R.max(initial=0.0)))
 
-    def _shares(self, held_P: BoolArray, weights_PJ: BoolArray) -> tuple[float, float]:
+    def _shares(self, held_P: BoolArray, owner_P: IntArray, ranks: int) -> tuple[float, float]:
         """What the fullest rank owns of some parameters: of those that are trained, and of all."""
-        trained_P = self._table.trainable_P[held_P] > 0
         bytes_P = self._table.bytes_P[held_P]
-        owned_J = bytes_P @ (weights_PJ & trained_P[:, None])
-        return float(owned_J.max(initial=0.0)), float((_padded(bytes_P) @ weights_PJ).max(initial=0.0))
+        trained_P = bytes_P * (self._table.trainable_P[held_P] > 0)
+        trained_J, every_J = (
+            np.bincount(owner_P, weights=weights_P, minlength=ranks) for weights_P in (trained_P, _padded(bytes_P))
+        )
+        return float(trained_J.max(initial=0.0)), float(every_J.max(initial=0.0))
 
-    def _weights(self, held_P: BoolArray, ranks: int) -> BoolArray:
-        """Whether a rank owns a parameter."""
-        sizes_P = self._table.dealt_P[held_P].astype(np.int64)
-        trained_P = self._table.trainable_P[held_P] > 0
-        owner_P, loads = np.zeros(len(sizes_P), dtype=np.int64), np.zeros(ranks, dtype=np.int64)
-        for chosen_P in (trained_P, ~trained_P):
-            owner_P[chosen_P] = assign_owners(sizes_P[chosen_P].tolist(), ranks, loads.tolist())
-            np.add.at(loads, owner_P[chosen_P], sizes_P[chosen_P])
-        result_PJ: BoolArray = owner_P[:, None] == np.arange(ranks)
-        return result_PJ
+    def _owner(self, held_P: BoolArray, ranks: int) -> IntArray:
+        """The rank that owns each of some parameters."""
+        sizes_P, trained_P = self._table.dealt_P[held_P], self._table.trainable_P[held_P] > 0
+        if trained_P.all():
+            return owners_of(sizes_P, ranks)
+        owner_P = np.empty(len(sizes_P), dtype=np.int64)
+        owner_P[trained_P] = owners_of(sizes_P[trained_P], ranks)
+        loads_J = np.bincount(owner_P[trained_P], weights=sizes_P[trained_P], minlength=ranks)
+        owner_P[~trained_P] = owners_of(sizes_P[~trained_P], ranks, tuple(map(int, loads_J.tolist())))
+        return owner_P
 
     def _ownership(
         self, held_P: BoolArray, used_PR: BoolArray, ranks: int, has_head: bool, has_tail: bool
     ) -> Ownership:
-        owned_PJ, padded_P = self._weights(held_P, ranks), _padded(self._table.bytes_P[held_P])
-        trained, every = self._shares(held_P, owned_PJ)
+        owner_P, padded_P = self._owner(held_P, ranks), _padded(self._table.bytes_P[held_P])
+        trained, every = self._shares(held_P, owner_P, ranks)
         if used_PR.shape[1] == 1:
             used_PR = np.repeat(used_PR, 2, axis=1)
 
         def away(neighbours_PR: BoolArray) -> Away:
             there_PR = np.ones_like(used_PR) if self._is_one_unit else used_PR | neighbours_PR
-            elsewhere_PJ = padded_P[:, None] * ~owned_PJ
-            most_R: FloatArray = (there_PR.T @ elsewhere_PJ).max(axis=1, initial=0.0)
+            most_R = _most_elsewhere(padded_P, owner_P, ranks, there_PR)
             has_first = has_head and len(most_R) > 2 + has_tail
             layers_R = most_R[has_head + has_first : len(most_R) - has_tail]
             return Away(
@@ -169,6 +195,24 @@ class Owners:
         after_PR = np.concatenate([used_PR[:, 1:], used_PR[:, -2:-1] | (used_PR[:, :1] & wraps)], axis=1)
         before_PR = np.concatenate([used_PR[:, 1:2] | (used_PR[:, -1:] & wraps), used_PR[:, :-1]], axis=1)
         return Ownership(trained=trained, every=every, forward=away(after_PR), backward=away(before_PR))
+
+
+def _most_elsewhere(bytes_P: FloatArray, owner_P: IntArray, ranks: int, there_PR: BoolArray) -> FloatArray:
+    """The most bytes that a rank needs of parameters that others own, of several sets of parameters; axis ``R``.
+
+    Args:
+        bytes_P: Bytes of each parameter.
+        owner_P: The rank that owns it.
+        ranks: Number of ranks.
+        there_PR: Which parameters are needed.
+    """
+    all_R: FloatArray = bytes_P @ there_PR
+    if ranks > there_PR.sum(axis=0).max(initial=0):
+        # Some rank owns none of them.
+        return all_R
+    owned_JP = bytes_P * (owner_P == np.arange(ranks)[:, None])
+    result_R: FloatArray = all_R - (owned_JP @ there_PR).min(axis=0)
+    return result_R
 
 
 def _padded(bytes_P: FloatArray) -> FloatArray:

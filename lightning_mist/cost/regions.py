@@ -13,8 +13,9 @@ stage, and ``high = end + 1``, or ``L + 2`` if it is the last.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import sympy
@@ -299,7 +300,6 @@ class ParameterTable:
             used_PR[index, list(used)] = 1
         trainable_P = np.array([p.bytes if p.trainable else 0 for p in spec.parameters], dtype=np.float64)
         bytes_P = np.array([p.bytes for p in spec.parameters], dtype=np.float64)
-        alone_P = used_PR.sum(axis=1) == 1
         known = {use.name: use for use in spec.module_map.parameters}
         dealt = [
             prod(known[p.name].shape) * itemsize(known[p.name].dtype) if p.name in known else p.bytes
@@ -310,21 +310,43 @@ class ParameterTable:
             for p, r in zip(spec.parameters, regions, strict=True)
         ]
         uses_PR = np.concatenate([np.zeros((len(regions), 1), dtype=np.int64), used_PR.cumsum(axis=1)], axis=1)
-        rows, row_R = _first_uses(used_PR, uses_PR)
         return cls(
             bytes_P=bytes_P,
-            trainable_P=trainable_P,
             dealt_P=np.array(dealt, dtype=np.float64),
             together_P=~np.array(apart, dtype=bool),
             uses_PR=uses_PR,
-            single_R=(trainable_P * alone_P) @ used_PR.astype(np.float64),
             used_R=bytes_P @ used_PR.astype(np.float64),
-            trained_R=trainable_P @ used_PR.astype(np.float64),
-            reduced_FR=np.stack([trainable_P @ first_PR for first_PR in rows]),
-            reductions_FR=np.stack([(trainable_P > 0) @ first_PR.astype(np.float64) for first_PR in rows]),
-            reduced_row_R=row_R,
             count_R=used_PR.sum(axis=0).astype(np.float64),
+            **_trained(trainable_P, uses_PR),
         )
+
+    def training(self, chosen_P: BoolArray) -> "ParameterTable":
+        """The same where of the trained parameters only some are trained.
+
+        Args:
+            chosen_P: Which parameters may be.
+        """
+        return replace(self, **_trained(self.trainable_P * chosen_P, self.uses_PR))
+
+
+def _trained(trainable_P: FloatArray, uses_PR: IntArray) -> dict[str, Any]:
+    """What of a table depends on which parameters are trained.
+
+    Args:
+        trainable_P: Bytes of each trained parameter, 0 for frozen ones.
+        uses_PR: As in the table.
+    """
+    used_PR = np.diff(uses_PR, axis=1)
+    alone_P = uses_PR[:, -1] == 1
+    rows, row_R = _first_uses(used_PR, uses_PR)
+    return {
+        "trainable_P": trainable_P,
+        "single_R": (trainable_P * alone_P) @ used_PR.astype(np.float64),
+        "trained_R": trainable_P @ used_PR.astype(np.float64),
+        "reduced_FR": np.stack([trainable_P @ first_PR for first_PR in rows]),
+        "reductions_FR": np.stack([(trainable_P > 0) @ first_PR.astype(np.float64) for first_PR in rows]),
+        "reduced_row_R": row_R,
+    }
 
 
 def _first_uses(used_PR: IntArray, uses_PR: IntArray) -> tuple[list[BoolArray], IntArray]:

@@ -99,7 +99,7 @@ class StageCostModel:
         if key not in self._ranks:
             spec = self.spec.split(degree, sequence)
             if key not in self._memories:
-                self._memories[key] = MemoryModel(spec)
+                self._memories[key] = MemoryModel(spec, self._memories.get((degree, not sequence)))
             self._ranks[key] = _Rank(spec, self._memories[key])
         return self._ranks[key]
 

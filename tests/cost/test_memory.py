@@ -228,3 +228,24 @@ def test_a_rank_holds_every_batch_it_computes_on():
 def test_a_module_without_blocks():
     (memory,) = stage_memory(spec(0), make_plan([0], rows=4))
     assert memory.peak_bytes > dict(memory.terms)["parameter_bytes"] > 0
+
+
+def test_what_is_held_is_shared_by_networks_with_the_same_parameters_only():
+    network = spec(3, parameter_bytes=40_000)
+    one = MemoryModel(network)
+    layers = tuple(dataclasses.replace(item) for item in network.layers)
+    alike = MemoryModel(dataclasses.replace(network, layers=layers), one)
+    assert alike.holdings is one.holdings
+    assert alike.states is one.states
+    assert alike.parted(0.5) is one.parted(0.5)
+    fewer = tuple(dataclasses.replace(item, trainable=index > 0) for index, item in enumerate(network.parameters))
+    other = MemoryModel(dataclasses.replace(network, parameters=fewer), one)
+    assert other.holdings is not one.holdings
+
+
+def test_gradients_that_are_moved_count_as_not_trained():
+    model = MemoryModel(spec(3, parameter_bytes=40_000))
+    assert model.parted(0.0) is model.holdings
+    trained_P, moved_P = model.holdings.table.trainable_P, model.states.moved(0.99, trained=True)
+    assert moved_P.any()
+    assert model.parted(0.99).table.trainable_P.tolist() == np.where(moved_P, 0, trained_P).tolist()

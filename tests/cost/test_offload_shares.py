@@ -1,8 +1,10 @@
 import numpy as np
+import pytest
 
 from lightning_mist.cost import MemoryModel, StageCandidates
 from lightning_mist.cost.offload_shares import moved_parameters
-from lightning_mist.cost.regions import ParameterTable
+from lightning_mist.cost.regions import ParameterTable, covered
+from lightning_mist.plan.sharding import assign_owners
 from tests.specs import spec
 
 
@@ -52,3 +54,32 @@ def test_shares_of_all_ratios_are_those_of_each():
                 assert getattr(found, name)[:, place].tolist() == getattr(wanted, name).tolist()
         some = found.take(np.array([1, 4]))
         assert some.moved_K.tolist() == [found.moved_K[0, 1], found.moved_K[1, 0]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, 40])
+@pytest.mark.parametrize("frozen", [(), ("blocks.0.weight", "blocks.3.bias")])
+def test_shares_by_brute_force(ranks, frozen):
+    network = spec(4, kinds=(0, 1, 0, 1), parameter_bytes=4_000, widths=(1000, 1400), tied=True, frozen=frozen)
+    model = MemoryModel(network)
+    table, start, end = model.holdings.table, np.array([0, 1, 0]), np.array([4, 4, 2])
+    zeros = np.zeros(3, dtype=int)
+    stages = StageCandidates(start_K=start, end_K=end, checkpointed_K=zeros, zero_stage_K=zeros)
+    used = np.diff(table.uses_PR, axis=1) > 0
+    for trained in (False, True):
+        found = model.states.of_ratios(stages, (0.0, 0.5), ranks, np.ones(3, dtype=bool), trained=trained)
+        every = table.trainable_P if trained else table.bytes_P
+        for at, (low, high) in enumerate(zip(*covered(network, start, end), strict=True)):
+            held = np.flatnonzero(used[:, low:high].any(axis=1))
+            owner = np.array(assign_owners(every[held].astype(int).tolist(), ranks))
+            unit = used[held, low:high].argmax(axis=1)
+            for place, ratio in enumerate((0.0, 0.5)):
+                moved = moved_parameters(table, ratio, trained=trained)[held]
+                cells = [(owner == rank) & (unit == at) for rank in range(ranks) for at in range(high - low)]
+                wanted = (
+                    max(every[held][(owner == rank) & ~moved].sum() for rank in range(ranks)),
+                    max(every[held][(owner == rank) & moved].sum() for rank in range(ranks)),
+                    max(every[held][cell & moved].sum() for cell in cells),
+                    max(every[held][cell].sum() for cell in cells),
+                )
+                names = ("resident_K", "moved_K", "largest_K", "unit_K")
+                assert tuple(getattr(found, name)[at, place] for name in names) == wanted

@@ -1,12 +1,14 @@
 import numpy as np
 import pytest
 
-from lightning_mist.cost.ownership import Owners
+from lightning_mist.cost.ownership import Owners, owners_of
 from lightning_mist.cost.regions import ParameterTable
 from lightning_mist.plan.sharding import assign_owners
 from tests.specs import spec
 
 NETWORK = spec(3, parameter_bytes=40_000, edge_bytes=100_000, frozen=("blocks.1.weight",))
+
+FROZEN = ("blocks.1.weight", "blocks.3.weight")
 
 
 def owners(network=NETWORK, **options):
@@ -58,3 +60,46 @@ def test_what_a_device_lacks_is_never_less_than_by_hand():
         assert found.forward.layers >= max(lacks[2], lacks[3])
         assert found.backward.layers >= max(lacks[1], lacks[2])
         assert found.backward.tail >= lacks[3]
+
+
+@pytest.mark.parametrize("loads", [(), (5, 0, 3)])
+def test_owners_are_those_of_the_runtime(loads):
+    for sizes in ([], [4], [3, 3, 8, 1, 8, 8]):
+        for ranks in (1, 3):
+            some = loads if ranks == 3 else ()
+            assert owners_of(np.array(sizes, dtype=float), ranks, some).tolist() == list(
+                assign_owners(sizes, ranks, some)
+            )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 20])
+def test_what_others_own_by_brute_force(ranks):
+    network = spec(5, kinds=(0, 1, 0, 1, 1), parameter_bytes=5_000, widths=(1000, 1400), tied=True, frozen=FROZEN)
+    table = ParameterTable.of(network)
+    used, padded = np.diff(table.uses_PR, axis=1) > 0, np.ceil(table.bytes_P / 16) * 16
+    for low, high in ((0, 7), (0, 3), (2, 5), (3, 7), (2, 3)):
+        found = owners(network).of(low, high, ranks)
+        held = table.uses_PR[:, high] > table.uses_PR[:, low]
+        trained = table.trainable_P > 0
+        owner = np.full(len(held), -1)
+        owner[held & trained] = assign_owners(table.dealt_P[held & trained].astype(int).tolist(), ranks)
+        loads = [int(table.dealt_P[owner == rank].sum()) for rank in range(ranks)]
+        owner[held & ~trained] = assign_owners(table.dealt_P[held & ~trained].astype(int).tolist(), ranks, loads)
+        assert found.trained == max(table.trainable_P[owner == rank].sum() for rank in range(ranks))
+        assert found.every == max(padded[owner == rank].sum() for rank in range(ranks))
+        for away, step in ((found.forward, 1), (found.backward, -1)):
+            inside = [at for at in range(low, high) if low <= at + step < high]
+            lacks = {
+                at: max(
+                    padded[(used[:, at] | used[:, at + step]) & held & (owner != rank)].sum() for rank in range(ranks)
+                )
+                for at in inside
+            }
+            layers = [lacks[at] for at in inside if at not in (0, 1, 6)]
+            assert away.layers >= max(layers, default=0)
+            if low == 0 and 0 in lacks:
+                assert away.head == lacks[0]
+            if low == 0 and high > 3 and 1 in lacks:
+                assert away.first == lacks[1]
+            if high == 7 and 6 in lacks:
+                assert away.tail == lacks[6]

@@ -51,3 +51,17 @@ def test_the_table_counts_a_tied_parameter_in_no_single_region():
     table = ParameterTable.of(spec(2, parameter_bytes=40_000, edge_bytes=80_000, tied=True))
     np.testing.assert_allclose(table.single_R, [0, 40_400, 40_400, 0])
     assert table.bytes_P.sum() == 80_000 + 2 * 40_400
+
+
+@pytest.mark.parametrize("frozen", [(), ("blocks.1.weight",)])
+def test_a_table_where_less_is_trained_is_that_of_a_network_with_it_frozen(frozen):
+    network = spec(3, parameter_bytes=40_000, edge_bytes=80_000, tied=True, frozen=frozen)
+    chosen = np.array([index % 3 != 1 for index in range(len(network.parameters))])
+    parameters = tuple(
+        item if keeps else dataclasses.replace(item, trainable=False)
+        for item, keeps in zip(network.parameters, chosen, strict=True)
+    )
+    found = ParameterTable.of(network).training(chosen)
+    wanted = ParameterTable.of(dataclasses.replace(network, parameters=parameters))
+    for name in ParameterTable.__slots__:
+        assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
