@@ -14,6 +14,7 @@ from lightning_mist.cost import profiles_of
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.asker import Asker
+from lightning_mist.tuner.beside import COMPARED
 from lightning_mist.tuner.changed_plan import microbatch_counts, with_microbatches
 from lightning_mist.tuner.comparison import closed_form_of
 from lightning_mist.tuner.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf, kind_of
@@ -21,7 +22,6 @@ from lightning_mist.tuner.findings import batch_finding, findings_of
 from lightning_mist.tuner.kinds import differences
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.result import TuneResult
-from lightning_mist.tuner.search import COMPARED
 from lightning_mist.tuner.space import SearchSpace
 from lightning_mist.tuner.techniques import TECHNIQUES, Technique
 from lightning_mist.tuner.what_if import Machine, better_machines

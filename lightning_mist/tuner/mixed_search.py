@@ -10,12 +10,13 @@ from time import perf_counter
 
 import numpy as np
 
+from lightning_mist.tuner.beside import COMPARED, compared
 from lightning_mist.tuner.bound import solve, solve_family
 from lightning_mist.tuner.checked import Checked, check
 from lightning_mist.tuner.mixed import Group, MixedStages
 from lightning_mist.tuner.moved import TimeIsUpError
 from lightning_mist.tuner.past import Found
-from lightning_mist.tuner.search import ASSUMED, COMPARED, FIRST_SECONDS, Outcome, compared
+from lightning_mist.tuner.search import ASSUMED, FIRST_SECONDS, Outcome
 
 
 def search_mixed(stages: MixedStages, deadline: float) -> Outcome:

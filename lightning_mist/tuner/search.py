@@ -15,9 +15,8 @@ or where candidates are known already little above the lower bound of all; if no
 So stages that are far too slow are never evaluated.
 """
 
-import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from types import MappingProxyType
@@ -25,7 +24,8 @@ from types import MappingProxyType
 import numpy as np
 
 from lightning_mist.cost import StageCostModel
-from lightning_mist.tuner.bound import solve, solve_each, solve_family
+from lightning_mist.tuner.attempts import attempt, search_families, solve_some
+from lightning_mist.tuner.beside import compared, look_beside
 from lightning_mist.tuner.checked import Checked, check
 from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import IntraStage
@@ -34,7 +34,7 @@ from lightning_mist.tuner.moved import TimeIsUpError
 from lightning_mist.tuner.past import Found, Past, Precedent, known_answers, raised
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.space import Space
-from lightning_mist.tuner.tally import Group, Tally, family_like, family_of, single_stage
+from lightning_mist.tuner.tally import Group, Tally, family_of
 
 FIRST_SECONDS = 1.0
 """Seconds that a search may take until it has a plan, however little time it is given: with less it says nothing."""
@@ -42,27 +42,6 @@ FIRST_SECONDS = 1.0
 ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
 """Multiples of the lower bound of all pipelines that a plan is assumed to take, until one is found. Where there is a
 guess it stands in place of the first, and the others are as many times it as they are times the first."""
-
-COMPARED = 1.25
-"""Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
-
-ENOUGH, CLOSE = 3, 1.1
-"""How many other numbers of stages are enough to compare with, if their plans take at most so many times as long."""
-
-TRIED = 2
-"""Numbers of microbatches with which that is done at most, the most promising first."""
-
-ALIKE, SLOWER = 2, 1.1
-"""By how many layers stages may differ from those of a pipeline that was found for an earlier question, and how many
-times as slow they may be."""
-
-NEAR = 1.03
-"""Multiple of the best plan's seconds below which all numbers of stages are searched for theirs, to be run on the
-clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`). It is done with one number of
-microbatches, that of the best pipeline; if none was found, that of which most can be hoped."""
-
-NEARLY = 1e-4
-"""Share by which there may be better ones: the clock tells more apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +118,7 @@ def search_pipelines(
     tally.floors.kinds = frozenset(space.search.offloaded if space.offload_ratios else ())
     # One stage has so few choices that all are looked at; what it takes is to be beaten.
     intra.try_ratios(space.offload_ratios, patience)
-    _search(tally, [group for group in groups if group[0] == (1,)], np.inf)
+    search_families(tally, [group for group in groups if group[0] == (1,)], np.inf)
     _look(tally, [group for group in groups if group[0] != (1,)])
     bound = min(tally.bounds.values(), default=np.inf)
     if not tally.best:
@@ -154,76 +133,10 @@ def search_pipelines(
     if checked.refutes:
         bound = 0.0  # Nothing that has been proven can be relied on.
     proven = dict(tally.bounds) if space.offload_ratios else tally.bounds
-    _look_beside(tally, winner, groups, precedents)
+    look_beside(tally, winner, groups, precedents)
     for key, value in tally.proven.items():
         proven[key] = max(proven[key], value)
     return replace(_outcome(tally, winner, bound, checked), bounds={} if checked.refutes else proven)
-
-
-def _look_beside(tally: Tally, winner: int, groups: list[Group], precedents: Mapping[int, Precedent]) -> None:
-    """Look for good pipelines beside the best: other numbers of stages, and those that the clock may prefer."""
-    # They are there to compare with, so all or nothing will do; that proves nothing of all.
-    tally.intra.try_ratios(tally.space.offload_ratios[-1:], tally.deadline)
-    most = tally.least * NEAR
-    near = [group for group in groups if group[0] != (1,) and tally.known_floor(*group) < most]
-    if near:
-        # Where a good pipeline was found there are others like it.
-        _look_near(tally, *min(near, key=lambda item: (tally.least_in(*item), tally.known_floor(*item), item)), most)
-    most = tally.least * COMPARED
-    for num_stages in compared(tally.space, winner):
-        close = [count for count in tally.best if tally.least_of(count) <= tally.least * CLOSE]
-        if num_stages > 1 and len({*close} - {winner}) >= ENOUGH:
-            return
-        some: list[Group] = [((num_stages,), group[1]) for group in groups if num_stages in group[0]]
-        like = precedents.get(num_stages)
-        # With another batch the same microbatches need not leave devices for as many stages.
-        if num_stages > 1 and like is not None and (num_stages, like.num_microbatches) in tally.lower:
-            _look_like(tally, like, most)
-        else:
-            _compare(tally, some, most, num_stages)
-
-
-def _compare(tally: Tally, groups: list[Group], most: float, num_stages: int) -> None:
-    """Search a number of stages for a good plan that takes fewer seconds than ``most``, the most promising first."""
-    waiting, tried = [(tally.known_floor(*group), False, group) for group in groups], 0
-    heapq.heapify(waiting)
-    while waiting and tried < TRIED and tally.least_of(num_stages) >= most and not tally.is_late:
-        bound, is_settled, group = heapq.heappop(waiting)
-        if bound >= most * (1 - PRECISION):
-            return
-        if is_settled:
-            _search(tally, [group], most, num_stages)
-            tried += 1
-        else:
-            # What bounds a whole family says little of one number of stages.
-            heapq.heappush(waiting, (tally.floor(*group, most), True, group))
-
-
-def _look_like(tally: Tally, precedent: Precedent, most: float) -> None:
-    """Look for a pipeline like one that was found before, if none of fewer seconds than ``most`` is known."""
-    num_stages, num_microbatches = len(precedent.layers), precedent.num_microbatches
-    bound = tally.known_floor((num_stages,), num_microbatches)
-    if tally.least_of(num_stages) < most or bound >= most * (1 - PRECISION) or tally.is_late:
-        return
-    among_NL = np.zeros((tally.space.world_size + 1, tally.space.num_layers + 1), dtype=bool)
-    for devices, layers in zip(precedent.devices, precedent.layers, strict=True):
-        among_NL[devices, max(1, layers - ALIKE) : layers + ALIKE + 1] = True
-    pace = min(most / num_microbatches, precedent.slowest * SLOWER)
-    with suppress(TimeIsUpError):
-        family = family_like(tally, num_stages, num_microbatches, pace, among_NL)
-        if family.heads:
-            found = solve_family(family, below=most, deadline=tally.deadline)
-            for count, answer in found.answers.items():
-                tally.note(Found(problem=family.problem(count), answer=answer))
-
-
-def _look_near(tally: Tally, counts: tuple[int, ...], num_microbatches: int, most: float) -> None:
-    """Solve each pipeline of a family by itself, if its best plan takes fewer seconds than ``most``."""
-    with suppress(TimeIsUpError):
-        family = family_of(tally, counts, num_microbatches, most)
-        below = {count: min(most, tally.least_of(count)) for count in family.heads}
-        for count, answer in solve_each(family, below, precision=NEARLY, deadline=tally.deadline).items():
-            tally.note(Found(problem=family.problem(count), answer=answer))
 
 
 def floors_of(intra: IntraStage, space: Space) -> FamilyFloors:
@@ -254,7 +167,7 @@ def _look(tally: Tally, groups: list[Group]) -> None:
         if tally.least < assumed or tally.is_late:
             break
     for assumed in every:
-        _search(tally, groups, assumed)
+        search_families(tally, groups, assumed)
         # What was met on the way may take longer than what was assumed, and prove nothing.
         if tally.least < assumed or tally.is_late:
             return
@@ -268,22 +181,28 @@ def _search_unmoved(tally: Tally, groups: list[Group], assumed: float) -> None:
         groups: The pipelines to look at.
         assumed: Seconds that answers are to be better than, as well as than the best found.
     """
-    intra, kinds = tally.intra, tally.floors.kinds
     below = min(tally.least, assumed)
     lowest = {group: tally.floor(*group, below) for group in groups}
-    intra.try_ratios(())
+    with _nothing_moved(tally):
+        for group in sorted(lowest, key=lambda item: (lowest[item], item)):
+            below = min(tally.least, assumed)
+            if lowest[group] >= below * (1 - PRECISION) or tally.is_late:
+                return
+            counts = [count for count in group[0] if tally.lower[count, group[1]] < below]
+            solve_some(tally, family_of(tally, counts, group[1], below), below)
+
+
+@contextmanager
+def _nothing_moved(tally: Tally) -> Iterator[None]:
+    """Stages and bounds of families as if nothing could be moved to the host, meanwhile."""
+    kinds = tally.floors.kinds
+    tally.intra.try_ratios(())
     tally.floors.kinds = frozenset()
-    for group in sorted(lowest, key=lambda item: (lowest[item], item)):
-        below = min(tally.least, assumed)
-        if lowest[group] >= below * (1 - PRECISION) or tally.is_late:
-            break
-        counts = [count for count in group[0] if tally.lower[count, group[1]] < below]
-        family = family_of(tally, counts, group[1], below)
-        if family.heads:
-            for count, answer in solve_family(family, below=below, deadline=tally.deadline).answers.items():
-                tally.note(Found(problem=family.problem(count), answer=answer))
-    intra.try_ratios(tally.space.offload_ratios, tally.deadline if tally.best else tally.patience)
-    tally.floors.kinds = kinds
+    try:
+        yield
+    finally:
+        tally.intra.try_ratios(tally.space.offload_ratios, tally.deadline if tally.best else tally.patience)
+        tally.floors.kinds = kinds
 
 
 def _open(tally: Tally, groups: list[Group], below: float) -> list[Group]:
@@ -302,7 +221,7 @@ def _settle(tally: Tally, winner: int) -> bool:
     tally.found.pop(key)
     with suppress(TimeIsUpError):
         # The answer is found again, which is no better than itself.
-        _attempt(tally, [winner], key[1], known.answer.objective * (1 + PRECISION / 2))
+        attempt(tally, [winner], key[1], known.answer.objective * (1 + PRECISION / 2))
     if winner not in tally.best or tally.least_of(winner) > known.answer.objective:
         tally.best[winner] = tally.found[key] = known
         return False
@@ -319,45 +238,6 @@ def _groups(pipelines: tuple[tuple[int, int], ...]) -> Iterator[Group]:
         yield tuple(sorted(stages)), num_microbatches
 
 
-def _search(tally: Tally, groups: list[Group], assumed: float, only: int | None = None) -> None:
-    """Solve families until none can have a better answer, of one number of stages if only that is asked for.
-
-    Args:
-        tally: What has been found.
-        groups: The pipelines to look at.
-        assumed: Seconds that answers are to be better than, as well as than the best found.
-        only: Number of stages.
-    """
-
-    def below() -> float:
-        known = tally.least if only is None else tally.least_of(only)
-        return min(known, assumed)
-
-    def enough() -> float:
-        # What was proven of a pipeline before is so but for rounding.
-        return below() * (1 - PRECISION)
-
-    def counts_of(group: Group) -> tuple[int, ...]:
-        return tuple(count for count in group[0] if only in (None, count))
-
-    lowest = {
-        group: bound for group in groups if (bound := tally.floor(counts_of(group), group[1], below())) < enough()
-    }
-    # Of equal bounds, as earlier searches leave them, that comes first which has the best answer.
-    for group in sorted(lowest, key=lambda item: (lowest[item], tally.least_in(*item), item)):
-        if lowest[group] >= enough():
-            return
-        if tally.is_late:
-            tally.is_stopped = True
-            return
-        counts = [count for count in counts_of(group) if tally.lower[count, group[1]] < enough()]
-        try:
-            _attempt(tally, counts, group[1], below())
-        except TimeIsUpError:
-            tally.is_stopped = True
-            return
-
-
 def _outcome(tally: Tally, winner: int | None, bound: float, checked: Checked | None = None) -> Outcome:
     shown = {winner, *compared(tally.space, winner)} if winner else set()
     return Outcome(
@@ -372,32 +252,3 @@ def _outcome(tally: Tally, winner: int | None, bound: float, checked: Checked | 
         is_late=tally.is_stopped,
         bounds=tally.bounds,
     )
-
-
-def _attempt(tally: Tally, counts: list[int], num_microbatches: int, below: float) -> None:
-    """Solve some pipelines, if they can be better than ``below``, and remember their answers."""
-    tally.solved |= {(count, num_microbatches) for count in counts}
-    if counts == [1]:
-        problem = single_stage(tally.intra, tally.space, num_microbatches, below)
-        answer = solve(problem, below=below, deadline=tally.deadline)
-        bound = answer.bound
-        if answer.chosen:
-            tally.note(Found(problem=problem, answer=answer))
-    else:
-        bound = below
-        family = family_of(tally, counts, num_microbatches, below)
-        if family.heads:
-            result = solve_family(family, below=below, deadline=tally.deadline)
-            bound = result.bound
-            for count, answer in result.answers.items():
-                tally.note(Found(problem=family.problem(count), answer=answer))
-    # A plan with a stage that was left out of the problem takes at least ``below``.
-    for count in counts:
-        key = count, num_microbatches
-        tally.bounds[key] = max(tally.bounds[key], min(below, bound))
-
-
-def compared(space: Space, winner: int) -> tuple[int, ...]:
-    """Numbers of stages to compare the winner with: none, half, one less, one more, twice as many."""
-    wanted = {1, winner // 2, winner - 1, winner + 1, 2 * winner} - {winner}
-    return tuple(sorted(count for count in wanted if 1 <= count <= space.max_stages))

@@ -6,7 +6,7 @@ import pytest
 from lightning_mist.tuner import checked, search
 from lightning_mist.tuner.milp import Program, SolverError
 from lightning_mist.tuner.problem import PRECISION
-from tests.tuner.test_search import each_by_itself, stages_of
+from tests.tuner.searches import each_by_itself, stages_of
 
 
 def test_what_refutes_the_dynamic_program_is_taken_and_said(monkeypatch):

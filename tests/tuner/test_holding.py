@@ -5,7 +5,7 @@ from lightning_mist.errors import InfeasibleError
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.holding import held_bytes, kept_bytes, too_large
 from tests.specs import cluster, profile, spec
-from tests.tuner.test_search import stages_of
+from tests.tuner.searches import stages_of
 
 
 def test_what_a_network_keeps_is_its_parameters_and_what_its_optimizer_keeps_of_them():

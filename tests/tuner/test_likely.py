@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner.likely import likely_seconds, quick_bounds
-from tests.tuner.test_search import each_by_itself, stages_of
+from tests.tuner.searches import each_by_itself, stages_of
 
 
 def test_quick_bounds_hold():

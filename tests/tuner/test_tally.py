@@ -4,7 +4,7 @@ import pytest
 from lightning_mist.tuner import search
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.tally import HEADROOM, family_of, single_stage
-from tests.tuner.test_search import each_by_itself, stages_of, tally_of
+from tests.tuner.searches import each_by_itself, stages_of, tally_of
 
 
 @pytest.mark.parametrize("memory", [10**12, 600_000])

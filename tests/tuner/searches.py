@@ -1,0 +1,42 @@
+"""Stages of a small network, and searches that have found nothing yet."""
+
+import numpy as np
+
+from lightning_mist.tuner import SearchSpace, search
+from lightning_mist.tuner.bound import solve
+from lightning_mist.tuner.likely import quick_bounds
+from lightning_mist.tuner.planner import Planner
+from lightning_mist.tuner.problem import InterStageProblem
+from lightning_mist.tuner.tally import Tally
+from tests.specs import cluster, profile, spec
+
+
+def stages_of(devices=4, rows=4, memory=10**12, nodes=1, **limits):
+    """What the stages of a small network may be."""
+    planner = Planner(spec(), cluster(devices, nodes=nodes), profile=profile())
+    space = planner.space(rows * devices, SearchSpace(**{"schedules": ("1f1b",), "offload": (), **limits}))
+    return planner.stages(space, memory)
+
+
+def each_by_itself(stages):
+    """The least step seconds of every pipeline, each solved alone."""
+    space, found = stages.space, {}
+    for num_stages, num_microbatches in space.pipelines():
+        problem = InterStageProblem(
+            num_layers=space.num_layers,
+            num_devices=(space.world_size,),
+            num_microbatches=num_microbatches,
+            slots=tuple(stages.frontier(index, num_stages, num_microbatches) for index in range(num_stages)),
+        )
+        found[num_stages, num_microbatches] = solve(problem).objective
+    return found
+
+
+def tally_of(stages):
+    """A search of them that has found nothing yet."""
+    lower = quick_bounds(stages, stages.space)
+    floors = search.floors_of(stages, stages.space)
+    limits = {"deadline": np.inf, "patience": np.inf}
+    return Tally(
+        intra=stages, space=stages.space, lower=lower, bounds=dict(lower), floors=floors, is_warm=False, **limits
+    )
