@@ -15,6 +15,7 @@ from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.hardware import AnyCluster, Cluster
 from lightning_mist.plan import OffloadRatios, Plan
 from lightning_mist.tuner.budget import host_bytes_of_each, usable_bytes
+from lightning_mist.tuner.grid_ends import KnownEnds
 from lightning_mist.tuner.space import Shape
 
 NO_OFFLOAD = OffloadRatios()
@@ -207,9 +208,11 @@ class KnownGrids:
         peaks: Peak bytes of the first stage under every setting.
         floors: Seconds that its devices are busy at least, or those of the last stage.
         least: Seconds that plans of a grid take at least with so many recomputed layers of every stage.
+        ends: What stages at the ends of grids hold and take, which does not depend on the batch either.
     """
 
     costs: dict[Hashable, GridCosts] = field(default_factory=dict)
     peaks: dict[Hashable, FloatArray] = field(default_factory=dict)
     floors: dict[Hashable, FloatArray] = field(default_factory=dict)
     least: dict[tuple[Grid, int], float] = field(default_factory=dict)
+    ends: KnownEnds = field(default_factory=KnownEnds)

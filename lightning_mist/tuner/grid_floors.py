@@ -2,11 +2,12 @@
 
 Array axes
     S  stages
+    M  cost models
     R  regions
     X  kinds of seconds: of forwards, of forwards and backwards, of adding gradients to those that exist
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -45,7 +46,8 @@ class GridFloors:
     def _find(self, grid: Grid, checkpointed: int) -> float:
         shape, count = grid.shape, self.space.num_layers // grid.num_stages
         rows = self.space.rows(grid.num_microbatches, shape.data)
-        sums_SXR = np.stack([self._sums_of(model, rows, shape) for model in self._models(grid)])
+        models, model_S = self._models(grid)
+        sums_MXR = np.stack([self._sums_of(model, rows, shape) for model in models])
         stage_S: IntArray = np.arange(grid.num_stages)
         first_S: IntArray = 1 + stage_S * count
         end_S: IntArray = first_S + count
@@ -53,7 +55,7 @@ class GridFloors:
         low_S, high_S = np.where(stage_S == 0, 0, first_S), end_S + (stage_S == grid.num_stages - 1)
 
         def between(kind: int, from_S: IntArray, to_S: IntArray) -> FloatArray:
-            found_S: FloatArray = sums_SXR[stage_S, kind, to_S] - sums_SXR[stage_S, kind, from_S]
+            found_S: FloatArray = sums_MXR[model_S, kind, to_S] - sums_MXR[model_S, kind, from_S]
             return found_S
 
         again_S = between(0, first_S, first_S + checkpointed)
@@ -62,11 +64,11 @@ class GridFloors:
         # The first microbatch finds no gradients to add to.
         return float((before_S + grid.num_microbatches * busy_S - between(2, low_S, high_S)).max())
 
-    def _models(self, grid: Grid) -> list[CostModel]:
-        """The cost model of every stage's devices."""
+    def _models(self, grid: Grid) -> tuple[Sequence[CostModel], IntArray]:
+        """Cost models, and which of them is that of every stage's devices."""
         if isinstance(self.model, MixedCostModel) and grid.parts:
-            return [self.model.parts[part] for part in grid.parts]
-        return [self.model] * grid.num_stages
+            return self.model.parts, np.array(grid.parts)
+        return [self.model], np.zeros(grid.num_stages, dtype=np.int64)
 
     def _sums_of(self, model: CostModel, rows: int, shape: Shape) -> FloatArray:
         """Seconds summed over the regions before each; axes ``X`` and ``R``."""

@@ -28,6 +28,7 @@ from lightning_mist.tuner.choose import choose, make_plan
 from lightning_mist.tuner.collection import collection_paused
 from lightning_mist.tuner.copies import search_copies
 from lightning_mist.tuner.families import KnownGrids
+from lightning_mist.tuner.grid_ends import KnownEnds
 from lightning_mist.tuner.holding import too_large
 from lightning_mist.tuner.hosts import with_offload
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late
@@ -66,7 +67,7 @@ class Planner:
         self.model = cost_model(spec, profile, cluster)
         self._tables: dict[Space, _Kept] = {}
         self._pasts, self._pieces, self._knowledge = Pasts(), Pieces(), Knowledge()
-        self._runs = AllRuns()
+        self._runs, self._ends = AllRuns(), KnownEnds()
 
     @property
     def alike(self) -> StageCostModel:
@@ -163,7 +164,7 @@ class Planner:
             solver_seconds=SearchSpace().solver_seconds,
         )
         key = replace(space, search=looked, max_stages=space.world_size, notes=())
-        self._tables[key] = tables = self._tables.pop(key, ({}, KnownGrids()))
+        self._tables[key] = tables = self._tables.pop(key, ({}, KnownGrids(ends=self._ends)))
         while len(self._tables) > KEPT:
             del self._tables[next(iter(self._tables))]
         return tables

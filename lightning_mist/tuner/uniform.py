@@ -140,24 +140,19 @@ class UniformSearch:
         """Whether any setting may gain in chunks and fit on its first stage, which has most microbatches in flight."""
         if family.has_whole or grid.parts or np.isinf(below):
             return True
-        key, options = self._key(grid, family), self._options(grid, family)
-        slot, candidates = self._slot(grid, 0), self._candidates(grid, 0, family, options)
-        if key not in self._kept.peaks:
-            phases = stage_phases(0, grid.num_stages, grid.num_microbatches, "1f1b")
-            self._kept.peaks[key] = self.model.memory(slot).needs(slot, candidates).peaks(phases)
-        fits_K = self._kept.peaks[key] <= self.limits.stages(grid)[0][0]
+        key, options, kept = self._key(grid, family), self._options(grid, family), self._kept
+
+        def end(index: int) -> tuple[CostModel, StageSlot, StageCandidates]:
+            return self.model, self._slot(grid, index), self._candidates(grid, index, family, options)
+
+        if key not in kept.peaks:
+            kept.peaks[key] = kept.ends.peaks(*end(0))
+        fits_K = kept.peaks[key] <= self.limits.stages(grid)[0][0]
         if not fits_K.any() or self._floors.of(grid, int(options[0][fits_K].min())) >= below:
             return False
-        if key not in self._kept.floors:
-            self._kept.floors[key] = np.maximum(*(self._busy(grid, at, family) for at in (0, grid.num_stages - 1)))
-        return bool(self._kept.floors[key][fits_K].min() < below)
-
-    def _busy(self, grid: Grid, index: int, family: UniformFamily) -> FloatArray:
-        """Seconds of a step in which the devices of a stage are busy, under every setting, without transfers."""
-        candidates = self._candidates(grid, index, family, self._options(grid, family))
-        seconds = self.model.seconds(self._slot(grid, index), candidates)
-        busy_K: FloatArray = grid.num_microbatches * (seconds.steady_K - seconds.transfer_K) - seconds.accumulate_K
-        return busy_K
+        if key not in kept.floors:
+            kept.floors[key] = np.maximum(*(kept.ends.busy(*end(index)) for index in (0, grid.num_stages - 1)))
+        return bool(kept.floors[key][fits_K].min() < below)
 
     def _costs(self, grid: Grid, family: UniformFamily) -> GridCosts:
         """What all settings of a grid that a family has cost."""
@@ -225,13 +220,13 @@ class UniformSearch:
     ) -> StageCandidates:
         """A stage of a grid with every setting."""
         (checkpointed_K, zero_K, offload_K), count = options, self.space.num_layers // grid.num_stages
-        ratios = [family.every_offload[index] for index in offload_K]
+        moves = any(item.any for item in family.every_offload)
         return StageCandidates(
             start_K=np.full(len(zero_K), index * count),
             end_K=np.full(len(zero_K), (index + 1) * count),
             checkpointed_K=checkpointed_K,
             zero_stage_K=zero_K,
-            offload=_offload(ratios) if any(item.any for item in family.every_offload) else None,
+            offload=_offload([family.every_offload[index] for index in offload_K]) if moves else None,
         )
 
     def _slot(self, grid: Grid, index: int) -> StageSlot:
