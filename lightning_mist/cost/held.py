@@ -11,6 +11,7 @@ Array axes
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -72,6 +73,7 @@ class Holdings:
     Args:
         spec: The network.
         table: Its parameters, if that is known.
+        networks: How many networks there are.
 
     Attributes:
         table: Its parameters.
@@ -79,21 +81,33 @@ class Holdings:
             one unit.
     """
 
-    def __init__(self, spec: ModelSpec, table: ParameterTable | None = None) -> None:
+    def __init__(self, spec: ModelSpec, table: ParameterTable | None = None, networks: int = 1) -> None:
         self.spec = spec
         self.table = ParameterTable.of(spec) if table is None else table
         self.is_one_unit = not spec.module_map.blocks or bool(spec.module_map.excludes("shards"))
         self._owners = Owners(self.table, is_one_unit=self.is_one_unit)
-        self._held = _ByRange(self.table.uses_PR.shape[1], len(HeldBytes.__slots__))
-        self._shares: dict[int, _ByRange] = {}
+        self._networks = networks
+        self._held = ByRange(self.table.uses_PR.shape[1], len(HeldBytes.__slots__), networks)
+        self._shares: dict[int, ByRange] = {}
 
     def of(self, candidates: StageCandidates) -> HeldBytes:
         """Parameters and gradients of each candidate."""
-        found_XK = self._held.of(*covered(self.spec, candidates.start_K, candidates.end_K), self._held_of)
+        ranges = covered(self.spec, candidates.start_K, candidates.end_K)
+        found_XK = self._held.of(*ranges, self.held_of, self._network(candidates))
         return HeldBytes(**dict(zip(HeldBytes.__slots__, found_XK, strict=True)))
 
-    def _held_of(self, low_U: IntArray, high_U: IntArray) -> FloatArray:
-        """What is held of ranges of regions, in the order of :class:`HeldBytes`; axes ``X`` and ``U``."""
+    def _network(self, candidates: StageCandidates) -> IntArray | None:
+        """Which of several networks each candidate is of, if there are several."""
+        return None
+
+    def held_of(self, network: int, low_U: IntArray, high_U: IntArray) -> FloatArray:
+        """What is held of ranges of regions, in the order of :class:`HeldBytes`; axes ``X`` and ``U``.
+
+        Args:
+            network: Which of several networks, if there are several.
+            low_U: First region.
+            high_U: One past the last.
+        """
         uses = self.table.uses_PR
         inside_PU = uses[:, high_U] - uses[:, low_U]
         held_PU = inside_PU > 0
@@ -122,16 +136,28 @@ class Holdings:
     def shares(self, candidates: StageCandidates, ranks: int) -> SharedOut:
         """What the fullest of the data-parallel ranks of each candidate has where parameters are dealt out."""
         if ranks not in self._shares:
-            self._shares[ranks] = _ByRange(self.table.uses_PR.shape[1], 10)
+            self._shares[ranks] = ByRange(self.table.uses_PR.shape[1], 10, self._networks)
 
-        def shares(low_U: IntArray, high_U: IntArray) -> FloatArray:
-            found = [self._owners.of(*item, ranks) for item in zip(low_U.tolist(), high_U.tolist(), strict=True)]
-            each = [(*_of_places(item.forward), *_of_places(item.backward), item.trained, item.every) for item in found]
-            found_XU: FloatArray = np.array(each, dtype=np.float64).reshape(len(found), 10).T
-            return found_XU
+        def shared_of(network: int, low_U: IntArray, high_U: IntArray) -> FloatArray:
+            return self.shared_of(network, low_U, high_U, ranks)
 
-        away_XK = self._shares[ranks].of(*covered(self.spec, candidates.start_K, candidates.end_K), shares)
+        ranges = covered(self.spec, candidates.start_K, candidates.end_K)
+        away_XK = self._shares[ranks].of(*ranges, shared_of, self._network(candidates))
         return SharedOut(trained_K=away_XK[8], every_K=away_XK[9], forward_AK=away_XK[:4], backward_AK=away_XK[4:8])
+
+    def shared_of(self, network: int, low_U: IntArray, high_U: IntArray, ranks: int) -> FloatArray:
+        """Parameters that are there only for a forward, for a backward; those owned that are trained, and all.
+
+        Args:
+            network: Which of several networks, if there are several.
+            low_U: First region.
+            high_U: One past the last.
+            ranks: Data-parallel ranks.
+        """
+        found = [self._owners.of(*item, ranks) for item in zip(low_U.tolist(), high_U.tolist(), strict=True)]
+        each = [(*_of_places(item.forward), *_of_places(item.backward), item.trained, item.every) for item in found]
+        found_XU: FloatArray = np.array(each, dtype=np.float64).reshape(len(found), 10).T
+        return found_XU
 
     def together(self, stages: Sequence[StageCandidates], ranks: int) -> Together:
         """What the fullest rank of devices that run several stages has where their parameters are dealt out together.
@@ -165,39 +191,54 @@ class Holdings:
         return code_U // width, code_U % width, inverse_K
 
 
-class _ByRange:
+Ranges: TypeAlias = Callable[[int, IntArray, IntArray], FloatArray]
+"""Gives the figures of ranges of regions of one network, by their first regions and those past the last; axes ``X`` and
+``U``."""
+
+
+class ByRange:
     """Figures of ranges of regions, worked out when they are asked for the first time.
 
     Args:
         width: One more than the number of regions.
         count: How many figures of each range.
+        networks: How many networks there are with such ranges.
     """
 
-    def __init__(self, width: int, count: int) -> None:
+    def __init__(self, width: int, count: int, networks: int = 1) -> None:
         self._width = width
         # The column of every range among those that are known, -1 if it is not one of them.
-        self._column = np.full(width * width, -1, dtype=np.int64)
+        self._column = np.full(networks * width * width, -1, dtype=np.int32)
         self._known_XU = np.empty((count, 0))
 
-    def of(self, low_K: IntArray, high_K: IntArray, make: Callable[[IntArray, IntArray], FloatArray]) -> FloatArray:
+    def of(self, low_K: IntArray, high_K: IntArray, make: Ranges, network_K: IntArray | None = None) -> FloatArray:
         """The figures of each range; axes ``X`` and ``K``.
 
         Args:
             low_K: First region.
             high_K: One past the last.
-            make: Gives the figures of ranges, with axes ``X`` and ``U``.
+            make: Gives the figures.
+            network_K: Which of several networks each range is of.
         """
-        code_K = low_K * self._width + high_K
+        first_K = low_K if network_K is None else network_K * self._width + low_K
+        code_K = first_K * self._width + high_K
         column_K = self._column[code_K]
         if len(column_K) and column_K.min() < 0:
-            code_U, _ = distinct_codes(code_K[column_K < 0], self._width**2)
-            count = self._known_XU.shape[1]
-            made_XU = make(code_U // self._width, code_U % self._width)
-            self._known_XU = np.concatenate([self._known_XU, made_XU], axis=1)
-            self._column[code_U] = count + np.arange(len(code_U))
+            self._add(code_K[column_K < 0], make)
             column_K = self._column[code_K]
         found_XK: FloatArray = self._known_XU.take(column_K, axis=1)
         return found_XK
+
+    def _add(self, code_K: IntArray, make: Ranges) -> None:
+        code_U, _ = distinct_codes(code_K, len(self._column))
+        network_U, range_U = np.divmod(code_U, self._width**2)
+        made = [self._known_XU]
+        for network in np.unique(network_U).tolist():
+            range_J = range_U[network_U == network]
+            made.append(make(network, range_J // self._width, range_J % self._width))
+        # Codes ascend, and networks with them.
+        self._column[code_U] = self._known_XU.shape[1] + np.arange(len(code_U))
+        self._known_XU = np.concatenate(made, axis=1)
 
 
 def _of_places(away: Away) -> tuple[float, float, float, float]:

@@ -30,7 +30,7 @@ import numpy as np
 from lightning_mist.cost.apart import ApartModel
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.held import HeldBytes, Holdings
+from lightning_mist.cost.held import HeldBytes, Holdings, SharedOut
 from lightning_mist.cost.needs import Bytes, StageNeeds
 from lightning_mist.cost.offload import Adjustment, Pairs, host_bytes, offloaded_needs, unadjusted
 from lightning_mist.cost.offload_shares import StateShares
@@ -192,12 +192,17 @@ class MemoryModel:
     def _sharding(self, degree: int) -> Sharding:
         return Sharding(kept=1 / degree, trained_R=self.holdings.table.trained_R, is_one_unit=self.holdings.is_one_unit)
 
-    def _runs(self, candidates: StageCandidates, held: HeldBytes, degree: int) -> StageRuns:
+    def _shares(self, candidates: StageCandidates, degree: int) -> SharedOut | None:
+        """What the fullest rank has, if any candidate deals out anything."""
+        if degree == 1 or not (candidates.zero_stage_K >= ZeroStage.OPTIMIZER).any():
+            return None
+        return self.holdings.shares(candidates, degree)
+
+    def _runs(self, candidates: StageCandidates, held: HeldBytes, degree: int, shares: SharedOut | None) -> StageRuns:
         low_K, _ = covered(self.spec, candidates.start_K, candidates.end_K)
         imbalance_K, away = np.zeros(len(candidates)), (np.zeros((4, len(candidates))),) * 2
         zero_K = candidates.zero_stage_K
-        if degree > 1 and (zero_K >= ZeroStage.GRADIENTS).any():
-            shares = self.holdings.shares(candidates, degree)
+        if shares is not None:
             imbalance_K = np.where(zero_K >= ZeroStage.GRADIENTS, shares.trained_K - held.trained_K / degree, 0.0)
             shards_K = zero_K >= ZeroStage.PARAMETERS
             away = shares.forward_AK * shards_K, shares.backward_AK * shards_K
@@ -227,10 +232,11 @@ class MemoryModel:
             return offloaded_needs(self, slot, candidates)
         context, degree = slot.context_parallel_degree, slot.shard_degree
         costs, held = self.costs(slot.rows, context), self.holdings.of(candidates)
-        runs = self._runs(candidates, held, degree)
-        owned_K, kept_K, parameters_K = self._owned(candidates, held, degree)
-        working_ZK = self._working_sets(slot, candidates, runs, held)
+        shares = self._shares(candidates, degree)
+        runs = self._runs(candidates, held, degree, shares)
+        owned_K, kept_K, parameters_K = _owned(candidates, held, shares)
         plain, plain_K = StageWorking(self.working(slot.rows, 0, 1, context), runs), self._plain(slot, candidates)
+        working_ZK = self._working_sets(slot, candidates, runs, held, plain)
         handed_K, forward_K, first_backward_K = plain.handed(), working_ZK[0], working_ZK[1]
         if plain_K is not None:
             forward_K = forward_K + held.trained_K * plain_K
@@ -271,22 +277,8 @@ class MemoryModel:
             return None
         return is_plain(slot, candidates)
 
-    def _owned(
-        self, candidates: StageCandidates, held: HeldBytes, degree: int
-    ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Bytes of the parameters that a rank updates, of the gradients and of the parameters that it keeps."""
-        if degree == 1:
-            return held.trained_K, held.trained_K, held.all_K
-        zero_K = candidates.zero_stage_K
-        if not (zero_K >= ZeroStage.OPTIMIZER).any():
-            return held.trained_K, held.trained_K, held.all_K
-        shares = self.holdings.shares(candidates, degree)
-        owned_K = np.where(zero_K >= ZeroStage.OPTIMIZER, shares.trained_K, held.trained_K)
-        kept_K = np.where(zero_K >= ZeroStage.GRADIENTS, shares.trained_K, held.trained_K)
-        return owned_K, kept_K, np.where(zero_K >= ZeroStage.PARAMETERS, shares.every_K, held.all_K)
-
     def _working_sets(
-        self, slot: StageSlot, candidates: StageCandidates, runs: StageRuns, held: HeldBytes
+        self, slot: StageSlot, candidates: StageCandidates, runs: StageRuns, held: HeldBytes, plain: StageWorking
     ) -> FloatArray:
         """Of a forward, a first and a later backward; what is pending; of inputs only, its rest, of weights only."""
         found, is_split = np.empty((7, len(candidates))), slot.schedule == "zb-h1"
@@ -295,14 +287,11 @@ class MemoryModel:
         for zero_stage, index_J in ((0, _places(~shards_K)), (int(ZeroStage.GRADIENTS), _places(shards_K))):
             if index_J is None:
                 continue
-            sets = self.working(
-                slot.rows,
-                zero_stage,
-                slot.shard_degree,
-                slot.context_parallel_degree,
-                is_split=is_split,
-            )
-            working = StageWorking(sets, runs.take(index_J))
+            degree, context = slot.shard_degree, slot.context_parallel_degree
+            sets = self.working(slot.rows, zero_stage, degree, context, is_split=is_split)
+            is_all = isinstance(index_J, slice) and index_J == slice(0, len(candidates))
+            some = runs if is_all else runs.take(index_J)
+            working = plain if is_all and sets is plain.sets else StageWorking(sets, some)
             found[0, index_J] = working.forward()
             found[1, index_J], found[2, index_J] = working.first_backward(), working.backward()
             found[3, index_J] = working.pending()
@@ -377,6 +366,18 @@ class MemoryModel:
             gathered_K = np.minimum(BUCKETS_IN_FLIGHT * bucket_K, held.trained_K) * gathers_K
             result.append(("parameter gathering", {"gradient_bytes": owned_K, "working_bytes": gathered_K}))
         return result
+
+
+def _owned(
+    candidates: StageCandidates, held: HeldBytes, shares: SharedOut | None
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Bytes of the parameters that a rank updates, of the gradients and of the parameters that it keeps."""
+    if shares is None:
+        return held.trained_K, held.trained_K, held.all_K
+    zero_K = candidates.zero_stage_K
+    owned_K = np.where(zero_K >= ZeroStage.OPTIMIZER, shares.trained_K, held.trained_K)
+    kept_K = np.where(zero_K >= ZeroStage.GRADIENTS, shares.trained_K, held.trained_K)
+    return owned_K, kept_K, np.where(zero_K >= ZeroStage.PARAMETERS, shares.every_K, held.all_K)
 
 
 def _looked_up(values_R: FloatArray, variant_K: IntArray | None, at_K: IntArray) -> FloatArray:

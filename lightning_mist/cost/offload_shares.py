@@ -21,9 +21,10 @@ import numpy as np
 from lightning_mist.cost.candidates import StageCandidates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_rows
-from lightning_mist.cost.held import Holdings
+from lightning_mist.cost.held import ByRange, Holdings
 from lightning_mist.cost.ownership import owners_of
 from lightning_mist.cost.regions import ParameterTable, covered
+from lightning_mist.cost.sums import prefix_sums
 
 MovedBytes: TypeAlias = Literal["parameters", "changed", "trained"]
 """Bytes of parameters that are moved, of those among them that are trained, and of what only trained ones have."""
@@ -86,9 +87,11 @@ class StateShares:
         self._moved: dict[tuple[float, bool], BoolArray] = {}
         # Without frozen parameters those that are trained are all.
         self._is_trained = bool((holdings.table.trainable_P == holdings.table.bytes_P).all())
+        self._ranges: dict[tuple[int, tuple[float, ...], bool], ByRange] = {}
         self._rows: dict[tuple[int, int, int, tuple[float, ...], bool], FloatArray] = {}
         self._displaces: dict[tuple[float, ...], bool] = {}
         self._units: dict[tuple[float, MovedBytes], FloatArray] = {}
+        self._sums: dict[tuple[tuple[float, ...], MovedBytes, float], tuple[FloatArray, FloatArray]] = {}
 
     def moved(self, ratio: float, *, trained: bool) -> BoolArray:
         """As :func:`moved_parameters`."""
@@ -128,6 +131,20 @@ class StateShares:
             used_PR = np.diff(table.uses_PR, axis=1).astype(np.float64)
             self._units[key] = (bytes_P * self.moved(ratio, trained=of == "trained")) @ used_PR
         return self._units[key]
+
+    def unit_sums(self, values: tuple[float, ...], of: MovedBytes, times: float = 1.0) -> tuple[FloatArray, FloatArray]:
+        """As :meth:`unit_bytes` of several ratios, and the sums over what comes before each unit, and over all.
+
+        Args:
+            values: The ratios.
+            of: As there.
+            times: A factor of all.
+        """
+        key = values, of, times
+        if key not in self._sums:
+            moved_VR = np.stack([self.unit_bytes(ratio, of) for ratio in values]) * times
+            self._sums[key] = moved_VR, prefix_sums(moved_VR)
+        return self._sums[key]
 
     def of(
         self,
@@ -177,14 +194,32 @@ class StateShares:
             trained: Whether only trained parameters count.
         """
         low_K, high_K = covered(self._holdings.spec, candidates.start_K, candidates.end_K)
-        width = self._holdings.table.uses_PR.shape[1]
-        questions, inverse_K = distinct_rows((low_K * width + high_K) * 2 + shards_K)
-        rows_UVX = np.empty((len(questions), len(values), 4))
-        for row, code in enumerate(questions[:, 0].astype(np.int64).tolist()):
-            low, high = divmod(code // 2, width)
-            rows_UVX[row] = self._row(low, high, ranks if code % 2 else 1, values, trained)
-        resident_KV, moved_KV, largest_KV, unit_KV = np.moveaxis(rows_UVX[inverse_K], -1, 0)
-        return Shares(resident_K=resident_KV, moved_K=moved_KV, largest_K=largest_KV, unit_K=unit_KV)
+        is_shared = ranks > 1 and bool(shards_K.any())
+        if not is_shared or shards_K.all():
+            found = self._of_ranks(low_K, high_K, ranks if is_shared else 1, values, trained)
+        else:
+            found = np.empty((4, len(low_K), len(values)))
+            for count, at_J in ((ranks, np.flatnonzero(shards_K)), (1, np.flatnonzero(~shards_K))):
+                found[:, at_J] = self._of_ranks(low_K[at_J], high_K[at_J], count, values, trained)
+        return Shares(resident_K=found[0], moved_K=found[1], largest_K=found[2], unit_K=found[3])
+
+    def _of_ranks(
+        self, low_K: IntArray, high_K: IntArray, ranks: int, values: tuple[float, ...], trained: bool
+    ) -> FloatArray:
+        """The figures of :class:`Shares` with every ratio; axes figure, ``K`` and ``V``."""
+        trained, count = trained or self._is_trained, len(values)
+        key = ranks, values, trained
+        if key not in self._ranges:
+            self._ranges[key] = ByRange(self._holdings.table.uses_PR.shape[1], 4 * count)
+
+        def make(_: int, low_U: IntArray, high_U: IntArray) -> FloatArray:
+            ranges = zip(low_U.tolist(), high_U.tolist(), strict=True)
+            rows = [self._compute(low, high, ranks, values, trained) for low, high in ranges]
+            return np.stack([row.T.reshape(-1) for row in rows], axis=1)
+
+        found_XK = self._ranges[key].of(low_K, high_K, make)
+        result: FloatArray = found_XK.reshape(4, count, -1).transpose(0, 2, 1)
+        return result
 
     def _row(self, low: int, high: int, ranks: int, values: tuple[float, ...], trained: bool) -> FloatArray:
         """The figures of :class:`Shares` of a stage with every ratio; axes ``V`` and figure."""

@@ -8,7 +8,6 @@ Array axes
     F  rows of gradients that are reduced, by where stages begin
 """
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -19,7 +18,7 @@ from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_parts import MovedShares, Ratios, moved_shares
-from lightning_mist.cost.offload_shares import MovedBytes, Shares
+from lightning_mist.cost.offload_shares import Shares
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.sums import prefix_sums
 from lightning_mist.plan import ZeroStage
@@ -72,8 +71,12 @@ class _Sums:
         self, values_R: FloatArray, begin_B: IntArray, end_B: IntArray, row_B: IntArray | None = None
     ) -> FloatArray:
         """Sums over units from one to before another; of several rows, with an axis for them behind, or of one each."""
-        sums, end_B = prefix_sums(values_R), np.maximum(begin_B, end_B)
-        if values_R.ndim == 1:
+        return self.within(prefix_sums(values_R), begin_B, end_B, row_B)
+
+    def within(self, sums: FloatArray, begin_B: IntArray, end_B: IntArray, row_B: IntArray | None = None) -> FloatArray:
+        """The same of what all units before each have together."""
+        end_B = np.maximum(begin_B, end_B)
+        if sums.ndim == 1:
             return sums[end_B] - sums[begin_B]
         if row_B is not None:
             result_B: FloatArray = sums[row_B, end_B] - sums[row_B, begin_B]
@@ -182,12 +185,10 @@ def _states(
     low_B, high_B, last_B = sums.low_B, sums.high_B, sums.last_B
     to_device, to_host = machine.rates.to_device, machine.rates.to_host
 
-    def moved(values: Sequence[float], of: MovedBytes) -> FloatArray:
-        return np.stack([memory.states.unit_bytes(ratio, of) for ratio in values])
-
-    whole_XR, changed_XR = moved(ratios.parameters, "parameters"), moved(ratios.parameters, "changed")
-    graded_XR = moved(ratios.gradients, "trained")
-    state_XR = moved(ratios.optimizer, "trained") * memory.spec.optimizer.state_bytes_per_parameter_byte
+    states, state = memory.states, memory.spec.optimizer.state_bytes_per_parameter_byte
+    (whole_XR, whole), (_, changed) = (states.unit_sums(ratios.parameters, of) for of in ("parameters", "changed"))
+    graded_XR, graded = states.unit_sums(ratios.gradients, "trained")
+    state_XR, stored = states.unit_sums(ratios.optimizer, "trained", state)
     part_BP, graded_BG, owned_BG, state_BO = parts
     again = 1.0 if slot.num_microbatches > 1 else 0.0
     costs = memory.costs(slot.rows, slot.context_parallel_degree)
@@ -201,20 +202,20 @@ def _states(
         "part_BG": graded_BG,
         "owned_part_BG": owned_BG,
         "part_BO": state_BO,
-        "parameters_BP": part_BP * sums.between(whole_XR, low_B + 1, high_B) / to_device,
+        "parameters_BP": part_BP * sums.within(whole, low_B + 1, high_B) / to_device,
         "parameters_end_BP": part_BP * whole_XR[:, low_B].T / to_device,
-        "again_BP": part_BP * sums.between(whole_XR, low_B, last_B) / to_device,
+        "again_BP": part_BP * sums.within(whole, low_B, last_B) / to_device,
         "again_end_BP": part_BP * whole_XR[:, last_B].T / to_device,
-        "written_BP": part_BP * sums.between(changed_XR, low_B, high_B) / to_host,
-        "gradients_BG": again * graded_BG * sums.between(graded_XR, low_B, last_B) / to_device,
+        "written_BP": part_BP * sums.within(changed, low_B, high_B) / to_host,
+        "gradients_BG": again * graded_BG * sums.within(graded, low_B, last_B) / to_device,
         "gradients_end_BG": again * graded_BG * graded_XR[:, last_B].T / to_device,
-        "returned_BG": graded_BG * sums.between(graded_XR, low_B + 1, high_B) / to_host,
+        "returned_BG": graded_BG * sums.within(graded, low_B + 1, high_B) / to_host,
         "returned_end_BG": graded_BG * graded_XR[:, low_B].T / to_host,
-        "stepped_BG": owned_BG * sums.between(graded_XR, low_B + 1, high_B) / to_device,
+        "stepped_BG": owned_BG * sums.within(graded, low_B + 1, high_B) / to_device,
         "stepped_end_BG": owned_BG * graded_XR[:, low_B].T / to_device,
-        "state_BO": state_BO * sums.between(state_XR, low_B + 1, high_B) / to_device,
+        "state_BO": state_BO * sums.within(stored, low_B + 1, high_B) / to_device,
         "state_end_BO": state_BO * state_XR[:, low_B].T / to_device,
-        "stored_BO": state_BO * sums.between(state_XR, low_B, high_B) / to_host,
+        "stored_BO": state_BO * sums.within(stored, low_B, high_B) / to_host,
         "away_BX": np.stack(
             [away_B / to_host, away_end_B / to_host, away_B / to_device, away_end_B / to_device], axis=1
         ),
@@ -244,8 +245,7 @@ def _parts(memory: MemoryModel, slot: StageSlot, sums: _Sums, ratios: Ratios, sh
 
     def updated(values: tuple[float, ...]) -> FloatArray:
         # The update of a parameter happens once, however many units fetch it.
-        moved_XR = np.stack([memory.states.unit_bytes(ratio, "trained") for ratio in values])
-        return sums.between(moved_XR, sums.low_B, sums.high_B)
+        return sums.within(memory.states.unit_sums(values, "trained")[1], sums.low_B, sums.high_B)
 
     always_B = ~alone_B
     part_BP = part(

@@ -36,10 +36,14 @@ class StageWorking:
     Args:
         sets: Tables of the network.
         runs: The stages.
+
+    Attributes:
+        sets: As given.
+        saved_K: What one microbatch leaves behind between its forward and its backward.
     """
 
     def __init__(self, sets: WorkingSets, runs: StageRuns) -> None:
-        self._sets, self._runs = sets, runs
+        self.sets, self._runs = sets, runs
         self._has_head, self._has_tail = bool(runs.is_first_K.any()), bool(runs.is_last_K.any())
         self._is_kept_K = runs.middle_K == runs.end_K
         self._variant_K = 0 if runs.variant_K is None else runs.variant_K * sets.width
@@ -69,7 +73,7 @@ class StageWorking:
 
     def _range(self, end_K: IntArray) -> _Range:
         """The layers of both runs that lie before ``end``."""
-        runs, sets = self._runs, self._sets
+        runs, sets = self._runs, self.sets
         middle_K = np.minimum(runs.middle_K, end_K)
         placed_K = self._placed(middle_K)
         place_EXK, below_XK = np.empty((2, 2, len(end_K)), dtype=np.int64), np.empty((2, len(end_K)))
@@ -87,7 +91,7 @@ class StageWorking:
 
     def handed(self) -> FloatArray:
         """The part of ``saved_K`` that the next stage gets: it is gone when it has been sent."""
-        runs, costs = self._runs, self._sets.costs
+        runs, costs = self._runs, self.sets.costs
         last_K: FloatArray = np.where(
             self._is_kept_K, costs.checkpointed_handed_R[runs.end_K], costs.handed_R[runs.end_K]
         )
@@ -103,7 +107,7 @@ class StageWorking:
 
     def pending(self) -> FloatArray:
         """Gradients of an earlier backward that are under way until the first unit of the next one has run."""
-        sharding = self._sets.sharding
+        sharding = self.sets.sharding
         if sharding is None:
             return np.zeros(len(self._kept_K))
         return self._runs.gradient_bytes_K if sharding.is_one_unit else self._runs.last_gradient_bytes_K
@@ -121,7 +125,7 @@ class StageWorking:
 
     def _last_layer(self, table: RangeTable) -> FloatArray:
         """The value of the stage's last layer."""
-        sets, end_K = self._sets, self._end_K
+        sets, end_K = self.sets, self._end_K
         kept_K = table.flat[sets.last_place(end_K, recomputed=True)] - self._kept_K
         plain_K = table.flat[sets.last_place(end_K, recomputed=False)] - sets.saved_S[self._middle_K]
         plain_K = plain_K + self._whole.recomputed_K
@@ -157,7 +161,7 @@ class StageWorking:
 
     def forward(self) -> FloatArray:
         """Largest bytes alive in a forward, beyond what exists when it begins."""
-        sets, costs = self._sets, self._sets.costs
+        sets, costs = self.sets, self.sets.costs
         layers_K, first_K = self._over(sets.forward, self._whole), self._first_layer(sets.forward)
         tail_K = self._before_tail_K + self._tail(costs.forward_peak_R, costs.recompute_forward_peak_R)
         head_K = self._runs.edge(costs.forward_peak_R, 0)
@@ -165,7 +169,7 @@ class StageWorking:
 
     def backward(self) -> FloatArray:
         """Largest bytes alive in a backward with all gradients there, beyond these; its saved bytes included."""
-        sets, costs, pending_K = self._sets, self._sets.costs, self.pending()
+        sets, costs, pending_K = self.sets, self.sets.costs, self.pending()
         layers_K = self._layers_backward(sets.backward, pending_K)
         head_K = self._head_K + (self._runs.edge(costs.backward_peak_R, 0) + self._runs.edge(sets.reduced_R, 0))
         tail_K = self.saved_K + self._tail(costs.backward_peak_R, costs.recompute_backward_peak_R) + pending_K
@@ -181,7 +185,7 @@ class StageWorking:
         Args:
             above_head_K: Bytes of gradients that exist when the head's are reduced.
         """
-        sharding, runs = self._sets.sharding, self._runs
+        sharding, runs = self.sets.sharding, self._runs
         if sharding is None:
             return 0.0
         if sharding.is_one_unit:
@@ -198,7 +202,7 @@ class StageWorking:
 
     def first_backward(self) -> FloatArray:
         """Largest bytes alive in the backward that makes the gradients, these and its saved bytes included."""
-        sets, costs, runs = self._sets, self._sets.costs, self._runs
+        sets, costs, runs = self.sets, self.sets.costs, self._runs
         above_head_K = sets.kept * (runs.gradient_bytes_K - runs.head_gradient_bytes_K)
         # Layer k finds all gradients but the head's and those of the layers from the first up to itself. Parameters
         # that several parts use are made by the last of them; if that is no tail, assume the earliest time.
@@ -216,7 +220,7 @@ class StageWorking:
 
     def _before_tail_gradients(self) -> FloatArray:
         """Gradients that exist before the tail's backward, by the assumption above."""
-        sets, runs = self._sets, self._runs
+        sets, runs = self.sets, self._runs
         layers_K = sets.made_S[self._end_K] - sets.made_S[self._start_K]
         edges_K = runs.head_gradient_bytes_K + runs.tail_gradient_bytes_K
         result_K: FloatArray = sets.kept * (runs.gradient_bytes_K - edges_K) - layers_K
@@ -224,7 +228,7 @@ class StageWorking:
 
     def waiting(self) -> FloatArray:
         """Bytes that one microbatch keeps from its input gradients until its weight gradients."""
-        sets, runs = self._sets, self._runs
+        sets, runs = self.sets, self._runs
         weight_R = sets.apart.waiting_R
         layers_K = sets.weight_S[self._end_K] - sets.weight_S[self._start_K]
         result_K: FloatArray = layers_K + runs.is_first_K * weight_R[0] + runs.is_last_K * weight_R[-1]
@@ -232,7 +236,7 @@ class StageWorking:
 
     def input_backward(self) -> FloatArray:
         """Largest bytes alive in a backward that makes input gradients only, its saved bytes included."""
-        sets, runs, apart = self._sets, self._runs, self._sets.apart
+        sets, runs, apart = self.sets, self._runs, self.sets.apart
         # Layer k finds what the weight gradients of the layers above it need.
         above_K = sets.weight_S[self._end_K] + runs.is_last_K * apart.waiting_R[-1]
         layers_K = self._over(sets.split, self._whole) + above_K
@@ -251,7 +255,7 @@ class StageWorking:
         Args:
             largest_K: Bytes of the largest trained parameter.
         """
-        sharding, runs = self._sets.sharding, self._runs
+        sharding, runs = self.sets.sharding, self._runs
         waiting_K = self.waiting() + largest_K
         if sharding is None:
             return waiting_K
@@ -274,7 +278,7 @@ class StageWorking:
             bucket_K: Bytes of the largest bucket.
             progressive: Whether the last backward is also the first, so that gradients appear in it.
         """
-        sets, runs = self._sets, self._runs
+        sets, runs = self.sets, self._runs
         final_K = runs.gradient_bytes_K - runs.head_gradient_bytes_K + sets.made_S[self._start_K]
         full_K = runs.gradient_bytes_K
         once_K = self._over(sets.ended(1), self._whole) + final_K

@@ -4,8 +4,7 @@ Array axes
     K  candidates
     V  variants
     W  networks, of which several variants may be the same
-    P  parameters
-    X  figures
+    U  ranges of regions
 """
 
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates
-from lightning_mist.cost.compile import IntArray
-from lightning_mist.cost.held import HeldBytes, Holdings, SharedOut
+from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.held import Holdings
 
 
 class VariantHoldings(Holdings):
@@ -30,7 +29,7 @@ class VariantHoldings(Holdings):
     """
 
     def __init__(self, each: Sequence[Holdings], network_V: IntArray) -> None:
-        super().__init__(each[0].spec, each[0].table)
+        super().__init__(each[0].spec, each[0].table, len(each))
         self._each, self._network_V = tuple(each), network_V
         tables = [holdings.table for holdings in self._each]
         self.table = replace(
@@ -39,31 +38,13 @@ class VariantHoldings(Holdings):
             trained_R=np.stack([table.trained_R for table in tables])[network_V],
         )
 
-    def of(self, candidates: StageCandidates) -> HeldBytes:
-        """Parameters and gradients of each candidate in its variant."""
-        names, network_K = HeldBytes.__slots__, self._network(candidates)
-        found_XK = np.empty((len(names), len(candidates)))
-        for network, holdings in enumerate(self._each):
-            at_J = np.flatnonzero(network_K == network)
-            some = holdings.of(candidates.take(at_J))
-            found_XK[:, at_J] = [getattr(some, name) for name in names]
-        return HeldBytes(**dict(zip(names, found_XK, strict=True)))
+    def held_of(self, network: int, low_U: IntArray, high_U: IntArray) -> FloatArray:
+        """What is held of ranges of regions of one of the networks."""
+        return self._each[network].held_of(0, low_U, high_U)
 
-    def shares(self, candidates: StageCandidates, ranks: int) -> SharedOut:
-        """What the fullest of the data-parallel ranks of each candidate has, in its variant."""
-        network_K = self._network(candidates)
-        found = SharedOut(
-            trained_K=np.empty(len(candidates)),
-            every_K=np.empty(len(candidates)),
-            forward_AK=np.empty((4, len(candidates))),
-            backward_AK=np.empty((4, len(candidates))),
-        )
-        for network, holdings in enumerate(self._each):
-            at_J = np.flatnonzero(network_K == network)
-            some = holdings.shares(candidates.take(at_J), ranks)
-            for name in SharedOut.__slots__:
-                getattr(found, name)[..., at_J] = getattr(some, name)
-        return found
+    def shared_of(self, network: int, low_U: IntArray, high_U: IntArray, ranks: int) -> FloatArray:
+        """What the fullest rank has of ranges of regions of one of the networks."""
+        return self._each[network].shared_of(0, low_U, high_U, ranks)
 
     def _network(self, candidates: StageCandidates) -> IntArray:
         if candidates.variant_K is None:

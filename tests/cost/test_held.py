@@ -1,7 +1,7 @@
 import numpy as np
 
 from lightning_mist.cost import StageCandidates
-from lightning_mist.cost.held import HeldBytes, Holdings
+from lightning_mist.cost.held import ByRange, HeldBytes, Holdings
 from lightning_mist.plan.sharding import assign_owners
 from tests.specs import spec, with_splits
 
@@ -87,3 +87,19 @@ def test_what_is_asked_together_is_what_is_asked_one_by_one():
         part = later.shares(one(start_K[index], end_K[index]), 2)
         assert shares.every_K[index] == part.every_K[0]
         assert shares.backward_AK[:, index].tolist() == part.backward_AK[:, 0].tolist()
+
+
+def test_figures_of_ranges_are_asked_for_once_for_each_network():
+    known, asked = ByRange(5, 2, networks=3), []
+
+    def make(network, low_U, high_U):
+        asked.extend((network, *item) for item in zip(low_U.tolist(), high_U.tolist(), strict=True))
+        return np.stack([100 * network + 10 * low_U + high_U, -low_U]).astype(float)
+
+    choice = np.random.default_rng(0)
+    for _ in range(4):
+        network, low, high = choice.integers(0, 3, 20), choice.integers(0, 3, 20), choice.integers(3, 5, 20)
+        found = known.of(low, high, make, network)
+        assert found.tolist() == [(100 * network + 10 * low + high).tolist(), (-low).tolist()]
+    assert len(asked) == len(set(asked)) == 18
+    assert known.of(np.array([], dtype=int), np.array([], dtype=int), make).shape == (2, 0)
