@@ -119,7 +119,7 @@ def search_pipelines(
     # One stage has so few choices that all are looked at; what it takes is to be beaten.
     intra.try_ratios(space.offload_ratios, patience)
     search_families(tally, [group for group in groups if group[0] == (1,)], np.inf)
-    _look(tally, [group for group in groups if group[0] != (1,)])
+    _look(tally, [group for group in groups if group[0] != (1,)], precedents)
     bound = min(tally.bounds.values(), default=np.inf)
     if not tally.best:
         return _outcome(tally, None, bound)
@@ -152,14 +152,20 @@ def floors_of(intra: IntraStage, space: Space) -> FamilyFloors:
     )
 
 
-def _look(tally: Tally, groups: list[Group]) -> None:
-    """Search families of pipelines, with a plan to beat assumed as long as there is none or only one that is slow."""
+def _look(tally: Tally, groups: list[Group], precedents: Mapping[int, Precedent]) -> None:
+    """Search families of pipelines, with a plan to beat assumed as long as there is none or only one that is slow.
+
+    Args:
+        tally: What has been found.
+        groups: The pipelines to look at.
+        precedents: By number of stages a pipeline that was found for an earlier question.
+    """
     groups = _open(tally, groups, tally.least)
     if not groups:
         return
     lower = {(count, group[1]): tally.lower[count, group[1]] for group in groups for count in group[0]}
     # Where candidates are known already, trying is cheaper than guessing.
-    guess = np.inf if tally.is_warm else likely_seconds(tally.intra, lower, tally.deadline)
+    guess = np.inf if tally.is_warm else likely_seconds(tally.intra, lower, precedents, tally.deadline)
     start = min(lower.values()) * ASSUMED[0] if guess == np.inf else guess
     every = [start * factor / ASSUMED[0] if start else np.inf for factor in ASSUMED]
     for assumed in every if tally.space.offload_ratios else ():
