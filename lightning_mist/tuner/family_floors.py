@@ -25,6 +25,9 @@ from lightning_mist.tuner.tables import ROOM
 _MORE = 1.04
 """Multiple of the pace asked for up to which floors are worked out: plans near the best are asked about next."""
 
+MANY = 16000
+"""Runs of layers from which on bounds are first found of those that are folded."""
+
 SlotOf = Callable[[int, int, int, Shape], StageSlot]
 """A slot, by stage, number of stages and of microbatches, and arrangement of its devices."""
 
@@ -50,9 +53,16 @@ class FamilyFloors:
     kinds: frozenset[str] = frozenset()
     _found: dict[tuple[frozenset[str], tuple[int, ...], int], tuple[float, float]] = field(default_factory=dict)
     _arranged: dict[int, tuple[dict[Hashable, StageSlot], float]] = field(default_factory=dict)
-    _stages: dict[tuple[frozenset[str], int], dict[Situation, tuple[float, StageFloors]]] = field(default_factory=dict)
+    _stages: dict[tuple[frozenset[str], int, bool], dict[Situation, tuple[float, StageFloors]]] = field(default_factory=dict)
 
-    def bound(self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float = np.inf) -> float:
+    def bound(
+        self,
+        counts: tuple[int, ...],
+        num_microbatches: int,
+        below: float,
+        deadline: float = np.inf,
+        enough: float = np.inf,
+    ) -> float:
         """Step seconds that no pipeline of some numbers of stages goes below, as far as they are less than ``below``.
 
         Args:
@@ -60,13 +70,14 @@ class FamilyFloors:
             num_microbatches: Number of microbatches.
             below: Seconds from which on it does not matter; finite.
             deadline: Value of ``perf_counter()`` at which to stop with what has been found.
+            enough: Seconds, at most ``below``, that need not be exceeded by much.
         """
         key = self.kinds, counts, num_microbatches
         known_below, known = self._found.get(key, (-np.inf, -np.inf))
         # One below what was asked for is that of the problem, whatever is asked for.
-        if known_below < below and known >= known_below:
-            known = self._solve(counts, num_microbatches, below, deadline)
-            self._found[key] = below, known
+        if known_below < below and known >= known_below and known < enough:
+            known, known_below = self._solve(counts, num_microbatches, below, deadline, min(below, enough))
+            self._found[key] = known_below, known
         return min(known, below)
 
     def narrowed(self, counts: Sequence[int], num_microbatches: int, below: float) -> Narrowed:
@@ -82,16 +93,28 @@ class FamilyFloors:
             return Narrowed.nothing(self.space.world_size, self.space.num_layers)
         return narrowed(family, below)
 
-    def _solve(self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float) -> float:
-        family = self._family(counts, num_microbatches, below)
-        # A pipeline with a stage that is left out takes at least as long.
-        return below if family is None else floor_bound(family, below, deadline)
+    def _solve(
+        self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float, enough: float
+    ) -> tuple[float, float]:
+        """The bound, and the seconds up to which nothing more is to be found out."""
+        slots, _ = self._slots(num_microbatches)
+        count = self.runs.count(self.model, self.space, slots, below / num_microbatches * ROOM)
+        known = below
+        for folded in (True, False) if count > MANY else (False,):
+            family = self._family(counts, num_microbatches, below, folded)
+            # A pipeline with a stage that is left out takes at least as long.
+            known = below if family is None else floor_bound(family, below, deadline, enough if folded else -np.inf)
+            if folded and known >= enough:
+                return known, known
+        return known, below
 
-    def _family(self, counts: Sequence[int], num_microbatches: int, below: float) -> FloorFamily | None:
+    def _family(
+        self, counts: Sequence[int], num_microbatches: int, below: float, folded: bool = False
+    ) -> FloorFamily | None:
         """The problem of pipelines that take fewer seconds than ``below``, if there can be any."""
         pace = below / num_microbatches * ROOM
         slots, batch_bytes = self._slots(num_microbatches)
-        known = self.runs.up_to(self.model, self.space, slots, pace)
+        known = self.runs.up_to(self.model, self.space, slots, pace, folded)
         if not len(known.runs):
             return None
         rates = copy_rates(self.model.profile, self.model.cluster) if self.kinds else None
@@ -112,7 +135,7 @@ class FamilyFloors:
 
         tails = [behind(count) for count in range(longest - 1)]
         heads = {count: situation(0, count) for count in counts}
-        found = self._stages_of(placed, num_microbatches, limit, pace, [*tails, *heads.values()])
+        found = self._stages_of(placed, (num_microbatches, folded), limit, pace, [*tails, *heads.values()])
         stages = {item: found[item].within(pace) for item in (*tails, *heads.values())}
         family = FloorFamily.of(
             (self.space.num_layers, self.space.world_size, num_microbatches),
@@ -124,13 +147,13 @@ class FamilyFloors:
     def _stages_of(
         self,
         placed: Mapping[str, PlacedRuns],
-        num_microbatches: int,
+        which: tuple[int, bool],
         limit: float,
         pace: float,
         asked: Sequence[Situation],
     ) -> dict[Situation, StageFloors]:
         """What stages take at least in some situations, up to a pace at least."""
-        known = self._stages.setdefault((self.kinds, num_microbatches), {})
+        known = self._stages.setdefault((self.kinds, *which), {})
         for place, runs in placed.items():
             here = dict.fromkeys(item for item in asked if item.place == place)
             new = [item for item in here if item not in known or known[item][0] < pace]

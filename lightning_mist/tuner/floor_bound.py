@@ -19,15 +19,16 @@ from lightning_mist.tuner.floor_family import FloorFamily, FloorWalks
 from lightning_mist.tuner.problem import PRECISION
 
 
-def floor_bound(family: FloorFamily, below: float, deadline: float = np.inf) -> float:
+def floor_bound(family: FloorFamily, below: float, deadline: float = np.inf, enough: float = -np.inf) -> float:
     """Step seconds that no pipeline of a family goes below, as far as they are less than ``below``.
 
     Args:
         family: The pipelines.
         below: Seconds from which on it does not matter; finite.
         deadline: Value of ``perf_counter()`` at which to stop with what has been found.
+        enough: Seconds below which the bound does not matter either: anything below them may be found then.
     """
-    walks, others = FloorWalks(family), family.num_microbatches - 1
+    walks, others = FloorWalks(family, below), family.num_microbatches - 1
     # A pipeline takes at least G times the steady time of any of its stages.
     paces_K = walks.paces(below / family.num_microbatches)
     walk = walks.walk(float(paces_K[-1])) if len(paces_K) else None
@@ -47,7 +48,7 @@ def floor_bound(family: FloorFamily, below: float, deadline: float = np.inf) -> 
     known = least(last, walk.least_C)
     while heap:
         bound, begin, end, sums = heapq.heappop(heap)
-        if bound >= min(known, below) * (1 - PRECISION) or perf_counter() > deadline:
+        if bound >= min(known, below) * (1 - PRECISION) or known < enough or perf_counter() > deadline:
             return min(bound, below)
         # Between the paces, not between their numbers.
         middle = int(np.searchsorted(paces_K, (paces_K[begin] + paces_K[end]) / 2, "right")) - 1

@@ -20,6 +20,7 @@ import numpy as np
 
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.space import common_unit
+from lightning_mist.tuner.tables import ROOM
 
 _MARGIN = 1e-9
 """Relative margin within which rounding may make a choice look as if it were idle by too much."""
@@ -135,6 +136,7 @@ class FloorWalk:
         pace: The most steady seconds of a stage.
         least_C: Least sum of steady times, with the boundary time of the first stage; infinite without a pipeline.
         sums_BJ: The same of suffixes whose first stage has so many behind it.
+        depth: How many rows of it there may be anything in.
         kept_V: The choices of a stage between others that can be part of a pipeline at this pace.
         source_VJ: The state behind each of these, by that with it.
         follower_VJ: The state with it, by that behind.
@@ -145,6 +147,7 @@ class FloorWalk:
     pace: float
     least_C: FloatArray
     sums_BJ: FloatArray
+    depth: int
     kept_V: IntArray
     source_VJ: IntArray
     follower_VJ: IntArray
@@ -157,14 +160,18 @@ class FloorWalks:
 
     Args:
         family: The pipelines.
+        below: Step seconds; pipelines that take no less may be left out.
     """
 
-    def __init__(self, family: FloorFamily) -> None:
+    def __init__(self, family: FloorFamily, below: float = np.inf) -> None:
         self.family = family
         self.unit = common_unit([*np.unique(family.devices_V).tolist(), family.num_devices])
         self.least_V = np.concatenate([family.tails_BV, family.heads_CV]).min(axis=0, initial=np.inf)
         rate_V = self.least_V * family.devices_V / family.layers_V
         self.rate = max(float(rate_V.min(initial=np.inf)), _NO_TIME)
+        # All devices together take their least time for all layers, and so does some stage.
+        least = self.rate * family.num_layers / family.num_devices if self.rate < np.inf else 0.0
+        self.most = below * ROOM - (family.num_microbatches - 1) * least
         self.inner_V = family.tails_BV[1:].min(axis=0, initial=np.inf)
 
     def paces(self, most: float) -> FloatArray:
@@ -203,23 +210,27 @@ class FloorWalks:
             "source_VJ": _moved(number_RU, (row_J, units_J), -layers_V[kept_V], -units_V[kept_V]),
             "follower_VJ": _moved(number_RU, (row_J, units_J), layers_V[kept_V], units_V[kept_V]),
         }
-        sums_BJ = self._sums(pace, kept_V, found["last_V"], found["source_VJ"], len(row_J))
+        # What is in front of a suffix takes at least its least time.
+        rest_J = self.most - self.rate * (family.num_layers - row_J) / ((units - units_J) * self.unit).clip(self.unit)
+        sums_BJ, depth = self._sums(pace, kept_V, found["last_V"], found["source_VJ"], rest_J)
         first_CV = np.where(family.heads_CV <= pace, family.reach_CV, np.inf)
         least_C = (first_CV + sums_BJ[family.counts_C - 2][:, found["behind_V"]]).min(axis=1, initial=np.inf)
-        return FloorWalk(pace=pace, least_C=least_C, sums_BJ=sums_BJ, kept_V=kept_V, **found)
+        return FloorWalk(pace=pace, least_C=least_C, sums_BJ=sums_BJ, depth=depth, kept_V=kept_V, **found)
 
     def _sums(
-        self, pace: float, kept_V: IntArray, last_V: IntArray, source_VJ: IntArray, num_states: int
-    ) -> FloatArray:
-        """The least sums of suffixes."""
+        self, pace: float, kept_V: IntArray, last_V: IntArray, source_VJ: IntArray, most_J: FloatArray
+    ) -> tuple[FloatArray, int]:
+        """The least sums of suffixes, of as many stages as may be of interest, and how many these are."""
         steady_BV = np.where(self.family.tails_BV <= pace, self.family.tails_BV, np.inf)
-        sums_BJ = np.full((len(steady_BV), num_states + 1), np.inf)
+        sums_BJ = np.full((len(steady_BV), len(most_J) + 1), np.inf)
         np.minimum.at(sums_BJ[0], last_V, steady_BV[0])
         sums_BJ[0, -1] = np.inf
         inner_BV = steady_BV[:, kept_V, None]
         for behind in range(1, len(steady_BV)):
+            if not (sums_BJ[behind - 1, :-1] <= most_J).any():
+                return sums_BJ, behind  # With more stages pipelines take longer.
             sums_BJ[behind, :-1] = (sums_BJ[behind - 1][source_VJ] + inner_BV[behind]).min(axis=0, initial=np.inf)
-        return sums_BJ
+        return sums_BJ, len(steady_BV)
 
     def fastest(self, walk: FloorWalk) -> FloatArray:
         """Least steady seconds of the slowest stage, by number of stages; infinite without a pipeline."""
@@ -229,7 +240,7 @@ class FloorWalks:
         np.minimum.at(slowest_BJ[0], walk.last_V, steady_BV[0])
         slowest_BJ[0, -1] = np.inf
         inner_BV = steady_BV[:, walk.kept_V, None]
-        for behind in range(1, len(steady_BV)):
+        for behind in range(1, walk.depth):
             with_VJ = np.maximum(slowest_BJ[behind - 1][walk.source_VJ], inner_BV[behind])
             slowest_BJ[behind, :-1] = with_VJ.min(axis=0, initial=np.inf)
         with_CV = np.maximum(family.heads_CV, slowest_BJ[family.counts_C - 2][:, walk.behind_V])
@@ -254,7 +265,7 @@ class FloorWalks:
         first_of = {int(count): first_V for count, first_V in zip(family.counts_C, first_CV, strict=True)}
         # The least sum of what is in front of a suffix.
         front_J = np.full(walk.sums_BJ.shape[1], np.inf)
-        for behind in range(len(steady_BV) - 1, -1, -1):
+        for behind in range(walk.depth - 1, -1, -1):
             if behind + 2 in first_of:
                 np.minimum.at(front_J, walk.behind_V, first_of[behind + 2])
             front_J[-1] = np.inf

@@ -28,15 +28,14 @@ Array axes
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.phases import Phase
 from lightning_mist.tuner.floor_family import StageFloors
-from lightning_mist.tuner.placed_runs import Copies, PlacedRuns
-
-_MOVED = ("activations", "gradients", "parameters")
+from lightning_mist.tuner.placed_runs import Again, Copies, PlacedRuns
 
 _TOLD_APART = 3
 """Leading binary digits of numbers of microbatches that are told apart."""
@@ -46,6 +45,20 @@ _AT_ONCE = 1 << 16
 
 _NEXT_TO_NOTHING = 1e-9
 """Share of the bytes that have to be freed which is less than rounding."""
+
+Pairs: TypeAlias = slice | FloatArray
+"""Some pairs of weights, or weighted means of the first four, each of which is as good as any."""
+
+
+def _between(shares: Sequence[float], known: Sequence[float]) -> FloatArray:
+    """Means of the first four pairs: some shares of computing, in a forward and in a backward, that are not known."""
+    every = [(first, then) for first in shares for then in shares if not {first, then} <= {*known}]
+    return np.array([((1 - a) * (1 - b), a * b, (1 - a) * b, a * (1 - b)) for a, b in every])
+
+
+_ALL_PAIRS = slice(1, 2), slice(2, None)
+_BETWEEN = _between((0, 0.5, 1), (0, 1)), _between((0, 0.25, 0.5, 0.75, 1), (0, 0.5, 1))
+"""Where bytes are freed by computing as well as by copies, no pair says much of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +161,7 @@ class _Asked:
             for values_R in (placed.steady_R, placed.reach_R)
         )
         self.steady_F, self.reach_F = steady_HV.ravel(), reach_HV.ravel()
-        if placed.copies is not None and placed.copies.kinds & set(_MOVED):
+        if placed.copies is not None and placed.copies.is_any:
             self._move(~fits_HR & (placed.steady_R <= self.pace), placed.copies)
         return self.steady_F.reshape(shape), self.reach_F.reshape(shape)
 
@@ -164,11 +177,12 @@ class _Asked:
         if not len(lacking):
             return
         best_M = _least_of_each(self._cells(lacking), lacking.found_M)
-        self._learn(self._told(lacking.take(best_M), copies, slice(1, None)))
-        lacking = self._useful(lacking.take(~best_M))
-        for pairs in (slice(1, 2), slice(2, None)):
-            lacking = self._useful(self._told(lacking, copies, pairs))
-        self._learn(lacking)
+        every = _ALL_PAIRS if copies.again is None else (*_ALL_PAIRS, *_BETWEEN)
+        for some_M in (best_M, ~best_M):
+            some = lacking.take(some_M)
+            for pairs in every:
+                some = self._useful(self._told(some, copies, pairs))
+            self._learn(some)
 
     def _cells(self, lacking: "_Lacking") -> IntArray:
         cells_M: IntArray = lacking.in_M * len(self.placed.layers_V) + self.placed.cell_R[lacking.at_M]
@@ -185,7 +199,7 @@ class _Asked:
         np.minimum.at(self.steady_F, cell_M, found_M)
         np.minimum.at(self.reach_F, cell_M, np.maximum(found_M, self.placed.reach_R[lacking.at_M]))
 
-    def _told(self, lacking: "_Lacking", copies: Copies, pairs: slice) -> "_Lacking":
+    def _told(self, lacking: "_Lacking", copies: Copies, pairs: Pairs) -> "_Lacking":
         """The same with what some pairs of weights say; infinite if moving everything is too little.
 
         The cheapest way to free ``e`` bytes, of kinds ``i`` that free at most ``f_i`` at ``p_i`` seconds per byte,
@@ -198,26 +212,59 @@ class _Asked:
         activations_M = self.others_H[in_M] * copies.whole_R[at_M] + copies.own_R[at_M]
         gradients_M = copies.free_gradients_R[at_M] * self.gradients_H[in_M]
         parameters_M = copies.free_parameters_R[at_M]
-        freed_M = activations_M + gradients_M + parameters_M
-        wanted_M = np.minimum(excess_M, freed_M)
         loads_WM, all_WM, by_gradients_WM, by_parameters_WM = (
-            np.take(values_WR[pairs], at_M, axis=1)
+            _taken(values_WR, pairs, at_M)
             for values_WR in (self.placed.loads_WR, copies.activations_WR, copies.gradients_WR, copies.parameters_WR)
         )
-        beside_M = wanted_M - activations_M
         by_activations_WM = all_WM / np.where(activations_M > 0, activations_M, np.inf)
-        copies_WM = by_activations_WM * wanted_M
-        copies_WM -= gradients_M * np.maximum(by_activations_WM - by_gradients_WM, 0.0)
-        copies_WM -= parameters_M * np.maximum(by_activations_WM - by_parameters_WM, 0.0)
-        ways = (by_gradients_WM, by_parameters_WM, parameters_M), (by_parameters_WM, by_gradients_WM, gradients_M)
-        for price_WM, other_WM, freed_by_other_M in ways:
-            # Less what activations save, which is something only if that is positive.
-            way_WM = np.minimum(price_WM * wanted_M, price_WM * beside_M + all_WM)
-            way_WM -= freed_by_other_M * np.maximum(price_WM - other_WM, 0.0)
-            np.maximum(copies_WM, way_WM, out=copies_WM)
+        fetched = [(by_gradients_WM, gradients_M), (by_parameters_WM, parameters_M)]
+        if copies.again is None:
+            freed_M = activations_M + gradients_M + parameters_M
+            kept = [(by_activations_WM, activations_M)]
+        else:
+            again_M, both_M, by_again_WM = self._again(lacking, copies.again, pairs)
+            both_M = np.minimum(both_M, again_M + activations_M)
+            freed_M = both_M + gradients_M + parameters_M
+            # What both could free is freed by the cheaper one.
+            is_cheaper_WM = by_again_WM < by_activations_WM
+            again_WM = np.where(is_cheaper_WM, again_M, np.maximum(both_M - activations_M, 0.0))
+            kept = [(by_activations_WM, both_M - again_WM), (by_again_WM, again_WM)]
+        wanted_M = np.minimum(excess_M, freed_M)
+        copies_WM = _cheapest([*kept, *fetched], wanted_M)
         found_M = np.maximum((loads_WM + copies_WM).max(axis=0), lacking.found_M)
         is_enough_M = freed_M >= excess_M * (1 - _NEXT_TO_NOTHING)
         return _Lacking(in_M=in_M, at_M=at_M, found_M=np.where(is_enough_M, found_M, np.inf))
+
+
+    def _again(
+        self, lacking: "_Lacking", again: Again, pairs: Pairs
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Bytes that recomputing frees, and that it frees with copies of activations, and its seconds per byte."""
+        others_M, at_M = self.others_H[lacking.in_M], lacking.at_M
+        freed_M = again.freed_R[at_M] + others_M * again.freed_saved_R[at_M]
+        both_M = again.both_R[at_M] + others_M * again.both_saved_R[at_M]
+        rate_M = again.rate_R[at_M] + others_M * again.rate_saved_R[at_M]
+        return freed_M, both_M, _taken(again.second_WR, pairs, at_M) / np.where(rate_M > 0, rate_M, np.inf)
+
+
+def _taken(values_WR: FloatArray, pairs: Pairs, at_M: IntArray) -> FloatArray:
+    """What some pairs of weights, or means of pairs, say of some runs."""
+    if isinstance(pairs, slice):
+        return np.take(values_WR[pairs], at_M, axis=1)
+    found: FloatArray = pairs @ np.take(values_WR[: pairs.shape[1]], at_M, axis=1)
+    return found
+
+
+def _cheapest(kinds: Sequence[tuple[FloatArray, FloatArray]], wanted_M: FloatArray) -> FloatArray:
+    """Least weighted seconds in which some bytes are freed, of kinds that take so long per byte and free so many."""
+    found_WM = np.zeros(kinds[0][0].shape)
+    for price_WM, _ in kinds:
+        way_WM = price_WM * wanted_M
+        for other_WM, freed_M in kinds:
+            if other_WM is not price_WM:
+                way_WM -= freed_M * np.maximum(price_WM - other_WM, 0.0)
+        np.maximum(found_WM, way_WM, out=found_WM)
+    return found_WM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

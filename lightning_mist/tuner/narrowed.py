@@ -72,7 +72,7 @@ def narrowed(family: FloorFamily, below: float) -> Narrowed:
         family: What they take at least.
         below: Seconds.
     """
-    walks, others = FloorWalks(family), family.num_microbatches - 1
+    walks, others = FloorWalks(family, below), family.num_microbatches - 1
     walk, slowest = _slowest(walks, below)
     open_C = np.zeros(0, dtype=bool) if walk is None else walk.least_C < np.inf
     if walk is None or not open_C.any():

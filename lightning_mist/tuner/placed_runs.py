@@ -21,7 +21,7 @@ from lightning_mist.cost import StageCostModel, StageSlot
 from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.offload import BUFFERS
-from lightning_mist.tuner.least_runs import PLACES, LeastRuns, SlotRuns, joined_runs, slot_runs
+from lightning_mist.tuner.least_runs import PLACES, FoldedRuns, LeastRuns, SlotRuns, joined_runs, slot_runs
 from lightning_mist.tuner.load_weights import COMPUTE, NETWORK, TO_DEVICE, TO_HOST
 from lightning_mist.tuner.space import Space
 from lightning_mist.tuner.tables import ROOM
@@ -35,7 +35,8 @@ _WEIGHTED = (
     (NETWORK, NETWORK),
     (TO_HOST, NETWORK),
 )
-"""What weights of a forward and of a backward favour. The first are those that mostly say most of copies."""
+"""What weights of a forward and of a backward favour. The first are those that mostly say most of copies; the first four
+are all of copies or computing."""
 
 _AHEAD = 1.5
 """Multiple of the pace asked for up to which runs are worked out: other numbers of stages are compared up to 1.25 times
@@ -70,6 +71,29 @@ class Moves:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """What recomputing more layers frees, and what that takes; see :class:`~lightning_mist.tuner.least_runs.FoldedRuns`.
+
+    Attributes:
+        freed_R: Bytes that it frees at most.
+        freed_saved_R: Bytes of every other microbatch that it frees at most.
+        rate_R: Bytes that a second of it frees at most.
+        rate_saved_R: Bytes of every other microbatch that a second of it frees at most.
+        both_R: Bytes that it and copies of activations together free at most.
+        both_saved_R: Bytes of every other microbatch that both free at most.
+        second_WR: Weighted seconds of a second of it.
+    """
+
+    freed_R: FloatArray
+    freed_saved_R: FloatArray
+    rate_R: FloatArray
+    rate_saved_R: FloatArray
+    both_R: FloatArray
+    both_saved_R: FloatArray
+    second_WR: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
     """What runs of layers may move to host memory, and what that takes.
 
@@ -82,6 +106,7 @@ class Copies:
         activations_WR: Weighted seconds of copying all activations of a microbatch.
         gradients_WR: Weighted seconds per byte of gradients that is freed.
         parameters_WR: Weighted seconds per byte of parameters that is freed.
+        again: What recomputing frees, of runs that are folded.
     """
 
     kinds: frozenset[str]
@@ -92,6 +117,12 @@ class Copies:
     activations_WR: FloatArray
     gradients_WR: FloatArray
     parameters_WR: FloatArray
+    again: Again | None = None
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is anything that frees bytes."""
+        return self.again is not None or bool(self.kinds & {"activations", "gradients", "parameters"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,23 +205,26 @@ class KnownRuns:
     """
 
     runs: LeastRuns
-    placed: dict[tuple[str, frozenset[str]], tuple[PlacedRuns, ...]] = field(default_factory=dict)
+    placed: dict[tuple[str, frozenset[str] | None], tuple[PlacedRuns, ...]] = field(default_factory=dict)
 
-    def at(self, place: str, moves: Moves, pace: float) -> PlacedRuns:
+    def at(self, place: str, moves: Moves | None, pace: float) -> PlacedRuns:
         """The runs that are fast enough at a place.
 
         Args:
             place: A name of :data:`~lightning_mist.tuner.least_runs.PLACES`.
-            moves: What they may move; of every number of microbatches at the same rates.
+            moves: What they may move; of every number of microbatches at the same rates. ``None`` for what they are
+                before they free anything.
             pace: The most seconds of a microbatch.
         """
-        key = place, moves.kinds
+        if moves is not None and not moves.kinds and not isinstance(self.runs, FoldedRuns):
+            moves = None
+        key = place, None if moves is None else moves.kinds
         every = self.placed.get(key, ())
         known = min((item for item in every if item.pace >= pace), key=lambda item: item.pace, default=None)
         if known is not None and _SPARE * known.pace <= pace:
             return known
-        if moves.kinds:
-            found = with_copies(self.at(place, replace(moves, kinds=frozenset()), pace), self.runs, moves)
+        if moves is not None:
+            found = with_copies(self.at(place, None, pace), self.runs, moves)
         elif known is not None:
             found = known.up_to(pace / _SPARE)
         else:
@@ -211,7 +245,14 @@ class AllRuns:
     of: dict[Hashable, KnownRuns] = field(default_factory=dict)
     of_slots: dict[Hashable, SlotRuns] = field(default_factory=dict)
 
-    def up_to(self, model: StageCostModel, space: Space, slots: Mapping[Hashable, StageSlot], pace: float) -> KnownRuns:
+    def up_to(
+        self,
+        model: StageCostModel,
+        space: Space,
+        slots: Mapping[Hashable, StageSlot],
+        pace: float,
+        folded: bool = False,
+    ) -> KnownRuns:
         """Runs of some arrangements of devices up to a pace at least.
 
         Args:
@@ -219,17 +260,13 @@ class AllRuns:
             space: The search space.
             slots: A slot of every arrangement, by all that its runs depend on but the pace.
             pace: Seconds of a microbatch.
+            folded: Whether those that differ only in how many layers are recomputed are one.
         """
-        key = tuple(slots)
+        key = folded, *slots
         known = self.of.pop(key, None)
         if known is None or known.runs.pace * ROOM < pace:
-            for key_of_slot, slot in slots.items():
-                runs = self.of_slots.pop(key_of_slot, None)
-                if runs is None or runs.pace * ROOM < pace:
-                    runs = slot_runs(model, space, slot, pace * _AHEAD)
-                self.of_slots[key_of_slot] = runs
-            every = [self.of_slots[key_of_slot] for key_of_slot in slots]
-            known = KnownRuns(runs=joined_runs(model, space.num_layers, every))
+            every = self._slots_up_to(model, space, slots, pace)
+            known = KnownRuns(runs=joined_runs(model, space.num_layers, every, folded))
         self.of[key] = known
         count = sum(len(item.runs) for item in self.of.values())
         while len(self.of) > 1 and count > _MOST:
@@ -237,6 +274,27 @@ class AllRuns:
         while len(self.of_slots) > max(_SLOTS, len(slots)):
             del self.of_slots[next(iter(self.of_slots))]
         return known
+
+    def count(self, model: StageCostModel, space: Space, slots: Mapping[Hashable, StageSlot], pace: float) -> int:
+        """Number of runs of some arrangements of devices that are known once they are up to a pace.
+
+        Args:
+            model: The cost model.
+            space: The search space.
+            slots: A slot of every arrangement, by all that its runs depend on but the pace.
+            pace: Seconds of a microbatch.
+        """
+        return sum(len(item) for item in self._slots_up_to(model, space, slots, pace))
+
+    def _slots_up_to(
+        self, model: StageCostModel, space: Space, slots: Mapping[Hashable, StageSlot], pace: float
+    ) -> list[SlotRuns]:
+        for key, slot in slots.items():
+            runs = self.of_slots.pop(key, None)
+            if runs is None or runs.pace * ROOM < pace:
+                runs = slot_runs(model, space, slot, pace * _AHEAD)
+            self.of_slots[key] = runs
+        return [self.of_slots[key] for key in slots]
 
 
 def placed_runs(runs: LeastRuns, place: str, pace: float) -> PlacedRuns:
@@ -302,10 +360,9 @@ def with_copies(placed: PlacedRuns, runs: LeastRuns, moves: Moves) -> PlacedRuns
     Args:
         placed: The runs.
         runs: All runs.
-        moves: What they may move, at least something.
+        moves: What they may move, at least something unless runs are folded.
     """
-    rates, at, run_R = moves.rates, placed.place, placed.run_R
-    assert rates is not None
+    at, run_R = placed.place, placed.run_R
     # The head or the tail is a unit of its own.
     free_R = np.maximum(0.0, 1 - BUFFERS / (runs.layers_K[run_R] + (placed.is_first or placed.is_last)))
     whole_R = runs.whole_K[run_R]
@@ -318,15 +375,34 @@ def with_copies(placed: PlacedRuns, runs: LeastRuns, moves: Moves) -> PlacedRuns
         free_gradients_R=placed.gradients_R * free_R * may("gradients"),
         free_parameters_R=parameters_R * may("parameters"),
         **_prices(placed, runs, moves, free_R),
+        again=_again(runs, at, run_R, moves) if isinstance(runs, FoldedRuns) else None,
     )
     freed_R = runs.optimizer_XK[at][run_R] * free_R * may("optimizer")
     return replace(placed, needed_R=placed.needed_R - freed_R, copies=copies)
 
 
+def _again(runs: FoldedRuns, place: int, run_R: IntArray, moves: Moves) -> Again:
+    """What recomputing more layers frees."""
+    _, backward_NWC = _weights(runs)
+    freed_R, freed_saved_R = runs.freed_XK[place][run_R], runs.freed_saved_K[run_R]
+    may = "activations" in moves.kinds
+    return Again(
+        freed_R=freed_R,
+        freed_saved_R=freed_saved_R,
+        rate_R=runs.rate_XK[place][run_R],
+        rate_saved_R=runs.rate_saved_K[run_R],
+        both_R=runs.both_XK[place][run_R] if may else freed_R,
+        both_saved_R=runs.both_saved_K[run_R] if may else freed_saved_R,
+        second_WR=_weighted(runs, run_R, [backward_NWC[..., COMPUTE]], [np.ones(len(run_R))]),
+    )
+
+
 def _prices(placed: PlacedRuns, runs: LeastRuns, moves: Moves, free_R: FloatArray) -> dict[str, FloatArray]:
     """Weighted seconds of moving every kind of state, of activations all, of the others a byte that is freed."""
     run_R, rates = placed.run_R, moves.rates
-    assert rates is not None
+    if rates is None:
+        none_WR = np.zeros((len(placed.loads_WR), len(run_R)))
+        return {name: none_WR for name in ("activations_WR", "gradients_WR", "parameters_WR")}
     to_device, to_host = 1 / rates.to_device, 1 / rates.to_host
     forward_NWC, backward_NWC = _weights(runs)
     alone_NW = np.ones(forward_NWC.shape[:2])

@@ -21,6 +21,11 @@ HEADROOM = 1.05
 """Multiple of the seconds that bounds are asked for up to which they are found out, for searches with less memory."""
 
 
+NEAR = 1.03
+"""Multiple of the best plan's seconds below which all numbers of stages are searched for theirs, to be run on the
+clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`)."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Tally:
     """What there is to search, and what has been found.
@@ -82,7 +87,7 @@ class Tally:
         if lowest >= below * (1 - PRECISION) or below == np.inf or counts == (1,):
             return lowest
         deadline, most = self.deadline if self.best else self.patience, below * HEADROOM
-        bound = self.floors.bound(counts, num_microbatches, most, deadline)
+        bound = self.floors.bound(counts, num_microbatches, most, deadline, below * NEAR)
         for key in keys:
             self.bounds[key] = max(self.bounds[key], bound)
             self.proven[key] = max(self.proven.get(key, 0.0), bound)
