@@ -12,7 +12,7 @@ from lightning_mist.tuner.moved import TimeIsUpError
 from lightning_mist.tuner.past import Found, Precedent
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.space import Space
-from lightning_mist.tuner.tally import Group, Tally, family_like, family_of
+from lightning_mist.tuner.tally import NEAR, Group, Tally, family_like, family_of
 
 COMPARED = 1.25
 """Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
@@ -26,11 +26,6 @@ TRIED = 2
 ALIKE, SLOWER = 2, 1.1
 """By how many layers stages may differ from those of a pipeline that was found for an earlier question, and how many
 times as slow they may be."""
-
-NEAR = 1.03
-"""Multiple of the best plan's seconds below which all numbers of stages are searched for theirs, to be run on the
-clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`). It is done with one number of
-microbatches, that of the best pipeline; if none was found, that of which most can be hoped."""
 
 NEARLY = 1e-4
 """Share by which there may be better ones: the clock tells more apart."""
@@ -47,6 +42,7 @@ def look_beside(tally: Tally, winner: int, groups: list[Group], precedents: Mapp
     """
     # They are there to compare with, so all or nothing will do; that proves nothing of all.
     tally.intra.try_ratios(tally.space.offload_ratios[-1:], tally.deadline)
+    # That is done with one number of microbatches, of the best pipeline; without one, that of which most can be hoped.
     most = tally.least * NEAR
     near = [group for group in groups if group[0] != (1,) and tally.known_floor(*group) < most]
     if near:

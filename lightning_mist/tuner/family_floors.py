@@ -15,10 +15,11 @@ from lightning_mist.cost.phases import stage_phases
 from lightning_mist.tuner.floor_bound import floor_bound
 from lightning_mist.tuner.floor_family import FloorFamily, StageFloors
 from lightning_mist.tuner.floors import Situation, stage_floors
+from lightning_mist.tuner.known_runs import AllRuns
 from lightning_mist.tuner.least_runs import PLACES, slots_of
 from lightning_mist.tuner.narrowed import Narrowed, narrowed
 from lightning_mist.tuner.pieces import piece_key
-from lightning_mist.tuner.placed_runs import AllRuns, Moves, PlacedRuns
+from lightning_mist.tuner.placed_runs import Moves, PlacedRuns
 from lightning_mist.tuner.space import Shape, Space
 from lightning_mist.tuner.tables import ROOM
 
@@ -53,7 +54,9 @@ class FamilyFloors:
     kinds: frozenset[str] = frozenset()
     _found: dict[tuple[frozenset[str], tuple[int, ...], int], tuple[float, float]] = field(default_factory=dict)
     _arranged: dict[int, tuple[dict[Hashable, StageSlot], float]] = field(default_factory=dict)
-    _stages: dict[tuple[frozenset[str], int, bool], dict[Situation, tuple[float, StageFloors]]] = field(default_factory=dict)
+    _stages: dict[tuple[frozenset[str], int, bool], dict[Situation, tuple[float, StageFloors]]] = field(
+        default_factory=dict
+    )
 
     def bound(
         self,

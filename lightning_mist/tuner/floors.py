@@ -235,10 +235,7 @@ class _Asked:
         is_enough_M = freed_M >= excess_M * (1 - _NEXT_TO_NOTHING)
         return _Lacking(in_M=in_M, at_M=at_M, found_M=np.where(is_enough_M, found_M, np.inf))
 
-
-    def _again(
-        self, lacking: "_Lacking", again: Again, pairs: Pairs
-    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+    def _again(self, lacking: "_Lacking", again: Again, pairs: Pairs) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Bytes that recomputing frees, and that it frees with copies of activations, and its seconds per byte."""
         others_M, at_M = self.others_H[lacking.in_M], lacking.at_M
         freed_M = again.freed_R[at_M] + others_M * again.freed_saved_R[at_M]

@@ -34,21 +34,19 @@ def folded(of_zeros: Sequence[Mapping[str, Any]], again_K: FloatArray) -> tuple[
         What :class:`~lightning_mist.tuner.least_runs.FoldedRuns` has of them, by ZeRO stage.
     """
     layers_K = of_zeros[0]["layers_K"]
-    is_first_K = np.diff(layers_K, prepend=0) > 0
-    # Where recomputing takes no time nothing can be said of what a second frees.
-    is_own_K = (layers_K <= SHORT) | ~(again_K[-1] > 0)
-    begins_F = np.flatnonzero(is_first_K | is_own_K)
-    again_K = again_K - np.repeat(again_K[begins_F], np.diff(begins_F, append=len(layers_K)))
-    if (again_K[np.setdiff1d(np.arange(len(layers_K)), begins_F)] <= 0).any():
-        begins_F = np.arange(len(layers_K))
-        again_K = np.zeros(len(layers_K))
-    together = _together(of_zeros[0], again_K, begins_F)
+    is_base_K = (np.diff(layers_K, prepend=0) > 0) | (layers_K <= SHORT)
+    begins_F = np.flatnonzero(is_base_K)
+    more_K = again_K - np.repeat(again_K[begins_F], np.diff(begins_F, append=len(layers_K)))
+    if (more_K[~is_base_K] <= 0).any():
+        # Where recomputing takes no time nothing can be said of what a second of it frees.
+        begins_F, more_K = np.arange(len(layers_K)), np.zeros(len(layers_K))
+    together = _together(of_zeros[0], more_K, begins_F)
     return tuple({name: values[..., begins_F] for name, values in runs.items()} | together for runs in of_zeros)
 
 
-def _together(runs: Mapping[str, Any], again_K: FloatArray, begins_F: IntArray) -> dict[str, FloatArray]:
-    """What recomputing frees, and the most of what there is to move."""
-    sizes_F = np.diff(begins_F, append=len(again_K))
+def _together(runs: Mapping[str, Any], more_K: FloatArray, begins_F: IntArray) -> dict[str, FloatArray]:
+    """What recomputing for so many more seconds frees, and the most of what there is to move."""
+    sizes_F = np.diff(begins_F, append=len(more_K))
 
     def most(values_K: FloatArray) -> FloatArray:
         found: FloatArray = np.maximum.reduceat(values_K, begins_F, axis=-1)
@@ -59,7 +57,7 @@ def _together(runs: Mapping[str, Any], again_K: FloatArray, begins_F: IntArray) 
         return found
 
     freed_XK, freed_saved_K, whole_K = freed(runs["working_XK"]), freed(runs["saved_K"]), runs["whole_K"]
-    second_K = np.where(again_K > 0, again_K, np.inf)
+    second_K = np.where(more_K > 0, more_K, np.inf)
     below_K = np.maximum(whole_K - runs["top_two_K"], 0.0)
     own_XK = np.stack([below_K, below_K, whole_K])
     # Of what is kept, the least share of the last layer, and of the last two.

@@ -26,11 +26,11 @@ from lightning_mist.cost.phases import stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.families import KnownGrids
+from lightning_mist.tuner.known_runs import AllRuns
 from lightning_mist.tuner.moved import Mover
 from lightning_mist.tuner.moved_known import Knowledge
 from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.pieces import PieceKey, Pieces, piece_key
-from lightning_mist.tuner.placed_runs import AllRuns
 from lightning_mist.tuner.space import Shape, Space, common_unit
 from lightning_mist.tuner.stage_points import Situations, Stage, covers, either, stages_ahead
 from lightning_mist.tuner.tables import ROOM, Table, Wanted, make_tables, within

@@ -196,9 +196,7 @@ def slot_runs(model: StageCostModel, space: Space, slot: StageSlot, pace: float)
     return SlotRuns(pace=pace, of_zeros=of_zeros, folded=folded(of_zeros, of_shape.again_K))
 
 
-def joined_runs(
-    model: StageCostModel, num_layers: int, slots: Sequence[SlotRuns], folded: bool = False
-) -> LeastRuns:
+def joined_runs(model: StageCostModel, num_layers: int, slots: Sequence[SlotRuns], folded: bool = False) -> LeastRuns:
     """The runs of several arrangements of devices, up to the pace to which all are there.
 
     Args:

@@ -11,20 +11,17 @@ Array axes
     W  pairs of weights, of a forward and of a backward; see :mod:`lightning_mist.tuner.load_weights`
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from lightning_mist.cost import StageCostModel, StageSlot
 from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.offload import BUFFERS
-from lightning_mist.tuner.least_runs import PLACES, FoldedRuns, LeastRuns, SlotRuns, joined_runs, slot_runs
+from lightning_mist.tuner.least_runs import PLACES, FoldedRuns, LeastRuns
 from lightning_mist.tuner.load_weights import COMPUTE, NETWORK, TO_DEVICE, TO_HOST
-from lightning_mist.tuner.space import Space
-from lightning_mist.tuner.tables import ROOM
 
 _WEIGHTED = (
     (TO_HOST, TO_DEVICE),
@@ -35,24 +32,8 @@ _WEIGHTED = (
     (NETWORK, NETWORK),
     (TO_HOST, NETWORK),
 )
-"""What weights of a forward and of a backward favour. The first are those that mostly say most of copies; the first four
-are all of copies or computing."""
-
-_AHEAD = 1.5
-"""Multiple of the pace asked for up to which runs are worked out: other numbers of stages are compared up to 1.25 times
-the best plan's, and smaller batches, whose runs are the same, take longer per microbatch."""
-
-_MOST = 1 << 19
-"""Runs that are kept in all, put together; with what is known of them a kilobyte or two each."""
-
-_SLOTS = 512
-"""Arrangements of devices whose runs are kept."""
-
-_PACES = 2
-"""Paces for which runs at a place are kept: for the best plan, and to compare with."""
-
-_SPARE = 0.78
-"""Share of the pace that is known below which runs are worth leaving out."""
+"""What weights of a forward and of a backward favour. The first are those that mostly say most of copies; the first
+four are all of copies or computing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +53,7 @@ class Moves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
-    """What recomputing more layers frees, and what that takes; see :class:`~lightning_mist.tuner.least_runs.FoldedRuns`.
+    """What recomputing more layers frees, and what that takes, of runs that are folded.
 
     Attributes:
         freed_R: Bytes that it frees at most.
@@ -195,108 +176,6 @@ class PlacedRuns:
         return self.place == PLACES.index("last")
 
 
-@dataclass(slots=True, kw_only=True)
-class KnownRuns:
-    """Runs of layers, and what is known of them at each place; it grows.
-
-    Attributes:
-        runs: The runs.
-        placed: Those at every place, by what may be moved, of the last few paces.
-    """
-
-    runs: LeastRuns
-    placed: dict[tuple[str, frozenset[str] | None], tuple[PlacedRuns, ...]] = field(default_factory=dict)
-
-    def at(self, place: str, moves: Moves | None, pace: float) -> PlacedRuns:
-        """The runs that are fast enough at a place.
-
-        Args:
-            place: A name of :data:`~lightning_mist.tuner.least_runs.PLACES`.
-            moves: What they may move; of every number of microbatches at the same rates. ``None`` for what they are
-                before they free anything.
-            pace: The most seconds of a microbatch.
-        """
-        if moves is not None and not moves.kinds and not isinstance(self.runs, FoldedRuns):
-            moves = None
-        key = place, None if moves is None else moves.kinds
-        every = self.placed.get(key, ())
-        known = min((item for item in every if item.pace >= pace), key=lambda item: item.pace, default=None)
-        if known is not None and _SPARE * known.pace <= pace:
-            return known
-        if moves is not None:
-            found = with_copies(self.at(place, None, pace), self.runs, moves)
-        elif known is not None:
-            found = known.up_to(pace / _SPARE)
-        else:
-            found = placed_runs(self.runs, place, max(pace, min(self.runs.pace, pace / _SPARE)))
-        self.placed[key] = (*every, found)[-_PACES:]
-        return found
-
-
-@dataclass(slots=True, kw_only=True)
-class AllRuns:
-    """Runs of layers by all that they depend on; those asked for longest ago are forgotten.
-
-    Attributes:
-        of: The runs.
-        of_slots: Those of every arrangement of devices, of which they are put together.
-    """
-
-    of: dict[Hashable, KnownRuns] = field(default_factory=dict)
-    of_slots: dict[Hashable, SlotRuns] = field(default_factory=dict)
-
-    def up_to(
-        self,
-        model: StageCostModel,
-        space: Space,
-        slots: Mapping[Hashable, StageSlot],
-        pace: float,
-        folded: bool = False,
-    ) -> KnownRuns:
-        """Runs of some arrangements of devices up to a pace at least.
-
-        Args:
-            model: The cost model.
-            space: The search space.
-            slots: A slot of every arrangement, by all that its runs depend on but the pace.
-            pace: Seconds of a microbatch.
-            folded: Whether those that differ only in how many layers are recomputed are one.
-        """
-        key = folded, *slots
-        known = self.of.pop(key, None)
-        if known is None or known.runs.pace * ROOM < pace:
-            every = self._slots_up_to(model, space, slots, pace)
-            known = KnownRuns(runs=joined_runs(model, space.num_layers, every, folded))
-        self.of[key] = known
-        count = sum(len(item.runs) for item in self.of.values())
-        while len(self.of) > 1 and count > _MOST:
-            count -= len(self.of.pop(next(iter(self.of))).runs)
-        while len(self.of_slots) > max(_SLOTS, len(slots)):
-            del self.of_slots[next(iter(self.of_slots))]
-        return known
-
-    def count(self, model: StageCostModel, space: Space, slots: Mapping[Hashable, StageSlot], pace: float) -> int:
-        """Number of runs of some arrangements of devices that are known once they are up to a pace.
-
-        Args:
-            model: The cost model.
-            space: The search space.
-            slots: A slot of every arrangement, by all that its runs depend on but the pace.
-            pace: Seconds of a microbatch.
-        """
-        return sum(len(item) for item in self._slots_up_to(model, space, slots, pace))
-
-    def _slots_up_to(
-        self, model: StageCostModel, space: Space, slots: Mapping[Hashable, StageSlot], pace: float
-    ) -> list[SlotRuns]:
-        for key, slot in slots.items():
-            runs = self.of_slots.pop(key, None)
-            if runs is None or runs.pace * ROOM < pace:
-                runs = slot_runs(model, space, slot, pace * _AHEAD)
-            self.of_slots[key] = runs
-        return [self.of_slots[key] for key in slots]
-
-
 def placed_runs(runs: LeastRuns, place: str, pace: float) -> PlacedRuns:
     """The runs that are fast enough at a place, if nothing may be moved.
 
@@ -402,7 +281,7 @@ def _prices(placed: PlacedRuns, runs: LeastRuns, moves: Moves, free_R: FloatArra
     run_R, rates = placed.run_R, moves.rates
     if rates is None:
         none_WR = np.zeros((len(placed.loads_WR), len(run_R)))
-        return {name: none_WR for name in ("activations_WR", "gradients_WR", "parameters_WR")}
+        return dict.fromkeys(("activations_WR", "gradients_WR", "parameters_WR"), none_WR)
     to_device, to_host = 1 / rates.to_device, 1 / rates.to_host
     forward_NWC, backward_NWC = _weights(runs)
     alone_NW = np.ones(forward_NWC.shape[:2])

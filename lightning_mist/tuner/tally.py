@@ -20,7 +20,6 @@ Group = tuple[tuple[int, ...], int]
 HEADROOM = 1.05
 """Multiple of the seconds that bounds are asked for up to which they are found out, for searches with less memory."""
 
-
 NEAR = 1.03
 """Multiple of the best plan's seconds below which all numbers of stages are searched for theirs, to be run on the
 clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`)."""

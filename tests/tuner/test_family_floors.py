@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from lightning_mist.tuner import Planner
+from lightning_mist.tuner import Planner, family_floors, folded
 from lightning_mist.tuner.family_floors import FamilyFloors
-from lightning_mist.tuner.placed_runs import AllRuns
+from lightning_mist.tuner.known_runs import AllRuns
 from lightning_mist.tuner.search import floors_of, search_pipelines
 from tests.tuner.instances import random_instance
 
@@ -27,6 +27,40 @@ def test_no_pipeline_takes_less_than_its_bound(seed):
             assert floors.bound((count,), microbatches, seconds / 2) <= seconds / 2
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_nor_less_than_that_of_runs_that_stand_for_others(seed, monkeypatch):
+    monkeypatch.setattr(family_floors, "MANY", 0)
+    monkeypatch.setattr(folded, "SHORT", 1)
+    maker = prepared(seed)
+    outcome, floors = search_pipelines(maker, maker.space, np.inf), floors_of(maker, maker.space)
+    floors.kinds = frozenset(maker.space.search.offload)
+    for (count, microbatches), answer in outcome.found.items():
+        if count > 1:
+            seconds = answer.answer.objective
+            # Nothing is enough but what is proven of all; then of those that stand for others what they say.
+            assert floors.bound((count,), microbatches, 2 * seconds, enough=0.0) <= seconds * (1 + 1e-9)
+            assert floors.bound((count,), microbatches, 2 * seconds) <= seconds * (1 + 1e-9)
+
+
+def test_what_is_enough_is_not_asked_again_and_more_is(monkeypatch):
+    monkeypatch.setattr(family_floors, "MANY", 0)
+    compared = 0
+    for maker in map(prepared, range(30)):
+        microbatches = [count for stages, count in maker.space.pipelines() if stages == 2]
+        if not microbatches:
+            continue
+        floors, wanted = (counting(maker) for _ in range(2))
+        most = wanted.bound((2,), microbatches[-1], 1e9)
+        Counting.solved = 0
+        some = floors.bound((2,), microbatches[-1], 1e9, enough=most / 2)
+        assert most / 2 <= some <= most * (1 + 1e-9)
+        assert floors.bound((2,), microbatches[-1], 1e9, enough=most / 2) == some
+        assert Counting.solved == 1
+        assert floors.bound((2,), microbatches[-1], 1e9) == most
+        compared += most < 1e9
+    assert compared > 5
+
+
 class Counting(FamilyFloors):
     """Counts how often a problem is solved."""
 
@@ -37,11 +71,15 @@ class Counting(FamilyFloors):
         return super()._solve(*args)
 
 
-def test_what_is_known_is_not_asked_again():
-    maker = next(maker for maker in map(prepared, range(50)) if maker.space.max_stages > 1)
-    floors = Counting(
+def counting(maker):
+    return Counting(
         model=maker.model, space=maker.space, slot_of=maker.slot, memory_limit=maker.memory_limit, runs=AllRuns()
     )
+
+
+def test_what_is_known_is_not_asked_again():
+    maker = next(maker for maker in map(prepared, range(50)) if maker.space.max_stages > 1)
+    floors = counting(maker)
     microbatches = max(count for stages, count in maker.space.pipelines() if stages == 2)
     Counting.solved = 0
     least = floors.bound((2,), microbatches, 1e9)

@@ -10,10 +10,11 @@ from lightning_mist.cost.channels import copy_rates
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.hardware import Interference
 from lightning_mist.hardware.interference import COEFFICIENTS
-from lightning_mist.tuner import Planner
+from lightning_mist.tuner import Planner, folded
 from lightning_mist.tuner.floors import Situation, stage_floors
+from lightning_mist.tuner.known_runs import KnownRuns
 from lightning_mist.tuner.least_runs import joined_runs, slot_runs, slots_of
-from lightning_mist.tuner.placed_runs import KnownRuns, Moves
+from lightning_mist.tuner.placed_runs import Moves
 from lightning_mist.tuner.search_space import OFFLOADED
 from tests.tuner.instances import random_instance
 from tests.tuner.whole_space import candidates_of, pipelines, places_of, priced
@@ -29,16 +30,16 @@ def question(seed):
     return replace(found, rates=replace(found.rates, interference=slow), known={}), rng
 
 
-def floors_of(maker, moves, limit, index, count):
+def floors_of(maker, moves, limit, index, count, folded=False):
     slots = slots_of(maker.space, maker.slot, moves.num_microbatches)
     of_slots = [slot_runs(maker.model, maker.space, slot, np.inf) for slot in slots]
-    runs = joined_runs(maker.model, maker.space.num_layers, of_slots)
+    runs = joined_runs(maker.model, maker.space.num_layers, of_slots, folded)
     place = "first" if not index else "last" if index == count - 1 else "middle"
     situation = Situation.of(place, stage_phases(index, count, moves.num_microbatches))
     return stage_floors(KnownRuns(runs=runs).at(place, moves, np.inf), limit, [situation])[0] if len(runs) else None
 
 
-def compare(found, rng):
+def compare(found, rng, folded=False):
     """Compare candidates of all places of an instance with the floors under their own memory."""
     planner = Planner(found.network, found.machine, profile=found.rates)
     space = planner.space(found.rows * found.machine.world_size, found.search)
@@ -51,7 +52,7 @@ def compare(found, rng):
             for at in rng.permutation(len(rows))[:MOST]:
                 moves = Moves(kinds=frozenset(space.search.offload), rates=rates, num_microbatches=microbatches)
                 limit = float(prices.peak_K[at]) * (1 + 1e-12)
-                floors = floors_of(maker, moves, limit, index, len(parts))
+                floors = floors_of(maker, moves, limit, index, len(parts), folded)
                 here = (floors.layers_V == rows[at][1] - rows[at][0]) & (floors.devices_V == kind.devices)
                 steady, reach = prices.steady_K[at], prices.steady_K[at] + prices.boundary_K[at]
                 assert floors.steady_V[here].min(initial=np.inf) <= steady * (1 + 1e-9)
@@ -63,6 +64,12 @@ def compare(found, rng):
 @pytest.mark.parametrize("first", range(0, 60, 15))
 def test_no_candidate_takes_less_than_the_floor(first):
     assert sum(compare(*question(seed)) for seed in range(first, first + 15)) > 200
+
+
+@pytest.mark.parametrize("first", range(0, 60, 15))
+def test_none_does_where_runs_stand_for_all_that_recompute_more(first, monkeypatch):
+    monkeypatch.setattr(folded, "SHORT", 1)
+    assert sum(compare(*question(seed), folded=True) for seed in range(first, first + 15)) > 200
 
 
 def test_floors_rise_as_memory_shrinks_and_what_cannot_fit_is_not_there():

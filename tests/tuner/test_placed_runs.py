@@ -5,25 +5,22 @@ from lightning_mist.cost import StageCostModel
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.least_runs import PLACES, joined_runs, slot_runs, slots_of
-from lightning_mist.tuner.pieces import piece_key
-from lightning_mist.tuner.placed_runs import AllRuns, KnownRuns, Moves, placed_runs
+from lightning_mist.tuner.placed_runs import placed_runs
 from lightning_mist.tuner.space import apply
 from tests.specs import cluster, profile, spec
 
-NOTHING = Moves(kinds=frozenset(), rates=None, num_microbatches=4)
 
-
-def known(pace=np.inf, devices=4):
+def all_runs(pace=np.inf, devices=4):
     network = spec(4)
     model = StageCostModel(network, profile(), cluster(devices, kind="cuda"))
     maker = IntraStage(model, apply(SearchSpace(), network, devices, 4 * devices), 1e12)
     slots = slots_of(maker.space, maker.slot, 4)
-    return KnownRuns(runs=joined_runs(model, 4, [slot_runs(model, maker.space, slot, pace) for slot in slots]))
+    return joined_runs(model, 4, [slot_runs(model, maker.space, slot, pace) for slot in slots])
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_all_runs_are_there_by_devices_and_layers(place):
-    runs = known().runs
+    runs = all_runs()
     placed = placed_runs(runs, place, np.inf)
     assert len(placed) == len(runs)
     pairs = list(zip(placed.devices_V, placed.layers_V, strict=True))
@@ -36,7 +33,7 @@ def test_all_runs_are_there_by_devices_and_layers(place):
 
 
 def test_what_is_too_slow_is_missing():
-    runs = known().runs
+    runs = all_runs()
     every = placed_runs(runs, "middle", np.inf)
     pace = float(np.median(every.steady_R))
     fewer = placed_runs(runs, "middle", pace)
@@ -46,7 +43,7 @@ def test_what_is_too_slow_is_missing():
 
 
 def test_runs_for_a_smaller_pace_are_those_that_would_be_found_for_it():
-    runs = known().runs
+    runs = all_runs()
     for place in PLACES:
         every = placed_runs(runs, place, np.inf)
         pace = float(np.median(every.steady_R))
@@ -54,32 +51,3 @@ def test_runs_for_a_smaller_pace_are_those_that_would_be_found_for_it():
         assert 0 < len(found) < len(every)
         for name in found.__slots__:
             np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
-
-
-def test_what_is_known_is_not_worked_out_again_unless_it_is_far_too_much():
-    every = known().at("first", NOTHING, np.inf)
-    pace = float(np.median(every.steady_R))
-    runs = known(pace)
-    first = runs.at("first", NOTHING, pace)
-    assert runs.at("first", NOTHING, 0.9 * pace) is first
-    assert len(runs.at("first", NOTHING, 0.5 * pace)) < len(first)
-    assert len(runs.at("first", NOTHING, pace)) == len(first)
-
-
-def test_runs_are_worked_out_once_whatever_the_batch():
-    network = spec(4)
-    model = StageCostModel(network, profile(), cluster(4, kind="cuda"))
-    kept, found = AllRuns(), []
-    for batch, microbatches in ((32, 8), (16, 4), (32, 4)):
-        space = apply(SearchSpace(), network, 4, batch)
-        maker = IntraStage(model, space, 1e12)
-        slots = {piece_key(model, slot, space, ()): slot for slot in slots_of(space, maker.slot, microbatches)}
-        found.append(kept.up_to(model, space, slots, 1e3))
-        assert kept.up_to(model, space, slots, 1e2) is found[-1]
-        assert len(kept.up_to(model, space, slots, 1e3).runs)
-    assert found[1] is found[0]
-    assert found[2] is not found[0]
-    assert found[2].runs.pace >= 1e3
-    faster = kept.up_to(model, space, slots, 1e5)
-    assert faster.runs.pace >= 1e5
-    assert len(faster.runs) == len(found[2].runs)
