@@ -120,6 +120,10 @@ class CopyFloors:
         """Those of the stages at some indices."""
         return CopyFloors(**{name: getattr(self, name)[index_J] for name in self.__slots__})
 
+    def cut(self, begin: int, end: int) -> "CopyFloors":
+        """Those of the stages from one to before another, which share memory with these."""
+        return CopyFloors(**{name: getattr(self, name)[begin:end] for name in self.__slots__})
+
     def before(self, row_J: IntArray, place_JX: IntArray) -> Beforehand:
         """What is known of stages with ratios without copies.
 

@@ -182,6 +182,13 @@ class OffloadParts:
             stays=self.stays.take(index_K), host_activations_K=self.host_activations_K[index_K], **arrays
         )
 
+    def cut(self, begin: int, end: int) -> "OffloadParts":
+        """Those of the stages from one to before another, which share memory with these."""
+        pairs = len(self.host_activations_K) // max(1, len(self))
+        wide, cut_B = slice(begin * pairs, end * pairs), slice(begin, end)
+        arrays = {name: getattr(self, name)[cut_B] for name in self.__slots__ if name.endswith(("_BG", "_BP", "_BO"))}
+        return OffloadParts(stays=self.stays.take(wide), host_activations_K=self.host_activations_K[wide], **arrays)
+
     def beside(self, more_B: FloatArray) -> "OffloadParts":
         """The same beside so many more bytes that are there all the time.
 

@@ -18,7 +18,7 @@ layers' gradient bytes, those of the layers above ``k`` exist when the backward 
 every backward makes them anew, and of those above only what this rank owns stays, and what is being reduced.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,7 @@ class StageRuns:
 
     def take(self, index_J: IntArray | slice) -> "StageRuns":
         """The candidates at some indices."""
-        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
+        arrays = {name: getattr(self, name) for name in self.__slots__}
         some: dict[str, Any] = {name: None if item is None else item[..., index_J] for name, item in arrays.items()}
         return StageRuns(**some)
 

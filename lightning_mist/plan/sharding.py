@@ -27,7 +27,8 @@ def assign_owners(sizes: Sequence[int], ranks: int, loads: Sequence[int] = ()) -
     # Least load first, then lowest rank; a sorted list is a heap.
     heap = sorted((load, rank) for rank, load in enumerate(loads or [0] * ranks))
     owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+    # Backwards, equal ones stay in their order.
+    for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         load, owner = heap[0]
         owners[index] = owner
         heapreplace(heap, (load + sizes[index], owner))

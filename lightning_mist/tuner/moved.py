@@ -237,9 +237,9 @@ class Mover:
             return
         begin = 0
         for known, index_B in asked:
-            cut_B = np.arange(begin, begin + len(index_B))
-            known.add(index_B, parts.take(cut_B), floors.take(cut_B))
-            begin += len(index_B)
+            end = begin + len(index_B)
+            known.add(index_B, parts.cut(begin, end), floors.cut(begin, end))
+            begin = end
 
 
 def _may_be_better(asked: Asked, known: Known, found: Kept) -> IntArray:

@@ -72,8 +72,7 @@ class Known:
         table: The table.
         row_K: Of every candidate its place among the bases, -1 where it is not one of them.
         base_B: The other way round: of every base which candidate it is.
-        parts: What the peaks of bases are made of; nothing before there are any.
-        floors: What copies add to them at least; nothing before there are any.
+        learned: What the peaks of bases are made of, and what copies add to them at least; joined when it is looked at.
         place_S: Of which combinations of which bases seconds are known, ascending.
         steady_S: Their steady seconds.
         boundary_S: Their boundary seconds.
@@ -84,8 +83,7 @@ class Known:
     table: Table
     row_K: IntArray
     base_B: IntArray
-    parts: OffloadParts | None
-    floors: CopyFloors | None
+    learned: list[tuple[OffloadParts, CopyFloors]]
     place_S: IntArray
     steady_S: FloatArray
     boundary_S: FloatArray
@@ -94,7 +92,23 @@ class Known:
 
     def __len__(self) -> int:
         """Number of bases."""
-        return 0 if self.parts is None else len(self.parts)
+        return len(self.base_B)
+
+    @property
+    def parts(self) -> OffloadParts | None:
+        """What the peaks of bases are made of; nothing before there are any."""
+        return self._joined()[0][0] if self.learned else None
+
+    @property
+    def floors(self) -> CopyFloors | None:
+        """What copies add to bases at least; nothing before there are any."""
+        return self._joined()[0][1] if self.learned else None
+
+    def _joined(self) -> list[tuple[OffloadParts, CopyFloors]]:
+        if len(self.learned) > 1:
+            parts, floors = zip(*self.learned, strict=True)
+            self.learned = [(OffloadParts.joined(parts), CopyFloors.joined(floors))]
+        return self.learned
 
     @classmethod
     def nothing(cls, table: Table) -> "Known":
@@ -104,8 +118,7 @@ class Known:
             table=table,
             row_K=np.full(len(table), -1, dtype=np.int64),
             base_B=np.empty(0, dtype=np.int64),
-            parts=None,
-            floors=None,
+            learned=[],
             place_S=np.empty(0, dtype=np.int64),
             steady_S=none,
             boundary_S=none,
@@ -116,8 +129,7 @@ class Known:
         """Remember what the peaks of some candidates are made of, and what copies add to them at least."""
         self.row_K[index_B] = len(self) + np.arange(len(index_B))
         self.base_B = np.concatenate([self.base_B, index_B])
-        self.parts = parts if self.parts is None else OffloadParts.joined([self.parts, parts])
-        self.floors = floors if self.floors is None else CopyFloors.joined([self.floors, floors])
+        self.learned.append((parts, floors))
 
     def inherit(self, other: "Known", count: int, batch_bytes: Callable[[StageSlot], float]) -> None:
         """Take over what is known of the same candidates in another table: of another pace, or for another batch.

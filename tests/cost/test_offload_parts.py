@@ -64,3 +64,7 @@ def test_some_of_several():
     assert np.array_equal(every.take(at).peaks(phases), every.peaks(phases)[at])
     assert np.array_equal(every.peaks(phases)[: len(found[0])], found[0].peaks(phases))
     assert np.array_equal(every.take(at).host_bytes(phases), every.host_bytes(phases)[at])
+    cut = every.cut(1, 3)
+    assert len(cut) == 2
+    assert np.array_equal(cut.peaks(phases), every.peaks(phases)[1:3])
+    assert np.array_equal(cut.host_bytes(phases), every.host_bytes(phases)[1:3])

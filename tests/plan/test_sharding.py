@@ -20,6 +20,19 @@ def test_shares_are_balanced_within_one_parameter(sizes, ranks):
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
+@given(
+    sizes=st.lists(st.integers(0, 3), max_size=20),
+    loads=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    starts=st.booleans(),
+)
+def test_ties_go_to_the_earlier_parameter_and_the_lower_rank(sizes, loads, starts):
+    most, wanted = list(loads) if starts else [0] * len(loads), [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        wanted[index] = most.index(min(most))
+        most[wanted[index]] += sizes[index]
+    assert assign_owners(sizes, len(loads), loads if starts else ()) == tuple(wanted)
+
+
 def test_no_ranks_is_refused():
     with pytest.raises(ValueError, match="ranks = 0"):
         assign_owners([1], 0)

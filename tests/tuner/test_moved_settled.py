@@ -93,7 +93,7 @@ def test_seconds_are_those_of_the_cost_model(machine, corrected, monkeypatch):
         places_S = known.place_S
         index_S = known.base_B[places_S // count]
         fresh = Known.nothing(known.table)
-        fresh.base_B, fresh.floors = known.base_B, known.floors
+        fresh.base_B, fresh.learned = known.base_B, known.learned
         learn_seconds(maker.model, mover.ratios, [(fresh, places_S)])
         assert fresh.steady_S == pytest.approx(known.steady_S, rel=1e-12)
         assert known.row_K[index_S].tolist() == (places_S // count).tolist()
