@@ -16,7 +16,6 @@ stage itself by ``d' - d``, those of stages behind it by ``x``, those before it 
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 
@@ -32,7 +31,7 @@ from lightning_mist.tuner.moved_known import Knowledge
 from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.pieces import PieceKey, Pieces, piece_key
 from lightning_mist.tuner.space import Shape, Space, common_unit
-from lightning_mist.tuner.stage_points import Situations, Stage, covers, either, stages_ahead
+from lightning_mist.tuner.stage_points import Situations, Stage, covers, either, stages_ahead, widened
 from lightning_mist.tuner.tables import ROOM, Table, Wanted, make_tables, within
 from lightning_mist.tuner.unmoved import Unmoved, unmoved
 from lightning_mist.tuner.windows import Role, Windows, fixed_window, layer_classes, role_of, windows_of
@@ -96,6 +95,8 @@ class IntraStage:
         self.evaluated = self.known = 0
         self._used: set[TableKey] = set()
         self._pieces, self._met = Pieces() if pieces is None else pieces, set[Hashable]()
+        # What a first search evaluates later ones need not, so it leaves nothing out that others could ask for.
+        self._is_first = pieces is not None and not pieces.of
         self._classes = layer_classes(model.spec)
         self._tables: dict[TableKey, Table] = {} if tables is None else tables
         self.grids = KnownGrids() if grids is None else grids
@@ -176,8 +177,8 @@ class IntraStage:
         """
         place: _Place = (0, 1, ())
         (key, _, _), phases = self._frontier_key(place, num_microbatches)
-        self._make_tables({key: place}, num_microbatches, slowest)
         stage, weight = Stage(phases=phases), num_microbatches - 1
+        self._make_tables({key: [(place, stage)]}, num_microbatches, slowest)
         ((choices,),) = self._with_moved([unmoved(self._mover, self._tables[key], [stage], slowest, weight=weight)])
         return self._inside(place, choices, slowest)
 
@@ -227,28 +228,23 @@ class IntraStage:
             slowest: The most steady seconds.
             with_ahead: Whether to count bytes also of stages that may be asked about next.
         """
-        wanted: dict[_FrontierKey, tuple[_Place, Stage]] = {}
-        for stage_index, num_stages, pipeline, among_NL in asked:
-            place = stage_index, num_stages, pipeline
-            key, phases = self._frontier_key(place, num_microbatches)
+        wanted: dict[TableKey, dict[_FrontierKey, tuple[_Place, Stage]]] = {}
+        for item in asked:
+            key, phases = self._frontier_key(item[:3], num_microbatches)
             pace, known_NL, _ = self._frontiers.get(key, (-np.inf, None, None))
-            if pace * ROOM < slowest or not covers(known_NL, among_NL):
-                both_NL = either(wanted[key][1].among_NL, among_NL) if key in wanted else among_NL
-                wanted[key] = place, Stage(phases=phases, behind=key[1], among_NL=both_NL)
-        if not wanted:
-            return
-        self._make_tables({key[0]: place for key, (place, _) in wanted.items()}, num_microbatches, slowest)
-        of_tables: dict[TableKey, list[_FrontierKey]] = {}
-        for key in wanted:
-            of_tables.setdefault(key[0], []).append(key)
+            if pace * ROOM < slowest or not covers(known_NL, item[3]):
+                some = wanted.setdefault(key[0], {})
+                among_NL = either(item[3], some[key][1].among_NL) if key in some else item[3]
+                some[key] = item[:3], Stage(phases=phases, behind=key[1], among_NL=among_NL)
+        self._make_tables({key: list(some.values()) for key, some in wanted.items()}, num_microbatches, slowest)
         open_ = []
-        for table_key, keys in of_tables.items():
-            ahead = [stage for key in keys if with_ahead for stage in self._ahead(*wanted[key], num_microbatches)]
-            stages = [wanted[key][1] for key in keys]
-            open_.append(unmoved(self._mover, self._tables[table_key], stages, slowest, ahead=ahead))
-        found = chain.from_iterable(self._with_moved(open_))
-        for key, choices in zip(chain.from_iterable(of_tables.values()), found, strict=True):
-            self._frontiers[key] = slowest, wanted[key][1].among_NL, choices
+        for table_key, some in wanted.items():
+            items, table = some.values(), self._tables[table_key]
+            ahead = [stage for item in items if with_ahead for stage in self._ahead(*item, num_microbatches)]
+            open_.append(unmoved(self._mover, table, [stage for _, stage in items], slowest, ahead=ahead))
+        for some, found in zip(wanted.values(), self._with_moved(open_), strict=True):
+            for (key, (_, stage)), choices in zip(some.items(), found, strict=True):
+                self._frontiers[key] = slowest, stage.among_NL, choices
 
     def _frontier_key(self, place: _Place, num_microbatches: int) -> tuple[_FrontierKey, Situations]:
         """What tells the frontiers of a slot from others, and its situations."""
@@ -310,8 +306,7 @@ class IntraStage:
 
     def everything(self, slot: StageSlot) -> Table:
         """Everything that stages with the role of a slot may be."""
-        windows = self._windows_of(slot.stage_index, slot.num_stages)
-        wanted = Wanted(slots=[slot], windows=windows)
+        wanted = Wanted(slots=[slot], windows=self._windows_of(slot.stage_index, slot.num_stages))
         (table,), evaluated = make_tables(self.model, self.space, [wanted], np.inf)
         self.evaluated += evaluated
         return table
@@ -352,30 +347,36 @@ class IntraStage:
         settled = stage_index if self.space.cuts(num_stages) is not None else -1
         return role_of(stage_index, num_stages), num_microbatches, settled, slot.seams
 
-    def _make_tables(self, places: Mapping[TableKey, _Place], num_microbatches: int, pace: float) -> None:
-        """The tables of some stages, as far as they do not exist."""
+    def _make_tables(
+        self, asked: Mapping[TableKey, Sequence[tuple[_Place, Stage]]], num_microbatches: int, pace: float
+    ) -> None:
+        """The tables of some stages, with all that these may be, as far as they do not exist."""
         missing: dict[TableKey, Wanted] = {}
-        for key, (stage_index, num_stages, pipeline) in places.items():
-            table = self._tables.get(key)
-            if table is not None and table.pace * ROOM >= pace:
+        most = pace * AHEAD
+        for key, items in asked.items():
+            (stage_index, num_stages, pipeline), _ = items[0]
+            asked_NL = either(*(stage.among_NL for _, stage in items))
+            table, among_NL = self._tables.get(key), None if self._is_first else widened(asked_NL)
+            if table is not None and table.pace * ROOM >= pace and covers(table.among_NL, asked_NL):
                 if key not in self._used:
                     self._piece_keys(table.slots, table.windows)
                 continue
+            if table is not None:
+                among_NL, most = either(table.among_NL, among_NL), max(most, table.pace)
             # What depends on the stages behind is counted when they are known.
             slots = [
                 replace(self.slot(stage_index, num_stages, num_microbatches, shape, pipeline), behind=0)
                 for shape in self.space.shapes(num_microbatches)
                 if self._elsewhere or (shape.devices == self.space.world_size) == (num_stages == 1)
+                if among_NL is None or among_NL[shape.devices].any()
             ]
             windows = self._windows_of(stage_index, num_stages)
-            missing[key] = Wanted(slots=slots, windows=windows, keys=self._piece_keys(slots, windows))
-        self._used |= set(places)
-        if not missing:
-            return
+            keys = self._piece_keys(slots, windows)
+            missing[key] = Wanted(slots=slots, windows=windows, keys=keys, among_NL=among_NL)
+        self._used |= set(asked)
         # Of the devices of other parts nothing is known here.
-        tables, evaluated = make_tables(
-            self.model, self.space, list(missing.values()), pace * AHEAD, alone=not self._elsewhere, pieces=self._pieces
-        )
+        machine, alone = (self.model, self.space), not self._elsewhere
+        tables, evaluated = make_tables(*machine, list(missing.values()), most, alone=alone, pieces=self._pieces)
         self.evaluated += evaluated
         self._tables |= dict(zip(missing, tables, strict=True))
 

@@ -82,7 +82,7 @@ def arranged(model: CostModel, table: Table, ratios: Ratios) -> Arranged:
         ]
     )
     return Arranged(
-        order_SZ=order_SZ.reshape(len(table.slots), -1),
+        order_SZ=order_SZ.reshape(-1, max(ZeroStage) + 1),
         corner_S=np.array([places[id(item)] for item in weights], dtype=np.int64),
         corners=tuple(alike.values()),
     )

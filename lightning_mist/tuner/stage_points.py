@@ -147,14 +147,17 @@ def stages_ahead(
     return [Stage(phases=phases, among_NL=among_NL) for phases in dict.fromkeys(found)]
 
 
-def either(first_NL: BoolArray | None, second_NL: BoolArray | None) -> BoolArray | None:
-    """Numbers of devices and layers of which one or the other is of interest.
+def either(*every_NL: BoolArray | None) -> BoolArray | None:
+    """Numbers of devices and layers of which one or another is of interest.
 
     Args:
-        first_NL: Those of the one; ``None`` if all are.
-        second_NL: Those of the other.
+        every_NL: Those of each; ``None`` if all are.
     """
-    return None if first_NL is None or second_NL is None else first_NL | second_NL
+    some = [among_NL for among_NL in every_NL if among_NL is not None]
+    if len(some) < len(every_NL):
+        return None
+    found_NL: BoolArray = np.any(some, axis=0)
+    return found_NL
 
 
 def covers(known_NL: BoolArray | None, asked_NL: BoolArray | None) -> bool:
@@ -165,3 +168,17 @@ def covers(known_NL: BoolArray | None, asked_NL: BoolArray | None) -> bool:
         asked_NL: About which is asked.
     """
     return known_NL is None or (asked_NL is not None and not (asked_NL & ~known_NL).any())
+
+
+def widened(among_NL: BoolArray | None) -> BoolArray | None:
+    """Numbers of devices and layers with those that are likely to be asked about next: a layer more or less.
+
+    Args:
+        among_NL: Those of interest; ``None`` if all are.
+    """
+    if among_NL is None:
+        return None
+    found_NL: BoolArray = among_NL.copy()
+    found_NL[:, 1:] |= among_NL[:, :-1]
+    found_NL[:, :-1] |= among_NL[:, 1:]
+    return found_NL

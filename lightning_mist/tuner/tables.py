@@ -52,6 +52,7 @@ class Table:
         again_K: What every stage behind adds to the steady seconds.
         parts: What their peaks are made of.
         keys: What tells the candidates of every slot from those of other tables; none if that is not known.
+        among_NL: Of which numbers of devices and layers nothing is missing; of all if ``None``.
     """
 
     pace: float
@@ -67,6 +68,7 @@ class Table:
     again_K: FloatArray
     parts: PeakParts
     keys: tuple[PieceKey, ...] = ()
+    among_NL: BoolArray | None = None
 
     def __len__(self) -> int:
         """Number of candidates."""
@@ -142,12 +144,23 @@ class Wanted:
         windows: The runs of layers of the role.
         keys: What tells the pieces of every slot from others; none if nothing is kept.
         chosen_W: Which of the runs to look at; all if ``None``.
+        among_NL: Which numbers of devices and layers to look at; all if ``None``.
     """
 
     slots: Sequence[StageSlot]
     windows: Windows
     keys: Sequence[PieceKey] = ()
     chosen_W: BoolArray | None = None
+    among_NL: BoolArray | None = None
+
+    def inside(self, slot: StageSlot) -> BoolArray:
+        """Which of the runs to look at on the devices of a slot."""
+        inside_W = np.ones(len(self.windows), dtype=bool) if self.chosen_W is None else self.chosen_W
+        if self.among_NL is None:
+            return inside_W
+        devices = slot.data_parallel_degree * slot.tensor_parallel_degree
+        found_W: BoolArray = inside_W & self.among_NL[devices, self.windows.layers_W]
+        return found_W
 
 
 def make_tables(
@@ -183,8 +196,7 @@ def make_tables(
         lines, looked = Lines.of(model.spec, space, item.windows), []
         names = item.keys or [(place, index) for index in range(count)]
         for index, (slot, name) in enumerate(zip(item.slots, names, strict=True)):
-            inside_W = outside_WS[:, index] <= pace * ROOM
-            inside_W &= True if item.chosen_W is None else item.chosen_W
+            inside_W = (outside_WS[:, index] <= pace * ROOM) & item.inside(slot)
             if not inside_W.any():
                 continue
             piece = known.piece(name, model, slot, lines)
@@ -277,6 +289,7 @@ def _sorted(
         again_K=again_C[fast_K],
         parts=figures.parts.take(fast_K).beside(batch_S[shape_K]),
         keys=tuple(wanted.keys),
+        among_NL=wanted.among_NL,
     )
 
 

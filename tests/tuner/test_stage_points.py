@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost.phases import stage_phases
-from lightning_mist.tuner.stage_points import Stage, StagePoints, covers, either, stages_ahead
+from lightning_mist.tuner.stage_points import Stage, StagePoints, covers, either, stages_ahead, widened
 from tests.tuner.test_moved import make, table_of
 
 
@@ -80,9 +80,16 @@ def test_stages_that_will_be_asked_about_next_have_more_behind_them():
 def test_what_is_of_interest_together_and_what_is_known_already():
     some, other = np.eye(3, dtype=bool), np.ones((3, 3), dtype=bool)
     assert either(None, some) is either(some, None) is None
-    np.testing.assert_array_equal(either(some, ~some), other)
+    np.testing.assert_array_equal(either(some, ~some, some), other)
     assert covers(None, None)
     assert covers(None, some)
     assert covers(other, some)
     assert not covers(some, other)
     assert not covers(other, None)
+
+
+def test_what_is_asked_about_next_has_a_layer_more_or_less():
+    among = np.zeros((2, 5), dtype=bool)
+    among[0, 1], among[1, 4] = True, True
+    assert widened(None) is None
+    assert widened(among).tolist() == [[True, True, True, False, False], [False, False, False, True, True]]

@@ -85,3 +85,22 @@ def test_what_is_known_to_fit_spares_others_and_changes_nothing(network, before,
     assert heir.evaluated < fresh.evaluated
     for place in places:
         same(heir.frontier(*place, 4), fresh.frontier(*place, 4))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_of_interest_may_grow_and_may_be_nothing(is_first):
+    maker, fresh = make("unlike", "L4", limit=600_000), make("unlike", "L4", limit=600_000)
+    maker._is_first = is_first
+    masks = [np.zeros((5, 5), dtype=bool) for _ in range(4)]
+    masks[1][1, 2], masks[2][2, 1:3], masks[3][:] = True, True, True
+    sizes = []
+    for mask in masks:
+        wishes = [(index, count, (), mask) for index, count in ((1, 3), (0, 3), (2, 3))]
+        for (*place, _, _), found in zip(wishes, maker.frontiers(wishes, 4), strict=True):
+            wanted = fresh.frontier(*place, 4)
+            same(found, wanted.take(mask[wanted.devices_K, wanted.layers_K]))
+        sizes.append(sum(map(len, maker._tables.values())))
+    # A first search looks at everything at once, for those behind it.
+    assert (sizes[0] == sizes[-1]) == is_first
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > 0
