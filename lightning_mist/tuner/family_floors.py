@@ -139,7 +139,7 @@ class FamilyFloors:
         tails = [behind(count) for count in range(longest - 1)]
         heads = {count: situation(0, count) for count in counts}
         found = self._stages_of(placed, (num_microbatches, folded), limit, pace, [*tails, *heads.values()])
-        stages = {item: found[item].within(pace) for item in (*tails, *heads.values())}
+        stages = {item: floors.within(pace) for item, floors in found.items()}
         family = FloorFamily.of(
             (self.space.num_layers, self.space.world_size, num_microbatches),
             [stages[item] for item in tails],
