@@ -40,17 +40,17 @@ def predict_with(model: CostModel, plan: Plan) -> Predicted:
 
 def predictions(model: CostModel, plans: Sequence[Plan]) -> list[Predicted]:
     """As :func:`predict_with`, of several plans in less time."""
-    return model.predicted.of_all([replace(plan, predicted=None) for plan in plans], partial(_predict, model))
+    return model.predicted.of_all([_bare(plan) for plan in plans], partial(_predict, model))
 
 
 def memory_with(model: CostModel, plan: Plan) -> tuple[StageMemory, ...]:
     """The peak memory of every stage of a plan, by term, with a cost model that exists already and keeps it."""
-    return model.remembered.of(replace(plan, predicted=None), partial(plan_memory, model.memory))
+    return model.remembered.of(_bare(plan), partial(plan_memory, model.memory))
 
 
 def seconds_with(model: CostModel, plan: Plan) -> float:
     """Seconds of one step of a plan, the same that :func:`predict_with` predicts, and nothing else."""
-    return model.clocked.of(replace(plan, predicted=None), partial(_clocked, model))
+    return model.clocked.of(_bare(plan), partial(_clocked, model))
 
 
 def least_seconds(model: CostModel, plans: Sequence[Plan]) -> list[float]:
@@ -67,6 +67,16 @@ def _clocked(model: CostModel, plan: Plan) -> float:
 
 
 def _terms(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]:
+    """Seconds of every stage of some plans by term; of the plans asked for last they are kept."""
+    return model.terms.of_all([_bare(plan) for plan in plans], partial(_find_terms, model))
+
+
+def _bare(plan: Plan) -> Plan:
+    """A plan without its prediction."""
+    return plan if plan.predicted is None else replace(plan, predicted=None)
+
+
+def _find_terms(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]:
     for plan in plans:
         _check(model, plan)
     return terms_of_plans(model, plans)
@@ -120,7 +130,8 @@ def _check(model: CostModel, plan: Plan) -> None:
         )
     parts = model.cluster.parts
     for index, stage in enumerate(plan.stages):
-        near = min(parts[model.cluster.part_of(device)].devices_per_node for device in stage.devices)
+        own = {model.cluster.part_of(device) for device in stage.devices} if len(parts) > 1 else {0}
+        near = min(parts[part].devices_per_node for part in own)
         if stage.mesh.tensor_parallel_degree > near:
             raise PlanError(
                 f"stages[{index}] has tensor_parallel_degree {stage.mesh.tensor_parallel_degree} with {near} devices "

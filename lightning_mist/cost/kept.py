@@ -6,6 +6,9 @@ from typing import Generic, TypeVar
 MOST = 2048
 """Answers that are kept; of plans each takes a few kilobytes."""
 
+PLANS = 128
+"""The same of all terms of a plan's stages; of long pipelines each takes dozens of kilobytes."""
+
 STAGES = 1 << 13
 """The same of stages; each takes a kilobyte or two."""
 
@@ -14,7 +17,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Kept(Generic[_Question, _Answer]):
-    """What was found out; the answer to what was asked for longest ago is forgotten.
+    """What was found out, which is never ``None``; the answer to what was asked for longest ago is forgotten.
 
     Args:
         most: Answers that are kept.
@@ -45,12 +48,19 @@ class Kept(Generic[_Question, _Answer]):
             questions: The questions, of which some may be equal.
             find: Finds the answers to those together that are not kept, none of them twice.
         """
-        missing = [item for item in dict.fromkeys(questions) if item not in self._answers]
-        found = dict(zip(missing, find(missing), strict=True)) if missing else {}
-        answers = {item: found[item] if item in found else self._answers.pop(item) for item in dict.fromkeys(questions)}
-        self._answers.update(answers)
+        # Questions are hashed as few times as can be, which for those about stages takes longer than all the rest.
+        places: dict[_Question, int] = {}
+        place = [places.setdefault(item, len(places)) for item in questions]
+        unique = list(places)
+        answers: list[_Answer | None] = [self._answers.get(item) for item in unique]
+        missing = [index for index, answer in enumerate(answers) if answer is None]
+        found = dict(zip(missing, find([unique[index] for index in missing]), strict=True)) if missing else {}
+        every = [found[index] if answer is None else answer for index, answer in enumerate(answers)]
+        for item, answer in zip(unique, every, strict=True):
+            self._answers.pop(item, None)
+            self._answers[item] = answer
         self._forget()
-        return [answers[item] for item in questions]
+        return [every[index] for index in place]
 
     def _forget(self) -> None:
         while len(self._answers) > self._most:

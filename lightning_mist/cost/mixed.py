@@ -15,7 +15,7 @@ from lightning_mist.cost.candidates import Placed, StageCandidates, StageSlot
 from lightning_mist.cost.channels import interference_of
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.exchange import shard_nodes
-from lightning_mist.cost.kept import Kept
+from lightning_mist.cost.kept import PLANS, Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_loads import Beforehand
@@ -76,6 +76,7 @@ class MixedCostModel:
         self.predicted: Kept[Plan, Predicted] = Kept()
         self.remembered: Kept[Plan, tuple[StageMemory, ...]] = Kept()
         self.clocked: Kept[Plan, float] = Kept()
+        self.terms: Kept[Plan, list[dict[str, float]]] = Kept(PLANS)
         self._together = tuple(StageCostModel(spec, profile, whole, memories=memories) for profile, whole in seams)
 
     def memory(self, slot: StageSlot) -> MemoryModel:

@@ -30,7 +30,7 @@ from lightning_mist.cost.channels import copy_rates, interference_of
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.corrected import computation_factor, corrected_regions, corrected_terms
 from lightning_mist.cost.exchange import cut_key, cut_seconds, of_cuts, reductions, shard_nodes, tied_seconds
-from lightning_mist.cost.kept import STAGES, Kept
+from lightning_mist.cost.kept import PLANS, STAGES, Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_loads import Beforehand, CopyPlace, Moving, WithoutCopies
@@ -91,6 +91,7 @@ class StageCostModel:
         self.predicted: Kept[Plan, Predicted] = Kept()
         self.remembered: Kept[Plan, tuple[StageMemory, ...]] = Kept()
         self.clocked: Kept[Plan, float] = Kept()
+        self.terms: Kept[Plan, list[dict[str, float]]] = Kept(PLANS)
         self.own_terms: Kept[Hashable, dict[str, float]] = Kept(STAGES)
         self.shared_terms: Kept[Hashable, dict[str, float]] = Kept(STAGES)
 

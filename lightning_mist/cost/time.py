@@ -239,6 +239,10 @@ def _nearest(profile: HardwareProfile, operation: str, group_size: int, num_node
             "measure the machine with all the devices that will train"
         )
 
+    for cost in found:
+        if (cost.num_nodes, cost.group_size) == (num_nodes, group_size):
+            return cost
+
     def distance(cost: CollectiveCost) -> tuple[float, float, int]:
         return (
             abs(log(cost.num_nodes / num_nodes)),

@@ -29,8 +29,34 @@ _MORE = 1.04
 MANY = 16000
 """Runs of layers from which on bounds are first found of those that are folded."""
 
+CLEARLY = 0.94
+"""Share of what would be enough below which no better bound is looked for: more than what that of runs that are folded
+is mostly too low by."""
+
 SlotOf = Callable[[int, int, int, Shape], StageSlot]
 """A slot, by stage, number of stages and of microbatches, and arrangement of its devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bound:
+    """What is known of a family.
+
+    Attributes:
+        bound: Step seconds that no pipeline goes below.
+        asked: Seconds up to which it was asked for.
+        is_rough: Whether it is that of runs that are folded.
+    """
+
+    bound: float
+    asked: float
+    is_rough: bool = False
+
+    def may_be_more(self, enough: float) -> bool:
+        """Whether a better bound than this may be found, and is of use, if so many seconds are enough."""
+        if self.bound >= enough:
+            return False
+        # One below what was asked for is that of the problem, whatever is asked for.
+        return self.bound >= self.asked or (self.is_rough and self.bound >= enough * CLEARLY)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +78,7 @@ class FamilyFloors:
     memory_limit: float
     runs: AllRuns
     kinds: frozenset[str] = frozenset()
-    _found: dict[tuple[frozenset[str], tuple[int, ...], int], tuple[float, float]] = field(default_factory=dict)
+    _found: dict[tuple[frozenset[str], tuple[int, ...], int], _Bound] = field(default_factory=dict)
     _arranged: dict[int, tuple[dict[Hashable, StageSlot], float]] = field(default_factory=dict)
     _stages: dict[tuple[frozenset[str], int, bool], dict[Situation, tuple[float, StageFloors]]] = field(
         default_factory=dict
@@ -76,12 +102,10 @@ class FamilyFloors:
             enough: Seconds, at most ``below``, that need not be exceeded by much.
         """
         key = self.kinds, counts, num_microbatches
-        known_below, known = self._found.get(key, (-np.inf, -np.inf))
-        # One below what was asked for is that of the problem, whatever is asked for.
-        if known_below < below and known >= known_below and known < enough:
-            known, known_below = self._solve(counts, num_microbatches, below, deadline, min(below, enough))
-            self._found[key] = known_below, known
-        return min(known, below)
+        known = self._found.get(key)
+        if known is None or known.may_be_more(min(below, enough)):
+            known = self._found[key] = self._solve(counts, num_microbatches, below, deadline, min(below, enough))
+        return min(known.bound, below)
 
     def narrowed(self, counts: Sequence[int], num_microbatches: int, below: float) -> Narrowed:
         """What stages can be of pipelines that take fewer seconds than ``below``.
@@ -98,18 +122,18 @@ class FamilyFloors:
 
     def _solve(
         self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float, enough: float
-    ) -> tuple[float, float]:
-        """The bound, and the seconds up to which nothing more is to be found out."""
+    ) -> "_Bound":
         slots, _ = self._slots(num_microbatches)
         count = self.runs.count(self.model, self.space, slots, below / num_microbatches * ROOM)
-        known = below
-        for folded in (True, False) if count > MANY else (False,):
-            family = self._family(counts, num_microbatches, below, folded)
-            # A pipeline with a stage that is left out takes at least as long.
-            known = below if family is None else floor_bound(family, below, deadline, enough if folded else -np.inf)
-            if folded and known >= enough:
-                return known, known
-        return known, below
+        if count > MANY:
+            family = self._family(counts, num_microbatches, below, folded=True)
+            rough = below if family is None else floor_bound(family, below, deadline, enough, enough * CLEARLY)
+            if not enough * CLEARLY <= rough < enough:
+                return _Bound(bound=rough, asked=enough, is_rough=True)
+        family = self._family(counts, num_microbatches, below)
+        # A pipeline with a stage that is left out takes at least as long.
+        known = below if family is None else floor_bound(family, below, deadline, enough)
+        return _Bound(bound=known, asked=enough)
 
     def _family(
         self, counts: Sequence[int], num_microbatches: int, below: float, folded: bool = False
@@ -127,6 +151,10 @@ class FamilyFloors:
         longest, shortest = max(counts), min(counts)
 
         def situation(stage_index: int, num_stages: int) -> Situation:
+            found = precisely(stage_index, num_stages)
+            return found.roughly if folded else found
+
+        def precisely(stage_index: int, num_stages: int) -> Situation:
             place = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
             if self.space.schedule == "1f1b":
                 return Situation.in_1f1b(place, num_stages - 1 - stage_index, num_microbatches)

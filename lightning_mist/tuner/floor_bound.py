@@ -19,14 +19,17 @@ from lightning_mist.tuner.floor_family import FloorFamily, FloorWalks
 from lightning_mist.tuner.problem import PRECISION
 
 
-def floor_bound(family: FloorFamily, below: float, deadline: float = np.inf, enough: float = -np.inf) -> float:
+def floor_bound(
+    family: FloorFamily, below: float, deadline: float = np.inf, enough: float = np.inf, least: float = -np.inf
+) -> float:
     """Step seconds that no pipeline of a family goes below, as far as they are less than ``below``.
 
     Args:
         family: The pipelines.
         below: Seconds from which on it does not matter; finite.
         deadline: Value of ``perf_counter()`` at which to stop with what has been found.
-        enough: Seconds below which the bound does not matter either: anything below them may be found then.
+        enough: Seconds from which on it does not matter much.
+        least: Seconds below which it does not matter either.
     """
     walks, others = FloorWalks(family, below), family.num_microbatches - 1
     # A pipeline takes at least G times the steady time of any of its stages.
@@ -36,7 +39,7 @@ def floor_bound(family: FloorFamily, below: float, deadline: float = np.inf, eno
         return below
     fastest_C = walks.fastest(walk)
 
-    def least(begin: int, sums_C: FloatArray) -> float:
+    def least_of(begin: int, sums_C: FloatArray) -> float:
         """What pipelines with some sums take at least that are no faster than a pace."""
         there_C = sums_C < np.inf
         seconds_C = others * np.maximum(fastest_C[there_C], paces_K[begin]) + sums_C[there_C]
@@ -44,18 +47,19 @@ def floor_bound(family: FloorFamily, below: float, deadline: float = np.inf, eno
 
     # Bound, first and last pace, and sums at the last.
     first, last = int(np.searchsorted(paces_K, fastest_C.min(initial=np.inf))), len(paces_K) - 1
-    heap = [(least(first, walk.least_C), first, last, walk.least_C.tolist())] if first <= last else []
-    known = least(last, walk.least_C)
+    heap = [(least_of(first, walk.least_C), first, last, walk.least_C.tolist())] if first <= last else []
+    known = least_of(last, walk.least_C)
     while heap:
         bound, begin, end, sums = heapq.heappop(heap)
-        if bound >= min(known, below) * (1 - PRECISION) or known < enough or perf_counter() > deadline:
+        is_found = bound >= min(known, below, enough) * (1 - PRECISION)
+        if is_found or known < least or perf_counter() > deadline:
             return min(bound, below)
         # Between the paces, not between their numbers.
         middle = int(np.searchsorted(paces_K, (paces_K[begin] + paces_K[end]) / 2, "right")) - 1
         middle = min(max(middle, begin), end - 1)
         walk = walks.walk(float(paces_K[middle]))
-        heapq.heappush(heap, (least(middle + 1, np.array(sums)), middle + 1, end, sums))
+        heapq.heappush(heap, (least_of(middle + 1, np.array(sums)), middle + 1, end, sums))
         if walk is not None:
-            known = min(known, least(middle, walk.least_C))
-            heapq.heappush(heap, (least(begin, walk.least_C), begin, middle, walk.least_C.tolist()))
+            known = min(known, least_of(middle, walk.least_C))
+            heapq.heappush(heap, (least_of(begin, walk.least_C), begin, middle, walk.least_C.tolist()))
     return below

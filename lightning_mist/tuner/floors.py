@@ -27,7 +27,7 @@ Array axes
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -39,6 +39,9 @@ from lightning_mist.tuner.placed_runs import Again, Copies, PlacedRuns
 
 _TOLD_APART = 3
 """Leading binary digits of numbers of microbatches that are told apart."""
+
+_ROUGHLY = 2
+"""The same where little has to be told apart."""
 
 _AT_ONCE = 1 << 16
 """Runs, of all situations, that are looked at together."""
@@ -56,9 +59,13 @@ def _between(shares: Sequence[float], known: Sequence[float]) -> FloatArray:
     return np.array([((1 - a) * (1 - b), a * b, (1 - a) * b, a * (1 - b)) for a, b in every])
 
 
-_ALL_PAIRS = slice(1, 2), slice(2, None)
+_PAIRS = slice(1), slice(1, 2), slice(2, None)
 _BETWEEN = _between((0, 0.5, 1), (0, 1)), _between((0, 0.25, 0.5, 0.75, 1), (0, 0.5, 1))
 """Where bytes are freed by computing as well as by copies, no pair says much of both."""
+
+
+_BEST_AFTER = 0, 2
+"""After which of them the most promising runs are looked at to the end, which rules out most others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +109,15 @@ class Situation:
         others = min(behind, max(0, num_microbatches - 2))
         return cls(place=place, others=_told_apart(others), has_gradients=num_microbatches > 1)
 
+    @property
+    def roughly(self) -> "Situation":
+        """One that finds no more, of which there are fewer."""
+        return replace(self, others=_told_apart(self.others, _ROUGHLY))
 
-def _told_apart(others: int) -> int:
+
+def _told_apart(others: int, digits: int = _TOLD_APART) -> int:
     """A number that is not more, of which there are few; what takes at least so long with fewer does with more."""
-    step = 1 << max(0, others.bit_length() - _TOLD_APART)
+    step = 1 << max(0, others.bit_length() - digits)
     return others // step * step
 
 
@@ -173,16 +185,19 @@ class _Asked:
         """
         in_M, at_M = np.nonzero(lacks_HR)
         lacking = self._useful(_Lacking(in_M=in_M, at_M=at_M, found_M=self.placed.steady_R[at_M]))
-        lacking = self._useful(self._told(lacking, copies, slice(1)))
-        if not len(lacking):
-            return
-        best_M = _least_of_each(self._cells(lacking), lacking.found_M)
-        every = _ALL_PAIRS if copies.again is None else (*_ALL_PAIRS, *_BETWEEN)
-        for some_M in (best_M, ~best_M):
-            some = lacking.take(some_M)
-            for pairs in every:
-                some = self._useful(self._told(some, copies, pairs))
-            self._learn(some)
+        every: tuple[Pairs, ...] = _PAIRS if copies.again is None else (*_PAIRS, *_BETWEEN)
+        for index, pairs in enumerate(every):
+            lacking = self._useful(self._told(lacking, copies, pairs))
+            if not len(lacking):
+                return
+            if index in _BEST_AFTER:
+                best_M = _least_of_each(self._cells(lacking), lacking.found_M)
+                best, lacking = lacking.take(best_M), lacking.take(~best_M)
+                for others in every[index + 1 :]:
+                    best = self._told(best, copies, others)
+                self._learn(best)
+                lacking = self._useful(lacking)
+        self._learn(lacking)
 
     def _cells(self, lacking: "_Lacking") -> IntArray:
         cells_M: IntArray = lacking.in_M * len(self.placed.layers_V) + self.placed.cell_R[lacking.at_M]

@@ -16,6 +16,7 @@ Array axes
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from lightning_mist.cost.channels import interference_of
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.exchange import shard_nodes, transfers
 from lightning_mist.cost.memory import BUCKET_BYTES
-from lightning_mist.cost.shards import unit_seconds
+from lightning_mist.cost.shards import UnitSeconds, unit_seconds
 from lightning_mist.cost.time import collective_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
 from lightning_mist.plan import ZeroStage
@@ -304,12 +305,16 @@ class _OfShape:
     def _machine(self) -> tuple[HardwareProfile, Cluster]:
         return self.model.profile, self.model.cluster
 
+    @cached_property
+    def _units(self) -> UnitSeconds:
+        return unit_seconds(self.model.profile, self.holdings.table, self.degree, self.nodes)
+
     def _exchanged(self, zero_stage: int) -> dict[str, FloatArray]:
         """Seconds of communicating among ranks with the same parameters."""
         unshard_L = scatter_L = np.zeros(self.space.num_layers + 1)
-        outer, table = 0.0, self.holdings.table
+        outer = 0.0
         if self.degree > 1 and zero_stage >= ZeroStage.GRADIENTS:
-            units = unit_seconds(self.model.profile, table, self.degree, self.nodes)
+            units = self._units
             scatter_L = _of_layers(units.reduce_FR.min(axis=0)) * self.corrected
             # Where all parameters are one unit they are unsharded once per batch.
             if zero_stage >= ZeroStage.PARAMETERS and not self.holdings.is_one_unit:
@@ -330,13 +335,11 @@ class _OfShape:
         if self.degree == 1 or zero_stage >= ZeroStage.GRADIENTS:
             return np.zeros((len(PLACES), len(self.layers_K)))
         operation, least = ("reduce", self.degree) if zero_stage >= ZeroStage.OPTIMIZER else ("all_reduce", 1)
-        found = []
-        for edge in _edges(table.trained_R):
-            bytes_L = single_L + edge
-            calls_L = np.maximum(least, np.ceil(bytes_L / BUCKET_BYTES))
-            args = self.model.profile, operation, self.degree, self.nodes
-            found.append(collective_seconds(*args, bytes_L, calls_L)[self.layers_K] * self.corrected)
-        return np.stack(found)
+        bytes_XL = np.array(_edges(table.trained_R))[:, None] + single_L
+        calls_XL = np.maximum(least, np.ceil(bytes_XL / BUCKET_BYTES))
+        args = self.model.profile, operation, self.degree, self.nodes
+        found_XL: FloatArray = collective_seconds(*args, bytes_XL, calls_XL) * self.corrected
+        return found_XL[:, self.layers_K]
 
     def _saved(self) -> dict[str, FloatArray]:
         """Bytes of what microbatches keep for backward, and of one moment of a backward."""

@@ -273,7 +273,7 @@ class UniformSearch:
         """The best plan, or a faster one with chunks."""
         least = below if best is None else min(below, self._seconds(best))
         near = [item for item in sorted(chunked, key=lambda item: item.seconds)[:TRIED] if item.seconds < least]
-        fitting = list(self._fitted(family, near))
+        fitting = list(self._fitted(family, near if np.isinf(least) else self._faster(near, least)))
         floors = least_seconds(self.model, [plan for _, plan in fitting])
         for (bound, plan), floor in zip(fitting, floors, strict=True):
             if bound >= least:
@@ -281,6 +281,12 @@ class UniformSearch:
             if floor < least and self._seconds(plan) < least:
                 best, least = plan, self._seconds(plan)
         return best
+
+    def _faster(self, settings: Sequence[Setting], least: float) -> list[Setting]:
+        """Those that take less than so many seconds; recomputing more to fit they take longer."""
+        plans = [self._plan(item) for item in settings]
+        found = zip(settings, plans, least_seconds(self.model, plans), strict=True)
+        return [item for item, plan, floor in found if floor < least and self._seconds(plan) < least]
 
     def _fitted(self, family: UniformFamily, settings: Sequence[Setting]) -> Iterator[tuple[float, Plan]]:
         """The bound of each setting that fits and its plan, with as many more recomputed layers as it needs to fit."""

@@ -50,15 +50,18 @@ def best_variant(
     best: Plan | None = None
     candidates = [candidate for plan in plans for candidate in _variants(plan, space)]
     floors = zip(least_seconds(model, candidates), candidates, strict=True)
-    near = sorted(((floor, item) for floor, item in floors if floor < below), key=lambda item: item[0])
-    may_fit = _may_fit(model, space, limits, [candidate for _, candidate in near])
+    tried = sorted(((floor, item) for floor, item in floors if floor < below), key=lambda item: item[0])
+    may_fit = _may_fit(model, space, limits, [candidate for _, candidate in tried])
     # What does not even fit on its last stage is found out fastest, what is slower all the same next.
-    wanted = (candidate for (_, candidate), may in zip(near, may_fit, strict=True) if may)
-    quick = [candidate for candidate in wanted if seconds_with(model, candidate) < below]
-    fitting = [found for found in _fitted(model, space, limits, host_limits, quick) if found is not None]
-    for floor, found in zip(least_seconds(model, fitting), fitting, strict=True):
-        if floor < below and (seconds := seconds_with(model, found)) < below:
-            best, below = found, seconds
+    wanted = (candidate for (_, candidate), may in zip(tried, may_fit, strict=True) if may)
+    quick = sorted(((seconds_with(model, candidate), candidate) for candidate in wanted), key=lambda item: item[0])
+    # If the fastest fits as it is, nothing else has to: what recomputes more takes longer.
+    for some in (quick[:1], quick[1:]):
+        near = [candidate for seconds, candidate in some if seconds < below]
+        fitting = [found for found in _fitted(model, space, limits, host_limits, near) if found is not None]
+        for floor, found in zip(least_seconds(model, fitting), fitting, strict=True):
+            if floor < below and (seconds := seconds_with(model, found)) < below:
+                best, below = found, seconds
     return None if best is None else replace(best, predicted=predict_with(model, best))
 
 

@@ -105,6 +105,13 @@ def test_of_many_in_flight_fewer_numbers_are_told_apart_and_never_more_than_ther
         assert others >= 8 or found.others == others
 
 
+def test_what_is_found_roughly_is_no_more_and_there_are_fewer_of_them():
+    every = [Situation.in_1f1b("middle", behind, 1000) for behind in range(200)]
+    assert all(found.others * 2 / 3 < found.roughly.others + 1 <= found.others + 1 for found in every)
+    assert all(found.roughly == replace(found, others=found.roughly.others) for found in every)
+    assert len({found.roughly for found in every}) < 0.7 * len(set(every))
+
+
 def test_floors_up_to_a_pace_are_those_of_all_that_are_no_slower():
     found, _ = question(11)
     planner = Planner(found.network, found.machine, profile=found.rates)
