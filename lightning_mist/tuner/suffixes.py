@@ -90,6 +90,7 @@ class Suffixes:
         self.last = ends_of(family.tails[0], layers, devices, is_first=False)
         self.middle = [lines_of(slot, layers, devices) for slot in family.tails[1:]]
         self._anywhere = Anywhere.of(self.middle)
+        self._used: dict[int, tuple[IntArray, IntArray]] = {}
         pairs = [(item.part_K, item.devices_K) for item in (*self.heads.values(), self.last)]
         pairs += [(lines.part_C, lines.devices_C) for lines in self.middle]
         units = []
@@ -177,27 +178,23 @@ class Suffixes:
             lines, row = self.middle[stage - 1], int(states.row_J[place])
             column = 0 if lines.steady_CR.shape[1] == 1 else row
             flat = int(states.flat_J[place])
-            fits_C = lines.layers_C < row
-            source_C = np.where(fits_C, flat - self._offsets(lines), 0)
-            used_PC = self._used_PU[:, [flat % self._combinations]]
-            fits_C &= used_PC[lines.part_C, 0] >= lines.devices_C // self.unit_P[lines.part_C]
-            behind_C = np.where(fits_C, states.number[np.where(fits_C, source_C, 0)], len(states.row_J))
-            sum_C = self._summed(
-                lines.steady_CR[:, column], lines.reach_CR[:, column], walk.sums[stage - 1][behind_C], walk
-            )
+            steady_C, (units_C, offset_C) = lines.steady_CR[:, column], self._uses(stage - 1)
+            used_C = self._used_PU[:, flat % self._combinations][lines.part_C]
+            fits_C = (lines.layers_C < row) & (used_C >= units_C) & (steady_C <= walk.pace)
             # The pass has left out only lines from which no answer can come, and none leads from here to a state.
-            best = int(sum_C.argmin())
-            chosen.append(int(lines.index_CR[best, column]))
-            place = int(behind_C[best])
+            at_N = np.flatnonzero(fits_C)
+            behind_N = states.number[flat - offset_C[at_N]]
+            sum_N = steady_C[at_N] + walk.sums[stage - 1][behind_N]
+            if walk.cap is not None:
+                reach_N = lines.reach_CR[at_N, column] + walk.sums[stage - 1][behind_N]
+                sum_N = np.where(reach_N <= walk.cap, sum_N, np.inf)
+            best = int(sum_N.argmin())
+            chosen.append(int(lines.index_CR[at_N[best], column]))
+            place = int(behind_N[best])
         total_K = self._last_total(walk.pace, walk.cap)
         total_K = np.where(self.last_places(states) == place, total_K, np.inf)
         chosen.append(int(self.last.index_K[int(total_K.argmin())]))
         return tuple(chosen)
-
-    @staticmethod
-    def _summed(steady: FloatArray, reach: FloatArray, behind: FloatArray, walk: Walk) -> FloatArray:
-        sums: FloatArray = np.where(steady <= walk.pace, steady + behind, np.inf)
-        return sums if walk.cap is None else np.where(reach + behind <= walk.cap, sums, np.inf)
 
     def _margin(self, pace: float) -> float:
         return _MARGIN * (self.family.num_layers + pace * float(self._capacity_P.sum()))
@@ -225,6 +222,15 @@ class Suffixes:
         units_C = lines.devices_C // self.unit_P[lines.part_C]
         offset_C: IntArray = lines.layers_C * self._combinations + units_C * self._strides_P[lines.part_C]
         return offset_C
+
+    def _uses(self, place: int) -> tuple[IntArray, IntArray]:
+        """The units that the lines of a stage between others use up, and their offsets; kept."""
+        found = self._used.get(place)
+        if found is None:
+            lines = self.middle[place]
+            found = lines.devices_C // self.unit_P[lines.part_C], self._offsets(lines)
+            self._used[place] = found
+        return found
 
     def behind_head(self, head: Ends, states: _States) -> IntArray:
         """The state behind each choice of a first stage."""
