@@ -8,6 +8,7 @@ import pytest
 from lightning_mist.cost import StageCostModel, predict_with, step_seconds
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
+from lightning_mist.tuner import uniform
 from lightning_mist.tuner.families import Limits, UniformFamily
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.space import SearchSpace, Shape, apply, divisors
@@ -206,6 +207,17 @@ def test_even_chunks_of_a_search(limits):
     assert best in every
     assert best.predicted.step_seconds <= min(plan.predicted.step_seconds for plan in every) * (1 + 1e-12)
     assert even_chunks(stages(space), below=best.predicted.step_seconds) is None
+
+
+def test_the_memory_of_chunks_that_take_too_long_is_not_added_up(monkeypatch):
+    best = even_chunks(stages(SearchSpace(zero_stages=(0,))), below=np.inf)
+    asked, real = [], uniform.plans_peaks
+    monkeypatch.setattr(uniform, "plans_peaks", lambda model, items: asked.extend(items) or real(model, items))
+    assert even_chunks(stages(SearchSpace(zero_stages=(0,))), below=best.predicted.step_seconds * (1 + 1e-9)) == best
+    assert len(asked) == 1
+    asked.clear()
+    assert even_chunks(stages(SearchSpace(zero_stages=(0,))), below=best.predicted.step_seconds) is None
+    assert asked == []
 
 
 def _allowed(plan, space):

@@ -176,3 +176,16 @@ def test_what_is_slower_in_any_case_is_not_run(monkeypatch):
     assert asked == []
     assert best_variant(model, space, plenty, plenty, [plan]) is not None
     assert asked
+
+
+def test_where_the_fastest_fits_as_it_is_no_other_has_to(monkeypatch):
+    plan, model = found(("1f1b",), num_microbatches=(4,)).plan, StageCostModel(NETWORK, FAST, cluster(2))
+    space = apply(SearchSpace(schedules=("interleaved-1f1b",)), NETWORK, 2, 4)
+    assert len(list(_variants(plan, space))) > 1
+    asked, real = [], variants.plans_peaks
+    monkeypatch.setattr(variants, "plans_peaks", lambda model, items: asked.extend(items) or real(model, items))
+    chosen = best_variant(model, space, plenty, plenty, [plan])
+    assert [item for item, _ in asked] == [dataclasses.replace(chosen, predicted=None)]
+    assert chosen.predicted.step_seconds == min(
+        predict_with(model, item).step_seconds for item in _variants(plan, space)
+    )
