@@ -16,6 +16,7 @@ stage itself by ``d' - d``, those of stages behind it by ``x``, those before it 
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -25,12 +26,15 @@ from lightning_mist.cost.phases import stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.families import KnownGrids
+from lightning_mist.tuner.floor_family import StageFloors
 from lightning_mist.tuner.known_runs import AllRuns
-from lightning_mist.tuner.moved import Mover
+from lightning_mist.tuner.moved import Mover, Narrow
 from lightning_mist.tuner.moved_known import Knowledge
 from lightning_mist.tuner.moved_ratios import Ratios
+from lightning_mist.tuner.narrowing import Narrowing
 from lightning_mist.tuner.pieces import PieceKey, Pieces, piece_key
-from lightning_mist.tuner.space import Shape, Space, common_unit
+from lightning_mist.tuner.places import FrontierKey, Place, TableKey, slot_of
+from lightning_mist.tuner.space import Shape, Space
 from lightning_mist.tuner.stage_points import Situations, Stage, covers, either, stages_ahead, widened
 from lightning_mist.tuner.tables import ROOM, Table, Wanted, make_tables, within
 from lightning_mist.tuner.unmoved import Unmoved, unmoved
@@ -38,18 +42,8 @@ from lightning_mist.tuner.windows import Role, Windows, fixed_window, layer_clas
 
 __all__ = ["ANYWHERE", "EVERY_PART", "IntraStage", "SlotChoices", "layer_classes", "with_peaks_as_seconds"]
 
-TableKey = tuple[Role, int, int, Hashable]
-"""Role, number of microbatches, stage where its layers are settled (else -1), and where the pipeline passes from one
-part of the cluster to another."""
-
 AHEAD = 1.05
 """Multiple of a pace up to which candidates are looked at: what may be near the best is asked for next."""
-
-_FrontierKey = tuple[TableKey, int, int]
-"""What tells frontiers apart: the table, the stages behind as far as they count, a number for the situations."""
-
-_Place = tuple[int, int, tuple[int, ...]]
-"""A stage, the number of stages, and the parts of the cluster in which these lie, if it has unlike ones."""
 
 Wish = tuple[int, int, tuple[int, ...], BoolArray | None]
 """The same, and of which numbers of devices and layers choices are of interest; of all if ``None``."""
@@ -103,9 +97,9 @@ class IntraStage:
         self.runs = AllRuns() if runs is None else runs
         self._windows: dict[Role, Windows] = {}
         # Frontiers and the pace up to which they hold, by how many stages and which situations they are for.
-        self._frontiers: dict[_FrontierKey, tuple[float, BoolArray | None, SlotChoices]] = {}
+        self._frontiers: dict[FrontierKey, tuple[float, BoolArray | None, SlotChoices]] = {}
         # What tells the frontiers of a place from others, with its situations; numbers of these.
-        self._keys: dict[tuple[_Place, int], tuple[_FrontierKey, Situations]] = {}
+        self._keys: dict[tuple[Place, int], tuple[FrontierKey, Situations]] = {}
         self._numbers: dict[Situations, int] = {}
         self._mover = Mover(
             model=model,
@@ -175,7 +169,7 @@ class IntraStage:
             num_microbatches: Number of microbatches.
             slowest: The most steady seconds.
         """
-        place: _Place = (0, 1, ())
+        place: Place = (0, 1, ())
         (key, _, _), phases = self._frontier_key(place, num_microbatches)
         stage, weight = Stage(phases=phases), num_microbatches - 1
         self._make_tables({key: [(place, stage)]}, num_microbatches, slowest)
@@ -203,7 +197,7 @@ class IntraStage:
         return [self._inside(item[:3], choices, slowest, item[3]) for item, choices in zip(asked, found, strict=True)]
 
     def _inside(
-        self, place: _Place, found: SlotChoices, slowest: float, among_NL: BoolArray | None = None
+        self, place: Place, found: SlotChoices, slowest: float, among_NL: BoolArray | None = None
     ) -> SlotChoices:
         """Those of some choices that a slot may be where it lies, and that are of interest."""
         most = self.space.world_size if self._elsewhere else self.space.world_size - place[1] + 1
@@ -219,6 +213,7 @@ class IntraStage:
         slowest: float = np.inf,
         *,
         with_ahead: bool = False,
+        narrowing: Narrowing | None = None,
     ) -> None:
         """Work out what frontiers of several slots need at once.
 
@@ -227,26 +222,38 @@ class IntraStage:
             num_microbatches: Number of microbatches.
             slowest: The most steady seconds.
             with_ahead: Whether to count bytes also of stages that may be asked about next.
+            narrowing: What the slots can be; is narrowed when more is known of them.
         """
-        wanted: dict[TableKey, dict[_FrontierKey, tuple[_Place, Stage]]] = {}
+        wanted: dict[TableKey, dict[FrontierKey, tuple[Place, Stage]]] = {}
         for item in asked:
             key, phases = self._frontier_key(item[:3], num_microbatches)
+            if narrowing is not None:
+                narrowing.keys[item[:2]] = key
             pace, known_NL, _ = self._frontiers.get(key, (-np.inf, None, None))
             if pace * ROOM < slowest or not covers(known_NL, item[3]):
                 some = wanted.setdefault(key[0], {})
                 among_NL = either(item[3], some[key][1].among_NL) if key in some else item[3]
                 some[key] = item[:3], Stage(phases=phases, behind=key[1], among_NL=among_NL)
         self._make_tables({key: list(some.values()) for key, some in wanted.items()}, num_microbatches, slowest)
-        open_ = []
+        open_, narrow = [], None
+        if narrowing is not None:
+            keys, others = [tuple(some) for some in wanted.values()], self._frontiers
+            narrow = partial(narrowing.leave_out, keys, lambda key: StageFloors.of(others[key][2]))
         for table_key, some in wanted.items():
             items, table = some.values(), self._tables[table_key]
             ahead = [stage for item in items if with_ahead for stage in self._ahead(*item, num_microbatches)]
             open_.append(unmoved(self._mover, table, [stage for _, stage in items], slowest, ahead=ahead))
-        for some, found in zip(wanted.values(), self._with_moved(open_), strict=True):
+        for some, found in zip(wanted.values(), self._with_moved(open_, narrow), strict=True):
             for (key, (_, stage)), choices in zip(some.items(), found, strict=True):
                 self._frontiers[key] = slowest, stage.among_NL, choices
+        if narrowing is not None and narrowing.is_narrowed:
+            # Of what was left out not all is known.
+            for key, left_NL in narrowing.left(key for some in wanted.values() for key in some).items():
+                _, among_NL, choices = self._frontiers[key]
+                both_NL = left_NL if among_NL is None else among_NL & left_NL
+                self._frontiers[key] = min(slowest, narrowing.found.slowest), both_NL, choices
 
-    def _frontier_key(self, place: _Place, num_microbatches: int) -> tuple[_FrontierKey, Situations]:
+    def _frontier_key(self, place: Place, num_microbatches: int) -> tuple[FrontierKey, Situations]:
         """What tells the frontiers of a slot from others, and its situations."""
         found = self._keys.get((place, num_microbatches))
         if found is None:
@@ -259,19 +266,19 @@ class IntraStage:
             self._keys[place, num_microbatches] = found
         return found
 
-    def _ahead(self, place: _Place, stage: Stage, num_microbatches: int) -> list[Stage]:
+    def _ahead(self, place: Place, stage: Stage, num_microbatches: int) -> list[Stage]:
         """Stages that will be asked about next, of which nothing is known."""
         (key, _, _), _ = self._frontier_key(place, num_microbatches)
         if key[2] >= 0 or self._mover.has_looked(self._tables[key], stage.phases):
             return []
         return stages_ahead(*place[:2], num_microbatches, self.space, stage.among_NL)
 
-    def _with_moved(self, items: Sequence[Unmoved]) -> list[list[SlotChoices]]:
+    def _with_moved(self, items: Sequence[Unmoved], narrow: Narrow | None = None) -> list[list[SlotChoices]]:
         """The frontiers of the stages of every table, with what they may move."""
         asked = [item.asked for item in items if item.asked is not None]
         if not asked:
             return [item.alone() for item in items]
-        moved, evaluated = self._mover.of(asked)
+        moved, evaluated = self._mover.of(asked, narrow)
         self.evaluated += evaluated
         return [item.frontiers(more) for item, more in zip(items, moved, strict=True)]
 
@@ -324,22 +331,8 @@ class IntraStage:
         pipeline: tuple[int, ...] = (),
     ) -> StageSlot:
         """A slot with an arrangement of devices."""
-        spaces = (self.space, *self._elsewhere)
-        replicas = common_unit(space.least_replicas(num_microbatches) for space in spaces)
-        replicas = shape.data if num_stages == 1 else replicas
-        return StageSlot(
-            stage_index=stage_index,
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            data_parallel_degree=shape.data,
-            rows=self.space.rows(num_microbatches, shape.data),
-            batch_rows=self.space.batch_rows,
-            replicas=replicas,
-            schedule=self.space.schedule,
-            tensor_parallel_degree=shape.tensor,
-            sequence_parallel=shape.sequence,
-            parts=pipeline,
-        )
+        place = stage_index, num_stages, pipeline
+        return slot_of((self.space, *self._elsewhere), place, num_microbatches, shape)
 
     def _key(self, stage_index: int, num_stages: int, num_microbatches: int, pipeline: tuple[int, ...]) -> TableKey:
         slot = self.slot(stage_index, num_stages, num_microbatches, Shape(1), pipeline)
@@ -348,7 +341,7 @@ class IntraStage:
         return role_of(stage_index, num_stages), num_microbatches, settled, slot.seams
 
     def _make_tables(
-        self, asked: Mapping[TableKey, Sequence[tuple[_Place, Stage]]], num_microbatches: int, pace: float
+        self, asked: Mapping[TableKey, Sequence[tuple[Place, Stage]]], num_microbatches: int, pace: float
     ) -> None:
         """The tables of some stages, with all that these may be, as far as they do not exist."""
         missing: dict[TableKey, Wanted] = {}

@@ -217,6 +217,8 @@ def floors_of(
         index_J: The candidates.
         place_J: Their places among what is known.
     """
+    if not len(index_J):
+        return np.empty(0), np.empty(0)
     if known.floors is None:
         raise ValueError("known.floors = None: nothing was learned about candidates that are asked about")
     row_J, combination_J = np.divmod(place_J, len(ratios))

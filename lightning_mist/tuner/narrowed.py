@@ -54,15 +54,16 @@ class Narrowed:
         return cls(counts=(), slowest=0.0, heads_CNL=none, tails_BNL=none)
 
     def of(self, stage_index: int, num_stages: int) -> BoolArray:
-        """What one stage can be.
+        """What one stage can be; nothing if no pipeline that has it is fast enough.
 
         Args:
             stage_index: Index of the stage.
-            num_stages: Number of stages, one of :attr:`counts` if it is the first.
+            num_stages: Number of stages.
         """
-        behind = num_stages - 1 - stage_index
-        found_NL: BoolArray = self.tails_BNL[behind] if stage_index else self.heads_CNL[self.counts.index(num_stages)]
-        return found_NL
+        behind, none_NL = num_stages - 1 - stage_index, np.zeros(self.tails_BNL.shape[1:], dtype=bool)
+        if stage_index:
+            return self.tails_BNL[behind] if behind < len(self.tails_BNL) else none_NL
+        return self.heads_CNL[self.counts.index(num_stages)] if num_stages in self.counts else none_NL
 
 
 def narrowed(family: FloorFamily, below: float) -> Narrowed:

@@ -32,13 +32,14 @@ from lightning_mist.tuner.grid_ends import KnownEnds
 from lightning_mist.tuner.holding import too_large
 from lightning_mist.tuner.hosts import with_offload
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late
-from lightning_mist.tuner.intra_stage import IntraStage, TableKey
+from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.known_runs import AllRuns
 from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_stages
 from lightning_mist.tuner.mixed_search import search_mixed
 from lightning_mist.tuner.moved_known import Knowledge
 from lightning_mist.tuner.past import Past, Pasts
 from lightning_mist.tuner.pieces import Pieces
+from lightning_mist.tuner.places import TableKey
 from lightning_mist.tuner.result import Status, TuneResult, TuneStats
 from lightning_mist.tuner.search import Outcome, search_pipelines
 from lightning_mist.tuner.space import SearchSpace, Space
