@@ -57,7 +57,7 @@ class StageFloors:
             layers_V=choices.layers_K,
             devices_V=choices.devices_K,
             steady_V=choices.steady_K,
-            reach_V=choices.steady_K + choices.boundary_K,
+            reach_V=choices.steady_K + np.maximum(choices.boundary_K, 0.0),
         )
 
     def __len__(self) -> int:

@@ -111,13 +111,15 @@ class Unsettled:
         Args:
             stages: How many share the table.
         """
-        every = [np.concatenate(pair) for pair in zip(self.fitting, self._points(), strict=True)]
-        stage, devices, layers = cells_of(self.known.table, every[0])
+        group, steady, whole = (np.concatenate(pair) for pair in zip(self.fitting, self._points(), strict=True))
+        stage, devices, layers = cells_of(self.known.table, group)
+        # Nothing that comes once per batch takes time away.
+        reach = np.maximum(whole, steady)
         found = []
         for number in range(stages):
             at = np.flatnonzero(stage == number)
-            values = {"steady_V": every[1][at], "reach_V": every[2][at]}
-            found.append(StageFloors(layers_V=layers[at], devices_V=devices[at], **values))
+            places = {"layers_V": layers[at], "devices_V": devices[at]}
+            found.append(StageFloors(**places, steady_V=steady[at], reach_V=reach[at]))
         return found
 
     def leave_out(self, among_SNL: BoolArray, slowest: float) -> None:
