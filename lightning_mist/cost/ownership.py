@@ -24,8 +24,8 @@ from lightning_mist.plan.sharding import assign_owners
 ALIGNMENT_BYTES = 16
 """Multiples at which parameters begin in the flat storages of ZeRO-3, as the runtime lays them out."""
 
-MOST = 2048
-"""Stages whose owners are kept: some megabytes."""
+MOST = 1024
+"""Stages whose owners are kept: 16 bytes per parameter each, so some megabytes for networks of hundreds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def owners_of(sizes_P: FloatArray, ranks: int, loads: tuple[int, ...] = ()) -> I
         loads: What each rank owns already; nothing if empty.
 
     Returns:
-        The rank index of each parameter, not to be written to.
+        The rank index of each parameter; it cannot be written to.
     """
     if ranks == 1 or not len(sizes_P):
         return np.zeros(len(sizes_P), dtype=np.int64)
@@ -95,7 +95,9 @@ def owners_of(sizes_P: FloatArray, ranks: int, loads: tuple[int, ...] = ()) -> I
 
 @lru_cache(maxsize=MOST)
 def _owners_of(sizes: bytes, ranks: int, loads: tuple[int, ...]) -> IntArray:
-    return np.array(assign_owners(np.frombuffer(sizes, dtype=np.int64).tolist(), ranks, loads), dtype=np.int64)
+    owner_P = np.array(assign_owners(np.frombuffer(sizes, dtype=np.int64).tolist(), ranks, loads), dtype=np.int64)
+    owner_P.setflags(write=False)  # Everybody gets the same.
+    return owner_P
 
 
 class Owners:

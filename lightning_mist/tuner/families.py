@@ -207,12 +207,13 @@ class KnownGrids:
         costs: What all settings of a grid cost.
         peaks: Peak bytes of the first stage under every setting.
         floors: Seconds that its devices are busy at least, or those of the last stage.
-        least: Seconds that plans of a grid take at least with so many recomputed layers of every stage.
+        least: Seconds that plans of a grid take at least with so many recomputed layers of every stage, in at most so
+            many chunks.
         ends: What stages at the ends of grids hold and take, which does not depend on the batch either.
     """
 
     costs: dict[Hashable, GridCosts] = field(default_factory=dict)
     peaks: dict[Hashable, FloatArray] = field(default_factory=dict)
     floors: dict[Hashable, FloatArray] = field(default_factory=dict)
-    least: dict[tuple[Grid, int], float] = field(default_factory=dict)
+    least: dict[tuple[Grid, int, int], float] = field(default_factory=dict)
     ends: KnownEnds = field(default_factory=KnownEnds)

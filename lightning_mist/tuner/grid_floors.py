@@ -27,7 +27,7 @@ class GridFloors:
         kept: Where floors are kept; by default for this object alone.
     """
 
-    def __init__(self, model: CostModel, space: Space, kept: dict[tuple[Grid, int], float] | None = None) -> None:
+    def __init__(self, model: CostModel, space: Space, kept: dict[tuple[Grid, int, int], float] | None = None) -> None:
         self.model, self.space, self._kept = model, space, {} if kept is None else kept
         self._sums: dict[Hashable, FloatArray] = {}
 
@@ -38,7 +38,8 @@ class GridFloors:
             grid: The grid.
             checkpointed: How many layers every stage recomputes at least.
         """
-        key = grid, checkpointed
+        # Others may look at other numbers of chunks.
+        key = grid, checkpointed, max(self.space.search.chunks)
         if key not in self._kept:
             self._kept[key] = self._find(grid, checkpointed)
         return self._kept[key]

@@ -233,8 +233,9 @@ def test_a_module_without_blocks():
 def test_what_is_held_is_shared_by_networks_with_the_same_parameters_only():
     network = spec(3, parameter_bytes=40_000)
     one = MemoryModel(network)
-    layers = tuple(dataclasses.replace(item) for item in network.layers)
+    layers = tuple(dataclasses.replace(item, saved_bytes=item.saved_bytes * 2) for item in network.layers)
     alike = MemoryModel(dataclasses.replace(network, layers=layers), one)
+    assert (alike.costs(2).saved_R[1:-1] == 2 * one.costs(2).saved_R[1:-1]).all()
     assert alike.holdings is one.holdings
     assert alike.states is one.states
     assert alike.parted(0.5) is one.parted(0.5)

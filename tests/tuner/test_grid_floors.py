@@ -33,6 +33,14 @@ def test_every_plan_takes_as_long_as_its_layers():
     assert max(near) > 0.9
 
 
+def test_floors_of_few_chunks_are_not_those_of_many():
+    few, many = (replace(SPACE, search=replace(SPACE.search, chunks=chunks)) for chunks in ((2,), (2, 4)))
+    kept, grid = {}, Grid(num_stages=2, num_microbatches=2, shape=Shape(1, 1, False))
+    alone = [GridFloors(MODEL, space).of(grid) for space in (few, many)]
+    assert [GridFloors(MODEL, space, kept).of(grid) for space in (few, many)] == alone
+    assert alone[1] < alone[0]
+
+
 @pytest.mark.parametrize("order", [(0, 0, 1, 1), (1, 1, 0, 0)])
 def test_on_unlike_devices_a_stage_takes_as_long_as_where_it_lies(order):
     slow = profile(flops_per_second=1e9)
