@@ -99,7 +99,8 @@ class FamilyFloors:
             num_microbatches: Number of microbatches.
             below: Seconds from which on it does not matter; finite.
             deadline: Value of ``perf_counter()`` at which to stop with what has been found.
-            enough: Seconds, at most ``below``, that need not be exceeded by much.
+            enough: Seconds, at most ``below``, that need not be exceeded by much; where a bound that is cheap to find
+                is clearly below them, and families are large, nothing better is looked for.
         """
         key = self.kinds, counts, num_microbatches
         known = self._found.get(key)

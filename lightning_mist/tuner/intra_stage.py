@@ -46,7 +46,7 @@ AHEAD = 1.05
 """Multiple of a pace up to which candidates are looked at: what may be near the best is asked for next."""
 
 Wish = tuple[int, int, tuple[int, ...], BoolArray | None]
-"""The same, and of which numbers of devices and layers choices are of interest; of all if ``None``."""
+"""A :data:`Place`, and of which numbers of devices and layers choices are of interest; of all if ``None``."""
 
 
 class IntraStage:
@@ -224,16 +224,19 @@ class IntraStage:
             with_ahead: Whether to count bytes also of stages that may be asked about next.
             narrowing: What the slots can be; is narrowed when more is known of them.
         """
-        wanted: dict[TableKey, dict[FrontierKey, tuple[Place, Stage]]] = {}
+        every: dict[FrontierKey, tuple[Place, Stage]] = {}
         for item in asked:
             key, phases = self._frontier_key(item[:3], num_microbatches)
             if narrowing is not None:
                 narrowing.keys[item[:2]] = key
+            # What is kept has to be enough for all places that share it.
+            among_NL = either(item[3], every[key][1].among_NL) if key in every else item[3]
+            every[key] = item[:3], Stage(phases=phases, behind=key[1], among_NL=among_NL)
+        wanted: dict[TableKey, dict[FrontierKey, tuple[Place, Stage]]] = {}
+        for key, found in every.items():
             pace, known_NL, _ = self._frontiers.get(key, (-np.inf, None, None))
-            if pace * ROOM < slowest or not covers(known_NL, item[3]):
-                some = wanted.setdefault(key[0], {})
-                among_NL = either(item[3], some[key][1].among_NL) if key in some else item[3]
-                some[key] = item[:3], Stage(phases=phases, behind=key[1], among_NL=among_NL)
+            if pace * ROOM < slowest or not covers(known_NL, found[1].among_NL):
+                wanted.setdefault(key[0], {})[key] = found
         self._make_tables({key: list(some.values()) for key, some in wanted.items()}, num_microbatches, slowest)
         open_, narrow = [], None
         if narrowing is not None:
@@ -243,15 +246,16 @@ class IntraStage:
             items, table = some.values(), self._tables[table_key]
             ahead = [stage for item in items if with_ahead for stage in self._ahead(*item, num_microbatches)]
             open_.append(unmoved(self._mover, table, [stage for _, stage in items], slowest, ahead=ahead))
-        for some, found in zip(wanted.values(), self._with_moved(open_, narrow), strict=True):
-            for (key, (_, stage)), choices in zip(some.items(), found, strict=True):
+        for some, frontiers in zip(wanted.values(), self._with_moved(open_, narrow), strict=True):
+            for (key, (_, stage)), choices in zip(some.items(), frontiers, strict=True):
                 self._frontiers[key] = slowest, stage.among_NL, choices
         if narrowing is not None and narrowing.is_narrowed:
             # Of what was left out not all is known.
             for key, left_NL in narrowing.left(key for some in wanted.values() for key in some).items():
                 _, among_NL, choices = self._frontiers[key]
-                both_NL = left_NL if among_NL is None else among_NL & left_NL
-                self._frontiers[key] = min(slowest, narrowing.found.slowest), both_NL, choices
+                both_NL, pace = left_NL if among_NL is None else among_NL & left_NL, narrowing.found.slowest
+                kept_K = both_NL[choices.devices_K, choices.layers_K] & (choices.steady_K <= pace)
+                self._frontiers[key] = min(slowest, pace), both_NL, choices.take(kept_K)
 
     def _frontier_key(self, place: Place, num_microbatches: int) -> tuple[FrontierKey, Situations]:
         """What tells the frontiers of a slot from others, and its situations."""

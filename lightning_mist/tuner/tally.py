@@ -38,7 +38,6 @@ class Tally:
         patience: When to stop without a plan.
         bounds: The same by what has been proven.
         floors: Bounds of families that know the memory.
-        roomy: The same with more memory and all that may be moved, which hold for other limits too.
         proven: Step seconds that no plan of a pipeline goes below, by bounds of all that may be moved.
         is_warm: Whether candidates had been evaluated before.
         best: The best answer of every number of stages.

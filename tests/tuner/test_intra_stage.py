@@ -8,6 +8,7 @@ from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.intra_stage import ANYWHERE, IntraStage, layer_classes, with_peaks_as_seconds
 from lightning_mist.tuner.space import Shape, apply
 from tests.specs import cluster, profile, spec, with_splits
+from tests.tuner.searches import stages_of
 
 
 def intra(network, *, limit=1e12, devices=4, rows=4, **search):
@@ -146,3 +147,21 @@ def test_zero_stages_are_those_asked_for():
 def test_peaks_can_take_the_place_of_seconds():
     choices = intra(ALIKE).frontier(0, 2, 4)
     np.testing.assert_array_equal(with_peaks_as_seconds(choices).steady_K, choices.peak_K)
+
+
+def test_what_places_share_is_kept_for_all_of_them():
+    one, two = np.zeros((2, 5, 7), dtype=bool)
+    one[1, :], two[2, :] = True, True
+
+    def maker():
+        return stages_of(memory=10**12)
+
+    places = [(0, 2, (), one), (0, 2, (), two)]
+    alone = [maker().frontiers([place], 4)[0] for place in places]
+    assert all(len(found) for found in alone)
+    for first in places:
+        stages = maker()
+        stages.frontiers([first], 4)
+        for found, wanted in zip(stages.frontiers(places, 4), alone, strict=True):
+            assert np.array_equal(found.steady_K, wanted.steady_K)
+            assert np.array_equal(found.devices_K, wanted.devices_K)
