@@ -42,11 +42,10 @@ def look_beside(tally: Tally, winner: int, groups: list[Group], precedents: Mapp
     """
     # They are there to compare with, so all or nothing will do; that proves nothing of all.
     tally.intra.try_ratios(tally.space.offload_ratios[-1:], tally.deadline)
-    # That is done with one number of microbatches, of the best pipeline; without one, that of which most can be hoped.
     most = tally.least * NEAR
     near = [group for group in groups if group[0] != (1,) and tally.known_floor(*group) < most]
     if near:
-        # Where a good pipeline was found there are others like it.
+        # Like the best pipeline there are others that are good; without one, where most can be hoped for.
         _look_near(tally, *min(near, key=lambda item: (tally.least_in(*item), tally.known_floor(*item), item)), most)
     most = tally.least * COMPARED
     for num_stages in compared(tally.space, winner):
