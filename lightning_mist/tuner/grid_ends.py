@@ -96,6 +96,7 @@ def _key(slot: StageSlot, candidates: StageCandidates) -> Hashable:
     moved = () if offload is None else tuple(getattr(offload, name).tobytes() for name in offload.__slots__)
     return (
         (slot.rows, slot.data_parallel_degree, slot.tensor_parallel_degree, slot.sequence_parallel),
+        (slot.context_parallel_degree, slot.replicas, slot.parts, slot.placement),
         (slot.num_stages > 1, slot.num_microbatches > 1, slot.world_size, slot.schedule),
         (candidates.start_K.tobytes(), candidates.end_K.tobytes()),
         (candidates.checkpointed_K.tobytes(), candidates.zero_stage_K.tobytes(), *moved),

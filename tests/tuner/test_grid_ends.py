@@ -81,3 +81,13 @@ def test_nothing_is_worked_out_twice(monkeypatch):
     assert len(asked) == 1
     known.peaks(MODEL, slot(1), settings(1))
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    "other", [{"context_parallel_degree": 2}, {"replicas": 1}, {"parts": (0, 1)}, {"data_parallel_degree": 2}]
+)
+def test_stages_of_other_devices_are_kept_apart(other):
+    place, candidates = slot(0), settings(0)
+    key = grid_ends._key(place, candidates)
+    assert key == grid_ends._key(dataclasses.replace(place, num_microbatches=8, batch_rows=8), candidates)
+    assert key != grid_ends._key(dataclasses.replace(place, **other), candidates)
