@@ -207,6 +207,7 @@ def _parts(plan: Plan) -> tuple[int, ...]:
 
 def _check_exclusions(plan: Plan, parts: tuple[int, ...], module_map: ModuleMap) -> None:
     checkpointed = [stage.checkpointing.layers for stage in plan.stages]
+    zero = [int(stage.zero_stage) for stage in plan.stages]
     asked: tuple[tuple[Feature, bool, str, str], ...] = (
         ("pipeline", plan.num_stages > 1, f"{plan.num_stages} stages", "use one stage"),
         (
@@ -220,6 +221,18 @@ def _check_exclusions(plan: Plan, parts: tuple[int, ...], module_map: ModuleMap)
             any(checkpointed),
             f"checkpointed_layers of {', '.join(map(str, checkpointed))}",
             "use checkpointed_layers = 0 on every stage",
+        ),
+        (
+            "sharded_gradients",
+            any(zero),
+            f"zero_stage of {', '.join(map(str, zero))}",
+            "use zero_stage = 0 on every stage",
+        ),
+        (
+            "sharded_parameters",
+            max(zero) > 2,
+            f"zero_stage of {', '.join(map(str, zero))}",
+            "use zero_stage = 2 or less on every stage",
         ),
     )
     for feature, used, text, way_out in asked:

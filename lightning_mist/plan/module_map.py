@@ -13,9 +13,20 @@ from typing import Literal
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.tensor_split import TensorSplit
 
-Feature = Literal["pipeline", "microbatches", "checkpointing", "tensor", "sequence", "shards"]
+Feature = Literal[
+    "pipeline",
+    "microbatches",
+    "checkpointing",
+    "tensor",
+    "sequence",
+    "sharded_gradients",
+    "sharded_parameters",
+    "shards",
+]
 """What an exclusion rules out: cutting into stages, cutting a batch, recomputing blocks, tensor parallelism, sequence
-parallelism, having parameters only while their layer computes."""
+parallelism, leaving gradients or optimizer state to one rank each (every ZeRO stage from 1 on), leaving parameters to
+one rank each (ZeRO-3), having parameters only while their layer computes (ZeRO-3 then treats the module as one unit).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +155,13 @@ class ModuleMap:
     def excludes(self, feature: Feature) -> tuple[str, ...]:
         """The reasons for which a feature is ruled out; empty if it is allowed."""
         return tuple(item.reason for item in self.exclusions if item.feature == feature)
+
+    @property
+    def largest_zero_stage(self) -> int:
+        """The highest ZeRO stage that is not ruled out."""
+        if self.excludes("sharded_gradients"):
+            return 0
+        return 2 if self.excludes("sharded_parameters") else 3
 
     def owners(self, bounds: tuple[tuple[int, int], ...]) -> dict[str, tuple[int, ...]]:
         """For stages with these layer ranges, the sorted stages that hold each parameter."""

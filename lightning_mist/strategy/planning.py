@@ -60,7 +60,15 @@ from lightning_mist.strategy.splitting import degrees_of, with_splits
 from lightning_mist.strategy.together import alike, on_rank_zero, same_everywhere
 from lightning_mist.tuner import TuneResult, degrees_to_try
 
-_FEATURES: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing", "tensor", "sequence")
+_FEATURES: tuple[Feature, ...] = (
+    "pipeline",
+    "microbatches",
+    "checkpointing",
+    "tensor",
+    "sequence",
+    "sharded_gradients",
+    "sharded_parameters",
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -174,8 +182,7 @@ class _Planner:
             cluster=cluster,
             global_batch_size=(batch_rows(self.batch) or 1) * cluster.world_size,
             memory_limit=request.memory_limit,
-            # Plain data parallelism shards nothing either.
-            search=request.search if self.plain is None else replace(request.search, zero_stages=(0,)),
+            search=request.search,
         )
         if request.correct_profile:
             directory, precision = machine.directory_of(request.profile_directory), str(self.trainer.precision)
@@ -267,7 +274,6 @@ def _check(planner: _Planner, found: ModuleMap, plan: Plan) -> None:
     rows = on_rank_zero(lambda: batch_rows(planner.batch))
     check_plan(plan, world_size=strategy.world_size, batch_rows=rows, num_layers=len(found.blocks), module_map=found)
     check_supported(plan, found)
-    _refuse_sharding(plan, planner.plain)
     if planner.trainer.enable_validation:
         budget = Budget(cluster=planner.cluster, asked=request.memory_limit)
         check_evaluation(plan, planner.module, budget.limits(plan))
@@ -288,12 +294,6 @@ def _estimate(planner: _Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate
         trace=(lambda: planner.trace(found)) if traces else None,
         say=planner.progress.say,
     )
-
-
-def _refuse_sharding(plan: Plan, plain: str | None) -> None:
-    stages = [int(stage.zero_stage) for stage in plan.stages]
-    if plain is not None and any(stages):
-        raise PlanError(f"the plan has zero_stage of {stages}, but {plain}; use zero_stage = 0 on every stage")
 
 
 def _plan(planner: _Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, ModuleMap]:

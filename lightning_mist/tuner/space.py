@@ -8,7 +8,7 @@ number; it divides ``B``, so that all parts are equal.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from math import gcd
 
@@ -27,6 +27,8 @@ _FEATURE_WORDS: dict[Feature, str] = {
     "pipeline": "several pipeline stages",
     "microbatches": "cutting a batch into microbatches",
     "checkpointing": "activation checkpointing",
+    "sharded_gradients": "ZeRO",
+    "sharded_parameters": "ZeRO-3",
 }
 
 _MOST_SHARING = 8
@@ -231,6 +233,7 @@ def apply(
             f"layer_cuts = {cuts}: {spec.name or 'the network'} has {spec.num_layers} layers, so that cuts lie between "
             f"1 and {spec.num_layers - 1}. {'; '.join(notes)}{'. ' if notes else ''}Leave layer_cuts out"
         )
+    search = _without_ruled_out_sharding(search, spec.module_map, notes)
     per_node = world_size if devices_per_node is None else devices_per_node
     tensor, without = _tensor_kinds(search, spec, per_node)
     most = min(world_size, max(1, spec.num_layers), search.max_stages or world_size)
@@ -246,6 +249,16 @@ def apply(
         devices_per_node=per_node,
         notes=(*notes, *without),
     )
+
+
+def _without_ruled_out_sharding(search: SearchSpace, module_map: ModuleMap, notes: list[str]) -> SearchSpace:
+    left = tuple(level for level in search.zero_stages if level <= module_map.largest_zero_stage)
+    if not left:
+        raise PlanError(
+            f"zero_stages = {search.zero_stages}: {'; '.join(notes)}. Allow zero_stages up to "
+            f"{module_map.largest_zero_stage}"
+        )
+    return search if left == search.zero_stages else replace(search, zero_stages=left)
 
 
 def degrees_to_try(search: SearchSpace, devices_per_node: int) -> tuple[int, ...]:

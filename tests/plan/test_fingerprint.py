@@ -13,6 +13,7 @@ from lightning_mist.plan import (
     Plan,
     StageMesh,
     StagePlan,
+    ZeroStage,
     check_plan,
     differences,
     fingerprint_of,
@@ -42,7 +43,7 @@ def module_map(num_layers=3, *, exclusions=(), widths=None):
     )
 
 
-def make_plan(*, stages=2, degree=1, num_microbatches=2, microbatch_size=2, checkpointed=0):
+def make_plan(*, stages=2, degree=1, num_microbatches=2, microbatch_size=2, checkpointed=0, zero=0):
     return Plan(
         global_batch_size=microbatch_size * degree * num_microbatches,
         num_microbatches=num_microbatches,
@@ -52,6 +53,7 @@ def make_plan(*, stages=2, degree=1, num_microbatches=2, microbatch_size=2, chec
                 mesh=StageMesh(devices=tuple(range(index * degree, (index + 1) * degree)), data_parallel_degree=degree),
                 microbatch_size=microbatch_size,
                 checkpointing=Checkpointing(layers=checkpointed),
+                zero_stage=ZeroStage(zero),
             )
             for index in range(stages)
         ),
@@ -162,6 +164,9 @@ def test_batches_without_rows_are_not_cut():
         ("pipeline", make_plan(stages=2), "the plan has 2 stages, which this module rules out: because; use one stage"),
         ("microbatches", make_plan(num_microbatches=4), "has batches cut into 2 parts, which .*: because; keep whole"),
         ("checkpointing", make_plan(checkpointed=1), "has checkpointed_layers of 1, 1, which .*: because; use"),
+        ("sharded_gradients", make_plan(zero=1), "has zero_stage of 1, 1, which .*: because; use zero_stage = 0 on ev"),
+        ("sharded_gradients", make_plan(zero=3), "has zero_stage of 3, 3, which .*: because; use zero_stage = 0 on ev"),
+        ("sharded_parameters", make_plan(zero=3), "zero_stage of 3, 3, which .*: because; use zero_stage = 2 or less"),
     ],
 )
 def test_what_the_module_excludes_is_refused(feature, plan, message):
@@ -171,8 +176,14 @@ def test_what_the_module_excludes_is_refused(feature, plan, message):
 
 
 def test_what_the_module_excludes_does_not_touch_other_plans():
-    reasons = [Exclusion(feature=name, reason="because") for name in ("pipeline", "microbatches", "checkpointing")]
+    features = ("pipeline", "microbatches", "checkpointing", "sharded_gradients", "sharded_parameters")
+    reasons = [Exclusion(feature=name, reason="because") for name in features]
     fit(make_plan(stages=1, degree=2, num_microbatches=1), module_map=module_map(1, exclusions=reasons))
+
+
+def test_what_stays_allowed_beside_sharded_parameters():
+    reasons = [Exclusion(feature="sharded_parameters", reason="because")]
+    fit(make_plan(zero=2), module_map=module_map(2, exclusions=reasons))
 
 
 def shared_plan(degree=2, *, sequence=False):

@@ -4,38 +4,9 @@ import pytest
 import torch
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Checkpointing, Exclusion, ModuleMap, Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan import Exclusion, ModuleMap, Plan, StageMesh, StagePlan
 from lightning_mist.strategy import planning
-from lightning_mist.strategy.planning import _refuse_sharding, _refuse_unsafe_cuts
-
-
-def test_sharding_is_refused_where_ranks_must_hold_everything():
-    _refuse_sharding(plan(zero=0), "LBFGS")
-    _refuse_sharding(plan(zero=1), None)
-    with pytest.raises(PlanError, match=r"zero_stage of \[1\], but LBFGS"):
-        _refuse_sharding(plan(zero=1), "LBFGS")
-
-
-def plan(*, devices=(0, 1), microbatches=1, zero=0, checkpointed=0, stages=1, tp=1):
-    per_stage = len(devices) // stages
-    return Plan(
-        global_batch_size=8,
-        num_microbatches=microbatches,
-        stages=tuple(
-            StagePlan(
-                layers=(2 * index, 2 * index + 2),
-                mesh=StageMesh(
-                    devices=devices[index * per_stage : (index + 1) * per_stage],
-                    data_parallel_degree=per_stage // tp,
-                    tensor_parallel_degree=tp,
-                ),
-                microbatch_size=8 // (microbatches * per_stage // tp),
-                zero_stage=ZeroStage(zero),
-                checkpointing=Checkpointing(layers=checkpointed),
-            )
-            for index in range(stages)
-        ),
-    )
+from lightning_mist.strategy.planning import _refuse_unsafe_cuts
 
 
 def pipeline(degrees, microbatches):

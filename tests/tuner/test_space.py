@@ -128,6 +128,23 @@ def test_what_a_module_cannot_do_is_ruled_out_with_its_reason():
     )
 
 
+@pytest.mark.parametrize(
+    ("features", "left", "notes"),
+    [
+        (["sharded_parameters"], (0, 1, 2), ("without ZeRO-3: an average",)),
+        (["sharded_gradients"], (0,), ("without ZeRO: an average",)),
+        (["sharded_gradients", "sharded_parameters"], (0,), ("without ZeRO: an average", "without ZeRO-3: an average")),
+    ],
+)
+def test_sharding_that_is_ruled_out_is_not_searched(features, left, notes):
+    exclusions = [(feature, "an average") for feature in features]
+    found = space(exclusions=exclusions)
+    assert found.search.zero_stages == left
+    assert found.notes == notes
+    with pytest.raises(PlanError, match=f"an average. Allow zero_stages up to {left[-1]}"):
+        space(exclusions=exclusions, zero_stages=(3,))
+
+
 def test_a_module_without_blocks_is_data_parallel():
     found = space(0)
     assert found.pipelines() == ((1, 1), (1, 2), (1, 4))
