@@ -8,11 +8,11 @@ import importlib
 import os
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from types import ModuleType
 
 _DIGITS = 5
 """Of a port."""
@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
 
 
-def _run(module: ModuleType, rank: int, count: int, reading: int) -> None:
+def _run(work: Callable[[], None], rank: int, count: int, reading: int) -> None:
     """A rank, once it is told the port."""
     # Whole lines: without buffering a line and its end are written one after the other, and those of ranks mix.
     for stream in (sys.stdout, sys.stderr):
@@ -46,13 +46,20 @@ def _run(module: ModuleType, rank: int, count: int, reading: int) -> None:
         TORCHELASTIC_RESTART_COUNT="0",
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    module.main()
+    work()
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the ranks, and end them all if one fails."""
-    count, module = int(arguments[0]), importlib.import_module(arguments[1])
-    sys.argv = [str(module.__file__), *arguments[2:]]
+def run_ranks(count: int, work: Callable[[], None], *, patience_seconds: float = 0.0) -> int:
+    """Run a function as every rank of a world, and end them all if one fails.
+
+    Args:
+        count: How many ranks.
+        work: What each does, in a process of its own, with torchrun's variables set.
+        patience_seconds: How long the others may go on when one has failed.
+
+    Returns:
+        The status to exit with: 0 if none failed.
+    """
     reading, writing = os.pipe()
     ranks = set()
     for rank in range(count):
@@ -62,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
             continue
         code = 1
         try:
-            _run(module, rank, count, reading)
+            _run(work, rank, count, reading)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -79,11 +86,27 @@ def main(arguments: Sequence[str]) -> int:
     while ranks:
         child, status = os.wait()
         ranks.discard(child)
-        if status:
+        if status and not failed:
             failed = 1
-            for other in ranks:
-                os.kill(other, signal.SIGKILL)
+            if patience_seconds:
+                timer = threading.Timer(patience_seconds, _kill, (ranks,))
+                timer.daemon = True
+                timer.start()
+            else:
+                _kill(ranks)
     return failed
+
+
+def _kill(ranks: set[int]) -> None:
+    for rank in tuple(ranks):
+        os.kill(rank, signal.SIGKILL)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the ``main`` of a module as every rank."""
+    module = importlib.import_module(arguments[1])
+    sys.argv = [str(module.__file__), *arguments[2:]]
+    return run_ranks(int(arguments[0]), module.main)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,93 @@
+"""One rank of one fit of a trap; what it saw goes into a file."""
+
+import json
+import logging
+import os
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_mist import MistStrategy
+from lightning_mist.errors import MistError
+from lightning_mist.runtime import failure
+from tests.machine import assume_profile
+from tests.traps.project import PLANS, Trap
+
+
+class Losses(Callback):
+    """Keeps every batch's loss, and whether training has begun."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.has_begun = False
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.has_begun = True
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        if outputs is not None:
+            self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
+
+
+def run(trap: Trap, plan: str, folder: Path) -> None:
+    """Train a trap by the plan of that name, or with ``"ddp"``, and write what this rank saw or what went wrong."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    failure.GRACE_SECONDS = 5.0
+    losses = Losses()
+    try:
+        found = _fit(trap, plan, folder, losses)
+    except BaseException as error:
+        found = {
+            "error": f"{type(error).__name__}: {error}",
+            "is_ours": isinstance(error, MistError),
+            "has_begun": losses.has_begun,
+            "traceback": traceback.format_exc()[-3000:],
+        }
+        _write(folder, found)
+        raise
+    _write(folder, found)
+
+
+def _write(folder: Path, found: dict[str, Any]) -> None:
+    path = folder / f"rank{os.environ['RANK']}.json"
+    path.write_text(json.dumps(found))
+
+
+def _fit(trap: Trap, plan: str, folder: Path, losses: Losses) -> dict[str, Any]:
+    pl.seed_everything(3, verbose=False)
+    if plan == "ddp":
+        strategy: Any = "ddp_find_unused_parameters_true"
+    else:
+        profiles = str(assume_profile(folder / "profiles", 2)) if plan == "auto" else str(folder / "profiles")
+        strategy = MistStrategy(plan=PLANS[plan], profile_directory=profiles, plan_path=str(folder / "plan.json"))
+    module, callbacks = trap.module(), trap.callbacks()
+    defaults: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0 if trap.val is None else 1.0}
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        callbacks=[losses, *callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **(defaults | dict(trap.trainer)),
+    )
+    trainer.fit(module, trap.train(), None if trap.val is None else trap.val())
+    seen = {f"seen by {type(item).__name__}": item.seen for item in (module, *callbacks) if hasattr(item, "seen")}
+    return {
+        "losses": losses.losses,
+        "steps": [trainer.global_step, trainer.current_epoch],
+        "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
+        "weights": {name: value.double().flatten().tolist() for name, value in module.state_dict().items()},
+        "used": None if plan == "ddp" else trainer.strategy.plan.num_stages,
+        **{name: [float(number) for number in values] for name, values in seen.items()},
+    }
