@@ -37,7 +37,7 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, *, with_contents: bool = False) -> None:
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tensors: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._with_contents = with_contents
         self._spaces = [(name, vars(child), dict(vars(child))) for name, child in module.named_modules()]
         self._copies: dict[int, tuple[Any, Any]] = {}
@@ -53,7 +53,10 @@ class ModuleState:
                     self._copies[id(values[attribute])] = (values[attribute], copy.copy(values[attribute]))
         for buffer in module.buffers():
             self._keep(buffer)
-        self._versions = {name: (id(b), b._version) for name, b in module.named_buffers(remove_duplicate=False)}
+        # Setting `.data` leaves the version as it is.
+        self._versions = {
+            name: (id(b), b._version, b.device, _address(b)) for name, b in module.named_buffers(remove_duplicate=False)
+        }
 
     def restore(self) -> None:
         """Put everything back as it was."""
@@ -64,7 +67,9 @@ class ModuleState:
         for container, contents in self._copies.values():
             _refill(container, contents)
         with torch.no_grad():
-            for tensor, contents in self._tensors.values():
+            for tensor, memory, contents in self._tensors.values():
+                if tensor.device != memory.device or _address(tensor) != _address(memory):
+                    tensor.data = memory
                 tensor.copy_(contents)
 
     def changed_attributes(self, later: "ModuleState") -> Iterator[tuple[str, str]]:
@@ -89,7 +94,7 @@ class ModuleState:
 
     def _keep(self, tensor: Tensor) -> None:
         if self._with_contents and not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided:
-            self._tensors.setdefault(id(tensor), (tensor, tensor.detach().clone()))
+            self._tensors.setdefault(id(tensor), (tensor, tensor.detach(), tensor.detach().clone()))
 
     def _freeze(self, value: Any, depth: int) -> Any:
         """Something that compares equal as long as the value has not changed."""
@@ -113,6 +118,12 @@ class ModuleState:
         elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value) and _is_users(value):
             frozen = ("object", id(value), self._freeze(vars(value), depth - 1))
         return frozen
+
+
+def _address(tensor: Tensor) -> tuple[Any, ...]:
+    """Where a tensor's values are; of one without memory of its own (a fake one, say) only its form."""
+    has_memory = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.layout is torch.strided
+    return tensor.data_ptr() if has_memory else None, tensor.dtype, tuple(tensor.shape)
 
 
 def _is_keyed(value: Any) -> bool:

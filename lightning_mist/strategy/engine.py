@@ -19,6 +19,7 @@ from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import names_with_values, process_groups
+from lightning_mist.runtime.buffers import BufferSync
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gather import ParameterGatherer
 from lightning_mist.runtime.optimizer import (
@@ -88,6 +89,7 @@ class Engine:
         self.stages = self.executor.stages
         self.exchange = BatchExchange(plan, rank, transport, device)
         self.gatherer = ParameterGatherer(plan, rank, self.stages.every, module_map, transport)
+        self.buffers = BufferSync(module, transport)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._stash: list[tuple[nn.Parameter, Tensor]] | None = None
         self._cut: OptimizerCut | None = None
@@ -119,6 +121,7 @@ class Engine:
         """
         own_state = get_random_state(self.device)
         recorder = self.executor.recorder
+        complete(self.buffers.before_forward())
         complete(recorder.around("exchange", self.exchange.run(batch, own_state)))
         if not self.exchange.whole:
             # Seeds of the parts were drawn: the next batch must go on from there, or it would draw the same ones.
@@ -137,6 +140,7 @@ class Engine:
                 return output
 
             complete(self.executor.run(self.exchange.microbatches, recorded, loss_scale=loss_scale))
+        self.buffers.after_forward()
         self._stash = [(p, p.grad) for p in self.stages.parameters.values() if p.grad is not None]
         for parameter, gradient in accumulated:
             parameter.grad = gradient

@@ -1,12 +1,64 @@
-"""Evaluation inside ``fit`` runs on the whole module on every rank: does that fit?"""
+"""Evaluation inside ``fit`` runs on the whole module on every rank, with the buffers that DDP would give it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan, ZeroStage
+from lightning_mist.runtime.transport import complete
+from lightning_mist.strategy.engine import Engine
 from lightning_mist.units import format_bytes
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class WholeEvaluation(_Base):
+    """The part of the strategy that runs evaluation inside ``fit`` on the whole module, as under DDP."""
+
+    _engine: Engine | None
+
+    def on_validation_start(self) -> None:
+        """Evaluation inside ``fit`` runs on the whole module, as under DDP."""
+        super().on_validation_start()
+        if self._engine is not None:
+            self._engine.fill()
+
+    def on_validation_end(self) -> None:
+        """Training goes on with this rank's part."""
+        super().on_validation_end()
+        if self._engine is not None:
+            self._engine.hollow()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward of DDP's, which may give every rank the buffers of rank 0 first."""
+        if self._engine is None:
+            return super().validation_step(*args, **kwargs)
+        complete(self._engine.buffers.before_forward())
+        output = super().validation_step(*args, **kwargs)
+        self._engine.buffers.after_forward()
+        return output
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around batches whose gradients are only accumulated: the forward after them finds buffers as they are."""
+        if self._engine is None:
+            with super().block_backward_sync():
+                yield
+        else:
+            with self._engine.buffers.accumulating():
+                yield
+
+
+def broadcasts_buffers(options: Mapping[str, Any]) -> bool:
+    """Whether DDP with these options gives every rank the buffers of rank 0 before forwards."""
+    now = options.get("forward_sync_buffers")
+    return bool(options.get("broadcast_buffers", True) if now is None else now)
 
 
 def whole_module_bytes(plan: Plan, module: nn.Module) -> tuple[int, ...]:

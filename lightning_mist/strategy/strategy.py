@@ -19,6 +19,7 @@ from lightning_mist.strategy import checkpoint_io, deferred, planning, together
 from lightning_mist.strategy.accumulation import gradients_are_about_to_go
 from lightning_mist.strategy.decision import Decision, PlanRequest
 from lightning_mist.strategy.engine import Engine, start_engine
+from lightning_mist.strategy.evaluation import WholeEvaluation, broadcasts_buffers
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.namespace import Namespace, namespace
 from lightning_mist.strategy.precision import attach_engine
@@ -36,7 +37,7 @@ else:
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MistBase(_Base):
+class MistBase(WholeEvaluation, _Base):
     """Trains as DDP would, on a plan that fits and is fast.
 
     At the first ``fit`` the model and the machine are profiled, a plan is chosen (pipeline stages, data and tensor
@@ -221,6 +222,7 @@ class MistBase(_Base):
                 device=self.root_device,
                 timeout=self._timeout,
             )
+            self._engine.buffers.is_enabled = broadcasts_buffers(self._ddp_kwargs)
             self._engine.take_optimizer(self.optimizers[0])
             self._engine.begin(self._initial)
         if self._initial is not None:
@@ -321,18 +323,6 @@ class MistBase(_Base):
             self._monitor.finish()
         if self._watcher is not None:
             self._watcher.work_is_done()
-
-    def on_validation_start(self) -> None:
-        """Evaluation inside ``fit`` runs on the whole module, as under DDP."""
-        super().on_validation_start()
-        if self._engine is not None:
-            self._engine.fill()
-
-    def on_validation_end(self) -> None:
-        """Training goes on with this rank's part."""
-        super().on_validation_end()
-        if self._engine is not None:
-            self._engine.hollow()
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.attributes import Generators, ModuleState
 
@@ -87,3 +88,17 @@ def test_generators():
     before.restore()
     assert list(before.outside_torch(Generators())) == []
     assert (torch.rand(1), random.random(), np.random.rand()) == expected
+
+
+def test_data_that_was_set_is_noticed_and_put_back():
+    net = Net()
+    buffer = net.inner.running_mean
+    before, state = buffer.clone(), ModuleState(net, with_contents=True)
+    memory = buffer.data_ptr()
+    with FakeTensorMode():
+        fake = torch.ones(7)
+    buffer.data = fake
+    assert list(state.changed_buffers(ModuleState(net))) == ["inner.running_mean"]
+    state.restore()
+    assert buffer.equal(before)
+    assert buffer.data_ptr() == memory

@@ -21,6 +21,7 @@ PLANS: dict[str, Plan | str] = {
     "zero1": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=1),
     "zero2": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=2),
     "zero3": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=3, checkpointed=1),
+    "zero3whole": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=3),
     "cut": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=2, zero=3),
     "pp2": plan([(2, [1]), (2, [0])], rows=ROWS, microbatches=2),
     "pp2cut": plan([(2, [1]), (2, [0])], rows=ROWS, microbatches=4),
