@@ -35,7 +35,8 @@ from lightning_mist.strategy.decision import PlanRequest
 from lightning_mist.strategy.learning import Basis, with_corrections
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.splitting import with_splits
-from lightning_mist.strategy.together import alike
+from lightning_mist.strategy.together import alike, union
+from lightning_mist.strategy.user_code import user_exclusions
 from lightning_mist.tuner import TuneResult
 
 _FEATURES: tuple[Feature, ...] = (
@@ -82,7 +83,10 @@ class Planner:
             rows = batch_rows(self.batch)
             smaller = slice_rows(self.batch, 0, rows - 1) if rows is not None and rows > 1 else None
             found = map_module(self.module, self.call, self.batch, second_batch=smaller, blocks=self.request.blocks)
-        if self.plain is not None:
+        if self.plain is None:
+            own = union(user_exclusions(self.trainer, self.strategy.optimizers))
+            found = replace(found, exclusions=(*found.exclusions, *own))
+        else:
             extra = tuple(Exclusion(feature=feature, reason=self.plain) for feature in _FEATURES)
             found = replace(found, exclusions=found.exclusions + extra)
         for optimizer in self.strategy.optimizers:

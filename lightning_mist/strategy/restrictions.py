@@ -22,8 +22,6 @@ def whole_module_reason(trainer: Any, optimizers: list[Any]) -> str | None:
     reason = _optimizer_reason(optimizers)
     if reason is not None:
         return reason
-    if _clips_by_itself(type(trainer.lightning_module)):
-        return "its configure_gradient_clipping would see the gradients of one stage; call self.clip_gradients in it"
     for callback in trainer.callbacks:
         for cls in type(callback).__mro__:
             if cls.__name__ in _WHOLE_MODULE_CALLBACKS:
@@ -37,15 +35,6 @@ def _optimizer_reason(optimizers: list[Any]) -> str | None:
     if isinstance(optimizers[0], torch.optim.LBFGS):
         return "LBFGS calls the step several times"
     return coupling_reason(optimizers[0])
-
-
-def _clips_by_itself(cls: type) -> bool:
-    """Whether a module's own clipping does anything but pass arguments on to Lightning's."""
-    clipping = getattr(cls, "configure_gradient_clipping", None)
-    if clipping is None or clipping.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
-        return False
-    called = set(getattr(getattr(clipping, "__code__", None), "co_names", ()))
-    return "clip_gradients" not in called or bool(called & {"parameters", "named_parameters", "grad", "param_groups"})
 
 
 def refuse_what_is_not_there(save_distributed_checkpoint: bool, host_memory_limit: str | int | None) -> None:

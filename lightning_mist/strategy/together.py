@@ -55,6 +55,13 @@ def same_start(module: nn.Module, later: Collection[str]) -> None:
             dist.broadcast(tensor.detach(), 0)
 
 
+def union(mine: Sequence[T]) -> tuple[T, ...]:
+    """What any rank has, in the order of ranks, each once."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, tuple(mine))
+    return tuple(dict.fromkeys(item for items in found for item in items))
+
+
 def same_everywhere(found: ModuleMap) -> None:
     """Raise on every rank if ranks found different modules."""
     digests: list[Any] = [None] * dist.get_world_size()

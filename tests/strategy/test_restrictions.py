@@ -1,6 +1,5 @@
 from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
@@ -33,20 +32,3 @@ def trainer(*callbacks, automatic=True, module=None):
 def test_what_needs_the_whole_module_is_named(callbacks, automatic, optimizers, expected):
     reason = whole_module_reason(trainer(*callbacks, automatic=automatic), optimizers)
     assert (reason is None) if expected is None else (expected in reason)
-
-
-class ClipsByItself(pl.LightningModule):
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
-
-
-class ClipsWithLightning(pl.LightningModule):
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        if self.current_epoch > 1:
-            self.clip_gradients(optimizer, 1.0, "norm")
-
-
-@pytest.mark.parametrize(("module", "is_named"), [(ClipsByItself, True), (ClipsWithLightning, False)])
-def test_clipping_by_the_module_itself_needs_all_gradients(module, is_named):
-    reason = whole_module_reason(trainer(module=module()), [SGD])
-    assert (reason is not None and "configure_gradient_clipping" in reason) == is_named

@@ -18,6 +18,8 @@ ROWS, WIDTH, LENGTH, VOCABULARY, LAYERS = 4, 16, 6, 17, 4
 PLANS: dict[str, Plan | str] = {
     "auto": "auto",
     "plain": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1),
+    "halves": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=2),
+    "checkpointed": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, checkpointed=2),
     "zero1": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=1),
     "zero2": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=2),
     "zero3": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=3, checkpointed=1),
