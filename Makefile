@@ -1,6 +1,7 @@
 # Every target makes its own environment: .venv, with the versions of constraints.txt. Nothing is installed outside it.
 #   make demo    train the example with strategy="mist" on two CPU processes
-#   make test    the test suite
+#   make test    the tests that every change runs, with a quarter of the random instances
+#   make test-all  all tests with all instances
 #   make lint    formatting, types, import contracts
 #   make bench   the benchmarks that run on a CPU
 # PYTHON=python3.12 chooses the interpreter, VENV=dir the environment's place.
@@ -14,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test test-all lint bench clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -29,10 +30,13 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/byte_gpt/train.py --strategy mist --accelerator cpu --devices 2
 
 # Two processes that each take whole files: what a file prepares once for all of its tests stays prepared once.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest --all $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -14,13 +14,22 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 from hypothesis import settings
 
+from tests.tiers import EVERYTHING, FIRST_TIER, asks_for_everything, first_tier
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.workers import GlooWorkers
 
-settings.register_profile("suite", deadline=None, derandomize=True, print_blob=True)
-settings.load_profile("suite")
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--all`` runs both tiers."""
+    parser.addoption("--all", action="store_true", help="run both tiers: every random instance, tests marked thorough")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Properties have as many examples as the tier gives them, from before test modules are imported."""
+    settings.load_profile(EVERYTHING if asks_for_everything(config) else FIRST_TIER)
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +51,13 @@ def _seed() -> None:
         torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put files that take long first, leave out what is not of the tier, and skip what needs a CUDA device."""
+    # Processes that share out files are done at the same time if the last ones are short.
+    items.sort(key=lambda item: not {"integration", "traps"} & set(item.path.parts))
+    if not asks_for_everything(config):
+        items[:], left = first_tier(items)
+        config.hook.pytest_deselected(items=left)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -18,6 +18,7 @@ from lightning_mist.cost.allocator import (
     use,
 )
 from tests.cost.allocator_traces import KIB, MIB, reserved, traces
+from tests.tiers import examples
 
 
 def test_requests_are_rounded_to_512_bytes() -> None:
@@ -107,7 +108,7 @@ def test_the_least_capacity_is_what_remains_after_giving_back_all_that_is_free()
     assert least_capacity([]) == LeastCapacity(least=0, comfortable=0, flushes=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(traces(), st.booleans())
 def test_the_least_capacity_runs_and_a_step_less_does_not(trace: list[MemoryEvent], expandable: bool) -> None:
     setup = AllocatorSettings(expandable_segments=expandable)

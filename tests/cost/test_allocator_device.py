@@ -15,6 +15,7 @@ from lightning_mist.cost.allocator import (
 )
 from lightning_mist.cost.allocator_device import CachingAllocator
 from tests.cost.allocator_traces import KIB, MIB, reserved, traces
+from tests.tiers import examples
 
 
 def test_a_large_block_is_split_only_if_more_than_1_mib_remains() -> None:
@@ -162,7 +163,7 @@ class PlainAllocator:
             blocks[:] = merged
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(traces(), st.sampled_from([None, 80 * MIB, 200 * MIB]), st.sampled_from([None, 24 * MIB]))
 def test_every_step_agrees_with_plain_lists(trace: list[MemoryEvent], capacity: int | None, limit: int | None) -> None:
     device = CachingAllocator(AllocatorSettings(capacity_bytes=capacity, max_split_bytes=limit))
@@ -192,7 +193,7 @@ SETUPS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(traces(), SETUPS)
 def test_what_is_reserved_covers_what_is_allocated_and_stays_within_the_capacity(
     trace: list[MemoryEvent], setup: AllocatorSettings

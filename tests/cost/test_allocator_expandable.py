@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from lightning_mist.cost.allocator import AllocatorSettings, MemoryEvent, free, malloc, simulate_allocator
 from lightning_mist.cost.allocator_device import CachingAllocator
 from tests.cost.allocator_traces import MIB, reserved
+from tests.tiers import examples
 
 ADDRESSES = 1 << 47
 
@@ -180,7 +181,7 @@ def traces(draw: st.DrawFn) -> list[MemoryEvent]:
     return events
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(traces(), st.sampled_from([None, 80 * MIB, 150 * MIB, 300 * MIB]))
 def test_every_step_agrees_with_a_plain_list(trace: list[MemoryEvent], capacity: int | None) -> None:
     device = CachingAllocator(AllocatorSettings(capacity_bytes=capacity, expandable_segments=True))

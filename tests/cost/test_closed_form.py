@@ -40,6 +40,7 @@ def check(dims, dtype, device, *, recomputed):
             assert form.at(2, LENGTH) == traced(dims, dtype, rows=2, **how), how
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("dims", [LLAMA, GPT, DROPOUT], ids=["llama", "gpt", "dropout"])
 @pytest.mark.parametrize(
     ("dtype", "device", "recomputed"),
@@ -56,6 +57,7 @@ def test_layers_keep_what_the_form_says(dims, dtype, device, recomputed):
     check(dims, dtype, device, recomputed=recomputed)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dims", [LLAMA, DROPOUT], ids=["llama", "dropout"])
 def test_mixed_precision(dims, device):
@@ -68,6 +70,7 @@ def test_mixed_precision(dims, device):
         assert form.at(2, LENGTH) == traced(dims, torch.float32, rows=2, **how), how
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dims", [LLAMA, DROPOUT], ids=["llama", "dropout"])
 def test_other_sizes(dims, device):
@@ -180,6 +183,7 @@ SHAPES = {
 }  # fmt: skip
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_models_known_by_name(shape, device):

@@ -15,6 +15,7 @@ from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
 from tests.cost.test_memory import make_plan
 from tests.cost.transformers import GPT, LLAMA, Transformer, step, tokens
 from tests.specs import ADAMW
+from tests.tiers import tiered
 
 ROWS, LENGTH = 2, 128
 SIZES = {"hidden": 256, "heads": 4, "layers": 2, "vocabulary": 1000}
@@ -50,7 +51,7 @@ CASES = [
     (GELU, "32-true", "cpu"),
     (DROPOUT, "bf16-true", "cuda"),
 ]
-every = pytest.mark.parametrize(("dims", "precision", "device"), CASES)
+every = pytest.mark.parametrize(("dims", "precision", "device"), tiered(CASES, CASES[::2]))
 
 
 def at(expression):

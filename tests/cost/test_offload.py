@@ -12,6 +12,7 @@ from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.plan.sharding import assign_owners
 from tests.specs import ADAMW, spec
+from tests.tiers import examples
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 ratios = st.sampled_from([0.0, 0.25, 0.3, 0.5, 0.99, 1.0])
@@ -70,7 +71,7 @@ def counted(uses, ratio, ranks=1, trained=True):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @given(wo=ratios, go=ratios, oo=ratios)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8))
 def test_states_rank_by_rank(zero, ranks, wo, go, oo):
     optimizer = dataclasses.replace(ADAMW, step_peak_bytes_per_parameter_byte=1.0, step_peak_bytes_per_largest=0.0)
     uses = network(optimizer=optimizer)
@@ -139,7 +140,7 @@ def test_microbatches_in_flight_are_in_host_memory_too():
 
 
 @given(layers=st.sampled_from([(0, 4), (0, 2), (2, 4), (1, 3)]), checkpointed=st.integers(0, 2), zero=st.integers(0, 3))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_nothing_moved_is_no_offload(layers, checkpointed, zero):
     model = MemoryModel(network())
     place = slot(num_stages=3, stage_index=1, num_microbatches=4, data_parallel_degree=2)

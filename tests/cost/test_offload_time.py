@@ -15,6 +15,7 @@ from lightning_mist.errors import ProfileError
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.plan.sharding import assign_owners
 from tests.specs import cluster, profile, spec
+from tests.tiers import examples
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 ratios = st.sampled_from([0.0, 0.3, 0.5, 1.0])
@@ -221,7 +222,7 @@ SLOWED = dataclasses.replace(
     microbatches=st.sampled_from([1, 4]),
     slowed=st.booleans(),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 def test_unit_by_unit(layers, zero, ranks, checkpointed, wo, go, oo, ao, down, microbatches, slowed):
     if layers == (0, 0):
         uses, checkpointed = network(0), 0

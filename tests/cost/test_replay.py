@@ -12,6 +12,7 @@ from tests.cost.events import WIDTH, with_events
 from tests.integration.parity import make_plan
 from tests.plans import plans
 from tests.specs import spec
+from tests.tiers import examples
 
 TRAINED = 2 * 80_000 + 4 * 40_400
 """Bytes of the parameters of four layers, an embedding and a projection."""
@@ -137,7 +138,7 @@ def test_accumulated_batches_keep_their_gradients(network):
     assert TRAINED / 2 <= twice.peak_bytes - once.peak_bytes <= TRAINED / 2 + 16 * 10
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(plan=plans(num_layers=4, max_devices=5, max_microbatches=12), data=st.data())
 def test_every_step_ends_as_it_began(plan, data):
     if plan.global_batch_size % plan.world_size:

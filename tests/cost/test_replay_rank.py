@@ -9,6 +9,7 @@ from tests import zoo
 from tests.cost.events import with_events
 from tests.integration.parity import Rank, make_plan, map_of
 from tests.specs import spec
+from tests.tiers import tiered
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", tiered(PLANS, ("ZeRO-1", "chunks")))
 def test_a_rank_holds_what_the_runtime_gives_it(traced, name):
     module, network = traced
     plan, world = PLANS[name], InMemoryWorld(PLANS[name].world_size)

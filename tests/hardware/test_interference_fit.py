@@ -15,6 +15,7 @@ from lightning_mist.hardware.interference_fit import (
     vector_of,
 )
 from lightning_mist.hardware.interference_kinds import interference_of_kind
+from tests.tiers import examples
 
 PRIOR = interference_of_kind(staged=False, shared=True)
 
@@ -29,7 +30,7 @@ def drawn(machine: Interference, count: int, seed: int, noise: float = 0.0, acro
     return dataclasses.replace(blank, seconds=together).pick(keep)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(st.lists(st.floats(0.0, 1.0), min_size=9, max_size=9), st.integers(0, 100))
 def test_many_measurements_give_the_coefficients_back(values: list[float], seed: int) -> None:
     truth = of_vector(np.array(values), PRIOR)

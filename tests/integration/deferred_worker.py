@@ -210,7 +210,7 @@ def main():
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     out = Path(sys.argv[1])
     results = {"ddp": with_ddp(out / "ddp"), "tied": with_ddp(out / "tied", tied=True)}
-    for name in PLANS:
+    for name in sys.argv[2:]:
         results[name] = under_plan(name, out / name)
     results["configured"] = configured(out / "configured")
     results["too_large"] = too_large(out / "too_large")

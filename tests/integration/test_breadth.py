@@ -1,23 +1,22 @@
 """What projects do besides plain steps gives under plans what it gives under DDP."""
 
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.integration import breadth_worker
+from tests.ranks import command_of, environment
+from tests.tiers import asked_for, tiered
+
+FEW = ("scaler", "plateau", "accumulation schedule", "frozen")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("breadth")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", breadth_worker.__file__, str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    command = command_of(2, breadth_worker.__name__, str(out), *asked_for(request, "name"))
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
 
@@ -30,7 +29,7 @@ def assert_same(found, wanted, *, steps):
     assert found["scales"] == wanted["scales"]
 
 
-@pytest.mark.parametrize("name", breadth_worker.CASES)
+@pytest.mark.parametrize("name", tiered(breadth_worker.CASES, FEW))
 def test_it_is_as_under_ddp(ranks, name):
     for rank in ranks:
         assert_same(rank[name]["mist"], rank[name]["ddp"], steps=18)

@@ -10,6 +10,9 @@ import pytest
 
 from tests.integration import correction_worker
 
+# What runs teach is tested in one process too.
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):

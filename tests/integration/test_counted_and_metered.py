@@ -10,6 +10,7 @@ from torch import nn
 from lightning_mist.model import MICROBATCH, SEQUENCE, ModelSpec, trace_model
 from lightning_mist.runtime.meter import StorageMeter, state_tensors
 from tests import zoo
+from tests.tiers import tiered
 
 ROWS = 4
 
@@ -56,7 +57,9 @@ def metered(module: nn.Module, batch: Any) -> tuple[int, int]:
     return forward, meter.peak_bytes - before
 
 
-@pytest.mark.parametrize("name", ["nano", "bert", "gpt2_eager", "tuple_dict", "encoder"])
+@pytest.mark.parametrize(
+    "name", tiered(["nano", "bert", "gpt2_eager", "tuple_dict", "encoder"], ["nano", "tuple_dict"])
+)
 def test_counted_is_metered(name: str) -> None:
     module, make_batch = zoo.make(name)
     if name == "gpt2_eager":

@@ -9,12 +9,13 @@ import torch
 
 from tests.integration import deferred_worker
 from tests.ranks import command_of, environment
+from tests.tiers import asked_for, tiered
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("deferred")
-    command = command_of(2, deferred_worker.__name__, str(out))
+    command = command_of(2, deferred_worker.__name__, str(out), *asked_for(request, "name"))
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return out
@@ -25,14 +26,14 @@ def ranks(folder):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", deferred_worker.PLANS)
+@pytest.mark.parametrize("name", tiered(deferred_worker.PLANS, ("pipeline", "zero3", "tensor", "plain")))
 def test_losses_are_those_of_ddp_with_the_same_values(ranks, name):
     for rank in ranks:
         assert rank[name]["losses"] == pytest.approx(rank["ddp"]["losses"], abs=1e-5)
         assert len(rank[name]["losses"]) == 6
 
 
-@pytest.mark.parametrize("name", deferred_worker.PLANS)
+@pytest.mark.parametrize("name", tiered(deferred_worker.PLANS, ("pipeline", "zero3", "tensor", "plain")))
 def test_checkpoints_are_resumed_into_modules_without_values(ranks, name):
     for rank in ranks:
         assert rank[name]["later"] == pytest.approx(rank["ddp"]["later"], abs=1e-5)

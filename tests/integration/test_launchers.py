@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import tiered
+
 WORKER = Path(__file__).with_name("launch_worker.py")
 
 
@@ -32,7 +34,10 @@ def expected(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("root", "how"),
-    [("lightning.pytorch", "spawn"), ("lightning.pytorch", "fork"), ("pytorch_lightning", "popen")],
+    tiered(
+        [("lightning.pytorch", "spawn"), ("lightning.pytorch", "fork"), ("pytorch_lightning", "popen")],
+        [("lightning.pytorch", "spawn"), ("pytorch_lightning", "popen")],
+    ),
 )
 def test_results_come_back_as_under_ddp(tmp_path, expected, root, how):
     result = run(root, how, tmp_path)

@@ -8,6 +8,10 @@ import pytest
 from tests.integration import equality_worker
 from tests.integration.equality_worker import CASES, FOUR, RESUMED, TWO
 from tests.ranks import command_of, environment
+from tests.tiers import asked_for, tiered
+
+FEW = ("auto", "zero3", "dropout", "value", "accumulate", "tensor_grid", "uneven")
+NAMES = tiered(CASES, FEW)
 
 
 def run(tmp_path_factory, processes, names):
@@ -18,9 +22,15 @@ def run(tmp_path_factory, processes, names):
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)]
 
 
-@pytest.fixture(scope="session")
-def results(tmp_path_factory):
-    return {2: run(tmp_path_factory, 2, list(TWO)), 4: run(tmp_path_factory, 4, list(FOUR))}
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    names = asked_for(request, "name")
+    resumed = [f"{name}:resumed" for name in asked_for(request, "name", "goes_on")]
+    return {
+        size: run(tmp_path_factory, size, asked)
+        for size, cases in ((2, TWO), (4, FOUR))
+        if (asked := [name for name in (*names, *resumed) if name.partition(":")[0] in cases])
+    }
 
 
 def ranks(results, name):
@@ -31,7 +41,7 @@ def tolerance(name):
     return CASES[name].get("tolerance", 1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_rank_sees_ddps_losses_for_its_own_batches(results, name):
     for rank in ranks(results, name):
         ddp, mist = rank[name]["ddp"], rank[name]["mist"]
@@ -40,7 +50,7 @@ def test_every_rank_sees_ddps_losses_for_its_own_batches(results, name):
         assert mist["extras"] == pytest.approx(ddp["extras"], rel=tolerance(name), abs=tolerance(name) * 10)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_callback_metrics_and_weights_are_ddps_on_every_rank(results, name):
     for rank in ranks(results, name):
         ddp, mist = rank[name]["ddp"], rank[name]["mist"]
@@ -48,7 +58,7 @@ def test_callback_metrics_and_weights_are_ddps_on_every_rank(results, name):
         assert mist["weights"] == pytest.approx(ddp["weights"], rel=max(1e-4, tolerance(name)))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_log_file_has_ddps_rows(results, name):
     ddp, mist = (ranks(results, name)[0][name][kind]["csv"].splitlines() for kind in ("ddp", "mist"))
     assert mist[0].split(",") == ddp[0].split(",")
@@ -58,7 +68,7 @@ def test_the_log_file_has_ddps_rows(results, name):
             assert (a == b == "") or float(a) == pytest.approx(float(b), rel=tolerance(name), abs=tolerance(name) * 10)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_has_ddps_layout(results, name):
     """The same entries in the same places, of the same shapes: paths of files apart."""
     mist, ddp = (
@@ -73,7 +83,7 @@ def test_a_checkpoint_has_ddps_layout(results, name):
     assert mist == ddp
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", tiered(RESUMED, ("zero3", "tensor_grid")))
 def test_each_goes_on_from_the_others_checkpoint(results, name):
     for rank in ranks(results, name):
         resumed, other = rank[name]["mist_from_ddp"], rank[name]["ddp_from_mist"]
@@ -81,6 +91,6 @@ def test_each_goes_on_from_the_others_checkpoint(results, name):
         assert resumed["losses"] == pytest.approx(other["losses"], rel=max(1e-4, tolerance(name)))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_predicted_is_compared_with_measured(results, name):
     assert ranks(results, name)[0][name]["mist"]["report"] > 0

@@ -5,6 +5,9 @@ import pytest
 from benchmarks.launch import run_module
 from tests.machine import assume_profile
 
+# Trains under one limit after the other.
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def entries(tmp_path_factory):

@@ -90,6 +90,7 @@ def errors_of(model, options, traced):
     return [(mine - peak) / peak for mine, peak in zip(predicted, measured, strict=True)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("model", MODELS)
 def test_predicted_equals_measured(traced, model):
     found = {name: errors_of(model, PLANS[name], traced) for name in MODELS[model]}

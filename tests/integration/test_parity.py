@@ -26,6 +26,7 @@ from tests.integration.parity import (
     train_reference,
 )
 from tests.plans import plans
+from tests.tiers import examples
 
 # Torch hides this one itself when a ghost meets a tensor of the stage, but cannot where warnings are errors.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -119,6 +120,7 @@ CORE = (
 """Plans that every model runs; two decoders with tied weights run all."""
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize(
     ("name", "label"),
     [(name, label) for name in MODELS for label in PLANS if label in CORE or name in ("gpt2", "nano")],
@@ -137,6 +139,7 @@ def test_three_groups_of_chunks():
     assert_equal(run_plan(module, module_map, plan, batches[:3]), reference(module, batches[:3]))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", MODELS)
 def test_parity_in_single_precision(name):
     module, module_map, batches = prepared(name, torch.float32)
@@ -145,6 +148,7 @@ def test_parity_in_single_precision(name):
     assert_equal(run_plan(module, module_map, plan, batches), reference(module, batches))
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("rows", [[5, 12, 7], [1, 2, 12]])
 @pytest.mark.parametrize("label", ["fan out", "fan in, checkpointed", "all sharded"])
 @pytest.mark.parametrize("name", ["nano", "vit", "t5"])
@@ -156,6 +160,7 @@ def test_batches_of_any_size(name, label, rows):
     assert_equal(run_plan(module, module_map, plan, batches), reference(module, batches))
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize(
     "options",
     [
@@ -207,6 +212,7 @@ def test_a_loss_scale_scales_every_gradient_and_no_loss():
     assert_equal(outcome, reference(module, batches[:3]), scale=1024.0)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", [name for name in zoo.PARITY if name not in MODELS and "dropout" not in name])
 def test_the_rest_of_the_zoo(name):
     """Whatever may be pipelined, with whole batches."""
@@ -219,6 +225,7 @@ def test_the_rest_of_the_zoo(name):
     assert_equal(outcome, reference(module, batches[:4], states=states))
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("traced_with_extra", [True, False])
 @pytest.mark.parametrize("label", [*CORE, "fan in, checkpointed"])
 def test_parameters_without_gradient_in_some_batches(label, traced_with_extra):
@@ -233,6 +240,7 @@ def test_parameters_without_gradient_in_some_batches(label, traced_with_extra):
         assert_equal(run_plan(module, module_map, plan, chosen), reference(module, chosen))
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("name", ["batch_norm", "self_loss", "peeking", "shared_block", "no_blocks", "stray"])
 def test_modules_that_cannot_be_cut_are_sharded(name, zero):
@@ -245,7 +253,7 @@ def test_modules_that_cannot_be_cut_are_sharded(name, zero):
     assert_equal(run_plan(module, module_map, plan, batches[:2]), reference(module, batches[:2]))
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(8), suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans(num_layers=4, max_microbatches=12), name=st.sampled_from(["nano", "plain", "skips"]))
 def test_random_plans(plan, name):
     module, module_map, _ = prepared(name, torch.float64)
@@ -256,6 +264,7 @@ def test_random_plans(plan, name):
     assert_equal(run_plan(module, module_map, plan, batches), reference(module, batches))
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize(
     "options",
     [

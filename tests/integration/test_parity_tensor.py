@@ -17,6 +17,7 @@ from tests import zoo
 from tests.integration.parity import Rank, assert_equal, map_of, precision_of, reference, run_plan
 from tests.integration.test_parity import plan_for, prepared
 from tests.plans import plans
+from tests.tiers import examples
 
 # Torch hides this one itself when a ghost meets a tensor of the stage, but cannot where warnings are errors.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -70,6 +71,7 @@ def splits_of(module, module_map, batch, degrees):
         return derive_splits(module, lambda value: module.training_step(value, 0), batch, module_map, degrees)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize(
     ("name", "label"), [(name, label) for name in MODELS for label in PLANS if label in CORE or name == "nano"]
 )
@@ -83,6 +85,7 @@ def test_parity(name, label):
     assert_equal(run_plan(module, module_map, plan, batches), reference(module, batches))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_parity_in_single_precision(name):
     module, module_map, batches = split(name, torch.float32)
@@ -92,6 +95,7 @@ def test_parity_in_single_precision(name):
     assert_equal(run_plan(module, module_map, plan, batches), reference(module, batches))
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("rows", [[5, 12, 7], [1, 2, 12]])
 @pytest.mark.parametrize("label", ["from parts of sequences to whole", "from whole to parts of sequences"])
 def test_batches_of_any_size(label, rows):
@@ -114,7 +118,7 @@ def test_sequences_of_any_length(label):
     assert_equal(run_plan(module, module_map, plan, batches), reference(module, batches))
 
 
-@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(5), suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans(num_layers=4, max_stages=3, max_devices=3, max_microbatches=8, tensor_degrees=(1, 2)))
 def test_random_plans(plan):
     module, module_map, _ = split("nano")

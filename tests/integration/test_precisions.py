@@ -12,6 +12,7 @@ from lightning_mist.model.sources import parameter_dtype, precision_context
 from tests import zoo
 from tests.integration.metered import measure_peaks
 from tests.integration.parity import make_plan, map_of
+from tests.tiers import tiered
 
 PLUGINS = {
     "32-true": Precision,
@@ -49,7 +50,8 @@ def converted(name, precision):
     return InPrecision(module, plugin), lambda rows: plugin.convert_input(make_batch(rows))
 
 
-@pytest.mark.parametrize(("name", "precision"), [*(("vit", name) for name in PLUGINS), ("llama", "bf16-mixed")])
+@pytest.mark.sample
+@pytest.mark.parametrize(("name", "precision"), [("llama", "bf16-mixed"), *(("vit", name) for name in PLUGINS)])
 def test_peaks(name, precision):
     module, make_batch = converted(name, precision)
     batch = make_batch(ROWS)
@@ -68,7 +70,7 @@ def test_peaks(name, precision):
         assert predicted.peak_bytes == pytest.approx(measured, rel=TOLERANCE), how
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+@pytest.mark.parametrize("precision", tiered(["bf16-mixed", "64-true"], ["bf16-mixed"]))
 def test_modules_are_traced_without_lightning_as_its_plugins_run_them(precision):
     module, make_batch = converted("vit", precision)
     plain = zoo.make("vit")[0]

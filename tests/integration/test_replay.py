@@ -66,6 +66,7 @@ def traced():
     return of
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_replayed_equals_measured(traced, model, name):
     module, make_batch, spec = traced(model)

@@ -56,6 +56,7 @@ def steps(engine, model, numbers, *, state=None, values=None):
     return engine.module_values(), engine.optimizer_state()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_another_plan_goes_on(first, second):
     name = ("nano_even", "lora_llama")[PAIRS.index((first, second)) % 2]

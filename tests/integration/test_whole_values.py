@@ -7,6 +7,7 @@ from benchmarks.parity.cell import on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import Group, Layout, make_plan
 from lightning_mist.errors import PlanError
 from tests.integration.parity import make_optimizer
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
 
@@ -28,7 +29,7 @@ def begun(engine):
     return engine
 
 
-@pytest.mark.parametrize("label", LAYOUTS)
+@pytest.mark.parametrize("label", tiered(LAYOUTS, ["parts of shards"]))
 def test_a_module_is_whole_when_filled_and_in_parts_when_hollow(label):
     def work(engine):
         begun(engine)
@@ -50,7 +51,7 @@ def test_a_module_is_whole_when_filled_and_in_parts_when_hollow(label):
             assert shapes["transformer.wte.weight"] == (50, 32)
 
 
-@pytest.mark.parametrize("label", LAYOUTS)
+@pytest.mark.parametrize("label", tiered(LAYOUTS, ["parts of shards"]))
 def test_training_goes_on_with_weights_that_were_loaded_in_between(label):
     def work(engine):
         begun(engine)
@@ -69,7 +70,7 @@ def test_training_goes_on_with_weights_that_were_loaded_in_between(label):
         assert torch.equal(values[name], 2.0 * parameter)
 
 
-@pytest.mark.parametrize("label", LAYOUTS)
+@pytest.mark.parametrize("label", tiered(LAYOUTS, ["parts of shards"]))
 def test_every_rank_finds_an_overflow_that_any_rank_found(label):
     def work(engine):
         begun(engine)

@@ -68,6 +68,7 @@ BATCH = torch.zeros(2, 32, dtype=torch.long)
 ROWS = MICROBATCH * SEQUENCE
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("sizes", "units"),
     [

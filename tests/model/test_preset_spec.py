@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("family", "precision", "capability"), CASES)
 def test_it_is_what_a_trace_says(monkeypatch, family, precision, capability):
     shape = shape_of(family)
@@ -90,6 +91,7 @@ def test_it_is_what_a_trace_says(monkeypatch, family, precision, capability):
     assert differences(expected, found) == []
 
 
+@pytest.mark.thorough
 def test_one_head_of_keys_and_values_on_each_rank_is_near(monkeypatch):
     shape = shape_of("llama3")
     expected = traced(monkeypatch, shape, "bf16-true", (8,), (8, 0)).split(8)

@@ -49,6 +49,7 @@ def in_order(forward: tuple[PhaseCount, ...], backward: tuple[PhaseCount, ...]) 
     return [*forward, *reversed(backward)]
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", list(MAKERS))

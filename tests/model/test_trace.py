@@ -18,6 +18,7 @@ from lightning_mist.model.isolate import isolated, substitute_parameters
 from lightning_mist.model.saved import PhaseCount
 from lightning_mist.model.step import StepCount, Subject, count_step
 from tests import zoo
+from tests.tiers import tiered
 
 WIDTH, INNER = 8, 24
 
@@ -95,7 +96,7 @@ def parts(spec: ModelSpec) -> list[LayerSpec]:
     return [spec.head, *(spec.layers[kind] for kind in spec.kinds), spec.tail]
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "nano", "gpt2_dropout"])
+@pytest.mark.parametrize("name", tiered(["llama_tied", "nano", "gpt2_dropout"], ["nano"]))
 def test_expressions_hold_on_real_numbers_at_sizes_that_were_not_traced(name: str) -> None:
     spec, module, batch = traced(name)
     b, s = 5, 7 if spec.sequence_length else 1

@@ -108,6 +108,7 @@ def assert_parity(name, stages, checkpointed):
     assert_equal_gradients(pipeline.gradients(), expected)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", zoo.PARITY)
 def test_every_layer_a_stage_equals_the_whole(name):
     """Two microbatches of different size, both forwards before the backwards."""
@@ -130,11 +131,13 @@ CHECKPOINTED = (
 )
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_two_stages_with_checkpointing_equal_the_whole(name):
     assert_parity(name, stages=2, checkpointed=9)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", ["gpt2_dropout", "nano_dropout", "user_checkpoint"])
 @pytest.mark.parametrize(("stages", "checkpointed"), [(1, 0), (1, 2), (1, 9), (3, 1)])
 def test_uneven_stages_and_partial_checkpointing_equal_the_whole(name, stages, checkpointed):

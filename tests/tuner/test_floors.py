@@ -61,15 +61,15 @@ def compare(found, rng, folded=False):
     return compared
 
 
-@pytest.mark.parametrize("first", range(0, 60, 15))
-def test_no_candidate_takes_less_than_the_floor(first):
-    assert sum(compare(*question(seed)) for seed in range(first, first + 15)) > 200
+@pytest.mark.parametrize("first_seed", range(0, 60, 15))
+def test_no_candidate_takes_less_than_the_floor(first_seed):
+    assert sum(compare(*question(seed)) for seed in range(first_seed, first_seed + 15)) > 200
 
 
-@pytest.mark.parametrize("first", range(0, 60, 15))
-def test_none_does_where_runs_stand_for_all_that_recompute_more(first, monkeypatch):
+@pytest.mark.parametrize("first_seed", range(0, 60, 15))
+def test_none_does_where_runs_stand_for_all_that_recompute_more(first_seed, monkeypatch):
     monkeypatch.setattr(folded, "SHORT", 1)
-    assert sum(compare(*question(seed), folded=True) for seed in range(first, first + 15)) > 200
+    assert sum(compare(*question(seed), folded=True) for seed in range(first_seed, first_seed + 15)) > 200
 
 
 def test_floors_rise_as_memory_shrinks_and_what_cannot_fit_is_not_there():

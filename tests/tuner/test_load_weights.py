@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from lightning_mist.hardware import Interference
 from lightning_mist.hardware.interference import CHANNELS, COEFFICIENTS, seconds_together, speed_table
 from lightning_mist.tuner.load_weights import COMPUTE, TO_HOST, load_weights
+from tests.tiers import examples
 
 SHARE = st.floats(0, 1, allow_subnormal=False)
 
@@ -15,7 +16,7 @@ def machines(draw):
     return Interference(**{name: draw(SHARE) for name in COEFFICIENTS}, source="drawn")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(machines(), st.booleans(), st.lists(st.floats(0, 10, allow_subnormal=False), min_size=8, max_size=8))
 def test_loads_take_at_least_what_their_weights_say_together_or_one_after_the_other(machine, across, numbers):
     first, then = np.array(numbers).reshape(2, len(CHANNELS), 1)
@@ -25,7 +26,7 @@ def test_loads_take_at_least_what_their_weights_say_together_or_one_after_the_ot
     assert (weights_WC @ (first + then) <= np.minimum(whole, parts) * (1 + 1e-9) + 1e-12).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(machines(), st.booleans())
 def test_the_channel_that_is_favoured_counts_in_full(machine, across):
     weights_WC = load_weights(machine, across)

@@ -117,6 +117,7 @@ def test_pipelines_of_other_batches_are_precedents_with_the_same_rows_per_microb
     assert asked._pasts.precedents(other) == {}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("first", [8, 32, 48])
 def test_what_is_remembered_of_another_batch_changes_no_answer(first):
     asked = planner()

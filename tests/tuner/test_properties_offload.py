@@ -99,6 +99,7 @@ def test_more_host_memory_is_never_slower():
     assert any(seconds[0] > seconds[1] > seconds[-1] or gains(seconds[1:]) for seconds in found)
 
 
+@pytest.mark.thorough
 def test_a_finer_grid_of_shares_is_never_slower():
     grids, found = ((0.0,), (0.0, 1.0), (0.0, 0.5, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)), []
     for seed in SEEDS:
@@ -118,6 +119,7 @@ def test_more_kinds_of_offload_are_never_slower():
         assert any(gains(seconds[index : index + 2]) for seconds in found), index
 
 
+@pytest.mark.thorough
 def test_wider_links_to_the_host_are_never_slower():
     found = {name: [] for name in LINKS}
     for seed, name in itertools.product(SEEDS, LINKS):

@@ -21,9 +21,9 @@ FEW = 300
 """Plans of which every one can be looked at in a test."""
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 8))
-def test_no_plan_of_the_whole_space_is_faster(first):
-    for seed in range(first, first + 8):
+@pytest.mark.parametrize("first_seed", range(0, SEEDS, 8))
+def test_no_plan_of_the_whole_space_is_faster(first_seed):
+    for seed in range(first_seed, first_seed + 8):
         instance = random_instance(seed)
         verdict = verdict_of(instance)
         assert verdict.difference <= PRECISION, seed

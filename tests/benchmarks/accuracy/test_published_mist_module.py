@@ -5,6 +5,9 @@ from benchmarks.accuracy.published_mist_model import MistDims
 from benchmarks.accuracy.published_time import traced
 from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
 
+# Traces modules of sizes that others published.
+pytestmark = pytest.mark.thorough
+
 H, F, T, HEADS, VOCABULARY = 64, 256, 128, 4, 512
 
 

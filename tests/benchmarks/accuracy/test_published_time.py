@@ -20,6 +20,9 @@ from benchmarks.accuracy.published_time import (
 )
 from lightning_mist.plan import OffloadRatios
 
+# Every model is traced at its real size.
+pytestmark = pytest.mark.thorough
+
 PLANS = read_plans([DATA / "mist_plans.json"])
 RUNS = {run.name: run for run in read_runs([DATA / "mist_plans.json"], [DATA / "mist_times.json"])}
 EXECUTED = {name: run for name, run in RUNS.items() if run.measured_seconds is not None}

@@ -10,6 +10,7 @@ from benchmarks.parity import random as parity_random
 from benchmarks.parity.cell import Outcome, subject
 from benchmarks.parity.plans import make_plan
 from lightning_mist.plan import ParameterSplit, SequenceSplit, TensorSplit, row_slice
+from tests.tiers import examples
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
 
@@ -35,7 +36,7 @@ def test_every_draw_is_a_plan_that_can_be_cut_and_all_features_occur():
     assert min(seen.values()) >= 5
 
 
-@settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(4), suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6))
 def test_random_plans_are_equal(seed):
     """More of them: ``python -m benchmarks.parity.random --seeds 200``."""
