@@ -7,7 +7,7 @@ so that a hook that only looks at a loss, prints or counts costs nothing, and no
 import ast
 import builtins
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -139,9 +139,8 @@ class _Walk:
         elif isinstance(node, (ast.For, ast.AsyncFor)):
             self._bind(node.target, node.iter)
             self.block(node.body + node.orelse)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            self._names.update(dict.fromkeys(argument.arg for argument in node.args.args))
-            self.block(node.body)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            self._inner(node.args, lambda: self.block(node.body))
         elif isinstance(node, ast.Expr):
             self.value(node.value)
         elif isinstance(node, (ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.Pass, ast.ClassDef)):
@@ -239,8 +238,14 @@ class _Walk:
     _on_setcomp = _on_generatorexp = _on_dictcomp = _on_listcomp
 
     def _on_lambda(self, node: ast.Lambda) -> None:
-        self._names.update(dict.fromkeys(argument.arg for argument in node.args.args))
-        self._plainly(node.body)
+        self._inner(node.args, lambda: self._plainly(node.body))
+
+    def _inner(self, arguments: ast.arguments, walk: Callable[[], None]) -> None:
+        """Walk a function inside this one, whose arguments have names of their own."""
+        kept = dict(self._names)
+        self._names.update(dict.fromkeys(argument.arg for argument in arguments.args))
+        walk()
+        self._names.update(kept)
 
     def _on_other(self, node: ast.expr) -> None:
         for child in ast.iter_child_nodes(node):

@@ -18,14 +18,16 @@ def _tree(file: str) -> ast.Module | None:
 def body_of(code: types.CodeType) -> list[ast.stmt] | None:
     """What a function does; of several lambdas on one line, what all of them do; None if its source is not at hand."""
     tree = _tree(code.co_filename)
-    found: list[ast.stmt] = []
+    found: list[ast.Lambda] = []
     for node in () if tree is None else ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
             if code.co_firstlineno in (node.lineno, *(item.lineno for item in node.decorator_list)):
                 return node.body
         elif isinstance(node, ast.Lambda) and (code.co_name, code.co_firstlineno) == ("<lambda>", node.lineno):
-            found.append(ast.copy_location(ast.Return(value=node.body), node))
-    return found or None
+            found.append(node)
+    names = list(code.co_varnames[: code.co_argcount])
+    found = [node for node in found if [item.arg for item in node.args.args] == names] or found
+    return [ast.copy_location(ast.Return(value=node.body), node) for node in found] or None
 
 
 def loaded_names(code: types.CodeType) -> set[str]:

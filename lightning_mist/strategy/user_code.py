@@ -79,16 +79,23 @@ _IN_VALIDATION = (
 """Hooks that find all parameters on every rank, under any plan, but not all gradients."""
 
 
+_EVERY: tuple[Feature, ...] = (*GRADIENTS_AWAY, "microbatches", "checkpointing")
+"""All that plans can do beside plain data parallelism."""
+
 _FEATURES: Mapping[str, tuple[Feature, ...]] = MappingProxyType(
     {
         "parameters": PARAMETERS_AWAY,
         "parameters, and put hooks on them": _HOOKED,
+        "parameters between a batch's forward and backward": _EVERY,
         "gradients": GRADIENTS_AWAY,
-        "gradients as they are accumulated": (*GRADIENTS_AWAY, "microbatches", "checkpointing"),
+        "gradients as they are accumulated": _EVERY,
         "optimizer state": GRADIENTS_AWAY,
     }
 )
 """By what of the whole module is used, what is ruled out."""
+
+_BEFORE_BACKWARD = ("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad", "backward")
+"""Hooks that run between forward and backward, which are one under every plan but plain data parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +172,8 @@ def _look(item: Any, name: str, everything: Everything) -> _Looks | None:
 
 def _kind(error: ReachedError, reader: Reader, name: str) -> str:
     """What is reached."""
+    if name in _BEFORE_BACKWARD:
+        return "parameters between a batch's forward and backward"
     if any("register_post_accumulate_grad_hook" in names_of(function) for function, _ in reader.read):
         return "gradients as they are accumulated"
     if any(mentions_gradients(function, owner) for function, owner in reader.read):

@@ -210,9 +210,7 @@ AT_GRADIENTS = {
 
 
 @pytest.mark.parametrize("name", AT_GRADIENTS)
-@pytest.mark.parametrize(
-    "hook", ["on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_before_zero_grad"]
-)
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step", "on_train_batch_end"])
 def test_code_that_looks_at_gradients_rules_out_that_they_are_away(hook, name):
     features, reason = found(_callback(hook, AT_GRADIENTS[name]))
     assert features == set(GRADIENTS_AWAY)
@@ -232,8 +230,14 @@ def test_hooks_that_are_put_on_parameters_later_count_as_those_that_are_there():
 
 def test_an_average_kept_by_hand_leaves_gradients_to_their_owners():
     """Under ZeRO-1 and ZeRO-2 every rank has all parameters."""
-    features, _ = found(_callback("on_before_zero_grad", lambda self, trainer, module, *_: _Ema().update(module)))
+    features, _ = found(_callback("on_before_optimizer_step", lambda self, trainer, module, *_: _Ema().update(module)))
     assert features == set(PARAMETERS_AWAY)
+
+
+def test_what_is_changed_between_forward_and_backward_leaves_plain_data_parallelism():
+    features, reason = found(_callback("on_before_zero_grad", lambda self, trainer, module, *_: _Ema().update(module)))
+    assert features == {*GRADIENTS_AWAY, "microbatches", "checkpointing"}
+    assert "between a batch's forward and backward" in reason
 
 
 def test_gradients_in_validation_count_and_parameters_do_not():
@@ -305,6 +309,14 @@ def test_functions_given_to_lambda_callbacks_are_read():
     assert "on_train_epoch_end of LambdaCallback" in reason
     part = LambdaCallback(on_train_epoch_end=partial(AT_PARAMETERS["norms"], None))
     assert found(part)[0] >= set(PARAMETERS_AWAY)
+
+
+TWO = (lambda _, module: module.state_dict()), (lambda trainer, module: print(lambda module: module.x))
+
+
+def test_of_functions_on_one_line_each_is_read_as_itself():
+    assert found(LambdaCallback(on_train_epoch_start=TWO[0]))[0] == set(PARAMETERS_AWAY)
+    assert found(LambdaCallback(on_train_epoch_start=TWO[1]))[0] == set()
 
 
 def test_hooks_on_parameters_see_parts_of_gradients():
