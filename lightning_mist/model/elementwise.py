@@ -17,8 +17,22 @@ from torch import Tensor, nn
 _SIZES = (8, 6, 4, 2, 2)
 """Dimensions of the toy parameters, slowest first: different, and even, so that each can be halved."""
 
-_STEPS = 2
+_FIRST_STEPS = 2
 """Steps of each toy: the first makes the state, the second uses it."""
+
+_LATER_STEPS = 14
+"""Further steps of a class that is not torch's: what looks at more than one entry may begin late."""
+
+_LATE = 100_000
+"""How many steps a toy of such a class is taken to have made before its last ones."""
+
+_SCALES = (1.0, 1e3, 1e-3, 30.0)
+"""Of gradients, by step: what clips does nothing to small ones."""
+
+_ENTRYWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop"}
+)
+"""Torch's own that treat every entry by itself; they need no trial."""
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Largest difference relative to the largest entry: vectorised loops round the ends of a tensor differently. State may
@@ -34,6 +48,7 @@ class _Toy:
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     ranks: tuple[int, ...]
     device: torch.device
+    steps: int
 
 
 def whole_tensor_reason(optimizer: torch.optim.Optimizer) -> str | None:
@@ -46,9 +61,11 @@ def whole_tensor_reason(optimizer: torch.optim.Optimizer) -> str | None:
         optimizer: The user's optimizer; neither stepped nor changed.
     """
     name = type(optimizer).__name__
+    if _is_entrywise(optimizer):
+        return None
     for toy in _toys(optimizer):
         for rank in toy.ranks:
-            values, gradients = _numbers((rank,), toy.device)
+            values, gradients = _numbers((rank,), toy)
             for dim in range(min(rank, 2)):
                 try:
                     (whole,) = _step(toy, values, gradients)
@@ -69,26 +86,82 @@ def coupling_reason(optimizer: torch.optim.Optimizer) -> str | None:
     """Why this optimizer must hold all parameters at once, in words for the user; None if it need not.
 
     For every group, one optimizer of the same class and options is stepped on two toy parameters, and two others on one
-    of them each. An optimizer that cannot be stepped on given gradients is left to other checks.
+    of them each: several times, as if for the first time and as if after many steps, if its class is not torch's.
 
     Args:
         optimizer: The user's optimizer; neither stepped nor changed.
     """
+    name, is_torchs = type(optimizer).__name__, _is_torchs(optimizer)
+    reason = None if _is_entrywise(optimizer) else _looks_around(optimizer)
+    if reason is not None or _is_entrywise(optimizer):
+        return reason
     for toy in _toys(optimizer):
         for rank in toy.ranks:
-            values, gradients = _numbers((rank, rank), toy.device)
+            values, gradients = _numbers((rank, rank), toy)
             try:
                 together = _step(toy, values, gradients)
                 apart = [_step(toy, [v], [[s[i]] for s in gradients])[0] for i, v in enumerate(values)]
-            except Exception:
-                return None
+            except CalledAgainError as error:
+                return f"{name} calls its closure {error}: the step would run several times for one update"
+            except Exception as error:
+                if is_torchs:
+                    return None
+                return (
+                    f"{name} cannot be stepped on parameters of a trial ({type(error).__name__}: {error}), so that it "
+                    "was not shown to treat each parameter by itself"
+                )
             for one, other in zip(together, apart, strict=True):
                 if not _same(one[0], other[0]):
                     return (
-                        f"{type(optimizer).__name__} couples parameters: a step on two gives other values than a step "
+                        f"{name} couples parameters: a step on two gives other values than a step "
                         "on each, so no rank may update only a part of them"
                     )
     return None
+
+
+class CalledAgainError(Exception):
+    """An optimizer called its closure more than once in a step."""
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def _is_entrywise(optimizer: torch.optim.Optimizer) -> bool:
+    return _is_torchs(optimizer) and type(optimizer).__name__ in _ENTRYWISE and not _hooks(optimizer)
+
+
+def _hooks(optimizer: torch.optim.Optimizer) -> bool:
+    own = vars(optimizer)
+    return any(own.get(name) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"))
+
+
+def _looks_around(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why an optimizer could look at other parameters than those of the group it updates."""
+    name = type(optimizer).__name__
+    if _hooks(optimizer):
+        return f"hooks run around the steps of {name}, which may look at all parameters at once"
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for attribute, value in vars(optimizer).items():
+        if attribute not in _REGISTRIES and _reaches(value, known, 3):
+            return f"{name} has all parameters at hand in its attribute {attribute}, and may look at them at once"
+    return None
+
+
+_REGISTRIES = ("param_groups", "state", "defaults", "step", "_patched_step_functions")
+
+
+def _reaches(value: Any, known: set[int], depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return id(value) in known
+    if isinstance(value, nn.Module):
+        return any(id(parameter) in known for parameter in value.parameters())
+    if isinstance(value, torch.optim.Optimizer):
+        return any(id(parameter) in known for group in value.param_groups for parameter in group["params"])
+    if depth == 0 or callable(value):
+        return False
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
+    return any(_reaches(item, known, depth - 1) for item in [*inner, *getattr(value, "__dict__", {}).values()])
 
 
 def _toys(optimizer: torch.optim.Optimizer) -> Iterator[_Toy]:
@@ -115,6 +188,7 @@ def _toys(optimizer: torch.optim.Optimizer) -> Iterator[_Toy]:
             make=_maker(type(optimizer), options, extra),
             ranks=ranks,
             device=torch.device("cpu") if device.type == "meta" else device,
+            steps=_FIRST_STEPS if _is_torchs(optimizer) else _FIRST_STEPS + _LATER_STEPS,
         )
 
 
@@ -139,19 +213,20 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _numbers(ranks: Sequence[int], device: torch.device) -> tuple[list[Tensor], list[list[Tensor]]]:
+def _numbers(ranks: Sequence[int], toy: _Toy) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Values of parameters with these numbers of dimensions, and their gradients for each step."""
-    generator = torch.Generator().manual_seed(0)
+    generator, device = torch.Generator().manual_seed(0), toy.device
     shapes = [_SIZES[:rank] for rank in ranks]
 
     def draw() -> list[Tensor]:
         return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for shape in shapes]
 
-    def uneven(tensor: Tensor) -> Tensor:
+    def uneven(tensor: Tensor, scale: float) -> Tensor:
         # Of different size in different places, so that a rule that averages shows.
-        return tensor * torch.arange(1, len(tensor) + 1, device=device).reshape(-1, *[1] * (tensor.ndim - 1))
+        return scale * tensor * torch.arange(1, len(tensor) + 1, device=device).reshape(-1, *[1] * (tensor.ndim - 1))
 
-    return draw(), [[uneven(gradient) for gradient in draw()] for _ in range(_STEPS)]
+    values = draw()
+    return values, [[uneven(item, _SCALES[step % len(_SCALES)]) for item in draw()] for step in range(toy.steps)]
 
 
 def _half(tensor: Tensor, dim: int, index: int) -> Tensor:
@@ -165,11 +240,55 @@ def _step(toy: _Toy, values: Sequence[Tensor], gradients: Sequence[Sequence[Tens
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         torch.manual_seed(0)
         optimizer = toy.make(parameters)
-        for step in gradients:
-            for parameter, gradient in zip(parameters, step, strict=True):
-                parameter.grad = gradient.clone()
-            optimizer.step()
+        counters: list[dict[tuple[int, Any], Any]] = []
+        for number, step in enumerate(gradients):
+            _one_step(optimizer, parameters, step)
+            if number < _FIRST_STEPS:
+                counters.append({key: value for key, (_, value) in _counted(optimizer).items()})
+            if number == toy.steps - _LATER_STEPS // 2:
+                _make_late(optimizer, *counters)
     return [(parameter.detach(), dict(optimizer.state[parameter])) for parameter in parameters]
+
+
+def _one_step(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
+) -> None:
+    """A step as Lightning makes it: gradients come with the closure."""
+    calls = 0
+
+    def closure() -> float:
+        nonlocal calls
+        calls += 1
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        return 0.0
+
+    closure()
+    calls = 0
+    optimizer.step(closure)
+    if calls > 1:
+        raise CalledAgainError(f"{calls} times")
+
+
+def _counted(optimizer: torch.optim.Optimizer) -> dict[tuple[int, Any], tuple[Any, float]]:
+    """Every whole number in an optimizer: where it is, and what."""
+    spaces = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
+    found = {}
+    for place, space in enumerate(spaces):
+        for key, value in space.items():
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            if is_number or (isinstance(value, Tensor) and value.ndim == 0):
+                found[place, key] = (space, float(value))
+    return found
+
+
+def _make_late(
+    optimizer: torch.optim.Optimizer, first: dict[tuple[int, Any], Any], second: dict[tuple[int, Any], Any]
+) -> None:
+    """Let whatever counts steps have counted many."""
+    for key, (space, _) in _counted(optimizer).items():
+        if key in first and second.get(key) == first[key] + 1:
+            space[key[1]] = space[key[1]] + _LATE
 
 
 def _half_step(

@@ -98,7 +98,7 @@ def test_optimizers_that_may_update_parts(make):
             lambda p: Chosen([{"params": p[:1], "normalised": False}, {"params": p[1:], "normalised": True}]),
             r"Chosen needs whole parameters",
         ),
-        (torch.optim.LBFGS, r"LBFGS cannot be stepped on parts of a parameter: TypeError"),
+        (torch.optim.LBFGS, r"LBFGS cannot be stepped on parts of a parameter: CalledAgainError"),
     ],
 )
 def test_optimizers_that_need_whole_parameters(make, reason):
@@ -138,3 +138,67 @@ def test_groups_that_differ_in_numbers_alone_are_tried_once():
     assert whole_tensor_reason(optimizer) is None
     assert {one.param_groups[0]["momentum"] for one in made} == {0, 0.9}
     assert len(made) == 2 * 3  # the whole and two halves, for each kind of group
+
+
+class Late(torch.optim.Optimizer):
+    """Clips by the norm of all gradients after some steps, counted somewhere."""
+
+    def __init__(self, params, lr=1e-3, place="group", late=5):
+        super().__init__(params, {"lr": lr, "place": place, "late": late})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        closure()
+        group = self.param_groups[0]
+        self.steps += 1
+        group["steps"] = group.get("steps", 0) + 1
+        every = [p for group in self.param_groups for p in group["params"]]
+        state = self.state[every[0]]
+        state["step"] = state.get("step", torch.zeros(())) + 1
+        count = {"own": self.steps, "group": group["steps"], "state": int(state["step"])}[group["place"]]
+        norm = torch.stack([p.grad.norm() for p in every]).norm() if count > group["late"] else torch.ones(())
+        for p in every:
+            p.sub_(p.grad / norm.clamp(min=1.0), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("place", ["own", "group", "state"])
+@pytest.mark.parametrize("late", [5, 1000])
+def test_what_begins_late_is_found(place, late):
+    assert "Late couples parameters" in coupling_reason(Late(parameters(), place=place, late=late))
+
+
+class Twice(torch.optim.SGD):
+    """Takes the gradient at a point that all gradients lead to, as sharpness-aware minimisation does."""
+
+    def step(self, closure=None):
+        closure()
+        super().step()
+        return super().step(closure)
+
+
+class Keeps(torch.optim.SGD):
+    def __init__(self, module, lr):
+        super().__init__(module.parameters(), lr=lr)
+        self.module = module
+
+
+def test_optimizers_that_look_further_by_other_ways():
+    assert "Twice calls its closure 2 times" in coupling_reason(Twice(parameters(), lr=0.1))
+    assert "has all parameters at hand in its attribute module" in coupling_reason(Keeps(nn.Linear(2, 2), lr=0.1))
+    hooked = torch.optim.SGD(parameters(), lr=0.1)
+    hooked.register_step_pre_hook(lambda *_: None)
+    assert "hooks run around the steps of SGD" in coupling_reason(hooked)
+
+    class Needs(torch.optim.SGD):
+        def __init__(self, params, rank):
+            super().__init__(params, lr=0.1 * rank)
+
+    assert "Needs cannot be stepped on parameters of a trial (TypeError" in coupling_reason(Needs(parameters(), 1))
+
+
+def test_optimizers_of_torch_are_known_without_a_trial(monkeypatch):
+    monkeypatch.setattr(torch.optim.AdamW, "step", None)
+    optimizer = torch.optim.AdamW(parameters())
+    assert coupling_reason(optimizer) is None
+    assert whole_tensor_reason(optimizer) is None
