@@ -1,0 +1,110 @@
+"""Lightning's own tests, as they are and with this project's strategy in place of Lightning's.
+
+``python -m benchmarks.lightning_tests.run CHECKOUT`` with the path of a checkout of Lightning's repository at the tag
+of the installed version; ``docs/lightning-tests.md`` says what else it takes. Every test runs twice, and the record
+says which end otherwise. A list is run again from where it was if it was ended (``--work``).
+"""
+
+import argparse
+import ast
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.lightning_tests.lists import LISTS, REASONS
+from benchmarks.record import ROOT, Sample, make_record, write_record
+
+Outcomes = dict[str, tuple[str, str]]
+"""How each test ended, and the message of one that failed."""
+
+
+def read(path: Path) -> Outcomes:
+    """What a run has written: of each test the worst of its phases."""
+    found: Outcomes = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        name, when, outcome, message = ast.literal_eval(line)
+        if outcome == "failed" and when != "call":
+            outcome = f"error at {when}"
+        if outcome != "passed" or name not in found:
+            found[name] = (outcome, message)
+    return found
+
+
+def run(checkout: Path, tests: Sequence[str], swap: str, results: Path, *, timeout_seconds: int) -> Outcomes:
+    """Run tests with strategies swapped in; those that are in the file of results already are not run again."""
+    tests_folder = checkout / "tests"
+    done = read(results)
+    environment = {
+        **os.environ,
+        "SWAP": swap,
+        "SWAP_RESULTS": str(results),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tests_folder), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.lightning_tests.swap", "-q", "--timeout"]
+    command += [str(timeout_seconds), "-p", "no:cacheprovider", *tests]
+    for name in done:
+        command += ["--deselect", name]
+    subprocess.run(command, cwd=tests_folder, env=environment, check=False)
+    return read(results)
+
+
+def reason_of(name: str, message: str) -> str:
+    """Why a test ends otherwise, where that is known."""
+    found = (why for pattern, why in REASONS if re.search(pattern, f"{name} {message}"))
+    return next(found, f"not known: {' '.join(message.split())[:200]}")
+
+
+def compared(stock: Outcomes, swapped: Outcomes) -> tuple[list[Sample], dict[str, list[str]]]:
+    """A row for each file, and for each reason the tests that end otherwise for it."""
+    rows: dict[str, Counter[str]] = {}
+    reasons: dict[str, list[str]] = {}
+    for name in sorted(stock.keys() & swapped.keys()):
+        row = rows.setdefault(name.partition("::")[0].removeprefix("tests_pytorch/"), Counter())
+        row["tests"] += 1
+        row[f"{stock[name][0]} as stock"] += stock[name][0] == swapped[name][0]
+        if stock[name][0] != swapped[name][0]:
+            row["other"] += 1
+            reasons.setdefault(reason_of(name, swapped[name][1]), []).append(name.partition("::")[2])
+    columns = ("tests", "passed as stock", "skipped as stock", "failed as stock", "other")
+    return [{"file": name, **{column: row[column] for column in columns}} for name, row in rows.items()], reasons
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run lists of tests and write their records."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, help="of Lightning's repository")
+    parser.add_argument("--lists", nargs="+", choices=list(LISTS), default=list(LISTS))
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "lightning-tests")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds for one test")
+    parser.add_argument("--no-record", action="store_true", help="only print")
+    options = parser.parse_args(arguments)
+    options.work.mkdir(parents=True, exist_ok=True)
+    for name in options.lists:
+        found = {
+            swap: run(
+                options.checkout.resolve(),
+                LISTS[name],
+                swap,
+                options.work / f"{name}-{swap}.txt",
+                timeout_seconds=options.timeout,
+            )
+            for swap in ("stock", name)
+        }
+        rows, reasons = compared(found["stock"], found[name])
+        total = sum(int(str(row["tests"])) for row in rows)
+        notes = [f"{total} tests, of which {sum(map(len, reasons.values()))} end otherwise."]
+        notes += [f"{why} ({len(tests)}: {', '.join(tests)})." for why, tests in reasons.items()]
+        print("\n".join([name, *notes]))
+        if not options.no_record:
+            write_record(make_record(f"lightning-tests-{name}", rows, notes=" ".join(notes)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

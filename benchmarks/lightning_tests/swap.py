@@ -1,0 +1,63 @@
+"""``pytest -p benchmarks.lightning_tests.swap``: other strategies under Lightning's names, without touching its tests.
+
+``SWAP`` says which: ``stock`` changes nothing; ``processes`` makes ``ddp``, ``ddp_spawn`` and their like build this
+project's strategy; ``one`` makes a Trainer on one CPU device that names no strategy build it too. Spawned processes are
+forked under all three: the same tests in a tenth of the time.
+"""
+
+import os
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+from lightning_mist import MistStrategy
+
+SWAP = os.environ.get("SWAP", "stock")
+METHODS = {"spawn": "fork", "fork": "fork", "notebook": "fork"}
+
+
+def _register() -> None:
+    """Let the names of plain data parallelism build what ``SWAP`` says."""
+    kind = DDPStrategy if SWAP == "stock" else MistStrategy
+    for name in [name for name in StrategyRegistry if name.startswith("ddp")]:
+        method = next((method for word, method in METHODS.items() if word in name), "popen")
+        options: dict[str, Any] = {"start_method": method}
+        if "find_unused" in name:
+            options["find_unused_parameters"] = not name.endswith("false")
+        StrategyRegistry.register(name, kind, override=True, **options)
+
+
+def _replace_the_default() -> None:
+    """Let a Trainer on one CPU device that names no strategy build this project's."""
+    original = _AcceleratorConnector._choose_strategy
+
+    def choose(self: Any) -> Any:
+        chosen = original(self)
+        is_single = type(chosen) is SingleDeviceStrategy and chosen.root_device.type == "cpu"
+        return MistStrategy() if is_single else chosen
+
+    _AcceleratorConnector._choose_strategy = choose  # type: ignore[method-assign]
+
+
+_register()
+if SWAP == "one":
+    _replace_the_default()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Know a mark of Lightning's tests whose plugin is not needed for them to run."""
+    config.addinivalue_line("markers", "flaky: may be run again by pytest-rerunfailures")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: Any) -> Any:
+    """Write how each test ended, one line each, so that a run that is killed has said what it knew."""
+    report = (yield).get_result()
+    if report.when == "call" or report.outcome != "passed":
+        message = (
+            "" if report.outcome != "failed" else str(getattr(report.longrepr, "reprcrash", "") or report.longrepr)
+        )
+        with open(os.environ["SWAP_RESULTS"], "a", encoding="utf-8") as file:
+            file.write(repr((report.nodeid, report.when, report.outcome, message[-1500:])) + "\n")

@@ -1,0 +1,1 @@
+"""Ways to use Lightning, each trained by DDP and by plans of every kind: what differs is found, and said."""
