@@ -28,3 +28,7 @@ class PlanError(MistError):
 
 class ScheduleError(MistError):
     """A list of actions breaks a rule of its schedule."""
+
+
+class PeerError(MistError):
+    """Something takes all ranks, and another one has failed or gone."""

@@ -37,6 +37,7 @@ class Transport(Protocol):
 
     rank: int
     world_size: int
+    posted: int
 
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
         """Send a contiguous tensor; it must not change until the work is complete."""
@@ -187,6 +188,9 @@ class DistributedTransport:
         groups: Sorted global ranks of every group that collectives will run on; repetitions are made once.
         device: Where this rank's tensors live.
         timeout: How long gloo waits for a peer; torch's default if None.
+
+    Attributes:
+        posted: Number of messages and collectives that this rank has taken part in.
     """
 
     def __init__(
@@ -194,7 +198,7 @@ class DistributedTransport:
     ) -> None:
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
         self._backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        self._timeout = timeout
+        self._timeout, self.posted = timeout, 0
         world = tuple(range(self.world_size))
         self._ascending, self._descending = self._make(world), self._make(world)
         # Objects are gathered by blocking calls; a group apart keeps them out of the order of other collectives.
@@ -219,12 +223,14 @@ class DistributedTransport:
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
         """Send a contiguous tensor; it must not change until the work is complete."""
         check_contiguous(tensor, "send")
+        self.posted += 1
         group = self._ascending if destination > self.rank else self._descending
         return _PendingWork(dist.isend(tensor, destination, group=group, tag=tag), tensor)
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Receive into a contiguous tensor."""
         check_contiguous(tensor, "receive")
+        self.posted += 1
         group = self._ascending if source < self.rank else self._descending
         return _PendingWork(dist.irecv(tensor, source, group=group, tag=tag), tensor)
 
@@ -289,6 +295,7 @@ class DistributedTransport:
 
     def _group(self, ranks: Sequence[int], groups: dict[tuple[int, ...], Any] | None = None) -> Any:
         groups = self._groups if groups is None else groups
+        self.posted += 1
         try:
             return groups[tuple(ranks)]
         except KeyError:

@@ -2,23 +2,19 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan, ZeroStage
 from lightning_mist.runtime.transport import complete
+from lightning_mist.strategy.ends import EndsTogether
 from lightning_mist.strategy.engine import Engine
 from lightning_mist.units import format_bytes
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
 
-
-class WholeEvaluation(_Base):
+class WholeEvaluation(EndsTogether):
     """The part of the strategy that runs evaluation inside ``fit`` on the whole module, as under DDP."""
 
     _engine: Engine | None
@@ -27,7 +23,8 @@ class WholeEvaluation(_Base):
         """Evaluation inside ``fit`` runs on the whole module, as under DDP."""
         super().on_validation_start()
         if self._engine is not None:
-            self._engine.fill()
+            with self.all_take_part():
+                self._engine.fill()
 
     def on_validation_end(self) -> None:
         """Training goes on with this rank's part."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -13,7 +13,6 @@ from lightning_mist.hardware import Cluster
 from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import Plan
 from lightning_mist.runtime.caches import no_caches
-from lightning_mist.runtime.failure import FailureWatcher, start_watcher
 from lightning_mist.runtime.transport import complete
 from lightning_mist.strategy import checkpoint_io, deferred, planning, together
 from lightning_mist.strategy.accumulation import gradients_are_about_to_go
@@ -29,15 +28,10 @@ from lightning_mist.strategy.stage_times import FORWARD
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.units import parse_bytes
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
-
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MistBase(WholeEvaluation, _Base):
+class MistBase(WholeEvaluation):
     """Trains as DDP would, on a plan that fits and is fast.
 
     At the first ``fit`` the model and the machine are profiled, a plan is chosen (pipeline stages, data and tensor
@@ -86,7 +80,6 @@ class MistBase(WholeEvaluation, _Base):
     _engine: Engine | None = None
     _monitor: Monitor | None = None
     _initial: InitialValues | None = None
-    _watcher: FailureWatcher | None = None
     _state_afterwards: Callable[[], dict[str, Any]] | None = None
 
     def __init__(
@@ -171,17 +164,6 @@ class MistBase(WholeEvaluation, _Base):
 
     # Life cycle --------------------------------------------------------------------------------------------------
 
-    def setup_environment(self) -> None:
-        """Make the process group, and watch for failures of other ranks from now on."""
-        super().setup_environment()
-        self._watcher = start_watcher()
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks, which may be waiting for this one where nothing would ever wake them."""
-        super().on_exception(exception)
-        if self._watcher is not None:
-            self._watcher.report(exception)
-
     def setup(self, trainer: Any) -> None:
         """Make or read the plan, and put this rank's part of it in place."""
         module, accelerator = self.lightning_module, self.accelerator
@@ -261,9 +243,7 @@ class MistBase(WholeEvaluation, _Base):
         if self.lightning_module is not None:
             deferred.hollow_on_host(self.lightning_module)
         super().teardown()
-        watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            watcher.stop()
+        self.stop_watching()
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -297,7 +277,8 @@ class MistBase(WholeEvaluation, _Base):
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         keeps = not gradients_are_about_to_go(module)
-        result, loss = self._engine.train_batch(batch, step, loss_scale=scale, keeps_gradients=keeps)
+        with self.all_take_part():
+            result, loss = self._engine.train_batch(batch, step, loss_scale=scale, keeps_gradients=keeps)
         self._engine.replay(result)
         if not result.extras:
             return loss
@@ -312,7 +293,8 @@ class MistBase(WholeEvaluation, _Base):
         with self._monitor.step(optimizer, closure) as timed:
             output = super().optimizer_step(optimizer, timed, model, **kwargs)
             if self._engine is not None:
-                complete(self._engine.executor.gather_parameters())
+                with self.all_take_part():
+                    complete(self._engine.executor.gather_parameters())
         self._monitor.after_step()
         return output
 
@@ -321,8 +303,6 @@ class MistBase(WholeEvaluation, _Base):
         super().on_train_end()
         if self._monitor is not None:
             self._monitor.finish()
-        if self._watcher is not None:
-            self._watcher.work_is_done()
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 
@@ -342,7 +322,9 @@ class MistBase(WholeEvaluation, _Base):
         if self._engine is None:
             is_elsewhere = self.global_rank > 0 and deferred.has_hollow_parameters(self.lightning_module)
             return {} if is_elsewhere else super().lightning_module_state_dict()
-        return checkpoint_io.module_state(self.lightning_module, self._engine)
+        self.refuse_without_the_others("a checkpoint")
+        with self.all_take_part():
+            return checkpoint_io.module_state(self.lightning_module, self._engine)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Take weights in DDP's layout, also while training (the learning-rate finder does), on every rank at once."""
@@ -362,7 +344,9 @@ class MistBase(WholeEvaluation, _Base):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """All optimizer state in DDP's layout; complete on global rank 0."""
         if self._engine is not None:
-            return self._engine.optimizer_state()
+            self.refuse_without_the_others("a checkpoint")
+            with self.all_take_part():
+                return self._engine.optimizer_state()
         return super().optimizer_state(optimizer) if self._state_afterwards is None else self._state_afterwards()
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:

@@ -1,19 +1,23 @@
+import os
+import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from lightning_mist.runtime.failure import FailureWatcher, second_connection, start_watcher
+from lightning_mist.runtime.failure import FailureWatcher, start_watcher
+from lightning_mist.runtime.peers import Peers
 
 WAITS_FOREVER = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta
 from lightning_mist.runtime.failure import start_watcher
-rank, file = int(sys.argv[1]), sys.argv[2]
-store = dist.TCPStore("127.0.0.1", int(sys.argv[3]), 2, is_master=False)
+rank = int(sys.argv[1])
+store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), 2, is_master=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600))
 watcher = start_watcher(poll_seconds=0.05, grace_seconds=0.2)
 dist.barrier()
@@ -42,83 +46,183 @@ class Ended:
         return self.said[0]
 
 
-def watchers(store, count, ends, **options):
-    return [
-        FailureWatcher(store, rank, end=ends[rank], poll_seconds=0.01, **{"grace_seconds": 0.01, **options})
-        for rank in range(count)
-    ]
+class World:
+    """Ranks of this process, each with a connection and as many watchers as are asked for."""
+
+    def __init__(self, count):
+        store = dist.HashStore()
+        with ThreadPoolExecutor(count) as pool:
+            self.peers = list(pool.map(lambda rank: Peers(store, rank, count), range(count)))
+        self.ends = [Ended() for _ in range(count)]
+        self._watchers, self._number = [], 0
+
+    def watch(self, **options):
+        self._number += 1
+        options = {"poll_seconds": 0.01, "grace_seconds": 0.01, "agree_seconds": 0.5, "told_seconds": 0.1, **options}
+        found = [
+            FailureWatcher(peers, self._number, end=end, **options)
+            for peers, end in zip(self.peers, self.ends, strict=True)
+        ]
+        self._watchers += found
+        return found
+
+    def close(self):
+        for watcher in self._watchers:
+            watcher.stop()
+        for peers in self.peers:
+            peers.close()
 
 
 @pytest.fixture
-def store():
-    return dist.HashStore()
+def world():
+    made = []
+
+    def make(count):
+        made.append(World(count))
+        return made[0]
+
+    yield make
+    for item in made:
+        item.close()
 
 
-def test_a_failure_ends_the_others(store):
-    ends = [Ended() for _ in range(3)]
-    first, second, third = watchers(store, 3, ends)
+def test_a_failure_ends_the_others(world):
+    ranks = world(3)
+    first, second, third = ranks.watch()
     second.report(ValueError("seven"))
     second.stop()
-    for end in (ends[0], ends[2]):
+    for end in (ranks.ends[0], ranks.ends[2]):
         assert "rank 1: ValueError: seven" in end.wait()
     third.report(RuntimeError("something that follows from it"))
     first.stop()
     third.stop()
-    assert ends[1].said == []
+    assert ranks.ends[1].said == []
 
 
-def test_who_ends_by_itself_is_not_ended(store):
-    ends = [Ended(), Ended()]
-    first, second = watchers(store, 2, ends, grace_seconds=60)
+def test_who_ends_by_itself_is_not_ended(world):
+    ranks = world(2)
+    first, second = ranks.watch(grace_seconds=60)
     first.report(ValueError())
     second.stop()
     first.stop()
-    assert not second._thread.is_alive()
-    assert [end.said for end in ends] == [[], []]
+    assert [end.said for end in ranks.ends] == [[], []]
 
 
-def test_failures_of_an_earlier_run_are_over(store):
-    ends = [Ended(), Ended()]
-    for watcher in watchers(store, 2, ends, grace_seconds=60):
+def test_failures_of_an_earlier_run_are_over(world):
+    ranks = world(2)
+    for watcher in ranks.watch(grace_seconds=60):
         watcher.report(ValueError("the first time"))
         watcher.stop()
-    first, second = watchers(store, 2, ends)
-    assert second._look() is None
+    first, second = ranks.watch()
+    assert second.failure() is None
     first.report(ValueError("the second time"))
-    assert "the second time" in ends[1].wait()
-    first.stop()
+    assert "the second time" in ranks.ends[1].wait()
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_process_that_ends_without_a_word_is_a_failure(world, gone):
+    ranks = world(3)
+    ranks.watch()
+    ranks.peers[gone].close()
+    for rank in {0, 1, 2} - {gone}:
+        assert f"rank {gone}: its process has ended without a word" in ranks.ends[rank].wait()
+
+
+def test_who_was_done_may_go(world):
+    ranks = world(3)
+    first, second, third = ranks.watch()
     second.stop()
+    ranks.peers[1].close()
+    third.stop()
+    ranks.peers[2].close()
+    while set(ranks.peers[0].gone) != {1, 2}:
+        pass
+    assert first.failure() is None
+    first.stop()
+    assert ranks.ends[0].said == []
 
 
-def test_a_store_that_has_ended_is_a_failure():
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-    end = Ended()
-    watcher = FailureWatcher(client, 1, end=end, poll_seconds=0.01, grace_seconds=0.01)
-    del server
-    assert "the process that holds the store of all ranks has ended" in end.wait()
-    watcher.report(ValueError("too late to be heard"))
-    watcher.stop()
+def test_who_was_done_with_the_fit_before_is_missed_in_this_one(world):
+    ranks = world(2)
+    for watcher in ranks.watch():
+        watcher.stop()
+    ranks.peers[1].close()
+    FailureWatcher(ranks.peers[0], 2, end=ranks.ends[0], poll_seconds=0.01, grace_seconds=0.01)
+    assert "rank 1: its process has ended" in ranks.ends[0].wait()
 
 
-def test_a_second_connection_has_the_same_keys():
-    """What a store without ``clone`` is given."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-    first, second, other = (
-        second_connection(dist.PrefixStore("outer", dist.PrefixStore(prefix, store)))
-        for prefix, store in (("run 1", server), ("run 1", client), ("run 2", client))
-    )
-    first.set("key", "value")
-    assert second.check(["key"])
-    assert not other.check(["key"])
-    inner = second.underlying_store
-    assert isinstance(inner, dist.TCPStore)
-    assert inner is not client
+def test_all_that_fail_at_one_place_can_still_work_together(world):
+    first, second = world(2).watch(grace_seconds=60)
+    first.report(ValueError(), "7")
+    second.report(ValueError(), "7")
+    assert first.all_failed_together()
+    assert second.all_failed_together()
 
 
-def test_a_store_without_a_server_is_its_own_connection(store):
-    assert second_connection(store) is store
+@pytest.mark.parametrize(("mine", "theirs"), [("7", "8"), ("7", None), (None, None)])
+def test_at_different_places_or_in_the_middle_they_cannot(world, mine, theirs):
+    first, second = world(2).watch(grace_seconds=60)
+    first.report(ValueError(), mine)
+    second.report(ValueError(), theirs)
+    assert not first.all_failed_together()
+    assert not second.all_failed_together()
+
+
+def test_who_fails_alone_cannot(world):
+    ranks = world(2)
+    first, second = ranks.watch(grace_seconds=60)
+    first.report(ValueError(), "7")
+    assert not first.all_failed_together()
+    second.report(ValueError(), "7")
+    assert not second.all_failed_together()
+
+
+def test_an_error_that_follows_from_another_ranks_says_so(world):
+    first, second = world(2).watch(grace_seconds=60)
+    first.report(ValueError("seven"))
+    assert "rank 0: ValueError: seven" in second.cause(RuntimeError("Connection closed by peer"), 30)
+    assert second.cause(KeyError(), 30) is None
+    assert first.cause(RuntimeError(), 0) is None
+
+
+def test_a_signal_to_all_ranks_is_waited_for(world):
+    ranks = world(2)
+    watchers = ranks.watch(told_seconds=60)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda watcher: watcher.told_together(signal.SIGTERM), watchers))
+    assert [end.said for end in ranks.ends] == [[], []]
+
+
+def test_a_signal_to_one_rank_ends_all(world):
+    ranks = world(2)
+    _, second = ranks.watch()
+    second.told_together(signal.SIGTERM)
+    assert "SIGTERM ended it, and only ranks [1] were told to end" in ranks.ends[1].wait()
+    assert "rank 1: SIGTERM ended it" in ranks.ends[0].wait()
+
+
+def test_a_signal_to_one_rank_whose_others_are_done_is_not_waited_for(world):
+    ranks = world(2)
+    first, second = ranks.watch(told_seconds=60)
+    first.stop()
+    second.told_together(signal.SIGTERM)
+    assert ranks.ends[1].said == []
+
+
+def test_a_signal_is_told_while_its_handler_waits(world):
+    """The main thread may be in a collective when it comes, and its handler in Python runs after that."""
+    first, second = world(2).watch(told_seconds=60)
+    handled = []
+    before = signal.signal(signal.SIGTERM, lambda *_: handled.append(1))
+    try:
+        second.stop()
+        first._peers.hear_signals(first._hear_signal)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while 0 not in first._peers.said("told", 1):
+            pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert handled
 
 
 @pytest.mark.usefixtures("single_rank")
@@ -131,7 +235,7 @@ def test_a_rank_in_a_collective_that_never_ends_is_ended():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, second = (
         subprocess.Popen(
-            [sys.executable, "-c", WAITS_FOREVER, str(rank), "", str(server.port)],
+            [sys.executable, "-c", WAITS_FOREVER, str(rank), str(server.port)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -146,20 +250,9 @@ def test_a_rank_in_a_collective_that_never_ends_is_ended():
         assert second.returncode == 1
         assert "rank 0: RuntimeError: broken" in said
         assert "rank 1 was still waiting" in said
+        assert "dist.recv(" in said or "in recv" in said
     finally:
         first.kill()
         second.kill()
         first.communicate()
         second.communicate()
-
-
-def test_a_store_may_end_once_the_work_is_done():
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-    end = Ended()
-    watcher = FailureWatcher(client, 1, end=end, poll_seconds=60, grace_seconds=0.01)
-    watcher.work_is_done()
-    del server
-    assert watcher._look() is None
-    watcher.stop()
-    assert end.said == []

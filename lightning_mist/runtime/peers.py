@@ -1,0 +1,391 @@
+"""A connection of every process to the first one, which closes when a process ends, in whatever way it ends.
+
+Killed, left by ``os._exit``, returned from its script without a word: the system closes what a process had open, and
+the others hear of it at once, whatever their main threads wait for. Nothing here is a matter of time: a process that
+is stopped, swapped out or busy for minutes keeps its connection. The short notes that processes give each other (what
+failed, that a fit is over) travel on the same connections, so what a process said last is known before it is gone.
+
+Rank 0 listens and passes on what it hears; its address is found through the store that all ranks reach.
+"""
+
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import threading
+import time
+import uuid
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+_CONNECT_SECONDS = 30.0
+"""How long a rank tries to reach rank 0 before it does without."""
+
+_ARRIVE_SECONDS = 40.0
+"""After this a rank that shared the store's rendezvous and never connected has ended in between."""
+
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""A machine that goes without closing anything is noticed after a minute."""
+
+_every: "weakref.WeakSet[Peers]" = weakref.WeakSet()
+
+
+def second_connection(store: Any) -> Any:
+    """The same keys through a connection of its own, where a store cannot do that itself (``Store.clone``, torch 2.8).
+
+    Ranks that share the keys of ``store`` share those of the result. Stores without a server are no connections: they
+    are returned as they are.
+    """
+    stores: Any = dist  # whose stubs do not name what it exports
+    inner = store
+    while isinstance(inner, stores.PrefixStore):
+        inner = inner.underlying_store
+    if not isinstance(inner, stores.TCPStore):
+        return store
+    # What the prefixes are torch does not tell: a name of these keys, from whoever comes first, stands for them.
+    name = store.compare_set("lightning_mist/name", "", uuid.uuid4().hex).decode()
+    return stores.PrefixStore(name, stores.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False))
+
+
+def _own_connection(store: Any) -> Any:
+    """Requests of one connection wait for each other, and the main thread's may be waiting for a peer."""
+    return store.clone() if hasattr(store, "clone") else second_connection(store)
+
+
+class Peers:
+    """This process's connection to all others of a process group, from its making to the end of the process.
+
+    Every rank makes it at the same time, rank 0 first or last alike.
+
+    Args:
+        store: The store that all ranks reach; used now and not later.
+        rank: This rank.
+        world_size: Number of ranks.
+        is_one_machine: Whether all ranks run on this machine.
+
+    Attributes:
+        rank: This rank.
+        world_size: Number of ranks.
+        on_signal: Is told of signals in the moment in which they come; see :meth:`hear_signals`.
+    """
+
+    on_signal: Callable[[int], None] | None = None
+
+    def __init__(self, store: Any, rank: int, world_size: int, *, is_one_machine: bool = True) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._notes: dict[tuple[str, int], dict[int, str]] = {}
+        self._gone: dict[int, None] = {}
+        self._outbox: deque[tuple[bytes, threading.Event]] = deque()
+        self._history: list[bytes] = []
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        self._wake_number = self._wake.fileno()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._links: dict[socket.socket, _Link] = {}
+        self._server: socket.socket | None = None
+        self._is_open = True
+        # Fits on the same store follow each other: each process counts for itself, and all count alike.
+        prefix = f"lightning_mist/peers/{store.add(f'lightning_mist/peers/count/{rank}', 1)}"
+        if rank == 0:
+            self._listen(store, prefix, is_one_machine)
+        else:
+            self._connect(store, prefix)
+        self._store, self._prefix = _own_connection(store), prefix
+        self._deadline: float | None = time.monotonic() + _ARRIVE_SECONDS if rank == 0 else None
+        _every.add(self)
+        self._thread = threading.Thread(target=self._serve, name="lightning-mist-peers", daemon=True)
+        self._thread.start()
+
+    # What others may ask -----------------------------------------------------------------------------------------
+
+    def say(self, kind: str, number: int, text: str = "", *, wait_seconds: float = 0.0) -> None:
+        """Let all ranks know something; this rank knows it at once.
+
+        Args:
+            kind: What is said, in a word.
+            number: Which time.
+            text: Anything more.
+            wait_seconds: How long to wait until it has left this process.
+        """
+        self._notes.setdefault((kind, number), {}).setdefault(self.rank, text)
+        sent = threading.Event()
+        self._outbox.append((_line(self.rank, kind, number, text), sent))
+        if self._is_open:
+            self._nudge()
+            if wait_seconds and threading.current_thread() is not self._thread:
+                sent.wait(wait_seconds)
+
+    def said(self, kind: str, number: int) -> dict[int, str]:
+        """What ranks have said, the first one first."""
+        return dict(self._notes.get((kind, number), {}))
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """Ranks whose processes have ended, the first one first."""
+        return tuple(self._gone)
+
+    def close(self) -> None:
+        """End the connection, as the end of the process does."""
+        self._is_open = False
+        self.hear_signals(None)
+        if threading.current_thread() is not self._thread and self._thread.is_alive():
+            self._nudge()
+            self._thread.join()
+
+    def hear_signals(self, on_signal: Callable[[int], None] | None) -> None:
+        """Call something in this connection's thread when a signal comes, or no longer.
+
+        A handler in Python must wait until the main thread leaves what it is in, which may be a collective that waits
+        for a peer whose handler waits for this process. Does nothing outside the main thread, or where somebody else
+        listens already.
+        """
+        self.on_signal = on_signal
+        if threading.current_thread() is not threading.main_thread():
+            return
+        before = signal.set_wakeup_fd(-1)
+        if before not in (-1, self._wake_number):
+            signal.set_wakeup_fd(before)
+        elif on_signal is not None:
+            signal.set_wakeup_fd(self._wake_number, warn_on_full_buffer=False)
+
+    def _nudge(self) -> None:
+        """Let the thread look at what is to be sent."""
+        try:
+            self._wake.send(b"\0")
+        except BlockingIOError:
+            return  # it has not looked at the last ones yet
+        except OSError:
+            return  # the process is ending
+
+    def forget(self) -> None:
+        """Close this process's ends only: it is a copy of the one that the connection is of."""
+        self._is_open = False
+        self.hear_signals(None)
+        for end in (*self._links, self._server, self._wake, self._woken):
+            if end is not None:
+                end.close()
+
+    # The making --------------------------------------------------------------------------------------------------
+
+    def _listen(self, store: Any, prefix: str, is_one_machine: bool) -> None:
+        if is_one_machine:
+            server, hosts = socket.create_server(("127.0.0.1", 0)), ["127.0.0.1"]
+        else:
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            server = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
+            hosts = [socket.gethostname(), *_addresses()]
+        server.setblocking(False)
+        self._server = server
+        self._selector.register(server, selectors.EVENT_READ)
+        self._key = secrets.token_hex(16)
+        store.set(prefix, json.dumps({"hosts": hosts, "port": server.getsockname()[1], "key": self._key}))
+
+    def _connect(self, store: Any, prefix: str) -> None:
+        found = json.loads(store.get(prefix).decode())
+        hosts = [*found["hosts"]]
+        if hosts != ["127.0.0.1"] and os.environ.get("MASTER_ADDR"):
+            hosts.append(os.environ["MASTER_ADDR"])
+        link = _reach(hosts, found["port"], found["key"], self.rank)
+        if link is None:
+            _own_connection(store).set(f"{prefix}/apart/{self.rank}", "")
+            warnings.warn(
+                f"rank {self.rank} cannot connect to rank 0 at {' or '.join(hosts)}, port {found['port']}: if a process"
+                " ends without a word, others notice only when a collective breaks or its timeout is over",
+                stacklevel=2,
+            )
+            return
+        self._add(link)
+
+    def _add(self, link: "_Link") -> None:
+        self._links[link.end] = link
+        link.end.settimeout(10.0)
+        self._selector.register(link.end, selectors.EVENT_READ)
+
+    # The thread --------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while self._is_open:
+            for key, _ in self._selector.select(1.0 if self._deadline is not None else None):
+                end = key.fileobj
+                if end is self._woken:
+                    self._drain()
+                elif end is self._server:
+                    self._accept()
+                else:
+                    self._read(self._links[end])  # type: ignore[index]
+            self._expect_all()
+        self.forget()
+
+    def _drain(self) -> None:
+        signals = {number for number in self._woken.recv(4096) if number}
+        listener = self.on_signal
+        if listener is not None:
+            for number in sorted(signals):
+                listener(number)
+        while self._outbox:
+            line, sent = self._outbox.popleft()
+            self._pass_on(line)
+            sent.set()
+
+    def _pass_on(self, line: bytes, but: "_Link | None" = None) -> None:
+        if self._server is not None:
+            self._history.append(line)
+        for link in self._links.values():
+            if link is not but and link.rank is not None:
+                link.send(line)
+
+    def _accept(self) -> None:
+        assert self._server is not None
+        try:
+            end, _ = self._server.accept()
+        except OSError:
+            return  # who knocked has gone
+        self._add(_Link(end, None))
+
+    def _read(self, link: "_Link") -> None:
+        lines = link.lines()
+        if lines is None:
+            self._selector.unregister(link.end)
+            del self._links[link.end]
+            link.end.close()
+            if link.rank is not None:
+                self._lost(link.rank)
+            return
+        for line in lines:
+            if link.rank is None:
+                self._greet(link, line)
+            else:
+                self._hear(link, line)
+
+    def _greet(self, link: "_Link", line: bytes) -> None:
+        """Take in a rank that shows the key; whoever else knocks is not answered."""
+        try:
+            note = json.loads(line)
+            rank = int(note["rank"]) if secrets.compare_digest(str(note["key"]), self._key) else None
+        except (ValueError, KeyError, TypeError):
+            rank = None
+        if rank is None:
+            self._selector.unregister(link.end)
+            del self._links[link.end]
+            link.end.close()
+            return
+        link.rank = rank
+        link.send(b"".join([_line(0, "welcome", 0, self._key), *self._history]))
+
+    def _hear(self, link: "_Link", line: bytes) -> None:
+        note = json.loads(line)
+        if note["kind"] == "gone":
+            self._gone.setdefault(note["rank"])
+        else:
+            self._notes.setdefault((note["kind"], note["number"]), {}).setdefault(note["rank"], note["text"])
+        if self._server is not None:
+            self._pass_on(line + b"\n", but=link)
+
+    def _lost(self, rank: int) -> None:
+        self._gone.setdefault(rank)
+        if self._server is not None:
+            self._pass_on(_line(rank, "gone", 0, ""))
+
+    def _expect_all(self) -> None:
+        """On rank 0: who was at the rendezvous and does not come has ended on the way."""
+        if self._deadline is None or time.monotonic() < self._deadline:
+            return
+        self._deadline = None
+        here = {link.rank for link in self._links.values()} | set(self._gone)
+        for rank in range(1, self.world_size):
+            if rank not in here and not self._store.check([f"{self._prefix}/apart/{rank}"]):
+                self._lost(rank)
+
+
+class _Link:
+    """One connection, and what of a line has arrived on it."""
+
+    def __init__(self, end: socket.socket, rank: int | None) -> None:
+        self.end, self.rank, self._rest = end, rank, b""
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for name, value in _KEEP_ALIVE.items():
+            if hasattr(socket, name):  # not every system has all of them
+                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def send(self, data: bytes) -> None:
+        try:
+            self.end.sendall(data)
+        except OSError:
+            return  # it has gone, as the next reading says
+
+    def is_welcome(self, key: str) -> bool:
+        """Whether the other end is rank 0; waits for its answer."""
+        answer = b""
+        try:
+            while not answer.endswith(b"\n"):
+                byte = self.end.recv(1)
+                if not byte:
+                    return False
+                answer += byte
+            return bool(json.loads(answer)["text"] == key)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def lines(self) -> list[bytes] | None:
+        """The whole lines that have arrived; ``None`` once the other end is closed."""
+        try:
+            data = self.end.recv(1 << 16)
+        except TimeoutError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
+
+
+def _line(rank: int, kind: str, number: int, text: str) -> bytes:
+    return json.dumps({"rank": rank, "kind": kind, "number": number, "text": text}).encode() + b"\n"
+
+
+def _reach(hosts: Sequence[str], port: int, key: str, rank: int) -> _Link | None:
+    """The connection to rank 0 on the first of these hosts that knows the key."""
+    until = time.monotonic() + _CONNECT_SECONDS
+    for host in dict.fromkeys(hosts):
+        try:
+            seconds = max(1.0, until - time.monotonic())
+            end = socket.create_connection((host, port), timeout=seconds)
+        except OSError:
+            continue
+        link = _Link(end, 0)
+        end.settimeout(seconds)
+        link.send(json.dumps({"rank": rank, "key": key}).encode() + b"\n")
+        if link.is_welcome(key):
+            return link
+        end.close()
+    return None
+
+
+def _addresses() -> list[str]:
+    """Addresses of this machine, as its name is resolved."""
+    try:
+        return list(dict.fromkeys(str(item[4][0]) for item in socket.getaddrinfo(socket.gethostname(), None)))
+    except OSError:
+        return []
+
+
+def _forget_all() -> None:
+    """In a forked copy of this process, such as a loader's worker: the connection must not outlive the process."""
+    for peers in list(_every):
+        peers.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

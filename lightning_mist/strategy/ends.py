@@ -1,0 +1,190 @@
+"""How a fit ends when something fails: on all ranks, soon, with what failed first.
+
+The other ranks must hear of a failure before Lightning's callbacks do: a callback may save a checkpoint, for which the
+values of all ranks are gathered, while the others still wait in the batch. So what Lightning's launcher runs is watched
+itself, and while this rank fails nothing waits for ranks that may be gone.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_mist.errors import PeerError
+from lightning_mist.runtime.failure import FailureWatcher, start_watcher
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+    from torch import Tensor
+
+    from lightning_mist.strategy.engine import Engine
+else:
+    _Base = object
+
+_log = logging.getLogger(__name__)
+
+
+class Watched:
+    """What a launcher runs; its errors are told to the other ranks before Lightning handles them.
+
+    Args:
+        function: What to run.
+        strategy: Tells the others.
+    """
+
+    def __init__(self, function: Callable[..., Any], strategy: "EndsTogether") -> None:
+        self._function, self._strategy = function, strategy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        try:
+            return self._function(*args, **kwargs)
+        except BaseException as error:
+            # Lightning's tuners end a trial of theirs so, on all ranks.
+            if type(error).__name__ != "_TunerExitException":
+                self._strategy.failing(error)
+            raise
+
+
+def _launch(launcher: Any, strategy: "EndsTogether", function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return type(launcher).launch(launcher, Watched(function, strategy), *args, **kwargs)
+
+
+class EndsTogether(_Base):
+    """The part of the strategy that hears of failures and tells of them."""
+
+    _watcher: FailureWatcher | None = None
+    _engine: "Engine | None" = None
+    _begun: int = 0
+    _ended: int = 0
+    _is_told: bool = False
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        launcher: Any = self._launcher
+        # Lightning asks what class a launcher is of, so it stays the one that it was.
+        launcher.launch = partial(_launch, launcher, self)
+
+    def setup_environment(self) -> None:
+        """Make the process group, and watch for failures of other ranks from now on."""
+        super().setup_environment()
+        self.stop_watching()  # where an earlier fit was never torn down
+        self._begun = self._ended = 0
+        if self.world_size > 1:
+            self._watcher = start_watcher(is_one_machine=self.num_nodes == 1)
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if self._watcher is not None and trainer is not None:
+            connector: Any = trainer._signal_connector
+            connector._sigterm_notifier_fn = partial(_told, self, connector)
+
+    def stop_watching(self) -> None:
+        """Nobody waits for this rank any longer."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.stop()
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None:
+            vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks, which may be waiting for this one where nothing would ever wake them."""
+        super().on_exception(exception)
+        self.failing(exception)
+
+    def failing(self, error: BaseException) -> None:
+        """Tell the other ranks that this one fails, and the user what failed before it elsewhere."""
+        if self._watcher is None or self._watcher.has_failed:
+            return
+        cause = self._watcher.cause(error)
+        if cause is not None:
+            print(f"lightning-mist: before rank {self.global_rank} failed, {cause}", file=sys.stderr, flush=True)
+        self._watcher.report(error, self._place())
+
+    # While this rank fails ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def all_take_part(self) -> Iterator[None]:
+        """Around work that ranks do together: what is left by an error was not done to its end."""
+        self._begun += 1
+        yield
+        self._ended += 1
+
+    def _place(self) -> str | None:
+        """What all ranks have come to if they can still work together; ``None`` in the middle of a pipeline."""
+        if self._begun == self._ended:
+            return str(self._begun)
+        if self._engine is None or self._engine.plan.num_stages > 1:
+            return None
+        # Ranks of one stage run the same collectives: having run as many they wait for none.
+        return f"{self._begun} {self._engine.transport.posted}"
+
+    @property
+    def _is_failing(self) -> bool:
+        return self._watcher is not None and self._watcher.has_failed
+
+    def refuse_without_the_others(self, what: str) -> None:
+        """Raise if this takes ranks that have failed or gone, rather than wait for them.
+
+        Args:
+            what: What would be done.
+
+        Raises:
+            PeerError: Saying what failed.
+        """
+        if self._watcher is None:
+            return
+        failure = self._watcher.failure()
+        if failure is None and not self._watcher.has_failed:
+            return
+        if self._watcher.has_failed and self._watcher.all_failed_together():
+            return
+        failure = self._watcher.failure()
+        first = "not all ranks failed, or not at the same place" if failure is None else failure.strip()
+        raise PeerError(
+            f"{what} takes what every rank has, and rank {self.global_rank} cannot have it of the others any more: "
+            f"{first}. Checkpoints that were written before are whole"
+        )
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks; not while this one fails, since the others may be gone."""
+        if not self._is_failing:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Give all ranks what one has; while this rank fails it keeps its own."""
+        return obj if self._is_failing else super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reduce over all ranks."""
+        if self._is_failing:
+            self.refuse_without_the_others("reducing a value over all ranks")
+        return super().reduce(tensor, *args, **kwargs)
+
+    def all_gather(self, tensor: "Tensor", *args: Any, **kwargs: Any) -> "Tensor":
+        """Gather from all ranks."""
+        if self._is_failing:
+            self.refuse_without_the_others("gathering a value from all ranks")
+        return super().all_gather(tensor, *args, **kwargs)
+
+
+def _told(strategy: EndsTogether, connector: Any, number: int, frame: Any) -> None:
+    """Handle SIGTERM as Lightning does, but wait for the other ranks to be told no longer than they have a chance to.
+
+    Lightning's handler broadcasts: where only some ranks are told (by a person, or by a scheduler that ends one task)
+    they wait in it until the timeout of the process group, and so do the others in their next collective.
+    """
+    if strategy._is_told:
+        return
+    strategy._is_told = True
+    try:
+        _log.info("rank %d received signal %d", strategy.global_rank, number)
+        launcher: Any = strategy.launcher
+        if not connector.received_sigterm and launcher is not None:
+            launcher.kill(number)
+        if strategy._watcher is not None:
+            strategy._watcher.told_together(number)
+        connector.received_sigterm = True
+    finally:
+        strategy._is_told = False
