@@ -10,6 +10,7 @@ def test_every_error_is_a_mist_error_and_no_other_kind():
     assert sorted(classes) == [
         "InfeasibleError",
         "MistError",
+        "PeerError",
         "PlanError",
         "ProfileError",
         "ScheduleError",

@@ -1,4 +1,7 @@
-"""Where a fit can come to harm, and what harm there is."""
+"""Where a fit can come to harm, and what harm there is.
+
+None of the places are hooks of the user's, of which the planner would have to think that they look at parameters.
+"""
 
 import importlib
 import os
@@ -53,6 +56,8 @@ class Point:
 _PROJECT = "benchmarks.faults.project:Fragile"
 _STRATEGY, _ENGINE = "lightning_mist.strategy", "lightning_mist.strategy.engine:Engine"
 
+_LOOPS, _CONNECTORS = "lightning.pytorch.loops", "lightning.pytorch.trainer.connectors"
+
 POINTS = {
     "setup": Point(where=f"{_PROJECT}.setup"),
     "first batch": Point(where="benchmarks.faults.project:Rows.__getitem__"),
@@ -63,20 +68,20 @@ POINTS = {
     "checks": Point(where=f"{_STRATEGY}.planning:_check"),
     "groups": Point(where="lightning_mist.runtime.transport:DistributedTransport.__init__", after=True, plans="engine"),
     "engine": Point(where=f"{_ENGINE}.begin", plans="engine"),
-    "fit start": Point(where=f"{_PROJECT}.on_fit_start"),
+    "restore": Point(where=f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.restore_training_state"),
     "first forward": Point(where=f"{_PROJECT}.seen_while_training"),
     "forward": Point(where=f"{_PROJECT}.seen_while_training", call=9),
     "backward": Point(where=f"{_PROJECT}.seen_in_backward", call=5),
-    "after backward": Point(where=f"{_PROJECT}.on_after_backward", call=4),
-    "optimizer": Point(where=f"{_PROJECT}.on_before_optimizer_step", call=4),
-    "batch end": Point(where=f"{_PROJECT}.on_train_batch_end", call=4),
-    "loader": Point(where=f"{_PROJECT}.on_after_batch_transfer", call=12),
+    "after backward": Point(where="lightning.pytorch.strategies.ddp:DDPStrategy.post_backward", call=4),
+    "optimizer": Point(where=f"{_STRATEGY}.strategy:MistBase.optimizer_step", call=4),
+    "batch end": Point(where=f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop.update_lr_schedulers", call=5),
+    "loader": Point(where="benchmarks.faults.project:Rows.__getitem__", call=30),
     "validation": Point(where=f"{_PROJECT}.validation_step", call=2),
     "fill": Point(where=f"{_ENGINE}.fill", plans="engine"),
     "gather": Point(where=f"{_ENGINE}.module_values", plans="stages"),
     "gather optimizer": Point(where=f"{_ENGINE}.optimizer_state", plans="engine"),
     "save": Point(where="lightning.fabric.plugins.io.torch_io:TorchCheckpointIO.save_checkpoint", rank=0),
-    "epoch end": Point(where=f"{_PROJECT}.on_train_epoch_end"),
+    "epoch end": Point(where=f"{_LOOPS}.fit_loop:_FitLoop.on_advance_end"),
     "teardown": Point(where=f"{_STRATEGY}.strategy:MistBase.teardown"),
     "release": Point(where=f"{_ENGINE}.release_optimizer", plans="engine"),
 }

@@ -15,10 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.faults.points import POINTS, Point, arm
 from lightning_mist import MistStrategy, Plan, StagePlan, ZeroStage
 from lightning_mist.plan import StageMesh
+from lightning_mist.runtime import failure
 from tests.machine import assume_profile
 
 WIDTH, LAYERS, ROWS = 8, 4, 4
 DONE = "trained to the end"
+HASTY = "LIGHTNING_MIST_FAULTS_HASTY"
+"""Set while ranks are to wait for each other a few seconds only."""
 
 
 class Rows(Dataset[Tensor]):
@@ -39,7 +42,9 @@ class Fragile(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(LAYERS)
+        )
         self.head = nn.Linear(WIDTH, 1)
         self._is_training = False
 
@@ -97,7 +102,7 @@ PLANS: dict[str, Plan | str] = {
     "pp2": _plan([(2, [1]), (2, [0])], microbatches=2),
     "zero1": _plan([(4, [0, 1])], zero=1),
     "zero3": _plan([(4, [0, 1])], zero=3),
-    "tp2": _plan([(4, [0, 1])], tensor=2),
+    "tp2": _plan([(4, [0, 1])], microbatches=2, tensor=2),
     "auto": "auto",
 }
 
@@ -120,6 +125,8 @@ def train(name: str, folder: Path) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    if os.environ.get(HASTY):
+        failure.GRACE_SECONDS, failure.TOLD_SECONDS, failure.AGREE_SECONDS = 2.0, 3.0, 2.0
     arm(POINTS[where], kind.removeprefix("all-"), folder, everybody=kind.startswith("all-"))
     profiles = folder / "profiles"
     if os.environ["LOCAL_RANK"] == "0":

@@ -6,6 +6,7 @@ that is there can be read. What came after the training counts as good if traini
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.faults.points import KINDS, POINTS, TEXT
-from benchmarks.faults.project import DONE, PLANS, runs_under, train
+from benchmarks.faults.project import DONE, HASTY, PLANS, runs_under, train
 from benchmarks.faults.worlds import Fate, run_worlds
 from benchmarks.record import Sample, make_record, write_record
 
@@ -73,7 +74,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--share", type=int, default=1, help="only every so many-th cell")
     parser.add_argument("--folder", type=Path, help="where logs and checkpoints stay")
     parser.add_argument("--out", type=Path, help="write verdicts there as JSON, and no record")
+    parser.add_argument("--hasty", action="store_true", help="ranks wait for each other a few seconds only")
     options = parser.parse_args(None if arguments is None else list(arguments))
+    if options.hasty:
+        os.environ[HASTY] = "1"
     names: Sequence[str] = options.cells or every_name()[:: options.share]
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
@@ -85,7 +89,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
             print(f"{name}: {found[name][0]} {list(fate.codes)} {seconds}", flush=True)
 
         run_worlds(train, names, folder, jobs=options.jobs, tell=tell)
-    samples = [_sample(name, text, fate) for name, (text, fate) in sorted(found.items())]
+        samples = [_sample(name, *found[name], folder / name.replace("/", "_")) for name in names]
     if options.out is not None:
         content = [{**sample, "output": found[str(sample["cell"])][1].output} for sample in samples]
         options.out.write_text(json.dumps(content), encoding="utf-8")
@@ -94,9 +98,17 @@ def main(arguments: Iterable[str] | None = None) -> int:
     return int(any(sample["verdict"] not in ("ends", "trained") for sample in samples))
 
 
-def _sample(name: str, text: str, fate: Fate) -> Sample:
+def _sample(name: str, text: str, fate: Fate, folder: Path) -> Sample:
     point, kind, plan = name.split("/")
-    return {"cell": name, "point": point, "kind": kind, "plan": plan, "verdict": text, "end_seconds": fate.seconds}
+    return {
+        "cell": name,
+        "point": point,
+        "kind": kind,
+        "plan": plan,
+        "verdict": text,
+        "end_seconds": fate.seconds,
+        "saved": (folder / "checkpoints" / "on_exception.ckpt").is_file(),
+    }
 
 
 def _summary(samples: Sequence[Sample]) -> list[Sample]:
@@ -106,8 +118,9 @@ def _summary(samples: Sequence[Sample]) -> list[Sample]:
         key = str(sample["point"]), str(sample["kind"])
         row = rows.setdefault(key, {"point": key[0], "harm": key[1], **dict.fromkeys(PLANS)})
         seconds = sample["end_seconds"]
-        after = f" {seconds:.0f} s" if isinstance(seconds, float) else ""
-        row[str(sample["plan"])] = f"{sample['verdict']}{after}"
+        after = f", {seconds:.0f} s" if isinstance(seconds, float) else ""
+        saved = ", saved" if sample["saved"] else ""
+        row[str(sample["plan"])] = f"{sample['verdict']}{after}{saved}"
     return list(rows.values())
 
 

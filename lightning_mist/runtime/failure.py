@@ -64,9 +64,9 @@ class FailureWatcher:
         number: How many watchers this rank has started, with this one.
         end: Ends the process, saying why; called in the watcher's thread.
         poll_seconds: Time between looks.
-        grace_seconds: Time for this rank to end by itself.
-        agree_seconds: How long to wait for all others to fail together with this rank.
-        told_seconds: How long to wait for all others to be told to end.
+        grace_seconds: In place of :data:`GRACE_SECONDS`.
+        agree_seconds: In place of :data:`AGREE_SECONDS`.
+        told_seconds: In place of :data:`TOLD_SECONDS`.
     """
 
     def __init__(
@@ -76,13 +76,15 @@ class FailureWatcher:
         *,
         end: Callable[[str], None] = _end_process,
         poll_seconds: float = POLL_SECONDS,
-        grace_seconds: float = GRACE_SECONDS,
-        agree_seconds: float = AGREE_SECONDS,
-        told_seconds: float = TOLD_SECONDS,
+        grace_seconds: float | None = None,
+        agree_seconds: float | None = None,
+        told_seconds: float | None = None,
     ) -> None:
         self._peers, self._number, self._rank, self._end = peers, number, peers.rank, end
-        self._poll_seconds, self._grace_seconds = poll_seconds, grace_seconds
-        self._agree_seconds, self._told_seconds = agree_seconds, told_seconds
+        self._poll_seconds = poll_seconds
+        self._grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
+        self._agree_seconds = AGREE_SECONDS if agree_seconds is None else agree_seconds
+        self._told_seconds = TOLD_SECONDS if told_seconds is None else told_seconds
         self._stopped = threading.Event()
         self._has_failed = False
         self._agreed: bool | None = None

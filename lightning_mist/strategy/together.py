@@ -64,14 +64,17 @@ def union(mine: Sequence[T]) -> tuple[T, ...]:
 
 def same_everywhere(found: ModuleMap) -> None:
     """Raise on every rank if ranks found different modules."""
-    digests: list[Any] = [None] * dist.get_world_size()
+    seen: list[Any] = [None] * dist.get_world_size()
     mine = (found.blocks, [use.name for use in found.parameters], [tuple(t.key for t in cut) for cut in found.cuts])
-    dist.all_gather_object(digests, repr(mine))
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    dist.all_gather_object(seen, (repr(mine), next((exclusion.reason for exclusion in found.exclusions), None)))
+    different = [rank for rank, (digest, _) in enumerate(seen) if digest != seen[0][0]]
     if different:
+        # An error in the step of one rank shows here first.
+        reasons = "".join(f". On rank {rank}: {seen[rank][1]}" for rank in (0, different[0]) if seen[rank][1])
         raise PlanError(
             f"ranks {different} see another module than rank 0 (blocks, parameters or values between them differ): "
             "every rank must build the same module and take the same branches; seed what is random in its construction"
+            f"{reasons}"
         )
 
 

@@ -1,5 +1,10 @@
-"""One fit that goes wrong in the way its first argument names; run as a script, Lightning starts the second process."""
+"""Fits that go wrong in the ways that are named.
 
+Run as a script with one name and a folder, Lightning starts the second process; ``python -m`` with a folder and several
+names runs worlds of forked processes side by side, and prints what became of them as JSON.
+"""
+
+import json
 import logging
 import os
 import signal
@@ -12,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
+from benchmarks.faults.worlds import run_worlds
 from lightning_mist import MistStrategy
+from lightning_mist.runtime import failure
 from tests.integration.equality_worker import Project, Tokens, plan
 from tests.machine import assume_profile
 
@@ -62,12 +69,12 @@ class Failing(Project):
         return F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten()), logits
 
 
-def main():
+def train(mode, folder):
     # Whoever starts the tests in the background of a script starts them deaf to interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    mode, folder = sys.argv[1], Path(sys.argv[2])
+    failure.GRACE_SECONDS = 3.0
     options = {
         "wrong_world": {"plan": plan([(2, [2]), (1, [1]), (1, [0])], rows=4, microbatches=3)},
         "tight": {"plan": "auto", "memory_limit": "10KiB"},
@@ -89,5 +96,14 @@ def main():
     print("trained to the end")
 
 
+def main():
+    folder, *modes = sys.argv[1:]
+    fates = run_worlds(train, modes, Path(folder), jobs=4)
+    print(json.dumps({mode: [fate.codes, fate.output] for mode, fate in fates.items()}))
+
+
 if __name__ == "__main__":
-    main()
+    if __spec__ is None:
+        train(sys.argv[1], Path(sys.argv[2]))
+    else:
+        main()
