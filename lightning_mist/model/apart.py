@@ -23,6 +23,7 @@ from time import monotonic
 from typing import Any, Literal, TypeVar
 
 from lightning_mist.errors import TraceError
+from lightning_mist.model.mute import mute
 
 T = TypeVar("T")
 
@@ -44,12 +45,17 @@ class RemoteTraceback(Exception):  # noqa: N818 - it is where an error comes fro
         return "\n" + str(self.args[0])
 
 
-def can_fork() -> bool:
-    """Whether a copy of this process can compute: no other Python threads and no CUDA, which do not survive a fork."""
+def can_fork(*, threads: bool = False) -> bool:
+    """Whether a copy of this process can compute: no CUDA, which does not survive a fork, and no other Python threads.
+
+    Args:
+        threads: Whether there may be other threads, of which nothing is needed in the copy.
+    """
     import torch
 
     cuda: Any = torch.cuda
-    return sys.platform == "linux" and threading.active_count() == 1 and not cuda.is_initialized()
+    is_alone = threads or threading.active_count() == 1
+    return sys.platform == "linux" and is_alone and not cuda.is_initialized()
 
 
 def run_apart(
@@ -59,6 +65,7 @@ def run_apart(
     tell: Tell | None = None,
     limit_seconds: float | None = None,
     method: Literal["fork", "spawn"] | None = None,
+    muted: bool = False,
     **kwargs: Any,
 ) -> T:
     """Call a function in another process and return what it returns.
@@ -70,6 +77,7 @@ def run_apart(
         tell: Called here with every text that the function says, which then gets a keyword argument ``tell`` to say it.
         limit_seconds: After this time the child is ended.
         method: How the process is made; by default a copy of this one where that is safe, else a new one.
+        muted: Whether nothing that the other process writes is to arrive anywhere.
         **kwargs: Its named arguments.
 
     Raises:
@@ -84,7 +92,7 @@ def run_apart(
         last_words = Path(directory, "traceback")
         process: Any = context.Process(  # type: ignore[attr-defined]
             target=_child,
-            args=(theirs, last_words, function, args, kwargs, tell is not None, gc.isenabled()),
+            args=(theirs, last_words, function, args, kwargs, tell is not None, gc.isenabled(), muted),
             name=name,
         )
         try:
@@ -133,6 +141,7 @@ def _child(
     kwargs: Any,
     tells: bool,
     collects: bool,
+    muted: bool,
 ) -> None:
     """What the other process does."""
     # Garbage that came along is not ours to destroy: process groups then wait for their threads, which are not here, so
@@ -144,6 +153,8 @@ def _child(
         # Where it is on already it takes another file, but not the signals back that somebody took from it.
         faulthandler.disable()
         faulthandler.enable(file, all_threads=False)
+        if muted:
+            mute(keep=(pipe.fileno(), file.fileno()))
         _work(pipe, function, args, kwargs, tells)
 
 

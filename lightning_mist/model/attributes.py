@@ -167,6 +167,18 @@ class Generators:
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Generators) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        """All states as something that can be compared."""
+        states = [self._torch, *self._cuda]
+        numpy = None if self._numpy is None else _comparable(self._numpy)
+        return (*(bytes(state.numpy()) for state in states), self._python, numpy)
+
     def outside_torch(self, later: "Generators") -> Iterator[str]:
         """Names of the generators outside of torch that were drawn from in between."""
         if self._python != later._python:

@@ -30,8 +30,10 @@ def _rebuild(
         is_plain = value and not any(isinstance(item, (torch.Tensor, Mapping, list, tuple)) for item in value)
         result = type(value)(items(list(value)) if is_plain else map(again, value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        result = dataclasses.replace(value, **{name: again(getattr(value, name)) for name in fields})
+        # Not made anew: its constructor may want what no field keeps (``InitVar``), or compute fields itself.
+        result = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(result, field.name, again(getattr(value, field.name)))
     return result
 
 

@@ -135,21 +135,26 @@ def _kinds(
 
 
 def _measure(
-    timer: _Timer, batches: dict[int, Any], budget_seconds: float, progress: Callable[[str, float], None] | None
+    timer: _Timer,
+    batches: dict[int, Any],
+    budget_seconds: float,
+    progress: Callable[[str, float], None] | None,
+    most_calls: int | None,
 ) -> Samples:
-    """Warm up, then go round all sizes again and again until the time is used up."""
+    """Warm up, then go round all sizes again and again until the time or the calls are used up."""
+    rounds = _MAX_ROUNDS if most_calls is None else min(_MAX_ROUNDS, max(1, (most_calls - 1) // len(batches) - 1))
     samples: Samples = {}
     start = time.perf_counter()
     for batch in batches.values():
         list(timer.step(batch))
-    for done in range(_MAX_ROUNDS):
+    for done in range(rounds):
         elapsed = time.perf_counter() - start
         if done >= _MIN_ROUNDS and elapsed * (done + 2) / (done + 1) > budget_seconds:
             break
         if done >= 1 and elapsed > budget_seconds:
             break
         if progress is not None:
-            progress("timing the layers", min(0.99, max(elapsed / budget_seconds, done / _MAX_ROUNDS)))
+            progress("timing the layers", min(0.99, max(elapsed / budget_seconds, done / rounds)))
         for rows, batch in batches.items():
             for part, backward, seconds in timer.step(batch):
                 samples.setdefault((part, backward, rows), []).append(seconds)
@@ -192,6 +197,7 @@ def time_layers(
     device: torch.device,
     progress: Callable[[str, float], None] | None = None,
     budget_seconds: float = 5.0,
+    most_calls: int | None = None,
 ) -> tuple[LayerSeconds, ...]:
     """Measure seconds of forward and backward of the head, of every kind of block, and of the tail.
 
@@ -208,6 +214,8 @@ def time_layers(
         device: Where the module computes.
         progress: Told a text and a fraction in [0, 1].
         budget_seconds: How long to measure, though not less than one warm-up and one round over all sizes.
+        most_calls: How often the step may be called on real numbers, if not as often as there is time for; twice per
+            size at least.
 
     Raises:
         TraceError: If the step fails or returns no loss.
@@ -224,7 +232,7 @@ def time_layers(
         substitute_parameters(module, None, {})
         timer = _Timer(blocks=blocks, twins=kinds.twins(), call=call, clock=clock)
         try:
-            samples = _measure(timer, batches, budget_seconds, progress)
+            samples = _measure(timer, batches, budget_seconds, progress, most_calls)
         except TraceError:
             raise
         except Exception as error:

@@ -175,6 +175,18 @@ class Plan:
                 "they must be as many"
             )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the plan is what torch's DistributedDataParallel does by itself."""
+        stage = self.stages[0]
+        return (
+            self.num_stages == 1
+            and self.num_microbatches == 1
+            and stage.mesh.tensor_parallel_degree == 1
+            and stage.zero_stage == ZeroStage.NONE
+            and stage.checkpointing.layers == 0
+        )
+
     def _check_layers(self) -> None:
         end = 0
         for index, stage in enumerate(self.stages):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning_mist.cost import MemoryEstimate
 from lightning_mist.hardware import Cluster
-from lightning_mist.plan import ModuleMap, Plan, ZeroStage
+from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.strategy.learning import Basis
 from lightning_mist.tuner import SearchSpace
 
@@ -24,6 +24,7 @@ class PlanRequest:
     profile_directory: str | None
     correct_profile: bool
     self_check: bool
+    verbose: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +56,4 @@ class Decision:
     @property
     def is_plain(self) -> bool:
         """Whether the plan is what torch's DistributedDataParallel does by itself."""
-        stage = self.plan.stages[0]
-        return (
-            self.plan.num_stages == 1
-            and self.plan.num_microbatches == 1
-            and stage.mesh.tensor_parallel_degree == 1
-            and stage.zero_stage == ZeroStage.NONE
-            and stage.checkpointing.layers == 0
-        )
+        return self.plan.is_plain

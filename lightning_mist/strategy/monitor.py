@@ -88,6 +88,7 @@ class Monitor:
         module: The user's module.
         report_path: Where the final report is written, if anywhere.
         recorder: Records the actions of this rank's list; without one there is no list.
+        verbose: Whether to print tables, and not one line in the end.
 
     Attributes:
         report: Predicted against measured, once it was compared.
@@ -103,13 +104,14 @@ class Monitor:
         module: nn.Module,
         report_path: str | None,
         recorder: Recorder | None = None,
+        verbose: bool = True,
     ) -> None:
         self.decision, self.device, self.module = decision, device, module
         self.report: RunReport | None = None
         self.measured: tuple[Measured | None, ...] = ()
         self.recorder = Recorder(device) if recorder is None else recorder
         self._report_path = report_path
-        self._progress = Progress(enabled=dist.get_rank() == 0)
+        self._progress = Progress(enabled=dist.get_rank() == 0, verbose=verbose)
         # A group of our own: Lightning may use the default group at the same moment.
         self._group = dist.new_group(backend="gloo")
         self._steps = 0
@@ -174,7 +176,8 @@ class Monitor:
         """Compare once enough steps were timed; the same step on every rank."""
         if len(self._seconds) == _FIRST_COMPARISON:
             self._compare()
-            self._show()
+            if self.report is not None:
+                self._progress.details(self.report.table())
             self._look_again(is_training=True)
 
     def finish(self) -> None:
@@ -183,7 +186,8 @@ class Monitor:
             self._progress.say("too few optimizer steps to compare predicted with measured: at least 3 are needed")
             return
         self._compare()
-        self._show()
+        if self.report is not None:
+            self._progress.conclude(self.report.summary(), self.report.table())
         self._look_again(is_training=False)
         if self._report_path is not None and dist.get_rank() == 0 and self.report is not None:
             path = Path(self._report_path)
@@ -229,7 +233,7 @@ class Monitor:
         corrections, better = self._learner.basis.corrections, self._learner.better
         self.report = replace(self.report, corrections=corrections, better=better)
         if better is not None:
-            self._progress.say(str(better))
+            self._progress.tell(str(better))
 
     def _stage(self, index: int, measured: Sequence[_Bytes]) -> StageReport:
         """One stage: what was said of its most loaded rank, and the most that any of them needed."""
@@ -256,7 +260,3 @@ class Monitor:
             predicted_device_bytes=None if most.device is None else need.device_total.p50,
             measured_device_bytes=most.device,
         )
-
-    def _show(self) -> None:
-        if self.report is not None:
-            self._progress.show(self.report.table())

@@ -4,6 +4,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+_FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
@@ -17,6 +19,7 @@ class Namespace:
         is_param_in_hook_signature: Whether a hook takes an argument.
         rank_zero_info: Logs on rank zero.
         fitting: The trainer function state of ``fit``.
+        set_sampler_epoch: Tells the sampler of a loader the epoch.
     """
 
     root: str
@@ -26,6 +29,7 @@ class Namespace:
     is_param_in_hook_signature: Any
     rank_zero_info: Any
     fitting: Any
+    set_sampler_epoch: Any
 
 
 def namespace(root: str) -> Namespace:
@@ -42,4 +46,5 @@ def namespace(root: str) -> Namespace:
         is_param_in_hook_signature=find("utilities.signature_utils", "is_param_in_hook_signature"),
         rank_zero_info=find("utilities.rank_zero", "rank_zero_info"),
         fitting=find("trainer.states", "TrainerFn").FITTING,
+        set_sampler_epoch=importlib.import_module(f"{_FABRIC[root]}.utilities.data")._set_sampler_epoch,
     )

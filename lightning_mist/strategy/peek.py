@@ -1,44 +1,168 @@
-"""One real training batch before training starts, without changing what training will see."""
+"""The first batch of training, looked at before training starts and trained all the same.
 
+Lightning makes the training loader's iterator once per fit, in ``FitLoop.setup_data``, which does nothing the second
+time it is called. So it is called early, the first item is taken from that iterator and put back in front of it: no
+dataset is asked twice. Random generators are as before the look until the loop itself makes its loaders and fetches
+the batch; then they are as after that, as if it had been done only then.
+"""
+
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from torch.utils._pytree import tree_unflatten
+
 from lightning_mist.errors import TraceError
+from lightning_mist.model.attributes import Generators
 from lightning_mist.strategy.logging import recorded_logs
 from lightning_mist.strategy.namespace import Namespace
 
 
-def peek_batch(trainer: Any, strategy: Any) -> Any:
-    """The first batch of this rank's own training loader, on its device.
+class PutBack:
+    """An iterator with what was taken from it in front again; everything else is the iterator's own.
 
-    The loaders are made exactly as the fit loop will make them, one batch is taken, and everything is put back: random
-    state is the caller's to isolate, and ``train_dataloader`` is called once more when training starts.
+    Args:
+        taken: What was taken, in order.
+        rest: The iterator.
+        on_fetch: Called once, before anything is fetched.
+    """
+
+    def __init__(self, taken: list[Any], rest: Any, on_fetch: Callable[[], None]) -> None:
+        self._taken, self._rest = taken, rest
+        self._on_fetch: Callable[[], None] | None = on_fetch
+
+    def __iter__(self) -> "PutBack":
+        return self
+
+    def __next__(self) -> Any:
+        if self._on_fetch is not None:
+            on_fetch, self._on_fetch = self._on_fetch, None
+            on_fetch()
+        return self._taken.pop(0) if self._taken else next(self._rest)
+
+    def __len__(self) -> int:
+        return len(self._rest)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rest, name)
+
+
+def first_batch(trainer: Any, set_epoch: Callable[[Any, int], None]) -> Any:
+    """The first batch of this rank's own training loader as the loader gave it; it is still to come in training.
+
+    Every rank calls this at the same time. It is not to be changed.
+
+    Args:
+        trainer: Lightning's trainer, before its fit loop runs.
+        set_epoch: Tells the sampler of a loader the epoch.
 
     Raises:
         TraceError: If there is no training batch.
     """
     loop = trainer.fit_loop
-    loop.setup_data()
-    if loop._combined_loader is None:
+    states = [Generators()]
+    _set_up(loop, trainer)
+    states.append(Generators())
+    loader, fetcher = loop._combined_loader, loop._data_fetcher
+    if loader is None:
         raise TraceError(
             "there is no training batch to plan with (limit_train_batches=0 or an empty loader): give a loader with at "
             "least one batch"
         )
+    for item in loader.flattened:
+        set_epoch(item, _first_epoch(trainer))
+    ahead = list(getattr(fetcher, "batches", ()))
+    iterator = loader._iterator
     try:
-        batch = next(iter(loop._combined_loader))[0]
-    except StopIteration:
-        raise TraceError(
-            "the training loader gave no batch on this rank: give a loader with at least one batch"
-        ) from None
+        # Of a loader without a length the fetcher has taken the first batches already.
+        item = None if ahead else next(iterator, None)
     finally:
-        if loop._data_fetcher is not None:
-            loop._data_fetcher.teardown()
-            # Left in place it would be torn down again if planning fails, which raises and hides what failed.
-            loop._data_fetcher = None
-        loop._combined_loader = None
-    batch = strategy.precision_plugin.convert_input(batch)
+        states.append(Generators())
+        _when_set_up(loop, lambda: _go_on(states[0], states[1]))
+        states[0].restore()
+    taken = [] if item is None else [item]
+    loader._iterator = PutBack(taken, iterator, lambda: _go_on(states[1], states[2]))
+    if ahead:
+        return ahead[0][0]
+    if not taken:
+        raise TraceError("the training loader gave no batch on this rank: give a loader with at least one batch")
+    # The iterator gives one item of every loader; the combined loader puts them together.
+    return tree_unflatten(taken[0][0], loader._spec)
+
+
+def _go_on(before: Generators, after: Generators) -> None:
+    """Draw now what was drawn in the look, unless hooks have drawn in between: then that cannot be told from here."""
+    if before == Generators():
+        after.restore()
+
+
+def _when_set_up(loop: Any, work: Callable[[], None]) -> None:
+    """Do something where the loop itself would make its loaders, once."""
+
+    def setup_data() -> None:
+        del loop.__dict__["setup_data"]
+        loop._combined_loader_states_to_load = []  # given to the loader in _set_up already
+        work()
+        loop.setup_data()
+
+    loop.__dict__["setup_data"] = setup_data
+
+
+def forget_first_batch(trainer: Any) -> None:
+    """Let the fit loop make its loaders anew."""
+    loop = trainer.fit_loop
+    loop.__dict__.pop("setup_data", None)
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.teardown()
+        # Left in place it would be torn down again if planning fails, which raises and hides what failed.
+        loop._data_fetcher = None
+    loop._combined_loader = None
+
+
+def _saved_loop(trainer: Any) -> dict[str, Any]:
+    """The fit loop's part of the checkpoint that training goes on from; empty without one."""
+    loaded = getattr(trainer._checkpoint_connector, "_loaded_checkpoint", None) or {}
+    saved: dict[str, Any] = loaded.get("loops", {}).get("fit_loop", {})
+    return saved
+
+
+def _first_epoch(trainer: Any) -> int:
+    loop, saved = trainer.fit_loop, _saved_loop(trainer)
+    if not saved:
+        return int(loop.epoch_progress.current.processed)
+    # Saved in the last batch of an epoch, before its end was counted: the loop counts it when it restarts.
+    is_over = saved.get("epoch_loop.batch_progress", {}).get("is_last_batch", False)
+    is_within = _goes_on_within_an_epoch(loop, saved)
+    return int(saved["epoch_progress"]["current"]["processed"]) + bool(is_within and is_over)
+
+
+def _set_up(loop: Any, trainer: Any) -> None:
+    """Make the loaders and their iterator; a loader with a state of its own gets that of the checkpoint first."""
+    saved = _saved_loop(trainer)
+    states = saved.get("state_dict", {}).get("combined_loader", [])
+    if not states or not _goes_on_within_an_epoch(loop, saved):
+        loop.setup_data()
+        return
+    restarting = loop._restarting
+    loop._restarting, loop._combined_loader_states_to_load = True, states
+    try:
+        loop.setup_data()
+    finally:
+        loop._restarting = restarting
+
+
+def _goes_on_within_an_epoch(loop: Any, saved: dict[str, Any]) -> bool:
+    """Whether the loop will take itself for restarting, which is when it restores the states of loaders."""
+    progress = saved["epoch_progress"]["current"]
+    is_unfinished = any(progress[name] != progress["processed"] for name in ("ready", "started"))
+    return is_unfinished or bool(loop._iteration_based_training())
+
+
+def on_device(trainer: Any, strategy: Any, batch: Any) -> Any:
+    """A copy of a batch as the step gets it: converted, through the module's transfer hooks, on the device."""
+    batch = strategy.precision_plugin.convert_input(copy.deepcopy(batch))
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
     return strategy.batch_to_device(batch, dataloader_idx=0)
 

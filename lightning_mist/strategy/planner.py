@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -21,23 +23,40 @@ from lightning_mist.model import (
     whole_tensor_reason,
 )
 from lightning_mist.model.initial import InitialValues
+from lightning_mist.model.step_bytes import step_bytes
 from lightning_mist.plan import (
     Exclusion,
     Feature,
     Fingerprint,
     ModuleMap,
+    Plan,
     fingerprint_of,
+    from_json,
+    to_json,
 )
 from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.selfcheck import check_microbatch_invariance
 from lightning_mist.strategy import machine
 from lightning_mist.strategy.decision import PlanRequest
+from lightning_mist.strategy.estimating import Budget, estimate_made
+from lightning_mist.strategy.kept_plans import keep_plan, kept_plan, key_of
 from lightning_mist.strategy.learning import Basis, with_corrections
 from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.simplest import (
+    LEAST_SECONDS,
+    fits_plainly,
+    gains_too_little,
+    most_to_save,
+    plain_plan,
+)
 from lightning_mist.strategy.splitting import with_splits
-from lightning_mist.strategy.together import alike, union
+from lightning_mist.strategy.together import alike, everywhere, on_rank_zero, union
+from lightning_mist.strategy.trials import CALLS, progress_through, timed_apart, told, tried
 from lightning_mist.strategy.user_code import user_exclusions
 from lightning_mist.tuner import TuneResult
+from lightning_mist.units import format_seconds
+
+T = TypeVar("T")
 
 _FEATURES: tuple[Feature, ...] = (
     "pipeline",
@@ -70,6 +89,24 @@ class Planner:
         """Inside, the module can run on real numbers, on every rank or on rank 0 alone."""
         return nullcontext() if self.initial is None else self.initial.lean(found.blocks, alone=alone)
 
+    def tried(self, work: Callable[..., T], *, tell: Callable[[str], None] | None = None) -> T:
+        """What some work on the user's code gives, without a trace of it; see :func:`trials.tried`."""
+        return tried(work, self.strategy.root_device, tell=tell)
+
+    def plain_is_enough(self) -> str | None:
+        """Why nothing needs to be searched, if so; on rank 0."""
+        if self.initial is not None:
+            return None
+        parameters = list(self.module.parameters())
+        saved = most_to_save(parameters, self.alike, self._directory)
+        if saved is None or saved > LEAST_SECONDS:
+            return None
+        limit = Budget(cluster=self.cluster, asked=self.request.memory_limit).limit
+        needed = self.tried(lambda: step_bytes(self.module, self.call, self.batch))
+        if not fits_plainly(parameters, needed, limit):
+            return None
+        return f"no other plan could save more than {format_seconds(saved)} of a step, and it fits"
+
     @property
     def module(self) -> Any:
         """The user's module."""
@@ -82,22 +119,29 @@ class Planner:
         else:
             rows = batch_rows(self.batch)
             smaller = slice_rows(self.batch, 0, rows - 1) if rows is not None and rows > 1 else None
-            found = map_module(self.module, self.call, self.batch, second_batch=smaller, blocks=self.request.blocks)
-        if self.plain is None:
-            own = union(user_exclusions(self.trainer, self.strategy.optimizers))
-            found = replace(found, exclusions=(*found.exclusions, *own))
-        else:
+            found = self.tried(
+                lambda: map_module(self.module, self.call, self.batch, second_batch=smaller, blocks=self.request.blocks)
+            )
+        if self.plain is not None:
             extra = tuple(Exclusion(feature=feature, reason=self.plain) for feature in _FEATURES)
             found = replace(found, exclusions=found.exclusions + extra)
         for optimizer in self.strategy.optimizers:
-            reason = whole_tensor_reason(optimizer)
+            reason = self.tried(partial(whole_tensor_reason, optimizer))
             if reason is not None:
                 found = replace(found, exclusions=(*found.exclusions, Exclusion(feature="tensor", reason=reason)))
         return found
 
+    def with_user_code(self, found: ModuleMap) -> ModuleMap:
+        """The map, with what hooks, callbacks and optimizers of any rank rule out."""
+        if self.plain is not None:
+            return found
+        optimizers = self.strategy.optimizers
+        own = union(everywhere(lambda: user_exclusions(self.trainer, optimizers)))
+        return replace(found, exclusions=(*found.exclusions, *own))
+
     def split(self, found: ModuleMap, degrees: Sequence[int]) -> ModuleMap:
         """The map with the ways to share layers among so many devices."""
-        return with_splits(self.module, self.call, self.batch, found, degrees, self.progress)
+        return with_splits(self.module, self.call, self.batch, found, degrees, self.progress, self.tried)
 
     def with_invariance(self, found: ModuleMap) -> ModuleMap:
         """The map, with microbatches ruled out if the loss of a batch is not the mean of the losses of its parts."""
@@ -109,7 +153,7 @@ class Planner:
         else:
             self.progress.say("checking that a batch may be cut into microbatches")
             with self.lean(found, alone=True):
-                answer = check_microbatch_invariance(self.module, self.call, self.batch, 2)
+                answer = self.tried(lambda: check_microbatch_invariance(self.module, self.call, self.batch, 2))
             if answer is None:
                 return found
             reason = answer
@@ -121,35 +165,47 @@ class Planner:
         if rows is None:
             return ()
         sizes = [rows] if found.excludes("microbatches") else measured_sizes(rows)
-        dist.barrier()
-        with self.lean(found):
+        device = self.strategy.root_device
+        is_apart = timed_apart(device)
+        if not is_apart:
+            sizes = sorted({sizes[0], sizes[-1]})
+
+        def measure(tell: Callable[[str], None] | None = None) -> tuple[LayerSeconds, ...]:
             return time_layers(
                 self.module,
                 found,
                 lambda size: self.batch if size == rows else slice_rows(self.batch, 0, size),
                 sizes,
                 self.call,
-                device=self.strategy.root_device,
-                progress=self.progress.update,
+                device=device,
+                progress=progress_through(tell, self.progress.update),
+                most_calls=None if is_apart else CALLS,
             )
+
+        dist.barrier()
+        with self.lean(found):
+            return self.tried(measure, tell=told(self.progress.update)) if is_apart else measure()
 
     def update_seconds(self) -> float:
         """Measured seconds of the optimizer's step per byte of parameters, every rank computing at the same time."""
         dist.barrier()
-        return sum(time_update(item, device=self.strategy.root_device) for item in self.strategy.optimizers[:1])
+        device = self.strategy.root_device
+        return self.tried(lambda: sum(time_update(item, device=device) for item in self.strategy.optimizers[:1]))
 
     def trace(self, found: ModuleMap) -> ModelSpec:
         """What the module costs; on rank 0, kept for later."""
         self.progress.say("tracing the model")
         optimizer = self.strategy.optimizers[0] if self.strategy.optimizers else None
-        self.spec = trace_model(
-            self.module,
-            self.batch,
-            call=self.call,
-            module_map=found,
-            optimizer=optimizer,
-            precision=str(self.trainer.precision),
-            device_kind=self.strategy.root_device.type,
+        self.spec = self.tried(
+            lambda: trace_model(
+                self.module,
+                self.batch,
+                call=self.call,
+                module_map=found,
+                optimizer=optimizer,
+                precision=str(self.trainer.precision),
+                device_kind=self.strategy.root_device.type,
+            )
         )
         return self.spec
 
@@ -172,6 +228,65 @@ class Planner:
             self.basis = with_corrections(self.basis, directory, precision, self.progress.say)
         self.progress.say(f"searching plans for {spec.num_layers} layers on {cluster.world_size} devices")
         return self.basis.tune()
+
+    def simplest(self, made: TuneResult) -> Plan:
+        """The best plan that was found, or plain data parallelism if that fits and is as good; on rank 0."""
+        assert self.basis is not None
+        if made.plan.is_plain:
+            return made.plan
+        plan = made.plan
+        bare = plain_plan(plan.world_size, plan.global_batch_size // plan.world_size, plan.stages[-1].layers[1])
+        predicted = self.basis.predict(bare)
+        bare = replace(bare, predicted=predicted)
+        why = gains_too_little(made.predicted, predicted)
+        budget = Budget(cluster=self.cluster, asked=self.request.memory_limit)
+        assert self.spec is not None
+        if why is None or estimate_made(self.spec, bare, budget).verdict != "fits":
+            return plan
+        self.progress.tell(f"plain data parallelism: {why}")
+        return bare
+
+    def kept(self, found: ModuleMap) -> Plan | None:
+        """The plan that was made for the same question before, if there is one; the same on every rank."""
+
+        def look() -> str | None:
+            plan, warning = kept_plan(self._directory, self._key(found))
+            if warning is not None:
+                self.progress.say(warning)
+            return None if plan is None else to_json(plan)
+
+        text = on_rank_zero(look)
+        if text is None:
+            return None
+        self.progress.say("the plan was made by an earlier run of the same module on this machine")
+        return from_json(text)
+
+    def keep(self, found: ModuleMap, plan: Plan) -> None:
+        """Keep a plan that was made here."""
+        if self.strategy.is_global_zero:
+            warning = keep_plan(self._directory, self._key(found), plan)
+            if warning is not None:
+                self.progress.say(warning)
+
+    @property
+    def _directory(self) -> Path:
+        return machine.directory_of(self.request.profile_directory)
+
+    def _key(self, found: ModuleMap) -> str:
+        request, trainer = self.request, self.trainer
+        others = (
+            self.cluster,
+            request.memory_limit,
+            request.search,
+            request.blocks,
+            request.correct_profile,
+            trainer.precision,
+            trainer.gradient_clip_val,
+            trainer.accumulate_grad_batches,
+            found.exclusions,
+            found.blocks,
+        )
+        return key_of(self.module, self.batch, self.strategy.optimizers, others)
 
     def fingerprint(self, found: ModuleMap) -> Fingerprint:
         """What a plan made here is made for."""

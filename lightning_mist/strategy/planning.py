@@ -6,22 +6,18 @@ from time import perf_counter
 from typing import Any
 
 from lightning_mist.cost import MemoryEstimate
-from lightning_mist.errors import PlanError
+from lightning_mist.errors import MistError, PlanError, TraceError
 from lightning_mist.model.initial import InitialValues
+from lightning_mist.model.isolate import isolated
 from lightning_mist.plan import (
     Fingerprint,
     ModuleMap,
     Plan,
-    StageMesh,
-    StagePlan,
     check_plan,
     differences,
     from_json,
     load,
-    render,
     row_slice,
-    save,
-    split_notes,
     to_json,
 )
 from lightning_mist.runtime.batches import batch_rows, slice_rows
@@ -33,12 +29,15 @@ from lightning_mist.strategy.decision import Decision, PlanRequest
 from lightning_mist.strategy.estimating import Budget, estimate_given, estimate_made
 from lightning_mist.strategy.evaluation import check_evaluation
 from lightning_mist.strategy.namespace import Namespace
-from lightning_mist.strategy.peek import peek_batch, silent, step_function
+from lightning_mist.strategy.peek import first_batch, on_device, silent, step_function
 from lightning_mist.strategy.planner import Planner
 from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.publishing import publish
+from lightning_mist.strategy.simplest import at_once_reason, is_free, plain_plan
 from lightning_mist.strategy.splitting import degrees_of
-from lightning_mist.strategy.together import on_rank_zero, same_everywhere
+from lightning_mist.strategy.together import everywhere, on_rank_zero, same_everywhere
 from lightning_mist.tuner import TuneResult, degrees_to_try
+from lightning_mist.units import format_bytes
 
 
 def decide(
@@ -66,29 +65,71 @@ def decide(
         TraceError: If the module would train wrongly under the plan.
     """
     started = perf_counter()
-    progress = Progress(enabled=strategy.is_global_zero)
-    with names.isolate_rng(), silent(strategy.lightning_module), progress:
-        progress.say("looking at one batch and finding where the module can be cut")
-        batch = peek_batch(trainer, strategy)
-        call = step_function(strategy.lightning_module, names, strategy.precision_plugin.train_step_context)
-        planner = Planner(
-            trainer=trainer,
-            strategy=strategy,
-            request=request,
-            progress=progress,
-            plain=plain,
-            batch=batch,
-            call=call,
-            initial=initial,
-            cluster=machine.cluster_for(request.cluster, strategy),
-        )
-        found = planner.map()
-        same_everywhere(found)
-        plan, made, found = _plan(planner, found)
-        _check(planner, found, plan)
-        estimate = on_rank_zero(lambda: _estimate(planner, found, plan))
-        _self_check(planner, found, plan)
-        path = _publish(planner, found, plan, made, estimate)
+    progress = Progress(enabled=strategy.is_global_zero, verbose=request.verbose)
+    is_auto, reason = request.plan == "auto", None
+    if is_auto and initial is None:
+        reason = _at_once_reason(trainer, request, plain)
+    if reason is None:
+        try:
+            with names.isolate_rng(), silent(strategy.lightning_module), progress:
+                return _decided(trainer, strategy, names, request, progress, plain=plain, initial=initial)
+        except (TraceError, PlanError) as error:
+            if not is_auto or initial is not None:
+                raise
+            reason = str(error)
+    progress.tell(f"plain data parallelism: {reason}")
+    if request.memory_limit is not None:
+        progress.tell(f"memory_limit of {format_bytes(request.memory_limit)} is not checked")
+    return Decision(
+        plan=plain_plan(strategy.world_size, None, 0),
+        module_map=ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=()),
+        # Nothing was traced that would say so.
+        has_unused_parameters=True,
+        planning_seconds=perf_counter() - started,
+        plan_path=None,
+    )
+
+
+def _at_once_reason(trainer: Any, request: PlanRequest, plain: str | None) -> str | None:
+    """Why nothing needs to be looked at, if so; a limit of memory is held against what the batch needs."""
+    if not trainer.lightning_module.automatic_optimization:
+        return plain
+    return at_once_reason(trainer) or (plain if request.memory_limit is None else None)
+
+
+def _decided(
+    trainer: Any,
+    strategy: Any,
+    names: Namespace,
+    request: PlanRequest,
+    progress: Progress,
+    *,
+    plain: str | None,
+    initial: InitialValues | None,
+) -> Decision:
+    """The decision after a look at the first batch."""
+    started = perf_counter()
+    progress.say("looking at the first batch and finding where the module can be cut")
+    call = step_function(strategy.lightning_module, names, strategy.precision_plugin.train_step_context)
+    planner = Planner(
+        trainer=trainer,
+        strategy=strategy,
+        request=request,
+        progress=progress,
+        plain=plain,
+        batch=_look(trainer, strategy, names),
+        call=call,
+        initial=initial,
+        cluster=machine.cluster_for(request.cluster, strategy),
+    )
+    found = everywhere(planner.map)
+    same_everywhere(found)
+    found = planner.with_user_code(found)
+    plan, made, found = _plan(planner, found)
+    _check(planner, found, plan)
+    estimate = on_rank_zero(lambda: _estimate(planner, found, plan))
+    _self_check(planner, found, plan)
+    path = publish(planner, found, plan, made, estimate)
     return Decision(
         plan=plan,
         module_map=found,
@@ -98,8 +139,24 @@ def decide(
         estimate=estimate,
         basis=planner.basis,
         search_seconds=0.0 if made is None else made.stats.seconds,
-        signature=batch_signature(batch),
+        signature=batch_signature(planner.batch),
     )
+
+
+def _look(trainer: Any, strategy: Any, names: Namespace) -> Any:
+    """The first batch as the step gets it; training will get it from the loader all the same."""
+
+    def look() -> Any:
+        try:
+            batch = first_batch(trainer, names.set_sampler_epoch)
+        except MistError:
+            raise
+        except Exception as error:
+            raise TraceError(f"the first batch could not be had: {type(error).__name__}: {error}") from error
+        with isolated(strategy.lightning_module):
+            return on_device(trainer, strategy, batch)
+
+    return everywhere(look)
 
 
 def _check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
@@ -127,7 +184,7 @@ def _estimate(planner: Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate 
         budget,
         believed=not changed,
         trace=(lambda: planner.trace(found)) if traces else None,
-        say=planner.progress.say,
+        say=planner.progress.tell,
     )
 
 
@@ -140,8 +197,22 @@ def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, 
             planner.progress.say(line)
         _refuse_unsafe_cuts(planner, found, plan)
         return plan, None, planner.split(found, degrees_of(plan))
-    if not planner.module.automatic_optimization:
-        return _data_parallel(planner), None, found
+    enough = on_rank_zero(planner.plain_is_enough) if is_free(planner.request.search) else None
+    if enough is not None:
+        planner.progress.tell(f"plain data parallelism: {enough}")
+        rows = on_rank_zero(lambda: batch_rows(planner.batch))
+        return plain_plan(planner.strategy.world_size, rows, len(found.blocks)), None, found
+    kept = planner.kept(found)
+    if kept is not None:
+        _refuse_unsafe_cuts(planner, found, kept)
+        return kept, None, planner.split(found, degrees_of(kept))
+    plan, made, found = _searched(planner, found)
+    planner.keep(found, plan)
+    return plan, made, found
+
+
+def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, ModuleMap]:
+    """The best plan after measuring and searching; how it was found is known on rank 0."""
     request = planner.request
     found = planner.split(found, degrees_to_try(request.search, planner.alike.devices_per_node))
     profile = machine.machine_profile(
@@ -151,12 +222,13 @@ def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, 
         machine.directory_of(request.profile_directory),
         planner.progress,
     )
-    seconds, update = planner.seconds(found), planner.update_seconds()
+    seconds, update = everywhere(lambda: planner.seconds(found)), everywhere(planner.update_seconds)
     made: list[TuneResult] = []
 
     def make() -> str:
         made.append(planner.tune(planner.with_invariance(found), profile, seconds, update))
-        return to_json(replace(made[0].plan, fingerprint=planner.fingerprint(found).pairs()))
+        plan = planner.simplest(made[0]) if is_free(request.search) else made[0].plan
+        return to_json(replace(plan, fingerprint=planner.fingerprint(found).pairs()))
 
     text = on_rank_zero(make)
     return from_json(text), made[0] if made else None, found
@@ -181,16 +253,6 @@ def _refuse_unsafe_cuts(planner: Planner, found: ModuleMap, plan: Plan) -> None:
     on_rank_zero(check)
 
 
-def _data_parallel(planner: Planner) -> Plan:
-    """Plain data parallelism without a prediction, for steps that cannot be traced."""
-    world = planner.strategy.world_size
-    rows = batch_rows(planner.batch) or 1
-    mesh = StageMesh(devices=tuple(range(world)), data_parallel_degree=world)
-    stage = StagePlan(layers=(0, 0), mesh=mesh, microbatch_size=rows)
-    planner.progress.say(f"plain data parallelism: {planner.plain}")
-    return Plan(global_batch_size=rows * world, num_microbatches=1, stages=(stage,))
-
-
 def _self_check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
     if not planner.request.self_check or plan.num_stages == 1:
         return
@@ -201,27 +263,8 @@ def _self_check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
     small = planner.batch if rows is None else slice_rows(planner.batch, 0, min(rows, 2))
     planner.progress.say("checking the cut module against the whole")
     splits = plan.schedule == "zb-h1"
-    on_rank_zero(lambda: check_stages(planner.module, found, plan.bounds, planner.call, small, splits_backwards=splits))
-
-
-def _publish(
-    planner: Planner, found: ModuleMap, plan: Plan, made: TuneResult | None, estimate: MemoryEstimate | None
-) -> Path | None:
-    """Show the plan on rank 0, and write it if it was made here."""
-    if not planner.strategy.is_global_zero:
-        return None
-    planner.progress.show(render(plan))
-    for note in split_notes(plan, found):
-        planner.progress.say(note)
-    if estimate is not None:
-        planner.progress.say(estimate.headline())
-    if made is None:
-        return None
-    for note in made.explain():
-        planner.progress.say(note)
-    root = Path(planner.trainer.default_root_dir)
-    path = Path(planner.request.plan_path) if planner.request.plan_path else root / "mist_plan.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save(plan, path)
-    planner.progress.say(f"plan written to {path}")
-    return path
+    on_rank_zero(
+        lambda: planner.tried(
+            lambda: check_stages(planner.module, found, plan.bounds, planner.call, small, splits_backwards=splits)
+        )
+    )

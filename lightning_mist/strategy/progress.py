@@ -15,9 +15,11 @@ class Progress:
 
     Args:
         enabled: Whether this rank speaks.
+        verbose: Whether it says everything, and not only what users must know.
     """
 
-    def __init__(self, *, enabled: bool) -> None:
+    def __init__(self, *, enabled: bool, verbose: bool = True) -> None:
+        self._is_verbose = verbose
         self._console = Console(file=sys.stderr, quiet=not enabled, highlight=False, soft_wrap=True)
         columns = (TextColumn("[bold]mist[/] {task.description}"), BarColumn(), TimeElapsedColumn())
         self._bar = Bar(*columns, console=self._console, transient=True, disable=not enabled)
@@ -33,18 +35,37 @@ class Progress:
     ) -> None:
         self._bar.stop()
 
-    def say(self, text: str) -> None:
-        """Print one line."""
+    def tell(self, text: str) -> None:
+        """Print one line that users must know."""
         self._console.print(f"[bold]mist[/] {escape(text)}")
+
+    def say(self, text: str) -> None:
+        """Print one line of what is going on and why; without ``verbose`` only where it can be overwritten."""
+        if self._is_verbose:
+            self.tell(text)
+        elif self._console.is_terminal:
+            self.update(text, 0.0)
 
     def update(self, text: str, fraction: float) -> None:
         """Show how far a longer measurement has come; ``fraction`` lies in [0, 1]."""
         if self._task is None:
             self._task = self._bar.add_task(text, total=1.0)
         self._bar.update(self._task, description=text, completed=fraction)
-        if not self._console.is_terminal and text != self._last:
-            self.say(f"  {fraction:4.0%} {text}")
+        if self._is_verbose and not self._console.is_terminal and text != self._last:
+            self.tell(f"  {fraction:4.0%} {text}")
         self._last = text
+
+    def details(self, renderable: Any) -> None:
+        """Print a table or a text, if everything is to be said."""
+        if self._is_verbose:
+            self.show(renderable)
+
+    def conclude(self, line: str, table: Any) -> None:
+        """Print a table if everything is to be said, else one line."""
+        if self._is_verbose:
+            self.show(table)
+        else:
+            self.tell(line)
 
     def show(self, renderable: Any) -> None:
         """Print a table or a text."""

@@ -118,6 +118,14 @@ class RunReport:
         times = self._times_table()
         return self._table() if times is None else Group(self._table(), times)
 
+    def summary(self) -> str:
+        """The report in a line: the step and the stage that needed most."""
+        step = f"a step took {format_seconds(self.measured_step_seconds)}"
+        step += _beside(self.predicted_step_seconds, self.measured_step_seconds, format_seconds)
+        most = max(self.stages, key=lambda stage: stage.measured_bytes)
+        peak = f"tensors took up to {format_bytes(most.measured_bytes)} of a device"
+        return f"{step}; {peak}{_beside(most.predicted_bytes, most.measured_bytes, format_bytes)}"
+
     def _times_table(self) -> Table | None:
         """Where the seconds of a step went, stage by stage; None if that was not measured."""
         rows = [
@@ -179,6 +187,10 @@ _RATES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 def _text(value: float | None, formatter: Any) -> str:
     return "not predicted" if value is None else str(formatter(value))
+
+
+def _beside(predicted: float | None, measured: float, formatter: Callable[[Any], str]) -> str:
+    return "" if predicted is None else f" (predicted {formatter(predicted)}, {_difference(predicted, measured)})"
 
 
 def _difference(predicted: float | None, measured: float) -> str:

@@ -4,7 +4,11 @@ from typing import Any
 
 import torch
 
+from lightning_mist.errors import TraceError
 from lightning_mist.model import coupling_reason
+from lightning_mist.strategy.trials import tried
+
+_HOST = torch.device("cpu")
 
 _WHOLE_MODULE_CALLBACKS = {
     "WeightAveraging": "it averages the whole module on every rank",
@@ -15,11 +19,11 @@ _WHOLE_MODULE_CALLBACKS = {
 """Lightning callbacks that read or change all parameters on every rank, and what they do."""
 
 
-def whole_module_reason(trainer: Any, optimizers: list[Any]) -> str | None:
+def whole_module_reason(trainer: Any, optimizers: list[Any], device: torch.device = _HOST) -> str | None:
     """Why only plain data parallelism can serve this module, its optimizers and the trainer's callbacks, if so."""
     if not trainer.lightning_module.automatic_optimization:
         return "automatic_optimization=False: the module calls backward and step itself"
-    reason = _optimizer_reason(optimizers)
+    reason = _optimizer_reason(optimizers, device)
     if reason is not None:
         return reason
     for callback in trainer.callbacks:
@@ -29,12 +33,15 @@ def whole_module_reason(trainer: Any, optimizers: list[Any]) -> str | None:
     return None
 
 
-def _optimizer_reason(optimizers: list[Any]) -> str | None:
+def _optimizer_reason(optimizers: list[Any], device: torch.device) -> str | None:
     if len(optimizers) != 1:
         return f"configure_optimizers returns {len(optimizers)} optimizers; sharding and stages step exactly one"
     if isinstance(optimizers[0], torch.optim.LBFGS):
         return "LBFGS calls the step several times"
-    return coupling_reason(optimizers[0])
+    try:
+        return tried(lambda: coupling_reason(optimizers[0]), device)
+    except TraceError as error:
+        return f"whether {type(optimizers[0]).__name__} looks at several parameters cannot be found out: {error}"
 
 
 def refuse_what_is_not_there(save_distributed_checkpoint: bool, host_memory_limit: str | int | None) -> None:

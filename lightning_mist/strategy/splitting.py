@@ -33,6 +33,7 @@ def with_splits(
     found: ModuleMap,
     degrees: Sequence[int],
     progress: Progress,
+    tried: Callable[[Callable[[], _Told]], _Told],
 ) -> ModuleMap:
     """The map with what rank 0 found out about splitting; the same on every rank, called on all at once.
 
@@ -43,6 +44,7 @@ def with_splits(
         found: Its map.
         degrees: Tensor-parallel degrees to try; without any nothing is done.
         progress: Where to say what takes time.
+        tried: Runs work on the user's code without leaving a trace.
     """
     if not degrees or found.excludes("tensor"):
         return found
@@ -54,7 +56,7 @@ def with_splits(
         dims = tuple(tuple(live.sequence_dim for live in cut) for cut in made.cuts)
         return made.splits, made.unsplit, more, dims
 
-    splits, unsplit, more, dims = on_rank_zero(derive)
+    splits, unsplit, more, dims = on_rank_zero(lambda: tried(derive))
     # Everything else stays as this rank saw it: its batch may have other sizes than that of rank 0.
     cuts = tuple(
         tuple(replace(live, sequence_dim=dim) for live, dim in zip(cut, of_cut, strict=True))

@@ -8,21 +8,20 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
-from lightning_mist.cost import MemoryEstimate
 from lightning_mist.hardware import Cluster
 from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import Plan
 from lightning_mist.runtime.caches import no_caches
 from lightning_mist.runtime.transport import complete
-from lightning_mist.strategy import checkpoint_io, deferred, planning, together
+from lightning_mist.strategy import checkpoint_io, deferred, planning, publishing, together
 from lightning_mist.strategy.accumulation import gradients_are_about_to_go
-from lightning_mist.strategy.decision import Decision, PlanRequest
+from lightning_mist.strategy.answers import Answers
+from lightning_mist.strategy.decision import PlanRequest
 from lightning_mist.strategy.engine import Engine, start_engine
 from lightning_mist.strategy.evaluation import WholeEvaluation, broadcasts_buffers
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.namespace import Namespace, namespace
 from lightning_mist.strategy.precision import attach_engine
-from lightning_mist.strategy.report import RunReport
 from lightning_mist.strategy.restrictions import refuse_what_is_not_there, whole_module_reason
 from lightning_mist.strategy.stage_times import FORWARD
 from lightning_mist.tuner import SearchSpace
@@ -31,7 +30,7 @@ from lightning_mist.units import parse_bytes
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MistBase(WholeEvaluation):
+class MistBase(Answers, WholeEvaluation):
     """Trains as DDP would, on a plan that fits and is fast.
 
     At the first ``fit`` the model and the machine are profiled, a plan is chosen (pipeline stages, data and tensor
@@ -53,12 +52,13 @@ class MistBase(WholeEvaluation):
         cluster: The cluster to plan for, as a ``Cluster`` or as text such as ``"2x8xL4"``; by default this one,
             detected. It must have as many devices as there are processes.
         blocks: Qualified name of the container of the repeated blocks, if they are not found by themselves.
-        plan_path: Where the plan is written; by default ``mist_plan.json`` in the Trainer's root directory.
+        plan_path: Where the plan is written; by default ``mist_plan.json`` in the logger's directory, if there is one.
         profile_directory: Where measurements of this machine are kept; by default ``lightning-mist`` in the user's
             cache directory.
         correct_profile: Whether what runs measure corrects what is predicted for this machine from then on.
         report_path: Where the comparison of predicted and measured is written as JSON at the end, if anywhere.
         self_check: Whether to compare the cut module with the whole on one small batch before training.
+        verbose: Whether to print why this plan was chosen, what was measured and where the time of a step goes.
         save_distributed_checkpoint: Whether to save sharded directories in place of one file. Not available yet: True
             is refused.
         ddp_comm_state: As in DDP; with it the plan is plain data parallelism.
@@ -76,9 +76,7 @@ class MistBase(WholeEvaluation):
     strategy_name = "mist"
     _names: ClassVar[Namespace]
     # What a fit puts in place; None before the first.
-    _decision: Decision | None = None
     _engine: Engine | None = None
-    _monitor: Monitor | None = None
     _initial: InitialValues | None = None
     _state_afterwards: Callable[[], dict[str, Any]] | None = None
 
@@ -100,6 +98,7 @@ class MistBase(WholeEvaluation):
         correct_profile: bool = True,
         report_path: str | None = None,
         self_check: bool = True,
+        verbose: bool = False,
         save_distributed_checkpoint: bool = False,
         ddp_comm_state: Any | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
@@ -141,26 +140,10 @@ class MistBase(WholeEvaluation):
             profile_directory=profile_directory,
             correct_profile=correct_profile,
             self_check=self_check,
+            verbose=verbose,
         )
         self._report_path, self._fitting = report_path, ExitStack()
         self._constructions = deferred.Constructions()
-
-    # What users may ask ------------------------------------------------------------------------------------------
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the current or last fit."""
-        return None if self._decision is None else self._decision.plan
-
-    @property
-    def report(self) -> RunReport | None:
-        """Predicted against measured of the current or last fit, once enough steps have run."""
-        return None if self._monitor is None else self._monitor.report
-
-    @property
-    def estimate(self) -> MemoryEstimate | None:
-        """What the plan needs of every device, where that is known."""
-        return None if self._decision is None else self._decision.estimate
 
     # Life cycle --------------------------------------------------------------------------------------------------
 
@@ -184,9 +167,10 @@ class MistBase(WholeEvaluation):
         self.model_to_device()
         together.same_start(module, () if self._initial is None else self._initial.names)
         self.setup_optimizers(trainer)
-        self._decision = planning.decide(
-            trainer, self, self._names, self._request, plain=self._why_plain(trainer), initial=self._initial
-        )
+        with self._planning():
+            self._decision = planning.decide(
+                trainer, self, self._names, self._request, plain=self._why_plain(trainer), initial=self._initial
+            )
         if self._decision.is_plain:
             if self._initial is not None:
                 self._initial.give(self._initial.names)
@@ -217,7 +201,16 @@ class MistBase(WholeEvaluation):
             module=module,
             report_path=self._report_path,
             recorder=None if self._engine is None else self._engine.executor.recorder,
+            verbose=self._request.verbose,
         )
+
+    @contextmanager
+    def _planning(self) -> Iterator[None]:
+        self._is_planning = True
+        try:
+            yield
+        finally:
+            self._is_planning = False
 
     def _why_plain(self, trainer: Any) -> str | None:
         """Why only plain data parallelism can honour what the user asked for, if so."""
@@ -225,7 +218,7 @@ class MistBase(WholeEvaluation):
             return "a DDP communication hook or model averaging was given"
         if self._layer_sync is not None:
             return "sync_batchnorm computes collectives inside the step"
-        return whole_module_reason(trainer, self.optimizers)
+        return whole_module_reason(trainer, self.optimizers, self.root_device)
 
     def teardown(self) -> None:
         """Give the module all its values back, unless something went wrong and peers may be gone."""
@@ -297,6 +290,12 @@ class MistBase(WholeEvaluation):
                     complete(self._engine.executor.gather_parameters())
         self._monitor.after_step()
         return output
+
+    def on_train_start(self) -> None:
+        """Write the plan, if it was made here: loggers have their directories now."""
+        super().on_train_start()
+        if self._decision is not None and self._decision.plan_path is not None:
+            publishing.write(self._decision.plan, self._decision.plan_path)
 
     def on_train_end(self) -> None:
         """Say how predicted and measured compare."""

@@ -42,6 +42,26 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     return value  # type: ignore[no-any-return]
 
 
+def everywhere(work: Callable[[], T]) -> T:
+    """Do something on every rank at once; if it fails on any, raise that rank's error on all of them.
+
+    Raises:
+        Exception: The error of the first rank that failed.
+    """
+    result: list[T] = []
+    error: Exception | None = None
+    try:
+        result.append(work())
+    except Exception as own:  # the others wait: whatever it is, they must hear of it
+        error = _travelling(own)
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    first = next((item for item in errors if item is not None), None)
+    if first is not None:
+        raise first if error is None else error
+    return result[0]
+
+
 def same_start(module: nn.Module, later: Collection[str]) -> None:
     """Give every rank the values of rank 0, as DDP does when it wraps a module.
 

@@ -4,6 +4,7 @@ Run under torchrun with the folder for results as its argument.
 """
 
 import json
+import shutil
 import sys
 import warnings
 from dataclasses import asdict, replace
@@ -35,10 +36,14 @@ class Net(pl.LightningModule):
 
 
 def fit(folder, plan):
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    shutil.rmtree(folder / "profiles" / "plans", ignore_errors=True)  # each fit is to plan anew
     strategy = MistStrategy(
         plan=plan,
         profile_directory=str(folder / "profiles"),
         plan_path=str(folder / "plan.json"),
+        verbose=True,
         search=SearchSpace(num_stages=(2,), schedules=("1f1b",), checkpointing=False),
     )
     trainer = pl.Trainer(

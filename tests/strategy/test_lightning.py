@@ -27,7 +27,8 @@ def strategy_of(name):
 def test_the_class_is_a_ddp_strategy_of_its_copy_only(name):
     found = strategy_of(name)
     copies = {root: importlib.import_module(f"{root}.strategies").DDPStrategy for root in COPIES.values()}
-    assert found.__mro__[1:3] == (MistBase, copies[COPIES[name]])
+    assert issubclass(found, MistBase)
+    assert issubclass(found, copies[COPIES[name]])
     assert [root for root, base in copies.items() if issubclass(found, base)] == [COPIES[name]]
     assert found.strategy_name == "mist"
 

@@ -37,7 +37,7 @@ def found_and_call():
 @pytest.mark.usefixtures("one_process")
 def test_every_rank_gets_what_rank_zero_found(capsys):
     module, call, batch, found = found_and_call()
-    made = with_splits(module, call, batch, found, (2, 3), Progress(enabled=True))
+    made = with_splits(module, call, batch, found, (2, 3), Progress(enabled=True), lambda work: work())
     assert made == derive_splits(module, call, batch, found, (2, 3))
     assert made.cuts[0][0].sequence_dim == 1
     assert [degree for degree, _ in made.unsplit] == [3]
@@ -47,6 +47,6 @@ def test_every_rank_gets_what_rank_zero_found(capsys):
 def test_nothing_is_asked_of_others_where_nothing_is_to_be_found():
     module, call, batch, found = found_and_call()
     progress = Progress(enabled=False)
-    assert with_splits(module, call, batch, found, (), progress) is found
+    assert with_splits(module, call, batch, found, (), progress, lambda work: work()) is found
     ruled_out = replace(found, exclusions=(Exclusion(feature="tensor", reason="so"),))
-    assert with_splits(module, call, batch, ruled_out, (2,), progress) is ruled_out
+    assert with_splits(module, call, batch, ruled_out, (2,), progress, lambda work: work()) is ruled_out

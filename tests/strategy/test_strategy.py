@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mist import InfeasibleError, MistStrategy, PlanError
+from lightning_mist import InfeasibleError, MistStrategy, PlanError, SearchSpace
 from lightning_mist.plan import Checkpointing, Plan, Predicted, PredictedStage, StageMesh, StagePlan, save
 from tests.machine import assume_profile
 
@@ -119,6 +119,10 @@ def assert_equal(left, right):
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(left, right, strict=True))
 
 
+SEARCHED = SearchSpace(zero_stages=(0,))
+"""What is asked of the planner where it is to search whatever there is to gain."""
+
+
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
@@ -139,7 +143,7 @@ def test_plans_of_one_device_train_as_under_ddp(tmp_path, plan, options):
 
 def test_an_automatic_plan_is_written_with_what_it_was_made_for(tmp_path, profiles):
     path, report = tmp_path / "a" / "plan.json", tmp_path / "b" / "report.json"
-    strategy = MistStrategy(profile_directory=profiles, plan_path=str(path), report_path=str(report))
+    strategy = MistStrategy(search=SEARCHED, profile_directory=profiles, plan_path=str(path), report_path=str(report))
     trainer, module = train(tmp_path, strategy)
     assert_equal(values(module), values(train(tmp_path, "ddp")[1]))
     data = json.loads(path.read_text())
@@ -155,12 +159,16 @@ def test_an_automatic_plan_is_written_with_what_it_was_made_for(tmp_path, profil
 def test_corrections_are_kept_and_used_unless_that_is_turned_off(tmp_path, profiles):
     folder = tmp_path / "profiles"
     shutil.copytree(profiles, folder)
+    shutil.rmtree(folder / "plans", ignore_errors=True)
     for path in folder.glob("corrections-*"):
         path.unlink()
     found = {}
     for wanted in (True, False):
         strategy = MistStrategy(
-            profile_directory=str(folder), plan_path=str(tmp_path / "plan.json"), correct_profile=wanted
+            search=SEARCHED,
+            profile_directory=str(folder),
+            plan_path=str(tmp_path / "plan.json"),
+            correct_profile=wanted,
         )
         trainer, _ = train(tmp_path, strategy)
         found[wanted] = trainer.strategy._decision.basis
@@ -193,7 +201,9 @@ def test_a_limit_that_nothing_satisfies_says_what_binds(tmp_path, profiles):
 def test_what_cannot_be_cut_trains_whole_and_the_reason_is_said(tmp_path, profiles, capsys, module, callbacks, reason):
     _, expected = train(tmp_path, "ddp", module=_seeded(module), callbacks=callbacks())
     capsys.readouterr()
-    strategy = MistStrategy(profile_directory=profiles, plan_path=str(tmp_path / "plan.json"))
+    strategy = MistStrategy(
+        search=SEARCHED, verbose=True, profile_directory=profiles, plan_path=str(tmp_path / "plan.json")
+    )
     trainer, trained = train(tmp_path, strategy, module=_seeded(module), callbacks=callbacks())
     assert trainer.strategy.plan.num_stages == 1
     assert reason in capsys.readouterr().err

@@ -17,6 +17,7 @@ ROWS, WIDTH, LENGTH, VOCABULARY, LAYERS = 4, 16, 6, 17, 4
 
 PLANS: dict[str, Plan | str] = {
     "auto": "auto",
+    "searched": "auto",
     "plain": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1),
     "halves": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=2),
     "checkpointed": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, checkpointed=2),
@@ -29,7 +30,8 @@ PLANS: dict[str, Plan | str] = {
     "pp2cut": plan([(2, [1]), (2, [0])], rows=ROWS, microbatches=4),
     "tp2": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=2, tensor=2),
 }
-"""For two ranks; ``pp2`` and ``tp2`` have whole batches as microbatches, ``cut`` and ``pp2cut`` halves of them."""
+"""For two ranks. ``pp2`` and ``tp2`` have whole batches as microbatches, ``cut`` and ``pp2cut`` halves of them; under
+``searched`` the planner searches however little there is to gain."""
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):

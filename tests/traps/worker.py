@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_mist import MistStrategy
 from lightning_mist.errors import MistError
 from lightning_mist.runtime import failure
+from lightning_mist.strategy import planner
 from tests.machine import assume_profile
 from tests.traps.project import PLANS, Trap
 
@@ -65,7 +66,9 @@ def _fit(trap: Trap, plan: str, folder: Path, losses: Losses) -> dict[str, Any]:
     if plan == "ddp":
         strategy: Any = "ddp_find_unused_parameters_true"
     else:
-        profiles = str(assume_profile(folder / "profiles", 2)) if plan == "auto" else str(folder / "profiles")
+        if plan == "searched":
+            planner.LEAST_SECONDS = 0.0
+        profiles = str(assume_profile(folder / "profiles", 2)) if PLANS[plan] == "auto" else str(folder / "profiles")
         strategy = MistStrategy(plan=PLANS[plan], profile_directory=profiles, plan_path=str(folder / "plan.json"))
     module, callbacks = trap.module(), trap.callbacks()
     defaults: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0 if trap.val is None else 1.0}

@@ -1,0 +1,113 @@
+"""Plans that were made before: the same script asks once.
+
+A plan is kept by everything that it follows from and that is known before anything is measured or tried: the network,
+its code, the batch, the optimizer, the machine, the options and the versions of what computes.
+"""
+
+import inspect
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import Plan, load, save
+
+FOLDER = "plans"
+
+_STEP = 1.25
+"""Sizes within a factor of this count as one: lengths of sequences differ from one shuffled epoch to the next."""
+
+_PACKAGES = ("lightning-mist", "torch", "numpy", "highspy")
+
+
+def key_of(module: nn.Module, batch: Any, optimizers: Iterable[Any], others: Iterable[Any]) -> str:
+    """What a plan is kept by.
+
+    Args:
+        module: The user's module.
+        batch: What its step gets.
+        optimizers: What trains it.
+        others: Whatever else the plan follows from, told apart by its ``repr``.
+    """
+    told = sha256()
+    for line in _lines(module, batch, optimizers, others):
+        told.update(line.encode() + b"\0")
+    return told.hexdigest()[:32]
+
+
+def _lines(module: nn.Module, batch: Any, optimizers: Iterable[Any], others: Iterable[Any]) -> Iterator[str]:
+    classes: dict[type, None] = {}
+    for name, child in module.named_modules():
+        yield f"{name} {type(child).__module__}.{type(child).__qualname__} {child.extra_repr()} {child.training}"
+        classes.update(dict.fromkeys(type(child).__mro__))
+    for cls in classes:
+        if cls.__module__.partition(".")[0] not in ("torch", "lightning", "pytorch_lightning", "builtins"):
+            yield _source(cls)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {tensor.device.type}"
+    yield repr(_sizes(batch))
+    for optimizer in optimizers:
+        yield f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        for group in optimizer.param_groups:
+            yield repr(
+                [(k, len(v) if k == "params" else v if isinstance(v, bool) else type(v)) for k, v in group.items()]
+            )
+    yield from map(repr, others)
+    for package in _PACKAGES:
+        yield f"{package} {version(package)}"
+
+
+def _setting(name: str, value: Any) -> Any:
+    """What counts of an option of a group: learning rates do not, and are changed by schedules."""
+    if name == "params":
+        return len(value)
+    return value if isinstance(value, (bool, str)) else type(value)
+
+
+def _source(cls: type) -> str:
+    """A class's code, or where it cannot be read its name."""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _sizes(value: Any) -> Any:
+    """A batch's structure and types, its rows exactly, and its other sizes roughly."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape[:1], tuple(round(math.log(max(size, 1), _STEP)) for size in value.shape[1:])
+    if isinstance(value, dict):
+        return tuple((str(name), _sizes(item)) for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, tuple(_sizes(item) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return tuple((field.name, _sizes(getattr(value, field.name))) for field in fields(value))
+    return type(value).__name__
+
+
+def kept_plan(directory: Path, key: str) -> tuple[Plan | None, str | None]:
+    """A plan that was kept, or None; and why one that is there cannot be used, or None."""
+    path = directory / FOLDER / f"{key}.json"
+    if not path.exists():
+        return None, None
+    try:
+        return load(path), None
+    except (OSError, PlanError, ValueError) as error:
+        return None, f"the plan kept in {path} is not used: {error}"
+
+
+def keep_plan(directory: Path, key: str, plan: Plan) -> str | None:
+    """Keep a plan for the next time; why it could not be kept, or None."""
+    path = directory / FOLDER / f"{key}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(plan, path)
+    except OSError as error:
+        return f"the plan is not kept for later runs: {error}"
+    return None

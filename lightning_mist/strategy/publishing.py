@@ -1,0 +1,54 @@
+"""What planning shows and where its plan goes."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning_mist.cost import MemoryEstimate
+from lightning_mist.plan import ModuleMap, Plan, render, save, split_notes
+from lightning_mist.strategy.planner import Planner
+from lightning_mist.tuner import TuneResult
+
+
+def publish(
+    planner: Planner, found: ModuleMap, plan: Plan, made: TuneResult | None, estimate: MemoryEstimate | None
+) -> Path | None:
+    """Show the plan on rank 0, and say where it will be written if it was made here; every rank asks."""
+    path = plan_file(planner.trainer, planner.request.plan_path)
+    if not planner.strategy.is_global_zero:
+        return None
+    progress = planner.progress
+    if plan.is_plain:
+        progress.details(render(plan))
+    else:
+        progress.show(render(plan))
+    for note in split_notes(plan, found):
+        progress.say(note)
+    if estimate is not None:
+        progress.tell(estimate.headline())
+    if made is not None:
+        for note in made.explain():
+            progress.say(note)
+    if planner.request.plan != "auto" or plan.predicted is None:
+        return None  # it was given, or there was nothing to plan
+    if path is not None:
+        progress.say(f"the plan goes to {path}")
+    return path
+
+
+def plan_file(trainer: Any, asked: str | None) -> Path | None:
+    """Where a plan that was made here is written; every rank asks at once.
+
+    Nowhere if Lightning itself leaves no files: in the logger's directory, if there is a logger that has one.
+    """
+    if asked is not None:
+        return Path(asked)
+    if not trainer.loggers:
+        return None
+    directory = trainer.log_dir
+    return None if directory is None else Path(directory) / "mist_plan.json"
+
+
+def write(plan: Plan, path: Path) -> None:
+    """Write a plan that was made here, once loggers have made their directories."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(plan, path)

@@ -1,0 +1,111 @@
+"""When plain data parallelism is enough: nothing else is worth the trust that it costs.
+
+Every other plan does the same arithmetic on the same devices. What it can save of a step is at most the gradients'
+reduction and a share of the optimizer's step. Where both together are too short to be told from the noise of a step,
+and memory does not ask for anything, nothing is searched.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_mist.cost.time import collective_seconds
+from lightning_mist.errors import MistError
+from lightning_mist.hardware import Cluster, catalog_profile, load_profile
+from lightning_mist.plan import Plan, Predicted, StageMesh, StagePlan
+from lightning_mist.tuner import SearchSpace
+
+LEAST_GAIN = 0.05
+"""Share of a plain step that another plan must save by prediction. Predictions of steps lie 8% from what is measured on
+average, most of which plans of one network have in common; pairs less than 5% apart are ordered no better than by
+chance (docs/time-model.md)."""
+
+LEAST_SECONDS = 2e-3
+"""What any other plan could save at most, below which nothing is searched: steps of a process scatter by as much."""
+
+LARGEST_SHARE = 0.5
+"""Of the memory that may be used: what a plain step needs by a rough count, so that it certainly fits."""
+
+STATES = 4
+"""Weights, gradients, and two moments: what parameters are counted as before anything is known of the optimizer."""
+
+_PASSES = 8
+"""How often an optimizer goes over its parameters' bytes; AdamW reads four times and writes three."""
+
+_CALLBACKS_THAT_TRAIN = ("LearningRateFinder", "BatchSizeFinder")
+"""Of Lightning's own: they run parts of training inside of the fit, from loaders made anew."""
+
+
+def at_once_reason(trainer: Any) -> str | None:
+    """Why this run is trained plainly without looking at a batch, if so."""
+    loop = trainer.fit_loop
+    for name in ("fast_dev_run", "barebones", "overfit_batches"):
+        if getattr(trainer, name):
+            return f"{name}={getattr(trainer, name)}"
+    if trainer.limit_train_batches == 0:
+        return "limit_train_batches=0"
+    for callback in trainer.callbacks:
+        for cls in type(callback).__mro__:
+            if cls.__name__ in _CALLBACKS_THAT_TRAIN:
+                return f"callback {type(callback).__name__} trains before the fit does"
+    is_resumed = bool(getattr(trainer._checkpoint_connector, "_loaded_checkpoint", None))
+    if loop.epoch_progress.current.processed > 0 and not is_resumed:
+        return "the fit goes on from an earlier one of this trainer"
+    return None
+
+
+def plain_plan(world_size: int, rows: int | None, layers: int) -> Plan:
+    """Plain data parallelism."""
+    mesh = StageMesh(devices=tuple(range(world_size)), data_parallel_degree=world_size)
+    stage = StagePlan(layers=(0, layers), mesh=mesh, microbatch_size=rows or 1)
+    return Plan(global_batch_size=(rows or 1) * world_size, num_microbatches=1, stages=(stage,))
+
+
+def most_to_save(parameters: Sequence[torch.nn.Parameter], cluster: Cluster, directory: Any) -> float | None:
+    """Seconds of a plain step that any other plan could save at most; None if nothing is known of the machine.
+
+    Args:
+        parameters: Those of the module.
+        cluster: The machine.
+        directory: Where profiles are kept: a measured one counts, else the catalog's.
+    """
+    if cluster.world_size == 1:
+        return 0.0  # nothing is reduced, and nobody shares the optimizer's step
+    trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    try:
+        profile = load_profile(directory, cluster)[0] or catalog_profile(cluster)
+        reduction = float(
+            collective_seconds(profile, "all_reduce", cluster.world_size, cluster.num_nodes, float(trained))
+        )
+    except MistError:
+        return None
+    return reduction + _PASSES * trained / profile.memory_bytes_per_second
+
+
+def fits_plainly(parameters: Sequence[torch.nn.Parameter], step_bytes: int, limit: int) -> bool:
+    """Whether plain data parallelism certainly fits.
+
+    Args:
+        parameters: Those of the module.
+        step_bytes: What one step allocates at its peak.
+        limit: Bytes of each device that may be used.
+    """
+    held = sum(p.numel() * p.element_size() for p in parameters)
+    return STATES * held + step_bytes <= LARGEST_SHARE * limit
+
+
+def gains_too_little(plan: Predicted, plain: Predicted) -> str | None:
+    """Why the best plan is not worth it, if so."""
+    gain = 1 - plan.step_seconds / plain.step_seconds
+    if gain >= LEAST_GAIN:
+        return None
+    return (
+        f"the fastest plan would save {max(gain, 0.0):.1%} of a step; less than {LEAST_GAIN:.0%} cannot be told from "
+        "what predictions are wrong by"
+    )
+
+
+def is_free(search: SearchSpace) -> bool:
+    """Whether the user leaves the choice to the planner, plain data parallelism included."""
+    return search == SearchSpace()

@@ -1,0 +1,97 @@
+"""When plain data parallelism is enough."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_mist.hardware import parse_cluster
+from lightning_mist.plan import Predicted, PredictedStage
+from lightning_mist.strategy.simplest import (
+    at_once_reason,
+    fits_plainly,
+    gains_too_little,
+    is_free,
+    most_to_save,
+    plain_plan,
+)
+from lightning_mist.tuner import SearchSpace
+
+
+def trainer(*, epochs=0, loaded=None, callbacks=(), **options):
+    defaults = {"fast_dev_run": False, "barebones": False, "overfit_batches": 0.0, "limit_train_batches": 1.0}
+    progress = SimpleNamespace(current=SimpleNamespace(processed=epochs))
+    return SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_progress=progress),
+        callbacks=list(callbacks),
+        _checkpoint_connector=SimpleNamespace(_loaded_checkpoint=loaded),
+        **(defaults | options),
+    )
+
+
+class LearningRateFinder:
+    """Called like Lightning's."""
+
+
+class Own(LearningRateFinder):
+    """Derived from it."""
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (trainer(), None),
+        (trainer(fast_dev_run=3), "fast_dev_run=3"),
+        (trainer(barebones=True), "barebones=True"),
+        (trainer(overfit_batches=0.5), "overfit_batches=0.5"),
+        (trainer(limit_train_batches=0), "limit_train_batches=0"),
+        (trainer(callbacks=[Own()]), "callback Own trains before the fit does"),
+        (trainer(epochs=1), "goes on from an earlier one"),
+        (trainer(epochs=1, loaded={"loops": {}}), None),
+    ],
+)
+def test_runs_that_are_plain_without_a_look(run, reason):
+    found = at_once_reason(run)
+    assert found is None if reason is None else reason in found
+
+
+def parameters(numel):
+    return [torch.nn.Parameter(torch.zeros(numel, device="meta"))]
+
+
+def test_what_could_be_saved_grows_with_parameters_and_vanishes_on_one_device(tmp_path):
+    two, one = parse_cluster("1x2xL4"), parse_cluster("1x1xL4")
+    small, large = (most_to_save(parameters(numel), two, tmp_path) for numel in (10**4, 10**9))
+    # Of 4 GB at least the reduction over PCIe of 1e10 B/s order, and eight passes at 3e11 B/s.
+    assert 0 < small < 2e-3 < 0.1 < large
+    assert most_to_save(parameters(10**9), one, tmp_path) == 0.0
+    frozen = [torch.nn.Parameter(torch.zeros(10**6, device="meta"), requires_grad=False)]
+    assert most_to_save(frozen, two, tmp_path) == 0.0
+
+
+def test_it_fits_only_with_room_to_spare():
+    held = parameters(1000)  # 4000 bytes, counted four times
+    assert fits_plainly(held, 4000, 40_000)
+    assert not fits_plainly(held, 4001, 40_000)
+
+
+def predicted(seconds):
+    stage = PredictedStage(
+        steady_seconds=seconds, boundary_seconds=0.0, forward_seconds=seconds, backward_seconds=0.0, peak_bytes=1
+    )
+    return Predicted(step_seconds=seconds, stages=(stage,))
+
+
+def test_a_gain_must_be_told_from_what_predictions_are_wrong_by():
+    assert "would save 4.9% of a step" in gains_too_little(predicted(0.951), predicted(1.0))
+    assert "would save 0.0% of a step" in gains_too_little(predicted(1.2), predicted(1.0))
+    assert gains_too_little(predicted(0.949), predicted(1.0)) is None
+
+
+def test_plain_plans_are_plain():
+    for rows in (None, 4):
+        plan = plain_plan(3, rows, 2)
+        assert plan.is_plain
+        assert plan.global_batch_size == 3 * (rows or 1)
+    assert is_free(SearchSpace())
+    assert not is_free(SearchSpace(zero_stages=(0,)))

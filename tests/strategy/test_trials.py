@@ -1,0 +1,85 @@
+"""Trying the user's code leaves nothing behind."""
+
+import itertools
+import sys
+
+import pytest
+import torch
+
+from lightning_mist.errors import PlanError, TraceError
+from lightning_mist.strategy.trials import progress_through, told, tried
+
+HOST = torch.device("cpu")
+
+
+class Counted:
+    calls = 0
+
+
+def test_counters_iterators_and_arrays_are_as_before():
+    numbers, kept, tensor = itertools.count(), [], torch.zeros(2)
+
+    def work():
+        Counted.calls += 1
+        kept.append(1)
+        tensor.add_(1)
+        return Counted.calls, next(numbers), len(kept), float(tensor.sum())
+
+    assert tried(work, HOST) == (1, 0, 1, 2.0)
+    assert (Counted.calls, next(numbers), kept, float(tensor.sum())) == (0, 0, [], 0.0)
+
+
+def test_nothing_is_written_or_printed(tmp_path, capfd):
+    path = tmp_path / "lines"
+    with path.open("w") as file:
+        file.write("before\n")
+        file.flush()
+
+        def work():
+            print("out")
+            sys.stderr.write("err\n")
+            file.write("through the open file\n")
+            file.flush()
+            with path.open("a") as again:
+                again.write("through another\n")
+            (tmp_path / "new").write_text("new")
+            return path.read_text()
+
+        assert tried(work, HOST) == "before\n"
+    assert path.read_text() == "before\n"
+    assert list(tmp_path.iterdir()) == [path]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_errors_of_ours_are_as_they_were_and_others_say_what_failed():
+    def refuse():
+        raise PlanError("so")
+
+    def fail():
+        raise KeyError("missing")
+
+    with pytest.raises(PlanError, match="so"):
+        tried(refuse, HOST)
+    with pytest.raises(TraceError, match=r"trying it before training failed: KeyError: 'missing'") as caught:
+        tried(fail, HOST)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_what_ends_the_process_ends_the_copy_only():
+    import os
+
+    with pytest.raises(TraceError, match="ended its process with status 3"):
+        tried(lambda: os._exit(3), HOST)
+
+
+def test_progress_arrives_from_a_copy():
+    heard = []
+
+    def work(tell=None):
+        progress_through(tell, lambda text, fraction: None)("timing the layers", 0.5)
+        return 1
+
+    assert tried(work, HOST, tell=told(lambda text, fraction: heard.append((text, fraction)))) == 1
+    assert heard == [("timing the layers", 0.5)]
+    progress_through(None, lambda text, fraction: heard.append(text))("here", 1.0)
+    assert heard[-1] == "here"
