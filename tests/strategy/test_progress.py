@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 
 from lightning_mist.strategy.progress import Progress
@@ -22,3 +24,23 @@ def test_the_others_keep_silent(capsys, call):
     with Progress(enabled=False) as progress:
         call(progress)
     assert capsys.readouterr().err == ""
+
+
+def test_what_users_need_not_know_is_said_only_where_that_is_asked_for(capsys):
+    with Progress(enabled=True, verbose=False) as progress:
+        progress.say("why")
+        progress.update("how far", 0.5)
+        progress.details("where")
+        progress.tell("what")
+        progress.conclude("in short", "at length")
+    assert capsys.readouterr().err.splitlines() == ["mist what", "mist in short"]
+    with Progress(enabled=True, verbose=True) as progress:
+        progress.details("where")
+        progress.conclude("in short", "at length")
+    assert capsys.readouterr().err.splitlines() == ["where", "at length"]
+
+
+def test_it_can_be_pickled():
+    progress = Progress(enabled=True)
+    progress.say("x")
+    assert isinstance(pickle.loads(pickle.dumps(progress)), Progress)
