@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.lightning_tests.lists import LISTS, REASONS
+from benchmarks.lightning_tests.lists import LISTS, REASONS, WITHOUT
 from benchmarks.record import ROOT, Sample, make_record, write_record
 
 Outcomes = dict[str, tuple[str, str]]
@@ -48,6 +48,8 @@ def run(checkout: Path, tests: Sequence[str], swap: str, results: Path, *, timeo
     }
     command = [sys.executable, "-m", "pytest", "-p", "benchmarks.lightning_tests.swap", "-q", "--timeout"]
     command += [str(timeout_seconds), "-p", "no:cacheprovider", *tests]
+    for name in WITHOUT:
+        command += ["--ignore", name]
     for name in done:
         command += ["--deselect", name]
     subprocess.run(command, cwd=tests_folder, env=environment, check=False)
@@ -65,7 +67,7 @@ def compared(stock: Outcomes, swapped: Outcomes) -> tuple[list[Sample], dict[str
     rows: dict[str, Counter[str]] = {}
     reasons: dict[str, list[str]] = {}
     for name in sorted(stock.keys() & swapped.keys()):
-        row = rows.setdefault(name.partition("::")[0].removeprefix("tests_pytorch/"), Counter())
+        row = rows.setdefault(name.partition("::")[0].partition("tests_pytorch/")[2], Counter())
         row["tests"] += 1
         row[f"{stock[name][0]} as stock"] += stock[name][0] == swapped[name][0]
         if stock[name][0] != swapped[name][0]:
