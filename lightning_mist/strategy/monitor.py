@@ -127,6 +127,10 @@ class Monitor:
             # What planning left with the allocator would count as reserved by training.
             torch.cuda.empty_cache()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Trainers can be pickled after a fit, and process groups and what asks them cannot.
+        return {**vars(self), "_group": None, "_learner": None}
+
     def saw(self, batch: Any) -> None:
         """Whether recorded steps are of batches like the one that was planned for; others teach nothing.
 

@@ -38,13 +38,17 @@ def _extend(instance: Any, mixin: type) -> None:
         instance.__class__ = type(cls.__name__, (mixin, cls), names)
 
 
+def _put_back(instance: Any, mixin: type) -> None:
+    if isinstance(instance, mixin):
+        instance.__class__ = type(instance).__bases__[1]
+        del instance._mist_engine  # type: ignore[attr-defined]
+
+
 def attach_engine(plugin: Any, engine: Engine | None) -> None:
-    """Let a precision plugin (and its gradient scaler) work for an engine, or for none again."""
-    if engine is None and not isinstance(plugin, _Clipping):
-        return
-    _extend(plugin, _Clipping)
-    plugin._mist_engine = engine
-    scaler = getattr(plugin, "scaler", None)
-    if scaler is not None:
-        _extend(scaler, _AgreeingScaler)
-        scaler._mist_engine = engine
+    """Let a precision plugin (and its gradient scaler) work for an engine, or be as they were for none."""
+    for instance, mixin in ((plugin, _Clipping), (getattr(plugin, "scaler", None), _AgreeingScaler)):
+        if engine is None:
+            _put_back(instance, mixin)
+        elif instance is not None:
+            _extend(instance, mixin)
+            instance._mist_engine = engine

@@ -238,6 +238,10 @@ class MistBase(Answers, WholeEvaluation):
         super().teardown()
         self.stop_watching()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: the optimizer's state is asked of processes that a copy has not."""
+        return {**super().__getstate__(), "_state_afterwards": None}
+
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """How tensors of a new module are made, in ``Trainer.init_module`` and ``configure_model``.

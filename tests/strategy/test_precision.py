@@ -62,3 +62,13 @@ def test_a_step_is_skipped_when_another_rank_overflowed(overflow, steps):
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert bool(parameter.detach().abs().sum() > 0) == steps
+
+
+def test_without_an_engine_a_plugin_and_its_scaler_are_as_they_were():
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    before = {**vars(plugin)}, {**vars(plugin.scaler)}
+    attach_engine(plugin, Engine())
+    attach_engine(plugin, None)
+    assert type(plugin) is MixedPrecision
+    assert type(plugin.scaler) is torch.amp.GradScaler
+    assert (vars(plugin), vars(plugin.scaler)) == before

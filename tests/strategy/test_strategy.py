@@ -1,6 +1,7 @@
 """One process: what a plan without stages does to an ordinary project, and what is refused or left to DDP."""
 
 import json
+import pickle
 import shutil
 from dataclasses import replace
 
@@ -291,6 +292,15 @@ def test_fit_test_predict_and_fit_again(tmp_path):
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader(), loader())
     assert any(not torch.equal(a, b) for a, b in zip(before, values(module), strict=True))
+
+
+@pytest.mark.parametrize("plan", [one_stage(), one_stage(microbatches=2)], ids=["plain", "engine"])
+def test_trainers_can_be_pickled_after_a_fit_as_under_ddp(tmp_path, plan):
+    trainer, module = train(tmp_path, MistStrategy(plan=plan), epochs=1)
+    copied = pickle.loads(pickle.dumps(trainer))
+    assert copied.strategy.plan == plan
+    assert copied.callback_metrics == trainer.callback_metrics
+    assert_equal(values(copied.lightning_module), values(module))
 
 
 def test_checkpoints_go_both_ways(tmp_path):
