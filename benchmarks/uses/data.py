@@ -61,6 +61,7 @@ trained("use_distributed_sampler=False", lambda: loader(24), use_distributed_sam
 trained(
     "a batch sampler of one's own",
     lambda: DataLoader(Rows(48), batch_sampler=BatchSampler(RandomSampler(Rows(48)), ROWS, drop_last=True)),
+    use_distributed_sampler=False,
 )
 trained("a list of batches", lambda: [next(iter(loader(8, seed=seed))) for seed in range(5)])
 trained("reload_dataloaders_every_n_epochs", loader, reload_dataloaders_every_n_epochs=1)
