@@ -40,6 +40,7 @@ class Decision:
         estimate: What the plan needs of every device, where that is known.
         basis: What the plan follows from, on rank 0, if it was made here.
         search_seconds: How long it was searched, on rank 0.
+        kept_at: Where rank 0 keeps the plan for later runs of the same question, if it made one.
         signature: What this rank's batch looked like that the plan was made for.
     """
 
@@ -52,6 +53,7 @@ class Decision:
     basis: Basis | None = None
     search_seconds: float = 0.0
     signature: Hashable = None
+    kept_at: Path | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -91,9 +91,14 @@ def _sizes(value: Any) -> Any:
     return type(value).__name__
 
 
+def kept_path(directory: Path, key: str) -> Path:
+    """Where a plan is kept."""
+    return directory / FOLDER / f"{key}.json"
+
+
 def kept_plan(directory: Path, key: str) -> tuple[Plan | None, str | None]:
     """A plan that was kept, or None; and why one that is there cannot be used, or None."""
-    path = directory / FOLDER / f"{key}.json"
+    path = kept_path(directory, key)
     if not path.exists():
         return None, None
     try:
@@ -104,7 +109,7 @@ def kept_plan(directory: Path, key: str) -> tuple[Plan | None, str | None]:
 
 def keep_plan(directory: Path, key: str, plan: Plan) -> str | None:
     """Keep a plan for the next time; why it could not be kept, or None."""
-    path = directory / FOLDER / f"{key}.json"
+    path = kept_path(directory, key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save(plan, path)

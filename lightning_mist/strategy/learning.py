@@ -113,7 +113,8 @@ class Learner:
         plan: The plan that runs, with its prediction.
         is_plain: Whether it runs without the runtime.
         search_seconds: How long it was searched.
-        path: Where a better plan is written.
+        path: Where a better plan is written, if anywhere.
+        kept_at: Where the plan is kept for later runs; a better one makes these plan anew.
         say: Told what was learned.
 
     Attributes:
@@ -128,11 +129,13 @@ class Learner:
         *,
         is_plain: bool,
         search_seconds: float,
-        path: Path,
+        path: Path | None,
         say: Callable[[str], None],
+        kept_at: Path | None = None,
     ) -> None:
         self.basis = basis
         self._plan, self._is_plain, self._path, self._say = plan, is_plain, path, say
+        self._kept_at = kept_at
         self._search_seconds = search_seconds
         self._has_learned, self._has_looked = False, False
         self.better: Better | None = None
@@ -176,10 +179,13 @@ class Learner:
             found = replace(self.basis, search=search).tune()
             current = self.basis.predict(self._plan)
             if found.predicted.step_seconds < (1.0 - LEAST_GAIN) * current.step_seconds:
-                save(replace(found.plan, fingerprint=self._plan.fingerprint), self._path)
+                if self._path is not None:
+                    save(replace(found.plan, fingerprint=self._plan.fingerprint), self._path)
+                if self._kept_at is not None:
+                    self._kept_at.unlink(missing_ok=True)
                 self.better = Better(
                     name=short_name(found.plan),
-                    path=str(self._path),
+                    path=None if self._path is None else str(self._path),
                     current_seconds=current.step_seconds,
                     step_seconds=found.predicted.step_seconds,
                 )

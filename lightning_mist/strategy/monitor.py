@@ -67,15 +67,17 @@ def _of_stages(plan: Plan, ranks: Sequence[Mapping[int, Measured]]) -> tuple[Mea
 
 def _learner(decision: Decision, say: Callable[[str], None]) -> Learner | None:
     """What learns from the run, where its plan was made."""
-    if decision.basis is None or decision.plan_path is None:
+    if decision.basis is None:
         return None
+    path = decision.plan_path
     return Learner(
         decision.basis,
         decision.plan,
         is_plain=decision.is_plain,
         search_seconds=decision.search_seconds,
-        path=decision.plan_path.with_name(f"{decision.plan_path.stem}_better.json"),
+        path=None if path is None else path.with_name(f"{path.stem}_better.json"),
         say=say,
+        kept_at=decision.kept_at,
     )
 
 

@@ -39,7 +39,7 @@ from lightning_mist.runtime.selfcheck import check_microbatch_invariance
 from lightning_mist.strategy import machine
 from lightning_mist.strategy.decision import PlanRequest
 from lightning_mist.strategy.estimating import Budget, estimate_made
-from lightning_mist.strategy.kept_plans import keep_plan, kept_plan, key_of
+from lightning_mist.strategy.kept_plans import keep_plan, kept_path, kept_plan, key_of
 from lightning_mist.strategy.learning import Basis, with_corrections
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.simplest import (
@@ -84,6 +84,7 @@ class Planner:
     cluster: AnyCluster
     spec: ModelSpec | None = None
     basis: Basis | None = None
+    kept_at: Path | None = None
 
     def lean(self, found: ModuleMap, *, alone: bool = False) -> AbstractContextManager[None]:
         """Inside, the module can run on real numbers, on every rank or on rank 0 alone."""
@@ -264,8 +265,11 @@ class Planner:
     def keep(self, found: ModuleMap, plan: Plan) -> None:
         """Keep a plan that was made here."""
         if self.strategy.is_global_zero:
-            warning = keep_plan(self._directory, self._key(found), plan)
-            if warning is not None:
+            key = self._key(found)
+            warning = keep_plan(self._directory, key, plan)
+            if warning is None:
+                self.kept_at = kept_path(self._directory, key)
+            else:
                 self.progress.say(warning)
 
     @property

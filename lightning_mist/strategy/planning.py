@@ -29,7 +29,7 @@ from lightning_mist.strategy.decision import Decision, PlanRequest
 from lightning_mist.strategy.estimating import Budget, estimate_given, estimate_made
 from lightning_mist.strategy.evaluation import check_evaluation
 from lightning_mist.strategy.namespace import Namespace
-from lightning_mist.strategy.peek import first_batch, on_device, silent, step_function
+from lightning_mist.strategy.peek import first_batch, forget_first_batch, on_device, silent, step_function
 from lightning_mist.strategy.planner import Planner
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.publishing import publish
@@ -140,6 +140,7 @@ def _decided(
         basis=planner.basis,
         search_seconds=0.0 if made is None else made.stats.seconds,
         signature=batch_signature(planner.batch),
+        kept_at=planner.kept_at,
     )
 
 
@@ -152,6 +153,7 @@ def _look(trainer: Any, strategy: Any, names: Namespace) -> Any:
         except MistError:
             raise
         except Exception as error:
+            forget_first_batch(trainer)  # so that training meets the same error, if it is one there
             raise TraceError(f"the first batch could not be had: {type(error).__name__}: {error}") from error
         with isolated(strategy.lightning_module):
             return on_device(trainer, strategy, batch)

@@ -56,13 +56,13 @@ class Better:
 
     Attributes:
         name: Its name in a few words.
-        path: Where it was written.
+        path: Where it was written, if anywhere.
         current_seconds: Seconds of a step of the plan that ran, as predicted now.
         step_seconds: Seconds of a step of the other.
     """
 
     name: str
-    path: str
+    path: str | None
     current_seconds: float
     step_seconds: float
 
@@ -73,10 +73,11 @@ class Better:
 
     def __str__(self) -> str:
         """Its name, the gain, and how to use it."""
+        use = f"it is written to {self.path}: use it with strategy.plan={self.path}, or let the next run choose"
         return (
             f"by what was measured another plan would now take {self.gain:.0%} less per step: {self.name}, "
-            f"{format_seconds(self.step_seconds)} instead of {format_seconds(self.current_seconds)}; it is written to "
-            f"{self.path}: use it with strategy.plan={self.path}"
+            f"{format_seconds(self.step_seconds)} instead of {format_seconds(self.current_seconds)}; "
+            f"{'the next run will choose it' if self.path is None else use}"
         )
 
 

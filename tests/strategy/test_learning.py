@@ -54,6 +54,7 @@ class Teacher:
             search_seconds=search_seconds,
             path=self.path,
             say=self.said.append,
+            kept_at=folder / "kept.json",
         )
 
 
@@ -109,9 +110,11 @@ def test_a_better_plan_is_found_and_written(tmp_path):
     """Of the first choice the profile had said that reducing gradients takes half of what it does."""
     teacher = Teacher(make_basis(tmp_path, link=SLOW, communication=0.5), tmp_path)
     assert short_name(teacher.plan) == "1 stage x dp 2, G=4"
+    (tmp_path / "kept.json").write_text("a plan")
     teacher.learner.learn(run(make_basis(link=SLOW), teacher.plan))
     teacher.learner.look_again(is_training=True)
     better = teacher.learner.better
+    assert not (tmp_path / "kept.json").exists(), "the next run would use the plan that is not the best any more"
     assert better.name == "2 stages x dp 1, G=4"
     assert better.gain == 1 - better.step_seconds / better.current_seconds > LEAST_GAIN
     other = load(teacher.path)
@@ -134,9 +137,11 @@ def test_what_is_not_executed_is_not_searched_and_that_is_said():
 
 def test_a_good_plan_stays(tmp_path):
     teacher = Teacher(make_basis(tmp_path), tmp_path)
+    (tmp_path / "kept.json").write_text("a plan")
     teacher.learner.learn(run(make_basis(communication=1.2), teacher.plan))
     teacher.learner.look_again(is_training=False)
     assert teacher.learner.better is None
+    assert (tmp_path / "kept.json").exists()
     assert not teacher.path.exists()
 
 

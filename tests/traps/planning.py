@@ -157,6 +157,12 @@ TRAPS = {
     "batch norm and a metric": Trap(module=Normed, plans=("searched",), equal=AUTO),
     "no optimizer": Trap(module=Nothing, plans=("searched",), equal=AUTO),
     "LBFGS": Trap(module=Lbfgs, plans=("auto",), equal=AUTO),
+    "a validation that cannot be": Trap(
+        train=lambda: DataLoader(Stream(), batch_size=ROWS),
+        val=loader,
+        trainer={"val_check_interval": 0.5},
+        plans=("searched",),
+    ),
     "development run": Trap(
         module=Counting, trainer={"fast_dev_run": 2, "max_epochs": None}, plans=("searched",), equal=("searched",)
     ),
