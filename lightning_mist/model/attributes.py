@@ -4,8 +4,6 @@ Covers the attributes of the module and its submodules, containers in them (nest
 own classes, the contents of buffers, and torch's generators.
 """
 
-import collections
-import copy
 import random
 import sys
 from collections.abc import Iterator
@@ -14,14 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_DEPTH = 4
-"""How deep containers and objects inside attributes are looked into."""
-
-_FOREIGN_PACKAGES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers", "numpy", "builtins")
-"""Packages whose objects are compared by identity only: they refer to the whole world (the trainer, for example)."""
-
-_CONTAINERS = (dict, list, set, collections.deque)
-_SIMPLE = (type(None), bool, int, float, complex, str, bytes)
+from lightning_mist.model.contents import Contents, address_of
 
 _OWN_DICTIONARIES = frozenset(vars(nn.Module())) - {"training"}
 """nn.Module's own registries; parameters, buffers and submodules are compared as such."""
@@ -37,12 +28,10 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, *, with_contents: bool = False) -> None:
-        self._tensors: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        self._with_contents = with_contents
+        self._contents = Contents(with_tensors=with_contents)
         self._spaces = [(name, vars(child), dict(vars(child))) for name, child in module.named_modules()]
-        self._copies: dict[int, tuple[Any, Any]] = {}
         self._frozen = {
-            (name, attribute): self._freeze(value, _DEPTH)
+            (name, attribute): self._contents.freeze(value)
             for name, _, values in self._spaces
             for attribute, value in values.items()
             if attribute not in _OWN_DICTIONARIES
@@ -50,12 +39,13 @@ class ModuleState:
         for _, _, values in self._spaces:
             for attribute in _OWN_DICTIONARIES & values.keys():
                 if isinstance(values[attribute], dict):
-                    self._copies[id(values[attribute])] = (values[attribute], copy.copy(values[attribute]))
+                    self._contents.keep_container(values[attribute])
         for buffer in module.buffers():
-            self._keep(buffer)
+            self._contents.keep_tensor(buffer)
         # Setting `.data` leaves the version as it is.
         self._versions = {
-            name: (id(b), b._version, b.device, _address(b)) for name, b in module.named_buffers(remove_duplicate=False)
+            name: (id(b), b._version, b.device, address_of(b))
+            for name, b in module.named_buffers(remove_duplicate=False)
         }
 
     def restore(self) -> None:
@@ -64,13 +54,7 @@ class ModuleState:
             if space.keys() != values.keys() or any(space[name] is not value for name, value in values.items()):
                 space.clear()
                 space.update(values)
-        for container, contents in self._copies.values():
-            _refill(container, contents)
-        with torch.no_grad():
-            for tensor, memory, contents in self._tensors.values():
-                if tensor.device != memory.device or _address(tensor) != _address(memory):
-                    tensor.data = memory
-                tensor.copy_(contents)
+        self._contents.restore()
 
     def changed_attributes(self, later: "ModuleState") -> Iterator[tuple[str, str]]:
         """Module names and attributes that differ in a later state."""
@@ -91,61 +75,6 @@ class ModuleState:
             for attribute, value in values.items():
                 if isinstance(value, kind) and before.get(name, {}).get(attribute) is not value:
                     yield name, attribute
-
-    def _keep(self, tensor: Tensor) -> None:
-        if self._with_contents and not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided:
-            self._tensors.setdefault(id(tensor), (tensor, tensor.detach(), tensor.detach().clone()))
-
-    def _freeze(self, value: Any, depth: int) -> Any:
-        """Something that compares equal as long as the value has not changed."""
-        frozen: Any = ("object", id(value))
-        if isinstance(value, _SIMPLE):
-            frozen = (type(value), repr(value))
-        elif isinstance(value, Tensor):
-            frozen = ("tensor", id(value), -1 if value.is_inference() else value._version)
-            self._keep(value)
-        elif isinstance(value, torch.Generator):
-            frozen = ("generator", id(value), bytes(value.get_state().numpy()))
-        elif isinstance(value, nn.Module) or depth == 0:
-            pass
-        elif isinstance(value, _CONTAINERS):
-            self._copies.setdefault(id(value), (value, copy.copy(value)))
-            keys = tuple(key if isinstance(key, _SIMPLE) else id(key) for key in value) if _is_keyed(value) else ()
-            items = value.values() if isinstance(value, dict) else () if isinstance(value, set) else value
-            frozen = (type(value), id(value), keys, tuple(self._freeze(item, depth - 1) for item in items))
-        elif isinstance(value, tuple):
-            frozen = (tuple, tuple(self._freeze(item, depth - 1) for item in value))
-        elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value) and _is_users(value):
-            frozen = ("object", id(value), self._freeze(vars(value), depth - 1))
-        return frozen
-
-
-def _address(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor's values are; of one without memory of its own (a fake one, say) only its form."""
-    has_memory = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.layout is torch.strided
-    return tensor.data_ptr() if has_memory else None, tensor.dtype, tuple(tensor.shape)
-
-
-def _is_keyed(value: Any) -> bool:
-    return isinstance(value, (dict, set))
-
-
-def _is_users(value: Any) -> bool:
-    return type(value).__module__.split(".", maxsplit=1)[0] not in _FOREIGN_PACKAGES
-
-
-def _refill(container: Any, contents: Any) -> None:
-    if isinstance(container, dict):
-        if container.keys() != contents.keys() or any(container[k] is not v for k, v in contents.items()):
-            container.clear()
-            container.update(contents)
-    elif isinstance(container, set):
-        if container != contents:
-            container.clear()
-            container.update(contents)
-    elif len(container) != len(contents) or any(a is not b for a, b in zip(container, contents, strict=True)):
-        container.clear()
-        container.extend(contents)
 
 
 class Generators:

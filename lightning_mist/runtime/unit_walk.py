@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import ModuleMap, ZeroStage
 from lightning_mist.plan.mesh import Mesh
+from lightning_mist.runtime.glue import Glue
 from lightning_mist.runtime.patches import SharedPatch
 from lightning_mist.runtime.shards import UnitShards
 from lightning_mist.runtime.transport import Transport
@@ -38,6 +39,7 @@ class UnitWalk:
         gradients: Their gradients.
         device: Where the rank computes.
         last_layer: Position of the module's last layer, behind which its tail begins.
+        glue: Watches the step between layers.
 
     Attributes:
         shards: The values of parameters, under ZeRO-3.
@@ -52,6 +54,7 @@ class UnitWalk:
         *,
         device: torch.device,
         last_layer: int,
+        glue: Glue | None = None,
     ) -> None:
         self._lines, self.shards, self.gradients = lines, shards, gradients
         self._device, self._last_layer = device, last_layer
@@ -59,6 +62,7 @@ class UnitWalk:
         self._units: set[int | None] = set()
         self._unit: int | None = None
         self._marker: Tensor | None = None
+        self._glue, self._is_guarded = glue or Glue({}), False
 
     def engage(self) -> None:
         """Free the values that other ranks own, if the rank shards them and has not yet."""
@@ -85,15 +89,27 @@ class UnitWalk:
             self._reach(self._left[0].unit)
 
     def around_step(self) -> AbstractContextManager[None]:
-        """Around the user's step: a backward inside it, which would need parameters that are freed, is refused."""
-        return _refused_backward() if self.shards is not None and len(self._units) > 1 else nullcontext()
+        """Around the user's step: uses of parameters that are freed, in a backward inside it say, are refused."""
+        return self._guarded() if self.shards is not None and len(self._units) > 1 else nullcontext()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        self._is_guarded = True
+        try:
+            with _refused_backward(), self._glue.watched():
+                yield
+        finally:
+            self._is_guarded = False
 
     def before_block(self, position: int) -> None:
         """The step is about to run a layer of the stage."""
+        self._glue.leave()
         self._enter(position)
 
     def after_block(self, position: int) -> None:
         """The step has run a layer of the stage."""
+        if self._is_guarded:
+            self._glue.enter()
         if position == self._last_layer:
             self._enter(TAIL)
 
@@ -184,12 +200,14 @@ def make_walk(
     check_units(lines, units)
     by_key = {(stage, unit.unit): unit for stage, of_stage in found.items() for unit in of_stage}
     shards_values = plan.stages[mesh.stage].zero_stage >= ZeroStage.PARAMETERS
+    shards = UnitShards(mesh, parameters, by_key, transport) if shards_values else None
     return UnitWalk(
         {action: part for action, part in zip(actions, lines, strict=True) if part != (action,)},
-        UnitShards(mesh, parameters, by_key, transport) if shards_values else None,
+        shards,
         UnitGradients(mesh, parameters, by_key, transport),
         device=device,
         last_layer=len(module_map.blocks) - 1,
+        glue=None if shards is None else Glue(shards.away),
     )
 
 

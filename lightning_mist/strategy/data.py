@@ -42,6 +42,7 @@ class _Header:
     leaves: tuple[_Leaf, ...]
     random_state: Any
     seed: int
+    note: int
 
 
 def _take_apart(batch: Any) -> tuple[list[Tensor], Any]:
@@ -105,6 +106,12 @@ class BatchExchange:
         rank: This global rank.
         transport: Carries headers and rows inside the replica.
         device: Where batches live.
+
+    Attributes:
+        owners: The ranks whose batches these ranks share.
+        whole: Whether no batch is cut.
+        microbatches: What this rank computes on, once a batch has been exchanged.
+        notes: What the ranks that share batches told each other beside them.
     """
 
     def __init__(self, plan: Plan, rank: int, transport: Transport, device: torch.device) -> None:
@@ -113,14 +120,16 @@ class BatchExchange:
         self._slices = {
             peer: tuple(row_slice(plan, peer, index) for index in range(plan.num_microbatches)) for peer in self.owners
         }
+        self.notes: tuple[int, ...] = ()
         self.whole = all(item.parts == 1 for slices in self._slices.values() for item in slices)
 
-    def run(self, batch: Any, random_state: Any) -> Iterator[Work]:
-        """Exchange one batch; :attr:`microbatches` is set when the iterator ends.
+    def run(self, batch: Any, random_state: Any, note: int = 0) -> Iterator[Work]:
+        """Exchange one batch; :attr:`microbatches` and :attr:`notes` are set when the iterator ends.
 
         Args:
             batch: The batch that this rank loaded.
             random_state: State of this rank's generators, to travel with whole batches.
+            note: A number to tell the ranks that share batches with this one.
 
         Raises:
             PlanError: If a batch cannot be cut as the plan says.
@@ -128,9 +137,10 @@ class BatchExchange:
         seed = int(torch.randint(2**_SEED_BITS, ()).item()) if not self.whole else 0
         if len(self.owners) == 1:
             received: dict[int, tuple[Any, Any, int]] = {self.rank: (batch, random_state, seed)}
+            self.notes = (note,)
         else:
             received = {}
-            yield from self._exchange(batch, random_state, seed, received)
+            yield from self._exchange(batch, random_state, seed, note, received)
         self.microbatches = tuple(self._microbatch(index, received) for index in range(self.plan.num_microbatches))
 
     def _microbatch(self, index: int, received: dict[int, tuple[Any, Any, int]]) -> Microbatch:
@@ -167,7 +177,7 @@ class BatchExchange:
         )
 
     def _exchange(
-        self, batch: Any, random_state: Any, seed: int, received: dict[int, tuple[Any, Any, int]]
+        self, batch: Any, random_state: Any, seed: int, note: int, received: dict[int, tuple[Any, Any, int]]
     ) -> Iterator[Work]:
         tensors, skeleton = _take_apart(batch)
         header = _Header(
@@ -175,10 +185,12 @@ class BatchExchange:
             leaves=tuple(_Leaf(shape=tuple(tensor.shape), dtype=tensor.dtype) for tensor in tensors),
             random_state=random_state,
             seed=seed,
+            note=note,
         )
         gathered = self.transport.all_gather_object(header, self.owners)
         yield gathered
         headers = dict(zip(self.owners, gathered.result(), strict=True))
+        self.notes = tuple(headers[owner].note for owner in self.owners)
         mine = {item.owner for item in self._slices[self.rank]}
         pending: list[Work] = []
         if any(self.rank in {item.owner for item in self._slices[peer]} for peer in self.owners if peer != self.rank):

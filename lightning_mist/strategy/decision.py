@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lightning_mist.cost import MemoryEstimate
 from lightning_mist.hardware import Cluster
+from lightning_mist.model.reach import Reach
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.strategy.learning import Basis
 from lightning_mist.tuner import SearchSpace
@@ -42,6 +43,7 @@ class Decision:
         search_seconds: How long it was searched, on rank 0.
         kept_at: Where rank 0 keeps the plan for later runs of the same question, if it made one.
         signature: What this rank's batch looked like that the plan was made for.
+        reach: What the step's code can reach beside its batch.
     """
 
     plan: Plan
@@ -54,6 +56,7 @@ class Decision:
     search_seconds: float = 0.0
     signature: Hashable = None
     kept_at: Path | None = None
+    reach: Reach | None = None
 
     @property
     def is_plain(self) -> bool:

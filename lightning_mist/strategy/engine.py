@@ -8,7 +8,7 @@ for any loss.
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +38,7 @@ from lightning_mist.runtime.transport import DistributedTransport, Transport, co
 from lightning_mist.schedule import Schedule, check, lower
 from lightning_mist.strategy.data import BatchExchange
 from lightning_mist.strategy.deferred import leave_on_rank_zero
+from lightning_mist.strategy.guard import StepGuard
 from lightning_mist.strategy.logging import LogRecord, recorded_logs, replay
 from lightning_mist.strategy.results import BatchResult, Piece, combine, home
 
@@ -68,7 +69,12 @@ class Engine:
         transport: Connects the ranks.
         schedule: The lowered schedule of the plan.
         device: Where this rank computes.
+
+    Attributes:
+        guard: Watches the runs of the user's step, if anybody does.
     """
+
+    guard: StepGuard | None = None
 
     def __init__(
         self,
@@ -119,10 +125,13 @@ class Engine:
             What the step gave for this rank's own batch, and the loss to return to Lightning, whose backward installs
             the gradients (None if the step returned none).
         """
-        own_state = get_random_state(self.device)
+        own_state, guard = get_random_state(self.device), self.guard
         recorder = self.executor.recorder
         complete(self.buffers.before_forward())
-        complete(recorder.around("exchange", self.exchange.run(batch, own_state)))
+        note = 0 if guard is None else guard.note()
+        complete(recorder.around("exchange", self.exchange.run(batch, own_state, note)))
+        if guard is not None:
+            guard.compare(self.exchange.notes, self._gathered)
         if not self.exchange.whole:
             # Seeds of the parts were drawn: the next batch must go on from there, or it would draw the same ones.
             own_state = get_random_state(self.device)
@@ -135,11 +144,13 @@ class Engine:
 
             def recorded(microbatch: Microbatch) -> Any:
                 log.take()
-                output = step(microbatch.value)
+                with nullcontext() if guard is None else guard.run(microbatch):
+                    output = step(microbatch.value)
                 records[microbatch.index] = log.take()
                 return output
 
-            complete(self.executor.run(self.exchange.microbatches, recorded, loss_scale=loss_scale))
+            with nullcontext() if guard is None else guard.batch():
+                complete(self.executor.run(self.exchange.microbatches, recorded, loss_scale=loss_scale))
         self.buffers.after_forward()
         self._stash = [(p, p.grad) for p in self.stages.parameters.values() if p.grad is not None]
         for parameter, gradient in accumulated:
@@ -331,6 +342,12 @@ class Engine:
             self.transport.all_reduce(flag, tuple(range(self.plan.world_size))).wait()
         return {self.device: flag.clamp(max=1.0)}
 
+    def _gathered(self, value: Any) -> list[Any]:
+        """What every rank that shares batches with this one has."""
+        gathered = self.transport.all_gather_object(value, self.exchange.owners)
+        gathered.wait()
+        return list(gathered.result())
+
     def _bringhome(self, records: dict[int, tuple[LogRecord, ...]]) -> list[Piece]:
         """The pieces of this rank's own batch, in the order of its rows."""
         mine: dict[int, list[Piece]] = {}
@@ -358,9 +375,8 @@ class Engine:
         if len(owners) == 1:
             return mine[self.rank]
         with self.executor.recorder.phase("results", waits=True):
-            gathered = self.transport.all_gather_object(mine, owners)
-            gathered.wait()
-        pieces = [piece for part in gathered.result() for piece in part.get(self.rank, ())]
+            every = self._gathered(mine)
+        pieces = [piece for part in every for piece in part.get(self.rank, ())]
         return sorted(pieces, key=lambda piece: piece.index)
 
 

@@ -52,6 +52,7 @@ from lightning_mist.strategy.simplest import (
 from lightning_mist.strategy.splitting import with_splits
 from lightning_mist.strategy.together import alike, everywhere, on_rank_zero, union
 from lightning_mist.strategy.trials import CALLS, progress_through, timed_apart, told, tried
+from lightning_mist.strategy.tried_step import TriedStep
 from lightning_mist.strategy.user_code import user_exclusions
 from lightning_mist.tuner import TuneResult
 from lightning_mist.units import format_seconds
@@ -79,7 +80,7 @@ class Planner:
     progress: Progress
     plain: str | None
     batch: Any
-    call: Callable[[Any], Any]
+    call: TriedStep
     initial: InitialValues | None
     cluster: AnyCluster
     spec: ModelSpec | None = None
@@ -92,7 +93,7 @@ class Planner:
 
     def tried(self, work: Callable[..., T], *, tell: Callable[[str], None] | None = None) -> T:
         """What some work on the user's code gives, without a trace of it; see :func:`trials.tried`."""
-        return tried(work, self.strategy.root_device, tell=tell)
+        return tried(self.call.around(work), self.strategy.root_device, tell=tell)
 
     def plain_is_enough(self) -> str | None:
         """Why nothing needs to be searched, if so; on rank 0."""
@@ -120,9 +121,10 @@ class Planner:
         else:
             rows = batch_rows(self.batch)
             smaller = slice_rows(self.batch, 0, rows - 1) if rows is not None and rows > 1 else None
-            found = self.tried(
-                lambda: map_module(self.module, self.call, self.batch, second_batch=smaller, blocks=self.request.blocks)
-            )
+            made = partial(map_module, self.module, self.call, self.batch, second_batch=smaller)
+            device = self.strategy.root_device
+            found, told = tried(lambda: self.call.learn(partial(made, blocks=self.request.blocks)), device)
+            self.call.know(told)
         if self.plain is not None:
             extra = tuple(Exclusion(feature=feature, reason=self.plain) for feature in _FEATURES)
             found = replace(found, exclusions=found.exclusions + extra)
@@ -185,7 +187,7 @@ class Planner:
 
         dist.barrier()
         with self.lean(found):
-            return self.tried(measure, tell=told(self.progress.update)) if is_apart else measure()
+            return self.tried(measure, tell=told(self.progress.update)) if is_apart else self.call.around(measure)()
 
     def update_seconds(self) -> float:
         """Measured seconds of the optimizer's step per byte of parameters, every rank computing at the same time."""

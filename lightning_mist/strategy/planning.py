@@ -36,6 +36,7 @@ from lightning_mist.strategy.publishing import publish
 from lightning_mist.strategy.simplest import at_once_reason, is_free, plain_plan
 from lightning_mist.strategy.splitting import degrees_of
 from lightning_mist.strategy.together import everywhere, on_rank_zero, same_everywhere
+from lightning_mist.strategy.tried_step import TriedStep
 from lightning_mist.tuner import TuneResult, degrees_to_try
 from lightning_mist.units import format_bytes
 
@@ -110,7 +111,9 @@ def _decided(
     """The decision after a look at the first batch."""
     started = perf_counter()
     progress.say("looking at the first batch and finding where the module can be cut")
-    call = step_function(strategy.lightning_module, names, strategy.precision_plugin.train_step_context)
+    module = strategy.lightning_module
+    step = step_function(module, names, strategy.precision_plugin.train_step_context)
+    call = TriedStep(trainer, module, step)
     planner = Planner(
         trainer=trainer,
         strategy=strategy,
@@ -122,7 +125,7 @@ def _decided(
         initial=initial,
         cluster=machine.cluster_for(request.cluster, strategy),
     )
-    found = everywhere(planner.map)
+    found = call.rule_out(everywhere(planner.map))
     same_everywhere(found)
     found = planner.with_user_code(found)
     plan, made, found = _plan(planner, found)
@@ -141,6 +144,7 @@ def _decided(
         search_seconds=0.0 if made is None else made.stats.seconds,
         signature=batch_signature(planner.batch),
         kept_at=planner.kept_at,
+        reach=call.reach,
     )
 
 
@@ -199,6 +203,8 @@ def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, 
             planner.progress.say(line)
         _refuse_unsafe_cuts(planner, found, plan)
         return plan, None, planner.split(found, degrees_of(plan))
+    if planner.call.talk:
+        raise PlanError(f"the step talks to other processes itself ({planner.call.talk})")
     enough = on_rank_zero(planner.plain_is_enough) if is_free(planner.request.search) else None
     if enough is not None:
         planner.progress.tell(f"plain data parallelism: {enough}")

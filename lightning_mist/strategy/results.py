@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_mist.errors import TraceError
 from lightning_mist.strategy.logging import LogRecord, combine_records
 
 
@@ -40,6 +42,12 @@ class BatchResult:
 
 def home(value: Any) -> Any:
     """A value as it travels to its owner: tensors without their graph, in host memory."""
+    if isinstance(value, FakeTensor):
+        raise TraceError(
+            f"what the step returned or logged (shape {tuple(value.shape)}) depends on a parameter of another stage "
+            "through a value that was not carried, a norm of all weights for example: log it in a hook, or use a plan "
+            "with one stage"
+        )
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):

@@ -15,6 +15,7 @@ from lightning_mist.runtime.caches import no_caches
 from lightning_mist.runtime.transport import complete
 from lightning_mist.strategy import checkpoint_io, deferred, planning, publishing, together
 from lightning_mist.strategy.accumulation import gradients_are_about_to_go
+from lightning_mist.strategy.acting import ActingRank, guarded
 from lightning_mist.strategy.answers import Answers
 from lightning_mist.strategy.decision import PlanRequest
 from lightning_mist.strategy.engine import Engine, start_engine
@@ -30,7 +31,7 @@ from lightning_mist.units import parse_bytes
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MistBase(Answers, WholeEvaluation):
+class MistBase(ActingRank, Answers, WholeEvaluation):
     """Trains as DDP would, on a plan that fits and is fast.
 
     At the first ``fit`` the model and the machine are profiled, a plan is chosen (pipeline stages, data and tensor
@@ -189,6 +190,7 @@ class MistBase(Answers, WholeEvaluation):
                 timeout=self._timeout,
             )
             self._engine.buffers.is_enabled = broadcasts_buffers(self._ddp_kwargs)
+            self._engine.guard = guarded(self, module, self._decision)
             self._engine.take_optimizer(self.optimizers[0])
             self._engine.begin(self._initial)
         if self._initial is not None:

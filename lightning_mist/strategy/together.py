@@ -162,3 +162,10 @@ def alike(cluster: AnyCluster) -> Cluster:
         f"unlike devices: {where}. What is measured for a plan here is measured of one kind of device: make the plan "
         f"with `lightning-mist plan --cluster {cluster.text} --out plan.json` and train with plan='plan.json'"
     )
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """What every rank has, by rank; called on all at once."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found

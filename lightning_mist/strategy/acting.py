@@ -1,0 +1,63 @@
+"""Whose rank user code sees: that of the rows it works on.
+
+Under plain data parallelism a step runs where its batch was loaded. Ranks that share batches run it for one another, so
+while they do, what Lightning says of the rank is said of the batch's owner.
+"""
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from lightning_mist.strategy.decision import Decision
+from lightning_mist.strategy.guard import StepGuard
+
+
+class ActingRank:
+    """Mixed into a strategy: its ranks are those of the owner of the rows that the user's step sees."""
+
+    _acting_rank: int | None = None
+
+    @property
+    def global_rank(self) -> int:
+        """This rank, or whose rows the step sees."""
+        return _super(self, "global_rank") if self._acting_rank is None else self._acting_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank within its node, or that of the owner of the rows that the step sees."""
+        own = _super(self, "local_rank")
+        return own if self._acting_rank is None else self._acting_rank % self._per_node()
+
+    @property
+    def node_rank(self) -> int:
+        """This rank's node, or that of the owner of the rows that the step sees."""
+        own = _super(self, "node_rank")
+        return own if self._acting_rank is None else self._acting_rank // self._per_node()
+
+    def _per_node(self) -> int:
+        return max(1, int(getattr(self, "num_processes", 1)))
+
+    def act_for(self, rank: int | None) -> None:
+        """Speak for another rank from now on; ``None`` for this one again."""
+        before, self._acting_rank = self._acting_rank, rank
+        told = getattr(sys.modules.get("lightning_utilities.core.rank_zero"), "rank_zero_only", None)
+        if told is not None and before != rank:
+            told.rank = self.global_rank
+
+
+def _super(strategy: ActingRank, name: str) -> int:
+    return int(getattr(super(ActingRank, strategy), name))
+
+
+def guarded(strategy: Any, module: nn.Module, decision: Decision) -> StepGuard | None:
+    """What watches the steps of a plan that the engine runs.
+
+    Args:
+        strategy: The strategy.
+        module: The user's module.
+        decision: The plan.
+    """
+    if decision.reach is None:
+        return None
+    return StepGuard(module, decision.plan, strategy.global_rank, decision.reach, strategy.act_for)

@@ -1,0 +1,184 @@
+"""What plans rely on while they train: that the step does for a batch what it did when it was tried.
+
+Every run of the user's step is looked at: whose batch it sees, whether it changes what is beside its arguments, whether
+it talks to other processes. Before a batch runs it is seen to that no parameter was frozen or unfrozen, and that ranks
+that share batches hold the same values. What does not hold ends training on this rank before the optimizer's step, and
+with it on all others, which wait for this one.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_mist.errors import PlanError
+from lightning_mist.model.reach import Reach
+from lightning_mist.plan import Plan, replica_of, replica_ranks, row_slice
+from lightning_mist.runtime import processes
+from lightning_mist.runtime.executor import Microbatch
+from lightning_mist.runtime.signature import batch_signature
+from lightning_mist.strategy.surveying import Survey, changed
+
+_PATIENCE = 3
+"""Batches of new sizes at which the same name may change: what grows with the longest batch is no state."""
+
+Acting = Callable[[int | None], None]
+"""Is told whose rows the step sees from now on; ``None`` for this rank's own."""
+
+
+class StepGuard:
+    """Watches the runs of a step under a plan, on one rank.
+
+    Args:
+        module: The user's module, as it was when the plan was made.
+        plan: The plan.
+        rank: This global rank.
+        reach: What the step's code can reach.
+        acting: Is told whose rows the step sees.
+    """
+
+    def __init__(self, module: nn.Module, plan: Plan, rank: int, reach: Reach, acting: Acting) -> None:
+        self._module, self._acting = module, acting
+        self.shares = len(replica_ranks(plan, replica_of(plan, rank))) > 1
+        cuts = max(row_slice(plan, rank, 0).parts for rank in range(plan.world_size)) > 1
+        self._recomputes = any(stage.checkpointing.layers for stage in plan.stages)
+        self._repeats = self.shares or cuts
+        self._survey = Survey(reach)
+        self._parameters = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
+        self._buffers = list(module.named_buffers())
+        self._norms = [
+            (name, child)
+            for name, child in module.named_modules()
+            if getattr(child, "running_mean", None) is not None and not child.training
+        ]
+        self._batches = 0
+        self._seen: set[Hashable] = set()
+        self._grown: dict[str, int] = {}
+        self._last: dict[str, Hashable] = {}
+        self._stepped: list[str] = []
+        self._broken: PlanError | None = None
+
+    # Before a batch ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Around a batch.
+
+        Raises:
+            PlanError: If something that the plan relies on does not hold, inside or afterwards.
+        """
+        self._batches += 1
+        self._check_parameters()
+        with ExitStack() as stack:
+            if self._repeats:
+                stack.enter_context(processes.watched(self._noticed))
+            if self._repeats or self._recomputes:
+                self._last = self._look()
+            yield
+            if self._recomputes and self._stepped:
+                again = [name for name in changed(self._last, self._look()) if name in self._stepped]
+                if again:
+                    raise self._error(f"{again[0]} is changed by a layer that is recomputed in backward, and so twice")
+        self._stepped = []
+
+    def _check_parameters(self) -> None:
+        for name, parameter, required in self._parameters:
+            if parameter.requires_grad and not required:
+                raise self._error(f"parameter {name} was unfrozen after the plan was made: plan again with it unfrozen")
+        for name, child in self._norms if self._repeats else ():
+            if child.training:
+                raise self._error(
+                    f"{name} ({type(child).__name__}) was set to train() and keeps running statistics, which it did "
+                    "not when the plan was made"
+                )
+
+    def note(self) -> int:
+        """What ranks that share batches must agree on."""
+        return self._survey.digest() if self.shares else 0
+
+    def compare(self, notes: Sequence[int], details: Callable[[Any], Sequence[Any]]) -> None:
+        """Compare what the ranks that share batches noted.
+
+        Args:
+            notes: Of every such rank.
+            details: Gives every rank's value for this rank's; called by all or none.
+
+        Raises:
+            PlanError: If they differ, with the name of what differs.
+        """
+        if all(note == notes[0] for note in notes):
+            return
+        found = details(self._survey.details())
+        names = sorted({name for one in found for name in one})
+        name = next((n for n in names if any(one.get(n) != found[0].get(n) for one in found)), "something")
+        raise self._error(f"{name}, which the step may read, is another on every rank")
+
+    # Around a run ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def run(self, microbatch: Microbatch) -> Iterator[None]:
+        """Around one run of the step.
+
+        Raises:
+            PlanError: If it did what the plan relies on it not to do.
+        """
+        outside, versions = self._drawn(), self._versions()
+        self._acting(microbatch.owner if self.shares else None)
+        try:
+            yield
+        finally:
+            self._acting(None)
+            if self._broken is not None:
+                # The step may have gone on in spite of it.
+                raise self._broken
+            if self._repeats or self._recomputes:
+                self._check_run(microbatch, outside, versions)
+
+    def _check_run(self, microbatch: Microbatch, outside: Hashable, versions: list[int]) -> None:
+        for (name, _), before, after in zip(self._buffers, versions, self._versions(), strict=True):
+            if before != after and self._repeats:
+                raise self._error(f"the step changed buffer {name}, which it did not when the plan was made")
+        if self._drawn() != outside:
+            raise self._error("the step drew from Python's or numpy's generator, which it did not when it was tried")
+        now = self._look()
+        names, self._last = changed(self._last, now), now
+        self._stepped += names
+        if names and self._repeats:
+            signature = batch_signature(microbatch.value)
+            for name in names:
+                if signature not in self._seen:
+                    self._grown[name] = self._grown.get(name, 0) + 1
+                if signature in self._seen or self._grown[name] > _PATIENCE:
+                    raise self._error(f"the step changed {name}, which it did not when the plan was made")
+        self._seen.add(batch_signature(microbatch.value))
+
+    def _look(self) -> dict[str, Hashable]:
+        return {**self._survey.look(), **{f"buffer {name}": buffer._version for name, buffer in self._buffers}}
+
+    def _versions(self) -> list[int]:
+        return [buffer._version for _, buffer in self._buffers] if self._repeats or self._recomputes else []
+
+    def _drawn(self) -> Hashable:
+        """Where the generators stand that do not travel with batches."""
+        if not self._repeats:
+            return None
+        numpy = sys.modules.get("numpy")
+        state = None if numpy is None else numpy.random.get_state(legacy=False)["state"]
+        return hash(random.getstate()), None if state is None else (state["pos"], hash(state["key"].tobytes()))
+
+    def _noticed(self, kind: processes.Talk, what: str) -> bool:
+        verb = "asked which process it runs in" if kind == "rank" else "talked to other processes"
+        if kind == "rank" and not self.shares:
+            return False
+        self._broken = self._error(f"the step {verb} ({what}), which it did not when the plan was made")
+        raise self._broken
+
+    def _error(self, what: str) -> PlanError:
+        return PlanError(
+            f"batch {self._batches} of this fit: {what}. From here on the plan would not train as data parallelism "
+            "does; use a plan with one stage and whole batches (zero_stage = 0 always works), or let the step do so "
+            "from its first batch on, so that the plan is made for it"
+        )

@@ -1,0 +1,127 @@
+import functools
+import itertools
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from lightning_mist.model.reach import Reach, Space, is_users
+
+HELD = {"count": 0}
+OTHER = {"count": 0}
+UNUSED = {"count": 0}
+
+
+class Helper:
+    total = 0
+
+    def bump(self):
+        type(self).total += 1
+        return OTHER["count"]
+
+
+def free(numbers=[]):  # noqa: B006
+    numbers.append(1)
+    return free.calls
+
+
+def closing():
+    inside = 0
+
+    def closed():
+        nonlocal inside
+        inside += 1
+        return inside
+
+    return closed
+
+
+class Net(nn.Module):
+    marks = 0
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.closed = nn.Linear(2, 2), closing()
+        self.numbers = itertools.count()
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx > 5:
+            return self.late(batch)
+        return functools.partial(free)() + self.closed()
+
+    def late(self, batch):
+        HELD["count"] += 1
+        return Helper().bump() + self.marked
+
+    @property
+    def marked(self):
+        return type(self).marks
+
+    def never(self):
+        return UNUSED
+
+
+def reach_of(module, **roots):
+    return Reach(module, module.training_step, roots)
+
+
+def places(reach):
+    return {(space.label, name) for space in reach.spaces for name, _ in reach.named(space)}
+
+
+def test_what_code_names_is_found_though_no_batch_has_come_there():
+    found = places(reach_of(Net()))
+    here = f"globals of {__name__}"
+    assert {
+        (here, "HELD"),
+        (here, "OTHER"),
+        ("class Helper", "total"),
+        ("class Net", "marks"),
+        ("closure of closing.<locals>.closed", "inside"),
+        ("defaults of free", "numbers"),
+        ("the module", "closed"),
+    } <= found
+    assert (here, "UNUSED") not in found
+
+
+def test_names_are_looked_up_when_asked():
+    reach = reach_of(Net())
+    free.calls = 3
+    try:
+        assert ("function free", "calls") in places(reach)
+    finally:
+        del free.calls
+
+
+def test_further_places_count_where_code_gets_to_them():
+    trainer, callback = {"marks": 1, "other": 2}, {"marks": 1}
+    reach = reach_of(Net(), trainer=(trainer, frozenset(("batch_idx", "late"))), callback=(callback, frozenset(("x",))))
+    assert ("trainer", "marks") in places(reach)
+    assert ("trainer", "other") not in places(reach)
+    assert ("callback", "marks") not in places(reach)
+
+
+def test_spaces_are_written_and_emptied():
+    cell = (lambda: cell).__closure__[0]
+    for space in (Space("class", type("Made", (), {})), Space("dict", {}), Space("cell", cell, frozenset(("a",)))):
+        space.put("a", 5)
+        assert space.values()["a"] == 5
+        space.remove("a")
+        assert "a" not in space.values()
+        space.put("a", None)
+
+
+def test_libraries_are_not_followed():
+    assert not is_users(torch)
+    assert not is_users(itertools.chain)
+    assert not is_users(SimpleNamespace)
+    assert is_users(Net)
+    assert is_users(Net.training_step)
+
+
+def test_the_reach_of_a_part():
+    net = Net()
+    space = next(s for s in reach_of(net).spaces if s.label == f"globals of {__name__}")
+    layer = Reach(net.layer, net.layer.forward, {})
+    assert not layer.has("HELD", space)
+    assert reach_of(net).has("HELD", space)
