@@ -155,6 +155,11 @@ class Executor:
             if stage.deferral is not None:
                 stage.deferral.forget()
 
+    def refuse_use(self) -> None:
+        """Tell whoever uses parameters outside of a batch that their values are away, under ZeRO-3."""
+        if self.shards is not None:
+            self.shards.refuse_use()
+
     def engage(self) -> None:
         """Free the values of parameters that this rank computes with and does not own, under ZeRO-3."""
         if self._walk is not None:

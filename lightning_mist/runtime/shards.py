@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.plan.mesh import Mesh
+from lightning_mist.runtime.absent import come_back, leave
 from lightning_mist.runtime.buckets import Bucket, padded_numel, views_like
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.schedule.units import ShardUnit
@@ -38,9 +39,10 @@ parameters keep to (``_get_aligned_numel`` in ``torch/distributed/fsdp/_flat_par
 class _Shard:
     """Parameters that the same units use and one rank owns, in one flat storage."""
 
-    def __init__(self, bucket: Bucket, *, is_owned: bool) -> None:
-        self.bucket, self.is_owned = bucket, is_owned
+    def __init__(self, bucket: Bucket, *, is_owned: bool, rank: int) -> None:
+        self.bucket, self.is_owned, self._where = bucket, is_owned, f"on rank {rank} (zero_stage 3)"
         self.users = 0
+        self.refuses_use = False
         self.work: Work | None = None
         first = bucket.parameters[0]
         self._storage = torch.empty(0, dtype=first.dtype, device=first.device).untyped_storage()
@@ -75,6 +77,7 @@ class _Shard:
 
     def attach(self) -> None:
         """Let the parameters be views of the storage."""
+        come_back(self.bucket.parameters)
         for parameter, view in zip(self.bucket.parameters, self._views, strict=True):
             parameter.data = view
 
@@ -82,6 +85,8 @@ class _Shard:
         """Take the memory away."""
         for parameter, nothing in zip(self.bucket.parameters, self._nothing, strict=True):
             parameter.data = nothing
+        if self.refuses_use:
+            leave(dict(zip(self.bucket.names, self.bucket.parameters, strict=True)), lambda _: self._where)
         self._storage.resize_(0)
 
     def detach(self) -> None:
@@ -125,7 +130,8 @@ class UnitShards:
         self._shards: list[_Shard] = []
         self._of: dict[UnitKey, list[_Shard]] = {key: [] for key in units}
         for (keys, owner, *_), items in together.items():
-            shard = _Shard(Bucket.of(items, owner), is_owned=owner == mesh.data_index)
+            rank = mesh.rank if owner is None else mesh.peers[owner]
+            shard = _Shard(Bucket.of(items, owner), is_owned=owner == mesh.data_index, rank=rank)
             self._shards.append(shard)
             for key in keys:
                 self._of[key].append(shard)
@@ -133,6 +139,11 @@ class UnitShards:
         self.away = {n: p for bucket in others for n, p in zip(bucket.names, bucket.parameters, strict=True)}
         self.is_engaged = False
         self._abandoned: list[tuple[_Shard, Work]] = []
+
+    def refuse_use(self) -> None:
+        """From now on whoever uses a parameter that is away is told so; see :mod:`~lightning_mist.runtime.absent`."""
+        for shard in self._shards:
+            shard.refuses_use = True
 
     def engage(self) -> None:
         """Free the values that other ranks own; they must be equal on all ranks. Nothing if they are away already."""

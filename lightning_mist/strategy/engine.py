@@ -19,6 +19,7 @@ from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import names_with_values, process_groups
+from lightning_mist.runtime.absent import at_work, come_back, held_at, leave, works
 from lightning_mist.runtime.buffers import BufferSync
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gather import ParameterGatherer
@@ -102,13 +103,15 @@ class Engine:
         self._guards: list[Any] = []
         self._names = {p: name for name, p in self.stages.every.items()}
         self._parts = parts_of(plan, rank, module_map)
-        self.is_filled = True
+        self.is_filled, self.has_begun = True, False
+        self.executor.refuse_use()
 
     @property
     def is_last_stage(self) -> bool:
         """Whether losses are computed on this rank."""
         return self.executor.mesh.is_last
 
+    @works
     def train_batch(
         self, batch: Any, step: Callable[[Any], Any], *, loss_scale: float = 1.0, keeps_gradients: bool = True
     ) -> tuple[BatchResult, Tensor | None]:
@@ -163,6 +166,7 @@ class Engine:
             return result, None
         return result, _InstallGradients.apply(result.loss, self._anchor, self, loss_scale)  # type: ignore[no-untyped-call]
 
+    @works
     def install(self, factor: Tensor) -> None:
         """Add the schedule's gradients, times ``factor``, to the parameters' gradients; once per batch."""
         if self._stash is None:
@@ -181,12 +185,14 @@ class Engine:
 
     # Whose parameters --------------------------------------------------------------------------------------------
 
+    @works
     def take_optimizer(self, optimizer: Any) -> None:
         """Let the user's optimizer update only what this rank owns."""
         owned = [self.stages.parameters[item.name] for item in self.executor.mesh.owned]
         parts = {self.stages.parameters[name]: part for name, part in self._parts.items()}
         self._cut = restrict_optimizer(optimizer, owned, parts)
 
+    @works
     def release_optimizer(self) -> Callable[[], dict[str, Any]] | None:
         """Give the optimizer all its parameters back.
 
@@ -194,6 +200,7 @@ class Engine:
             What :meth:`optimizer_state` would have given, on rank 0, whenever all ranks call it. Until then each keeps
             in host memory the state of what it updated. ``None`` if there was no optimizer.
         """
+        come_back(self.stages.every.values())
         if self._cut is None:
             return None
         cut, transport, device = self.cut, self.transport, self.device
@@ -204,8 +211,10 @@ class Engine:
         cut.restore()
         return lambda: complete(gather_optimizer_state(cut, transport, mine=kept, device=device)) or {}
 
+    @works
     def begin(self, initial: InitialValues | None) -> None:
         """Give parameters without values those that this rank keeps, one after the other; then as :meth:`hollow`."""
+        self.has_begun = True
         if initial is not None:
             initial.give(names_with_values(self.plan, self.module_map, self.rank), then=self._take_part)
         self.hollow()
@@ -216,6 +225,7 @@ class Engine:
         if part is not None and tuple(parameter.shape) == part.shape:
             parameter.data = part.take(parameter.detach())
 
+    @works
     def hollow(self) -> None:
         """Free the values of all parameters that other stages hold, and of parameters in parts the other ranks' parts.
 
@@ -232,15 +242,18 @@ class Engine:
         self.stages.hollow()
         for name in self._parts:
             self._take_part(name)
+        leave(self.stages.foreign, lambda name: held_at(self.plan, self.module_map, name))
         self.executor.engage()
         self.is_filled = False
         self._guard()
 
+    @works
     def fill(self) -> None:
         """Give every parameter of the module its full value on every rank."""
         if self.is_filled:
             return
         every, absent = self.stages.every, self._absent()
+        come_back(every.values())
 
         def deliver(name: str, value: Tensor) -> None:
             if name in absent:
@@ -252,6 +265,7 @@ class Engine:
         self.is_filled = True
         self._unguard()
 
+    @works
     def leave_on_rank_zero(self) -> None:
         """At the end: give rank 0 all values in host memory, and free those of the others."""
         values = self.module_values()
@@ -264,7 +278,8 @@ class Engine:
         """Inside, ``state_dict`` gives what this rank has."""
         self._unguard()
         try:
-            yield
+            with at_work():
+                yield
         finally:
             if not self.is_filled:
                 self._guard()
@@ -276,8 +291,7 @@ class Engine:
 
     def _guard(self) -> None:
         absent = {id(self.stages.every[name]) for name in self._absent()}
-        mine = " and ".join(str(stage.index) for stage in self.stages)
-        stage = f"stage {mine} of {self.plan.num_stages}"
+        stage = f"stage {' and '.join(str(stage.index) for stage in self.stages)} of {self.plan.num_stages}"
 
         def refuse(part: nn.Module, prefix: str, keep_vars: bool) -> None:
             raise PlanError(
@@ -300,6 +314,7 @@ class Engine:
         """The first qualified name of a parameter of the module."""
         return self._names[parameter]
 
+    @works
     def module_values(self, destination: int = 0) -> dict[str, Tensor]:
         """All parameters by canonical name, in host memory, on one rank; empty on the others."""
         values: dict[str, Tensor] = {}
@@ -310,10 +325,12 @@ class Engine:
         complete(self.gatherer.run(deliver, destination=destination))
         return values
 
+    @works
     def optimizer_state(self) -> dict[str, Any]:
         """Optimizer state in the layout of the whole model on rank 0; empty on the others."""
         return complete(gather_optimizer_state(self.cut, self.transport)) or {}
 
+    @works
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Take this rank's part of optimizer state in the layout of the whole model."""
         load_full_optimizer_state(self.cut, state)
@@ -327,6 +344,7 @@ class Engine:
 
     # Over all ranks ----------------------------------------------------------------------------------------------
 
+    @works
     def clip_by_norm(self, optimizer: Any, max_norm: float) -> None:
         """Clip this rank's gradients by the norm of the whole model's."""
         every = {name: parameter for parameter, name in self._names.items()}

@@ -19,6 +19,12 @@ class WholeEvaluation(EndsTogether):
 
     _engine: Engine | None
 
+    def on_train_start(self) -> None:
+        """From here on each rank has its part; until here, and while a fit is prepared, it has the whole module."""
+        super().on_train_start()
+        if self._engine is not None and not self._engine.has_begun:
+            self._engine.begin(None)
+
     def on_validation_start(self) -> None:
         """Evaluation inside ``fit`` runs on the whole module, as under DDP."""
         super().on_validation_start()
@@ -29,7 +35,7 @@ class WholeEvaluation(EndsTogether):
     def on_validation_end(self) -> None:
         """Training goes on with this rank's part."""
         super().on_validation_end()
-        if self._engine is not None:
+        if self._engine is not None and self._engine.has_begun:
             self._engine.hollow()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,6 +56,19 @@ class WholeEvaluation(EndsTogether):
         else:
             with self._engine.buffers.accumulating():
                 yield
+
+
+@contextmanager
+def as_wrapped(module: nn.Module) -> Iterator[None]:
+    """Inside, a module is its own ``module``, so that ``trainer.model.module`` is the user's as where DDP wraps it."""
+    if hasattr(module, "module"):
+        yield
+        return
+    vars(module)["module"] = module
+    try:
+        yield
+    finally:
+        vars(module).pop("module", None)
 
 
 def broadcasts_buffers(options: Mapping[str, Any]) -> bool:

@@ -27,10 +27,11 @@ _MODULE_PROPERTIES = _words(
 _OPTIMIZER_NAMES = _words("step zero_grad defaults toggle_model __class__")
 _STRATEGY_NAMES = _words(
     "barrier broadcast reduce all_gather reduce_boolean_decision root_device is_global_zero global_rank local_rank"
-    " world_size num_nodes plan report estimate is_planning cluster_environment"
+    " world_size num_nodes precision_plugin precision accelerator checkpoint_io parallel_devices"
+    " plan report estimate is_planning cluster_environment"
 )
 _PARAMETER_NAMES = _words("shape device dtype requires_grad ndim numel size is_cuda dim __class__")
-_CLOSED = _words("fit_loop callbacks precision_plugin")
+_CLOSED = _words("fit_loop callbacks")
 """Attributes of the trainer that lead to the optimizers, or to other callbacks."""
 
 

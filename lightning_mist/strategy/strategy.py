@@ -19,7 +19,7 @@ from lightning_mist.strategy.acting import ActingRank, guarded
 from lightning_mist.strategy.answers import Answers
 from lightning_mist.strategy.decision import PlanRequest
 from lightning_mist.strategy.engine import Engine, start_engine
-from lightning_mist.strategy.evaluation import WholeEvaluation, broadcasts_buffers
+from lightning_mist.strategy.evaluation import WholeEvaluation, as_wrapped, broadcasts_buffers
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.namespace import Namespace, namespace
 from lightning_mist.strategy.precision import attach_engine
@@ -192,7 +192,9 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
             self._engine.buffers.is_enabled = broadcasts_buffers(self._ddp_kwargs)
             self._engine.guard = guarded(self, module, self._decision)
             self._engine.take_optimizer(self.optimizers[0])
-            self._engine.begin(self._initial)
+            self._fitting.enter_context(as_wrapped(module))
+            if self._initial is not None:
+                self._engine.begin(self._initial)
         if self._initial is not None:
             self._initial.forget()
         self.setup_precision_plugin()

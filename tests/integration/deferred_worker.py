@@ -18,6 +18,7 @@ from lightning_mist.errors import MistError
 from lightning_mist.model.construction import deferred_construction
 from lightning_mist.model.initial import InitialValues, find_sources
 from lightning_mist.plan import StageMesh
+from lightning_mist.runtime.absent import at_work
 from tests.integration.equality_worker import Project, Tokens, plan
 from tests.machine import assume_profile
 
@@ -73,8 +74,19 @@ class Held(Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.losses.append(float(outputs["loss"]))
-        storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in module.parameters()}
-        self.bytes = sum(storages.values()) if self.bytes is None else self.bytes
+        self.bytes = getattr(trainer.strategy.accelerator, "held_bytes", None)
+
+
+class Measured(MistStrategy):
+    """Leaves with its accelerator how many bytes of parameters are held after the first step."""
+
+    def optimizer_step(self, *args, **kwargs):
+        output = super().optimizer_step(*args, **kwargs)
+        if not hasattr(self.accelerator, "held_bytes"):
+            with at_work():
+                storages = [parameter.untyped_storage() for parameter in self.lightning_module.parameters()]
+            self.accelerator.held_bytes = sum({item._cdata: item.nbytes() for item in storages}.values())
+        return output
 
 
 def make_trainer(strategy, folder, *, epochs=1, held=None, save=True, validates=False):
@@ -99,7 +111,7 @@ def loader():
 
 
 def mist(folder, given, **options):
-    return MistStrategy(
+    return Measured(
         plan=given, profile_directory=str(folder / "profiles"), plan_path=str(folder / "plan.json"), **options
     )
 

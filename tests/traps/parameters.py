@@ -1,10 +1,11 @@
 """Hooks and callbacks of the user's own that look at parameters, or change them, while ranks may lack some."""
 
 import copy
+import gc
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelSummary
 from torch import nn
 
 from tests.traps.project import Project, Rows, Trap, loader
@@ -174,6 +175,44 @@ class Quiet(Callback):
         self.seen.append(sum(float(p.detach().norm()) for p in pl_module.parameters()))
 
 
+class Summary(ModelSummary):
+    """Lightning's summary; keeps the number of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def summarize(
+        self, summary_data: Any, total_parameters: int, trainable_parameters: int, *_: Any, **__: Any
+    ) -> None:
+        self.seen += [total_parameters, trainable_parameters]
+
+
+class Wrapped(Project):
+    """Reaches itself as one does under DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(self.trainer.model.module.current_epoch)
+
+
+class Hides(Callback):
+    """Looks at parameters in a way that cannot be read from its code."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.seen.append(_hidden())
+
+
+def _hidden() -> float:
+    return sum(float(item.detach().norm()) for item in gc.get_objects() if isinstance(item, nn.Parameter))
+
+
 _REASON = "may use parameters"
 _ZERO = ("zero1", "zero2")
 
@@ -201,6 +240,9 @@ TRAPS = {
         plans=("zero3", "pp2"),
         reason=_REASON,
     ),
+    "summary": Trap(callbacks=lambda: [Summary()], plans=("zero3", "pp2", "tp2"), equal=("zero3", "pp2", "tp2")),
+    "wrapped": Trap(module=Wrapped, plans=("zero1", "pp2", "tp2"), equal=("zero1", "pp2", "tp2")),
+    "hides": Trap(callbacks=lambda: [Hides()], plans=("zero3", "pp2"), reason="its values are on rank"),
     "quiet": Trap(
         callbacks=lambda: [Quiet()],
         val=_validated,

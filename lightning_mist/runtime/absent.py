@@ -1,0 +1,162 @@
+"""Parameters whose values are on other ranks: whoever uses them outside of the engine is told so.
+
+Such a parameter has its shape and no memory. For as long as it is so its class is :class:`AbsentParameter`, which lets
+shapes and types be asked for and refuses everything else; the class of parameters that a rank computes with stays
+torch's own, so that computing costs nothing more.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.plan.render import ranges
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_FORM = frozenset(
+    {
+        *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "names", "nbytes"),
+        *("itemsize", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn"),
+        *("size", "dim", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex"),
+        *("is_contiguous", "get_device", "storage_offset", "requires_grad_", "is_inference", "is_shared", "_version"),
+        *("__hash__", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "__len__"),
+    }
+)
+"""What may be asked of a parameter without values."""
+
+_WORKING: list[None] = []
+"""One entry for each context in which the engine moves values."""
+
+
+@contextmanager
+def at_work() -> Iterator[None]:
+    """Inside, the engine moves values: parameters without any may be used in every way."""
+    _WORKING.append(None)
+    try:
+        yield
+    finally:
+        _WORKING.pop()
+
+
+def works(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of the engine's, which runs :func:`at_work`."""
+
+    @wraps(function)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> T:
+        with at_work():
+            return function(*args, **kwargs)
+
+    return inside
+
+
+class AbsentParameter(nn.Parameter):
+    """A parameter whose values are on another rank."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer what is asked of its form, and refuse what is asked of its values.
+
+        Raises:
+            PlanError: Naming the parameter, where its values are, and the way out.
+        """
+        name = _name_of(func)
+        if name == "__repr__":
+            return _described(args[0])
+        if not _WORKING and name not in _FORM and not _is_ours(name):
+            raise PlanError(_refusal((*args, *(kwargs or {}).values()), name))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refuse to be copied without values."""
+        if not _WORKING:
+            raise PlanError(_refusal((self,), "deepcopy"))
+        return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be stored without values."""
+        if not _WORKING:
+            raise PlanError(_refusal((self,), "pickle"))
+        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def leave(parameters: Mapping[str, nn.Parameter], where: Callable[[str], str]) -> None:
+    """Let parameters be absent from now on.
+
+    Args:
+        parameters: The parameters by name; those of classes other than torch's own stay what they are.
+        where: Says where the values of one are, for people.
+    """
+    for name, parameter in parameters.items():
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = AbsentParameter
+            parameter.__dict__["_mist_absent"] = (name, where(name))
+
+
+def held_at(plan: Plan, module_map: ModuleMap, name: str) -> str:
+    """Where a parameter of another stage is, for people."""
+    stage = module_map.owners(plan.bounds)[name][0]
+    devices = plan.stages[stage].devices
+    ranks = f"rank {devices[0]}" if len(devices) == 1 else f"ranks {ranges(devices)}"
+    return f"on {ranks} (stage {stage} of {plan.num_stages})"
+
+
+def come_back(parameters: Iterable[nn.Parameter]) -> None:
+    """Let parameters be ordinary ones again."""
+    for parameter in parameters:
+        if type(parameter) is AbsentParameter:
+            object.__setattr__(parameter, "__class__", nn.Parameter)
+            parameter.__dict__.pop("_mist_absent", None)
+
+
+def _name_of(function: Any) -> str:
+    """What is called: ``shape`` for the getter of ``Tensor.shape``."""
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(getattr(function, "__self__", None), "__name__", "")
+        return attribute if name == "__get__" or attribute == "requires_grad" else f"{attribute} ="
+    return str(name)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether this package asks, itself or through torch, or somebody clears gradients that are not there."""
+    frame = sys._getframe(2)
+    if name == "grad" and frame.f_code.co_name == "zero_grad":
+        return True
+    while frame.f_back is not None and _package(frame) == "torch":
+        frame = frame.f_back
+    return _package(frame) == __name__.partition(".")[0]
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _described(parameter: Tensor) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        name, where = parameter.__dict__["_mist_absent"]
+        return f"Parameter {name} of shape {tuple(parameter.shape)}, whose values are {where}"
+
+
+def _refusal(values: Iterable[Any], name: str) -> str:
+    found: list[Any] = []
+    for value in values:
+        found += value if isinstance(value, (list, tuple)) else (value,)
+    absent = next((item for item in found if type(item) is AbsentParameter), None)
+    parameter, where = ("a parameter", "elsewhere") if absent is None else absent.__dict__["_mist_absent"]
+    return (
+        f"{name} of {parameter} while it is trained: its values are {where}. Read the module in validation hooks or "
+        "after fit, where it is whole on every rank, save it with trainer.save_checkpoint(path) on every rank, or "
+        "train by a plan that leaves every rank all parameters (one stage, zero_stage = 2 or less)"
+    )
