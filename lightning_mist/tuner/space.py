@@ -7,7 +7,7 @@ stage computes on ``B N / (G d)`` rows per microbatch. A part of a microbatch ne
 number; it divides ``B``, so that all parts are equal.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from math import gcd
@@ -224,7 +224,7 @@ def apply(
             f"{max(1, round(global_batch_size / world_size)) * world_size}"
         )
     ruled_out = {feature: spec.module_map.excludes(feature) for feature in _FEATURE_WORDS}
-    notes = [f"without {_FEATURE_WORDS[name]}: {'; '.join(why)}" for name, why in ruled_out.items() if why]
+    notes = _notes(ruled_out)
     if not spec.num_layers:
         notes.append("data parallelism only: the module has no repeated blocks to divide into stages or to recompute")
     cuts = search.layer_cuts
@@ -249,6 +249,18 @@ def apply(
         devices_per_node=per_node,
         notes=(*notes, *without),
     )
+
+
+def _notes(ruled_out: Mapping[Feature, tuple[str, ...]]) -> list[str]:
+    """What is ruled out and why, each reason once."""
+    together: dict[tuple[str, ...], list[Feature]] = {}
+    for feature, why in ruled_out.items():
+        if why and not (feature == "sharded_parameters" and ruled_out["sharded_gradients"] == why):
+            together.setdefault(why, []).append(feature)
+    return [
+        f"without {', '.join(_FEATURE_WORDS[feature] for feature in features)}: {'; '.join(why)}"
+        for why, features in together.items()
+    ]
 
 
 def _without_ruled_out_sharding(search: SearchSpace, module_map: ModuleMap, notes: list[str]) -> SearchSpace:

@@ -133,7 +133,8 @@ def test_what_a_module_cannot_do_is_ruled_out_with_its_reason():
     [
         (["sharded_parameters"], (0, 1, 2), ("without ZeRO-3: an average",)),
         (["sharded_gradients"], (0,), ("without ZeRO: an average",)),
-        (["sharded_gradients", "sharded_parameters"], (0,), ("without ZeRO: an average", "without ZeRO-3: an average")),
+        (["sharded_gradients", "sharded_parameters"], (0,), ("without ZeRO: an average",)),
+        (["sharded_parameters", "pipeline"], (0, 1, 2), ("without several pipeline stages, ZeRO-3: an average",)),
     ],
 )
 def test_sharding_that_is_ruled_out_is_not_searched(features, left, notes):
