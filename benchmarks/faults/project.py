@@ -55,16 +55,16 @@ class Fragile(pl.LightningModule):
         """Called in the step from then on."""
 
     def seen_in_backward(self, gradient: Tensor) -> None:
-        """Called when gradients come to the last block while training."""
+        """Called when gradients come to the first block while training."""
 
     def on_train_start(self) -> None:
         self._is_training = True
 
     def _loss(self, batch: Tensor) -> Tensor:
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             batch = block(batch)
-        if self._is_training and torch.is_grad_enabled() and batch.requires_grad:
-            batch.register_hook(self.seen_in_backward)
+            if number == 0 and self._is_training and batch.requires_grad:
+                batch.register_hook(self.seen_in_backward)
         return F.mse_loss(self.head(batch), batch.detach().sum(1, keepdim=True))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -12,7 +12,7 @@ A value that was not carried stays a ghost, and a ghost among the results is an 
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -266,7 +266,8 @@ class GhostStage:
                 self._arrive(run, position)
             return self._run_block(run, position, original, args, kwargs)
 
-        return forward
+        # Compiled code that contains blocks must not look into this, but leave blocks to it.
+        return cast("Callable[..., Any]", torch.compiler.disable(forward))  # type: ignore[no-untyped-call]
 
     def _arrive(self, run: StepRun, position: int) -> None:
         """Check the order of blocks, leave the step at the stage's end, and take in what was received."""

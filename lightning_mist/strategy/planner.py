@@ -22,6 +22,7 @@ from lightning_mist.model import (
     trace_model,
     whole_tensor_reason,
 )
+from lightning_mist.model.compiled import compiled_exclusions
 from lightning_mist.model.initial import InitialValues
 from lightning_mist.model.step_bytes import step_bytes
 from lightning_mist.plan import (
@@ -128,6 +129,7 @@ class Planner:
         if self.plain is not None:
             extra = tuple(Exclusion(feature=feature, reason=self.plain) for feature in _FEATURES)
             found = replace(found, exclusions=found.exclusions + extra)
+        found = replace(found, exclusions=(*found.exclusions, *compiled_exclusions(self.module, found.blocks)))
         for optimizer in self.strategy.optimizers:
             reason = self.tried(partial(whole_tensor_reason, optimizer))
             if reason is not None:

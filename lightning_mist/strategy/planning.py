@@ -5,6 +5,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from lightning_mist.cost import MemoryEstimate
 from lightning_mist.errors import MistError, PlanError, TraceError
 from lightning_mist.model.initial import InitialValues
@@ -72,7 +74,13 @@ def decide(
         reason = _at_once_reason(trainer, request, plain)
     if reason is None:
         try:
-            with names.isolate_rng(), silent(strategy.lightning_module), progress:
+            # Trials look at operators, and nothing must be compiled for them.
+            with (
+                names.isolate_rng(),
+                silent(strategy.lightning_module),
+                torch.compiler.set_stance("force_eager"),
+                progress,
+            ):
                 return _decided(trainer, strategy, names, request, progress, plain=plain, initial=initial)
         except (TraceError, PlanError) as error:
             if not is_auto or initial is not None:

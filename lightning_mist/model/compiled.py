@@ -1,0 +1,74 @@
+"""Which parts of a module ``torch.compile`` has compiled, in whatever way they were."""
+
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_mist.plan.module_map import Exclusion, Feature
+
+_ANYWHERE: tuple[Feature, ...] = ("pipeline", "tensor", "sequence")
+_INSIDE: tuple[Feature, ...] = ("microbatches", "sharded_parameters")
+
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_mist")
+
+
+def compiled_exclusions(module: nn.Module, blocks: Sequence[str] = ()) -> tuple[Exclusion, ...]:
+    """What compiled code rules out: to be left in the middle, and to be given tensors without values, or in parts.
+
+    Code around the blocks leaves them to the engine, which runs them as they are; other code runs compiled, and holds
+    on to the shapes and the parameters that it has seen.
+
+    Args:
+        module: The module.
+        blocks: Names of its blocks.
+    """
+    places = list(_compiled(module))
+    found = [(place, _ANYWHERE) for place in places[:1]]
+    around = ("the module", *(place for place in places if any(block.startswith(f"{place}.") for block in blocks)))
+    found += [(place, _INSIDE) for place in [place for place in places if place not in around][:1]]
+    return tuple(
+        Exclusion(
+            feature=feature,
+            reason=f"{place} is compiled by torch.compile, whose code runs as a whole, on tensors as it knows them: "
+            "leave torch.compile out for such plans",
+        )
+        for place, features in found
+        for feature in features
+    )
+
+
+def _compiled(module: nn.Module) -> Iterator[str]:
+    # What Lightning keeps of ``torch.compile(module)``: its steps compiled, and this mark.
+    is_whole = getattr(module, "_compiler_ctx", None) is not None
+    if is_whole:
+        yield "the module"
+    seen: set[type] = set()
+    for name, part in module.named_modules():
+        what = name.removesuffix("_orig_mod").removesuffix(".") or "the module"
+        if _is_compiled(part) or getattr(part, "_compiled_call_impl", None) is not None:
+            yield what
+        elif not (is_whole and part is module):
+            yield from (f"{what}.{key}" for key, value in vars(part).items() if _is_compiled(value))
+        for cls in type(part).__mro__:
+            if cls not in seen and cls.__module__.partition(".")[0] not in _LIBRARIES and cls is not object:
+                seen.add(cls)
+                yield from _of_class(cls)
+
+
+def _of_class(cls: type) -> Iterator[str]:
+    """Compiled methods, and compiled functions of its file that methods call."""
+    for key, value in vars(cls).items():
+        if _is_compiled(value):
+            yield f"{cls.__name__}.{key}"
+        elif isinstance(value, types.FunctionType):
+            for name in value.__code__.co_names:
+                if _is_compiled(value.__globals__.get(name)):
+                    yield f"{name}, which {cls.__name__}.{key} calls,"
+
+
+def _is_compiled(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return hasattr(type(value), "_opt_mod_attributes") or type(value).__name__ == "OptimizedModule"
+    return callable(value) and hasattr(value, "_torchdynamo_orig_callable")
