@@ -49,6 +49,7 @@ def test_there_are_enough_uses_and_no_two_alike():
         ([seen()] * 2, result(None, None), "crash", ""),
         ([seen()] * 2, result(seen(), None, is_late=True), "hang", ""),
         ([error("ValueError")] * 2, result(error("ValueError"), None), "same", "the same error: ValueError"),
+        ([error("V")] * 2, result(error("connection closed"), error("V")), "same", "the same error: V"),
         ([error("ValueError")] * 2, result(seen(), seen()), "wrong", "trained, but DDP does not: ValueError"),
         ([error("E")] * 2, result(error("P", is_ours=True), None), "same", "no training either: P"),
     ],
