@@ -93,8 +93,9 @@ def _(session: Session) -> None:
             return self.logits({"x": x})
 
     logger = CSVLogger(session.folder, name="", version=0)
-    session.fit(Net(), logger=logger, enable_checkpointing=True)
-    session.keep("hyper-parameters", dict(logger.experiment.hparams))
+    module = Net()
+    session.fit(module, logger=logger, enable_checkpointing=True)
+    session.keep("hyper-parameters", dict(module.hparams))
 
 
 @uses("barebones")

@@ -175,9 +175,10 @@ def check_plan(plan: Plan, *, world_size: int, batch_rows: int | None, num_layer
             f"set devices and num_nodes to {plan.world_size} in all, or make a plan for {world_size}"
         )
     if plan.num_layers != num_layers:
+        why = "" if num_layers else "".join(f" ({reason})" for reason in module_map.excludes("pipeline"))
         raise PlanError(
-            f"the plan spreads {plan.num_layers} layers, but the module has {num_layers} repeated blocks: the numbers "
-            f"must be equal; make a plan for this module, or edit the stages' layers to end at {num_layers}"
+            f"the plan spreads {plan.num_layers} layers, but the module has {num_layers} repeated blocks{why}: the "
+            f"numbers must be equal; make a plan for this module, or edit the stages' layers to end at {num_layers}"
         )
     parts = _parts(plan)
     if batch_rows is not None and plan.global_batch_size != batch_rows * world_size:

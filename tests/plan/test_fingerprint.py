@@ -146,6 +146,12 @@ def test_a_plan_for_something_else_is_refused(changes, message):
         fit(make_plan(), **changes)
 
 
+def test_why_no_blocks_were_found_is_said():
+    reasons = [Exclusion(feature="pipeline", reason="the step reads a value")]
+    with pytest.raises(PlanError, match=r"has 0 repeated blocks \(the step reads a value\): the numbers"):
+        fit(make_plan(), num_layers=0, module_map=module_map(0, exclusions=reasons))
+
+
 def test_parts_that_mix_two_batches_are_refused():
     plan = make_plan(stages=2, num_microbatches=3, microbatch_size=2)
     with pytest.raises(PlanError, match="a part may not mix two batches"):
