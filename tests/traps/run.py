@@ -75,19 +75,20 @@ def check(trap: Trap, plan: str, outcome: Outcome) -> None:
         assert trap.reason in outcome.text, outcome.text
 
 
-def run_apart(family: str, folder: Path) -> dict[tuple[str, str], Outcome]:
-    """All outcomes of a family of traps, from a process that has no threads of others when it forks.
+def run_apart(family: str, folder: Path, only: Sequence[str] = ()) -> dict[tuple[str, str], Outcome]:
+    """Outcomes of a family of traps, from a process that has no threads of others when it forks.
 
     Args:
         family: Name of the module of this package that has them in ``TRAPS``.
         folder: For the answer.
+        only: Names of the traps to run; all of the family if none is given.
     """
     import subprocess
 
     from tests.ranks import environment
 
     path = folder / "outcomes.json"
-    command = [sys.executable, "-m", "tests.traps.run", family, "--json", str(path)]
+    command = [sys.executable, "-m", "tests.traps.run", family, "--json", str(path), "--only", *only]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert path.exists(), done.stdout[-2000:] + done.stderr[-4000:]
     return {(trap, plan): Outcome(kind=kind, text=text) for trap, plan, kind, text in json.loads(path.read_text())}
