@@ -36,7 +36,7 @@ FAULTS = (
     "groups/kill/pp2",
     "engine/leave/zero3",
     "first forward/term/plain",
-    "forward/error/pp2",
+    "after backward/error/pp2",
     "backward/memory/zero1",
     "save/term/pp2",
     "gather optimizer/interrupt/tp2",
