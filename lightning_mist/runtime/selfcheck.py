@@ -4,7 +4,7 @@ Both leave the module as they found it: gradients, buffers, attributes, random g
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,6 +65,7 @@ def check_stages(
     batch: Any,
     *,
     splits_backwards: bool = False,
+    divided: Collection[int] = (),
 ) -> None:
     """Compare the whole module with the same module run stage by stage, in loss and in every gradient.
 
@@ -77,6 +78,7 @@ def check_stages(
         call: Runs the user's step on a batch.
         batch: A small batch.
         splits_backwards: Whether gradients of weights are made after those of all inputs, as zero-bubble schedules do.
+        divided: The stages whose ranks share out rows otherwise than those of the next stage.
 
     Raises:
         TraceError: If they differ; names the parameter that differs most.
@@ -99,7 +101,7 @@ def check_stages(
             deferral.run(None)
         found = _take_gradients(module)
         with torch.no_grad(), _Steady(device, without_dropout=True):
-            _check_row_order(module, module_map, bounds, call, batch)
+            _check_row_order(module, module_map, bounds, call, batch, divided)
     what = f"the module cut into {len(bounds)} stages differs from the whole"
     way_out = "Use schedule = '1f1b' or a plan with one stage" if splits_backwards else "Use a plan with one stage"
     tolerance = _tolerance(module, is_coarse=steady.is_coarse)
@@ -204,7 +206,12 @@ def _run_stages(
 
 
 def _check_row_order(
-    module: nn.Module, module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], call: Call, batch: Any
+    module: nn.Module,
+    module_map: ModuleMap,
+    bounds: tuple[tuple[int, int], ...],
+    call: Call,
+    batch: Any,
+    divided: Collection[int],
 ) -> None:
     """Check that a row's entries lie together where a tensor that crosses has several entries per row.
 
@@ -212,12 +219,19 @@ def _check_row_order(
     """
     rows = batch_rows(batch)
     lives = [module_map.cuts[end - 1] for _, end in bounds[:-1]]
-    if rows is None or rows < 2 or all(_has_one_entry_per_row(live, module_map) for cut in lives for live in cut):
+    common = [live for stage in divided for live in lives[stage] if _is_common(live)]
+    if not common and all(_has_one_entry_per_row(live, module_map) for cut in lives for live in cut):
+        return
+    if rows is None or rows < 2:
+        if common:
+            raise TraceError(_divides(common[0]))
         return
     whole = _run_stages(module, module_map, bounds, call, batch)
     first = _run_stages(module, module_map, bounds, call, slice_rows(batch, 0, 1))
-    for cut, (_, of_all), (_, of_first) in zip(lives, whole, first, strict=False):
+    for stage, (cut, (_, of_all), (_, of_first)) in enumerate(zip(lives, whole, first, strict=False)):
         for live, tensor, part in zip(cut, of_all.tensors, of_first.tensors, strict=True):
+            if stage in divided and _is_common(live) and not torch.equal(tensor, part):
+                raise TraceError(_divides(live))
             if _has_one_entry_per_row(live, module_map) or live.batch_dim is None:
                 continue
             found = tensor.narrow(live.batch_dim, 0, part.shape[live.batch_dim])
@@ -227,6 +241,36 @@ def _check_row_order(
                     f"{rows} rows, and the entries of a row do not lie together: rows could not be exchanged. Use a "
                     "plan with one stage"
                 )
+
+
+def refuse_unchecked(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], divided: Collection[int]) -> None:
+    """Refuse values that only :func:`check_stages` could show to be the same for all rows, where it is not asked.
+
+    Args:
+        module_map: The map.
+        bounds: The layer range of every stage.
+        divided: The stages whose ranks share out rows otherwise than those of the next stage.
+
+    Raises:
+        TraceError: Naming the value.
+    """
+    for stage in divided:
+        for live in module_map.cuts[bounds[stage][1] - 1]:
+            if _is_common(live):
+                raise TraceError(_divides(live))
+
+
+def _is_common(live: LiveTensor) -> bool:
+    """Whether a value that crosses is one for all rows."""
+    return live.batch_dim is None
+
+
+def _divides(live: LiveTensor) -> str:
+    return (
+        f"the {describe_value(live.key)} crosses between stages that share out rows differently, and is one value for "
+        "all rows of a batch (an auxiliary loss, say), of which ranks would have that of their rows only. Use stages "
+        "of equal data_parallel_degree"
+    )
 
 
 def _has_one_entry_per_row(live: LiveTensor, module_map: ModuleMap) -> bool:

@@ -23,7 +23,7 @@ from lightning_mist.plan import (
     to_json,
 )
 from lightning_mist.runtime.batches import batch_rows, slice_rows
-from lightning_mist.runtime.selfcheck import check_stages
+from lightning_mist.runtime.selfcheck import check_stages, refuse_unchecked
 from lightning_mist.runtime.signature import batch_signature
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.strategy import machine
@@ -270,7 +270,13 @@ def _refuse_unsafe_cuts(planner: Planner, found: ModuleMap, plan: Plan) -> None:
 
 
 def _self_check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
-    if not planner.request.self_check or plan.num_stages == 1:
+    if plan.num_stages == 1:
+        return
+    degrees = [stage.mesh.data_parallel_degree for stage in plan.stages]
+    divided = [stage for stage in range(len(degrees) - 1) if degrees[stage] != degrees[stage + 1]]
+    if not planner.request.self_check or planner.initial is not None:
+        refuse_unchecked(found, plan.bounds, divided)
+    if not planner.request.self_check:
         return
     if planner.initial is not None:
         planner.progress.say("the cut module is not compared with the whole before training: no device holds the whole")
@@ -281,6 +287,14 @@ def _self_check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
     splits = plan.schedule == "zb-h1"
     on_rank_zero(
         lambda: planner.tried(
-            lambda: check_stages(planner.module, found, plan.bounds, planner.call, small, splits_backwards=splits)
+            lambda: check_stages(
+                planner.module,
+                found,
+                plan.bounds,
+                planner.call,
+                small,
+                splits_backwards=splits,
+                divided=divided,
+            )
         )
     )

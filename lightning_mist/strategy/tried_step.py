@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from torch import nn
+
 from lightning_mist.errors import TraceError
 from lightning_mist.model.reach import Reach, is_users
 from lightning_mist.model.surroundings import Surroundings
@@ -24,6 +26,9 @@ _SHARED: tuple[Feature, ...] = ("pipeline", "tensor")
 
 _ONCE: tuple[Feature, ...] = (*_SHARED, "microbatches")
 """What lets a rank run the step another number of times than once for every batch of its own."""
+
+_ENGINE: tuple[Feature, ...] = (*_ONCE, "checkpointing", "sharded_gradients")
+"""Everything but plain data parallelism."""
 
 _LOGGED = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "SLURM_PROCID", "SLURM_LOCALID")
@@ -136,6 +141,9 @@ class TriedStep:
                 f"the step changes {what} as often as it runs, which under DDP is once for every batch of a rank's own",
                 (*_ONCE, "checkpointing") if is_inner else _ONCE,
             )
+        for name, child in self._module.named_modules():
+            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+                yield f"{name} (sparse=True) has sparse gradients, which only plain data parallelism reduces", _ENGINE
         talks = [text for text in of_all_ranks(self.talk) if text]
         if talks:
             self.talk = self.talk or talks[0]

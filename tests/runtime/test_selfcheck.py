@@ -7,7 +7,7 @@ import torch
 from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts import map_module
 from lightning_mist.runtime.batches import slice_rows
-from lightning_mist.runtime.selfcheck import check_microbatch_invariance, check_stages, loss_of
+from lightning_mist.runtime.selfcheck import check_microbatch_invariance, check_stages, loss_of, refuse_unchecked
 from lightning_mist.runtime.weight_gradients import WeightGradients
 from tests import zoo
 
@@ -170,3 +170,33 @@ def test_no_warning_reaches_the_user():
         warnings.simplefilter("always")
         check_stages(module, found, halves(found), zoo.step(module), batch)
     assert not caught
+
+
+class Deep(zoo.Plain):
+    """A loss on the first layer's output besides the last."""
+
+    def training_step(self, batch, batch_idx):
+        h, early = self.first(batch["x"]), None
+        for block in self.blocks:
+            h = block(h)
+            early = self.loss(h, batch) if early is None else early
+        return early + self.loss(h, batch)
+
+
+def test_losses_on_inner_layers_do_not_cross_to_ranks_with_other_rows():
+    module, batch = Deep().double(), zoo.xy_batch(3)
+    batch["x"] = batch["x"].double()
+    found = map_module(module, zoo.step(module), batch, second_batch=slice_rows(batch, 0, 2))
+    check_stages(module, found, halves(found), zoo.step(module), batch)
+    with pytest.raises(TraceError, match="one value for all rows of a batch"):
+        check_stages(module, found, halves(found), zoo.step(module), batch, divided=[0])
+    with pytest.raises(TraceError, match="one value for all rows of a batch"):
+        check_stages(module, found, halves(found), zoo.step(module), slice_rows(batch, 0, 1), divided=[0])
+    with pytest.raises(TraceError, match="one value for all rows of a batch"):
+        refuse_unchecked(found, halves(found), [0])
+    refuse_unchecked(found, halves(found), [])
+
+
+def test_what_depends_on_parameters_alone_may_cross_to_ranks_with_other_rows():
+    module, batch, found = mapped("t5")
+    check_stages(module, found, halves(found), zoo.step(module), batch, divided=[0])

@@ -311,6 +311,17 @@ class Harmless(Project):
         return loss
 
 
+class Sparse(Project):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.sparse = True
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
 EVERY = ("auto", "zero1", "zero3", "cut", "pp2", "tp2")
 SOME = ("auto", "zero3", "pp2")
 BESIDE = ("auto", "zero1", "zero3")
@@ -345,5 +356,6 @@ TRAPS = {
     "late class": Trap(module=LateClass, plans=("tp2",), reason="count"),
     "late in block": Trap(module=LateInBlock, plans=("zero1", "zero3"), equal=("zero1",), reason="recomputed"),
     "remembered": Trap(module=Remembered, plans=("pp2", "cut"), reason="last"),
+    "sparse": Trap(module=Sparse, plans=("pp2", "zero1"), reason="sparse"),
     "harmless": Trap(module=Harmless, plans=EVERY[1:], equal=EVERY[1:]),
 }
