@@ -19,7 +19,8 @@ from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.parts import parts_of
 from lightning_mist.runtime.transport import complete
-from lightning_mist.strategy.engine import Engine, make_engine
+from lightning_mist.strategy.engine import Engine
+from lightning_mist.strategy.starting import make_engine
 from tests import zoo
 from tests.integration.parity import TOLERANCE, cast, loss_of, make_optimizer, map_of, precision_of
 

@@ -34,7 +34,7 @@ def batch_rows(batch: Any) -> int | None:
         tensors itself).
     """
     sizes = set()
-    for leaf in _leaves(batch):
+    for leaf in leaves(batch):
         if isinstance(leaf, _ARRAYS):
             if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
                 return None
@@ -88,7 +88,7 @@ def _is_row_list(node: Any, rows: int) -> bool:
 
 
 def _holds_arrays(node: Any) -> bool:
-    return any(isinstance(leaf, _ARRAYS) and leaf.ndim for leaf in _leaves(node))
+    return any(isinstance(leaf, _ARRAYS) and leaf.ndim for leaf in leaves(node))
 
 
 def _ambiguous(node: Any, rows: int) -> bool:
@@ -111,13 +111,14 @@ def _children(node: Any) -> list[Any] | None:
     return None
 
 
-def _leaves(node: Any) -> Iterator[Any]:
+def leaves(node: Any) -> Iterator[Any]:
+    """The members of a batch that are no containers, in a fixed order."""
     children = _children(node)
     if children is None:
         yield node
         return
     for child in children:
-        yield from _leaves(child)
+        yield from leaves(child)
 
 
 def _rebuild(node: Any, replace: Callable[[Any], Any]) -> Any:

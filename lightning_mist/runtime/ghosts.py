@@ -23,6 +23,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import block_value, describe_value, is_block_value, without_caches
 from lightning_mist.plan.module_map import LiveTensor, ModuleMap
 from lightning_mist.runtime.checkpointing import checkpoint_block, neutral_checkpointing
+from lightning_mist.runtime.cutting.mode import inside_block
 from lightning_mist.runtime.passing import InputSpec, StageOutput
 from lightning_mist.runtime.random import get_random_state, set_random_state
 from lightning_mist.runtime.skipped import SkippedBlocks
@@ -299,13 +300,14 @@ class GhostStage:
             observer.before_block(position)
         run.inside, run.is_quiet = position, is_local and position not in self._inner
         try:
-            if not is_local:
-                context = (self._blocks[position].training, *self._context())
-                output = self._skipped.answer(position, original, args, kwargs, context)
-            elif position in self._checkpointed and torch.is_grad_enabled():
-                output = checkpoint_block(original, args, kwargs, self.split, within=self._deferring)
-            else:
-                output = original(*args, **kwargs)
+            with inside_block():
+                if not is_local:
+                    context = (self._blocks[position].training, *self._context())
+                    output = self._skipped.answer(position, original, args, kwargs, context)
+                elif position in self._checkpointed and torch.is_grad_enabled():
+                    output = checkpoint_block(original, args, kwargs, self.split, within=self._deferring)
+                else:
+                    output = original(*args, **kwargs)
         finally:
             run.inside, run.is_quiet = None, False
         if observer is not None:

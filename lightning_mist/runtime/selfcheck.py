@@ -1,6 +1,6 @@
-"""Checks with real numbers, made once before training: the cut module against the whole, a cut batch against the whole.
+"""A check with real numbers, made once before training: the cut module against the whole.
 
-Both leave the module as they found it: gradients, buffers, attributes, random generators.
+It leaves the module as it found it: gradients, buffers, attributes, random generators.
 """
 
 import copy
@@ -35,8 +35,13 @@ _FLOOR = 1e-3
 """Gradients below this part of the module's largest are compared as if they were that large: they are mostly noise."""
 
 
-class _Steady(TorchFunctionMode):
-    """Inside, dropout drops nothing, and it is noted whether 16-bit arithmetic took part."""
+class Steady(TorchFunctionMode):
+    """Inside, dropout drops nothing, and it is noted whether 16-bit arithmetic took part.
+
+    Args:
+        device: Where the module is.
+        without_dropout: Whether dropout is to drop nothing.
+    """
 
     def __init__(self, device: torch.device, *, without_dropout: bool) -> None:
         super().__init__()
@@ -84,7 +89,7 @@ def check_stages(
         TraceError: If they differ; names the parameter that differs most.
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    with _undisturbed(module, device), _Steady(device, without_dropout=False) as steady:
+    with _undisturbed(module, device), Steady(device, without_dropout=False) as steady:
         state = get_random_state(device)
         loss = loss_of(call(copy_batch(batch)))
         expected_loss, expected = loss.detach(), _gradients(module, loss)
@@ -99,8 +104,8 @@ def check_stages(
             with deferral.collecting(None):
                 _run_backward(loss, outputs)
             deferral.run(None)
-        found = _take_gradients(module)
-        with torch.no_grad(), _Steady(device, without_dropout=True):
+        found = take_gradients(module)
+        with torch.no_grad(), Steady(device, without_dropout=True):
             _check_row_order(module, module_map, bounds, call, batch, divided)
     what = f"the module cut into {len(bounds)} stages differs from the whole"
     way_out = "Use schedule = '1f1b' or a plan with one stage" if splits_backwards else "Use a plan with one stage"
@@ -112,49 +117,6 @@ def check_stages(
     difference = _largest_difference(expected, found, tolerance)
     if difference is not None:
         raise TraceError(f"{what}: {difference}. {way_out}")
-
-
-def check_microbatch_invariance(module: nn.Module, call: Call, batch: Any, parts: int) -> str | None:
-    """Whether the gradient of a batch's loss is the mean of its parts' gradients, weighted by their rows.
-
-    Dropout is left out of the comparison: each row is treated alike, only with other numbers.
-
-    Args:
-        module: The user's module with all its parameters.
-        call: Runs the user's step on a batch.
-        batch: A batch with at least ``parts`` rows.
-        parts: Number of parts to cut it into.
-
-    Returns:
-        None if the batch may be cut, else the reason why not.
-    """
-    rows = batch_rows(batch)
-    if rows is None or rows < parts:
-        have = "no common first dimension" if rows is None else f"{rows} rows"
-        return f"the batch has {have}: it cannot be cut into {parts} parts"
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    with _undisturbed(module, device), _Steady(device, without_dropout=True) as steady:
-        for child in module.modules():
-            if isinstance(child, nn.RNNBase):
-                child.dropout = 0.0
-        state = get_random_state(device)
-        whole = _gradients(module, loss_of(call(copy_batch(batch))))
-        total: Gradients = {}
-        for part in range(parts):
-            set_random_state(state, device)
-            first, end = rows * part // parts, rows * (part + 1) // parts
-            gradients = _gradients(module, loss_of(call(slice_rows(batch, first, end))))
-            for name, gradient in gradients.items():
-                scaled = gradient * ((end - first) / rows)
-                total[name] = total[name] + scaled if name in total else scaled
-    difference = _largest_difference(whole, total, _tolerance(module, is_coarse=steady.is_coarse))
-    if difference is None:
-        return None
-    return (
-        f"the loss of a batch is not the mean of the losses of its parts: cut into {parts}, {difference}. Batch "
-        "statistics, losses that compare rows, means over a varying number of tokens and random numbers other than "
-        "dropout do this"
-    )
 
 
 def loss_of(output: Any) -> Tensor:
@@ -291,10 +253,10 @@ def _run_backward(loss: Tensor, outputs: list[tuple[list[Tensor], StageOutput]])
 
 def _gradients(module: nn.Module, loss: Tensor) -> Gradients:
     loss.backward()  # type: ignore[no-untyped-call]
-    return _take_gradients(module)
+    return take_gradients(module)
 
 
-def _take_gradients(module: nn.Module) -> Gradients:
+def take_gradients(module: nn.Module) -> Gradients:
     """The gradients, which the parameters lose."""
     taken = {}
     for name, parameter in module.named_parameters():

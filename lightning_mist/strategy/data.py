@@ -5,6 +5,7 @@ owner sends its batch, packed into one message, to each peer that computes on a 
 replicas, nor where every rank computes on its own batch.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from math import prod
@@ -93,6 +94,13 @@ def _unpack(buffer: Tensor, leaves: Sequence[_Leaf]) -> list[Tensor]:
     return values
 
 
+def _drawn_seed(number: int) -> int:
+    """A seed from the state of torch's generator, which is left alone, and the number of the batch."""
+    state: bytes = torch.get_rng_state().numpy().tobytes()
+    digest = hashlib.blake2b(state + number.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
+
+
 def _seed_of(seed: int, piece: RowSlice) -> int:
     """Seed of a part: ranks whose generators were seeded alike draw other numbers for their batches all the same."""
     return (piece.owner << _SEED_BITS) + seed + piece.part
@@ -122,9 +130,34 @@ class BatchExchange:
         }
         self.notes: tuple[int, ...] = ()
         self.whole = all(item.parts == 1 for slices in self._slices.values() for item in slices)
+        self._batches_run = 0
+        self._received: dict[int, tuple[Any, Any, int]] = {}
+
+    def whole_of(self, microbatch: Microbatch) -> Any:
+        """The whole batch that a part is of."""
+        return self._received[microbatch.owner][0]
+
+    def share_of(self, microbatch: Microbatch) -> tuple[float, float]:
+        """Where a part begins and ends in its whole batch, as shares of the rows."""
+        piece, rows = self._slices[self.rank][microbatch.index], microbatch.batch_rows
+        assert rows is not None
+        low, high = piece.rows(rows)
+        return low / rows, high / rows
+
+    def is_last(self, microbatch: Microbatch) -> bool:
+        """Whether a part is the last of its batch that this rank computes."""
+        return not any(
+            later.owner == microbatch.owner and later.weight for later in self.microbatches[microbatch.index + 1 :]
+        )
+
+    def forget(self) -> None:
+        """Let go of the whole batches."""
+        self._received = {}
 
     def run(self, batch: Any, random_state: Any, note: int = 0) -> Iterator[Work]:
         """Exchange one batch; :attr:`microbatches` and :attr:`notes` are set when the iterator ends.
+
+        Random generators are left as they are.
 
         Args:
             batch: The batch that this rank loaded.
@@ -134,13 +167,16 @@ class BatchExchange:
         Raises:
             PlanError: If a batch cannot be cut as the plan says.
         """
-        seed = int(torch.randint(2**_SEED_BITS, ()).item()) if not self.whole else 0
+        # Nothing is drawn for the parts' seeds: what user code draws between steps is what it would draw under DDP.
+        self._batches_run += 1
+        seed = _drawn_seed(self._batches_run) if not self.whole else 0
         if len(self.owners) == 1:
             received: dict[int, tuple[Any, Any, int]] = {self.rank: (batch, random_state, seed)}
             self.notes = (note,)
         else:
             received = {}
             yield from self._exchange(batch, random_state, seed, note, received)
+        self._received = received
         self.microbatches = tuple(self._microbatch(index, received) for index in range(self.plan.num_microbatches))
 
     def _microbatch(self, index: int, received: dict[int, tuple[Any, Any, int]]) -> Microbatch:

@@ -8,6 +8,7 @@ from lightning_mist.cost import MemoryEstimate
 from lightning_mist.hardware import Cluster
 from lightning_mist.model.reach import Reach
 from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.runtime.cutting.rules import CutRules
 from lightning_mist.strategy.learning import Basis
 from lightning_mist.tuner import SearchSpace
 
@@ -44,6 +45,7 @@ class Decision:
         kept_at: Where rank 0 keeps the plan for later runs of the same question, if it made one.
         signature: What this rank's batch looked like that the plan was made for.
         reach: What the step's code can reach beside its batch.
+        rules: How batches are cut, if that was proved.
     """
 
     plan: Plan
@@ -57,6 +59,7 @@ class Decision:
     signature: Hashable = None
     kept_at: Path | None = None
     reach: Reach | None = None
+    rules: CutRules | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -9,7 +9,6 @@ for any loss.
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.plan.mesh import names_with_values, process_groups
+from lightning_mist.plan.mesh import names_with_values
 from lightning_mist.runtime.absent import at_work, come_back, held_at, leave, works
 from lightning_mist.runtime.buffers import BufferSync
+from lightning_mist.runtime.cutting.rules import CutRules
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gather import ParameterGatherer
 from lightning_mist.runtime.optimizer import (
@@ -35,13 +35,14 @@ from lightning_mist.runtime.optimizer import (
 from lightning_mist.runtime.parts import parts_of
 from lightning_mist.runtime.random import get_random_state, set_random_state
 from lightning_mist.runtime.stages import make_stages
-from lightning_mist.runtime.transport import DistributedTransport, Transport, complete
-from lightning_mist.schedule import Schedule, check, lower
+from lightning_mist.runtime.transport import Transport, complete
+from lightning_mist.schedule import Schedule
 from lightning_mist.strategy.data import BatchExchange
 from lightning_mist.strategy.deferred import leave_on_rank_zero
 from lightning_mist.strategy.guard import StepGuard
 from lightning_mist.strategy.logging import LogRecord, recorded_logs, replay
-from lightning_mist.strategy.results import BatchResult, Piece, combine, home
+from lightning_mist.strategy.part_steps import PartSteps
+from lightning_mist.strategy.results import BatchResult, Piece, combine, pieces_by_owner
 
 
 class _InstallGradients(torch.autograd.Function):
@@ -70,6 +71,7 @@ class Engine:
         transport: Connects the ranks.
         schedule: The lowered schedule of the plan.
         device: Where this rank computes.
+        rules: How batches are cut, where the plan cuts them.
 
     Attributes:
         guard: Watches the runs of the user's step, if anybody does.
@@ -87,6 +89,7 @@ class Engine:
         transport: Transport,
         schedule: Schedule,
         device: torch.device,
+        rules: CutRules | None = None,
     ) -> None:
         self.module, self.plan, self.rank, self.device = module, plan, rank, device
         self.module_map, self.transport = module_map, transport
@@ -95,6 +98,7 @@ class Engine:
         self.executor = Executor(plan, rank, stages, module_map, transport, schedule[group])
         self.stages = self.executor.stages
         self.exchange = BatchExchange(plan, rank, transport, device)
+        self._part_steps = PartSteps(rules, self.exchange, device)
         self.gatherer = ParameterGatherer(plan, rank, self.stages.every, module_map, transport)
         self.buffers = BufferSync(module, transport)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -135,22 +139,23 @@ class Engine:
         complete(recorder.around("exchange", self.exchange.run(batch, own_state, note)))
         if guard is not None:
             guard.compare(self.exchange.notes, self._gathered)
-        if not self.exchange.whole:
-            # Seeds of the parts were drawn: the next batch must go on from there, or it would draw the same ones.
-            own_state = get_random_state(self.device)
         accumulated = [(p, p.grad if keeps_gradients else None) for p in self.stages.parameters.values()]
         for parameter in self.stages.parameters.values():
             parameter.grad = None
         records: dict[int, tuple[LogRecord, ...]] = {}
+        self._part_steps.begin()
 
         with recorded_logs(self.module) as log:
 
             def recorded(microbatch: Microbatch) -> Any:
                 log.take()
-                with nullcontext() if guard is None else guard.run(microbatch):
+                with (
+                    nullcontext() if guard is None else guard.run(microbatch),
+                    self._part_steps.around(microbatch) as part,
+                ):
                     output = step(microbatch.value)
                 records[microbatch.index] = log.take()
-                return output
+                return part.finished(output, records[microbatch.index])
 
             with nullcontext() if guard is None else guard.batch():
                 complete(self.executor.run(self.exchange.microbatches, recorded, loss_scale=loss_scale))
@@ -158,10 +163,11 @@ class Engine:
         self._stash = [(p, p.grad) for p in self.stages.parameters.values() if p.grad is not None]
         for parameter, gradient in accumulated:
             parameter.grad = gradient
+        self.exchange.forget()
         pieces = self._bringhome(records)
         state = pieces[-1].random_state if self.exchange.whole else own_state
         set_random_state(state, self.device)
-        result = combine(pieces, self.device)
+        result = combine(pieces, self.device, self._part_steps.ways)
         if result.loss is None:
             return result, None
         return result, _InstallGradients.apply(result.loss, self._anchor, self, loss_scale)  # type: ignore[no-untyped-call]
@@ -371,24 +377,8 @@ class Engine:
         mine: dict[int, list[Piece]] = {}
         # Tensor-parallel peers have computed the same: the first of them tells.
         if self.is_last_stage and self.executor.mesh.tensor_index == 0:
-            for microbatch in self.exchange.microbatches:
-                if microbatch.weight == 0.0:
-                    continue
-                output = self.executor.outputs[microbatch.index]
-                values = dict(output) if isinstance(output, dict) else {"loss": output}
-                loss = values.pop("loss", None)
-                piece = Piece(
-                    index=microbatch.index,
-                    weight=microbatch.weight,
-                    loss=home(loss),
-                    extras=home(values),
-                    records=tuple(
-                        LogRecord(name=record.name, value=home(record.value), arguments=record.arguments)
-                        for record in records.get(microbatch.index, ())
-                    ),
-                    random_state=self.executor.random_states[microbatch.index],
-                )
-                mine.setdefault(microbatch.owner, []).append(piece)
+            executor = self.executor
+            mine = pieces_by_owner(self.exchange.microbatches, executor.outputs, records, executor.random_states)
         owners = self.exchange.owners
         if len(owners) == 1:
             return mine[self.rank]
@@ -396,21 +386,3 @@ class Engine:
             every = self._gathered(mine)
         pieces = [piece for part in every for piece in part.get(self.rank, ())]
         return sorted(pieces, key=lambda piece: piece.index)
-
-
-def start_engine(
-    module: nn.Module, plan: Plan, module_map: ModuleMap, *, device: torch.device, timeout: timedelta | None
-) -> Engine:
-    """This rank's engine for a plan over torch.distributed; every rank calls it at the same time."""
-    transport = DistributedTransport(process_groups(plan, module_map), device, timeout=timeout)
-    return make_engine(module, plan, module_map, transport, device=device)
-
-
-def make_engine(
-    module: nn.Module, plan: Plan, module_map: ModuleMap, transport: Transport, *, device: torch.device
-) -> Engine:
-    """The engine of a transport's rank, with the plan's schedule."""
-    tied = any(len(stages) > 1 for stages in module_map.owners(plan.bounds).values())
-    schedule = lower(plan, tied=tied)
-    check(schedule, plan.num_microbatches)
-    return Engine(module, plan, module_map, rank=transport.rank, transport=transport, schedule=schedule, device=device)

@@ -5,7 +5,7 @@ the records of its own batch, combines those of its microbatches and replays the
 So each rank makes the same calls in the same order as under plain data parallelism.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.runtime.cutting.classes import Way
+from lightning_mist.runtime.cutting.results import together
+from lightning_mist.runtime.cutting.rules import ResultKey
 from lightning_mist.tensor_parallel import whole
 
 _ARGUMENTS = (
@@ -85,46 +88,51 @@ class LogRecorder:
 
 
 @contextmanager
-def recorded_logs(module: Any) -> Iterator[LogRecorder]:
+def recorded_logs(module: Any, recorder: LogRecorder | None = None) -> Iterator[LogRecorder]:
     """Let a recorder answer the module's ``log`` and ``log_dict`` inside the context.
 
     Lightning modules inside the module log through the same trainer, so the recorder answers theirs too.
+
+    Args:
+        module: The module.
+        recorder: The recorder, if it is not a new one.
     """
-    recorder = LogRecorder()
+    recorder = LogRecorder() if recorder is None else recorder
     inner = module.modules() if isinstance(module, nn.Module) else ()
     loggers = {id(item): item for item in (module, *inner) if hasattr(type(item), "log_dict")}
+    before = [(item.__dict__, item.__dict__.get("log"), item.__dict__.get("log_dict")) for item in loggers.values()]
     for item in loggers.values():
         item.__dict__["log"], item.__dict__["log_dict"] = recorder.log, recorder.log_dict
     try:
         yield recorder
     finally:
-        for item in loggers.values():
-            del item.__dict__["log"], item.__dict__["log_dict"]
+        for space, *answers in before:
+            for name, answer in zip(("log", "log_dict"), answers, strict=True):
+                if answer is None:
+                    del space[name]
+                else:
+                    space[name] = answer
 
 
-def _combine(values: Sequence[Any], weights: Sequence[float], reduction: Any) -> Any:
+def _combine(key: ResultKey, values: Sequence[Any], weights: Sequence[float], ways: Mapping[ResultKey, Way]) -> Any:
     if len(values) == 1 or not all(isinstance(value, (Tensor, int, float)) for value in values):
         return values[-1]  # metric objects keep their own state: one call stands for all
-    tensors = [value if isinstance(value, Tensor) else torch.tensor(float(value)) for value in values]
-    stacked = torch.stack([tensor.to(torch.get_default_dtype()).reshape(()) for tensor in tensors])
-    name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "mean")
-    simple: dict[str, Callable[[], Tensor]] = {"sum": stacked.sum, "min": stacked.min, "max": stacked.max}
-    if name in simple:
-        return simple[name]()
-    weight = torch.tensor(weights, dtype=stacked.dtype, device=stacked.device)
-    return (stacked * weight).sum() / weight.sum()
+    return together(key, values, weights, ways.get(key, "mean"))
 
 
-def combine_records(parts: Sequence[tuple[float, Sequence[LogRecord]]]) -> tuple[LogRecord, ...]:
-    """One record per logged name for the microbatches of one batch.
+def combine_records(
+    parts: Sequence[tuple[float, Sequence[LogRecord]]], ways: Mapping[ResultKey, Way]
+) -> tuple[LogRecord, ...]:
+    """One record per logged name for the microbatches of one batch: what would be logged for the whole batch.
 
     Args:
         parts: For each microbatch its share of the batch's rows and what was logged in it.
+        ways: How the whole batch's values follow from those of its parts, where that is known: means, weighted by rows,
+            where it is not. What an epoch makes of batches (``reduce_fx``) does not matter here.
 
     Returns:
-        Records in the order of first appearance. Means are weighted by rows, sums, minima and maxima follow the call's
-        ``reduce_fx``; an explicit ``batch_size`` is summed. A metric object's value of the step becomes the mean of
-        those of its parts; its state, and so its value of the epoch, is its own.
+        Records in the order of first appearance. A metric object's value of the step becomes the mean of those of its
+        parts; its state, and so its value of the epoch, is its own.
     """
     grouped: dict[tuple[str, int], list[tuple[float, LogRecord]]] = {}
     for weight, records in parts:
@@ -134,17 +142,18 @@ def combine_records(parts: Sequence[tuple[float, Sequence[LogRecord]]]) -> tuple
             seen[record.name] = occurrence + 1
             grouped.setdefault((record.name, occurrence), []).append((weight, record))
     combined = []
-    for (name, _), items in grouped.items():
-        arguments = dict(items[0][1].arguments)
+    for (name, number), items in grouped.items():
+        key, arguments = ("log", name, number), dict(items[0][1].arguments)
+        weights = [weight for weight, _ in items]
         sizes = [dict(record.arguments).get("batch_size") for _, record in items]
         if all(size is not None for size in sizes):
-            arguments["batch_size"] = sum(sizes)
-        weights = [weight for weight, _ in items]
-        value = _combine([record.value for _, record in items], weights, arguments.get("reduce_fx", "mean"))
+            way = ways.get((*key, "batch_size"), "sum")
+            arguments["batch_size"] = together((*key, "batch_size"), sizes, weights, way)
+        value = _combine(key, [record.value for _, record in items], weights, ways)
         of_parts = [record.batch_value for _, record in items if record.batch_value is not None]
         if len(of_parts) == len(items) > 1:
             # Lightning shows this as the metric's value of the step; its state has seen all rows already.
-            value._forward_cache = _combine(of_parts, weights, "mean")
+            value._forward_cache = _combine((), of_parts, weights, {})
         combined.append(LogRecord(name=name, value=value, arguments=tuple(arguments.items())))
     return tuple(combined)
 

@@ -36,8 +36,9 @@ from lightning_mist.plan import (
     to_json,
 )
 from lightning_mist.runtime.batches import batch_rows, slice_rows
-from lightning_mist.runtime.selfcheck import check_microbatch_invariance
+from lightning_mist.runtime.cutting.rules import CutRules
 from lightning_mist.strategy import machine
+from lightning_mist.strategy.cut_proof import agree, prove_here
 from lightning_mist.strategy.decision import PlanRequest
 from lightning_mist.strategy.estimating import Budget, estimate_made
 from lightning_mist.strategy.kept_plans import keep_plan, kept_path, kept_plan, key_of
@@ -87,6 +88,7 @@ class Planner:
     spec: ModelSpec | None = None
     basis: Basis | None = None
     kept_at: Path | None = None
+    rules: CutRules | None = None
 
     def lean(self, found: ModuleMap, *, alone: bool = False) -> AbstractContextManager[None]:
         """Inside, the module can run on real numbers, on every rank or on rank 0 alone."""
@@ -149,20 +151,21 @@ class Planner:
         return with_splits(self.module, self.call, self.batch, found, degrees, self.progress, self.tried)
 
     def with_invariance(self, found: ModuleMap) -> ModuleMap:
-        """The map, with microbatches ruled out if the loss of a batch is not the mean of the losses of its parts."""
-        rows = batch_rows(self.batch)
+        """The map, with microbatches ruled out unless it is proved that parts of a batch train as the whole does.
+
+        Every rank takes part; afterwards all have the same :attr:`rules`.
+        """
         if found.excludes("microbatches"):
             return found
-        if rows is None or rows < 2:
-            reason = "the batch cannot be cut: its tensors do not share a first dimension of at least 2 rows"
-        else:
-            self.progress.say("checking that a batch may be cut into microbatches")
-            with self.lean(found, alone=True):
-                answer = self.tried(lambda: check_microbatch_invariance(self.module, self.call, self.batch, 2))
-            if answer is None:
-                return found
-            reason = answer
-        return replace(found, exclusions=(*found.exclusions, Exclusion(feature="microbatches", reason=reason)))
+        self.progress.say("checking that a batch may be cut into microbatches")
+        with self.lean(found):
+            answer = agree(
+                everywhere(lambda: self.tried(lambda: prove_here(self.module, found.blocks, self.call, self.batch)))
+            )
+        if not isinstance(answer, str):
+            self.rules = answer.bound_to(self.module)
+            return found
+        return replace(found, exclusions=(*found.exclusions, Exclusion(feature="microbatches", reason=answer)))
 
     def seconds(self, found: ModuleMap) -> tuple[LayerSeconds, ...]:
         """Measured seconds of the layers, every rank computing at the same time."""

@@ -153,6 +153,7 @@ def _decided(
         signature=batch_signature(planner.batch),
         kept_at=planner.kept_at,
         reach=call.reach,
+        rules=planner.rules,
     )
 
 
@@ -240,9 +241,10 @@ def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | No
     )
     seconds, update = everywhere(lambda: planner.seconds(found)), everywhere(planner.update_seconds)
     made: list[TuneResult] = []
+    allowed = planner.with_invariance(found)
 
     def make() -> str:
-        made.append(planner.tune(planner.with_invariance(found), profile, seconds, update))
+        made.append(planner.tune(allowed, profile, seconds, update))
         plan = planner.simplest(made[0]) if is_free(request.search) else made[0].plan
         return to_json(replace(plan, fingerprint=planner.fingerprint(found).pairs()))
 
@@ -251,22 +253,18 @@ def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | No
 
 
 def _refuse_unsafe_cuts(planner: Planner, found: ModuleMap, plan: Plan) -> None:
-    # Decided by the plan alone: every rank must come to `on_rank_zero`, whatever the size of its own batch.
+    # Decided by the plan alone: every rank must come to the proof, whatever the size of its own batch.
     parts = max(row_slice(plan, rank, 0).parts for rank in range(plan.world_size))
     if parts == 1:
         return  # nobody's batch is cut
-
-    def check() -> None:
-        reasons = planner.with_invariance(found).excludes("microbatches")
-        if reasons:
-            rows = batch_rows(planner.batch)
-            raise PlanError(
-                f"the plan cuts the batch of a process{'' if rows is None else f' of {rows} rows'} into up to {parts} "
-                f"parts, but {'; '.join(reasons)}. Use a plan whose stages all take whole batches: microbatch_size = "
-                f"{rows or 1}"
-            )
-
-    on_rank_zero(check)
+    reasons = planner.with_invariance(found).excludes("microbatches")
+    if reasons:
+        rows = on_rank_zero(lambda: batch_rows(planner.batch))
+        raise PlanError(
+            f"the plan cuts the batch of a process{'' if rows is None else f' of {rows} rows'} into up to {parts} "
+            f"parts, but {'; '.join(reasons)}. Use a plan whose stages all take whole batches: microbatch_size = "
+            f"{rows or 1}"
+        )
 
 
 def _self_check(planner: Planner, found: ModuleMap, plan: Plan) -> None:

@@ -1,7 +1,8 @@
 """What the user's step gave for the parts of a batch, brought to the rank that owns it and put together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,6 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_mist.errors import TraceError
+from lightning_mist.runtime.cutting.classes import Way
+from lightning_mist.runtime.cutting.results import together
+from lightning_mist.runtime.cutting.rules import ResultKey
+from lightning_mist.runtime.neighbours import Microbatch
 from lightning_mist.strategy.logging import LogRecord, combine_records
 
 
@@ -38,6 +43,42 @@ class BatchResult:
     loss: Tensor | None
     extras: dict[str, Any]
     records: tuple[LogRecord, ...]
+
+
+def pieces_by_owner(
+    microbatches: Sequence[Microbatch],
+    outputs: Sequence[Any],
+    records: Mapping[int, tuple[LogRecord, ...]],
+    random_states: Sequence[Tensor | None],
+) -> dict[int, list[Piece]]:
+    """What microbatches brought, for the ranks that own their rows; nothing of those without rows.
+
+    Args:
+        microbatches: The microbatches.
+        outputs: By index what the step returned.
+        records: By index what it logged.
+        random_states: By index the generators' state after it, where it travels.
+    """
+    found: dict[int, list[Piece]] = {}
+    for microbatch in microbatches:
+        if microbatch.weight == 0.0:
+            continue
+        output = outputs[microbatch.index]
+        values = dict(output) if isinstance(output, dict) else {"loss": output}
+        loss = values.pop("loss", None)
+        piece = Piece(
+            index=microbatch.index,
+            weight=microbatch.weight,
+            loss=home(loss),
+            extras=home(values),
+            records=tuple(
+                LogRecord(name=record.name, value=home(record.value), arguments=record.arguments)
+                for record in records.get(microbatch.index, ())
+            ),
+            random_state=random_states[microbatch.index],
+        )
+        found.setdefault(microbatch.owner, []).append(piece)
+    return found
 
 
 def home(value: Any) -> Any:
@@ -81,16 +122,40 @@ def _to(value: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
-def combine(pieces: Sequence[Piece], device: torch.device) -> BatchResult:
+def _merge_pieces(name: str, parts: list[tuple[float, Any]], ways: Mapping[ResultKey, Way]) -> Any:
+    if len(parts) == 1:
+        return parts[0][1]
+    return merged(("extra", name), parts, ways) if ways else merge_extra(parts)
+
+
+def merged(key: ResultKey, parts: list[tuple[float, Any]], ways: Mapping[ResultKey, Way]) -> Any:
+    """One value of a returned dictionary from those of its microbatches, in the ways that are known."""
+    values = [value for _, value in parts]
+    if key in ways:
+        return together(key, values, [weight for weight, _ in parts], ways[key])
+    if all(isinstance(value, dict) for value in values):
+        return {name: merged((*key, name), [(w, value[name]) for w, value in parts], ways) for name in values[0]}
+    if all(isinstance(value, (list, tuple)) and len(value) == len(values[0]) for value in values):
+        items = [merged((*key, index), [(w, v[index]) for w, v in parts], ways) for index in range(len(values[0]))]
+        return type(values[0])(*items) if hasattr(values[0], "_fields") else type(values[0])(items)
+    return merge_extra(parts)
+
+
+def combine(
+    pieces: Sequence[Piece], device: torch.device, ways: Mapping[ResultKey, Way] = MappingProxyType({})
+) -> BatchResult:
     """What the step gave for a whole batch from what it gave for the parts, in the order of their rows.
 
     Args:
         pieces: The parts, in host memory.
         device: Where the user's step would have left its tensors.
+        ways: How results follow from those of parts, where that is known.
     """
-    records = combine_records([(piece.weight, piece.records) for piece in pieces])
+    records = combine_records([(piece.weight, piece.records) for piece in pieces], ways)
     extras = {
-        name: merge_extra([(piece.weight, piece.extras[name]) for piece in pieces if name in piece.extras])
+        name: _merge_pieces(
+            name, [(piece.weight, piece.extras[name]) for piece in pieces if name in piece.extras], ways
+        )
         for name in dict.fromkeys(name for piece in pieces for name in piece.extras)
     }
     losses = [(piece.weight, piece.loss) for piece in pieces if piece.loss is not None]

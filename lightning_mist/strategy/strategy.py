@@ -18,13 +18,14 @@ from lightning_mist.strategy.accumulation import gradients_are_about_to_go
 from lightning_mist.strategy.acting import ActingRank, guarded
 from lightning_mist.strategy.answers import Answers
 from lightning_mist.strategy.decision import PlanRequest
-from lightning_mist.strategy.engine import Engine, start_engine
+from lightning_mist.strategy.engine import Engine
 from lightning_mist.strategy.evaluation import WholeEvaluation, as_wrapped, broadcasts_buffers
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.namespace import Namespace, namespace
 from lightning_mist.strategy.precision import attach_engine
 from lightning_mist.strategy.restrictions import refuse_what_is_not_there, whole_module_reason
 from lightning_mist.strategy.stage_times import FORWARD
+from lightning_mist.strategy.starting import start_engine
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.units import parse_bytes
 
@@ -188,6 +189,7 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
                 self._decision.module_map,
                 device=self.root_device,
                 timeout=self._timeout,
+                rules=self._decision.rules,
             )
             self._engine.buffers.is_enabled = broadcasts_buffers(self._ddp_kwargs)
             self._engine.guard = guarded(self, module, self._decision)

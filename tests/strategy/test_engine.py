@@ -11,7 +11,8 @@ from lightning_mist.plan.grid import plan_of
 from lightning_mist.runtime.memory_transport import InMemoryWorld
 from lightning_mist.schedule import lower
 from lightning_mist.strategy import overheads
-from lightning_mist.strategy.engine import Engine, start_engine
+from lightning_mist.strategy.engine import Engine
+from lightning_mist.strategy.starting import start_engine
 from tests.integration.parity import make_plan, map_of
 
 CPU = torch.device("cpu")

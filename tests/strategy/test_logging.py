@@ -60,17 +60,16 @@ def test_what_tensor_parallel_ranks_share_is_recorded_whole_and_unseen():
         assert value.tolist() == [[0.0], [1.0], [2.0], [3.0]]
 
 
-@pytest.mark.parametrize(
-    ("reduction", "expected"),
-    [("mean", 0.25 * 4 + 0.75 * 8), ("sum", 12.0), ("min", 4.0), ("max", 8.0), (torch.max, 8.0)],
-)
-def test_microbatches_combine_by_reduce_fx(reduction, expected):
+@pytest.mark.parametrize("reduction", ["mean", "sum", "max", torch.max])
+@pytest.mark.parametrize(("way", "expected"), [("mean", 7.0), ("sum", 12.0), ("max", 8.0), ("min", 4.0)])
+def test_microbatches_combine_by_what_is_logged_and_not_by_reduce_fx(reduction, way, expected):
     parts = [
         (0.25, [record("m", torch.tensor(4.0), reduce_fx=reduction)]),
         (0.75, [record("m", torch.tensor(8.0), reduce_fx=reduction)]),
     ]
-    (combined,) = combine_records(parts)
+    (combined,) = combine_records(parts, {("log", "m", 0): way})
     assert float(combined.value) == pytest.approx(expected)
+    assert dict(combined.arguments)["reduce_fx"] is reduction
 
 
 def test_batch_sizes_add_up_and_order_is_kept():
@@ -78,13 +77,13 @@ def test_batch_sizes_add_up_and_order_is_kept():
         (0.5, [record("b", 1.0, batch_size=2), record("a", 3.0)]),
         (0.5, [record("b", 3.0, batch_size=3), record("a", 5.0)]),
     ]
-    first, second = combine_records(parts)
+    first, second = combine_records(parts, {})
     assert (first.name, float(first.value), dict(first.arguments)["batch_size"]) == ("b", 2.0, 5)
     assert (second.name, float(second.value)) == ("a", 4.0)
 
 
 def test_a_name_logged_in_one_microbatch_only_is_weighted_by_it_alone():
-    (combined,) = combine_records([(0.5, []), (0.5, [record("rare", 3.0)])])
+    (combined,) = combine_records([(0.5, []), (0.5, [record("rare", 3.0)])], {})
     assert combined.value == 3.0
 
 
@@ -117,7 +116,7 @@ def test_a_metrics_value_of_the_step_covers_all_parts():
         metric(value, weight)
         recorder.log("m", metric)
         parts.append((weight, recorder.take()))
-    (combined,) = combine_records(parts)
+    (combined,) = combine_records(parts, {})
     assert combined.value is metric
     assert float(metric._forward_cache) == float(metric.compute()) == 7.0
 

@@ -36,7 +36,7 @@ def pipeline(degrees, microbatches):
 def test_given_plans_may_cut_batches_only_where_that_changes_nothing(monkeypatch, degrees, microbatches, is_cut, rows):
     """Also where only some stages cut them, and on ranks whose own batch has other sizes than the plan's."""
     asked = []
-    monkeypatch.setattr(planning, "on_rank_zero", lambda work: (asked.append(work), work()))
+    monkeypatch.setattr(planning, "on_rank_zero", lambda work: work())
     empty = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=())
     excluding = ModuleMap(
         step="training_step",
@@ -47,9 +47,8 @@ def test_given_plans_may_cut_batches_only_where_that_changes_nothing(monkeypatch
         exclusions=(Exclusion(feature="microbatches", reason="its loss is a sum"),),
     )
     batch = torch.zeros(()) if rows is None else torch.zeros(rows)
-    _refuse_unsafe_cuts(
-        SimpleNamespace(batch=batch, with_invariance=lambda found: found), empty, pipeline(degrees, microbatches)
-    )
+    proves = SimpleNamespace(batch=batch, with_invariance=lambda found: (asked.append(found), found)[1])
+    _refuse_unsafe_cuts(proves, empty, pipeline(degrees, microbatches))
     assert bool(asked) == is_cut
     planner = SimpleNamespace(batch=batch, with_invariance=lambda found: excluding)
     if not is_cut:

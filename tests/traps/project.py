@@ -29,6 +29,7 @@ PLANS: dict[str, Plan | str] = {
     "pp2": plan([(2, [1]), (2, [0])], rows=ROWS, microbatches=2),
     "pp2cut": plan([(2, [1]), (2, [0])], rows=ROWS, microbatches=4),
     "tp2": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=2, tensor=2),
+    "tp2cut": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=4, tensor=2),
 }
 """For two ranks. ``pp2`` and ``tp2`` have whole batches as microbatches, ``cut`` and ``pp2cut`` halves of them; under
 ``searched`` the planner searches however little there is to gain."""

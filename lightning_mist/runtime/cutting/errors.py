@@ -1,0 +1,5 @@
+"""Why a batch is not cut."""
+
+
+class UncuttableError(Exception):
+    """Why a batch stays whole."""

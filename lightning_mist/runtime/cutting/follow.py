@@ -1,0 +1,381 @@
+"""Running a recorded step on a whole batch and on its parts side by side, and mending parts where they differ.
+
+For every value that depends on parameters it is seen how that of the whole follows from those of the parts: row by row,
+as a mean, or as a sum. Where nothing of that holds, three repairs are tried; see :mod:`.patches`. A value that nothing
+explains spoils all that is made of it, whatever it weighs in the loss now: a term that is tiny, or zero, or starts
+later, counts as any other.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mist.runtime.cutting.arguments import leaves_in
+from lightning_mist.runtime.cutting.classes import Way, split_like, ways
+from lightning_mist.runtime.cutting.patches import (
+    CLASS_LOSSES,
+    SELECTING,
+    Count,
+    Over,
+    Patch,
+    Whole,
+    class_count,
+    scaled,
+    selections,
+    shape_way,
+)
+from lightning_mist.runtime.cutting.replay import Values, ancestors, run_entry
+from lightning_mist.runtime.cutting.tape import Entry, Number, Tape
+from lightning_mist.runtime.cutting.traced import BATCH, Origin, Ref, refs_of
+
+_ARITHMETIC = frozenset(
+    (
+        *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "truediv", "true_divide", "__rdiv__", "__rsub__"),
+        *("rsub", "__rpow__", "pow", "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "floor_divide"),
+        "__rfloordiv__",
+    )
+)
+"""Functions in which a number is a value and not a size."""
+
+_MEANS = frozenset(("mean", "nanmean"))
+_NEITHER = "the values of a batch are not those of its parts, row by row, nor their mean or sum"
+
+_KEEPING = frozenset(
+    (
+        "detach",
+        "clone",
+        "item",
+        "float",
+        "to",
+        "double",
+        "cpu",
+        "cuda",
+        "contiguous",
+        "type",
+        "half",
+        "bfloat16",
+        "data",
+    )
+)
+"""Functions that change nothing about what a value is."""
+
+_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "isclose", "__eq__", "__ne__"))
+
+_TAKES_ANY = frozenset(("mean", "same"))
+
+Labels = Callable[[Tensor, int], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A batch to follow, and how it is cut.
+
+    Attributes:
+        name: What is different about it.
+        leaves: Its tensors.
+        rows: Rows of its parts.
+        labels: Changes the labels of losses; None to leave them.
+    """
+
+    name: str
+    leaves: Sequence[Tensor]
+    rows: tuple[int, ...]
+    labels: Labels | None = None
+
+
+@dataclass(slots=True)
+class Findings:
+    """What is known of a tape.
+
+    Attributes:
+        patches: By call, what parts do differently.
+        ways: For every tensor that was compared, how that of a whole follows from those of parts.
+        spoilt: Tensors that nothing explains, with the call where it began and what is wrong with it.
+    """
+
+    patches: dict[int, tuple[Patch, ...]] = field(default_factory=dict)
+    ways: dict[Ref | Origin, set[Way]] = field(default_factory=dict)
+    spoilt: dict[Ref, str] = field(default_factory=dict)
+
+    def add(self, index: int, patch: Patch) -> None:
+        """A patch of a call."""
+        known = self.patches.get(index, ())
+        if patch not in known:
+            self.patches[index] = (*known, patch)
+
+    def begin(self) -> None:
+        """Begin again with what is known to be different, and find out anew which sums stand among means."""
+        self.ways.clear()
+        self.spoilt.clear()
+        kept = {index: tuple(p for p in patches if not isinstance(p, Over)) for index, patches in self.patches.items()}
+        self.patches = {index: patches for index, patches in kept.items() if patches}
+
+    @property
+    def text(self) -> str:
+        """All patches, to see whether they have settled."""
+        return repr(sorted(self.patches.items()))
+
+
+class Follower:
+    """Follows a tape.
+
+    Args:
+        tape: The recorded step.
+        wanted: The tensors and numbers that must be explained.
+        findings: What is known already; what is found is added.
+        tolerance: Largest relative difference of real numbers; None for that of their type.
+    """
+
+    def __init__(
+        self, tape: Tape, wanted: Sequence[Ref | Origin], findings: Findings, tolerance: float | None = None
+    ) -> None:
+        self._tolerance = tolerance
+        self._tape, self._found, self._wanted = tape, findings, tuple(wanted)
+        refs = [ref for item in wanted for ref in ((item,) if isinstance(item, Ref) else refs_of(item))]
+        self._entries = ancestors(tape, refs)
+        for entry in self._entries:
+            count = class_count(entry, tape)
+            if count is not None:
+                findings.add(entry.index, count)
+
+    def run(self, variant: Variant) -> tuple[Values, list[Values]]:
+        """Follow one batch; all tensors of the whole and of the parts."""
+        ends = [sum(variant.rows[: index + 1]) for index in range(len(variant.rows))]
+        every = ends[-1]
+        whole = Values([leaf.clone() for leaf in variant.leaves], every)
+        parts = [
+            Values([leaf[end - rows : end].clone() if leaf.dim() else leaf.clone() for leaf in variant.leaves], rows)
+            for rows, end in zip(variant.rows, ends, strict=True)
+        ]
+        shares = [((end - rows) / every, end / every) for rows, end in zip(variant.rows, ends, strict=True)]
+        side = _Side(self._tape, self._found, variant, whole, parts, shares, self._tolerance)
+        for entry in self._entries:
+            side.run(entry)
+        for item in self._wanted:
+            if not isinstance(item, Ref) or self._tape.depends(item) != "parameters":
+                side.note(item)
+        return whole, parts
+
+
+class _Side:
+    """One variant's run: the whole and its parts."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        found: Findings,
+        variant: Variant,
+        whole: Values,
+        parts: list[Values],
+        shares: list[tuple[float, float]],
+        tolerance: float | None,
+    ) -> None:
+        self._tolerance = tolerance
+        self._tape, self._found, self._variant = tape, found, variant
+        self._whole, self._parts, self._shares = whole, parts, shares
+        self._relabelled: set[Ref] = set()
+        self._chance = torch.Generator().manual_seed(5)
+
+    def run(self, entry: Entry) -> None:
+        """Run one call on the whole and on all parts."""
+        if entry.depends != "parameters":
+            for values in (self._whole, *self._parts):
+                run_entry(entry, values, self._tape.device)
+            return
+        self._relabel(entry)
+        problem = self._take_wholes(entry)
+        made = run_entry(entry, self._whole, self._tape.device)
+        self._run_parts(entry)
+        self._toss(entry)
+        self._explain(entry, made, problem)
+
+    def _relabel(self, entry: Entry) -> None:
+        """Put other labels in the place of a loss's, alike for the whole and its parts."""
+        if self._variant.labels is None:
+            return
+        for patch in self._found.patches.get(entry.index, ()):
+            if not isinstance(patch, Count) or patch.ignored is None or patch.source in self._relabelled:
+                continue
+            whole = self._whole[patch.source]
+            way = _row_way(self._of(patch.source))
+            if way is not None and whole.numel():
+                self._relabelled.add(patch.source)
+                self._replace(patch.source, way, self._variant.labels(whole, patch.ignored))
+
+    def _toss(self, entry: Entry) -> None:
+        """Put chance in the place of comparisons: a network that is right nowhere would hide what is made of them."""
+        ref = Ref(entry.index, 0)
+        if self._variant.labels is None or entry.name not in _COMPARISONS:
+            return
+        way = _row_way(self._of(ref))
+        if way is not None and self._whole[ref].numel():
+            tossed = torch.rand(self._whole[ref].shape, generator=self._chance) < 0.5
+            self._replace(ref, way, tossed.to(self._whole[ref].device))
+
+    def _replace(self, ref: Ref, way: Way, value: Tensor) -> None:
+        """Put another value in the place of one, alike for the whole and its parts."""
+        pieces = split_like(value, way, [part[ref] for part in self._parts])
+        self._whole[ref] = value
+        for part, piece in zip(self._parts, pieces, strict=True):
+            part[ref] = piece
+
+    def _take_wholes(self, entry: Entry) -> str | None:
+        """Make arguments that depend on the batch alone, and not row by row, those of the whole batch.
+
+        Returns:
+            What is wrong with an argument of which a part cannot use the whole batch's.
+        """
+        if entry.name in SELECTING:
+            return None  # positions in a part are not those in the whole: what is selected is compared
+        for path, leaf in leaves_in((entry.args, entry.kwargs)):
+            if isinstance(leaf, Ref) and leaf.entry != BATCH and self._tape.depends(leaf) == "data":
+                whole, parts = self._whole[leaf], [part[leaf] for part in self._parts]
+                known = self._note(leaf, self._ways(whole, parts))
+                if "same" in known or _row_way(known) is not None or self._is_counted(entry, leaf):
+                    continue
+                is_alike = all(part.shape == whole.shape for part in parts)
+                way = None if is_alike else shape_way(whole, parts)
+                if entry.block is not None or not (is_alike or way is not None):
+                    return f"{_text(entry)} uses a value that depends on several rows of the batch in another way"
+                self._found.add(entry.index, Whole(path, leaf, way))
+            elif isinstance(leaf, Number) and entry.name in _ARITHMETIC and not self._is_linear(leaf):
+                self._found.add(entry.index, Whole(path, leaf))
+        return None
+
+    def _is_linear(self, leaf: Number) -> bool:
+        """Whether a number is the same for all, or goes with the rows."""
+        every = (self._whole, *self._parts)
+        numbers, rows = [values.number(leaf.origin) for values in every], [values.rows for values in every]
+        pairs = list(zip(numbers, rows, strict=True))
+        return len(set(numbers)) == 1 or all(number * rows[0] == numbers[0] * row for number, row in pairs)
+
+    def _is_counted(self, entry: Entry, leaf: Ref) -> bool:
+        return any(
+            isinstance(patch, Count) and leaf in patch.refs for patch in self._found.patches.get(entry.index, ())
+        )
+
+    def _run_parts(self, entry: Entry, *, extra: Sequence[Patch] = ()) -> list[list[Tensor]]:
+        patches = (*self._found.patches.get(entry.index, ()), *extra)
+        made = []
+        for part, share in zip(self._parts, self._shares, strict=True):
+            made.append(self._run_part(entry, part, share, patches))
+        return made
+
+    def _run_part(
+        self, entry: Entry, part: Values, share: tuple[float, float], patches: Sequence[Patch]
+    ) -> list[Tensor]:
+        changes: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
+        for patch in patches:
+            if isinstance(patch, Whole):
+                value = self._whole.leaf(patch.value)
+                changes[patch.path] = partial(_piece, patch, value, share)
+            elif isinstance(patch, Over):
+                changes[patch.path] = lambda value: value / (share[1] - share[0])
+        made = run_entry(
+            entry,
+            part,
+            self._tape.device,
+            lambda path, value: changes[path](value) if path in changes else value,
+        )
+        for patch in patches:
+            if isinstance(patch, Count):
+                made = [scaled(made[0], patch.of(part), patch.of(self._whole)), *made[1:]]
+                part[Ref(entry.index, 0)] = made[0]
+        return made
+
+    def _ways(self, whole: Tensor, parts: Sequence[Tensor]) -> set[Way]:
+        return ways(whole, parts, self._variant.rows, tolerance=self._tolerance)
+
+    def _note(self, ref: Ref | Origin, found: set[Way]) -> set[Way]:
+        known = self._found.ways.get(ref)
+        self._found.ways[ref] = found if known is None else known & found
+        return self._found.ways[ref]
+
+    def note(self, item: Ref | Origin) -> None:
+        """See how a number, or a tensor that does not depend on parameters, follows from those of the parts."""
+        if isinstance(item, Ref):
+            self._note(item, self._of(item))
+            return
+        whole, *parts = (torch.tensor(float(v.number(item)), dtype=torch.float64) for v in (self._whole, *self._parts))
+        self._note(item, self._ways(whole, parts))
+
+    # Explaining --------------------------------------------------------------------------------------------------
+
+    def _explain(self, entry: Entry, made: list[Tensor], problem: str | None) -> None:
+        refs = [leaf for _, leaf in leaves_in((entry.args, entry.kwargs)) if isinstance(leaf, Ref)]
+        spoilt = next((self._found.spoilt[ref] for ref in refs if ref in self._found.spoilt), problem)
+        if spoilt is None and entry.name not in _KEEPING:
+            spoilt = next((self._extreme(ref) for ref in refs if self._extreme(ref) is not None), None)
+        if spoilt is None and not self._is_explained(entry, made) and not self._is_repaired(entry, made):
+            spoilt = f"{_text(entry)}: {_NEITHER}"
+        for leaf in range(entry.outputs):
+            ref = Ref(entry.index, leaf)
+            if spoilt is not None:
+                self._found.spoilt.setdefault(ref, spoilt)
+            else:
+                self._note(ref, self._of(ref))
+
+    def _extreme(self, ref: Ref) -> str | None:
+        """What is wrong with a value that is known as a maximum or minimum only: nothing else follows from parts."""
+        known = self._found.ways.get(ref, set())
+        if not known or known - {"max", "min"} or self._tape.depends(ref) != "parameters":
+            return None
+        return f"{_text(self._tape.entries[ref.entry])}: {_NEITHER}"
+
+    def _of(self, ref: Ref) -> set[Way]:
+        return self._ways(self._whole[ref], [part[ref] for part in self._parts])
+
+    def _is_explained(self, entry: Entry, made: list[Tensor]) -> bool:
+        for leaf in range(len(made)):
+            ref = Ref(entry.index, leaf)
+            found = self._of(ref) & self._found.ways.get(ref, self._of(ref))
+            if not found:
+                return False
+        return True
+
+    def _is_repaired(self, entry: Entry, made: list[Tensor]) -> bool:
+        if entry.block is not None:
+            return False
+        for extra in self._repairs(entry):
+            self._run_parts(entry, extra=extra)
+            if all(self._of(Ref(entry.index, leaf)) for leaf in range(len(made))):
+                for patch in extra:
+                    self._found.add(entry.index, patch)
+                for leaf in range(len(made)):  # what earlier variants showed was without the repair
+                    self._found.ways.pop(Ref(entry.index, leaf), None)
+                return True
+        self._run_parts(entry)
+        return False
+
+    def _repairs(self, entry: Entry) -> list[tuple[Patch, ...]]:
+        repairs: list[tuple[Patch, ...]] = []
+        sums = [
+            Over(path)
+            for path, leaf in leaves_in((entry.args, entry.kwargs))
+            if isinstance(leaf, Ref)
+            and self._tape.depends(leaf) == "parameters"
+            and "sum" in self._found.ways.get(leaf, ())
+            and not _TAKES_ANY & self._found.ways[leaf]
+        ]
+        if sums:
+            repairs.append(tuple(sums))
+        has_count = any(isinstance(patch, Count) for patch in self._found.patches.get(entry.index, ()))
+        if not has_count and (entry.name in _MEANS or entry.name in CLASS_LOSSES or entry.name.endswith("_loss")):
+            repairs += [(count,) for count in selections(entry, self._tape)]
+        return repairs
+
+
+def _piece(patch: Whole, whole: Any, share: tuple[float, float], own: Any) -> Any:
+    return patch.piece(whole, *share)
+
+
+def _text(entry: Entry) -> str:
+    return f"{entry.name if entry.block is None else f'layer {entry.block}'} at {entry.line}"
+
+
+def _row_way(found: set[Way]) -> Way | None:
+    return min((way for way in found if way.startswith("rows")), default=None)

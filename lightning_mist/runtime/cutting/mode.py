@@ -1,0 +1,195 @@
+"""Training on a part of a batch: its calls compute what was proved, and anything else ends training."""
+
+import threading
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._pytree import tree_leaves
+
+from lightning_mist.errors import TraceError
+from lightning_mist.plan.calls import user_line
+from lightning_mist.runtime.cutting.arguments import rebuilt
+from lightning_mist.runtime.cutting.classes import tolerance_of
+from lightning_mist.runtime.cutting.patches import Count, Over, Whole, scaled
+from lightning_mist.runtime.cutting.replay import Values
+from lightning_mist.runtime.cutting.rules import CutRules, Site
+from lightning_mist.runtime.cutting.tape import name_of, occurrence
+
+_REDUCTIONS = (
+    "sum",
+    "mean",
+    "nanmean",
+    "nansum",
+    "max",
+    "min",
+    "amax",
+    "amin",
+    "logsumexp",
+    "prod",
+    "median",
+    "quantile",
+)
+_SPREADS = ("norm", "vector_norm", "matrix_norm", "std", "var", "std_mean", "var_mean", "normalize")
+_ORDERS = ("cumsum", "cumprod", "sort", "topk", "roll", "flip")
+_PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "__matmul__", "__rmatmul__", "einsum", "tensordot")
+_DISTANCES = ("cdist", "pdist", "cosine_similarity", "batch_norm", "instance_norm")
+_LOSSES = (
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "ctc_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "triplet_margin_loss"),
+    *("margin_ranking_loss", "hinge_embedding_loss"),
+)
+
+SUSPICIOUS = frozenset((*_REDUCTIONS, *_SPREADS, *_ORDERS, *_PRODUCTS, *_DISTANCES, *_LOSSES))
+"""Functions that may look at several rows at once."""
+
+WAY_OUT = "Use a plan that does not cut batches: microbatch_size as large as the batch"
+
+
+class CutMode(TorchFunctionMode):
+    """Around the user's step on a part of a batch.
+
+    Args:
+        rules: What was proved.
+        whole: What the sites need from the whole batch.
+        part: The same from the part.
+        first: Share of the batch's rows before the part.
+        end: That up to its end.
+
+    Attributes:
+        counted: What means were taken over: of the part, of the whole, and where.
+        is_quiet: Whether nothing is watched now.
+    """
+
+    def __init__(self, rules: CutRules, whole: Values | None, part: Values | None, first: float, end: float) -> None:
+        super().__init__()
+        self._rules, self._whole, self._part = rules, whole, part
+        self._first, self._end = first, end
+        self._sites: Mapping[Hashable, Site] = {site.key: site for site in rules.sites}
+        self._watched = SUSPICIOUS | {str(site.key[0]) for site in rules.sites}
+        self._counts: dict[Hashable, int] = {}
+        self._wrong: list[tuple[Tensor, str]] = []
+        self.counted: dict[Hashable, tuple[Tensor, Tensor, str]] = {}
+        self.is_quiet = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_quiet or getattr(func, "__name__", "") not in self._watched:
+            return func(*args, **kwargs)
+        name = name_of(func)
+        key = occurrence(self._counts, name)
+        site = self._sites.get(key)
+        if site is not None:
+            return self._mended(site, func, args, kwargs)
+        output = func(*args, **kwargs)
+        is_new = name in SUSPICIOUS and key[:2] not in self._rules.known
+        if is_new and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
+            raise TraceError(
+                f"{name} at {user_line()} was not part of the step when it was proved that its batches may be cut: a "
+                f"term of the loss that begins later may look across rows. {WAY_OUT}"
+            )
+        return output
+
+    def check(self) -> None:
+        """End training if something counted other than was worked out from the batch.
+
+        Raises:
+            TraceError: Saying where.
+        """
+        if not self._wrong or not bool(torch.stack([flag for flag, _ in self._wrong]).any()):
+            return
+        lines = dict.fromkeys(line for flag, line in self._wrong if bool(flag))
+        raise TraceError(
+            f"the parts of a batch do not count what the batch was proved to count (at {', '.join(lines)}): the loss's "
+            f"normaliser goes by more than the batch. {WAY_OUT}"
+        )
+
+    def _mended(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
+        def change(path: tuple[Any, ...], leaf: Any) -> Any:
+            for patch in site.patches:
+                if isinstance(patch, Whole) and patch.path == path:
+                    return self._of_whole(site, patch, leaf)
+                if isinstance(patch, Over) and patch.path == path:
+                    return leaf / (self._end - self._first)
+            return leaf
+
+        if any(not isinstance(patch, Count) for patch in site.patches):
+            args, kwargs = rebuilt((args, kwargs), change)
+        output = func(*args, **kwargs)
+        for patch in site.patches:
+            if isinstance(patch, Count):
+                output = self._counted(site, patch, args, kwargs, output)
+        return output
+
+    def _of_whole(self, site: Site, patch: Whole, actual: Any) -> Any:
+        assert self._whole is not None
+        assert self._part is not None
+        whole, own = self._whole.leaf(patch.value), self._part.leaf(patch.value)
+        if isinstance(own, Tensor):
+            self._expect(own, actual, site.line)
+        elif own not in (actual, 0):  # who counts nothing may divide by something else
+            self._wrong.append((torch.ones((), dtype=torch.bool), site.line))
+        if not isinstance(whole, Tensor) and whole == 0:
+            return actual
+        return patch.piece(whole, self._first, self._end)
+
+    def _counted(self, site: Site, patch: Count, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        assert self._whole is not None
+        assert self._part is not None
+        own, whole = patch.of(self._part), patch.of(self._whole)
+        if patch.ignored is not None:
+            target = kwargs.get("target", args[1] if len(args) > 1 else None)
+            if isinstance(target, Tensor):
+                self._expect(self._part[patch.source], target, site.line)
+        self.counted[site.key] = (own, whole, site.line)
+        return scaled(output, own, whole)
+
+    def _expect(self, wanted: Tensor, actual: Any, line: str) -> None:
+        if not isinstance(actual, Tensor) or actual.shape != wanted.shape:
+            self._wrong.append((torch.ones((), dtype=torch.bool, device=wanted.device), line))
+            return
+        if wanted.dtype.is_floating_point:
+            limit = tolerance_of(wanted.dtype)
+            self._wrong.append((~torch.isclose(actual, wanted, rtol=limit, atol=limit, equal_nan=True).all(), line))
+        else:
+            self._wrong.append(((actual != wanted).any(), line))
+
+
+class _Active(threading.local):
+    mode: CutMode | None = None
+
+
+_ACTIVE = _Active()
+
+
+@contextmanager
+def cutting(mode: CutMode) -> Iterator[None]:
+    """Around the user's step."""
+    before, _ACTIVE.mode = _ACTIVE.mode, mode
+    try:
+        with mode:
+            yield
+    finally:
+        _ACTIVE.mode = before
+
+
+@contextmanager
+def inside_block() -> Iterator[None]:
+    """Around a block of the network, which computes as it is: the mode that watches the step costs nothing there."""
+    mode = _ACTIVE.mode
+    if mode is None:
+        yield
+        return
+    is_on_top = _get_current_function_mode() is mode  # type: ignore[no-untyped-call]
+    mode.is_quiet = True
+    if is_on_top:
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        mode.is_quiet = False
+        if is_on_top:
+            mode.__enter__()  # type: ignore[no-untyped-call]

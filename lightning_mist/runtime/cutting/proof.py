@@ -1,0 +1,373 @@
+"""Whether, and how, the parts of a batch train as the whole does.
+
+The step is run twice, on some rows and on fewer, and taken down as a tape. Everything else happens on the tape: padded,
+masked, weighted and tied batches and other parameters are followed as wholes and as parts until every value is
+explained. See :mod:`.follow`.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mist.runtime.batches import batch_rows, slice_rows
+from lightning_mist.runtime.cutting.arguments import leaves_in, rebuilt
+from lightning_mist.runtime.cutting.classes import is_close, tolerance_of
+from lightning_mist.runtime.cutting.draws import refuse_draws
+from lightning_mist.runtime.cutting.errors import UncuttableError
+from lightning_mist.runtime.cutting.follow import Findings, Follower, Variant
+from lightning_mist.runtime.cutting.mode import SUSPICIOUS
+from lightning_mist.runtime.cutting.perturb import Perturber, other_parameters
+from lightning_mist.runtime.cutting.portable import portable_entry, sizes_by_batch
+from lightning_mist.runtime.cutting.replay import Slice, Values, ancestors, run_entry
+from lightning_mist.runtime.cutting.results import Result, best_way, read_results, result_ways
+from lightning_mist.runtime.cutting.rules import CutRules, Site, needed, portable_site
+from lightning_mist.runtime.cutting.tape import Entry, Number, Recorder, Tape, batch_tensors
+from lightning_mist.runtime.cutting.traced import Origin, Read, Ref, Rows
+from lightning_mist.runtime.random import get_random_state, set_random_state
+from lightning_mist.runtime.selfcheck import Gradients, Steady, loss_of, take_gradients
+
+MOST_ROWS = 5
+"""Rows of the batch that is followed: parts of two and three, or of one and four."""
+
+_PASSES = 6
+
+_COARSE = 2e-2
+"""Largest relative difference where 16-bit numbers take part in real numbers of more bits."""
+
+Step = Callable[[Any], tuple[Any, list[Result]]]
+"""Runs the user's step on a batch: what it returned, and its results other than the loss."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Ran:
+    """One run of the user's step."""
+
+    tape: Tape
+    loss: Ref | None
+    value: Tensor
+    gradients: Gradients
+    results: list[Result]
+
+
+def prove(module: nn.Module, blocks: Sequence[str], step: Step, batch: Any) -> CutRules | str:
+    """How batches like one are cut, or why they are not.
+
+    Calls the user's step twice. What it does to the module besides gradients is the caller's to undo.
+
+    Args:
+        module: The user's module with all its parameters.
+        blocks: Names of its repeated blocks.
+        step: Runs the user's step.
+        batch: A batch.
+    """
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    state = get_random_state(device)
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with torch.enable_grad(), Steady(device, without_dropout=True), _steady_recurrence(module):
+            return _Proof(module, blocks, step, batch, device).rules()
+    except UncuttableError as error:
+        return str(error)
+    finally:
+        set_random_state(state, device)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextmanager
+def _steady_recurrence(module: nn.Module) -> Iterator[None]:
+    """Inside, recurrent layers drop nothing."""
+    layers = [(child, child.dropout) for child in module.modules() if isinstance(child, nn.RNNBase)]
+    for child, _ in layers:
+        child.dropout = 0.0
+    try:
+        yield
+    finally:
+        for child, rate in layers:
+            child.dropout = rate
+
+
+class _Proof:
+    def __init__(self, module: nn.Module, blocks: Sequence[str], step: Step, batch: Any, device: torch.device) -> None:
+        self._module, self._step, self._device = module, step, device
+        self._blocks = [module.get_submodule(name) for name in blocks]
+        rows = batch_rows(batch)
+        if rows is None or rows < 2:
+            raise UncuttableError(
+                "the batch cannot be cut: its tensors do not share a first dimension of at least 2 rows"
+            )
+        self._rows = min(rows, MOST_ROWS)
+        self._batch = slice_rows(batch, 0, self._rows)
+        self._state = get_random_state(device)
+        self._is_coarse = False
+
+    def rules(self) -> CutRules:
+        """The rules.
+
+        Raises:
+            UncuttableError: If there are none.
+        """
+        whole = self._run(self._batch, self._rows, takes_gradients=True)
+        _refuse_reads(whole.tape)
+        if whole.tape.stray is not None:
+            line = whole.tape.stray
+            raise UncuttableError(f"a value made inside a layer is used outside, and is no result of it, at {line}")
+        fewer = self._run(slice_rows(self._batch, 0, self._rows // 2), self._rows // 2, takes_gradients=False)
+        reads = _explain_numbers(whole.tape, fewer.tape)
+        whole.results = read_results(whole.results, fewer.results, reads)
+        if whole.loss is None:
+            raise UncuttableError("the loss is not made by functions of torch that can be followed")
+        tape, leaves = whole.tape, batch_tensors(self._batch)
+        self._is_coarse = any(entry.autocast[0] for entry in tape.entries)
+        results = [result.origin for result in whole.results if result.origin is not None]
+        wanted = [whole.loss, *(ref for result in whole.results for ref in result.refs)]
+        refuse_draws(tape, wanted)
+        self._compare(whole, leaves, self._rows, whole.value, whole.gradients)
+        self._compare(whole, [leaf[: self._rows // 2] if leaf.dim() else leaf for leaf in leaves], self._rows // 2,
+                      fewer.value, None)  # fmt: skip
+        found = Findings()
+        self._follow_all(tape, leaves, list(dict.fromkeys([whole.loss, *results])), whole.loss, found)
+        if whole.loss in found.spoilt:
+            raise UncuttableError(f"the loss depends on rows together: {found.spoilt[whole.loss]}")
+        ways = result_ways(whole.results, fewer.results, found, (self._rows, self._rows // 2))
+        if isinstance(ways, str):
+            raise UncuttableError(ways)
+        ways["loss",] = frozenset(found.ways.get(whole.loss, set()) & {"mean", "sum", "same"})
+        of_whole, of_part = self._compare_gradients(tape, leaves, whole.loss, found, best_way(ways["loss",]))
+        sizes_by_batch(tape, of_whole, of_part, len(leaves))
+        return _rules(self._module, tape, fewer.tape, found, ways, wanted, len(leaves))
+
+    def _run(self, batch: Any, rows: int, *, takes_gradients: bool) -> _Ran:
+        recorder = Recorder(self._module, self._blocks, batch, rows, self._device)
+        set_random_state(self._state, self._device)
+        outside = _outside()
+        with recorder.running():
+            output, results = self._step(batch)
+        if outside != _outside():
+            raise UncuttableError("the step draws random numbers from Python or numpy, which parts would draw anew")
+        loss = loss_of(output)
+        gradients: Gradients = {}
+        if takes_gradients:
+            loss.backward()  # type: ignore[no-untyped-call]
+            gradients = take_gradients(self._module)
+        return _Ran(
+            tape=recorder.tape,
+            loss=recorder.ref_of(loss),
+            value=loss.detach(),
+            gradients=gradients,
+            results=[result.located(recorder.ref_of) for result in results],
+        )
+
+    # Following ---------------------------------------------------------------------------------------------------
+
+    def _compare(
+        self, ran: _Ran, leaves: Sequence[Tensor], rows: int, value: Tensor, gradients: Gradients | None
+    ) -> None:
+        """See whether the tape gives what the step gave."""
+        assert ran.loss is not None
+        set_random_state(self._state, self._device)
+        values = Values([leaf.clone() for leaf in leaves], rows)
+        try:
+            with torch.set_grad_enabled(gradients is not None):
+                for entry in ancestors(ran.tape, [ran.loss]):
+                    run_entry(entry, values, self._device)
+                found = values[ran.loss]
+                if gradients is not None:
+                    found.backward()  # type: ignore[no-untyped-call]
+        except Exception as error:  # whatever a call says of a batch that it was not taken down for
+            raise UncuttableError(f"what the step computes does not run on fewer rows: {_short(error)}") from error
+        again = take_gradients(self._module)
+        limit = self._limit(value)
+        if not is_close(found.detach(), value, limit):
+            raise UncuttableError(
+                f"what the step computes goes by more than its batch's tensors: followed for {rows} rows, its loss is "
+                f"{found.item():.6g} in place of {value.item():.6g}"
+            )
+        if gradients is not None:
+            _refuse_other_gradients(again, gradients, limit, "the step's gradients are not those of what it computes")
+
+    def _limit(self, value: Tensor) -> float:
+        return _COARSE if self._is_coarse else tolerance_of(value.dtype)
+
+    def _variants(self, tape: Tape, leaves: Sequence[Tensor]) -> list[tuple[Variant, bool]]:
+        """What is followed, and whether with other parameters."""
+        rows = self._rows
+        small, half = (1, rows - 1), (rows // 2, rows - rows // 2)
+        make = Perturber(tape, leaves)
+        labels = make.labels
+
+        return [
+            (Variant(name="the batch", leaves=leaves, rows=half), False),
+            (Variant(name="padded", leaves=make.padded(), rows=small, labels=labels), False),
+            (Variant(name="shuffled", leaves=make.shuffled(), rows=half, labels=labels), True),
+            (Variant(name="tied", leaves=make.tied(), rows=small), True),
+            (Variant(name="labels", leaves=leaves, rows=small, labels=labels), False),
+        ]
+
+    def _follow_all(
+        self, tape: Tape, leaves: Sequence[Tensor], wanted: Sequence[Ref | Origin], loss: Ref, found: Findings
+    ) -> None:
+        variants = self._variants(tape, leaves)
+        failed: set[str] = set()
+        for _ in range(_PASSES):
+            before = found.text
+            found.begin()
+            follower = Follower(tape, wanted, found, _COARSE if self._is_coarse else None)
+            for variant, has_other in variants:
+                if variant.name in failed or loss in found.spoilt or (variant.name == "labels" and not failed):
+                    continue
+                try:
+                    self._follow(follower, variant, has_other)
+                except Exception as error:  # a batch that the step does not take
+                    if variant.name == "the batch":
+                        raise UncuttableError(
+                            f"what the step computes does not run on parts: {_short(error)}"
+                        ) from error
+                    failed.add(variant.name)
+                    before = ""
+            if found.text == before:
+                return
+        raise UncuttableError("what the parts of a batch must compute differently does not settle")
+
+    def _follow(self, follower: Follower, variant: Variant, has_other: bool) -> None:
+        set_random_state(self._state, self._device)
+        with torch.no_grad():
+            if not has_other:
+                follower.run(variant)
+                return
+            with other_parameters(self._module):
+                follower.run(variant)
+
+    def _compare_gradients(
+        self, tape: Tape, leaves: Sequence[Tensor], loss: Ref, found: Findings, way: str | None
+    ) -> list[Values]:
+        """Compare gradients of wholes and of parts: of the batch as it is, and padded.
+
+        Returns:
+            The tensors of the batch as it is, and of its first part.
+        """
+        seen: list[Values] = []
+        for variant, _ in self._variants(tape, leaves)[:2]:
+            set_random_state(self._state, self._device)
+            try:
+                whole, parts = Follower(tape, [loss], found, _COARSE if self._is_coarse else None).run(variant)
+            except Exception:  # such a batch was not followed either
+                if variant.name == "the batch":
+                    raise
+                continue
+            seen = seen or [whole, parts[0]]
+            if not torch.isfinite(whole[loss]).all():
+                continue
+            whole[loss].backward()  # type: ignore[no-untyped-call]
+            wanted = take_gradients(self._module)
+            for part, rows in zip(parts, variant.rows, strict=True):
+                (part[loss] * (1.0 if way == "sum" else rows / self._rows)).backward()  # type: ignore[no-untyped-call]
+            _refuse_other_gradients(
+                take_gradients(self._module), wanted, self._limit(whole[loss]),
+                f"the gradients of a batch's parts do not add up to those of the batch ({variant.name})",
+            )  # fmt: skip
+        return seen
+
+
+def _refuse_other_gradients(found: Gradients, wanted: Gradients, limit: float, what: str) -> None:
+    scale = max((float(value.abs().max()) for value in wanted.values() if value.numel()), default=0.0)
+    for name in {**wanted, **found}:
+        one, other = wanted.get(name), found.get(name)
+        if one is None:
+            assert other is not None
+            difference = float(other.abs().max())
+        else:
+            difference = float((one - (0 if other is None else other)).abs().max()) if one.numel() else 0.0
+        size = max(0.0 if one is None or not one.numel() else float(one.abs().max()), 1e-3 * scale)
+        if difference > limit * 5 * size:
+            raise UncuttableError(f"{what}: that of {name} differs by {difference / max(size, 1e-30):.1e} of its size")
+
+
+def _refuse_reads(tape: Tape) -> None:
+    """Refuse decisions by values that depend on parameters: parts would decide for themselves."""
+    for entry in tape.entries:
+        if entry.name != "__bool__" or entry.depends != "parameters" or entry.block is not None:
+            continue
+        refs = [leaf for _, leaf in leaves_in(entry.args) if isinstance(leaf, Ref)]
+        made = {earlier.name for earlier in ancestors(tape, refs) if earlier.block is None}
+        if not made & {"isnan", "isinf", "isfinite"}:
+            raise UncuttableError(f"the step decides by a value that depends on parameters, at {entry.line}")
+
+
+def _explain_numbers(tape: Tape, fewer: Tape) -> dict[tuple[Any, Any], Ref]:
+    """Find out which plain numbers among arguments go with the rows, or with values that were read.
+
+    Returns:
+        For pairs of numbers that were read, in both runs, the tensor that they are from.
+    """
+    reads: dict[tuple[Any, Any], Ref] = {}
+    if [entry.name for entry in tape.entries] != [entry.name for entry in fewer.entries]:
+        return reads  # a decision by the batch's values: what comes of it is compared
+    for entry, other in zip(tape.entries, fewer.entries, strict=True):
+        if entry.is_read and isinstance(entry.args[0], Ref) and type(entry.read) in (int, float):
+            reads[entry.read, other.read] = entry.args[0]
+        values = dict(leaves_in((other.args, other.kwargs)))
+        changes = {}
+        for path, leaf in leaves_in((entry.args, entry.kwargs)):
+            twin = values.get(path)
+            if type(leaf) not in (int, float) or type(twin) is not type(leaf) or leaf == twin:
+                continue
+            assert isinstance(leaf, (int, float))
+            assert isinstance(twin, (int, float))
+            if (leaf, twin) in reads:
+                changes[path] = Number(Read("item", reads[leaf, twin]))
+            elif leaf * fewer.rows == twin * tape.rows and leaf % tape.rows == 0:
+                changes[path] = Number(Rows(int(leaf) // tape.rows))
+        if changes:
+            _put(entry, changes)
+    return reads
+
+
+def _put(entry: Entry, changes: dict[tuple[Any, ...], Number]) -> None:
+    entry.args, entry.kwargs = rebuilt((entry.args, entry.kwargs), changes.get)
+
+
+def _outside() -> tuple[Any, ...]:
+    """The states of random generators outside of torch."""
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    return random.getstate(), None if state is None else (state[1].tobytes(), *state[2:])
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _rules(
+    module: nn.Module,
+    tape: Tape,
+    fewer: Tape,
+    found: Findings,
+    ways: dict[tuple[Hashable, ...], frozenset[str]],
+    wanted: Sequence[Ref],
+    leaves: int,
+) -> CutRules:
+    used = {entry.index for entry in ancestors(tape, wanted)}
+    sites = tuple(
+        Site(key=tape.entries[index].key, patches=patches, line=tape.entries[index].line)
+        for index, patches in sorted(found.patches.items())
+        if index in used
+    )
+    entries = [portable_entry(entry, module) for entry in ancestors(tape, needed(sites))]
+    known = frozenset(entry.key[:2] for taken in (tape, fewer) for entry in taken.entries if entry.name in SUSPICIOUS)
+    return CutRules(
+        sites=tuple(portable_site(site, module) for site in sites),
+        slice=Slice(entries, tape.device) if needed(sites) else None,
+        seen=ways,
+        results={key: best_way(known) or "mean" for key, known in ways.items()},
+        leaves=leaves,
+        known=known,
+    )

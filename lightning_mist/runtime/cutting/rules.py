@@ -1,0 +1,128 @@
+"""What a proof leaves for training: how parts compute, how their results are put together, and what to look out for."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from lightning_mist.errors import TraceError
+from lightning_mist.runtime.cutting.classes import Way
+from lightning_mist.runtime.cutting.patches import Count, Over, Patch, Whole
+from lightning_mist.runtime.cutting.portable import bound_values, portable_values
+from lightning_mist.runtime.cutting.replay import Slice, Values
+from lightning_mist.runtime.cutting.tape import Number, batch_tensors
+from lightning_mist.runtime.cutting.traced import Ref, refs_of
+
+ResultKey = tuple[Hashable, ...]
+"""``("loss",)``, ``("extra", name, ...)`` or ``("log", name, occurrence)``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A call whose part of a batch computes something else.
+
+    Attributes:
+        key: What tells the call from others.
+        patches: What is different.
+        line: Where the user's code makes it.
+    """
+
+    key: tuple[Hashable, ...]
+    patches: tuple[Patch, ...]
+    line: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutRules:
+    """How batches are cut.
+
+    Attributes:
+        sites: The calls that compute something else.
+        slice: Works out what they need from a batch; None if they need nothing.
+        seen: The ways in which each result of a batch may follow from those of its parts.
+        results: How it follows.
+        leaves: Number of tensors in a batch.
+        known: Functions that may look across rows, with the places where they were seen.
+    """
+
+    sites: tuple[Site, ...] = ()
+    slice: Slice | None = None
+    seen: Mapping[ResultKey, frozenset[Way]] = field(default_factory=dict)
+    results: Mapping[ResultKey, Way] = field(default_factory=dict)
+    leaves: int = 0
+    known: frozenset[Hashable] = frozenset()
+
+    @property
+    def site_text(self) -> str:
+        """The calls that compute something else as text, equal on ranks that found the same."""
+        return repr([(site.key, [_patch_text(patch) for patch in site.patches]) for site in self.sites])
+
+    def bound_to(self, module: nn.Module) -> "CutRules":
+        """The rules for the module that trains; they may have been found on a copy of it."""
+        sites = tuple(
+            replace(site, patches=tuple(_bound(patch, module) for patch in site.patches)) for site in self.sites
+        )
+        if self.slice is None:
+            return replace(self, sites=sites)
+        entries = []
+        for entry in self.slice.entries:
+            args, kwargs = bound_values((entry.args, entry.kwargs), module)
+            entries.append(replace(entry, args=args, kwargs=kwargs))
+        return replace(self, sites=sites, slice=Slice(entries, self.slice.device))
+
+    def measure(self, batch: Any, rows: int) -> Values | None:
+        """What the sites need from a batch.
+
+        Args:
+            batch: A whole batch, or a part of one.
+            rows: Its rows.
+
+        Raises:
+            TraceError: If the batch is not of the form that was looked at.
+        """
+        if self.slice is None:
+            return None
+        leaves = batch_tensors(batch)
+        if len(leaves) != self.leaves:
+            raise TraceError(
+                f"a batch has {len(leaves)} tensors, and that which was looked at when the plan was made had "
+                f"{self.leaves}: what its parts count cannot be known. Use a plan that does not cut batches: "
+                "microbatch_size as large as the batch"
+            )
+        return self.slice.run(leaves, rows)
+
+
+def _bound(patch: Patch, module: nn.Module) -> Patch:
+    return replace(patch, weight=bound_values(patch.weight, module)) if isinstance(patch, Count) else patch
+
+
+def portable_site(site: Site, module: nn.Module) -> Site:
+    """A site with the module's buffers by their names."""
+    patches = (
+        replace(patch, weight=portable_values(patch.weight, module)) if isinstance(patch, Count) else patch
+        for patch in site.patches
+    )
+    return replace(site, patches=tuple(patches))
+
+
+def _patch_text(patch: Patch) -> str:
+    if isinstance(patch, Count):
+        return f"count {patch.ignored}"
+    if isinstance(patch, Over):
+        return f"over {patch.path}"
+    return f"whole {patch.path} {patch.way}"
+
+
+def needed(sites: Sequence[Site]) -> list[Any]:
+    """The tensors that sites need from a whole batch."""
+    found: dict[Any, None] = {}
+    for site in sites:
+        for patch in site.patches:
+            if isinstance(patch, Count):
+                found.update(dict.fromkeys(patch.refs))
+            elif isinstance(patch, Whole) and isinstance(patch.value, Ref):
+                found[patch.value] = None
+            elif isinstance(patch, Whole) and isinstance(patch.value, Number):
+                found.update(dict.fromkeys(refs_of(patch.value.origin)))
+    return list(found)

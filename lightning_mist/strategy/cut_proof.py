@@ -1,0 +1,90 @@
+"""Proving on every rank that batches may be cut, and agreeing on how."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_mist.model.isolate import isolated
+from lightning_mist.runtime.cutting.classes import Way
+from lightning_mist.runtime.cutting.proof import prove
+from lightning_mist.runtime.cutting.results import Result, best_way
+from lightning_mist.runtime.cutting.rules import CutRules
+from lightning_mist.strategy.logging import LogRecord, LogRecorder, recorded_logs
+from lightning_mist.strategy.part_steps import results_of
+
+
+class _Raw(LogRecorder):
+    """Keeps what is logged as it is given."""
+
+    def log(self, name: str, value: Any, *positional: Any, **arguments: Any) -> None:
+        """Record one value."""
+        size = arguments.get("batch_size")
+        self.records.append(
+            LogRecord(name=name, value=value, arguments=() if size is None else (("batch_size", size),))
+        )
+
+
+def prove_here(module: Any, blocks: tuple[str, ...], call: Any, batch: Any) -> CutRules | str:
+    """How batches are cut as this rank sees it, or why not.
+
+    Args:
+        module: The user's module.
+        blocks: Names of its repeated blocks.
+        call: Runs its step on a batch.
+        batch: A batch.
+    """
+    recorder = _Raw()
+
+    def step(item: Any) -> tuple[Any, list[Result]]:
+        recorder.take()
+        output = call(item)
+        extras = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else {}
+        return output, results_of(extras, recorder.take())
+
+    with isolated(module), recorded_logs(module, recorder), _watched_metrics(module) as updated:
+        answer = prove(module, blocks, step, batch)
+    if updated and not isinstance(answer, str):
+        return f"the step updates the metric {updated[0]}, whose value does not follow from those of parts"
+    return answer
+
+
+@contextmanager
+def _watched_metrics(module: Any) -> Iterator[list[str]]:
+    """Inside, it is noted which metric objects of the module are updated; known when the context ends."""
+    metrics = {
+        name: child
+        for name, child in module.named_modules()
+        if hasattr(child, "_update_count") and hasattr(child, "_forward_cache")
+    }
+    before = {name: child._update_count for name, child in metrics.items()}
+    updated: list[str] = []
+    yield updated
+    updated += [name for name, child in metrics.items() if child._update_count != before[name]]
+
+
+def agree(mine: CutRules | str) -> CutRules | str:
+    """The rules, the same on every rank, or why there are none.
+
+    Args:
+        mine: What this rank found.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine if isinstance(mine, str) else (mine.site_text, dict(mine.seen)))
+    refusals = [answer for answer in found if isinstance(answer, str)]
+    if refusals:
+        return refusals[0]
+    assert isinstance(mine, CutRules)
+    if any(text != found[0][0] for text, _ in found):
+        return "the ranks compute their losses in different ways"
+    ways: dict[tuple[Any, ...], Way] = {}
+    for key in dict.fromkeys(key for _, seen in found for key in seen):
+        # By chance a value may have been equal for all parts of one rank.
+        way = best_way(frozenset.intersection(*(seen.get(key, frozenset()) for _, seen in found)))
+        if way is None:
+            name = key[1] if len(key) > 1 else "the loss"
+            return f"how {name} of a whole batch follows from parts differs between ranks"
+        ways[key] = way
+    return replace(mine, results=ways)

@@ -1,0 +1,161 @@
+"""The user's step on parts of a batch: what it computes there, and that nothing else than was proved happens."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mist.errors import TraceError
+from lightning_mist.runtime.cutting.classes import Way, is_close
+from lightning_mist.runtime.cutting.mode import WAY_OUT, CutMode, cutting
+from lightning_mist.runtime.cutting.replay import Values
+from lightning_mist.runtime.cutting.results import Result, alike, leaves_of_result
+from lightning_mist.runtime.cutting.rules import CutRules, ResultKey
+from lightning_mist.runtime.neighbours import Microbatch
+from lightning_mist.strategy.data import BatchExchange
+from lightning_mist.strategy.logging import LogRecord
+
+_SHARE_TOLERANCE = 1e-9
+
+
+def results_of(extras: Mapping[str, Any], records: tuple[LogRecord, ...]) -> list[Result]:
+    """The results of a step other than its loss, one by one.
+
+    Args:
+        extras: The entries of the dictionary that it returned.
+        records: What it logged.
+    """
+    found = [leaf for name, value in extras.items() for leaf in leaves_of_result(("extra", name), value)]
+    counts: dict[str, int] = {}
+    for record in records:
+        count = counts[record.name] = counts.get(record.name, -1) + 1
+        found.append(Result(key=("log", record.name, count), value=record.value))
+        size = dict(record.arguments).get("batch_size")
+        if size is not None:
+            found.append(Result(key=("log", record.name, count, "batch_size"), value=size))
+    return found
+
+
+class PartStep:
+    """One run of the step.
+
+    Args:
+        owner: What this batch's parts have in common.
+        mode: Watches the step.
+        share: The part's share of the rows.
+        is_last: Whether it is the last part that this rank computes.
+    """
+
+    def __init__(self, owner: "_Batch | None", mode: CutMode | None, share: float, *, is_last: bool) -> None:
+        self._batch, self._mode, self._share, self._is_last = owner, mode, share, is_last
+
+    def finished(self, output: Any, records: tuple[LogRecord, ...]) -> Any:
+        """What the step returned, as the engine is to take it.
+
+        Args:
+            output: What it returned.
+            records: What it logged.
+
+        Raises:
+            TraceError: If something is not what was proved.
+        """
+        if self._batch is None or self._mode is None:
+            return output
+        extras = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else {}
+        self._batch.compare(results_of(extras, records))
+        self._batch.add(self._mode, self._share)
+        if self._is_last or self._batch.is_on_host:
+            self._mode.check()
+        if self._is_last:
+            self._batch.check()
+        if self._batch.rules.results.get(("loss",)) != "sum":
+            return output
+        if isinstance(output, dict):
+            loss = output.get("loss")
+            return {**output, "loss": loss / self._share} if isinstance(loss, Tensor) else output
+        return output / self._share if isinstance(output, Tensor) else output
+
+
+class _Batch:
+    """What the parts of one batch have in common."""
+
+    def __init__(self, rules: CutRules, whole: Values | None, device: torch.device) -> None:
+        self.rules, self.whole, self.is_on_host = rules, whole, device.type == "cpu"
+        self._same: dict[Any, Any] = {}
+        self._counted: dict[Any, tuple[Tensor, Tensor, str]] = {}
+        self._share = 0.0
+
+    def compare(self, results: list[Result]) -> None:
+        """See that a part gives what can be put together."""
+        for result in results:
+            way = self.rules.results.get(result.key)
+            if way is None:
+                raise TraceError(
+                    f"{result.text} was not there when it was proved that batches may be cut: what it is for the whole "
+                    f"batch is not known. {WAY_OUT}"
+                )
+            if way == "same" and not alike(self._same.setdefault(result.key, result.value), result.value):
+                raise TraceError(
+                    f"{result.text} is {result.value!r} for one part of a batch and {self._same[result.key]!r} for "
+                    f"another, and was the same for all when the plan was made. {WAY_OUT}"
+                )
+
+    def add(self, mode: CutMode, share: float) -> None:
+        """Count what a part has counted."""
+        self._share += share
+        for key, (own, whole, line) in mode.counted.items():
+            before = self._counted.get(key)
+            self._counted[key] = (own if before is None else before[0] + own, whole, line)
+
+    def check(self) -> None:
+        """See that the parts have counted what the whole counts, if all of them are known here."""
+        if abs(self._share - 1.0) > _SHARE_TOLERANCE:
+            return
+        for own, whole, line in self._counted.values():
+            if not is_close(own, whole, 1e-4):
+                raise TraceError(
+                    f"the parts of a batch count {own.item():g} and the batch counts {whole.item():g} at {line}: the "
+                    f"loss's normaliser does not add up. {WAY_OUT}"
+                )
+
+
+class PartSteps:
+    """Runs the step on the parts of batch after batch.
+
+    Args:
+        rules: How batches are cut; None if nothing was proved.
+        exchange: Knows the whole batches.
+        device: Where this rank computes.
+    """
+
+    def __init__(self, rules: CutRules | None, exchange: BatchExchange, device: torch.device) -> None:
+        self.rules, self._exchange, self._device = rules, exchange, device
+        self._batches: dict[int, _Batch] = {}
+
+    @property
+    def ways(self) -> Mapping[ResultKey, Way]:
+        """How results follow from those of parts; empty if nothing was proved."""
+        return {} if self.rules is None else self.rules.results
+
+    def begin(self) -> None:
+        """The next batch begins."""
+        self._batches.clear()
+
+    @contextmanager
+    def around(self, microbatch: Microbatch) -> Iterator[PartStep]:
+        """Around the step on a part, or on a whole batch, which is left alone."""
+        if self.rules is None or microbatch.weight in (0.0, 1.0) or microbatch.batch_rows is None:
+            yield PartStep(None, None, microbatch.weight, is_last=False)
+            return
+        first, end = self._exchange.share_of(microbatch)
+        batch = self._batches.get(microbatch.owner)
+        if batch is None:
+            whole = self.rules.measure(self._exchange.whole_of(microbatch), microbatch.batch_rows)
+            batch = self._batches[microbatch.owner] = _Batch(self.rules, whole, self._device)
+        rows = round((end - first) * microbatch.batch_rows)
+        part = self.rules.measure(microbatch.value, rows)
+        mode = CutMode(self.rules, batch.whole, part, first, end)
+        with cutting(mode):
+            yield PartStep(batch, mode, end - first, is_last=self._exchange.is_last(microbatch))

@@ -1,0 +1,171 @@
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_mist.errors import TraceError
+from lightning_mist.runtime.cutting.proof import prove
+from lightning_mist.runtime.cutting.results import Result
+from tests import zoo
+from tests.runtime.cutting.networks import EXACT, JOINT, Network, make_batch, rules_of, run_in_parts, whole_run
+
+_PROVED = {}
+
+
+def proved(name):
+    """A network, and its rules from a batch without any padding."""
+    if name not in _PROVED:
+        net = Network(EXACT[name])
+        _PROVED[name] = net, rules_of(net, make_batch(6, padding=False))
+    return _PROVED[name]
+
+
+@pytest.mark.parametrize("name", EXACT)
+@settings(max_examples=4, deadline=None)
+@given(data=st.data())
+def test_parts_add_up_to_the_whole_for_any_padding_though_the_first_batch_had_none(name, data):
+    net, rules = proved(name)
+    assert not isinstance(rules, str), rules
+    rows = data.draw(st.integers(2, 7))
+    ends = sorted({*data.draw(st.lists(st.integers(1, rows - 1), min_size=1, max_size=3)), rows})
+    batch = make_batch(rows, seed=data.draw(st.integers(0, 1000)))
+    loss, wanted = whole_run(net, batch)
+    found, given_gradients = run_in_parts(net, rules, batch, ends)
+    assert found == pytest.approx(loss, rel=1e-12)
+    for one, other in zip(given_gradients, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_losses_that_depend_on_rows_together_are_not_cut(name):
+    net = Network(JOINT[name])
+    state, before = torch.get_rng_state(), [p.clone() for p in net.parameters()]
+    reason = rules_of(net, make_batch(6, padding=False))
+    assert isinstance(reason, str)
+    assert "networks.py:" in reason
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None and torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+
+
+def test_the_step_is_called_twice():
+    net, calls = Network(EXACT["two terms"]), []
+    rules = prove(net, ("blocks.0",), lambda batch: (calls.append(len(batch["x"])), (net(batch), []))[1], make_batch(8))
+    assert not isinstance(rules, str)
+    assert calls == [5, 2]
+    assert len(rules.slice.entries) <= 4
+
+
+@pytest.mark.parametrize("name", ["nano_dropout", "vit", "sequence_first", "gpt2", "t5", "custom_function"])
+def test_ordinary_models_are_cut(name):
+    module, make = zoo.make(name)
+    batch = make(4)
+    rules = prove(module, (), lambda item: (zoo.step(module)(item), []), batch)
+    assert not isinstance(rules, str), rules
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "contrastive", "token_mean", "noise"])
+def test_other_models_are_not(name):
+    module, make = zoo.make(name)
+    assert isinstance(prove(module, (), lambda item: (zoo.step(module)(item), []), make(4)), str)
+
+
+def test_dropout_in_torch_layers_does_not_count():
+    class Layers(zoo.Plain):
+        def __init__(self):
+            super().__init__()
+            self.rnn = torch.nn.GRU(zoo.WIDTH, zoo.WIDTH, num_layers=2, dropout=0.5, batch_first=True)
+            self.encoder = torch.nn.TransformerEncoderLayer(zoo.WIDTH, 2, 32, dropout=0.5, batch_first=True)
+
+        def training_step(self, batch, batch_idx):
+            h = self.first(batch["x"]).unsqueeze(1).expand(-1, 3, -1)
+            return self.loss(self.encoder(self.rnn(h)[0]).mean(1), batch)
+
+    module = Layers()
+    rules = prove(module, (), lambda item: (zoo.step(module)(item), []), zoo.xy_batch(4))
+    assert not isinstance(rules, str), rules
+    assert module.rnn.dropout == 0.5
+
+
+def test_batches_without_enough_rows():
+    net = Network(EXACT["labels"])
+    for batch in (make_batch(1), {"n": 1}):
+        assert rules_of(net, batch).startswith("the batch cannot be cut")
+
+
+def test_a_step_without_loss():
+    net = Network(lambda n, h, b: None)
+    with pytest.raises(TraceError, match="without a loss"):
+        rules_of(net, make_batch(4))
+
+
+def test_sixteen_bit_arithmetic_is_compared_coarsely():
+    module, make = zoo.make("nano")
+
+    def step(batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return module.training_step(batch, 0), []
+
+    assert not isinstance(prove(module, (), step, make(4)), str)
+
+
+def test_numbers_from_python_are_refused():
+    net = Network(lambda n, h, b: h.square().mean() * random.random())
+    assert "from Python or numpy" in rules_of(net, make_batch(4))
+
+
+def test_a_layer_that_is_dropped_with_a_probability_of_zero_is_not_random():
+    def form(rate):
+        return lambda n, h, b: (h if torch.rand([]) < rate else 2 * h).square().mean()
+
+    assert not isinstance(rules_of(Network(form(0.0)), make_batch(4)), str)
+    assert "random numbers other than dropout" in rules_of(Network(form(0.1)), make_batch(4))
+
+
+def ways_of(make):
+    """How the results of a step follow from those of parts; ``make`` gives them by name."""
+    net = Network(lambda n, h, b: h)
+
+    def step(batch):
+        hidden = net(batch)
+        return hidden.square().mean(), [Result(key=("extra", k), value=v) for k, v in make(net, hidden, batch).items()]
+
+    rules = prove(net, ("blocks.0",), step, make_batch(6))
+    return rules if isinstance(rules, str) else {key[1]: way for key, way in rules.results.items() if len(key) > 1}
+
+
+def test_results_follow_as_means_sums_extremes_rows_or_not_at_all():
+    assert ways_of(
+        lambda net, h, b: {
+            "mean": h.mean(),
+            "sum": h.sum().item(),
+            "largest": h.max(),
+            "rows": h.mean((1, 2)),
+            "n": len(h),
+            "counted": int(b["mask"].sum()),
+            "text": "x",
+            "names": ["a"] * len(h),
+            "constant": net.pair.bias.sum(),
+            "right": (h.argmax(-1) == b["y"])[b["mask"].bool()].double().mean(),
+        }
+    ) == {
+        "mean": "mean",
+        "sum": "sum",
+        "largest": "max",
+        "rows": "rows 0 1",
+        "n": "sum",
+        "counted": "sum",
+        "text": "same",
+        "names": "list",
+        "constant": "same",
+        "right": "sum",
+    }
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda h: h.mean().exp(), lambda h: len(h) ** 2, lambda h: {len(h): 1}, lambda h: h.mean().item() ** 2],
+)
+def test_results_that_do_not_follow_are_named(make):
+    assert "'r' of what training_step returns cannot be put together" in ways_of(lambda net, h, b: {"r": make(h)})
