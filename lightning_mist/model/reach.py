@@ -36,6 +36,10 @@ _MOST_FUNCTIONS = 5_000
 """Functions that are followed at most: what a step of a large library reaches has been seen by then."""
 
 
+_MAKING = ("__init__", "__new__", "__post_init__", "__init_subclass__")
+"""Methods that run when an object or a class is made."""
+
+
 _Roots = Mapping[str, tuple[dict[str, Any], frozenset[str]]]
 
 
@@ -152,7 +156,10 @@ class Reach:
                 self._read(self._waiting.pop())
             for cls in list(self._classes):
                 for name, value in list(vars(cls).items()):
-                    if name in self.names or (name.startswith("__") and cls not in (object, type)):
+                    is_special = name.startswith("__") and cls not in (object, type)
+                    # What exists is not made once more, unless code knows the name of its class.
+                    is_making = name in _MAKING and cls.__name__ not in self.names
+                    if name in self.names or (is_special and not is_making):
                         self._visit_member(value)
             if not self._waiting or self._found >= _MOST_FUNCTIONS:
                 return

@@ -125,3 +125,24 @@ def test_the_reach_of_a_part():
     layer = Reach(net.layer, net.layer.forward, {})
     assert not layer.has("HELD", space)
     assert reach_of(net).has("HELD", space)
+
+
+class Keeps(nn.Module):
+    """Makes a list that only a hook outside of the step fills."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.used = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.used.append(1)
+
+    def on_train_batch_end(self):
+        self.kept.append(1)
+
+
+def test_what_only_constructors_mention_is_not_reached():
+    module = Keeps()
+    reach = Reach(module, module.training_step, {})
+    assert "used" in reach.names
+    assert "kept" not in reach.names
