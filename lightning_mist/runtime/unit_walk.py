@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import ModuleMap, ZeroStage
@@ -231,7 +232,9 @@ def _guarded_backward() -> Iterator[None]:
     original = module._engine_run_backward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if getattr(_HERE, "is_in_step", False):
+        # A compiler that traces a part of the step differentiates what it has traced, on tensors without values.
+        is_compiling = TracingContext.try_get() is not None
+        if getattr(_HERE, "is_in_step", False) and not is_compiling:
             raise TraceError(
                 "the step runs a backward of its own (torch.autograd.grad or Tensor.backward): under zero_stage 3 the "
                 "parameters of the layers behind it are freed by then; use zero_stage=2"

@@ -396,7 +396,7 @@ ZERO = ("zero1", "zero3")
 
 TRAPS = {
     "penalty": Trap(module=Penalty, plans=("zero3", "cut", "pp2", "tp2"), equal=("tp2",)),
-    "penalty on head": Trap(module=PenaltyOnHead, plans=("cut", "pp2"), equal=("cut", "pp2")),
+    "penalty on head": Trap(module=PenaltyOnHead, plans=("cut", "pp2"), equal=("pp2",)),
     "penalty on embedding": Trap(module=PenaltyOnEmbedding, plans=("zero3",), reason="embed.weight"),
     "penalty on block": Trap(module=PenaltyOnBlock, plans=("zero1", "zero3"), equal=("zero1",), reason="blocks.1"),
     "norms logged": Trap(module=NormsLogged, plans=("zero3", "pp2"), reason="parameter"),
@@ -423,7 +423,7 @@ TRAPS = {
     "by hook": Trap(module=ByHook, plans=("zero3", "pp2"), equal=ZERO, reason="mixing"),
     "tensor by hook": Trap(module=TensorByHook, plans=("pp2",), reason="target"),
     "callback by hook": Trap(
-        module=CallbackByHook, callbacks=lambda: [Weigher()], plans=("zero3", "tp2"), equal=ZERO, reason="weight"
+        module=CallbackByHook, callbacks=lambda: [Weigher()], plans=("zero3", "tp2"), equal=ZERO, reason="callbacks"
     ),
     "anneals": Trap(module=Anneals, plans=ALL, equal=ALL),
     "growing table": Trap(module=GrowingTable, train=growing, plans=ALL, equal=ALL),
