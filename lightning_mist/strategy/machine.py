@@ -96,7 +96,7 @@ def machine_profile(
     if kept is not None:
         progress.say(f"using what was {kept.source}")
         return kept
-    progress.say("measuring this machine (once; kept for later runs)")
+    progress.tell("measuring this machine (once; kept for later runs)")
     with measuring_groups(cluster) as groups:
         profile = measure_profile(
             cluster=cluster,

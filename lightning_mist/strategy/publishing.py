@@ -7,6 +7,7 @@ from lightning_mist.cost import MemoryEstimate
 from lightning_mist.plan import ModuleMap, Plan, render, save, split_notes
 from lightning_mist.strategy.planner import Planner
 from lightning_mist.tuner import TuneResult
+from lightning_mist.units import format_seconds
 
 
 def publish(
@@ -18,6 +19,9 @@ def publish(
         return None
     progress = planner.progress
     if plan.is_plain:
+        if made is not None and made.plan.is_plain and plan.predicted is not None:
+            seconds = format_seconds(plan.predicted.step_seconds)
+            progress.tell(f"plain data parallelism is the fastest plan that was found: {seconds} per step predicted")
         progress.details(render(plan))
     else:
         progress.show(render(plan))
