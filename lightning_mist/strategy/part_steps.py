@@ -63,6 +63,8 @@ class PartStep:
         """
         if self._batch is None or self._mode is None:
             return output
+        if isinstance(output, dict) and "loss" not in output:
+            return output  # Lightning itself refuses a dictionary without a loss
         extras = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else {}
         self._batch.compare(results_of(extras, records))
         self._batch.add(self._mode, self._share)

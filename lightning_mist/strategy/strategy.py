@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -199,6 +200,8 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
                 self._engine.begin(self._initial)
         if self._initial is not None:
             self._initial.forget()
+        # Only the engine's guard needs it; it leads to what cannot be pickled, and trainers can be after a fit.
+        self._decision = replace(self._decision, reach=None)
         self.setup_precision_plugin()
         attach_engine(self.precision_plugin, self._engine)
         self._monitor = Monitor(

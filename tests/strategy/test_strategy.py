@@ -321,29 +321,45 @@ def test_checkpoints_go_both_ways(tmp_path):
     assert len(values(loaded)) == len(values(straight))
 
 
-def test_parts_of_batches_draw_new_numbers_in_every_step(tmp_path):
+def test_parts_of_batches_draw_new_masks_in_every_step(tmp_path):
     class Noisy(Net):
+        def __init__(self):
+            super().__init__()
+            self.dropout = torch.nn.Dropout(0.5)
+
         def training_step(self, batch, batch_idx):
-            drawn.append(float(torch.rand(())))
-            return super().training_step(batch, batch_idx)
+            masks = self.dropout(torch.ones(len(batch[0]), 32))
+            return {"loss": super().training_step(batch, batch_idx), "masks": masks}
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            drawn.extend(tuple(row.tolist()) for row in outputs["masks"])
 
     drawn = []
-    train(tmp_path, MistStrategy(plan=one_stage(microbatches=2)), module=Noisy(), epochs=2)
-    in_training = drawn[-2 * 12 :]
-    assert len(set(in_training)) == len(in_training)
+    train(tmp_path, MistStrategy(plan=one_stage(microbatches=2)), module=Noisy(), callbacks=[Look()], epochs=2)
+    assert len(set(drawn)) == len(drawn) > 12
+
+
+def test_batches_whose_step_draws_by_itself_are_not_cut(tmp_path):
+    class Noisy(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step((batch[0] + torch.rand_like(batch[0]),), batch_idx)
+
+    with pytest.raises(PlanError, match="cuts the batch of a process of 4 rows"):
+        train(tmp_path, MistStrategy(plan=one_stage(microbatches=2)), module=Noisy())
 
 
 def test_what_a_step_returns_beside_the_loss_is_of_the_whole_batch(tmp_path):
     class Extras(Net):
         def training_step(self, batch, batch_idx):
             rows = batch[0].sum(1)
-            return {"loss": self(batch[0]).mean(), "mean": rows.mean().item(), "inner": {"rows": rows}}
+            return {"loss": self(batch[0]).mean(), "mean": rows.mean(), "inner": {"rows": rows}}
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             rows = batch[0].sum(1)
             assert torch.equal(outputs["inner"]["rows"], rows)
-            assert outputs["mean"] == pytest.approx(float(rows.mean()), abs=1e-6)
+            assert float(outputs["mean"]) == pytest.approx(float(rows.mean()), abs=1e-6)
             seen.append(batch_idx)
 
     seen = []
