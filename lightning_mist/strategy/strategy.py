@@ -204,6 +204,10 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
         self._decision = replace(self._decision, reach=None)
         self.setup_precision_plugin()
         attach_engine(self.precision_plugin, self._engine)
+        self._start_monitor(module)
+
+    def _start_monitor(self, module: Any) -> None:
+        assert self._decision is not None
         self._monitor = Monitor(
             self._decision,
             device=self.root_device,
