@@ -28,6 +28,7 @@ from typing import Any
 from benchmarks.record import Sample, make_record, write_record
 from benchmarks.uses import callbacks, data, life, log_flags, loops, worker
 from benchmarks.uses.session import Use, difference
+from lightning_mist import Plan
 from tests.ranks import run_ranks
 from tests.traps.project import PLANS
 
@@ -90,7 +91,7 @@ class Cell:
 
 
 def attempts(
-    uses: Sequence[Use], plan: str | None, folder: Path, *, patience_seconds: float
+    uses: Sequence[Use], plan: Plan | str | None, folder: Path, *, patience_seconds: float
 ) -> Iterator[tuple[Use, Result]]:
     """Uses under a plan, or DDP, one after the other in a pair of processes, and in a new one after each that fails."""
     rest = list(uses)
@@ -117,7 +118,7 @@ def attempts(
         rest = rest[number + 1 :]
 
 
-def _forked(uses: Sequence[Use], plan: str | None, folder: Path) -> int:
+def _forked(uses: Sequence[Use], plan: Plan | str | None, folder: Path) -> int:
     """The process that has forked a pair for these uses."""
     child = os.fork()
     if child:
@@ -126,8 +127,7 @@ def _forked(uses: Sequence[Use], plan: str | None, folder: Path) -> int:
     with (folder / "printed.txt").open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    given = None if plan is None else PLANS[plan]
-    os._exit(run_ranks(RANKS, lambda: worker.run(uses, given, folder), patience_seconds=30.0))
+    os._exit(run_ranks(RANKS, lambda: worker.run(uses, plan, folder), patience_seconds=30.0))
 
 
 def judged(use: Use, ddp: Sequence[Any], result: Result) -> Cell:
@@ -199,7 +199,8 @@ class Work:
         return found
 
     def _attempts(self, uses: Sequence[Use], plan: str | None) -> Iterator[tuple[Use, Result]]:
-        return attempts(uses, plan, self._folder / "fit", patience_seconds=self._patience_seconds)
+        given = None if plan is None else PLANS[plan]
+        return attempts(uses, given, self._folder / "fit", patience_seconds=self._patience_seconds)
 
 
 def rows_of(uses: Sequence[Use], found: dict[tuple[str, str], Cell]) -> tuple[list[Sample], str]:

@@ -1,0 +1,1 @@
+"""Other people's projects with one word changed, beside DDP."""

@@ -1,0 +1,1 @@
+"""How many ordinary architectures train under how many plans."""
