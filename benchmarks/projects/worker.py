@@ -6,17 +6,22 @@ Trainer and module after each ``fit``.
 
 import argparse
 import importlib
+import importlib.util
 import os
 import pickle
 from pathlib import Path
 from time import time
 from typing import Any
 
-import lightning.pytorch
 import torch
 
 STARTED = "PROJECT_STARTED"
 """Variable with the time at which all processes were started."""
+
+
+# torchvision's compiled operators are built for CUDA alone; its Python parts import where their names are known.
+_TORCHVISION = torch.library.Library("torchvision", "DEF")
+_TORCHVISION.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 class Seen:
@@ -80,13 +85,6 @@ def watch(package: str, seen: Seen) -> None:
     loop.run, trainer.fit = observed_run, observed_fit
 
 
-def define_operators_of_torchvision() -> None:
-    """Its compiled operators exist for CUDA alone; its Python parts import when their names are known."""
-    library = torch.library.Library("torchvision", "DEF")
-    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    globals()["_library"] = library
-
-
 def main() -> None:
     """Train and write what was seen."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -99,8 +97,6 @@ def main() -> None:
     watch("lightning.pytorch", seen)
     if importlib.util.find_spec("pytorch_lightning"):
         watch("pytorch_lightning", seen)
-    if importlib.util.find_spec("torchvision"):
-        define_operators_of_torchvision()
     module, _, name = options.project.partition(".")
     answer = getattr(importlib.import_module(f"benchmarks.projects.{module}"), name)(options.strategy)
     if answer is not None:
@@ -110,5 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    assert lightning.pytorch
     main()
