@@ -21,7 +21,8 @@ STARTED = "PROJECT_STARTED"
 
 # torchvision's compiled operators are built for CUDA alone; its Python parts import where their names are known.
 _TORCHVISION = torch.library.Library("torchvision", "DEF")
-_TORCHVISION.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+for _name in ("nms", "qnms"):
+    _TORCHVISION.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 class Seen:
