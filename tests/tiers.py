@@ -56,13 +56,14 @@ def tiered(values: Iterable[T], first: Container[T]) -> list[Any]:
     return [value if value in first else marked(value) for value in values]
 
 
-def asked_for(request: "pytest.FixtureRequest", parameter: str, test: str = "") -> list[Any]:
-    """Values that a parameter has in this module's tests that run, or in those of one name."""
-    found = (
-        getattr(getattr(item, "callspec", None), "params", {}).get(parameter)
-        for item in request.session.items
-        if item.path == request.path and test in item.name
-    )
+def asked_for(request: "pytest.FixtureRequest", *parameters: str, test: str = "") -> list[Any]:
+    """Values that a parameter has in this module's tests that run, or tuples of those of several."""
+    found: list[Any] = []
+    for item in request.session.items:
+        given = getattr(getattr(item, "callspec", None), "params", {})
+        if item.path == request.path and test in item.name and given.keys() >= set(parameters):
+            values = tuple(given[name] for name in parameters)
+            found.append(values if len(parameters) > 1 else values[0])
     return [value for value in dict.fromkeys(found) if value is not None]
 
 

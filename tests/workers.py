@@ -7,7 +7,10 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext
 
 _TIMEOUT_SECONDS = 90.0
 """How long a function may take, and how long gloo waits for a peer; generous, since machines may be busy."""
@@ -15,18 +18,24 @@ _TIMEOUT_SECONDS = 90.0
 
 _PRELOAD = [
     "tests.integration.parity",
+    "tests.traps.run",
     "tests.zoo",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "t5", "vit")),
 ]
+
+
+def forks() -> "ForkServerContext":
+    """Makes processes by forking one that has imported what they need, once, and has run nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
 
 
 class GlooWorkers:
     """``size`` processes. Each call makes a new world of its first ranks, so one failure does not reach the next."""
 
     def __init__(self, size: int) -> None:
-        # One server imports what all workers need, once, and forks them before anything has run.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context = forks()
         self._directory = tempfile.TemporaryDirectory()
         self._calls = 0
         self._connections, self._processes = [], []

@@ -157,7 +157,9 @@ def chemprop(strategy: str) -> None:
     featurizer = featurizers.SimpleMoleculeMolGraphFeaturizer()
     rows = data.MoleculeDataset(points, featurizer)
     rows.normalize_targets()
-    model = models.MPNN(nn.BondMessagePassing(d_h=64), nn.MeanAggregation(), nn.RegressionFFN(), batch_norm=True)
+    model = models.MPNN(
+        nn.BondMessagePassing(d_h=64), nn.MeanAggregation(), nn.RegressionFFN(input_dim=64), batch_norm=True
+    )
     trainer = pl.Trainer(strategy=strategy, **SHORT)
     trainer.fit(
         model,
@@ -200,6 +202,8 @@ def simclr(strategy: str) -> None:
             self.backbone = torch.nn.Sequential(*list(resnet.children())[:-1])
             self.projection_head = SimCLRProjectionHead(512, 128, 32)
             self.criterion = NTXentLoss(gather_distributed=True)
+            # It has no bank; where one would begin is memory that nobody wrote.
+            self.criterion.memory_bank.bank_ptr.zero_()
 
         def forward(self, x: Any) -> Any:
             return self.projection_head(self.backbone(x).flatten(start_dim=1))

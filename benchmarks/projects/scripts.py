@@ -45,11 +45,12 @@ def _flags(strategy: str, *others: str) -> list[str]:
 
 def bug_report(strategy: str) -> None:
     """Lightning's template for reports of bugs."""
-    change = ("Trainer(\n", _in_call(strategy) + "\n")
-    _run(
-        LIGHTNING / "bug_report" / "bug_report_model.py",
-        changes=[change, ("limit_train_batches=1", "limit_train_batches=12")],
-    )
+    changes = [
+        ("Trainer(\n", _in_call(strategy) + "\n"),
+        ("limit_train_batches=1", "limit_train_batches=12"),
+        ("def run():\n", "def run():\n    torch.manual_seed(1)\n"),
+    ]
+    _run(LIGHTNING / "bug_report" / "bug_report_model.py", changes=changes)
 
 
 def transformer(strategy: str) -> None:
@@ -103,6 +104,7 @@ def hydra_template(strategy: str) -> None:
     arguments += [f"+trainer.{limit}" for limit in LIMITS[:3]]
     arguments += ["seed=1", "logger=csv", f"data.data_dir={folder}", "extras.print_config=False"]
     arguments += [f"hydra.run.dir={Path('logs').resolve()}"]
-    os.environ["PROJECT_ROOT"] = str(root)
+    # It keeps its network among the hyperparameters of a checkpoint, and tests by the best one.
+    os.environ.update(PROJECT_ROOT=str(root), TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1")
     sys.path.insert(0, str(root))
     _run(Path("lightning-hydra-template") / "src" / "train.py", arguments)

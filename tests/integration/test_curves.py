@@ -18,7 +18,7 @@ TWO += [
     "gpt2:chunks",
 ]
 FOUR = ["gpt2_even:grid", "llama_even:mixed", "nano_even:tensor and shards"]
-FEW = ("llama:zero3", "gpt2:chunks", "llama_even:mixed")
+FEW = ("llama_even:mixed",)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ from tests.integration import deferred_worker
 from tests.ranks import command_of, environment
 from tests.tiers import asked_for, tiered
 
+FEW = ("pipeline", "tensor")
+
 
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
@@ -26,14 +28,14 @@ def ranks(folder):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", tiered(deferred_worker.PLANS, ("pipeline", "zero3", "tensor", "plain")))
+@pytest.mark.parametrize("name", tiered(deferred_worker.PLANS, FEW))
 def test_losses_are_those_of_ddp_with_the_same_values(ranks, name):
     for rank in ranks:
         assert rank[name]["losses"] == pytest.approx(rank["ddp"]["losses"], abs=1e-5)
         assert len(rank[name]["losses"]) == 6
 
 
-@pytest.mark.parametrize("name", tiered(deferred_worker.PLANS, ("pipeline", "zero3", "tensor", "plain")))
+@pytest.mark.parametrize("name", tiered(deferred_worker.PLANS, FEW))
 def test_checkpoints_are_resumed_into_modules_without_values(ranks, name):
     for rank in ranks:
         assert rank[name]["later"] == pytest.approx(rank["ddp"]["later"], abs=1e-5)

@@ -111,6 +111,7 @@ def test_harm_to_one_rank_ends_all(found, name):
     assert cell["saved"] or name not in SAVED
 
 
+@pytest.mark.thorough
 def test_a_failing_rank_ends_all_that_lightning_has_started(tmp_path):
     process = start(WORKER, "raise:1", tmp_path)
     output = finish(process, 200)

@@ -51,7 +51,7 @@ PLANS = {
     },
 }
 
-MODELS = {"gpt2_dropout": [*PLANS], "llama_tied": [*PLANS], "bert": [*PLANS][::2], "vit": [*PLANS][1::2]}
+MODELS = {"vit": [*PLANS][1::2], "gpt2_dropout": [*PLANS], "llama_tied": [*PLANS], "bert": [*PLANS][::2]}
 """Plans of each model."""
 
 

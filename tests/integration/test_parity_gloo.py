@@ -57,6 +57,7 @@ def _rank(name: str, options: dict[str, Any]) -> Any:
     return result
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("label", CASES)
 def test_training_over_gloo(gloo_workers, label):
     name, options = CASES[label]

@@ -70,6 +70,7 @@ def test_peaks(name, precision):
         assert predicted.peak_bytes == pytest.approx(measured, rel=TOLERANCE), how
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", tiered(["bf16-mixed", "64-true"], ["bf16-mixed"]))
 def test_modules_are_traced_without_lightning_as_its_plugins_run_them(precision):
     module, make_batch = converted("vit", precision)

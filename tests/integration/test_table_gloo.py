@@ -34,6 +34,7 @@ def _rank(name, label):
     return found
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("name", "label"), CELLS)
 def test_cells_over_gloo(gloo_workers, name, label):
     model = subject(name, torch.float64)

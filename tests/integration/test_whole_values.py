@@ -70,6 +70,7 @@ def test_training_goes_on_with_weights_that_were_loaded_in_between(label):
         assert torch.equal(values[name], 2.0 * parameter)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("label", tiered(LAYOUTS, ["parts of shards"]))
 def test_every_rank_finds_an_overflow_that_any_rank_found(label):
     def work(engine):

@@ -10,6 +10,7 @@ from tests import zoo
 NAMES = ("forward", "backward", "first_backward", "recompute_backward", "first_recompute_backward")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["nano", "nano_dropout"])
 def test_peaks_are_those_of_the_trace(name):
     module, make_batch = zoo.make(name)

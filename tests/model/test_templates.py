@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import pytest
 import torch
 
 from lightning_mist.model import MICROBATCH, trace_model
@@ -94,6 +95,7 @@ def positions_are_within(events: PartEvents) -> bool:
     return all(item.dies.position <= last[item.dies.direction] + 1 for item in own)
 
 
+@pytest.mark.thorough
 def test_a_real_network_says_where_its_bytes_come_from():
     module, make_batch = zoo.make("llama")
     spec = trace_model(module, make_batch(4), call=zoo.step(module), optimizer=torch.optim.SGD)

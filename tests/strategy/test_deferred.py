@@ -74,6 +74,7 @@ def _differently_built():
     return ""
 
 
+@pytest.mark.thorough
 def test_ranks_must_build_alike(gloo_workers):
     first, second = gloo_workers.run(2, _differently_built)
     assert first == second

@@ -106,6 +106,7 @@ def _measure() -> dict[str, float]:
     return asdict(overheads.measure_overheads(profile(), torch.device("cpu"), 2))
 
 
+@pytest.mark.thorough
 def test_two_ranks_measure_the_same(gloo_workers, monkeypatch):
     first, second = gloo_workers.run(2, _measure)
     assert first == second

@@ -137,6 +137,7 @@ NEW = "lightning_mist.strategy.lightning"
 OLD = "lightning_mist.strategy.pytorch_lightning"
 
 
+@pytest.mark.thorough
 def test_both_namespaces_in_one_program(results: dict[str, Any]) -> None:
     methods = {"mist": "popen", "mist_spawn": "spawn", "mist_fork": "fork", "mist_notebook": "fork"}
     assert results["both"] == {

@@ -8,8 +8,8 @@ import argparse
 import importlib
 import json
 import os
+import pickle
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ranks import run_ranks
+from tests.tiers import tiered
 from tests.traps import worker
 from tests.traps.outcome import GOOD, Outcome, outcome_of
 from tests.traps.project import Trap
@@ -75,23 +76,42 @@ def check(trap: Trap, plan: str, outcome: Outcome) -> None:
         assert trap.reason in outcome.text, outcome.text
 
 
-def run_apart(family: str, folder: Path, only: Sequence[str] = ()) -> dict[tuple[str, str], Outcome]:
+def cases(traps: Mapping[str, Trap], first: Sequence[str]) -> list[Any]:
+    """Every trap under each of its plans, as values of ``name`` and ``plan``.
+
+    Args:
+        traps: The traps by name.
+        first: Names of those that are in the first tier too, each under one of its plans: of the first trap the first
+            plan, of the second the second, and so on in turn.
+    """
+    chosen = {(name, traps[name].plans[number % len(traps[name].plans)]) for number, name in enumerate(first)}
+    return tiered([(name, plan) for name, trap in traps.items() for plan in trap.plans], chosen)
+
+
+def run_apart(family: str, folder: Path, chosen: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
     """Outcomes of a family of traps, from a process that has no threads of others when it forks.
 
     Args:
         family: Name of the module of this package that has them in ``TRAPS``.
         folder: For the answer.
-        only: Names of the traps to run; all of the family if none is given.
+        chosen: Names of the traps to run, and of their plans.
     """
-    import subprocess
+    from tests.workers import forks
 
-    from tests.ranks import environment
+    path = folder / "outcomes.pickle"
+    process = forks().Process(target=_write_outcomes, args=(family, list(chosen), path))
+    process.start()
+    process.join()
+    found: dict[tuple[str, str], Outcome] = pickle.loads(path.read_bytes())
+    return found
 
-    path = folder / "outcomes.json"
-    command = [sys.executable, "-m", "tests.traps.run", family, "--json", str(path), "--only", *only]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert path.exists(), done.stdout[-2000:] + done.stderr[-4000:]
-    return {(trap, plan): Outcome(kind=kind, text=text) for trap, plan, kind, text in json.loads(path.read_text())}
+
+def _write_outcomes(family: str, chosen: Sequence[tuple[str, str]], path: Path) -> None:
+    every: dict[str, Trap] = importlib.import_module(f"tests.traps.{family}").TRAPS
+    made: dict[tuple[str, str], Outcome] = {}
+    for name in dict.fromkeys(name for name, _ in chosen):
+        made |= outcomes({name: every[name]}, [plan for other, plan in chosen if other == name])
+    path.write_bytes(pickle.dumps(made))
 
 
 def main() -> None:
@@ -100,20 +120,15 @@ def main() -> None:
     parser.add_argument("family")
     parser.add_argument("--only", nargs="*", default=())
     parser.add_argument("--plans", nargs="*", default=())
-    parser.add_argument("--json", default=None)
     parser.add_argument("--full", action="store_true", help="print texts whole")
     arguments = parser.parse_args()
     every: dict[str, Trap] = importlib.import_module(f"tests.traps.{arguments.family}").TRAPS
-    made: dict[tuple[str, str], Outcome] = {}
     for name, trap in every.items():
         if arguments.only and name not in arguments.only:
             continue
         for key, outcome in outcomes({name: trap}, arguments.plans).items():
-            made[key] = outcome
             text = outcome.text if arguments.full else " ".join(outcome.text.split())[-160:]
             print(f"{name:36s} {key[1]:8s} {outcome.kind:8s} {text}", flush=True)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps([[*key, made[key].kind, made[key].text] for key in made]))
 
 
 if __name__ == "__main__":

@@ -2,19 +2,18 @@
 
 import pytest
 
-from tests.tiers import asked_for, tiered
+from tests.tiers import asked_for
 from tests.traps import buffers
-from tests.traps.run import check, run_apart
+from tests.traps.run import cases, check, run_apart
 
 FIRST = ("batch-norm", "batch-norm-accumulated", "copied-through-data", "updated-in-hook")
-EVERY = [(name, plan) for name, trap in buffers.TRAPS.items() for plan in trap.plans]
 
 
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory):
-    return run_apart("buffers", tmp_path_factory.mktemp("traps"), asked_for(request, "name"))
+    return run_apart("buffers", tmp_path_factory.mktemp("traps"), asked_for(request, "name", "plan"))
 
 
-@pytest.mark.parametrize(("name", "plan"), tiered(EVERY, [case for case in EVERY if case[0] in FIRST]))
+@pytest.mark.parametrize(("name", "plan"), cases(buffers.TRAPS, FIRST))
 def test_buffers_are_those_of_ddp(found, name, plan):
     check(buffers.TRAPS[name], plan, found[name, plan])

@@ -42,6 +42,7 @@ def ends(checkout, swap):
     }
 
 
+@pytest.mark.thorough
 def test_strategies_are_swapped(checkout):
     stock = {"test_names": "passed", "test_default": "passed", "test_other": "passed", "test_skipped": "skipped"}
     assert ends(checkout, "stock") == stock

@@ -36,6 +36,7 @@ def test_every_draw_is_a_plan_that_can_be_cut_and_all_features_occur():
     assert min(seen.values()) >= 5
 
 
+@pytest.mark.thorough
 @settings(max_examples=examples(4), suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6))
 def test_random_plans_are_equal(seed):

@@ -5,6 +5,7 @@ from benchmarks.planner import tracing
 SMALL = {"hidden": 64, "ffn": 128, "heads": 4, "key_value_heads": 2, "vocabulary": 96}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(tracing.MODELS))
 def test_a_model_is_traced_apart(name: str) -> None:
     sample = tracing.measure(name, 2, SMALL)
