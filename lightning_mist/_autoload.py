@@ -30,8 +30,11 @@ NAMES: dict[str, dict[str, str]] = {
     "mist_spawn": {"start_method": "spawn"},
     "mist_fork": {"start_method": "fork"},
     "mist_notebook": {"start_method": "fork"},
+    "ddp_mist": {},
 }
-"""Registered names and the constructor arguments each stands for; the same variants as Lightning's ``ddp`` has."""
+"""Registered names and the constructor arguments each stands for; the same variants as Lightning's ``ddp`` has.
+
+``ddp_mist`` is for projects that look for ``ddp`` in the name of the strategy to see that data are shared out."""
 
 
 def autoload() -> None:

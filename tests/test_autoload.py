@@ -46,7 +46,7 @@ def _strategies() -> ModuleType:
 def test_registers_when_the_namespace_is_imported_later(namespace: Path) -> None:
     _autoload.autoload()
     registry = _strategies().StrategyRegistry
-    assert list(registry) == ["mist", "mist_spawn", "mist_fork", "mist_notebook"]
+    assert list(registry) == ["mist", "mist_spawn", "mist_fork", "mist_notebook", "ddp_mist"]
     assert [arguments for _, arguments in registry.values()] == list(_autoload.NAMES.values())
 
 

@@ -1,8 +1,8 @@
 """Ordinary architectures under forced plans: ``python -m benchmarks.reach.run`` writes ``records/reach_*.json``.
 
 Honesty must not cost reach: a plan that could train a model must not be refused for fear. Every architecture trains for
-two epochs in double precision on two processes under DDP and under each plan; a cell is what ``benchmarks.uses.run``
-says of one.
+two epochs on two processes under DDP and under each plan; a cell is what ``benchmarks.uses.run`` says of one. Modules are
+in double precision, but transformers computes losses, positions and norms in single precision whatever a module's is.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.reach.models import ARCHITECTURES, BATCH, Architecture, Training, loader
 from benchmarks.record import Sample, make_record, write_record
 from benchmarks.uses.run import GOOD, Cell, attempts, judged
-from benchmarks.uses.session import Session, Use
+from benchmarks.uses.session import SINGLE, Session, Use
 from lightning_mist import Plan
 from tests.integration.equality_worker import plan
 
@@ -44,7 +44,7 @@ def use_of(architecture: Architecture) -> Use:
     def run(session: Session) -> None:
         session.fit(Training(architecture.make().double()), loader(architecture.rows()))
 
-    return Use(theme="architecture", name=architecture.name, run=run)
+    return Use(theme="architecture", name=architecture.name, run=run, tolerance=SINGLE)
 
 
 def cells_of(architecture: Architecture, plans: Sequence[str], folder: Path) -> dict[str, Cell]:

@@ -29,7 +29,7 @@ BOTH = (
     TRAINERS
     + """
 result = {}
-for name in ("mist", "mist_spawn", "mist_fork", "mist_notebook"):
+for name in ("mist", "mist_spawn", "mist_fork", "mist_notebook", "ddp_mist"):
     result[name] = [trainer(root, name) for root in ("lightning.pytorch", "pytorch_lightning")]
 print(json.dumps(result))
 """
