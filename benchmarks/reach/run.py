@@ -1,8 +1,8 @@
 """Ordinary architectures under forced plans: ``python -m benchmarks.reach.run`` writes ``records/reach_*.json``.
 
-Honesty must not cost reach: a plan that could train a model must not be refused for fear. Every architecture trains for
-two epochs on two processes under DDP and under each plan; a cell is what ``benchmarks.uses.run`` says of one. Modules are
-in double precision, but transformers computes losses, positions and norms in single precision whatever a module's is.
+Honesty must not cost reach: a plan that could train a model must not be refused for fear. Every architecture trains
+for two epochs on two processes under DDP and under each plan; a cell is what ``benchmarks.uses.run`` says of one.
+Modules are in double precision, but transformers computes losses, positions and norms in single precision.
 """
 
 import argparse
