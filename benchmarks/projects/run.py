@@ -6,6 +6,7 @@ CPU processes; what every rank saw is compared: each step's loss, callback and l
 """
 
 import argparse
+import math
 import os
 import pickle
 import signal
@@ -104,16 +105,18 @@ def trained(project: str, strategy: str, folder: Path, sources: Path, *, patienc
 def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, str]:
     """The largest difference of two ranks' values in parts of the largest number of each, and of which value."""
     if one.keys() != other.keys():
-        return float("inf"), f"{sorted(one.keys() ^ other.keys())[:5]} not in both"
+        return math.inf, f"{sorted(one.keys() ^ other.keys())[:5]} not in both"
     worst, where = 0.0, ""
     for name, value in one.items():
         a, b = torch.as_tensor(value).double(), torch.as_tensor(other[name]).double()
         if a.shape != b.shape:
-            return float("inf"), f"{name}: {tuple(b.shape)} in place of {tuple(a.shape)}"
+            return math.inf, f"{name}: {tuple(b.shape)} in place of {tuple(a.shape)}"
         if a.numel() == 0 or (torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())):
             continue
         found = float((a - b).abs().max() / a.abs().max().clamp(min=1e-3))
-        if not found <= worst:
+        if math.isnan(found):
+            return math.inf, name
+        if found > worst:
             worst, where = found, name
     return worst, where
 
