@@ -77,7 +77,6 @@ def decide(
             # Trials look at operators, and nothing must be compiled for them.
             with (
                 names.isolate_rng(),
-                silent(strategy.lightning_module),
                 torch.compiler.set_stance("force_eager"),
                 progress,
             ):
@@ -133,6 +132,14 @@ def _decided(
         initial=initial,
         cluster=machine.cluster_for(request.cluster, strategy),
     )
+    # Trials log nothing; the loader and its hooks are asked for good, so that what they must not log is refused.
+    with silent(module):
+        return _made(planner, started)
+
+
+def _made(planner: Planner, started: float) -> Decision:
+    """The decision for a batch."""
+    call = planner.call
     found = call.rule_out(everywhere(planner.map))
     same_everywhere(found)
     found = planner.with_user_code(found)

@@ -142,6 +142,18 @@ def test_plans_of_one_device_train_as_under_ddp(tmp_path, plan, options):
         assert trainer.strategy.report.timed_steps == trainer.global_step - 2
 
 
+class LogsAnywhere(Net):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        self.log("batch", 1.0)
+        return batch
+
+
+@pytest.mark.parametrize("plan", ["auto", one_stage()])
+def test_what_lightning_does_not_let_hooks_log_is_refused(tmp_path, profiles, plan):
+    with pytest.raises(MisconfigurationException, match=r"You can't `self.log\(\)`"):
+        train(tmp_path, MistStrategy(plan=plan, profile_directory=profiles), LogsAnywhere())
+
+
 def test_an_automatic_plan_is_written_with_what_it_was_made_for(tmp_path, profiles):
     path, report = tmp_path / "a" / "plan.json", tmp_path / "b" / "report.json"
     strategy = MistStrategy(search=SEARCHED, profile_directory=profiles, plan_path=str(path), report_path=str(report))
