@@ -5,7 +5,9 @@ values of all ranks are gathered, while the others still wait in the batch. So w
 itself, and while this rank fails nothing waits for ranks that may be gone.
 """
 
+import gc
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,9 +38,14 @@ class Watched:
 
     def __init__(self, function: Callable[..., Any], strategy: "EndsTogether") -> None:
         self._function, self._strategy = function, strategy
+        self._made_by = os.getpid()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
+        if os.getpid() != self._made_by:
+            # A process group that an earlier fit left to the garbage collector would wait for its threads, which a
+            # forked process does not have.
+            gc.freeze()
         try:
             return self._function(*args, **kwargs)
         except BaseException as error:
