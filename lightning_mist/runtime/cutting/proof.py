@@ -28,7 +28,7 @@ from lightning_mist.runtime.cutting.replay import Slice, Values, ancestors, run_
 from lightning_mist.runtime.cutting.results import Result, best_way, read_results, result_ways
 from lightning_mist.runtime.cutting.rules import CutRules, Site, needed, portable_site
 from lightning_mist.runtime.cutting.tape import Entry, Number, Recorder, Tape, batch_tensors
-from lightning_mist.runtime.cutting.traced import Origin, Read, Ref, Rows
+from lightning_mist.runtime.cutting.traced import Origin, Read, Ref, Rows, refs_of
 from lightning_mist.runtime.random import get_random_state, set_random_state
 from lightning_mist.runtime.selfcheck import Gradients, Steady, loss_of, take_gradients
 
@@ -123,6 +123,7 @@ class _Proof:
         fewer = self._run(slice_rows(self._batch, 0, self._rows // 2), self._rows // 2, takes_gradients=False)
         reads = _explain_numbers(whole.tape, fewer.tape)
         whole.results = read_results(whole.results, fewer.results, reads)
+        _refuse_unused_reads(whole)
         if whole.loss is None:
             raise UncuttableError("the loss is not made by functions of torch that can be followed")
         tape, leaves = whole.tape, batch_tensors(self._batch)
@@ -300,6 +301,19 @@ def _refuse_reads(tape: Tape) -> None:
         made = {earlier.name for earlier in ancestors(tape, refs) if earlier.block is None}
         if not made & {"isnan", "isinf", "isfinite"}:
             raise UncuttableError(f"the step decides by a value that depends on parameters, at {entry.line}")
+
+
+def _refuse_unused_reads(ran: _Ran) -> None:
+    """Refuse numbers that a step takes of values, and neither computes with nor gives: parts would take their own."""
+    numbers = [leaf.origin for entry in ran.tape.entries for _, leaf in leaves_in((entry.args, entry.kwargs))
+               if isinstance(leaf, Number)]  # fmt: skip
+    used = {ref for origin in numbers for ref in refs_of(origin)}
+    used |= {ref for result in ran.results for ref in result.refs}
+    for entry in ran.tape.entries:
+        if not entry.is_read or entry.name == "__bool__" or entry.depends != "parameters" or entry.block is not None:
+            continue
+        if not used & {leaf for _, leaf in leaves_in(entry.args) if isinstance(leaf, Ref)}:
+            raise UncuttableError(f"the step takes numbers for something beside its results, at {entry.line}")
 
 
 def _explain_numbers(tape: Tape, fewer: Tape) -> dict[tuple[Any, Any], Ref]:

@@ -24,7 +24,9 @@ Depends = Literal["nothing", "data", "parameters"]
 
 _RANK: dict[Depends, int] = {"nothing": 0, "data": 1, "parameters": 2}
 
-TO_HOST = frozenset(("item", "__bool__", "__int__", "__float__", "__index__", "tolist", "numpy", "__array__"))
+TO_HOST = frozenset(
+    ("item", "__bool__", "__int__", "__float__", "__index__", "tolist", "numpy", "__array__", "__format__", "__repr__")
+)
 """Functions that take values out of torch."""
 
 _SIZES = frozenset(("size", "numel", "nelement"))
@@ -42,13 +44,11 @@ _SKIPPED = frozenset(
             "__len__",
         ),
         *(
-            "__repr__",
             "__hash__",
             "data_ptr",
             "untyped_storage",
             "get_device",
             "element_size",
-            "__format__",
             "backward",
         ),
         *("register_hook", "retain_grad", "__dlpack__", "__dlpack_device__", "is_signed", "has_names"),

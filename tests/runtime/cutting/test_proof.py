@@ -169,3 +169,15 @@ def test_results_follow_as_means_sums_extremes_rows_or_not_at_all():
 )
 def test_results_that_do_not_follow_are_named(make):
     assert "'r' of what training_step returns cannot be put together" in ways_of(lambda net, h, b: {"r": make(h)})
+
+
+@pytest.mark.parametrize("take", [float, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, "{}".format])
+def test_numbers_for_something_else_are_named(take):
+    seen = []
+    answer = ways_of(lambda net, h, b: seen.append(take(h.mean().detach())) or {})
+    assert "the step takes numbers for something beside its results" in answer
+
+
+def test_numbers_that_are_results_or_computed_with_are_not():
+    assert ways_of(lambda net, h, b: {"r": float(h.sum().detach())}) == {"r": "sum"}
+    assert ways_of(lambda net, h, b: {"r": h.sum() * (net.pair.bias.sum().item() + 1.0)}) == {"r": "sum"}
