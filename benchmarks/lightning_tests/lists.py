@@ -54,7 +54,8 @@ REASONS: tuple[tuple[str, str], ...] = (
         "before fit begins, since a plan is made for that batch, which is then trained on",
     ),
     (
-        r"DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient",
+        r"DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient"
+        r"|test_finetuning_callback_warning",
         "DDP itself refuses a module of which nothing is trained, which one process without it trains",
     ),
 )
