@@ -53,10 +53,5 @@ REASONS: tuple[tuple[str, str], ...] = (
         "They count in which order hooks are called: the loader of training is asked for, and its first batch moved, "
         "before fit begins, since a plan is made for that batch, which is then trained on",
     ),
-    (
-        r"DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient"
-        r"|test_finetuning_callback_warning",
-        "DDP itself refuses a module of which nothing is trained, which one process without it trains",
-    ),
 )
 """Of a test that ends otherwise: what its name and message match, and why."""

@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.lightning_tests.run CHECKOUT`` with the path of a checkout of Lightning's repository at the tag
 of the installed version; ``docs/lightning-tests.md`` says what else it takes. Every test runs twice, and the record
-says which end otherwise. A list is run again from where it was if it was ended (``--work``).
+says which end otherwise; those are run once more with Lightning's DDP on one device. A list is run again from where it
+was if it was ended (``--work``).
 """
 
 import argparse
@@ -18,6 +19,8 @@ from pathlib import Path
 
 from benchmarks.lightning_tests.lists import LISTS, REASONS, WITHOUT
 from benchmarks.record import ROOT, Sample, make_record, write_record
+
+AS_DDP = "Lightning's DDP on one device ends so too: it refuses what is not for distributed training, or is not needed"
 
 Outcomes = dict[str, tuple[str, str]]
 """How each test ended, and the message of one that failed."""
@@ -39,6 +42,8 @@ def run(checkout: Path, tests: Sequence[str], swap: str, results: Path, *, timeo
     """Run tests with strategies swapped in; those that are in the file of results already are not run again."""
     tests_folder = checkout / "tests"
     done = read(results)
+    if not tests:
+        return done
     environment = {
         **os.environ,
         "SWAP": swap,
@@ -62,18 +67,34 @@ def reason_of(name: str, message: str) -> str:
     return next(found, f"not known: {' '.join(message.split())[:200]}")
 
 
-def compared(stock: Outcomes, swapped: Outcomes) -> tuple[list[Sample], dict[str, list[str]]]:
-    """A row for each file, and for each reason the tests that end otherwise for it."""
+def others(stock: Outcomes, swapped: Outcomes) -> list[str]:
+    """Tests that end otherwise."""
+    return [name for name in sorted(stock.keys() & swapped.keys()) if stock[name][0] != swapped[name][0]]
+
+
+def compared(stock: Outcomes, swapped: Outcomes, ddp: Outcomes) -> tuple[list[Sample], dict[str, list[str]]]:
+    """A row for each file, and for each reason the tests that end otherwise for it.
+
+    Args:
+        stock: How tests ended.
+        swapped: How they ended with this project's strategy.
+        ddp: How those that ended otherwise ended with Lightning's DDP on one device.
+    """
     rows: dict[str, Counter[str]] = {}
     reasons: dict[str, list[str]] = {}
     for name in sorted(stock.keys() & swapped.keys()):
         row = rows.setdefault(name.partition("::")[0].partition("tests_pytorch/")[2], Counter())
         row["tests"] += 1
-        row[f"{stock[name][0]} as stock"] += stock[name][0] == swapped[name][0]
-        if stock[name][0] != swapped[name][0]:
+        outcome = swapped[name][0]
+        if stock[name][0] == outcome:
+            row[f"{outcome} as stock"] += 1
+        elif name in ddp and ddp[name][0] == outcome:
+            row["as under DDP"] += 1
+            reasons.setdefault(AS_DDP, []).append(name.partition("::")[2])
+        else:
             row["other"] += 1
             reasons.setdefault(reason_of(name, swapped[name][1]), []).append(name.partition("::")[2])
-    columns = ("tests", "passed as stock", "skipped as stock", "failed as stock", "other")
+    columns = ("tests", "passed as stock", "skipped as stock", "failed as stock", "as under DDP", "other")
     return [{"file": name, **{column: row[column] for column in columns}} for name, row in rows.items()], reasons
 
 
@@ -98,7 +119,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             for swap in ("stock", name)
         }
-        rows, reasons = compared(found["stock"], found[name])
+        found["ddp"] = run(
+            options.checkout.resolve(),
+            others(found["stock"], found[name]),
+            "ddp",
+            options.work / f"{name}-ddp.txt",
+            timeout_seconds=options.timeout,
+        )
+        rows, reasons = compared(found["stock"], found[name], found["ddp"])
         total = sum(int(str(row["tests"])) for row in rows)
         notes = [f"{total} tests, of which {sum(map(len, reasons.values()))} end otherwise."]
         notes += [f"{why} ({len(tests)}: {', '.join(tests)})." for why, tests in reasons.items()]

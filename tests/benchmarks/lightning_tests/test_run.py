@@ -47,6 +47,7 @@ def test_strategies_are_swapped(checkout):
     stock = {"test_names": "passed", "test_default": "passed", "test_other": "passed", "test_skipped": "skipped"}
     assert ends(checkout, "stock") == stock
     assert ends(checkout, "one") == {**stock, "test_names": "failed", "test_default": "failed"}
+    assert ends(checkout, "ddp") == {**stock, "test_default": "failed"}
     # What is in the file of results is not run again.
     (checkout / "tests" / "test_it.py").write_text(TESTS.replace("    pass\n", "    assert False\n"))
     assert ends(checkout, "stock") == stock
@@ -54,16 +55,26 @@ def test_strategies_are_swapped(checkout):
 
 def test_what_ends_otherwise_is_counted_with_its_reason(monkeypatch):
     monkeypatch.setattr(run, "REASONS", (("count", "it counts"),))
-    stock = {f"tests_pytorch/a.py::{name}": ("passed", "") for name in ("test_x", "test_y", "test_z")}
+    stock = {f"tests_pytorch/a.py::{name}": ("passed", "") for name in ("test_w", "test_x", "test_y", "test_z")}
+    ddp = {f"tests_pytorch/a.py::{name}": ("failed", "") for name in ("test_w",)}
     swapped = stock | {
+        "tests_pytorch/a.py::test_w": ("failed", "not supported"),
         "tests_pytorch/a.py::test_x": ("failed", "bad count"),
         "tests_pytorch/a.py::test_y": ("failed", "?"),
     }
-    rows, reasons = run.compared(stock, swapped)
-    assert rows == [
-        {"file": "a.py", "tests": 3, "passed as stock": 1, "skipped as stock": 0, "failed as stock": 0, "other": 2}
-    ]
-    assert reasons == {"it counts": ["test_x"], "not known: ?": ["test_y"]}
+    assert run.others(stock, swapped) == [f"tests_pytorch/a.py::{name}" for name in ("test_w", "test_x", "test_y")]
+    rows, reasons = run.compared(stock, swapped, ddp)
+    (row,) = rows
+    assert row == {
+        "file": "a.py",
+        "tests": 4,
+        "passed as stock": 1,
+        "skipped as stock": 0,
+        "failed as stock": 0,
+        "as under DDP": 1,
+        "other": 2,
+    }
+    assert reasons == {run.AS_DDP: ["test_w"], "it counts": ["test_x"], "not known: ?": ["test_y"]}
 
 
 def test_lists_are_there():
