@@ -5,7 +5,9 @@ project's strategy; ``one`` makes a Trainer on one CPU device that names no stra
 that build Lightning's DDP. Spawned processes are forked under all four: the same tests in a tenth of the time.
 """
 
+import ast
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning_mist import MistStrategy
 
 SWAP = os.environ.get("SWAP", "stock")
+RESULTS = Path(os.environ.get("SWAP_RESULTS", "results.txt"))
 METHODS = {"spawn": "fork", "fork": "fork", "notebook": "fork"}
 
 
@@ -51,6 +54,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "flaky: may be run again by pytest-rerunfailures")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests whose end is known."""
+    known = {ast.literal_eval(line)[0] for line in RESULTS.read_text("utf-8").splitlines()} if RESULTS.exists() else ()
+    left = [item for item in items if item.nodeid in known]
+    items[:] = [item for item in items if item.nodeid not in known]
+    config.hook.pytest_deselected(items=left)
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: Any) -> Any:
     """Write how each test ended, one line each, so that a run that is killed has said what it knew."""
@@ -59,5 +70,5 @@ def pytest_runtest_makereport(item: Any) -> Any:
         message = (
             "" if report.outcome != "failed" else str(getattr(report.longrepr, "reprcrash", "") or report.longrepr)
         )
-        with open(os.environ["SWAP_RESULTS"], "a", encoding="utf-8") as file:
+        with RESULTS.open("a", encoding="utf-8") as file:
             file.write(repr((report.nodeid, report.when, report.outcome, message[-1500:])) + "\n")
