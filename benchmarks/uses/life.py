@@ -354,7 +354,7 @@ def _(session: Session) -> None:
     session.fit(Net(), val=loader(16, seed=1))
 
 
-@life("dropout")
+@life("dropout", said="parts of a batch draw other dropout masks")
 def _(session: Session) -> None:
     class Net(Project):
         def hidden(self, batch: Any) -> Any:

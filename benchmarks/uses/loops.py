@@ -14,12 +14,27 @@ precisions = Uses("precision")
 more = Uses("loggers and profilers")
 
 
-def option(name: str, collection: Uses = uses, *, tolerance: float | None = None, **options: Any) -> None:
+class Proportional(Project):
+    """Its steps are as long as its gradients: Adam would turn the rounding of small ones into whole steps."""
+
+    def configure_optimizers(self) -> Any:
+        """Plain descent."""
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def option(
+    name: str,
+    collection: Uses = uses,
+    *,
+    tolerance: float | None = None,
+    module: type[Project] = Project,
+    **options: Any,
+) -> None:
     """One use with validation and a file of what is logged, and these arguments of the trainer."""
 
     def run(session: Session) -> None:
         logger = CSVLogger(session.folder, name="", version=0)
-        session.fit(val=loader(16, seed=1), **({"logger": logger} | options))
+        session.fit(module(), val=loader(16, seed=1), **({"logger": logger} | options))
 
     collection(name, **({} if tolerance is None else {"tolerance": tolerance}))(run)
 
@@ -53,8 +68,8 @@ option("gradient_clip_val, accumulated", gradient_clip_val=0.1, accumulate_grad_
 
 option("32-true", precisions, tolerance=SINGLE, precision="32-true")
 option("64-true", precisions, precision="64-true")
-option("16-true", precisions, tolerance=2e-2, precision="16-true")
-option("bf16-true", precisions, tolerance=1e-1, precision="bf16-true")
+option("16-true", precisions, tolerance=2e-2, module=Proportional, precision="16-true")
+option("bf16-true", precisions, tolerance=1e-1, module=Proportional, precision="bf16-true")
 option("bf16-mixed", precisions, tolerance=1e-1, precision="bf16-mixed")
 option("16-mixed", precisions, tolerance=2e-2, precision="16-mixed")
 option("transformer-engine", precisions, precision="transformer-engine")

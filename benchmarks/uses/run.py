@@ -4,6 +4,7 @@ Uses run one after the other in a pair of processes, and in a new one after each
 metrics, files, weights, and what the use itself looks at) is compared with what it saw under DDP; every cell is
 
 * ``same``: within the tolerance, or the same error as under DDP;
+* ``other, said``: other numbers by the same rules, and said so (dropout's masks);
 * ``refused``: not trained, and said so before the first batch, or ``stopped`` while training, by an error of ours;
 * ``wrong``, ``crash``, ``hang``: what must not be.
 
@@ -59,7 +60,7 @@ COLUMNS = {
 """Columns of the table, and the plans."""
 
 RANKS = 2
-GOOD = ("same", "refused", "stopped")
+GOOD = ("same", "refused", "stopped", "other, said")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +143,8 @@ def judged(use: Use, ddp: Sequence[Any], result: Result) -> Cell:
             return Cell(kind="wrong", text=f"trained, but DDP does not: {wanted[0]}")
         for rank, (one, other) in enumerate(zip(ddp, found, strict=True)):
             text = difference(one["seen"], other["seen"], use.tolerance)
+            if text and use.said and use.said in result.printed:
+                return Cell(kind="other, said", text=use.said)
             if text:
                 return Cell(kind="wrong", text=f"rank {rank}: {text}")
         return Cell(kind="same")

@@ -35,12 +35,14 @@ class Use:
         name: In words.
         run: Does it, on every rank.
         tolerance: Largest difference of numbers, relative to the largest beside it.
+        said: Of a use that may give other values, by the same rules, what the plan says of it; empty of all others.
     """
 
     theme: str
     name: str
     run: Callable[["Session"], None]
     tolerance: float = DOUBLE
+    said: str = ""
 
     @property
     def key(self) -> str:
@@ -55,11 +57,13 @@ class Uses:
         self.theme = theme
         self.every: list[Use] = []
 
-    def __call__(self, name: str, *, tolerance: float = DOUBLE) -> Callable[[Callable[["Session"], None]], Any]:
+    def __call__(
+        self, name: str, *, tolerance: float = DOUBLE, said: str = ""
+    ) -> Callable[[Callable[["Session"], None]], Any]:
         """``@uses("on_step")`` above a function that takes a session."""
 
         def keep(run: Callable[["Session"], None]) -> Callable[["Session"], None]:
-            self.every.append(Use(theme=self.theme, name=name, run=run, tolerance=tolerance))
+            self.every.append(Use(theme=self.theme, name=name, run=run, tolerance=tolerance, said=said))
             return run
 
         return keep

@@ -4,7 +4,7 @@ It leaves the module as it found it: gradients, buffers, attributes, random gene
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,17 +41,22 @@ class Steady(TorchFunctionMode):
     Args:
         device: Where the module is.
         without_dropout: Whether dropout is to drop nothing.
+
+    Attributes:
+        is_coarse: Whether 16-bit arithmetic took part.
+        is_dropping: Whether something would have been dropped.
     """
 
     def __init__(self, device: torch.device, *, without_dropout: bool) -> None:
         super().__init__()
         self._device, self._without_dropout = device.type, without_dropout
-        self.is_coarse = False
+        self.is_coarse = self.is_dropping = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         self.is_coarse = self.is_coarse or torch.is_autocast_enabled(self._device)
         name = getattr(func, "__name__", "")
+        self.is_dropping = self.is_dropping or _drops(name, args, kwargs)
         if self._without_dropout and "dropout" in name and args and isinstance(args[0], Tensor):
             return args[0]
         if self._without_dropout and name == "scaled_dot_product_attention":
@@ -60,6 +65,18 @@ class Steady(TorchFunctionMode):
         elif self._without_dropout and name == "multi_head_attention_forward":
             kwargs["training"] = False
         return func(*args, **kwargs)
+
+
+def _drops(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of torch drops something at random."""
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if name == "multi_head_attention_forward":
+        return bool(kwargs.get("training", True) and (args[10] if len(args) > 10 else kwargs.get("dropout_p", 0.0)))
+    if "dropout" not in name or not args or not isinstance(args[0], Tensor):
+        return False
+    share = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    return bool(share and kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True)))
 
 
 def check_stages(

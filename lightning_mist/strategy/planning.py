@@ -145,6 +145,10 @@ def _made(planner: Planner, started: float) -> Decision:
     found = planner.with_user_code(found)
     plan, made, found = _plan(planner, found)
     _check(planner, found, plan)
+    if planner.rules is not None and planner.rules.has_dropout and _most_parts(plan) > 1:
+        planner.progress.tell(
+            "parts of a batch draw other dropout masks than the whole would under DDP: as with another seed"
+        )
     estimate = on_rank_zero(lambda: _estimate(planner, found, plan))
     _self_check(planner, found, plan)
     path = publish(planner, found, plan, made, estimate)
@@ -259,9 +263,14 @@ def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | No
     return from_json(text), made[0] if made else None, found
 
 
+def _most_parts(plan: Plan) -> int:
+    """Into how many parts a plan cuts a process's batch at most."""
+    return max(row_slice(plan, rank, 0).parts for rank in range(plan.world_size))
+
+
 def _refuse_unsafe_cuts(planner: Planner, found: ModuleMap, plan: Plan) -> None:
     # Decided by the plan alone: every rank must come to the proof, whatever the size of its own batch.
-    parts = max(row_slice(plan, rank, 0).parts for rank in range(plan.world_size))
+    parts = _most_parts(plan)
     if parts == 1:
         return  # nobody's batch is cut
     reasons = planner.with_invariance(found).excludes("microbatches")

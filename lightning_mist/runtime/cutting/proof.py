@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,8 +72,10 @@ def prove(module: nn.Module, blocks: Sequence[str], step: Step, batch: Any) -> C
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with torch.enable_grad(), Steady(device, without_dropout=True), _steady_recurrence(module):
-            return _Proof(module, blocks, step, batch, device).rules()
+        recurrent = any(isinstance(child, nn.RNNBase) and child.dropout for child in module.modules())
+        with torch.enable_grad(), Steady(device, without_dropout=True) as steady, _steady_recurrence(module):
+            rules = _Proof(module, blocks, step, batch, device).rules()
+        return replace(rules, has_dropout=steady.is_dropping or recurrent)
     except UncuttableError as error:
         return str(error)
     finally:

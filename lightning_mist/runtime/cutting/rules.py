@@ -44,6 +44,7 @@ class CutRules:
         results: How it follows.
         leaves: Number of tensors in a batch.
         known: Functions that may look across rows, with the places where they were seen.
+        has_dropout: Whether parts draw other masks of dropout than the whole batch would.
     """
 
     sites: tuple[Site, ...] = ()
@@ -52,6 +53,7 @@ class CutRules:
     results: Mapping[ResultKey, Way] = field(default_factory=dict)
     leaves: int = 0
     known: frozenset[Hashable] = frozenset()
+    has_dropout: bool = False
 
     @property
     def site_text(self) -> str:

@@ -178,6 +178,24 @@ def test_numbers_for_something_else_are_named(take):
     assert "the step takes numbers for something beside its results" in answer
 
 
+@pytest.mark.parametrize(
+    ("drop", "has_dropout"),
+    [
+        (lambda h: torch.nn.functional.dropout(h, 0.5), True),
+        (lambda h: torch.nn.functional.dropout(h, 0.0), False),
+        (lambda h: torch.nn.functional.dropout(h, 0.5, training=False), False),
+        (torch.nn.Dropout(0.5), True),
+        (torch.nn.Dropout(0.5).eval(), False),
+        (lambda h: torch.nn.functional.scaled_dot_product_attention(h, h, h, dropout_p=0.5), True),
+        (lambda h: torch.nn.functional.scaled_dot_product_attention(h, h, h), False),
+    ],
+)
+def test_it_is_known_whether_parts_draw_other_masks(drop, has_dropout):
+    net = Network(next(iter(EXACT.values())))
+    rules = prove(net, ("blocks.0",), lambda batch: (drop(net.embed(batch["x"])).square().mean(), []), make_batch(6))
+    assert rules.has_dropout is has_dropout
+
+
 def test_numbers_that_are_results_or_computed_with_are_not():
     assert ways_of(lambda net, h, b: {"r": float(h.sum().detach())}) == {"r": "sum"}
     assert ways_of(lambda net, h, b: {"r": h.sum() * (net.pair.bias.sum().item() + 1.0)}) == {"r": "sum"}
