@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.reach.models import ARCHITECTURES, BATCH, Architecture, Training, loader
 from benchmarks.record import Sample, make_record, write_record
-from benchmarks.uses.run import GOOD, Cell, attempts, judged
+from benchmarks.uses.run import GOOD, Cell, attempts, judged, portable
 from benchmarks.uses.session import SINGLE, Session, Use
 from lightning_mist import Plan
 from tests.integration.equality_worker import plan
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         row: Sample = {"architecture": architecture.name}
         for name, cell in found.items():
             cells.append(cell)
-            text = " ".join(cell.text.split())
+            text = portable(cell.text)
             number = f" ({reasons.setdefault(text, len(reasons) + 1)})" if cell.kind != "same" else ""
             row[name] = f"{cell.kind}{number}"
             print(f"{architecture.name}, {name}: {cell.kind} {text[-300:]}", flush=True)

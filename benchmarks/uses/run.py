@@ -18,6 +18,7 @@ import pickle
 import shutil
 import signal
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import Sample, make_record, write_record
+from benchmarks.record import ROOT, Sample, make_record, write_record
 from benchmarks.uses import callbacks, data, life, log_flags, loops, worker
 from benchmarks.uses.session import Use, difference
 from lightning_mist import Plan
@@ -206,6 +207,13 @@ class Work:
         return attempts(uses, given, self._folder / "fit", patience_seconds=self._patience_seconds)
 
 
+def portable(text: str) -> str:
+    """A text on one line, with paths as from the repository or from where packages are."""
+    for folder in (str(ROOT), sysconfig.get_path("purelib"), tempfile.gettempdir()):
+        text = text.replace(f"{folder}/", "")
+    return " ".join(text.split())
+
+
 def rows_of(uses: Sequence[Use], found: dict[tuple[str, str], Cell]) -> tuple[list[Sample], str]:
     """The table, and below it the reasons of what is not the same."""
     rows: list[Sample] = []
@@ -219,7 +227,7 @@ def rows_of(uses: Sequence[Use], found: dict[tuple[str, str], Cell]) -> tuple[li
             if cell.kind == "same":
                 row[column] = "same error" if cell.text else "same"
                 continue
-            text = " ".join(cell.text.split())
+            text = portable(cell.text)
             numbers = reasons.setdefault(text, [])
             numbers.append(f"{use.name} under {column}")
             row[column] = f"{cell.kind} ({list(reasons).index(text) + 1})"
