@@ -28,6 +28,8 @@ class First(pl.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.global_step == 1 and trainer.is_global_zero:
             print("{FIRST}", flush=True)
+        # The run is planned as the long one that it would be.
+        trainer.should_stop = trainer.global_step == 3
 """
 
 _SMALL = (
@@ -54,7 +56,7 @@ class Small(pl.LightningModule):
 pl.seed_everything(0)
 rows = TensorDataset(torch.randn(512, 28 * 28), torch.randint(0, 10, (512,)))
 trainer = pl.Trainer(
-    strategy=sys.argv[1], accelerator="cpu", devices=2, max_steps=3, callbacks=[First()], logger=False,
+    strategy=sys.argv[1], accelerator="cpu", devices=2, max_steps=2000, callbacks=[First()], logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 )
 trainer.fit(Small(), DataLoader(rows, batch_size=32))
@@ -70,7 +72,7 @@ from model import ByteGPT
 
 pl.seed_everything(0)
 trainer = pl.Trainer(
-    strategy=sys.argv[1], accelerator="cpu", devices=2, max_steps=3, callbacks=[First()], logger=False,
+    strategy=sys.argv[1], accelerator="cpu", devices=2, max_steps=200, callbacks=[First()], logger=False,
     limit_val_batches=0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 )
 trainer.fit(ByteGPT(layers=8, width=128, length=128, dropout=0.0), StandardLibrary(length=128, batch_size=16))

@@ -45,11 +45,12 @@ from lightning_mist.strategy.kept_plans import keep_plan, kept_path, kept_plan, 
 from lightning_mist.strategy.learning import Basis, with_corrections
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.simplest import (
-    LEAST_SECONDS,
     fits_plainly,
     gains_too_little,
     most_to_save,
     plain_plan,
+    saves_too_little,
+    steps_to_come,
 )
 from lightning_mist.strategy.splitting import with_splits
 from lightning_mist.strategy.together import alike, everywhere, on_rank_zero, union
@@ -57,7 +58,6 @@ from lightning_mist.strategy.trials import CALLS, progress_through, timed_apart,
 from lightning_mist.strategy.tried_step import TriedStep
 from lightning_mist.strategy.user_code import user_exclusions
 from lightning_mist.tuner import TuneResult
-from lightning_mist.units import format_seconds
 
 T = TypeVar("T")
 
@@ -104,13 +104,14 @@ class Planner:
             return None
         parameters = list(self.module.parameters())
         saved = most_to_save(parameters, self.alike, self._directory)
-        if saved is None or saved > LEAST_SECONDS:
+        reason = None if saved is None else saves_too_little(saved, steps_to_come(self.trainer))
+        if reason is None:
             return None
         limit = Budget(cluster=self.cluster, asked=self.request.memory_limit).limit
         needed = self.tried(lambda: step_bytes(self.module, self.call, self.batch))
         if not fits_plainly(parameters, needed, limit):
             return None
-        return f"no other plan could save more than {format_seconds(saved)} of a step, and it fits"
+        return f"{reason}, and it fits"
 
     @property
     def module(self) -> Any:

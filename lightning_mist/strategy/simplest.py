@@ -2,9 +2,10 @@
 
 Every other plan does the same arithmetic on the same devices. What it can save of a step is at most the gradients'
 reduction and a share of the optimizer's step. Where both together are too short to be told from the noise of a step,
-and memory does not ask for anything, nothing is searched.
+and memory does not ask for anything, nothing is searched; nor where all steps to come could not save a second.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_mist.errors import MistError
 from lightning_mist.hardware import Cluster, catalog_profile, load_profile
 from lightning_mist.plan import Plan, Predicted, StageMesh, StagePlan
 from lightning_mist.tuner import SearchSpace
+from lightning_mist.units import format_seconds
 
 LEAST_GAIN = 0.05
 """Share of a plain step that another plan must save by prediction. Predictions of steps lie 8% from what is measured on
@@ -23,6 +25,9 @@ chance (docs/time-model.md)."""
 
 LEAST_SECONDS = 2e-3
 """What any other plan could save at most, below which nothing is searched: steps of a process scatter by as much."""
+
+LEAST_SECONDS_OF_RUN = 1.0
+"""What any other plan could save of a whole run at most, below which nothing is searched: nobody notices."""
 
 LARGEST_SHARE = 0.5
 """Of the memory that may be used: what a plain step needs by a rough count, so that it certainly fits."""
@@ -81,6 +86,28 @@ def most_to_save(parameters: Sequence[torch.nn.Parameter], cluster: Cluster, dir
     except MistError:
         return None
     return reduction + _PASSES * trained / profile.memory_bytes_per_second
+
+
+def steps_to_come(trainer: Any) -> float:
+    """Optimizer steps of this fit, once its loaders are made; infinite if it has no end of its own."""
+    try:
+        return float(trainer.estimated_stepping_batches)
+    except Exception:  # Lightning's own, of either copy: accumulation that changes with epochs cannot be counted
+        return math.inf
+
+
+def saves_too_little(step_seconds: float, steps: float) -> str | None:
+    """Why nothing is searched where any other plan saves so little, if so.
+
+    Args:
+        step_seconds: What any other plan could save of a step at most.
+        steps: Optimizer steps to come.
+    """
+    if step_seconds <= LEAST_SECONDS:
+        return f"no other plan could save more than {format_seconds(step_seconds)} of a step"
+    if step_seconds * steps <= LEAST_SECONDS_OF_RUN:
+        return f"no other plan could save more than {format_seconds(step_seconds * steps)} of {steps:.0f} steps"
+    return None
 
 
 def fits_plainly(parameters: Sequence[torch.nn.Parameter], step_bytes: int, limit: int) -> bool:

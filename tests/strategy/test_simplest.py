@@ -1,5 +1,6 @@
 """When plain data parallelism is enough."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,8 @@ from lightning_mist.strategy.simplest import (
     is_free,
     most_to_save,
     plain_plan,
+    saves_too_little,
+    steps_to_come,
 )
 from lightning_mist.tuner import SearchSpace
 
@@ -67,6 +70,30 @@ def test_what_could_be_saved_grows_with_parameters_and_vanishes_on_one_device(tm
     assert most_to_save(parameters(10**9), one, tmp_path) == 0.0
     frozen = [torch.nn.Parameter(torch.zeros(10**6, device="meta"), requires_grad=False)]
     assert most_to_save(frozen, two, tmp_path) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "reason"),
+    [
+        (1e-3, math.inf, "more than 1 ms of a step"),
+        (1e-2, 24, "more than 240 ms of 24 steps"),
+        (1e-2, 101, None),
+        (1e-2, math.inf, None),
+    ],
+)
+def test_what_nobody_would_notice_is_not_searched_for(seconds, steps, reason):
+    found = saves_too_little(seconds, steps)
+    assert found is None if reason is None else reason in found
+
+
+def test_steps_that_cannot_be_counted_may_be_many():
+    class Uncounted:
+        @property
+        def estimated_stepping_batches(self):
+            raise ValueError("accumulation changes")
+
+    assert steps_to_come(Uncounted()) == math.inf
+    assert steps_to_come(SimpleNamespace(estimated_stepping_batches=12)) == 12
 
 
 def test_it_fits_only_with_room_to_spare():

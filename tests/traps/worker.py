@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_mist import MistStrategy
 from lightning_mist.errors import MistError
 from lightning_mist.runtime import failure
-from lightning_mist.strategy import planner
+from lightning_mist.strategy import simplest
 from tests.machine import assume_profile
 from tests.traps.project import PLANS, Trap
 
@@ -67,7 +67,7 @@ def _fit(trap: Trap, plan: str, folder: Path, losses: Losses) -> dict[str, Any]:
         strategy: Any = "ddp_find_unused_parameters_true"
     else:
         if plan == "searched":
-            planner.LEAST_SECONDS = 0.0
+            simplest.LEAST_SECONDS = simplest.LEAST_SECONDS_OF_RUN = 0.0
         profiles = str(assume_profile(folder / "profiles", 2)) if PLANS[plan] == "auto" else str(folder / "profiles")
         strategy = MistStrategy(plan=PLANS[plan], profile_directory=profiles, plan_path=str(folder / "plan.json"))
     module, callbacks = trap.module(), trap.callbacks()
