@@ -79,6 +79,7 @@ def test_plan_limits_the_search(tmp_path):
     assert load(out).num_stages == 1
 
 
+@pytest.mark.thorough
 def test_plan_of_a_configuration(tmp_path, capsys):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     configuration = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32, **sizes}

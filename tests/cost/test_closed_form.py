@@ -40,6 +40,7 @@ def check(dims, dtype, device, *, recomputed):
             assert form.at(2, LENGTH) == traced(dims, dtype, rows=2, **how), how
 
 
+@pytest.mark.sample
 @pytest.mark.combinations
 @pytest.mark.parametrize("dims", [LLAMA, GPT, DROPOUT], ids=["llama", "gpt", "dropout"])
 @pytest.mark.parametrize(
@@ -79,6 +80,7 @@ def test_other_sizes(dims, device):
         assert form.at(rows, length) == traced(dims, torch.bfloat16, rows=rows, length=length, device=device)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "changes",
     [

@@ -65,6 +65,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_all_ranks_return_the_same(directory: Path) -> None:
     first, *others = [read_profile(directory / f"{rank}.json") for rank in range(WORLD)]
     assert all(profile == first for profile in others)

@@ -7,9 +7,9 @@ import pytest
 
 from tests.integration import breadth_worker
 from tests.ranks import command_of, environment
-from tests.tiers import asked_for, tiered
+from tests.tiers import asked_for
 
-FEW = ("scaler", "plateau", "accumulation schedule", "frozen")
+pytestmark = pytest.mark.thorough  # the table of uses in docs/uses.md is of all of these
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def assert_same(found, wanted, *, steps):
     assert found["scales"] == wanted["scales"]
 
 
-@pytest.mark.parametrize("name", tiered(breadth_worker.CASES, FEW))
+@pytest.mark.parametrize("name", [*breadth_worker.CASES])
 def test_it_is_as_under_ddp(ranks, name):
     for rank in ranks:
         assert_same(rank[name]["mist"], rank[name]["ddp"], steps=18)

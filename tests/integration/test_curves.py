@@ -6,7 +6,9 @@ import subprocess
 import pytest
 
 from tests.ranks import command_of, environment
-from tests.tiers import asked_for, tiered
+from tests.tiers import asked_for
+
+pytestmark = pytest.mark.thorough  # gradients and gloo have tests of their own in the first tier
 
 TWO = ["gpt2:split", "llama:sharded", "bert:two", "vit:split", "demo:two", "nano:two"]
 TWO += [
@@ -18,7 +20,6 @@ TWO += [
     "gpt2:chunks",
 ]
 FOUR = ["gpt2_even:grid", "llama_even:mixed", "nano_even:tensor and shards"]
-FEW = ("llama_even:mixed",)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def run(tmp_path_factory, size, pairs):
     return [(pair, [rank[pair] for rank in ranks]) for pair in pairs]
 
 
-@pytest.mark.parametrize("pair", tiered([*TWO, *FOUR], FEW))
+@pytest.mark.parametrize("pair", [*TWO, *FOUR])
 def test_curves_are_ddps(curves, pair):
     for rank in curves[pair]:
         assert len(rank["ddp"]) == 20

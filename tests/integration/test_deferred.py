@@ -9,9 +9,9 @@ import torch
 
 from tests.integration import deferred_worker
 from tests.ranks import command_of, environment
-from tests.tiers import asked_for, tiered
+from tests.tiers import asked_for
 
-FEW = ("pipeline", "tensor")
+pytestmark = pytest.mark.thorough  # tests/strategy/test_deferred.py says the same of one process
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +28,14 @@ def ranks(folder):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", tiered(deferred_worker.PLANS, FEW))
+@pytest.mark.parametrize("name", [*deferred_worker.PLANS])
 def test_losses_are_those_of_ddp_with_the_same_values(ranks, name):
     for rank in ranks:
         assert rank[name]["losses"] == pytest.approx(rank["ddp"]["losses"], abs=1e-5)
         assert len(rank[name]["losses"]) == 6
 
 
-@pytest.mark.parametrize("name", tiered(deferred_worker.PLANS, FEW))
+@pytest.mark.parametrize("name", [*deferred_worker.PLANS])
 def test_checkpoints_are_resumed_into_modules_without_values(ranks, name):
     for rank in ranks:
         assert rank[name]["later"] == pytest.approx(rank["ddp"]["later"], abs=1e-5)

@@ -14,6 +14,8 @@ from tests.integration.metered import measure_peaks
 from tests.integration.parity import make_plan, map_of
 from tests.tiers import tiered
 
+pytestmark = pytest.mark.thorough  # each precision is traced anew
+
 PLUGINS = {
     "32-true": Precision,
     "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),

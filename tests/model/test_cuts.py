@@ -16,6 +16,7 @@ def mapped(name, rows=4, **kwargs):
     return module, map_module(module, zoo.step(module), batch, second_batch=slice_rows(batch, 0, rows - 1), **kwargs)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", zoo.PARITY)
 def test_models_that_can_be_cut(name):
     module, found = mapped(name)

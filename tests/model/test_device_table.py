@@ -90,6 +90,7 @@ def test_a_layer_of_llama_keeps_what_the_closed_form_says(sizes: tuple[int, ...]
     assert spec.layers[0].checkpointed_saved_bytes == 2 * width * ROWS
 
 
+@pytest.mark.thorough
 def test_on_the_cpu_a_layer_keeps_the_upcast_inputs_of_norms() -> None:
     sizes = (256, 4, 2, 512)
     sgd = torch.optim.SGD

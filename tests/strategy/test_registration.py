@@ -51,6 +51,8 @@ COMMAND_LINE = """
 import importlib, json, sys
 from pathlib import Path
 
+pytestmark = pytest.mark.thorough  # each test starts interpreters
+
 root = sys.argv[1]
 cli = importlib.import_module(root + ".cli")
 module = importlib.import_module(root).LightningModule

@@ -169,6 +169,7 @@ def test_an_automatic_plan_is_written_with_what_it_was_made_for(tmp_path, profil
     assert_equal(values(module), values(train(tmp_path, "ddp")[1]))
 
 
+@pytest.mark.thorough
 def test_corrections_are_kept_and_used_unless_that_is_turned_off(tmp_path, profiles):
     folder = tmp_path / "profiles"
     shutil.copytree(profiles, folder)

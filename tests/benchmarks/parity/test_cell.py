@@ -84,6 +84,7 @@ def test_a_model_that_does_not_allow_a_plan_is_refused_with_the_reason_of_its_ma
 
 
 @pytest.mark.sample
+@pytest.mark.sample
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_cut_of_the_table(name):
     """All of it: ``python -m benchmarks.parity.table``."""

@@ -58,6 +58,7 @@ def test_cells_are_judged(ddp, found, kind, text):
     assert judged(SAME, ddp, found) == Cell(kind=kind, text=text)
 
 
+@pytest.mark.thorough
 def test_uses_run_in_pairs_and_go_on_after_one_that_fails(tmp_path):
     # From a process without threads of others: pairs are forked.
     command = [sys.executable, "-m", "tests.benchmarks.uses.few", str(tmp_path / "work")]
