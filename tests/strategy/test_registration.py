@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.thorough  # each test starts interpreters
+
 GIB = 2**30
 
 TRAINERS = """
@@ -50,8 +52,6 @@ print(json.dumps([trainer(root, "mist") for root in ("lightning.pytorch", "pytor
 COMMAND_LINE = """
 import importlib, json, sys
 from pathlib import Path
-
-pytestmark = pytest.mark.thorough  # each test starts interpreters
 
 root = sys.argv[1]
 cli = importlib.import_module(root + ".cli")
