@@ -141,7 +141,13 @@ OLD = "lightning_mist.strategy.pytorch_lightning"
 
 @pytest.mark.thorough
 def test_both_namespaces_in_one_program(results: dict[str, Any]) -> None:
-    methods = {"mist": "popen", "mist_spawn": "spawn", "mist_fork": "fork", "mist_notebook": "fork"}
+    methods = {
+        "mist": "popen",
+        "mist_spawn": "spawn",
+        "mist_fork": "fork",
+        "mist_notebook": "fork",
+        "ddp_mist": "popen",
+    }
     assert results["both"] == {
         name: [[NEW, "MistStrategy", method], [OLD, "MistStrategy", method]] for name, method in methods.items()
     }
