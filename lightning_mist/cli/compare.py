@@ -42,12 +42,12 @@ def compare_with_others(
         result: What it found.
         memory_limit: Bytes of each device that may be used.
         host_memory_limit: Bytes of host memory of each node that offloading may take.
-        search: What the plan was searched for in; see :func:`~lightning_mist.tuner.baselines.baselines`.
+        search: What the plan was searched for in; see :func:`~lightning_mist.tuner.baseline_plans.baselines`.
 
     Returns:
         What was found, with the plan that is best of all, and that plan beside the others.
     """
-    from lightning_mist.tuner.baselines import baselines_with
+    from lightning_mist.tuner.baseline_plans import baselines_with
     from lightning_mist.tuner.comparison import compare_plans, faster_plan, with_faster
     from lightning_mist.tuner.inside import outside
 
@@ -83,7 +83,7 @@ def comparison_notes(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> tupl
         items: The plan, and what it is compared with.
         spec: The network.
     """
-    from lightning_mist.tuner.baselines import baseline_notes
+    from lightning_mist.tuner.baseline_plans import baseline_notes
     from lightning_mist.tuner.comparison import faster_notes
 
     ours = items[0].plan

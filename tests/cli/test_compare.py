@@ -3,7 +3,7 @@ from dataclasses import replace
 
 from lightning_mist.cli.compare import comparison_json, render_comparison
 from lightning_mist.plan import OffloadRatios, from_json
-from lightning_mist.tuner.baselines import Baseline
+from lightning_mist.tuner.baseline_plans import Baseline
 from lightning_mist.tuner.comparison import compare_plans
 from tests.tuner.test_comparison import plan
 

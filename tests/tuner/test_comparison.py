@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan, StepWork
-from lightning_mist.tuner.baselines import Baseline
+from lightning_mist.tuner.baseline_plans import Baseline
 from lightning_mist.tuner.comparison import (
     OURS,
     closed_form_of,

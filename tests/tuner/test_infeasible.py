@@ -12,7 +12,7 @@ from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.units import format_bytes, format_bytes_up, parse_bytes
 from tests.specs import cluster, profile, spec
 from tests.tuner.instances import random_instance
-from tests.tuner.test_tune import SMALL, every_plan, search
+from tests.tuner.test_tuning import SMALL, every_plan, search
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -12,7 +12,7 @@ from lightning_mist.tuner.space import SearchSpace, apply
 from lightning_mist.tuner.variants import _recomputing, _variants, best_variant
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
-from tests.tuner.test_tune import search
+from tests.tuner.test_tuning import search
 
 FAST = profile(link=1e12, latency=0.0)
 NETWORK = spec(8, parameter_bytes=4000, edge_bytes=4000, measured=True)
