@@ -1,10 +1,14 @@
 """What users may ask a strategy."""
 
-from lightning_mist.cost import MemoryEstimate
+from typing import TYPE_CHECKING
+
 from lightning_mist.plan import Plan
 from lightning_mist.strategy.decision import Decision
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.report import RunReport
+
+if TYPE_CHECKING:
+    from lightning_mist.cost import MemoryEstimate
 
 
 class Answers:
@@ -26,7 +30,7 @@ class Answers:
         return None if self._monitor is None else self._monitor.report
 
     @property
-    def estimate(self) -> MemoryEstimate | None:
+    def estimate(self) -> "MemoryEstimate | None":
         """What the plan needs of every device, where that is known."""
         return None if self._decision is None else self._decision.estimate
 

@@ -3,14 +3,17 @@
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lightning_mist.cost import MemoryEstimate
 from lightning_mist.hardware import Cluster
 from lightning_mist.model.reach import Reach
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.cutting.rules import CutRules
-from lightning_mist.strategy.learning import Basis
 from lightning_mist.tuner import SearchSpace
+
+if TYPE_CHECKING:
+    from lightning_mist.cost import MemoryEstimate
+    from lightning_mist.strategy.learning import Basis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +56,8 @@ class Decision:
     has_unused_parameters: bool
     planning_seconds: float
     plan_path: Path | None
-    estimate: MemoryEstimate | None = None
-    basis: Basis | None = None
+    estimate: "MemoryEstimate | None" = None
+    basis: "Basis | None" = None
     search_seconds: float = 0.0
     signature: Hashable = None
     kept_at: Path | None = None

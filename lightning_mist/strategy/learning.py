@@ -21,7 +21,7 @@ from lightning_mist.hardware import (
     save_corrections,
 )
 from lightning_mist.model import ModelSpec
-from lightning_mist.plan import Plan, Predicted, save
+from lightning_mist.plan import Exclusion, Feature, Plan, Predicted, save
 from lightning_mist.plan.naming import short_name
 from lightning_mist.runtime.support import EXECUTED, restriction_notes
 from lightning_mist.strategy.observing import observe
@@ -65,6 +65,12 @@ class Basis:
     search: SearchSpace
     store: CorrectionStore | None = None
     corrections: tuple[Correction, ...] = ()
+
+    def without(self, feature: Feature, reason: str) -> "Basis":
+        """The same with a feature ruled out."""
+        found = self.spec.module_map
+        more = Exclusion(feature=feature, reason=reason)
+        return replace(self, spec=replace(self.spec, module_map=replace(found, exclusions=(*found.exclusions, more))))
 
     def tune(self) -> TuneResult:
         """The best plan by what is known."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from lightning_mist.runtime.meter import meter_memory, state_tensors
 from lightning_mist.runtime.recorder import Recorder
 from lightning_mist.runtime.signature import batch_signature
 from lightning_mist.strategy.decision import Decision
-from lightning_mist.strategy.learning import Learner
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.report import RunReport, StageReport
 from lightning_mist.strategy.stage_times import (
@@ -35,6 +34,9 @@ from lightning_mist.strategy.stage_times import (
     settled,
     step_times,
 )
+
+if TYPE_CHECKING:
+    from lightning_mist.strategy.learning import Learner
 
 _METERED_STEP = 1
 _FIRST_COMPARISON = 10
@@ -65,10 +67,12 @@ def _of_stages(plan: Plan, ranks: Sequence[Mapping[int, Measured]]) -> tuple[Mea
     return settled(stages, plan.num_groups)
 
 
-def _learner(decision: Decision, say: Callable[[str], None]) -> Learner | None:
+def _learner(decision: Decision, say: Callable[[str], None]) -> "Learner | None":
     """What learns from the run, where its plan was made."""
     if decision.basis is None:
         return None
+    from lightning_mist.strategy.learning import Learner
+
     path = decision.plan_path
     return Learner(
         decision.basis,

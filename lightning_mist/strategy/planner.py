@@ -50,6 +50,8 @@ from lightning_mist.strategy.simplest import (
     most_to_save,
     plain_plan,
     saves_too_little,
+    saves_too_small_a_share,
+    sharing_seconds,
     steps_to_come,
 )
 from lightning_mist.strategy.splitting import with_splits
@@ -102,16 +104,37 @@ class Planner:
         """Why nothing needs to be searched, if so; on rank 0."""
         if self.initial is not None:
             return None
-        parameters = list(self.module.parameters())
-        saved = most_to_save(parameters, self.alike, self._directory)
+        saved = most_to_save(list(self.module.parameters()), self.alike, self._directory)
         reason = None if saved is None else saves_too_little(saved, steps_to_come(self.trainer))
-        if reason is None:
-            return None
+        return None if reason is None or not self._fits_plainly() else f"{reason}, and it fits"
+
+    def worthwhile(
+        self,
+        found: ModuleMap,
+        profile: HardwareProfile,
+        seconds: Sequence[LayerSeconds],
+        update: float,
+        degrees: tuple[int, ...],
+    ) -> tuple[str | None, tuple[int, ...]]:
+        """What measured layers leave to be searched, beside plain data parallelism that fits; on rank 0.
+
+        Returns:
+            Why nothing, if so; and the tensor-parallel degrees that could save more than they cost.
+        """
+        saved = most_to_save(list(self.module.parameters()), self.alike, self._directory, update)
+        if saved is None or self.initial is not None:
+            return None, degrees
+        reason = saves_too_small_a_share(saved, seconds)
+        useful = tuple(degree for degree in degrees if sharing_seconds(profile, found, seconds, degree) < saved)
+        if (reason is None and useful == degrees) or not self._fits_plainly():
+            return None, degrees
+        return reason and f"{reason}, and it fits", useful
+
+    def _fits_plainly(self) -> bool:
+        """Whether plain data parallelism certainly fits."""
         limit = Budget(cluster=self.cluster, asked=self.request.memory_limit).limit
         needed = self.tried(lambda: step_bytes(self.module, self.call, self.batch))
-        if not fits_plainly(parameters, needed, limit):
-            return None
-        return f"{reason}, and it fits"
+        return fits_plainly(list(self.module.parameters()), needed, limit)
 
     @property
     def module(self) -> Any:
@@ -218,13 +241,13 @@ class Planner:
         )
         return self.spec
 
-    def tune(
+    def count(
         self, found: ModuleMap, profile: HardwareProfile, seconds: tuple[LayerSeconds, ...], update: float
-    ) -> TuneResult:
-        """The best plan; on rank 0."""
+    ) -> None:
+        """Work out what predictions of plans follow from; on rank 0."""
         spec = attach_seconds(self.trace(found), seconds, update)
         cluster, request = self.alike, self.request
-        self.basis = Basis(
+        basis = Basis(
             spec=spec,
             profile=profile,
             cluster=cluster,
@@ -234,22 +257,38 @@ class Planner:
         )
         if request.correct_profile:
             directory, precision = machine.directory_of(request.profile_directory), str(self.trainer.precision)
-            self.basis = with_corrections(self.basis, directory, precision, self.progress.say)
-        self.progress.say(f"searching plans for {spec.num_layers} layers on {cluster.world_size} devices")
+            basis = with_corrections(basis, directory, precision, self.progress.say)
+        self.basis = basis
+
+    def tune(self) -> TuneResult:
+        """The best plan; on rank 0, once costs are counted."""
+        assert self.basis is not None
+        layers, devices = self.basis.spec.num_layers, self.basis.cluster.world_size
+        self.progress.say(f"searching plans for {layers} layers on {devices} devices")
         return self.basis.tune()
+
+    def rule_out_cuts(self, reason: str) -> None:
+        """Let no plan that is searched from now on cut a batch."""
+        if self.basis is not None:  # on rank 0
+            self.basis = self.basis.without("microbatches", reason)
+
+    def plainest(self) -> Plan:
+        """Plain data parallelism, predicted; on rank 0, once costs are counted."""
+        assert self.basis is not None
+        world_size, size = self.basis.cluster.world_size, self.basis.global_batch_size
+        bare = plain_plan(world_size, size // world_size, self.basis.spec.num_layers)
+        return replace(bare, predicted=self.basis.predict(bare))
 
     def simplest(self, made: TuneResult) -> Plan:
         """The best plan that was found, or plain data parallelism if that fits and is as good; on rank 0."""
-        assert self.basis is not None
-        if made.plan.is_plain:
-            return made.plan
         plan = made.plan
-        bare = plain_plan(plan.world_size, plan.global_batch_size // plan.world_size, plan.stages[-1].layers[1])
-        predicted = self.basis.predict(bare)
-        bare = replace(bare, predicted=predicted)
-        why = gains_too_little(made.predicted, predicted)
-        budget = Budget(cluster=self.cluster, asked=self.request.memory_limit)
+        if plan.is_plain:
+            return plan
+        bare = self.plainest()
         assert self.spec is not None
+        assert bare.predicted is not None
+        why = gains_too_little(made.predicted, bare.predicted)
+        budget = Budget(cluster=self.cluster, asked=self.request.memory_limit)
         if why is None or estimate_made(self.spec, bare, budget).verdict != "fits":
             return plan
         self.progress.tell(f"plain data parallelism: {why}")

@@ -234,15 +234,14 @@ def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, 
     if kept is not None:
         _refuse_unsafe_cuts(planner, found, kept)
         return kept, None, planner.split(found, degrees_of(kept))
-    plan, made, found = _searched(planner, found)
-    planner.keep(found, plan)
-    return plan, made, found
+    plan, made, split = _searched(planner, found)
+    planner.keep(found, plan)  # asked for before the module is split
+    return plan, made, split
 
 
 def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, ModuleMap]:
     """The best plan after measuring and searching; how it was found is known on rank 0."""
     request = planner.request
-    found = planner.split(found, degrees_to_try(request.search, planner.alike.devices_per_node))
     profile = machine.machine_profile(
         planner.alike,
         planner.strategy.root_device,
@@ -251,16 +250,39 @@ def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | No
         planner.progress,
     )
     seconds, update = everywhere(lambda: planner.seconds(found)), everywhere(planner.update_seconds)
+    is_open, enough = is_free(request.search), None
+    degrees = degrees_to_try(request.search, planner.alike.devices_per_node)
+    if is_open:
+        enough, useful = on_rank_zero(lambda: planner.worthwhile(found, profile, seconds, update, degrees))
+        for degree in sorted({*degrees} - {*useful}):
+            planner.progress.say(f"what {degree} devices that share layers exchange takes longer than it could save")
+        degrees = useful
+    if enough is None:
+        found = planner.split(found, degrees)
+    else:
+        planner.progress.tell(f"plain data parallelism: {enough}")
     made: list[TuneResult] = []
-    allowed = planner.with_invariance(found)
 
-    def make() -> str:
-        made.append(planner.tune(allowed, profile, seconds, update))
-        plan = planner.simplest(made[0]) if is_free(request.search) else made[0].plan
+    def search() -> str:
+        if enough is None:
+            made.append(planner.tune())
+            plan = planner.simplest(made[-1]) if is_open else made[-1].plan
+        else:
+            plan = planner.plainest()
         return to_json(replace(plan, fingerprint=planner.fingerprint(found).pairs()))
 
-    text = on_rank_zero(make)
-    return from_json(text), made[0] if made else None, found
+    def count_and_search() -> str:
+        planner.count(found, profile, seconds, update)
+        return search()
+
+    plan = from_json(on_rank_zero(count_and_search))
+    # Proving that a batch may be cut can take longer than all the rest, and few plans of what fits do it.
+    if _most_parts(plan) == 1:
+        planner.rule_out_cuts("it was not tried whether parts of a batch train as the whole does")
+    elif unsafe := planner.with_invariance(found).excludes("microbatches"):
+        planner.rule_out_cuts("; ".join(unsafe))
+        plan = from_json(on_rank_zero(search))
+    return plan, made[-1] if made else None, found
 
 
 def _most_parts(plan: Plan) -> int:

@@ -1,17 +1,19 @@
 """What planning shows and where its plan goes."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_mist.cost import MemoryEstimate
 from lightning_mist.plan import ModuleMap, Plan, render, save, split_notes
-from lightning_mist.strategy.planner import Planner
-from lightning_mist.tuner import TuneResult
 from lightning_mist.units import format_seconds
+
+if TYPE_CHECKING:
+    from lightning_mist.cost import MemoryEstimate
+    from lightning_mist.strategy.planner import Planner
+    from lightning_mist.tuner import TuneResult
 
 
 def publish(
-    planner: Planner, found: ModuleMap, plan: Plan, made: TuneResult | None, estimate: MemoryEstimate | None
+    planner: "Planner", found: ModuleMap, plan: Plan, made: "TuneResult | None", estimate: "MemoryEstimate | None"
 ) -> Path | None:
     """Show the plan on rank 0, and say where it will be written if it was made here; every rank asks."""
     path = plan_file(planner.trainer, planner.request.plan_path)
@@ -19,9 +21,10 @@ def publish(
         return None
     progress = planner.progress
     if plan.is_plain:
-        if made is not None and made.plan.is_plain and plan.predicted is not None:
-            seconds = format_seconds(plan.predicted.step_seconds)
-            progress.tell(f"plain data parallelism is the fastest plan that was found: {seconds} per step predicted")
+        if plan.predicted is not None:
+            is_fastest = made is not None and made.plan.is_plain
+            what = "plain data parallelism is the fastest plan that was found: " if is_fastest else ""
+            progress.tell(f"{what}{format_seconds(plan.predicted.step_seconds)} per step predicted")
         progress.details(render(plan))
     else:
         progress.show(render(plan))

@@ -1,8 +1,9 @@
 """When plain data parallelism is enough: nothing else is worth the trust that it costs.
 
 Every other plan does the same arithmetic on the same devices. What it can save of a step is at most the gradients'
-reduction and a share of the optimizer's step. Where both together are too short to be told from the noise of a step,
-and memory does not ask for anything, nothing is searched; nor where all steps to come could not save a second.
+reduction, a share of the optimizer's step, and what layers take longer for a batch than for its parts. Where memory
+does not ask for anything, nothing is searched if that is too short to be told from the noise of a step, too small a
+share of it to be told from what predictions are wrong by, or less than a second of all steps to come.
 """
 
 import math
@@ -13,8 +14,9 @@ import torch
 
 from lightning_mist.cost.time import collective_seconds
 from lightning_mist.errors import MistError
-from lightning_mist.hardware import Cluster, catalog_profile, load_profile
-from lightning_mist.plan import Plan, Predicted, StageMesh, StagePlan
+from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile, load_profile
+from lightning_mist.model import LayerSeconds
+from lightning_mist.plan import ModuleMap, Plan, Predicted, StageMesh, StagePlan
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.units import format_seconds
 
@@ -22,6 +24,8 @@ LEAST_GAIN = 0.05
 """Share of a plain step that another plan must save by prediction. Predictions of steps lie 8% from what is measured on
 average, most of which plans of one network have in common; pairs less than 5% apart are ordered no better than by
 chance (docs/time-model.md)."""
+
+_TOO_LITTLE = f"less than {LEAST_GAIN:.0%} cannot be told from what predictions are wrong by"
 
 LEAST_SECONDS = 2e-3
 """What any other plan could save at most, below which nothing is searched: steps of a process scatter by as much."""
@@ -67,13 +71,16 @@ def plain_plan(world_size: int, rows: int | None, layers: int) -> Plan:
     return Plan(global_batch_size=(rows or 1) * world_size, num_microbatches=1, stages=(stage,))
 
 
-def most_to_save(parameters: Sequence[torch.nn.Parameter], cluster: Cluster, directory: Any) -> float | None:
+def most_to_save(
+    parameters: Sequence[torch.nn.Parameter], cluster: Cluster, directory: Any, update: float = 0.0
+) -> float | None:
     """Seconds of a plain step that any other plan could save at most; None if nothing is known of the machine.
 
     Args:
         parameters: Those of the module.
         cluster: The machine.
         directory: Where profiles are kept: a measured one counts, else the catalog's.
+        update: Measured seconds of the optimizer's step per byte of parameters; 0 if it was not measured.
     """
     if cluster.world_size == 1:
         return 0.0  # nothing is reduced, and nobody shares the optimizer's step
@@ -85,7 +92,7 @@ def most_to_save(parameters: Sequence[torch.nn.Parameter], cluster: Cluster, dir
         )
     except MistError:
         return None
-    return reduction + _PASSES * trained / profile.memory_bytes_per_second
+    return reduction + trained * max(update, _PASSES / profile.memory_bytes_per_second)
 
 
 def steps_to_come(trainer: Any) -> float:
@@ -110,6 +117,58 @@ def saves_too_little(step_seconds: float, steps: float) -> str | None:
     return None
 
 
+def saves_too_small_a_share(saved: float, seconds: Sequence[LayerSeconds]) -> str | None:
+    """Why nothing is searched where any other plan saves so small a share of a step, if so.
+
+    Args:
+        saved: Seconds of reduction and optimizer that any other plan could save of a step at most.
+        seconds: What layers take, for the whole batch of a process and for parts of it.
+    """
+    whole = sum(_whole_seconds(item)[-1] for item in seconds)
+    least = sum(min(_whole_seconds(item)) for item in seconds)
+    if not whole:
+        return None
+    share = (whole - least + saved) / (whole + saved)
+    return None if share >= LEAST_GAIN else f"no other plan could save more than {share:.1%} of a step; {_TOO_LITTLE}"
+
+
+def sharing_seconds(profile: HardwareProfile, found: ModuleMap, seconds: Sequence[LayerSeconds], degree: int) -> float:
+    """What devices that share layers lose of a step by it at least.
+
+    They take the rows of all of them. Each block is shared out, so that its result is put together in forward and its
+    gradient in backward; or it is whole, so that every device computes it for all rows.
+
+    Args:
+        profile: The machine.
+        found: The module's blocks and what passes between them.
+        seconds: What layers take for the batch of one process.
+        degree: How many devices share layers.
+    """
+    passed = [
+        math.prod(live.shape) * getattr(torch, live.dtype).itemsize
+        for cut in found.cuts
+        for live in cut
+        if live.requires_grad and live.batch_dim is not None
+    ]
+    payload = float(degree * min(passed, default=0))
+
+    def taken(*operations: str) -> float:
+        return sum(float(collective_seconds(profile, name, degree, 1, payload)) for name in operations)
+
+    exchanges = 2 * min(taken("all_reduce"), taken("reduce_scatter", "all_gather"))
+    return sum(
+        len(item.layers) * min(exchanges, (degree - 1) * (item.forward[-1] + item.backward[-1])) for item in seconds
+    )
+
+
+def _whole_seconds(item: LayerSeconds) -> list[float]:
+    """What all layers of a kind take for as many rows as were measured at most, by parts of each size."""
+    return [
+        max(1, len(item.layers)) * item.rows[-1] / rows * (forward + backward)
+        for rows, forward, backward in zip(item.rows, item.forward, item.backward, strict=True)
+    ]
+
+
 def fits_plainly(parameters: Sequence[torch.nn.Parameter], step_bytes: int, limit: int) -> bool:
     """Whether plain data parallelism certainly fits.
 
@@ -127,10 +186,7 @@ def gains_too_little(plan: Predicted, plain: Predicted) -> str | None:
     gain = 1 - plan.step_seconds / plain.step_seconds
     if gain >= LEAST_GAIN:
         return None
-    return (
-        f"the fastest plan would save {max(gain, 0.0):.1%} of a step; less than {LEAST_GAIN:.0%} cannot be told from "
-        "what predictions are wrong by"
-    )
+    return f"the fastest plan would save {max(gain, 0.0):.1%} of a step; {_TOO_LITTLE}"
 
 
 def is_free(search: SearchSpace) -> bool:

@@ -14,7 +14,7 @@ from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import Plan
 from lightning_mist.runtime.caches import no_caches
 from lightning_mist.runtime.transport import complete
-from lightning_mist.strategy import checkpoint_io, deferred, planning, publishing, together
+from lightning_mist.strategy import checkpoint_io, deferred, publishing, together
 from lightning_mist.strategy.accumulation import gradients_are_about_to_go
 from lightning_mist.strategy.acting import ActingRank, guarded
 from lightning_mist.strategy.answers import Answers
@@ -170,8 +170,11 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
         self.model_to_device()
         together.same_start(module, () if self._initial is None else self._initial.names)
         self.setup_optimizers(trainer)
+        # Most of what planning needs is not for a program that only names the strategy, nor for other loops than fit.
+        from lightning_mist.strategy.planning import decide
+
         with self._planning():
-            self._decision = planning.decide(
+            self._decision = decide(
                 trainer, self, self._names, self._request, plain=self._why_plain(trainer), initial=self._initial
             )
         if self._decision.is_plain:

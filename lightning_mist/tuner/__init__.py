@@ -1,16 +1,24 @@
-"""Which plan: the search for the fastest one that fits."""
+"""Which plan: the search for the fastest one that fits.
 
-from lightning_mist.tuner.alternatives import Alternative
-from lightning_mist.tuner.baseline_plans import Baseline, baselines, baselines_with
-from lightning_mist.tuner.comparison import ComparedPlan, compare_plans
-from lightning_mist.tuner.explain import explain_plan
-from lightning_mist.tuner.explain_render import render_explanation
-from lightning_mist.tuner.explain_text import explanation_data, explanation_sections
-from lightning_mist.tuner.explanation import Explanation
-from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.result import TuneResult, TuneStats
-from lightning_mist.tuner.space import SearchSpace, degrees_to_try
-from lightning_mist.tuner.tuning import tune
+What a program that only names a strategy has no use for is imported when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_mist.tuner.alternatives import Alternative
+    from lightning_mist.tuner.baseline_plans import Baseline, baselines, baselines_with
+    from lightning_mist.tuner.comparison import ComparedPlan, compare_plans
+    from lightning_mist.tuner.explain import explain_plan
+    from lightning_mist.tuner.explain_render import render_explanation
+    from lightning_mist.tuner.explain_text import explanation_data, explanation_sections
+    from lightning_mist.tuner.explanation import Explanation
+    from lightning_mist.tuner.planner import Planner
+    from lightning_mist.tuner.result import TuneResult, TuneStats
+    from lightning_mist.tuner.search_space import SearchSpace
+    from lightning_mist.tuner.space import degrees_to_try
+    from lightning_mist.tuner.tuning import tune
 
 __all__ = [
     "Alternative",
@@ -31,3 +39,25 @@ __all__ = [
     "render_explanation",
     "tune",
 ]
+
+_HOMES = {
+    "alternatives": ("Alternative",),
+    "baseline_plans": ("Baseline", "baselines", "baselines_with"),
+    "comparison": ("ComparedPlan", "compare_plans"),
+    "explain": ("explain_plan",),
+    "explain_render": ("render_explanation",),
+    "explain_text": ("explanation_data", "explanation_sections"),
+    "explanation": ("Explanation",),
+    "planner": ("Planner",),
+    "result": ("TuneResult", "TuneStats"),
+    "search_space": ("SearchSpace",),
+    "space": ("degrees_to_try",),
+    "tuning": ("tune",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
