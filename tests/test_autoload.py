@@ -141,6 +141,7 @@ def test_import_brings_nothing_along(tmp_path: Path) -> None:
     assert loaded.split() == ["lightning_mist", "lightning_mist._autoload"]
 
 
+@pytest.mark.thorough
 def test_a_broken_installation_breaks_neither_torch_nor_lightning(tmp_path: Path) -> None:
     package = tmp_path / "lightning_mist"
     package.mkdir()

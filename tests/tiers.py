@@ -5,7 +5,7 @@ The first tier leaves out
 * tests marked ``thorough``;
 * of random instances three of four: of a test with a parameter ``seed`` or ``first_seed`` the cases, of a property the
   examples;
-* of a test marked ``combinations`` three of four combinations of its parameters' values, so that every value of every
+* of a test marked ``combinations`` all combinations of its parameters' values but so many that every value of every
   parameter occurs;
 * of a test marked ``sample`` three of four cases: examples of what others show too.
 
@@ -94,22 +94,16 @@ def _chosen(family: "Sequence[pytest.Item]") -> "list[pytest.Item]":
         return kept
     if family[0].get_closest_marker("combinations"):
         cases = [{name: repr(value) for name, value in values.items()} for values in parameters]
-        return [family[at] for at in diagonals(cases)]
+        return [family[at] for at in covering(cases)]
     return family[::SHARE] if family[0].get_closest_marker("sample") else family
 
 
-def diagonals(cases: "Sequence[dict[str, str]]") -> list[int]:
-    """Which cases have every value of every parameter: those on every fourth diagonal, and what these lack."""
-    places: dict[str, dict[str, int]] = defaultdict(dict)
-    for case in cases:
-        for name, value in case.items():
-            places[name].setdefault(value, len(places[name]))
-    chosen = [
-        at for at, case in enumerate(cases) if sum(places[name][value] for name, value in case.items()) % SHARE == 0
-    ]
-    seen = {pair for at in chosen for pair in cases[at].items()}
-    for at, case in enumerate(cases):
-        if not seen >= case.items():
-            chosen.append(at)
-            seen |= case.items()
+def covering(cases: "Sequence[dict[str, str]]") -> list[int]:
+    """Few cases that have every value of every parameter among them: always that with most values that lack."""
+    lacking = {pair for case in cases for pair in case.items()}
+    chosen = []
+    while lacking:
+        best = max(range(len(cases)), key=lambda at: len(lacking & cases[at].items()))
+        chosen.append(best)
+        lacking -= cases[best].items()
     return sorted(chosen)

@@ -9,6 +9,7 @@ from lightning_mist.plan import plan_of
 from lightning_mist.strategy.machine import default_directory
 
 
+@pytest.mark.thorough
 def test_plan_for_this_machine_uses_what_was_measured_of_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -68,6 +68,7 @@ def test_measuring_afresh_replaces_what_was_kept(measured):
     assert again.seconds > 0
 
 
+@pytest.mark.thorough
 def test_processes_of_its_own_find_what_was_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     cluster = detect(2, 1, "cpu")

@@ -40,6 +40,7 @@ def test_plans_for_other_networks():
         closed_form_estimate(FORM, make_plan([3]))
 
 
+@pytest.mark.thorough
 @pytest.mark.sample
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_trace_and_form_agree(precision):

@@ -20,6 +20,7 @@ def total(work, kinds, field):
     return sum(at(getattr(item, field)) for item in work if item.kind in kinds)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("dims", "precision", "device"), CASES)
 @pytest.mark.parametrize("direction", ["forward_work", "backward_work"])
 def test_products_and_attention_are_those_of_a_trace(dims, precision, device, direction):

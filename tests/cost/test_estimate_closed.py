@@ -62,6 +62,7 @@ def test_a_network_of_which_only_sizes_are_known():
         spec_of(dims, degrees=(3,))
 
 
+@pytest.mark.thorough
 def test_a_traced_transformer_gets_a_second_opinion():
     module = LanguageModel(SHAPE, LENGTH)
     traced = trace_model(module, tokens(2, LENGTH), call=step(module))

@@ -19,6 +19,7 @@ def every_combination(some):
     return row, place, OffloadCandidates(**ratios)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("network", NETWORKS)

@@ -30,6 +30,7 @@ PLANS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", tiered(PLANS, ("ZeRO-1", "chunks")))
 def test_a_rank_holds_what_the_runtime_gives_it(traced, name):
     module, network = traced

@@ -73,6 +73,7 @@ def test_all_ranks_return_the_same(directory: Path) -> None:
     assert first.device == "cpu"
 
 
+@pytest.mark.thorough
 def test_every_operation_in_every_shape(directory: Path) -> None:
     profile = read_profile(directory / "0.json")
     found = [(cost.operation, cost.group_size, cost.num_nodes) for cost in profile.collectives]

@@ -1,6 +1,6 @@
 """One fit of a two-stage pipeline on two processes, started as the arguments say; prints what came of it as JSON.
 
-Arguments: ``lightning.pytorch`` or ``pytorch_lightning``; ``ddp``, ``popen``, ``spawn`` or ``fork``; a folder.
+Arguments: ``lightning.pytorch`` or ``pytorch_lightning``; ``ddp_fork``, ``popen``, ``spawn`` or ``fork``; a folder.
 """
 
 import importlib
@@ -42,7 +42,7 @@ def main():
     logging.getLogger(root).setLevel(logging.ERROR)
     pl.seed_everything(1, verbose=False)
     strategy = how
-    if how != "ddp":
+    if how != "ddp_fork":
         home = "lightning" if root == "lightning.pytorch" else "pytorch_lightning"
         mist = importlib.import_module(f"lightning_mist.strategy.{home}").MistStrategy
         stages = tuple(

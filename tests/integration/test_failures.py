@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import asked_for, tiered
+
 WORKER = Path(__file__).with_name("failure_worker.py")
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +51,19 @@ FAULTS = (
 SAVED = ("batch end/all-error/pp2", "forward/all-term/zero3")
 """All ranks fail alike, so that they can still gather a checkpoint."""
 
+FIRST = (
+    "raise:1",
+    "stuck:0",
+    "swap",
+    "wrong_world",
+    "branch:1",
+    "first batch/leave/plain",
+    "groups/kill/pp2",
+    "first forward/term/plain",
+    "after backward/error/pp2",
+    "batch end/all-error/pp2",
+)
+
 
 def start(*command):
     return subprocess.Popen(
@@ -73,13 +88,13 @@ def finish(process, seconds):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(request, tmp_path_factory):
     """What became of all worlds: of those of this folder, and of those of the program that sweeps over all faults."""
     folder = tmp_path_factory.mktemp("failures")
     faults = folder / "faults.json"
     commands = (
-        ("-m", "tests.integration.failure_worker", folder / "modes", *RUNNING, *REFUSED),
-        ("-m", "benchmarks.faults.sweep", "--hasty", "--jobs", "7", "--out", faults, *FAULTS),
+        ("-m", "tests.integration.failure_worker", folder / "modes", *asked_for(request, "mode")),
+        ("-m", "benchmarks.faults.sweep", "--hasty", "--jobs", "7", "--out", faults, *asked_for(request, "name")),
     )
     with ThreadPoolExecutor(2) as pool:
         modes, sweep = pool.map(lambda command: finish(start(*command), 400), commands)
@@ -87,7 +102,7 @@ def found(tmp_path_factory):
     return json.loads(modes.splitlines()[-1]), {cell["cell"]: cell for cell in json.loads(faults.read_text())}
 
 
-@pytest.mark.parametrize("mode", RUNNING)
+@pytest.mark.parametrize("mode", tiered(RUNNING, FIRST))
 def test_one_failing_rank_ends_all(found, mode):
     codes, output = found[0][mode]
     assert None not in codes
@@ -96,7 +111,7 @@ def test_one_failing_rank_ends_all(found, mode):
     assert re.search(RUNNING[mode], output), output[-3000:]
 
 
-@pytest.mark.parametrize("mode", REFUSED)
+@pytest.mark.parametrize("mode", tiered(REFUSED, FIRST))
 def test_bad_input_is_refused_before_training(found, mode):
     codes, output = found[0][mode]
     assert None not in codes
@@ -104,7 +119,7 @@ def test_bad_input_is_refused_before_training(found, mode):
     assert re.search(REFUSED[mode], output), output[-3000:]
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", tiered(FAULTS, FIRST))
 def test_harm_to_one_rank_ends_all(found, name):
     cell = found[1][name]
     assert cell["verdict"] == "ends", f"{cell['verdict']}: {cell['output'][-3000:]}"

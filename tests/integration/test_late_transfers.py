@@ -102,6 +102,7 @@ def _gradients(options: dict[str, Any], seed: int | None) -> list[dict[str, Tens
     return [rank.gradients() for rank in ranks]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "options",
     [

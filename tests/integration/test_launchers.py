@@ -29,7 +29,7 @@ def run(root, how, folder):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    return run("lightning.pytorch", "ddp", tmp_path_factory.mktemp("ddp"))
+    return run("lightning.pytorch", "ddp_fork", tmp_path_factory.mktemp("ddp"))
 
 
 @pytest.mark.parametrize(

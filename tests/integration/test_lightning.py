@@ -10,7 +10,7 @@ from tests.integration.equality_worker import CASES, FOUR, RESUMED, TWO
 from tests.ranks import command_of, environment
 from tests.tiers import asked_for, tiered
 
-FEW = ("auto", "accumulate", "tensor_grid", "uneven")
+FEW = ("auto", "tensor_grid")
 NAMES = tiered(CASES, FEW)
 
 

@@ -29,6 +29,7 @@ def begun(engine):
     return engine
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("label", tiered(LAYOUTS, ["parts of shards"]))
 def test_a_module_is_whole_when_filled_and_in_parts_when_hollow(label):
     def work(engine):

@@ -135,6 +135,7 @@ def test_it_travels_to_other_processes():
     assert torch.equal(recipe_of(other).value(3), recipe_of(module.plain.weight).value(3))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit"])
 def test_library_models_are_initialised_as_the_library_does(name):
     import transformers

@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample
 @pytest.mark.parametrize(("family", "precision", "capability"), CASES)
 def test_it_is_what_a_trace_says(monkeypatch, family, precision, capability):

@@ -58,6 +58,7 @@ def at(expression, rows=4, length=32):
     return int(sympy.sympify(expression).subs({MICROBATCH: rows, SEQUENCE: length}))
 
 
+@pytest.mark.thorough
 def test_every_split_has_costs():
     assert set(by_kind()) == {(2, False), (2, True), (4, False), (4, True)}
     assert not traced(*SPLITS).module_map.excludes("tensor")

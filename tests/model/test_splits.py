@@ -37,6 +37,7 @@ def whole_parameters(found, degree):
 TRANSFORMERS = ("gpt2_even", "llama_even", "bert", "t5")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["nano_even", "encoder", "demo", *TRANSFORMERS])
 def test_models_that_can_be_shared_out_in_every_way(name, monkeypatch):
     if name in TRANSFORMERS:

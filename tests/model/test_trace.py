@@ -192,6 +192,7 @@ def test_a_tied_weight_has_a_gradient_in_both_its_parts() -> None:
     assert len(spec.parameters) == len(other.parameters) - 1
 
 
+@pytest.mark.thorough
 def test_masks_that_every_stage_computes_are_told_apart() -> None:
     spec, _, _ = traced("llama_tied")
     assert at(spec.shared_saved_bytes, 4, 12) == 2 * 4 * 8 * 12  # cosine and sine tables of 8 numbers per position
@@ -317,6 +318,7 @@ def test_checkpointing_by_the_user_is_the_plan_s_to_decide() -> None:
     assert at(spec.layers[0].saved_bytes, 4) > at(spec.layers[0].checkpointed_saved_bytes, 4)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["nano_dropout", "batch_norm", "counter"])
 def test_nothing_about_the_module_changes(name: str) -> None:
     module, make_batch = zoo.make(name)

@@ -24,6 +24,7 @@ def halves(found):
     return (0, layers // 2), (layers // 2, layers)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("splits_backwards", [False, True])
 @pytest.mark.parametrize("name", ["nano_dropout", "mixtral", "noise", "sequence_first", "try_except"])
 def test_correct_cuts_pass_and_leave_no_trace(name, splits_backwards):

@@ -203,6 +203,7 @@ def test_a_limit_that_nothing_satisfies_says_what_binds(tmp_path, profiles):
         train(tmp_path, MistStrategy(memory_limit="1KiB", profile_directory=profiles))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("module", "callbacks", "reason"),
     [
@@ -255,6 +256,7 @@ def test_a_limit_that_cannot_be_checked_is_said(tmp_path, capsys):
     assert "memory_limit of 1.0 KiB is not checked" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_given_plan_without_prediction_is_estimated_under_a_limit(tmp_path, capsys):
     trainer, _ = train(tmp_path, MistStrategy(plan=one_stage(), memory_limit="1GiB"), epochs=1)
     assert "Fits in 1.0 GiB per device: stage 0 of 1 needs" in capsys.readouterr().err

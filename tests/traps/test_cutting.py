@@ -4,13 +4,7 @@ from tests.tiers import asked_for
 from tests.traps import cutting
 from tests.traps.run import cases, check, run_apart
 
-FIRST = (
-    "labels_later",
-    "normalised_weights",
-    "hinge",
-    "term_later",
-    "augmented",
-)
+FIRST = ("labels_later", "hinge", "term_later")
 
 
 @pytest.fixture(scope="module")

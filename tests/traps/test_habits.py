@@ -6,7 +6,7 @@ from tests.tiers import asked_for
 from tests.traps import habits
 from tests.traps.run import cases, check, run_apart
 
-FIRST = ("Adaptive", "Alternates", "SkipsSteps", "FlatWeights")
+FIRST = ("Adaptive", "SkipsSteps")
 
 
 @pytest.fixture(scope="module")

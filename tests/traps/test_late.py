@@ -6,12 +6,7 @@ from tests.tiers import asked_for
 from tests.traps import late
 from tests.traps.run import cases, check, run_apart
 
-FIRST = (
-    "penalty on head",
-    "curriculum",
-    "normalised",
-    "anneals",
-)
+FIRST = ("penalty on head", "normalised")
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,7 @@ from tests.tiers import asked_for
 from tests.traps import processes
 from tests.traps.run import cases, check, run_apart
 
-FIRST = (
-    "rank",
-    "contrastive",
-    "centred",
-    "later",
-)
+FIRST = ("rank", "contrastive", "later")
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,7 @@ from tests.tiers import asked_for
 from tests.traps import state
 from tests.traps.run import cases, check, run_apart
 
-FIRST = (
-    "on class",
-    "on iterator",
-    "on numpy draws",
-    "in block",
-)
+FIRST = ("on class", "on numpy draws", "in block")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from tests.tiers import asked_for, tiered
 from tests.traps import unchanged
 from tests.traps.run import check, run_apart
 
-FIRST = ("auto", "zero1", "cut", "pp2cut", "tp2")
+FIRST = ("auto", "cut", "tp2")
 EVERY = [(name, plan) for name, trap in unchanged.TRAPS.items() for plan in trap.plans]
 
 

@@ -35,6 +35,7 @@ def test_it_goes_on_after_an_error_and_rests_on_where_it_rested():
     assert not gc.isenabled()
 
 
+@pytest.mark.thorough
 def test_a_search_leaves_no_cycles_behind():
     planner, found = Planner(spec(6, tied=True, measured=True), cluster(4), profile=profile()), []
     search = SearchSpace(offload=("optimizer", "activations"))

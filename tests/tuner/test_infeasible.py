@@ -15,6 +15,7 @@ from tests.tuner.instances import random_instance
 from tests.tuner.test_tuning import SMALL, every_plan, search
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", SMALL)
 def test_the_least_that_any_plan_needs_is_named(name):
     network, devices, rows, limits = SMALL[name]

@@ -113,6 +113,7 @@ CASES = {
 """Network, machine, and rows of the batch of each device."""
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("profiles", [(FAST, SLOW), (SLOW, FAST)], ids=["fast first", "slow first"])
 def test_no_plan_is_faster(name, profiles):

@@ -109,6 +109,7 @@ def check(maker, index, stages, microbatches):
     return int((choices.offload_KO.max(axis=1, initial=0) > 0).sum())
 
 
+@pytest.mark.sample
 @pytest.mark.combinations
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("network", NETWORKS)

@@ -66,6 +66,7 @@ def test_the_published_plan_is_found_where_nothing_may_be_offloaded():
     assert [(int(item.layers_K[0]), int(item.recomputed_K[0])) for item in chosen] == [(12, 5), (12, 0)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("ratios", [(NOTHING,), paper_space.RATIOS])
 def test_over_the_whole_space_the_answer_is_at_least_as_good_and_proven(ratios):
     answer, checked, bound, _ = tuned(all_ratios=ratios)

@@ -43,6 +43,7 @@ def limits():
     return [int(peak * factor / 0.9) for factor in (0.05, 0.4, 0.6, 0.8, 0.95, 1.2)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("order", [1, -1], ids=["rising", "falling"])
 def test_what_is_remembered_changes_no_answer(order):
     asked = planner()

@@ -78,6 +78,7 @@ FASTER = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", FASTER)
 def test_a_faster_machine_is_never_slower(name):
     found = []
@@ -168,6 +169,7 @@ def test_which_of_equal_devices_has_which_part_does_not_matter():
     assert moved
 
 
+@pytest.mark.thorough
 def test_in_which_order_parts_are_named_does_not_matter():
     turned = 0
     for seed in range(1000, 1030):

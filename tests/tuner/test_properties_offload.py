@@ -164,6 +164,7 @@ def in_pairs(instance):
     return with_search(asked, num_stages=(1,), tensor_parallel_degrees=(2,), offload=())
 
 
+@pytest.mark.thorough
 def test_lifting_any_limit_is_never_slower():
     found = {name: [] for name in LIMITS}
     for seed in SEEDS:

@@ -76,6 +76,7 @@ SMALL = {
 """Networks, devices, rows of a batch on each, and limits of the search."""
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("share", [1.01, 0.8, 0.65])
 def test_no_plan_is_faster(name, share):

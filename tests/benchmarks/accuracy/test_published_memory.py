@@ -26,6 +26,7 @@ def test_stages_that_mist_executed(name):
     assert abs(sample["reserved_error"]) < 0.005
 
 
+@pytest.mark.thorough
 def test_a_run_that_others_trained():
     row = POINTS["fms-mistral7b-full-2g-b2"]
     sample = sample_of(row, lambda: predict(row, PLANS))

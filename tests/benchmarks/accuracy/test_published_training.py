@@ -36,6 +36,7 @@ def llama(**changes):
     return LlamaLike(shape=SHAPE, arithmetic=Arithmetic(dtype=torch.bfloat16), **changes)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "model",
     [

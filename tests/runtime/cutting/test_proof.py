@@ -57,6 +57,7 @@ def test_the_step_is_called_twice():
     assert len(rules.slice.entries) <= 4
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["nano_dropout", "vit", "sequence_first", "gpt2", "t5", "custom_function"])
 def test_ordinary_models_are_cut(name):
     module, make = zoo.make(name)
