@@ -82,6 +82,7 @@ def test_every_rank_has_its_own_batch_and_those_it_computes_on():
     assert [RankView(network, network, alone, rank).batches for rank in range(2)] == [1, 1]
 
 
+@pytest.mark.thorough
 def test_parameters_are_known_by_the_regions_that_use_them(traced):
     _, network = traced
     plan = make_plan([2, 2])

@@ -86,6 +86,7 @@ def test_every_operation_in_every_shape(directory: Path) -> None:
         assert cost.spread >= 0
 
 
+@pytest.mark.thorough
 def test_rates(directory: Path) -> None:
     profile = read_profile(directory / "0.json")
     assert [rate.dtype for rate in profile.compute] == ["float32", "bfloat16"]
@@ -97,6 +98,7 @@ def test_rates(directory: Path) -> None:
     assert profile.host_to_device_bytes_per_second == profile.device_to_host_bytes_per_second == 0.0
 
 
+@pytest.mark.thorough
 def test_progress_goes_from_start_to_end_and_is_the_same_everywhere(directory: Path) -> None:
     texts = {(directory / f"{rank}.progress").read_text() for rank in range(WORLD)}
     assert len(texts) == 1

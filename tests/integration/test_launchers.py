@@ -36,7 +36,7 @@ def expected(tmp_path_factory):
     ("root", "how"),
     tiered(
         [("lightning.pytorch", "spawn"), ("lightning.pytorch", "fork"), ("pytorch_lightning", "popen")],
-        [("pytorch_lightning", "popen")],
+        [("lightning.pytorch", "fork")],
     ),
 )
 def test_results_come_back_as_under_ddp(tmp_path, expected, root, how):

@@ -10,7 +10,7 @@ from tests.integration.equality_worker import CASES, FOUR, RESUMED, TWO
 from tests.ranks import command_of, environment
 from tests.tiers import asked_for, tiered
 
-FEW = ("auto", "tensor_grid")
+FEW = ("auto", "tensor")
 NAMES = tiered(CASES, FEW)
 
 
@@ -83,7 +83,7 @@ def test_a_checkpoint_has_ddps_layout(results, name):
     assert mist == ddp
 
 
-@pytest.mark.parametrize("name", tiered(RESUMED, ("tensor_grid",)))
+@pytest.mark.parametrize("name", tiered(RESUMED, ("tensor",)))
 def test_each_goes_on_from_the_others_checkpoint(results, name):
     for rank in ranks(results, name):
         resumed, other = rank[name]["mist_from_ddp"], rank[name]["ddp_from_mist"]

@@ -11,6 +11,7 @@ from lightning_mist.model import map_module, trace_model
 from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
 from lightning_mist.plan import ParameterSplit, SequenceSplit, TensorSplit
 from tests import zoo
+from tests.tiers import tiered
 
 LAYERS, WIDTH, HEADS = 3, 32, 4
 THIRDS, WIDE, NARROW = ((3, False), (WIDTH, True)), ((4 * WIDTH, True),), ((WIDTH, True),)
@@ -32,7 +33,7 @@ def split_of(degree, *, sequence=True, blocks=range(LAYERS)):
     return TensorSplit(degree=degree, parameters=tuple(found), sequence=entries if sequence else ())
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def traced(*splits):
     module = zoo.Nano(layers=LAYERS)
     batch, other = (tuple(torch.randint(0, zoo.VOCABULARY, (2, rows, 32))) for rows in (4, 3))
@@ -48,10 +49,11 @@ def traced(*splits):
 
 
 SPLITS = (split_of(2), split_of(4))
+TWO = SPLITS[:1]
 
 
-def by_kind():
-    return {(item.degree, item.sequence_parallel): item for item in traced(*SPLITS).splits}
+def by_kind(splits=SPLITS):
+    return {(item.degree, item.sequence_parallel): item for item in traced(*splits).splits}
 
 
 def at(expression, rows=4, length=32):
@@ -64,29 +66,31 @@ def test_every_split_has_costs():
     assert not traced(*SPLITS).module_map.excludes("tensor")
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("splits", tiered([TWO, SPLITS[1:]], [TWO]))
 @pytest.mark.parametrize("sequence", [False, True])
-def test_matrix_products_are_shared_out(degree, sequence):
-    whole, part = traced(*SPLITS).layers[0], by_kind()[degree, sequence].layers[0]
+def test_matrix_products_are_shared_out(splits, sequence):
+    degree = splits[0].degree
+    whole, part = traced(*splits).layers[0], by_kind(splits)[degree, sequence].layers[0]
     for name in ("forward_flops", "backward_flops", "weight_flops"):
         assert at(getattr(whole, name)) == degree * at(getattr(part, name))
     assert at(part.saved_bytes) < at(whole.saved_bytes)
     assert at(part.first_backward_peak_bytes) < at(whole.first_backward_peak_bytes)
     # The tied projection stays whole; every rank has a part of the sequence to project.
-    tail = at(by_kind()[degree, sequence].tail.forward_flops)
-    assert at(traced(*SPLITS).tail.forward_flops) == tail * (degree if sequence else 1)
+    tail = at(by_kind(splits)[degree, sequence].tail.forward_flops)
+    assert at(traced(*splits).tail.forward_flops) == tail * (degree if sequence else 1)
 
 
-def test_what_ranks_exchange():
+@pytest.mark.parametrize("splits", tiered([TWO, SPLITS[1:]], [TWO]))
+def test_what_ranks_exchange(splits):
     hidden = 4 * MICROBATCH * SEQUENCE * WIDTH
-    for degree in (2, 4):
-        part = by_kind()[degree, False].layers[0]
+    for degree in (splits[0].degree,):
+        part = by_kind(splits)[degree, False].layers[0]
         # One sum behind attention and one behind the perceptron, in backward in front of them.
         for found in (part.forward_collectives, part.backward_collectives):
             (only,) = found
             assert (only.operation, only.calls) == ("all_reduce", 2)
             assert sympy.expand(only.bytes - 2 * hidden) == 0
-        along = by_kind()[degree, True].layers[0]
+        along = by_kind(splits)[degree, True].layers[0]
         for found in (along.forward_collectives, along.backward_collectives):
             exchanged = {item.operation: item for item in found}
             for operation in ("all_gather", "reduce_scatter"):
@@ -95,16 +99,16 @@ def test_what_ranks_exchange():
 
 
 def test_sequence_parallelism_saves_parts_of_norms_and_hands_on_parts():
-    whole, along = by_kind()[4, False], by_kind()[4, True]
+    whole, along = by_kind(TWO)[2, False], by_kind(TWO)[2, True]
     assert at(along.layers[0].saved_bytes) < at(whole.layers[0].saved_bytes)
-    for cut, shrunk in zip(traced(*SPLITS).boundaries, along.boundaries, strict=True):
-        assert [at(tensor.bytes) for tensor in cut] == [4 * at(tensor.bytes) for tensor in shrunk]
-    assert whole.boundaries == traced(*SPLITS).boundaries
+    for cut, shrunk in zip(traced(*TWO).boundaries, along.boundaries, strict=True):
+        assert [at(tensor.bytes) for tensor in cut] == [2 * at(tensor.bytes) for tensor in shrunk]
+    assert whole.boundaries == traced(*TWO).boundaries
 
 
 def test_parameters_are_held_in_part():
-    spec = traced(*SPLITS)
-    sizes = dict(zip((item.name for item in spec.parameters), by_kind()[2, False].parameter_bytes, strict=True))
+    spec = traced(*TWO)
+    sizes = dict(zip((item.name for item in spec.parameters), by_kind(TWO)[2, False].parameter_bytes, strict=True))
     for item in spec.parameters:
         assert sizes[item.name] == (item.bytes if SPLITS[0].of(item.name) is None else item.bytes // 2)
     # A norm's weights, a row-split layer's bias.
@@ -115,7 +119,7 @@ def test_parameters_are_held_in_part():
 
 
 def test_the_whole_costs_the_same_with_and_without_splits():
-    with_splits, without = traced(*SPLITS), traced()
+    with_splits, without = traced(*TWO), traced()
     assert without.splits == ()
     assert (with_splits.head, with_splits.layers, with_splits.tail) == (without.head, without.layers, without.tail)
 
