@@ -1,25 +1,26 @@
 """The NCCL communicators that a rank of a running plan holds.
 
-A communicator is made when a group of ranks first exchanges device tensors, and keeps its buffers from then on.
-Point-to-point messages that are not batched get one for each pair of ranks (github.com/pytorch/pytorch issue 129140),
-and ours travel on two groups, one for either direction of rank numbers. Groups for objects use gloo and hold nothing.
+Each group has one from the start: Lightning binds the default group to the device, and then groups connect when they
+are made (``torch.distributed.init_process_group``, ``device_id``). Messages between stages have one for each direction
+of each pair of ranks. Groups for objects and host tensors use gloo and hold nothing.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Literal
 
-from lightning_mist.plan import ModuleMap, Plan, replica_of, replica_ranks
-from lightning_mist.plan.mesh import (
-    Side,
-    make_mesh,
-    tensor_ranks,
-    tied_groups,
-)
+from lightning_mist.plan import ModuleMap, Plan, replica_ranks
+from lightning_mist.plan.mesh import make_mesh, process_groups
+from lightning_mist.plan.messages import message_pairs
 
 Purpose = Literal[
-    "Lightning", "world", "data parallel", "context parallel", "tensor parallel", "tied parameters", "messages"
+    "Lightning",
+    "world",
+    "batches",
+    "data parallel",
+    "context parallel",
+    "tensor parallel",
+    "tied parameters",
+    "messages",
 ]
 
 
@@ -37,7 +38,7 @@ class Communicator:
 
 
 def communicators_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Communicator, ...]:
-    """Every communicator that a rank holds once a step has run.
+    """Every communicator that a rank holds.
 
     Args:
         plan: The plan.
@@ -46,21 +47,19 @@ def communicators_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Comm
 
     Returns:
         The communicators; groups of one rank have none. Equal groups of different purpose share one, but for the
-        default group and the pairs that exchange messages.
+        default group and the pairs that send each other messages.
     """
     mesh = make_mesh(plan, rank, module_map)
-    world = tuple(range(plan.world_size))
-    groups: dict[tuple[int, ...], Purpose] = {world: "world"}
-    groups.setdefault(tuple(sorted(mesh.peers)), "data parallel")
-    groups.setdefault(tuple(sorted(mesh.tensor_peers)), "tensor parallel")
-    for parameter in mesh.parameters:
-        if parameter.requires_grad and len(parameter.stages) > 1:
-            for group in tied_groups(plan, parameter):
-                if rank in group:
-                    groups.setdefault(group, "tied parameters")
-    found = [Communicator(purpose="Lightning", ranks=world)]
-    found += [Communicator(purpose=purpose, ranks=ranks) for ranks, purpose in groups.items()]
-    found += [Communicator(purpose="messages", ranks=(min(pair), max(pair))) for pair in sorted(_messages(plan, rank))]
+    purposes: dict[tuple[int, ...], Purpose] = {tuple(range(plan.world_size)): "world"}
+    purposes.setdefault(replica_ranks(plan, mesh.replica), "batches")
+    purposes.setdefault(tuple(sorted(mesh.peers)), "data parallel")
+    purposes.setdefault(tuple(sorted(mesh.tensor_peers)), "tensor parallel")
+    mine = [group for group in process_groups(plan, module_map) if rank in group]
+    found = [Communicator(purpose="Lightning", ranks=tuple(range(plan.world_size)))]
+    found += [Communicator(purpose=purposes.get(ranks, "tied parameters"), ranks=ranks) for ranks in mine]
+    found += [
+        Communicator(purpose="messages", ranks=(min(pair), max(pair))) for pair in message_pairs(plan) if rank in pair
+    ]
     return tuple(communicator for communicator in found if len(communicator.ranks) > 1)
 
 
@@ -91,65 +90,3 @@ def communicators_by_degrees(plan: Plan, rank: int) -> tuple[Communicator, ...]:
             # One for either direction of rank numbers.
             found += [Communicator(purpose="messages", ranks=(min(rank, there), max(rank, there)))] * 2
     return tuple(found)
-
-
-def _messages(plan: Plan, rank: int) -> set[tuple[int, int]]:
-    """From whom to whom messages go that ``rank`` sends or receives."""
-    return {*_batches(plan, rank), *_boundaries(plan, rank)}
-
-
-def _batches(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
-    """Batches go from the rank that loaded them to those that compute on them."""
-    replica = replica_ranks(plan, replica_of(plan, rank))
-    for reader in replica:
-        for owner in _owners(plan, reader, replica):
-            if owner != reader and rank in (owner, reader):
-                yield owner, reader
-
-
-def _owners(plan: Plan, reader: int, replica: tuple[int, ...]) -> set[int]:
-    """Whose batches a rank computes on: those of ``row_slice``, also where a part would mix several."""
-    stage = plan.stages[plan.stage_of(reader)]
-    per_replica = stage.data_parallel_degree // plan.num_replicas
-    place = stage.devices.index(reader) // (len(stage.devices) // stage.data_parallel_degree) % per_replica
-    chunks, count = plan.num_microbatches * per_replica, len(replica)
-    owners: set[int] = set()
-    for chunk in range(place, chunks, per_replica):
-        owners.update(replica[chunk * count // chunks : -(-(chunk + 1) * count // chunks)])
-    return owners
-
-
-def _boundaries(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
-    """Activations go to the next stage, gradients back."""
-    for stage in range(plan.num_stages - 1):
-        for before, after in _neighbours(plan, stage, stage + 1):
-            if before != after and rank in (before, after):
-                yield before, after
-                yield after, before
-
-
-def _neighbours(plan: Plan, stage: int, following: int) -> Iterator[tuple[int, int]]:
-    """Pairs of ranks of two stages that compute on the same rows and hold the same part of what crosses."""
-    first, second = plan.stages[stage], plan.stages[following]
-    mine, theirs = first.data_parallel_degree, second.data_parallel_degree
-    for here, there in product(range(mine), range(theirs)):
-        # Data-parallel index j of d has the rows from j / d to (j + 1) / d of every microbatch.
-        if here * theirs >= (there + 1) * mine or there * mine >= (here + 1) * theirs:
-            continue
-        before, after = tensor_ranks(plan, stage, here), tensor_ranks(plan, following, there)
-        sides = (
-            Side(degree=len(before), is_shared=first.mesh.sequence_parallel),
-            Side(degree=len(after), is_shared=second.mesh.sequence_parallel),
-        )
-        yield from {(before[source], after[index]) for source, index in _portions(*sides)}
-
-
-def _portions(mine: Side, theirs: Side) -> Iterator[tuple[int, int]]:
-    """Tensor-parallel indices that exchange something, in either direction."""
-    length = mine.degree * theirs.degree  # divisible, as sequences that are shared out are
-    for index in range(theirs.degree):
-        for source, _, _ in theirs.sources(index, mine, length):
-            yield source, index
-    for index in range(mine.degree):
-        for source, _, _ in mine.sources(index, theirs, length):
-            yield index, source

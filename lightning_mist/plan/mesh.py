@@ -282,6 +282,12 @@ def process_groups(plan: Plan, module_map: ModuleMap) -> tuple[tuple[int, ...], 
     return tuple(dict.fromkeys(tuple(sorted(group)) for group in groups if len(group) > 1))
 
 
+def talking_groups(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Those groups whose ranks tell each other what is not on a device: objects, and what batches look like."""
+    groups = [tuple(range(plan.world_size)), *(replica_ranks(plan, index) for index in range(plan.num_replicas))]
+    return tuple(dict.fromkeys(group for group in groups if len(group) > 1))
+
+
 def overlaps(plan: Plan, rank: int, neighbour: int, microbatch: int, batch_rows: int | None) -> tuple[Overlap, ...]:
     """With whom of a neighbouring stage ``rank`` exchanges which rows of a microbatch.
 

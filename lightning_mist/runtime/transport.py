@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mist.errors import PlanError, ScheduleError
+from lightning_mist.plan.messages import disjoint
 from lightning_mist.tensor_parallel.group import Reduction
 
 
@@ -65,6 +66,9 @@ class Transport(Protocol):
 
     def all_gather_object(self, value: Any, group: Sequence[int]) -> "ObjectWork":
         """Give every rank of the group the picklable values of all, in group order."""
+
+    def close(self) -> None:
+        """Let go of what connects the ranks; nothing may be sent any more."""
 
 
 class TensorWork(Work, Protocol):
@@ -171,6 +175,18 @@ class _ObjectResult:
         return self._values
 
 
+_MESSAGE_CHANNELS = 4
+"""Most channels of a message's kernel, which spins on one multiprocessor each until the other end is there; torch's
+default is up to 32."""
+
+
+def message_options() -> Any:
+    """NCCL's options of a communicator for messages between stages: few channels, on a stream that goes first."""
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = _MESSAGE_CHANNELS
+    return options
+
+
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The names of torch 2.13, where the older ones warn."""
@@ -179,14 +195,20 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class DistributedTransport:
     """A transport over ``torch.distributed``, on process groups of its own.
 
-    Every rank must construct it with the same groups in the same order, after the default process group exists; the
-    default group itself is only used to make the others. Point-to-point messages travel on two groups, one for each
-    direction of rank numbers, because NCCL ignores tags and runs the messages between two ranks one after the other:
-    two ranks that first send to each other would wait for ever on one group. CPU tensors use gloo, CUDA tensors NCCL.
+    Every rank must construct it with the same arguments, after the default process group exists; the default group
+    itself is only used to make the others. CPU tensors use gloo, those on a device the device's backend (NCCL).
+
+    NCCL ignores tags, and runs the messages of one communicator one after the other. So each pair that sends messages
+    in a schedule has a communicator of its own for either direction: a queue with one sender and one receiver, which
+    schedules post at both ends in the same order. It is connected here, since the first message of a pair would block
+    the host until the other end is posted (github.com/NVIDIA/nccl issue 783). Other messages travel on the world's.
 
     Args:
         groups: Sorted global ranks of every group that collectives will run on; repetitions are made once.
         device: Where this rank's tensors live.
+        pairs: Pairs of ranks of which the first sends to the second, sorted.
+        talking: Those groups that exchange objects and host tensors; all if None.
+        host_messages: Whether pairs send each other host tensors besides.
         timeout: How long gloo waits for a peer; torch's default if None.
 
     Attributes:
@@ -194,45 +216,86 @@ class DistributedTransport:
     """
 
     def __init__(
-        self, groups: Sequence[tuple[int, ...]], device: torch.device, *, timeout: timedelta | None = None
+        self,
+        groups: Sequence[tuple[int, ...]],
+        device: torch.device,
+        *,
+        pairs: Sequence[tuple[int, int]] = (),
+        talking: Sequence[tuple[int, ...]] | None = None,
+        host_messages: bool = False,
+        timeout: timedelta | None = None,
     ) -> None:
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
-        self._backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         self._timeout, self.posted = timeout, 0
+        self._is_host = device.type == "cpu"
         world = tuple(range(self.world_size))
-        self._ascending, self._descending = self._make(world), self._make(world)
+        wanted = [group for group in dict.fromkeys((world, *groups)) if len(group) > 1]
+        backend = "gloo" if self._is_host else None
+        self._groups = {group: self._made(group, backend) for group in wanted}
         # Objects are gathered by blocking calls; a group apart keeps them out of the order of other collectives.
-        self._groups: dict[tuple[int, ...], Any] = {}
-        self._object_groups: dict[tuple[int, ...], Any] = {}
-        for group in dict.fromkeys((world, *groups)):
-            if len(group) > 1:
-                self._groups[group] = self._make(group)
-                self._object_groups[group] = dist.new_group(list(group), backend="gloo", timeout=timeout)
+        told = [group for group in wanted if talking is None or group in (world, *talking)]
+        self._object_groups = {group: self._made(group, "gloo") for group in told}
+        self._lanes = self._made_lanes(pairs) if self.world_size > 1 else {}
+        self._host_lanes = self._lanes if self._is_host else {}
+        if host_messages and not self._is_host:
+            self._host_lanes = {pair: self._made(pair, "gloo") for pair in pairs}
+        self._connect(pairs)
 
-    def _make(self, ranks: tuple[int, ...]) -> Any:
-        return dist.new_group(list(ranks), backend=self._backend, timeout=self._timeout)
+    def _made(self, ranks: tuple[int, ...], backend: str | None, options: Any = None) -> Any:
+        """A group; of the default group's backend if none is named."""
+        return dist.new_group(list(ranks), backend=backend, timeout=self._timeout, pg_options=options)
+
+    def _made_lanes(self, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Any]:
+        if self._is_host:
+            return {pair: self._made(pair, "gloo") for pair in pairs}
+        found: dict[tuple[int, int], Any] = {}
+        default: Any = dist.group.WORLD
+        for pairs_at_once in disjoint(pairs):
+            if default.bound_device_id is None:  # nothing can be split off then
+                found |= {pair: self._made(pair, None, message_options()) for pair in pairs_at_once}
+                continue
+            # One call for all of them: every rank of the world takes part in each.
+            group = dist.split_group(split_ranks=[sorted(pair) for pair in pairs_at_once], pg_options=message_options())
+            found |= dict.fromkeys(pairs_at_once, group)
+        return found
+
+    def _connect(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Send one element from each pair to each, in an order that is the same on all ranks: none waits for ever."""
+        for source, destination in pairs:
+            if self.rank in (source, destination):
+                element = torch.zeros(1, device=self.device)
+                is_source = self.rank == source
+                (self.isend(element, destination, 0) if is_source else self.irecv(element, source, 0)).wait()
+        self.posted = 0
 
     def close(self) -> None:
         """Destroy the groups of this transport that this rank is in."""
-        groups = [self._ascending, self._descending, *self._groups.values(), *self._object_groups.values()]
-        for group in groups:
+        lanes = {pair: group for pair, group in self._lanes.items() if self.rank in pair}
+        if self._host_lanes is not self._lanes:
+            lanes |= {(pair, "host"): group for pair, group in self._host_lanes.items() if self.rank in pair}
+        for group in (*self._groups.values(), *self._object_groups.values(), *lanes.values()):
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
-        self._groups, self._object_groups = {}, {}
+        self._groups, self._object_groups, self._lanes, self._host_lanes = {}, {}, {}, {}
 
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
         """Send a contiguous tensor; it must not change until the work is complete."""
         check_contiguous(tensor, "send")
-        self.posted += 1
-        group = self._ascending if destination > self.rank else self._descending
-        return _PendingWork(dist.isend(tensor, destination, group=group, tag=tag), tensor)
+        lane = self._lane(self.rank, destination, tensor)
+        return _PendingWork(dist.isend(tensor, destination, group=lane, tag=tag), tensor)
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Receive into a contiguous tensor."""
         check_contiguous(tensor, "receive")
+        return _PendingWork(dist.irecv(tensor, source, group=self._lane(source, self.rank, tensor), tag=tag), tensor)
+
+    def _lane(self, source: int, destination: int, tensor: Tensor) -> Any:
+        """What a message travels on."""
+        lane = (self._host_lanes if tensor.device.type == "cpu" else self._lanes).get((source, destination))
+        if lane is None:
+            return self._group_of(tensor, tuple(range(self.world_size)))
         self.posted += 1
-        group = self._ascending if source < self.rank else self._descending
-        return _PendingWork(dist.irecv(tensor, source, group=group, tag=tag), tensor)
+        return lane
 
     def all_reduce(self, tensor: Tensor, group: Sequence[int], reduction: Reduction = "sum") -> Work:
         """Reduce a contiguous tensor over the group, in place."""
@@ -240,7 +303,9 @@ class DistributedTransport:
         if len(group) == 1:
             return _PendingWork(None)
         operation = dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
-        return _PendingWork(dist.all_reduce(tensor, operation, group=self._group(group), async_op=True), tensor)
+        return _PendingWork(
+            dist.all_reduce(tensor, operation, group=self._group_of(tensor, group), async_op=True), tensor
+        )
 
     def all_gather(self, tensor: Tensor, group: Sequence[int]) -> TensorWork:
         """Give every rank of the group the contiguous tensors of all, stacked along a new first dimension."""
@@ -249,7 +314,7 @@ class DistributedTransport:
             return _PendingResult(None, tensor.detach().clone().unsqueeze(0))
         output = torch.empty((len(group), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         # The flat form is the one that every backend takes.
-        work = _ALL_GATHER(output.view(-1), tensor.view(-1), group=self._group(group), async_op=True)
+        work = _ALL_GATHER(output.view(-1), tensor.view(-1), group=self._group_of(tensor, group), async_op=True)
         return _PendingResult(work, output, tensor)
 
     def reduce_scatter(self, tensor: Tensor, group: Sequence[int]) -> TensorWork:
@@ -259,7 +324,7 @@ class DistributedTransport:
         if len(group) == 1:
             return _PendingResult(None, tensor.detach()[0].clone())
         output = torch.empty(tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
-        work = _REDUCE_SCATTER(output.view(-1), tensor.view(-1), group=self._group(group), async_op=True)
+        work = _REDUCE_SCATTER(output.view(-1), tensor.view(-1), group=self._group_of(tensor, group), async_op=True)
         return _PendingResult(work, output, tensor)
 
     def reduce(self, tensor: Tensor, destination: int, group: Sequence[int]) -> Work:
@@ -267,14 +332,16 @@ class DistributedTransport:
         check_contiguous(tensor, "reduce")
         if len(group) == 1:
             return _PendingWork(None)
-        return _PendingWork(dist.reduce(tensor, destination, group=self._group(group), async_op=True), tensor)
+        return _PendingWork(
+            dist.reduce(tensor, destination, group=self._group_of(tensor, group), async_op=True), tensor
+        )
 
     def broadcast(self, tensor: Tensor, source: int, group: Sequence[int]) -> Work:
         """Copy the source's contiguous tensor to every rank of the group."""
         check_contiguous(tensor, "broadcast")
         if len(group) == 1:
             return _PendingWork(None)
-        return _PendingWork(dist.broadcast(tensor, source, group=self._group(group), async_op=True), tensor)
+        return _PendingWork(dist.broadcast(tensor, source, group=self._group_of(tensor, group), async_op=True), tensor)
 
     def all_gather_object(self, value: Any, group: Sequence[int]) -> ObjectWork:
         """Give every rank of the group the picklable values of all, in group order. Blocks until they are there."""
@@ -292,6 +359,11 @@ class DistributedTransport:
         return _ObjectResult(
             [pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(gathered, sizes, strict=True)]
         )
+
+    def _group_of(self, tensor: Tensor, ranks: Sequence[int]) -> Any:
+        """The group for a tensor: on a device's run host tensors travel as objects do."""
+        is_away = tensor.device.type == "cpu" and not self._is_host
+        return self._group(ranks, self._object_groups if is_away else self._groups)
 
     def _group(self, ranks: Sequence[int], groups: dict[tuple[int, ...], Any] | None = None) -> Any:
         groups = self._groups if groups is None else groups

@@ -1,11 +1,14 @@
 """Batches travel: each rank loads what plain data parallelism would give it, and computes on what the plan says.
 
-The ranks of one pipeline replica tell each other the structure of their batches (a small object gather), then every
-owner sends its batch, packed into one message, to each peer that computes on a part of it. Nothing is exchanged between
-replicas, nor where every rank computes on its own batch.
+The ranks of one pipeline replica gather their batches: first a few bytes of each, by which all know whether anybody's
+batch has another structure than before (then the structures are gathered too), then the tensors, packed and padded to
+the largest. Every stage needs almost every batch, and a gathering has no order to get wrong, as messages would.
+Nothing is exchanged between replicas, nor where every rank computes on its own batch.
 """
 
 import hashlib
+import pickle
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from math import prod
@@ -18,10 +21,11 @@ from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan, RowSlice, replica_of, replica_ranks, row_slice
 from lightning_mist.runtime.batches import batch_rows, rebuild, slice_rows
 from lightning_mist.runtime.executor import Microbatch
+from lightning_mist.runtime.packing import packed, unpacked
 from lightning_mist.runtime.transport import Transport, Work
 
-_BATCH_TAG = 1 << 20
-"""Tag of batch messages; the executor's own tags are small."""
+_NUMBERS = struct.Struct("<QQ?")
+"""Seed, note, and whether the structure is new."""
 
 _SEED_BITS = 62
 """Bits of a drawn seed: what ``torch.randint`` gives without touching the sign."""
@@ -33,20 +37,43 @@ class _Leaf:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_on_host: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return self.dtype.itemsize * prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Header:
-    """What a rank says of its batch before the tensors travel."""
+class _Notice:
+    """What a rank says with every batch, before anything else of it: of one length, whatever the batch.
 
-    skeleton: Any
-    leaves: tuple[_Leaf, ...]
-    random_state: Any
+    Attributes:
+        seed: For its parts.
+        note: What it tells the others beside its batch.
+        is_new: Whether its batch has another structure than the one before.
+        random_state: State of its generators, empty where it does not travel.
+    """
+
     seed: int
     note: int
+    is_new: bool
+    random_state: Tensor
+
+    def packed(self) -> Tensor:
+        """As bytes."""
+        numbers = bytearray(_NUMBERS.pack(self.seed, self.note, self.is_new))
+        return torch.cat([torch.frombuffer(numbers, dtype=torch.uint8), self.random_state])
+
+    @classmethod
+    def unpacked(cls, buffer: Tensor) -> "_Notice":
+        """From bytes."""
+        seed, note, is_new = _NUMBERS.unpack(bytes(buffer[: _NUMBERS.size].tolist()))
+        return cls(seed=seed, note=note, is_new=is_new, random_state=buffer[_NUMBERS.size :].clone())
 
 
-def _take_apart(batch: Any) -> tuple[list[Tensor], Any]:
+def _take_apart(batch: Any, device: torch.device) -> tuple[list[Tensor], Any]:
     """The tensors of a batch, and the batch with a :class:`_Leaf` in place of each.
 
     Mappings, lists, tuples and dataclasses are looked into, whatever their class.
@@ -57,9 +84,14 @@ def _take_apart(batch: Any) -> tuple[list[Tensor], Any]:
         if not isinstance(node, Tensor):
             return None
         tensors.append(node)
-        return _Leaf(shape=tuple(node.shape), dtype=node.dtype)
+        return _leaf_of(node, device)
 
     return tensors, rebuild(batch, replace)
+
+
+def _leaf_of(tensor: Tensor, device: torch.device) -> _Leaf:
+    is_on_host = tensor.device.type == "cpu" != device.type
+    return _Leaf(shape=tuple(tensor.shape), dtype=tensor.dtype, is_on_host=is_on_host)
 
 
 def _put_together(skeleton: Any, tensors: Sequence[Tensor], device: torch.device) -> Any:
@@ -73,25 +105,6 @@ def _put_together(skeleton: Any, tensors: Sequence[Tensor], device: torch.device
         return node.to(device) if not is_container and callable(getattr(node, "to", None)) else None
 
     return rebuild(skeleton, replace)
-
-
-def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
-
-
-def _leaf_bytes(leaf: _Leaf) -> int:
-    return leaf.dtype.itemsize * prod(leaf.shape)
-
-
-def _unpack(buffer: Tensor, leaves: Sequence[_Leaf]) -> list[Tensor]:
-    values, start = [], 0
-    for leaf in leaves:
-        size = _leaf_bytes(leaf)
-        # A clone starts at an aligned address, which a view into the message need not.
-        values.append(buffer[start : start + size].clone().view(leaf.dtype).reshape(leaf.shape))
-        start += size
-    return values
 
 
 def _drawn_seed(number: int) -> int:
@@ -132,6 +145,8 @@ class BatchExchange:
         self.whole = all(item.parts == 1 for slices in self._slices.values() for item in slices)
         self._batches_run = 0
         self._received: dict[int, tuple[Any, Any, int]] = {}
+        # What batches are made of beside tensors, by the rank that loads them, pickled.
+        self._structures: dict[int, bytes] = {}
 
     def whole_of(self, microbatch: Microbatch) -> Any:
         """The whole batch that a part is of."""
@@ -154,7 +169,7 @@ class BatchExchange:
         """Let go of the whole batches."""
         self._received = {}
 
-    def run(self, batch: Any, random_state: Any, note: int = 0) -> Iterator[Work]:
+    def run(self, batch: Any, random_state: Tensor, note: int = 0) -> Iterator[Work]:
         """Exchange one batch; :attr:`microbatches` and :attr:`notes` are set when the iterator ends.
 
         Random generators are left as they are.
@@ -213,37 +228,58 @@ class BatchExchange:
         )
 
     def _exchange(
-        self, batch: Any, random_state: Any, seed: int, note: int, received: dict[int, tuple[Any, Any, int]]
+        self, batch: Any, random_state: Tensor, seed: int, note: int, received: dict[int, tuple[Any, Any, int]]
     ) -> Iterator[Work]:
-        tensors, skeleton = _take_apart(batch)
-        header = _Header(
-            skeleton=skeleton,
-            leaves=tuple(_Leaf(shape=tuple(tensor.shape), dtype=tensor.dtype) for tensor in tensors),
-            random_state=random_state,
+        tensors, skeleton = _take_apart(batch, self.device)
+        leaves = tuple(_leaf_of(tensor, self.device) for tensor in tensors)
+        structure = pickle.dumps((skeleton, leaves))
+        notice = _Notice(
             seed=seed,
             note=note,
+            is_new=structure != self._structures.get(self.rank),
+            random_state=random_state if self.whole else torch.empty(0, dtype=torch.uint8),
         )
-        gathered = self.transport.all_gather_object(header, self.owners)
-        yield gathered
-        headers = dict(zip(self.owners, gathered.result(), strict=True))
-        self.notes = tuple(headers[owner].note for owner in self.owners)
-        mine = {item.owner for item in self._slices[self.rank]}
-        pending: list[Work] = []
-        if any(self.rank in {item.owner for item in self._slices[peer]} for peer in self.owners if peer != self.rank):
-            message = _pack(tensors, self.device)
-            for peer in self.owners:
-                if peer != self.rank and self.rank in {item.owner for item in self._slices[peer]} and message.numel():
-                    pending.append(self.transport.isend(message, peer, _BATCH_TAG))
-        buffers = {}
-        for owner in sorted(mine - {self.rank}):
-            size = sum(map(_leaf_bytes, headers[owner].leaves))
-            buffers[owner] = torch.empty(size, dtype=torch.uint8, device=self.device)
-            if size:
-                yield self.transport.irecv(buffers[owner], owner, _BATCH_TAG)
-        for owner in mine:
-            head: _Header = headers[owner]
+        said = self.transport.all_gather(notice.packed(), self.owners)
+        yield said
+        notices = dict(zip(self.owners, map(_Notice.unpacked, said.result()), strict=True))
+        self.notes = tuple(notices[owner].note for owner in self.owners)
+        if any(item.is_new for item in notices.values()):
+            told = self.transport.all_gather_object(structure if notice.is_new else None, self.owners)
+            yield told
+            found = zip(self.owners, told.result(), strict=True)
+            self._structures |= {owner: text for owner, text in found if text is not None}
+        structures = {owner: pickle.loads(self._structures[owner]) for owner in self.owners}
+        values: dict[int, list[list[Tensor]]] = {owner: [] for owner in self.owners}
+        for is_on_host in (False, True):
+            mine = [tensor for tensor, leaf in zip(tensors, leaves, strict=True) if leaf.is_on_host == is_on_host]
+            theirs = {
+                owner: [leaf for leaf in found if leaf.is_on_host == is_on_host]
+                for owner, (_, found) in structures.items()
+            }
+            yield from self._gather(mine, theirs, torch.device("cpu") if is_on_host else self.device, values)
+        for owner in {item.owner for item in self._slices[self.rank]}:
+            skeleton, leaves = structures[owner]
             value = batch
             if owner != self.rank:
-                value = _put_together(head.skeleton, _unpack(buffers[owner], head.leaves), self.device)
-            received[owner] = (value, head.random_state, head.seed)
-        yield from pending
+                parts = [iter(part) for part in values[owner]]
+                value = _put_together(skeleton, [next(parts[leaf.is_on_host]) for leaf in leaves], self.device)
+            received[owner] = (value, notices[owner].random_state, notices[owner].seed)
+
+    def _gather(
+        self,
+        tensors: Sequence[Tensor],
+        leaves: Mapping[int, Sequence[_Leaf]],
+        device: torch.device,
+        values: dict[int, list[list[Tensor]]],
+    ) -> Iterator[Work]:
+        """Gather the tensors in one place, and append those of each rank whose batch is computed on here."""
+        wanted = {item.owner for item in self._slices[self.rank]} - {self.rank}
+        nbytes = max(sum(leaf.nbytes for leaf in each) for each in leaves.values())
+        buffers: Sequence[Tensor] = [torch.empty(0, dtype=torch.uint8, device=device)] * len(self.owners)
+        if nbytes:
+            gathered = self.transport.all_gather(packed(tensors, device, nbytes), self.owners)
+            yield gathered
+            buffers = tuple(gathered.result())
+        for owner, buffer in zip(self.owners, buffers, strict=True):
+            kinds = [(leaf.shape, leaf.dtype) for leaf in leaves[owner]]
+            values[owner].append(unpacked(buffer, kinds) if owner in wanted else [])

@@ -1,12 +1,15 @@
 """This rank's engine for a plan."""
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.plan.mesh import process_groups
+from lightning_mist.plan.mesh import process_groups, talking_groups
+from lightning_mist.plan.messages import message_pairs, sends_random_states
 from lightning_mist.runtime.cutting.rules import CutRules
 from lightning_mist.runtime.transport import DistributedTransport, Transport
 from lightning_mist.schedule import check, lower
@@ -23,8 +26,38 @@ def start_engine(
     rules: CutRules | None = None,
 ) -> Engine:
     """This rank's engine for a plan over torch.distributed; every rank calls it at the same time."""
-    transport = DistributedTransport(process_groups(plan, module_map), device, timeout=timeout)
+    transport = DistributedTransport(
+        process_groups(plan, module_map),
+        device,
+        pairs=message_pairs(plan),
+        talking=talking_groups(plan),
+        host_messages=sends_random_states(plan),
+        timeout=timeout,
+    )
     return make_engine(module, plan, module_map, transport, device=device, rules=rules)
+
+
+def later(
+    state: Callable[[Transport], dict[str, Any]] | None, device: torch.device, timeout: timedelta | None
+) -> Callable[[], dict[str, Any]] | None:
+    """What an engine's optimizer has released, to be asked for when the engine's groups of processes are gone.
+
+    Args:
+        state: What :meth:`Engine.release_optimizer` gave.
+        device: Where tensors travel.
+        timeout: How long gloo waits for a peer.
+    """
+    if state is None:
+        return None
+
+    def ask() -> dict[str, Any]:
+        transport = DistributedTransport((), device, timeout=timeout)
+        try:
+            return state(transport)
+        finally:
+            transport.close()
+
+    return ask
 
 
 def make_engine(

@@ -28,8 +28,12 @@ def make_plan(layout, *, rows, microbatches):
 def exchange(plan, batches):
     world = InMemoryWorld(plan.world_size)
     exchanges = [BatchExchange(plan, rank, world.transports[rank], CPU) for rank in range(plan.world_size)]
-    drive([one.run(batch, f"state {rank}") for rank, (one, batch) in enumerate(zip(exchanges, batches, strict=True))])
+    drive([one.run(batch, state(rank)) for rank, (one, batch) in enumerate(zip(exchanges, batches, strict=True))])
     return exchanges
+
+
+def state(rank):
+    return torch.full((5,), rank, dtype=torch.uint8)
 
 
 def batch(rank, rows, dtype=torch.int64):
@@ -51,7 +55,8 @@ def test_whole_batches_reach_every_stage_with_their_random_state(dtype):
             assert torch.equal(item.value["x"], expected["x"])
             assert item.value["x"].dtype == dtype
             assert (int(item.value["flag"]), item.value["name"]) == (owner, f"r{owner}")
-            assert (item.weight, item.random_state, item.batch_rows) == (1.0, f"state {owner}", 4)
+            assert (item.weight, item.batch_rows) == (1.0, 4)
+            assert torch.equal(item.random_state, state(owner))
 
 
 def test_batches_of_different_sizes_are_cut_each_by_itself():
@@ -83,7 +88,9 @@ def test_tensor_parallel_peers_get_the_same_rows_states_and_seeds(microbatches):
     first, second = exchange(plan, [batch(0, 4), batch(1, 4)])
     for mine, theirs in zip(first.microbatches, second.microbatches, strict=True):
         assert torch.equal(mine.value["x"], theirs.value["x"])
-        assert (mine.owner, mine.weight, mine.random_state) == (theirs.owner, theirs.weight, theirs.random_state)
+        assert (mine.owner, mine.weight) == (theirs.owner, theirs.weight)
+        states = mine.random_state, theirs.random_state
+        assert torch.equal(*states) if microbatches == 2 else states == (None, None)
         assert mine.seed == theirs.seed
     assert [item.owner for item in first.microbatches] == sorted([0, 1] * (microbatches // 2))
     assert first.whole == (microbatches == 2)
@@ -136,3 +143,54 @@ def test_containers_of_any_class_arrive_as_they_were():
     assert (type(encoding), type(named)) == (BatchEncoding, Named)
     assert encoding["ids"].tolist() == [[0] * 3] * 2
     assert (encoding["empty"].shape, named.tokens.tolist(), named.names) == ((2, 0), [10.0, 10.0], ["a", 0])
+
+
+def test_tensors_that_were_in_host_memory_stay_there():
+    meta = torch.device("meta")
+    world = InMemoryWorld(2)
+    exchanges = [
+        BatchExchange(make_plan([[0], [1]], rows=2, microbatches=2), rank, world.transports[rank], meta)
+        for rank in range(2)
+    ]
+    batches = [{"lengths": torch.tensor([rank, 5]), "x": torch.zeros(2, 3, device=meta)} for rank in range(2)]
+    drive([one.run(batch, state(rank)) for rank, (one, batch) in enumerate(zip(exchanges, batches, strict=True))])
+    for one in exchanges:
+        for owner, item in enumerate(one.microbatches):
+            assert item.value["lengths"].tolist() == [owner, 5]
+            assert (item.value["x"].device, item.value["x"].shape) == (meta, (2, 3))
+
+
+class Counting:
+    """A transport that counts the gatherings of objects and the other calls."""
+
+    def __init__(self, inner):
+        self.inner, self.objects, self.others = inner, 0, 0
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def all_gather(self, tensor, group):
+        self.others += 1
+        return self.inner.all_gather(tensor, group)
+
+    def all_gather_object(self, value, group):
+        self.objects += 1
+        return self.inner.all_gather_object(value, group)
+
+
+def test_structures_are_told_only_when_somebodys_has_changed():
+    plan = make_plan([[0], [1]], rows=4, microbatches=2)
+    world = InMemoryWorld(2)
+    transports = [Counting(transport) for transport in world.transports]
+    exchanges = [BatchExchange(plan, rank, transports[rank], CPU) for rank in range(2)]
+    told = []
+    for sizes in ((4, 4), (4, 4), (4, 3), (4, 3), (4, 4)):
+        batches = [batch(rank, rows) for rank, rows in enumerate(sizes)]
+        drive([one.run(item, state(rank)) for rank, (one, item) in enumerate(zip(exchanges, batches, strict=True))])
+        told.append(transports[0].objects)
+        for one in exchanges:
+            for owner, item in enumerate(one.microbatches):
+                assert torch.equal(item.value["x"], batches[owner]["x"])
+                assert item.value["name"] == f"r{owner}"
+    assert told == [1, 1, 2, 2, 3]
+    assert transports[0].others == 2 * 5
