@@ -210,6 +210,9 @@ class InMemoryTransport:
         work = _MemoryWork(f"rank {self.rank}: gather of objects over {list(group)}", value=value)
         return self._world.collective(work, self.rank, tuple(group), ("objects",), run)
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def _collective(
         self,
         name: str,

@@ -181,8 +181,10 @@ class Engine:
                 "call backward once per step, or use a plan with a single stage"
             )
         stash, self._stash = self._stash, None
+        # On a device the factor is not asked for, which would wait for all that was launched.
+        if stash and not (factor.device.type == "cpu" and factor == 1.0):
+            torch._foreach_mul_([gradient for _, gradient in stash], factor)
         for parameter, gradient in stash:
-            gradient.mul_(factor)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def replay(self, result: BatchResult) -> None:
@@ -199,23 +201,23 @@ class Engine:
         self._cut = restrict_optimizer(optimizer, owned, parts)
 
     @works
-    def release_optimizer(self) -> Callable[[], dict[str, Any]] | None:
+    def release_optimizer(self) -> Callable[[Transport], dict[str, Any]] | None:
         """Give the optimizer all its parameters back.
 
         Returns:
-            What :meth:`optimizer_state` would have given, on rank 0, whenever all ranks call it. Until then each keeps
-            in host memory the state of what it updated. ``None`` if there was no optimizer.
+            What :meth:`optimizer_state` would have given, on rank 0, whenever all ranks call it with a transport. Until
+            then each keeps in host memory the state of what it updated. ``None`` if there was no optimizer.
         """
         come_back(self.stages.every.values())
         if self._cut is None:
             return None
-        cut, transport, device = self.cut, self.transport, self.device
+        cut, device = self.cut, self.device
         kept = {
             number: {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in entry.items()}
             for number, entry in local_optimizer_state(cut).items()
         }
         cut.restore()
-        return lambda: complete(gather_optimizer_state(cut, transport, mine=kept, device=device)) or {}
+        return lambda transport: complete(gather_optimizer_state(cut, transport, mine=kept, device=device)) or {}
 
     @works
     def begin(self, initial: InitialValues | None) -> None:

@@ -4,6 +4,7 @@ The first optimizer step warms up and makes the optimizer's state, the second is
 follows every operator and slows the step down), all later ones are timed. In the first of these every action is.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,6 +43,10 @@ _METERED_STEP = 1
 _FIRST_COMPARISON = 10
 """After this many timed steps predicted and measured are compared for the first time: enough for a median. Actions are
 recorded until then."""
+
+
+_MOST_TIMED = 1000
+"""Steps whose times are kept: the last of a long run."""
 
 
 class _Bytes(NamedTuple):
@@ -119,9 +124,9 @@ class Monitor:
         self._report_path = report_path
         self._progress = Progress(enabled=dist.get_rank() == 0, verbose=verbose)
         # A group of our own: Lightning may use the default group at the same moment.
-        self._group = dist.new_group(backend="gloo")
+        self._group: Any = dist.new_group(backend="gloo")
         self._steps = 0
-        self._seconds: list[float] = []
+        self._seconds: deque[float] = deque(maxlen=_MOST_TIMED)
         self._bytes: _Bytes | None = None
         self._times: list[dict[int, StageTimes]] = []
         self._is_usual = True
@@ -163,12 +168,14 @@ class Monitor:
             self._bytes = _Bytes(meter.peak_bytes, meter.reserved_bytes, meter.device_bytes)
         else:
             self.recorder.is_on = self._steps > _METERED_STEP and len(self._seconds) < _FIRST_COMPARISON
+            # A device is waited for in the compared steps only: waiting keeps the host from going ahead of it.
+            is_compared = self.device.type == "cpu" or len(self._seconds) < _FIRST_COMPARISON
             started = perf_counter()
             with self.recorder.phase(STEP):
                 yield self._recorded(closure)
-            if self.device.type == "cuda":
+            if is_compared and self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            if self._steps > _METERED_STEP:
+            if is_compared and self._steps > _METERED_STEP:
                 self._seconds.append(perf_counter() - started)
             if self.recorder.is_on:
                 self._times.append(step_times(self.recorder.take(), self._first_stage, overlaps=self._overlaps))
@@ -204,9 +211,15 @@ class Monitor:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(self.report.to_json())
 
+    def close(self) -> None:
+        """Let go of the group of processes."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
     def _compare(self) -> None:
         gathered: list[Any] = [None] * dist.get_world_size()
-        mine = (self._seconds, self._bytes, self._is_usual, over_steps(self._times))
+        mine = (list(self._seconds), self._bytes, self._is_usual, over_steps(self._times))
         dist.all_gather_object(gathered, mine, group=self._group)
         slowest = [max(step) for step in zip(*(seconds for seconds, *_ in gathered), strict=True)]
         middle = median(slowest)

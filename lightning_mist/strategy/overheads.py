@@ -163,7 +163,7 @@ def _run(module: _Network, found: ModuleMap, batch: Tensor, device: torch.device
             around.append(seconds - sum(item.seconds for item in records if isinstance(item.action, Action)))
         _sort(records, kinds)
     engine.fill()
-    engine.transport.close()  # type: ignore[attr-defined]
+    engine.transport.close()
     return _Run(
         first_stage=plan.stage_of(dist.get_rank()) == 0,
         around=median(around),

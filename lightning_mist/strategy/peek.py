@@ -7,17 +7,23 @@ the batch; then they are as after that, as if it had been done only then.
 """
 
 import copy
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch.utils._pytree import tree_unflatten
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.attributes import Generators
+from lightning_mist.model.batches import batch_tensors
 from lightning_mist.strategy.logging import recorded_logs
 from lightning_mist.strategy.namespace import Namespace
+
+_ENTRIES = 1 << 16
+"""Of a tensor that tell one batch from another."""
 
 
 class PutBack:
@@ -165,6 +171,16 @@ def on_device(trainer: Any, strategy: Any, batch: Any) -> Any:
     batch = strategy.precision_plugin.convert_input(copy.deepcopy(batch))
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
     return strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def digest_of(batch: Any) -> str | None:
+    """Equal for batches whose tensors begin alike; None if there are no values to compare."""
+    found = hashlib.blake2b(digest_size=16)
+    tensors = [item for item in batch_tensors(batch) if item.numel() and item.layout == torch.strided]
+    for tensor in tensors:
+        part = tensor.detach().reshape(-1)[:_ENTRIES].cpu().contiguous()
+        found.update(repr((tuple(tensor.shape), tensor.dtype)).encode() + part.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest() if tensors else None
 
 
 def step_function(

@@ -31,13 +31,20 @@ from lightning_mist.strategy.decision import Decision, PlanRequest
 from lightning_mist.strategy.estimating import Budget, estimate_given, estimate_made
 from lightning_mist.strategy.evaluation import check_evaluation
 from lightning_mist.strategy.namespace import Namespace
-from lightning_mist.strategy.peek import first_batch, forget_first_batch, on_device, silent, step_function
+from lightning_mist.strategy.peek import (
+    digest_of,
+    first_batch,
+    forget_first_batch,
+    on_device,
+    silent,
+    step_function,
+)
 from lightning_mist.strategy.planner import Planner
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.publishing import publish
 from lightning_mist.strategy.simplest import at_once_reason, is_free, plain_plan
 from lightning_mist.strategy.splitting import degrees_of
-from lightning_mist.strategy.together import everywhere, on_rank_zero, same_everywhere
+from lightning_mist.strategy.together import everywhere, of_all_ranks, on_rank_zero, same_everywhere
 from lightning_mist.strategy.tried_step import TriedStep
 from lightning_mist.tuner import TuneResult, degrees_to_try
 from lightning_mist.units import format_bytes
@@ -132,6 +139,7 @@ def _decided(
         initial=initial,
         cluster=machine.cluster_for(request.cluster, strategy),
     )
+    _tell_of_equal_batches(planner)
     # Trials log nothing; the loader and its hooks are asked for good, so that what they must not log is refused.
     with silent(module):
         return _made(planner, started)
@@ -183,6 +191,16 @@ def _look(trainer: Any, strategy: Any, names: Namespace) -> Any:
             return on_device(trainer, strategy, batch)
 
     return everywhere(look)
+
+
+def _tell_of_equal_batches(planner: Planner) -> None:
+    """Say if all ranks load the same: a project may share out its data only under strategies that it knows by name."""
+    digests = of_all_ranks(digest_of(planner.batch))
+    if len(digests) > 1 and digests[0] is not None and len(set(digests)) == 1:
+        planner.progress.tell(
+            "all processes load the same first batch; a project that looks for 'ddp' in the strategy's name shares out "
+            'its data under strategy="ddp_mist"'
+        )
 
 
 def _check(planner: Planner, found: ModuleMap, plan: Plan) -> None:

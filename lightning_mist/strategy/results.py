@@ -1,6 +1,6 @@
 """What the user's step gave for the parts of a batch, brought to the rank that owns it and put together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from lightning_mist.runtime.cutting.classes import Way
 from lightning_mist.runtime.cutting.results import together
 from lightning_mist.runtime.cutting.rules import ResultKey
 from lightning_mist.runtime.neighbours import Microbatch
+from lightning_mist.runtime.packing import in_host_memory
 from lightning_mist.strategy.logging import LogRecord, combine_records
 
 
@@ -60,6 +61,8 @@ def pieces_by_owner(
         random_states: By index the generators' state after it, where it travels.
     """
     found: dict[int, list[Piece]] = {}
+    told = [*outputs, *(record.value for of_one in records.values() for record in of_one)]
+    copies = in_host_memory([tensor for value in told for tensor in _tensors(value)])
     for microbatch in microbatches:
         if microbatch.weight == 0.0:
             continue
@@ -69,10 +72,10 @@ def pieces_by_owner(
         piece = Piece(
             index=microbatch.index,
             weight=microbatch.weight,
-            loss=home(loss),
-            extras=home(values),
+            loss=home(loss, copies),
+            extras=home(values, copies),
             records=tuple(
-                LogRecord(name=record.name, value=home(record.value), arguments=record.arguments)
+                LogRecord(name=record.name, value=home(record.value, copies), arguments=record.arguments)
                 for record in records.get(microbatch.index, ())
             ),
             random_state=random_states[microbatch.index],
@@ -81,8 +84,22 @@ def pieces_by_owner(
     return found
 
 
-def home(value: Any) -> Any:
-    """A value as it travels to its owner: tensors without their graph, in host memory."""
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors that :func:`home` will bring home."""
+    if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)) and not hasattr(value, "_fields"):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def home(value: Any, copies: Mapping[int, Tensor] = MappingProxyType({})) -> Any:
+    """A value as it travels to its owner: tensors without their graph, in host memory.
+
+    Args:
+        value: The value.
+        copies: Tensors that are there already, by the ``id`` of what they are copies of.
+    """
     if isinstance(value, FakeTensor):
         raise TraceError(
             f"what the step returned or logged (shape {tuple(value.shape)}) depends on a parameter of another stage "
@@ -90,11 +107,12 @@ def home(value: Any) -> Any:
             "with one stage"
         )
     if isinstance(value, Tensor):
-        return value.detach().cpu()
+        copy = copies.get(id(value))
+        return value.detach().cpu() if copy is None else copy
     if isinstance(value, dict):
-        return {key: home(item) for key, item in value.items()}
+        return {key: home(item, copies) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(home(item) for item in value)
+        return type(value)(home(item, copies) for item in value)
     return value
 
 

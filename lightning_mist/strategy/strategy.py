@@ -26,7 +26,7 @@ from lightning_mist.strategy.namespace import Namespace, namespace
 from lightning_mist.strategy.precision import attach_engine
 from lightning_mist.strategy.restrictions import refuse_what_is_not_there, whole_module_reason
 from lightning_mist.strategy.stage_times import FORWARD
-from lightning_mist.strategy.starting import start_engine
+from lightning_mist.strategy.starting import later, start_engine
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.units import parse_bytes
 
@@ -240,13 +240,18 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
         """Give the module all its values back, unless something went wrong and peers may be gone."""
         (engine, initial), self._engine, self._initial = (self._engine, self._initial), None, None
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        is_well = trainer is not None and trainer.state.status.value != "interrupted"
         if engine is not None:
-            if trainer is not None and trainer.state.status.value != "interrupted":
+            if is_well:
                 if initial is None:
                     engine.fill()
                 else:
                     engine.leave_on_rank_zero()
-            self._state_afterwards = engine.release_optimizer()
+            self._state_afterwards = later(engine.release_optimizer(), self.root_device, self._timeout)
+            if is_well:
+                engine.transport.close()
+        if is_well and self._monitor is not None:
+            self._monitor.close()
         attach_engine(self.precision_plugin, None)
         self._fitting.close()
         if self.lightning_module is not None:
