@@ -122,6 +122,7 @@ def test_an_error_in_the_user_s_code_is_told_once(capsys):
     assert text.endswith("lightning-mist plan: error: running the model: KeyError: 'nothing'\n")
 
 
+@pytest.mark.thorough
 def test_plan_looks_at_devices_that_share_layers(tmp_path, capsys):
     arguments = ("plan", "--cluster", "1x2xL4", "--global-batch-size", 8, "--out", tmp_path / "plan.json")
     asked = ("--max-stages", 1, "--tensor-parallel-degrees", "[2]")

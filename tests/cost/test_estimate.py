@@ -136,6 +136,7 @@ def test_modules_without_a_step_or_of_another_type_are_refused():
         estimate_memory(make_net()[0], torch.ones(2, 2), precision="half")
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_traced_has_a_closed_form_where_it_says_its_sizes(monkeypatch):
     module = hollow(lambda: LanguageModel(SHAPE, 16))
     tokens = torch.zeros(4, 16, dtype=torch.long)

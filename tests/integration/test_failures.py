@@ -54,13 +54,10 @@ SAVED = ("batch end/all-error/pp2", "forward/all-term/zero3")
 FIRST = (
     "raise:1",
     "stuck:0",
-    "swap",
     "wrong_world",
     "branch:1",
-    "first batch/leave/plain",
     "groups/kill/pp2",
     "first forward/term/plain",
-    "after backward/error/pp2",
     "batch end/all-error/pp2",
 )
 

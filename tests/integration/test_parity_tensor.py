@@ -17,7 +17,7 @@ from tests import zoo
 from tests.integration.parity import Rank, assert_equal, map_of, precision_of, reference, run_plan
 from tests.integration.test_parity import plan_for, prepared
 from tests.plans import plans
-from tests.tiers import examples
+from tests.tiers import examples, tiered
 
 # Torch hides this one itself when a ghost meets a tensor of the stage, but cannot where warnings are errors.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -71,10 +71,11 @@ def splits_of(module, module_map, batch, degrees):
         return derive_splits(module, lambda value: module.training_step(value, 0), batch, module_map, degrees)
 
 
+EVERY = [(name, label) for name in MODELS for label in PLANS if label in CORE or name == "nano"]
+
+
 @pytest.mark.combinations
-@pytest.mark.parametrize(
-    ("name", "label"), [(name, label) for name in MODELS for label in PLANS if label in CORE or name == "nano"]
-)
+@pytest.mark.parametrize(("name", "label"), tiered(EVERY, [case for case in EVERY if case[0] in ("nano", "t5")]))
 def test_parity(name, label):
     module, module_map, batches = split(name)
     options = PLANS[label]

@@ -63,6 +63,7 @@ def test_three_traced_layers_say_every_byte_of_five_at_another_size(name, recomp
     assert timeline_of(parts, rows, length or 1) == truth
 
 
+@pytest.mark.thorough
 def test_the_first_layers_alone_may_be_recomputed():
     spec = traced("llama")
     none, two, all_layers = (max(timeline_of(step_parts(spec, recomputed_layers=count), 64, 64)) for count in (0, 2, 3))

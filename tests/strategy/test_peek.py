@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_mist.errors import PlanError, TraceError
-from lightning_mist.strategy.peek import first_batch, on_device
+from lightning_mist.strategy.peek import digest_of, first_batch, on_device
 
 
 class Stream(IterableDataset):
@@ -217,3 +217,12 @@ def test_an_error_of_planning_arrives_as_it_was_raised(tmp_path):
 def test_no_training_batch_is_refused(tmp_path):
     with pytest.raises(TraceError, match="limit_train_batches=0"):
         fit(Looking(), "a list", tmp_path, limit_train_batches=0)
+
+
+def test_batches_are_told_apart_by_their_values():
+    batch = {"x": torch.arange(6.0).reshape(2, 3), "names": ["a"], "y": [torch.tensor(1), torch.empty(0)]}
+    same = {"x": batch["x"].t().contiguous().t(), "names": ["b"], "y": [torch.tensor(1), torch.empty(0)]}
+    assert digest_of(batch) == digest_of(same)
+    for change in ({"x": batch["x"] + 1}, {"x": batch["x"].double()}, {"x": batch["x"].reshape(3, 2)}):
+        assert digest_of({**batch, **change}) != digest_of(batch)
+    assert digest_of(["no tensors", torch.empty(0)]) is None
