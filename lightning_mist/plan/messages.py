@@ -1,6 +1,6 @@
 """Which ranks of a running plan send each other what crosses between its stages."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 
 from lightning_mist.plan.mesh import Side, tensor_ranks
@@ -16,25 +16,6 @@ def message_pairs(plan: Plan) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(pair for pair in pairs if pair[0] != pair[1]))
 
 
-def sends_random_states(plan: Plan) -> bool:
-    """Whether states of random generators travel from stage to stage: where every stage takes all batches whole."""
-    return plan.num_stages > 1 and all(
-        plan.num_microbatches * stage.data_parallel_degree == plan.world_size for stage in plan.stages
-    )
-
-
-def disjoint(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Pairs dealt out into as few lists as first fit finds, in each of which every rank occurs once at most."""
-    found: list[list[tuple[int, int]]] = []
-    for pair in pairs:
-        place = next((one for one in found if not {rank for each in one for rank in each} & {*pair}), None)
-        if place is None:
-            found.append([pair])
-        else:
-            place.append(pair)
-    return tuple(map(tuple, found))
-
-
 def _crossing(plan: Plan, stage: int, following: int) -> Iterator[tuple[int, int]]:
     """Who sends to whom between two stages: ranks that compute on the same rows and hold the same part."""
     first, second = plan.stages[stage], plan.stages[following]
@@ -45,11 +26,10 @@ def _crossing(plan: Plan, stage: int, following: int) -> Iterator[tuple[int, int
             continue
         before, after = tensor_ranks(plan, stage, here), tensor_ranks(plan, following, there)
         # Tensors that have no sequence, and states of generators, are held whole also where others are in parts.
-        for is_shared in {first.mesh.sequence_parallel or second.mesh.sequence_parallel, False}:
-            sides = (
-                Side(degree=len(before), is_shared=is_shared and first.mesh.sequence_parallel),
-                Side(degree=len(after), is_shared=is_shared and second.mesh.sequence_parallel),
-            )
+        # So are sequences on a side that their length cannot be divided by.
+        for are_shared in product({first.mesh.sequence_parallel, False}, {second.mesh.sequence_parallel, False}):
+            degrees = len(before), len(after)
+            sides = [Side(degree=n, is_shared=shared) for n, shared in zip(degrees, are_shared, strict=True)]
             yield from ((before[source], after[index]) for source, index in _portions(*sides))
             yield from ((after[source], before[index]) for source, index in _portions(*reversed(sides)))
 

@@ -38,11 +38,15 @@ def unpacked(buffer: Tensor, kinds: Iterable[tuple[tuple[int, ...], torch.dtype]
 def in_host_memory(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
     """Copies of the tensors that are on a device, by the ``id`` of the original; one copy and one wait for each device.
 
-    Tensors that are in host memory, or have no strides, are left out.
+    Tensors that are in host memory are left out, and those that have no bytes of their own (nested, conjugate views).
     """
     found: dict[int, Tensor] = {}
     for device in dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type != "cpu"):
-        here = [item for item in tensors if item.device == device and item.layout == torch.strided]
+        here = [item for item in tensors if item.device == device and _has_bytes(item)]
         copies = unpacked(packed(here, device).cpu(), [(tuple(item.shape), item.dtype) for item in here])
         found |= {id(item): copy for item, copy in zip(here, copies, strict=True)}
     return found
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())

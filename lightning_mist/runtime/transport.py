@@ -7,6 +7,7 @@ process.
 
 import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mist.errors import PlanError, ScheduleError
-from lightning_mist.plan.messages import disjoint
 from lightning_mist.tensor_parallel.group import Reduction
 
 
@@ -180,11 +180,29 @@ _MESSAGE_CHANNELS = 4
 default is up to 32."""
 
 
-def message_options() -> Any:
+def message_options(timeout: timedelta | None) -> Any:
     """NCCL's options of a communicator for messages between stages: few channels, on a stream that goes first."""
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = _MESSAGE_CHANNELS
+    if timeout is not None:
+        options._timeout = timeout
     return options
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Inside, groups that use gloo do not touch the default group's communicator.
+
+    Where that is bound to a device, ranks outside of a new group split it (``_new_process_group_helper`` of torch
+    2.13), whatever the group's backend, and those inside do so only for NCCL: the next group that splits it would wait
+    for ever (github.com/pytorch/pytorch issue 145376).
+    """
+    default: Any = dist.group.WORLD
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -208,7 +226,6 @@ class DistributedTransport:
         device: Where this rank's tensors live.
         pairs: Pairs of ranks of which the first sends to the second, sorted.
         talking: Those groups that exchange objects and host tensors; all if None.
-        host_messages: Whether pairs send each other host tensors besides.
         timeout: How long gloo waits for a peer; torch's default if None.
 
     Attributes:
@@ -222,7 +239,6 @@ class DistributedTransport:
         *,
         pairs: Sequence[tuple[int, int]] = (),
         talking: Sequence[tuple[int, ...]] | None = None,
-        host_messages: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
@@ -230,34 +246,21 @@ class DistributedTransport:
         self._is_host = device.type == "cpu"
         world = tuple(range(self.world_size))
         wanted = [group for group in dict.fromkeys((world, *groups)) if len(group) > 1]
-        backend = "gloo" if self._is_host else None
+        backend = dist.get_default_backend_for_device(device)
         self._groups = {group: self._made(group, backend) for group in wanted}
         # Objects are gathered by blocking calls; a group apart keeps them out of the order of other collectives.
         told = [group for group in wanted if talking is None or group in (world, *talking)]
         self._object_groups = {group: self._made(group, "gloo") for group in told}
-        self._lanes = self._made_lanes(pairs) if self.world_size > 1 else {}
-        self._host_lanes = self._lanes if self._is_host else {}
-        if host_messages and not self._is_host:
-            self._host_lanes = {pair: self._made(pair, "gloo") for pair in pairs}
+        self._lanes = {
+            # Each has options of its own: making a group writes to them.
+            pair: self._made(pair, backend, None if self._is_host else message_options(timeout))
+            for pair in pairs
+        }
         self._connect(pairs)
 
-    def _made(self, ranks: tuple[int, ...], backend: str | None, options: Any = None) -> Any:
-        """A group; of the default group's backend if none is named."""
-        return dist.new_group(list(ranks), backend=backend, timeout=self._timeout, pg_options=options)
-
-    def _made_lanes(self, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Any]:
-        if self._is_host:
-            return {pair: self._made(pair, "gloo") for pair in pairs}
-        found: dict[tuple[int, int], Any] = {}
-        default: Any = dist.group.WORLD
-        for pairs_at_once in disjoint(pairs):
-            if default.bound_device_id is None:  # nothing can be split off then
-                found |= {pair: self._made(pair, None, message_options()) for pair in pairs_at_once}
-                continue
-            # One call for all of them: every rank of the world takes part in each.
-            group = dist.split_group(split_ranks=[sorted(pair) for pair in pairs_at_once], pg_options=message_options())
-            found |= dict.fromkeys(pairs_at_once, group)
-        return found
+    def _made(self, ranks: tuple[int, ...], backend: str, options: Any = None) -> Any:
+        with _alone() if backend == "gloo" else nullcontext():
+            return dist.new_group(list(ranks), backend=backend, timeout=self._timeout, pg_options=options)
 
     def _connect(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Send one element from each pair to each, in an order that is the same on all ranks: none waits for ever."""
@@ -270,13 +273,10 @@ class DistributedTransport:
 
     def close(self) -> None:
         """Destroy the groups of this transport that this rank is in."""
-        lanes = {pair: group for pair, group in self._lanes.items() if self.rank in pair}
-        if self._host_lanes is not self._lanes:
-            lanes |= {(pair, "host"): group for pair, group in self._host_lanes.items() if self.rank in pair}
-        for group in (*self._groups.values(), *self._object_groups.values(), *lanes.values()):
+        for group in (*self._groups.values(), *self._object_groups.values(), *self._lanes.values()):
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
-        self._groups, self._object_groups, self._lanes, self._host_lanes = {}, {}, {}, {}
+        self._groups, self._object_groups, self._lanes = {}, {}, {}
 
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
         """Send a contiguous tensor; it must not change until the work is complete."""
@@ -291,8 +291,9 @@ class DistributedTransport:
 
     def _lane(self, source: int, destination: int, tensor: Tensor) -> Any:
         """What a message travels on."""
-        lane = (self._host_lanes if tensor.device.type == "cpu" else self._lanes).get((source, destination))
-        if lane is None:
+        is_away = tensor.device.type == "cpu" and not self._is_host
+        lane = self._lanes.get((source, destination))
+        if lane is None or is_away:
             return self._group_of(tensor, tuple(range(self.world_size)))
         self.posted += 1
         return lane

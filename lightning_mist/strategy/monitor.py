@@ -129,7 +129,7 @@ class Monitor:
         self._seconds: deque[float] = deque(maxlen=_MOST_TIMED)
         self._bytes: _Bytes | None = None
         self._times: list[dict[int, StageTimes]] = []
-        self._is_usual = True
+        self._is_usual, self._has_compared = True, False
         self._first_stage = decision.plan.stage_of(dist.get_rank())
         stage = decision.plan.stages[self._first_stage]
         self._overlaps = stage.data_parallel_degree > 1 and stage.zero_stage < ZeroStage.GRADIENTS
@@ -191,14 +191,15 @@ class Monitor:
 
     def after_step(self) -> None:
         """Compare once enough steps were timed; the same step on every rank."""
-        if len(self._seconds) == _FIRST_COMPARISON:
+        if len(self._seconds) == _FIRST_COMPARISON and not self._has_compared:
+            self._has_compared = True
             self._compare()
             if self.report is not None:
                 self._progress.details(self.report.table())
             self._look_again(is_training=True)
 
     def finish(self) -> None:
-        """Compare over the whole run, and write the report."""
+        """Compare over all steps that were timed, on a CPU those of the whole run, and write the report."""
         if not self._seconds:
             self._progress.say("too few optimizer steps to compare predicted with measured: at least 3 are needed")
             return

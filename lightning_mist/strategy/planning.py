@@ -195,7 +195,7 @@ def _look(trainer: Any, strategy: Any, names: Namespace) -> Any:
 
 def _tell_of_equal_batches(planner: Planner) -> None:
     """Say if all ranks load the same: a project may share out its data only under strategies that it knows by name."""
-    digests = of_all_ranks(everywhere(lambda: digest_of(planner.batch)))
+    digests = of_all_ranks(digest_of(planner.batch))
     if len(digests) > 1 and digests[0] is not None and len(set(digests)) == 1:
         planner.progress.tell(
             "all processes load the same first batch; a project that looks for 'ddp' in the strategy's name shares out "

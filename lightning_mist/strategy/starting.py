@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import process_groups, talking_groups
-from lightning_mist.plan.messages import message_pairs, sends_random_states
+from lightning_mist.plan.messages import message_pairs
 from lightning_mist.runtime.cutting.rules import CutRules
 from lightning_mist.runtime.transport import DistributedTransport, Transport
 from lightning_mist.schedule import check, lower
@@ -31,7 +31,6 @@ def start_engine(
         device,
         pairs=message_pairs(plan),
         talking=talking_groups(plan),
-        host_messages=sends_random_states(plan),
         timeout=timeout,
     )
     return make_engine(module, plan, module_map, transport, device=device, rules=rules)

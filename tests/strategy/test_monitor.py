@@ -190,3 +190,25 @@ def test_batches_of_another_shape_teach_nothing(tmp_path, rows, lessons):
             closure()
         monitor.after_step()
     assert len(taught) == lessons
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_a_device_is_waited_for_and_compared_in_the_first_timed_steps_only(tmp_path, monkeypatch, capsys):
+    monitor, module, _ = make(tmp_path)
+    run(monitor, module, 2)  # what they measure, they measure on a real device
+    waited, compared = [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(monitor, "_compare", lambda: compared.append(len(monitor._seconds)))
+    monitor.device = torch.device("cuda")
+    run(monitor, module, 15)
+    assert len(waited) == 10
+    assert compared == [10]
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_a_closed_monitor_has_no_group(tmp_path):
+    monitor, *_ = make(tmp_path)
+    groups = len(torch.distributed.distributed_c10d._world.pg_map)
+    monitor.close()
+    monitor.close()
+    assert len(torch.distributed.distributed_c10d._world.pg_map) == groups - 1

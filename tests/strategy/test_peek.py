@@ -225,4 +225,6 @@ def test_batches_are_told_apart_by_their_values():
     assert digest_of(batch) == digest_of(same)
     for change in ({"x": batch["x"] + 1}, {"x": batch["x"].double()}, {"x": batch["x"].reshape(3, 2)}):
         assert digest_of({**batch, **change}) != digest_of(batch)
-    assert digest_of(["no tensors", torch.empty(0)]) is None
+    unreadable = torch.ones(2, dtype=torch.complex64).conj(), torch.zeros(2, device="meta"), torch.eye(2).to_sparse()
+    for nothing in ("no tensors", torch.empty(0), *unreadable):
+        assert digest_of([nothing]) is None
