@@ -2,7 +2,11 @@
 
 from collections.abc import Sequence
 
+from lightning_mist import SearchSpace
 from lightning_mist.plan import Checkpointing, Plan, ScheduleName, StageMesh, StagePlan, ZeroStage
+
+SEARCHED = SearchSpace(zero_stages=(3, 2, 1, 0))
+"""Every plan, named, so that plans are searched however little there is to gain: runs here are short."""
 
 
 def data_parallel(

@@ -16,6 +16,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 
+from benchmarks.plans import SEARCHED
 from benchmarks.record import ROOT
 from lightning_mist import InfeasibleError, MistStrategy
 from lightning_mist.plan import to_json
@@ -33,6 +34,7 @@ def train(limit: int | None, world_size: int, folder: Path, rows: int, profiles:
     pl.seed_everything(0, verbose=False)
     strategy = MistStrategy(
         memory_limit=limit,
+        search=SEARCHED,
         profile_directory=str(profiles),
         plan_path=str(folder / "plan.json"),
         self_check=False,

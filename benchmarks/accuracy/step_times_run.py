@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 
 from benchmarks.accuracy.networks import LAYERS, MAKERS, ROWS, make
-from benchmarks.plans import step_time_plans
+from benchmarks.plans import SEARCHED, step_time_plans
 from lightning_mist import MistStrategy
 from lightning_mist.cost import StageCostModel, predict_with
 from lightning_mist.errors import PlanError
@@ -85,7 +85,9 @@ def fit(name: str, strategy: Any, steps: int) -> list[float]:
 
 def predictions(name: str, profile_directory: Path) -> tuple[dict[str, Plan], dict[str, float]]:
     """Plans with their predictions, the chosen one first, and how long profiling and planning took; on every rank."""
-    strategy: Any = MistStrategy(profile_directory=str(profile_directory), self_check=False, correct_profile=False)
+    strategy: Any = MistStrategy(
+        search=SEARCHED, profile_directory=str(profile_directory), self_check=False, correct_profile=False
+    )
     fit(name, strategy, 1)
     decision = strategy._decision
     assert decision is not None
