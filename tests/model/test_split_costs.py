@@ -50,6 +50,7 @@ def traced(*splits):
 
 SPLITS = (split_of(2), split_of(4))
 TWO = SPLITS[:1]
+ALONE = {2: TWO, 4: SPLITS[1:]}
 
 
 def by_kind(splits=SPLITS):
@@ -66,10 +67,10 @@ def test_every_split_has_costs():
     assert not traced(*SPLITS).module_map.excludes("tensor")
 
 
-@pytest.mark.parametrize("splits", tiered([TWO, SPLITS[1:]], [TWO]))
+@pytest.mark.parametrize("degree", tiered([2, 4], [2]))
 @pytest.mark.parametrize("sequence", [False, True])
-def test_matrix_products_are_shared_out(splits, sequence):
-    degree = splits[0].degree
+def test_matrix_products_are_shared_out(degree, sequence):
+    splits = ALONE[degree]
     whole, part = traced(*splits).layers[0], by_kind(splits)[degree, sequence].layers[0]
     for name in ("forward_flops", "backward_flops", "weight_flops"):
         assert at(getattr(whole, name)) == degree * at(getattr(part, name))
@@ -80,22 +81,20 @@ def test_matrix_products_are_shared_out(splits, sequence):
     assert at(traced(*splits).tail.forward_flops) == tail * (degree if sequence else 1)
 
 
-@pytest.mark.parametrize("splits", tiered([TWO, SPLITS[1:]], [TWO]))
-def test_what_ranks_exchange(splits):
+@pytest.mark.parametrize("degree", tiered([2, 4], [2]))
+def test_what_ranks_exchange(degree):
     hidden = 4 * MICROBATCH * SEQUENCE * WIDTH
-    for degree in (splits[0].degree,):
-        part = by_kind(splits)[degree, False].layers[0]
-        # One sum behind attention and one behind the perceptron, in backward in front of them.
-        for found in (part.forward_collectives, part.backward_collectives):
-            (only,) = found
-            assert (only.operation, only.calls) == ("all_reduce", 2)
-            assert sympy.expand(only.bytes - 2 * hidden) == 0
-        along = by_kind(splits)[degree, True].layers[0]
-        for found in (along.forward_collectives, along.backward_collectives):
-            exchanged = {item.operation: item for item in found}
-            for operation in ("all_gather", "reduce_scatter"):
-                assert exchanged[operation].calls == 2
-                assert sympy.expand(exchanged[operation].bytes - 2 * hidden) == 0
+    part, along = (by_kind(ALONE[degree])[degree, sequence].layers[0] for sequence in (False, True))
+    # One sum behind attention and one behind the perceptron, in backward in front of them.
+    for found in (part.forward_collectives, part.backward_collectives):
+        (only,) = found
+        assert (only.operation, only.calls) == ("all_reduce", 2)
+        assert sympy.expand(only.bytes - 2 * hidden) == 0
+    for found in (along.forward_collectives, along.backward_collectives):
+        exchanged = {item.operation: item for item in found}
+        for operation in ("all_gather", "reduce_scatter"):
+            assert exchanged[operation].calls == 2
+            assert sympy.expand(exchanged[operation].bytes - 2 * hidden) == 0
 
 
 def test_sequence_parallelism_saves_parts_of_norms_and_hands_on_parts():
