@@ -191,7 +191,7 @@ def message_options(timeout: timedelta | None) -> Any:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Inside, groups that use gloo do not touch the default group's communicator.
+    """Inside, new groups do not touch the default group's communicator.
 
     Where that is bound to a device, ranks outside of a new group split it (``_new_process_group_helper`` of torch
     2.13), whatever the group's backend, and those inside do so only for NCCL: the next group that splits it would wait
@@ -259,7 +259,8 @@ class DistributedTransport:
         self._connect(pairs)
 
     def _made(self, ranks: tuple[int, ...], backend: str, options: Any = None) -> Any:
-        with _alone() if backend == "gloo" else nullcontext():
+        # Only NCCL's groups are split off the default one, and only where that is NCCL's.
+        with nullcontext() if backend == dist.get_backend() == "nccl" else _alone():
             return dist.new_group(list(ranks), backend=backend, timeout=self._timeout, pg_options=options)
 
     def _connect(self, pairs: Sequence[tuple[int, int]]) -> None:
