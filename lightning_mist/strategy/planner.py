@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_mist.errors import TraceError
 from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile
 from lightning_mist.model import (
     LayerSeconds,
@@ -131,9 +132,12 @@ class Planner:
         return reason and f"{reason}, and it fits", useful
 
     def _fits_plainly(self) -> bool:
-        """Whether plain data parallelism certainly fits."""
+        """Whether plain data parallelism certainly fits; not where the step cannot be counted so quickly."""
         limit = Budget(cluster=self.cluster, asked=self.request.memory_limit).limit
-        needed = self.tried(lambda: step_bytes(self.module, self.call, self.batch))
+        try:
+            needed = self.tried(lambda: step_bytes(self.module, self.call, self.batch))
+        except TraceError:
+            return False  # a step that reads values back is counted on real numbers, if it is planned for
         return fits_plainly(list(self.module.parameters()), needed, limit)
 
     @property
