@@ -7,6 +7,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_mist.runtime.casts import no_kept_casts
 from lightning_mist.runtime.patches import SharedPatch
 from lightning_mist.runtime.stage_split import StageSplit
 from lightning_mist.tensor_parallel import SplitTensor
@@ -35,6 +36,7 @@ class _Block:
         with ExitStack() as stack:
             # Recomputation runs in backward, where the step's own context is no longer entered.
             stack.enter_context(neutral_checkpointing())
+            stack.enter_context(no_kept_casts())
             if self._split is not None:
                 stack.enter_context(self._split.recomputing(self._sequence))
                 for index, placement in self._placements.items():

@@ -6,6 +6,7 @@ the cut, sliced by rows where the data-parallel degrees differ, and the random s
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import make_mesh
+from lightning_mist.runtime.casts import can_keep_casts, kept_casts
 from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.neighbours import Microbatch, Neighbours
 from lightning_mist.runtime.parts import parts_of
@@ -128,7 +130,7 @@ class Executor:
         self.outputs, self.random_states = batch.outputs, batch.random_states
         self.engage()
         try:
-            with self.stages.attached():
+            with self._kept_casts(), self.stages.attached():
                 for position, action in enumerate(self.actions):
                     names = final.get(position, frozenset())
                     yield from self.recorder.around(action, self._perform(batch, action, names))
@@ -138,6 +140,11 @@ class Executor:
             raise
         finally:
             self.reducer.disarm()
+
+    def _kept_casts(self) -> AbstractContextManager[None]:
+        """Where several microbatches use the same weights, these are cast once for all of them."""
+        keeps = self.plan.num_microbatches > 1 and self._walk is None and can_keep_casts()
+        return kept_casts() if keeps else nullcontext()
 
     def _perform(self, batch: BatchRun, action: Action, names: frozenset[str]) -> Iterator[Work]:
         """Run one action, after which the gradients of ``names`` are complete."""

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import LiveTensor
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.boundary import Crossing, GraphEnd, Portion
+from lightning_mist.runtime.casts import hasten, keeps_casts
 from lightning_mist.runtime.neighbours import Microbatch, Neighbours
 from lightning_mist.runtime.passing import InputSpec, StageOutput
 from lightning_mist.runtime.random import get_random_state, seed_random, set_random_state
@@ -144,6 +145,7 @@ class BatchRun:
         self._states: dict[_Key, Tensor] = {}
         self._markers: dict[_Key, Tensor | None] = {}
         self._sends: dict[Action, list[Work]] = {}
+        self._hastened: set[int] = set()
         self._posts: dict[ActionKind, Callable[[int, Microbatch], None]] = {
             ActionKind.RECV_ACTIVATION: self._receive_activation,
             ActionKind.SEND_ACTIVATION: self._send_activation,
@@ -246,6 +248,9 @@ class BatchRun:
         with self._stages.at(stage) as part_of_module, around:
             self._start_walk()
             output = part_of_module.forward(lambda: self._step(microbatch), tuple(tensor for *_, tensor in received))
+        if stage not in self._hastened and keeps_casts():
+            self._hastened.add(stage)
+            hasten(tree_leaves((output.tensors, output.value)))
         if walk is not None:
             self._markers[key] = walk.take_marker()
         after = None if state is None else get_random_state(device)

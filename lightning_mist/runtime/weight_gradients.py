@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_mist.errors import TraceError
+from lightning_mist.runtime.casts import detached
 from lightning_mist.tensor_parallel import SplitTensor
 
 _LINEAR = frozenset({F.linear})
@@ -169,14 +170,14 @@ class _Products(TorchFunctionMode):
         if not is_plain or not self._gradients.is_deferred(*args[-2:]):
             return func(*args, **kwargs)
         *rest, weight = args
-        product = func(*rest, weight.detach(), **kwargs)
+        product = func(*rest, detached(weight), **kwargs)
         return self._gradients.tap(product, rest[-1], weight, has_outputs_first=False)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not self._gradients.is_deferred(input, weight):
             return F.linear(input, weight, bias)
         assert isinstance(weight, nn.Parameter)
-        product = F.linear(input, weight.detach(), bias)
+        product = F.linear(input, detached(weight), bias)
         return self._gradients.tap(product, input, weight, has_outputs_first=True)
 
 
