@@ -7,10 +7,12 @@ Streams and what they order
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from lightning_mist.devices import ops_of
 from lightning_mist.hardware.groups import RankGroup
 from lightning_mist.hardware.interference import CHANNELS, Interference
 from lightning_mist.hardware.measure_interference import Counts, kind_of, measure_interference
@@ -38,7 +40,8 @@ class DeviceBench:
         device = session.device
         self._session = session
         self._groups = {False: inside, True: across}
-        self._streams = tuple(torch.cuda.Stream(device) for _ in CHANNELS)  # type: ignore[no-untyped-call]
+        self._ops = ops_of(device)
+        self._streams = tuple(self._ops.stream() for _ in CHANNELS)
         random = torch.Generator(device=device).manual_seed(0)
         shape = (MATMUL_EDGE, MATMUL_EDGE)
         self._left = torch.randn(shape, generator=random, device=device).half()
@@ -47,31 +50,29 @@ class DeviceBench:
         # Zeros: sums of them stay finite however often they are reduced.
         self._message = torch.zeros(PAYLOAD_BYTES // 4, device=device, dtype=torch.float32)
         # Both directions have buffers of their own: a copy must not wait for another one's bytes.
-        self._host = [torch.empty(PAYLOAD_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._host = [self._ops.host_memory(PAYLOAD_BYTES) for _ in range(2)]
         self._device = [torch.empty(PAYLOAD_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
         # The buffers were filled on the current stream, which the channels' streams do not wait for by themselves.
         synchronize(device)
 
     def seconds(self, counts: Counts, across_nodes: bool) -> float:
         """Seconds until all loads are done, on the slowest rank; see :class:`Bench`."""
-        current = torch.cuda.current_stream(self._session.device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        ops = self._ops
         synchronize(self._session.device)
         self._session.agree([0.0])
         synchronize(self._session.device)
-        begin.record(current)
+        begin = ops.record(timed=True)
         for stream in self._streams:
-            stream.wait_event(begin)
+            ops.wait(begin, stream)
         # Launched in turns, by the part of its load that a channel has launched: no load waits for another's launches.
         turns = [((unit + 0.5) / count, index) for index, count in enumerate(counts) for unit in range(count)]
         for _, index in sorted(turns):
-            with torch.cuda.stream(self._streams[index]):
-                self._launch(index, across_nodes)
+            ops.launch(partial(self._launch, index, across_nodes), self._streams[index])
         for stream in self._streams:
-            current.wait_stream(stream)
-        end.record(current)
-        end.synchronize()
-        (slowest,) = self._session.agree([begin.elapsed_time(end) * 1e-3])
+            ops.wait(ops.record(stream))
+        end = ops.record(timed=True)
+        ops.synchronize(end)
+        (slowest,) = self._session.agree([ops.seconds(begin, end)])
         return slowest
 
     def _launch(self, index: int, across_nodes: bool) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from lightning_mist.devices import ops_of
 from lightning_mist.hardware.groups import RankGroup
 
 OUTLIER_SCORE = 3.5
@@ -75,8 +76,7 @@ def summarize(samples: Sequence[float]) -> Timing:
 
 def synchronize(device: torch.device) -> None:
     """Wait until everything launched on the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    ops_of(device).synchronize()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,16 +46,15 @@ class RemoteTraceback(Exception):  # noqa: N818 - it is where an error comes fro
 
 
 def can_fork(*, threads: bool = False) -> bool:
-    """Whether a copy of this process can compute: no CUDA, which does not survive a fork, and no other Python threads.
+    """Whether a copy of this process can compute: no device is in use, which no fork survives, and no other thread.
 
     Args:
         threads: Whether there may be other threads, of which nothing is needed in the copy.
     """
-    import torch
+    from lightning_mist.devices import used_generators
 
-    cuda: Any = torch.cuda
     is_alone = threads or threading.active_count() == 1
-    return sys.platform == "linux" and is_alone and not cuda.is_initialized()
+    return sys.platform == "linux" and is_alone and not used_generators()
 
 
 def run_apart(

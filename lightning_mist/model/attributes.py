@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.devices import used_generators
 from lightning_mist.model.contents import Contents, address_of
 
 _OWN_DICTIONARIES = frozenset(vars(nn.Module())) - {"training"}
@@ -82,7 +83,7 @@ class Generators:
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        self._devices = [(generator, generator.get_state()) for generator in used_generators()]
         self._python = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = numpy.random.get_state() if numpy is not None else None
@@ -90,8 +91,8 @@ class Generators:
     def restore(self) -> None:
         """Continue from these states."""
         torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        for generator, state in self._devices:
+            generator.set_state(state)
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
@@ -104,7 +105,7 @@ class Generators:
 
     def _key(self) -> tuple[Any, ...]:
         """All states as something that can be compared."""
-        states = [self._torch, *self._cuda]
+        states = [self._torch, *(state for _, state in self._devices)]
         numpy = None if self._numpy is None else _comparable(self._numpy)
         return (*(bytes(state.numpy()) for state in states), self._python, numpy)
 

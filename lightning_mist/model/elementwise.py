@@ -236,7 +236,7 @@ def _half(tensor: Tensor, dim: int, index: int) -> Tensor:
 def _step(toy: _Toy, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, State]]:
     """Values and states of parameters after one step per list of gradients."""
     parameters = [nn.Parameter(value.clone()) for value in values]
-    devices = [toy.device] if toy.device.type == "cuda" else []
+    devices = [] if toy.device.type == "cpu" else [toy.device]
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         torch.manual_seed(0)
         optimizer = toy.make(parameters)

@@ -11,12 +11,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_mist.devices import ops_of
 from lightning_mist.errors import TraceError
 from lightning_mist.model.batches import copy_containers
 from lightning_mist.model.fakes import quiet_fakes
@@ -37,46 +38,22 @@ Samples = dict[tuple[int, bool, int], list[float]]
 """Seconds by part, direction (whether backward) and rows."""
 
 
-class _Clock(Protocol):
-    def mark(self) -> int:
-        """Remember this moment; its number."""
-
-    def times(self) -> list[float]:
-        """Seconds at every moment marked since the last call."""
-
-
-class _HostClock:
-    """Wall time of work that has ended when its call returns."""
-
-    def __init__(self) -> None:
-        self._times: list[float] = []
-
-    def mark(self) -> int:
-        self._times.append(time.perf_counter())
-        return len(self._times) - 1
-
-    def times(self) -> list[float]:
-        times, self._times = self._times, []
-        return times
-
-
-class _DeviceClock:
-    """Events on the stream in use, so that marking makes the device wait for nothing."""
+class _Clock:
+    """Moments of work on a device, of which marking makes it wait for nothing."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: list[torch.cuda.Event] = []
+        self._ops = ops_of(device)
+        self._events: list[Any] = []
 
-    def mark(self) -> int:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        self._events.append(event)
-        return len(self._events) - 1
+    def mark(self) -> None:
+        """Remember this moment."""
+        self._events.append(self._ops.record(timed=True))
 
     def times(self) -> list[float]:
+        """Seconds since the first moment marked after the last call, at every one of them."""
         events, self._events = self._events, []
-        torch.cuda.synchronize(self._device)
-        return [events[0].elapsed_time(event) / 1000 for event in events]
+        self._ops.synchronize()
+        return [self._ops.seconds(events[0], event) for event in events]
 
 
 @dataclass(slots=True)
@@ -227,10 +204,9 @@ def time_layers(
     batches = {size: batch_for_rows(size) for size in sizes}
     blocks = tuple(module.get_submodule(name) for name in module_map.blocks)
     kinds = _kinds(module, module_map, blocks, call, batches[sizes[0]])
-    clock: _Clock = _DeviceClock(device) if device.type == "cuda" else _HostClock()
     with isolated(module):
         substitute_parameters(module, None, {})
-        timer = _Timer(blocks=blocks, twins=kinds.twins(), call=call, clock=clock)
+        timer = _Timer(blocks=blocks, twins=kinds.twins(), call=call, clock=_Clock(device))
         try:
             samples = _measure(timer, batches, budget_seconds, progress, most_calls)
         except TraceError:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mist.devices import ops_of
+
 LARGEST_BYTES = 2**26
 """Parameters beyond so many bytes are left out, or copied in part: with their gradients and states they are far larger
 than any cache, and what a byte of them takes no longer changes."""
@@ -38,7 +40,7 @@ def time_update(optimizer: Optimizer, *, device: torch.device) -> float:
     """
     try:
         seconds, total = _step(optimizer, device, LARGEST_BYTES)
-        if total == 0 or device.type != "cuda":
+        if total == 0 or device.type == "cpu":
             return seconds / max(1, total)
         less, part = _step(optimizer, device, total // 2)
     except Exception:
@@ -55,17 +57,17 @@ def per_byte(smaller: tuple[int, float], larger: tuple[int, float]) -> float:
 
 def _step(optimizer: Optimizer, device: torch.device, largest_bytes: int) -> tuple[float, int]:
     """Seconds of one step of at most so many bytes of parameters, and the bytes."""
-    groups, total = _copies(optimizer, device, largest_bytes)
+    ops, (groups, total) = ops_of(device), _copies(optimizer, device, largest_bytes)
     if total == 0:
         return 0.0, 0
     made: Any = type(optimizer)
     probe = made(groups)
     seconds = []
     for index in range(WARM_UP + STEPS):
-        _synchronize(device)
+        ops.synchronize()
         start = perf_counter()
         probe.step()
-        _synchronize(device)
+        ops.synchronize()
         if index >= WARM_UP:
             seconds.append(perf_counter() - start)
     return median(seconds), total
@@ -100,8 +102,3 @@ def _copy(parameter: Tensor, device: torch.device, largest_bytes: int) -> Tensor
     copy = torch.ones(shape, dtype=parameter.dtype, device=device).requires_grad_(True)
     copy.grad = torch.full_like(copy, 1e-3)
     return copy
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

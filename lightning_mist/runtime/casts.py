@@ -62,7 +62,7 @@ def _patched() -> Iterator[None]:
     def enter_with_cache(self: Any) -> Any:
         keeping = _HERE.keeping
         if not keeping.depth:
-            # A rank beside this one that keeps none, or recomputation on a thread of autograd's: nothing would clear it.
+            # A rank beside this one that keeps none, or recomputation on a thread of autograd: nothing would clear it.
             self._cache_enabled = False
         elif self._enabled:
             keeping.dtype = self.fast_dtype if keeping.dtype is None else keeping.dtype

@@ -107,7 +107,7 @@ class Executor:
         return self.stages.parameters
 
     def run(
-        self, microbatches: Sequence[Microbatch], step: Callable[[Microbatch], Any], *, loss_scale: float = 1.0
+        self, microbatches: Sequence[Microbatch], step: Callable[[Microbatch], Any], *, loss_scale: float | Tensor = 1.0
     ) -> Iterator[Work]:
         """Run all actions of one batch but the optimizer's step and what follows it.
 
@@ -119,7 +119,7 @@ class Executor:
         Args:
             microbatches: This rank's microbatches by index.
             step: The user's step on a microbatch: returns a loss, a dictionary with ``"loss"``, or None.
-            loss_scale: Factor on every loss before its backward.
+            loss_scale: Factor on every loss before its backward; a tensor of one element stays on its device.
 
         Raises:
             ValueError: If the microbatches are not those of the plan, or a parameter already has a gradient.

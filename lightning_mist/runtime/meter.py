@@ -10,7 +10,6 @@ The mode costs some ten microseconds per operator: measure bytes and seconds in 
 
 import dataclasses
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from lightning_mist.devices import DeviceOps, MemoryUse, ops_of
 from lightning_mist.runtime.patches import SharedPatch
 
 
@@ -57,7 +57,7 @@ class MemoryMeter(Protocol):
 
 
 def meter_memory(device: torch.device, tensors: Iterable[Tensor] = ()) -> MemoryMeter:
-    """The meter for a device: storages are counted on a CPU, the allocator is asked on a CUDA device.
+    """The meter for a device: its allocator is asked, but on a CPU, which has none, storages are counted.
 
     Args:
         device: Where the tensors to count are.
@@ -66,16 +66,16 @@ def meter_memory(device: torch.device, tensors: Iterable[Tensor] = ()) -> Memory
     Returns:
         The meter; enter it with ``with``.
     """
-    meter: MemoryMeter = AllocatorMeter(device) if device.type == "cuda" else StorageMeter()
+    meter: MemoryMeter = StorageMeter() if device.type == "cpu" else AllocatorMeter(ops_of(device))
     meter.observe(tensors)
     return meter
 
 
 class AllocatorMeter:
-    """Bytes of a CUDA device's caching allocator; blocks are multiples of 512 bytes, and all tensors of it count."""
+    """Bytes of a device's caching allocator; blocks are multiples of 512 bytes, and all tensors of it count."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, ops: DeviceOps) -> None:
+        self._ops = ops
         self._peak = self._reserved = self._used = 0
 
     @property
@@ -96,26 +96,32 @@ class AllocatorMeter:
     @property
     def current_bytes(self) -> int:
         """See :class:`MemoryMeter`."""
-        return torch.cuda.memory_allocated(self._device)
+        return self._use().allocated
 
     def observe(self, tensors: Iterable[Tensor]) -> None:
         """Nothing to do: the allocator knows them."""
 
     def reset(self) -> None:
         """See :class:`MemoryMeter`."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._peak, self._reserved = self.current_bytes, torch.cuda.memory_reserved(self._device)
+        self._ops.reset_peak()
+        use = self._use()
+        self._peak, self._reserved = use.allocated, use.reserved
 
     def __enter__(self) -> "AllocatorMeter":
         # The allocator has one peak, which may stem from before; earlier peaks of this meter are kept here.
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._ops.reset_peak()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))
-        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
-        free, total = torch.cuda.mem_get_info(self._device)
-        self._used = total - free
+        use = self._use()
+        self._peak = max(self._peak, use.peak_allocated)
+        self._reserved = max(self._reserved, use.peak_reserved)
+        self._used = use.used
+
+    def _use(self) -> MemoryUse:
+        use = self._ops.memory()
+        assert use is not None
+        return use
 
 
 class _Alive(weakref.ref[torch.UntypedStorage]):
@@ -297,65 +303,3 @@ def state_tensors(
     for optimizer in optimizers:
         yield from tensors_in(list(optimizer.state.values()))
     yield from tensors_in(batch)
-
-
-class StepClock(Protocol):
-    """Seconds of steps."""
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Time what happens inside as one step."""
-        yield
-
-    @property
-    def seconds(self) -> tuple[float, ...]:
-        """Seconds of each finished step; waits for the device."""
-
-
-def step_clock(device: torch.device) -> StepClock:
-    """The clock for a device: wall time on a CPU, events on a CUDA device's current stream."""
-    return EventClock(device) if device.type == "cuda" else WallClock()
-
-
-class WallClock:
-    """Wall time of steps that end when their last operator does."""
-
-    def __init__(self) -> None:
-        self._seconds: list[float] = []
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """See :class:`StepClock`."""
-        start = time.perf_counter()
-        yield
-        self._seconds.append(time.perf_counter() - start)
-
-    @property
-    def seconds(self) -> tuple[float, ...]:
-        """See :class:`StepClock`."""
-        return tuple(self._seconds)
-
-
-class EventClock:
-    """Time between events on the current stream, so that measuring makes no step wait for the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """See :class:`StepClock`."""
-        stream = torch.cuda.current_stream(self._device)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record(stream)
-        yield
-        end.record(stream)
-        self._events.append((start, end))
-
-    @property
-    def seconds(self) -> tuple[float, ...]:
-        """See :class:`StepClock`."""
-        if self._events:
-            self._events[-1][1].synchronize()
-        return tuple(start.elapsed_time(end) / 1000 for start, end in self._events)

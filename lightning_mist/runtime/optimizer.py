@@ -279,7 +279,8 @@ def global_grad_norm(
 
     One rank answers for each parameter, whatever copies of it exist, or one for each of its parts. The norms of all
     gradients travel as one vector to which each entry is added by one rank only, so every rank takes the same norm of
-    the same vector, in the order that a single process would. Where nothing is split, it is the same to the bit.
+    the same vector, in the order that a single process would; a parameter without a gradient counts as nothing. Where
+    nothing is split and all have gradients, it is the same to the bit. The caller does not wait for a device.
 
     Args:
         mesh: This rank's place.
@@ -287,43 +288,49 @@ def global_grad_norm(
         speakers: Who answers for each parameter; see :func:`~lightning_mist.runtime.parts.speakers_of`.
         transport: Connects the ranks.
         names: Whose gradients count, in this order, equal on all ranks; every trained parameter if None.
-        norm_type: Order of the norm; may be infinite.
+        norm_type: Order of the norm, above 0; may be infinite.
 
     Returns:
         A 0-dimensional tensor, the same on every rank.
     """
     items = {item.name: item for item in mesh.parameters if item.requires_grad}
     chosen = [name for name in names if name in items] if names is not None else list(items)
+    device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+    if not chosen:
+        return torch.tensor(0.0, device=device)
     # One column for every part of every parameter.
     columns = [(name, rank) for name in chosen for rank in speakers[name].ranks]
-    device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
-    vector = torch.zeros(2, len(columns), dtype=torch.float64, device=device)
-    mine = [
-        (position, gradient)
-        for position, (name, rank) in enumerate(columns)
-        if rank == mesh.rank and (gradient := parameters[name].grad) is not None
-    ]
-    for dtype in {gradient.dtype for _, gradient in mine}:
-        part = [(position, gradient) for position, gradient in mine if gradient.dtype is dtype]
-        norms = torch._foreach_norm([gradient for _, gradient in part], norm_type)
-        vector[0, [position for position, _ in part]] = torch.stack(tuple(norms)).double()
-    if mine:
-        vector[1, [position for position, _ in mine]] = 1.0
-    if mesh.plan.world_size > 1 and chosen:
+    vector = _norms([parameters[name].grad if rank == mesh.rank else None for name, rank in columns], norm_type, device)
+    if mesh.plan.world_size > 1:
         yield transport.all_reduce(vector, tuple(range(mesh.plan.world_size)))
-    present, norms_back, start = vector[1].tolist(), [], 0
+    # Back in the gradients' own types, as a single process has them; the way through float64 is exact.
+    if len(columns) == len(chosen) and len({parameters[name].dtype for name in chosen}) == 1:
+        return _norm_of(vector.to(parameters[chosen[0]].dtype), norm_type)
+    norms, start = [], 0
     for name in chosen:
-        count = len(speakers[name].ranks)
-        if max(present[start : start + count]) > 0:
-            own = vector[0, start : start + count]
-            norm = own[0] if count == 1 else torch.linalg.vector_norm(own, norm_type)
-            # Back in the gradient's own dtype, as a single process has it; the way through float64 is exact.
-            norms_back.append(norm.to(parameters[name].dtype))
-        start += count
-    if not norms_back:
-        return torch.tensor(0.0, device=device)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms_back), norm_type)
-    return total
+        own = vector[start : start + len(speakers[name].ranks)]
+        start += len(own)
+        norm = own[0] if len(own) == 1 else _norm_of(own, norm_type)
+        norms.append(norm.to(parameters[name].dtype))
+    return _norm_of(torch.stack(norms), norm_type)
+
+
+def _norm_of(values: Tensor, norm_type: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values, norm_type)
+    return norm
+
+
+def _norms(gradients: Sequence[Tensor | None], norm_type: float, device: torch.device) -> Tensor:
+    """The norm of each gradient, 0 for None."""
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    norms = [nothing] * len(gradients)
+    there = [(position, gradient) for position, gradient in enumerate(gradients) if gradient is not None]
+    for dtype in {gradient.dtype for _, gradient in there}:
+        part = [(position, gradient) for position, gradient in there if gradient.dtype is dtype]
+        found = torch.stack(tuple(torch._foreach_norm([gradient for _, gradient in part], norm_type))).double()
+        for (position, _), norm in zip(part, found.unbind(), strict=True):
+            norms[position] = norm
+    return torch.stack(norms)
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, total_norm: Tensor) -> None:

@@ -114,7 +114,7 @@ class BatchRun:
         place: The rank.
         microbatches: Its microbatches by index.
         step: The user's step on a microbatch.
-        loss_scale: Factor on every loss before its backward.
+        loss_scale: Factor on every loss before its backward; a tensor of one element stays on its device.
         keeps_graph: Whether backwards will come.
 
     Attributes:
@@ -128,7 +128,7 @@ class BatchRun:
         microbatches: Sequence[Microbatch],
         step: Callable[[Microbatch], Any],
         *,
-        loss_scale: float,
+        loss_scale: float | Tensor,
         keeps_graph: bool,
     ) -> None:
         self._place, self._neighbours = place, place.neighbours
@@ -337,10 +337,11 @@ class BatchRun:
     def _backward_loss(self, microbatch: Microbatch) -> None:
         loss = _loss_of(self.outputs[microbatch.index])
         if loss is not None and loss.requires_grad:
-            weight = microbatch.weight * self._loss_scale
+            # As a product, since a scale on a device is no number for `full_like`.
+            weight = torch.full_like(loss, microbatch.weight) * self._loss_scale
             marker = self._markers.pop((self._last, microbatch.index), None)
             self._start_walk()
-            ends = [(loss, torch.full_like(loss, weight)), *([] if marker is None else [(marker, None)])]
+            ends = [(loss, weight), *([] if marker is None else [(marker, None)])]
             torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
         # The graph that a loss hangs on holds what this stage received and its gradients, of every microbatch so far.
         self.outputs[microbatch.index] = tree_map_only(Tensor, Tensor.detach, self.outputs[microbatch.index])

@@ -5,25 +5,26 @@ import hashlib
 import torch
 from torch import Tensor
 
+from lightning_mist.devices import ops_of
+
 
 def get_random_state(device: torch.device) -> Tensor:
-    """State of the default CPU generator and, on a CUDA device, of that device's generator, as bytes.
+    """State of the default CPU generator and of the device's own generator, if it has one, as bytes.
 
     Returns:
         A ``uint8`` tensor in host memory.
     """
-    state = torch.get_rng_state()
-    if device.type != "cuda":
-        return state
-    return torch.cat([state, torch.cuda.get_rng_state(device)])
+    state, generator = torch.get_rng_state(), ops_of(device).generator()
+    return state if generator is None else torch.cat([state, generator.get_state()])
 
 
 def set_random_state(state: Tensor, device: torch.device) -> None:
     """Continue from a state that :func:`get_random_state` gave for the same type of device."""
     size = torch.get_rng_state().numel()
     torch.set_rng_state(state[:size])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[size:], device)
+    generator = ops_of(device).generator()
+    if generator is not None:
+        generator.set_state(state[size:])
 
 
 def seed_random(device: torch.device, *key: int) -> None:
@@ -35,6 +36,6 @@ def seed_random(device: torch.device, *key: int) -> None:
     digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
     seed = int.from_bytes(digest, "little")
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(seed)
+    generator = ops_of(device).generator()
+    if generator is not None:
+        generator.manual_seed(seed)

@@ -1,18 +1,18 @@
 """How long the actions of a rank take, computing told apart from waiting.
 
-Between actions the recorder only makes marks: a reading of the clock on a CPU, an event on the stream of computation on
-a CUDA device, which says when the device came there. What lies between two marks is read when the step is over and the
-caller has waited for the device, so nothing in the step waits for a measurement.
+Between actions the recorder only makes marks, events on the stream of computation, which say when the device came
+there. What lies between two marks is read when the step is over and the caller has waited for the device, so nothing in
+the step waits for a measurement.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
 
+from lightning_mist.devices import ops_of
 from lightning_mist.runtime.transport import Work
 from lightning_mist.schedule import Action
 
@@ -44,7 +44,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.is_on = False
-        self._device = device
+        self._ops = ops_of(device)
         # What happened, where it began, where it ended, and the pairs of marks around each of its waits.
         self._found: list[tuple[Action | str, Any, Any, list[tuple[Any, Any]]]] = []
 
@@ -95,13 +95,7 @@ class Recorder:
         )
 
     def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return perf_counter()
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return self._ops.record(timed=True)
 
     def _between(self, began: Any, ended: Any) -> float:
-        if self._device.type != "cuda":
-            return float(ended - began)
-        return float(began.elapsed_time(ended)) / 1e3
+        return self._ops.seconds(began, ended)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.devices import read
 from lightning_mist.errors import PlanError, ScheduleError
 from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import HeldParameter, Mesh, needs_spreading, sums_wholes, tied_groups
@@ -208,7 +209,7 @@ class GradientReducer:
         if bucket.owner not in (None, self._mesh.data_index):
             return
         # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
-        counts = [1.0] * len(present) if all(present) else flat[bucket.numel :].tolist()
+        counts = [1.0] * len(present) if all(present) else read(flat[bucket.numel :])
         for parameter, view, count in zip(bucket.parameters, bucket.views(flat), counts, strict=True):
             parameter.grad = view if count > 0 else None
 

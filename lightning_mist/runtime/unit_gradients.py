@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.devices import read
 from lightning_mist.errors import ScheduleError
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.buckets import Bucket
@@ -104,7 +105,7 @@ class UnitGradients:
         for bucket, total in sums.values():
             assert total.flat is not None
             # Only an owner that lacks a gradient asks whether another rank had one: asking waits for the device.
-            counts = [1.0] * len(total.present) if all(total.present) else total.flat[bucket.numel :].tolist()
+            counts = [1.0] * len(total.present) if all(total.present) else read(total.flat[bucket.numel :])
             for parameter, view, count in zip(bucket.parameters, bucket.views(total.flat), counts, strict=True):
                 if count > 0:
                     # A parameter that several chunks of this rank use has a sum of each.

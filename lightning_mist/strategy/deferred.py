@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_mist.devices import ops_of
 from lightning_mist.errors import PlanError
 from lightning_mist.model.construction import deferred_construction
 from lightning_mist.model.initial import (
@@ -46,9 +47,8 @@ class Constructions:
 
 def device_limit(memory_limit: int | None, device: torch.device) -> int | None:
     """Bytes that a module's parameters may take before no device is to hold them all; ``None`` if that is unknown."""
-    if memory_limit is not None or device.type != "cuda":
-        return memory_limit
-    return int(torch.cuda.get_device_properties(device).total_memory)
+    use = ops_of(device).memory() if memory_limit is None else None
+    return memory_limit if use is None else use.total
 
 
 def initial_values(module: nn.Module, device: torch.device, limit: int | None) -> InitialValues | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.devices import Homeward, ops_of
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import ModuleMap, Plan
@@ -42,14 +43,14 @@ from lightning_mist.strategy.deferred import leave_on_rank_zero
 from lightning_mist.strategy.guard import StepGuard
 from lightning_mist.strategy.logging import LogRecord, recorded_logs, replay
 from lightning_mist.strategy.part_steps import PartSteps
-from lightning_mist.strategy.results import BatchResult, Piece, combine, pieces_by_owner
+from lightning_mist.strategy.results import BatchResult, Piece, combine, pieces_by_owner, results_in
 
 
 class _InstallGradients(torch.autograd.Function):
     """A loss whose backward hands over the gradients that the schedule has computed."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor, engine: "Engine", scale: float) -> Tensor:
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, engine: "Engine", scale: float | Tensor) -> Tensor:
         ctx.engine, ctx.scale = engine, scale
         return value.detach().clone()
 
@@ -98,9 +99,11 @@ class Engine:
         self.executor = Executor(plan, rank, stages, module_map, transport, schedule[group])
         self.stages = self.executor.stages
         self.exchange = BatchExchange(plan, rank, transport, device)
-        self._part_steps = PartSteps(rules, self.exchange, device)
         self.gatherer = ParameterGatherer(plan, rank, self.stages.every, module_map, transport)
         self.buffers = BufferSync(module, transport)
+        # What a CPU computes is at home.
+        self._homeward = None if device.type == "cpu" else Homeward(ops_of(device))
+        self._part_steps = PartSteps(rules, self.exchange, waits=self._homeward is not None)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._stash: list[tuple[nn.Parameter, Tensor]] | None = None
         self._cut: OptimizerCut | None = None
@@ -117,7 +120,7 @@ class Engine:
 
     @works
     def train_batch(
-        self, batch: Any, step: Callable[[Any], Any], *, loss_scale: float = 1.0, keeps_gradients: bool = True
+        self, batch: Any, step: Callable[[Any], Any], *, loss_scale: float | Tensor = 1.0, keeps_gradients: bool = True
     ) -> tuple[BatchResult, Tensor | None]:
         """Run forward and backward of one batch over all ranks.
 
@@ -155,7 +158,10 @@ class Engine:
                 ):
                     output = step(microbatch.value)
                 records[microbatch.index] = log.take()
-                return part.finished(output, records[microbatch.index])
+                result = part.finished(output, records[microbatch.index])
+                if self._homeward is not None:
+                    self._homeward.made()
+                return result
 
             with nullcontext() if guard is None else guard.batch():
                 complete(self.executor.run(self.exchange.microbatches, recorded, loss_scale=loss_scale))
@@ -164,7 +170,7 @@ class Engine:
         for parameter, gradient in accumulated:
             parameter.grad = gradient
         self.exchange.forget()
-        pieces = self._bringhome(records)
+        pieces = self._bring_home(records)
         state = pieces[-1].random_state if self.exchange.whole else own_state
         set_random_state(state, self.device)
         result = combine(pieces, self.device, self._part_steps.ways)
@@ -374,17 +380,22 @@ class Engine:
         gathered.wait()
         return list(gathered.result())
 
-    def _bringhome(self, records: dict[int, tuple[LogRecord, ...]]) -> list[Piece]:
+    def _bring_home(self, records: dict[int, tuple[LogRecord, ...]]) -> list[Piece]:
         """The pieces of this rank's own batch, in the order of its rows."""
-        mine: dict[int, list[Piece]] = {}
+        executor, mine = self.executor, dict[int, list[Piece]]()
         # Tensor-parallel peers have computed the same: the first of them tells.
-        if self.is_last_stage and self.executor.mesh.tensor_index == 0:
-            executor = self.executor
-            mine = pieces_by_owner(self.exchange.microbatches, executor.outputs, records, executor.random_states)
-        owners = self.exchange.owners
-        if len(owners) == 1:
+        tells = self.is_last_stage and executor.mesh.tensor_index == 0
+        copies: dict[int, Tensor] = {}
+        if self._homeward is not None:
+            told = results_in(executor.outputs, records) if tells else ()
+            copies = self._homeward.bring([*told, *self._part_steps.tensors()])
+        self._part_steps.check(copies)
+        if tells:
+            states = executor.random_states
+            mine = pieces_by_owner(self.exchange.microbatches, executor.outputs, records, states, copies)
+        if len(self.exchange.owners) == 1:
             return mine[self.rank]
-        with self.executor.recorder.phase("results", waits=True):
+        with executor.recorder.phase("results", waits=True):
             every = self._gathered(mine)
         pieces = [piece for part in every for piece in part.get(self.rank, ())]
         return sorted(pieces, key=lambda piece: piece.index)

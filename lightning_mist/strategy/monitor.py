@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_mist.devices import ops_of
 from lightning_mist.plan import Plan, ZeroStage, step_rates
 from lightning_mist.runtime.meter import meter_memory, state_tensors
 from lightning_mist.runtime.recorder import Recorder
@@ -134,9 +135,8 @@ class Monitor:
         stage = decision.plan.stages[self._first_stage]
         self._overlaps = stage.data_parallel_degree > 1 and stage.zero_stage < ZeroStage.GRADIENTS
         self._learner = _learner(decision, self._progress.say)
-        if device.type == "cuda":
-            # What planning left with the allocator would count as reserved by training.
-            torch.cuda.empty_cache()
+        # What planning left with the allocator would count as reserved by training.
+        ops_of(device).release_cached()
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers can be pickled after a fit, and process groups and what asks them cannot.
@@ -173,8 +173,8 @@ class Monitor:
             started = perf_counter()
             with self.recorder.phase(STEP):
                 yield self._recorded(closure)
-            if is_compared and self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            if is_compared:
+                ops_of(self.device).synchronize()
             if is_compared and self._steps > _METERED_STEP:
                 self._seconds.append(perf_counter() - started)
             if self.recorder.is_on:

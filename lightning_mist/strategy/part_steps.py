@@ -4,12 +4,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_mist.errors import TraceError
 from lightning_mist.runtime.cutting.classes import Way, is_close
-from lightning_mist.runtime.cutting.mode import WAY_OUT, CutMode, cutting
+from lightning_mist.runtime.cutting.mode import WAY_OUT, CutMode, check_counts, cutting
 from lightning_mist.runtime.cutting.replay import Values
 from lightning_mist.runtime.cutting.results import Result, alike, leaves_of_result
 from lightning_mist.runtime.cutting.rules import CutRules, ResultKey
@@ -68,10 +67,8 @@ class PartStep:
         extras = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else {}
         self._batch.compare(results_of(extras, records))
         self._batch.add(self._mode, self._share)
-        if self._is_last or self._batch.is_on_host:
-            self._mode.check()
-        if self._is_last:
-            self._batch.check()
+        if not self._batch.waits:
+            self._batch.check({}, is_whole=self._is_last)
         if self._batch.rules.results.get(("loss",)) != "sum":
             return output
         if isinstance(output, dict):
@@ -83,14 +80,16 @@ class PartStep:
 class _Batch:
     """What the parts of one batch have in common."""
 
-    def __init__(self, rules: CutRules, whole: Values | None, device: torch.device) -> None:
-        self.rules, self.whole, self.is_on_host = rules, whole, device.type == "cpu"
+    def __init__(self, rules: CutRules, whole: Values | None, *, waits: bool) -> None:
+        self.rules, self.whole, self.waits = rules, whole, waits
         self._same: dict[Any, Any] = {}
+        self._pairs: list[tuple[Any, Any, str]] = []
+        self._wrong: list[tuple[Tensor, str]] = []
         self._counted: dict[Any, tuple[Tensor, Tensor, str]] = {}
         self._share = 0.0
 
     def compare(self, results: list[Result]) -> None:
-        """See that a part gives what can be put together."""
+        """See that a part gives what can be put together; whether values agree is for :meth:`check` to look at."""
         for result in results:
             way = self.rules.results.get(result.key)
             if way is None:
@@ -98,28 +97,55 @@ class _Batch:
                     f"{result.text} was not there when it was proved that batches may be cut: what it is for the whole "
                     f"batch is not known. {WAY_OUT}"
                 )
-            if way == "same" and not alike(self._same.setdefault(result.key, result.value), result.value):
-                raise TraceError(
-                    f"{result.text} is {result.value!r} for one part of a batch and {self._same[result.key]!r} for "
-                    f"another, and was the same for all when the plan was made. {WAY_OUT}"
-                )
+            if way == "same":
+                self._pairs.append((self._same.setdefault(result.key, result.value), result.value, result.text))
 
     def add(self, mode: CutMode, share: float) -> None:
         """Count what a part has counted."""
         self._share += share
+        self._wrong += mode.wrong
         for key, (own, whole, line) in mode.counted.items():
             before = self._counted.get(key)
             self._counted[key] = (own if before is None else before[0] + own, whole, line)
 
-    def check(self) -> None:
-        """See that the parts have counted what the whole counts, if all of them are known here."""
-        if abs(self._share - 1.0) > _SHARE_TOLERANCE:
+    def tensors(self) -> Iterator[Tensor]:
+        """What :meth:`check` looks at."""
+        yield from (flag for flag, _ in self._wrong)
+        yield from (value for pair in self._pairs for value in pair[:2] if isinstance(value, Tensor))
+        yield from (value for counted in self._counted.values() for value in counted[:2])
+
+    def check(self, copies: Mapping[int, Tensor], *, is_whole: bool) -> None:
+        """See that parts did what was proved, as far as has not been looked at.
+
+        Args:
+            copies: Tensors of a device in host memory, by the ``id`` of the original.
+            is_whole: Whether all parts that this rank computes have run.
+
+        Raises:
+            TraceError: If not.
+        """
+
+        def here(value: Any) -> Any:
+            return copies.get(id(value), value)
+
+        check_counts([(here(flag), line) for flag, line in self._wrong])
+        for first, value, text in self._pairs:
+            if not alike(here(first), here(value)):
+                raise TraceError(
+                    f"{text} is {value!r} for one part of a batch and {first!r} for another, and was the same for all "
+                    f"when the plan was made. {WAY_OUT}"
+                )
+        self._wrong.clear()
+        self._pairs.clear()
+        # Whether counts add up can be seen only if all parts are known here.
+        if not is_whole or abs(self._share - 1.0) > _SHARE_TOLERANCE:
             return
         for own, whole, line in self._counted.values():
-            if not is_close(own, whole, 1e-4):
+            found, wanted = here(own), here(whole)
+            if not is_close(found, wanted, 1e-4):
                 raise TraceError(
-                    f"the parts of a batch count {own.item():g} and the batch counts {whole.item():g} at {line}: the "
-                    f"loss's normaliser does not add up. {WAY_OUT}"
+                    f"the parts of a batch count {found.item():g} and the batch counts {wanted.item():g} at {line}: "
+                    f"the loss's normaliser does not add up. {WAY_OUT}"
                 )
 
 
@@ -129,11 +155,12 @@ class PartSteps:
     Args:
         rules: How batches are cut; None if nothing was proved.
         exchange: Knows the whole batches.
-        device: Where this rank computes.
+        waits: Whether what parts computed is looked at when all have run, and not when each has: looking waits for a
+            device.
     """
 
-    def __init__(self, rules: CutRules | None, exchange: BatchExchange, device: torch.device) -> None:
-        self.rules, self._exchange, self._device = rules, exchange, device
+    def __init__(self, rules: CutRules | None, exchange: BatchExchange, *, waits: bool) -> None:
+        self.rules, self._exchange, self._waits = rules, exchange, waits
         self._batches: dict[int, _Batch] = {}
 
     @property
@@ -145,6 +172,24 @@ class PartSteps:
         """The next batch begins."""
         self._batches.clear()
 
+    def tensors(self) -> Iterator[Tensor]:
+        """What :meth:`check` looks at."""
+        for batch in self._batches.values():
+            yield from batch.tensors()
+
+    def check(self, copies: Mapping[int, Tensor]) -> None:
+        """See, after the last part, that all did what was proved, if that has waited.
+
+        Args:
+            copies: Tensors of a device in host memory, by the ``id`` of the original.
+
+        Raises:
+            TraceError: If not.
+        """
+        for batch in self._batches.values():
+            if batch.waits:
+                batch.check(copies, is_whole=True)
+
     @contextmanager
     def around(self, microbatch: Microbatch) -> Iterator[PartStep]:
         """Around the step on a part, or on a whole batch, which is left alone."""
@@ -155,7 +200,7 @@ class PartSteps:
         batch = self._batches.get(microbatch.owner)
         if batch is None:
             whole = self.rules.measure(self._exchange.whole_of(microbatch), microbatch.batch_rows)
-            batch = self._batches[microbatch.owner] = _Batch(self.rules, whole, self._device)
+            batch = self._batches[microbatch.owner] = _Batch(self.rules, whole, waits=self._waits)
         rows = round((end - first) * microbatch.batch_rows)
         part = self.rules.measure(microbatch.value, rows)
         mode = CutMode(self.rules, batch.whole, part, first, end)

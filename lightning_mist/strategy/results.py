@@ -10,12 +10,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_mist.devices import to_device
 from lightning_mist.errors import TraceError
 from lightning_mist.runtime.cutting.classes import Way
 from lightning_mist.runtime.cutting.results import together
 from lightning_mist.runtime.cutting.rules import ResultKey
 from lightning_mist.runtime.neighbours import Microbatch
-from lightning_mist.runtime.packing import in_host_memory
 from lightning_mist.strategy.logging import LogRecord, combine_records
 
 
@@ -51,6 +51,7 @@ def pieces_by_owner(
     outputs: Sequence[Any],
     records: Mapping[int, tuple[LogRecord, ...]],
     random_states: Sequence[Tensor | None],
+    copies: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> dict[int, list[Piece]]:
     """What microbatches brought, for the ranks that own their rows; nothing of those without rows.
 
@@ -59,10 +60,9 @@ def pieces_by_owner(
         outputs: By index what the step returned.
         records: By index what it logged.
         random_states: By index the generators' state after it, where it travels.
+        copies: Tensors that are in host memory already, by the ``id`` of the original.
     """
     found: dict[int, list[Piece]] = {}
-    told = [*outputs, *(record.value for of_one in records.values() for record in of_one)]
-    copies = in_host_memory([tensor for value in told for tensor in _tensors(value)])
     for microbatch in microbatches:
         if microbatch.weight == 0.0:
             continue
@@ -82,6 +82,12 @@ def pieces_by_owner(
         )
         found.setdefault(microbatch.owner, []).append(piece)
     return found
+
+
+def results_in(outputs: Sequence[Any], records: Mapping[int, tuple[LogRecord, ...]]) -> Iterator[Tensor]:
+    """The tensors of what steps returned and logged."""
+    for value in (*outputs, *(record.value for of_one in records.values() for record in of_one)):
+        yield from _tensors(value)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -137,7 +143,7 @@ def merge_extra(parts: list[tuple[float, Any]]) -> Any:
 
 def _to(value: Any, device: torch.device) -> Any:
     """A value that came home, with its tensors where the user's step had them."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+    return tree_map_only(Tensor, lambda tensor: to_device(tensor, device), value)
 
 
 def _merge_pieces(name: str, parts: list[tuple[float, Any]], ways: Mapping[ResultKey, Way]) -> Any:
@@ -180,7 +186,7 @@ def combine(
     loss = None
     if losses:
         total = torch.stack([weight * value.reshape(()) for weight, value in losses]).sum()
-        loss = total.to(device)
+        loss = to_device(total, device)
     # Lightning reduces logged tensors where they are, and a GPU's process group knows tensors of its GPU only.
     records = tuple(replace(record, value=_to(record.value, device)) for record in records)
     return BatchResult(loss=loss, extras=_to(extras, device), records=records)

@@ -293,7 +293,8 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
                 return module.training_step(part, *rest)
 
         scaler = getattr(self.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        # As the scaler itself would scale a loss: its scale stays on the device.
+        scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
         keeps = not gradients_are_about_to_go(module)
         with self.all_take_part():
             result, loss = self._engine.train_batch(batch, step, loss_scale=scale, keeps_gradients=keeps)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.devices import read
 from lightning_mist.model.contents import SIMPLE, Replayed, is_iterator, is_users_object
 from lightning_mist.model.reach import Reach, Space
 
@@ -83,7 +84,7 @@ class Survey:
         known = self._sums.get(id(tensor))
         if known is None or known[0] != version or known[1] is not tensor:
             with torch.no_grad():
-                total = tensor.detach().double().sum().item() if not tensor.is_complex() and tensor.numel() else 0.0
+                total = read(tensor.detach().double().sum()) if not tensor.is_complex() and tensor.numel() else 0.0
             if len(self._sums) > 1000:
                 self._sums.clear()
             known = self._sums[id(tensor)] = (version, tensor, _digest((tuple(tensor.shape), repr(total))))

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_mist.devices import ops_of
+
 _MASK = (1 << 64) - 1
 # CUDA's generator counts its offset in steps of 4 (ATen/cuda/CUDAGeneratorImpl.cpp).
 _CUDA_STEP = 4
@@ -29,16 +31,16 @@ def mix(value: int, rank: int) -> int:
 @contextmanager
 def own_stream(part: Tensor, rank: int) -> Iterator[None]:
     """Inside, the default generator of a part's device gives numbers that are this rank's alone."""
-    if isinstance(part, FakeTensor) or part.device.type not in ("cpu", "cuda"):
+    if isinstance(part, FakeTensor) or part.is_meta:
         yield
         return
-    if part.device.type == "cpu":
+    generator = ops_of(part.device).generator()
+    if generator is None:
         generator = torch.default_generator
         seed = int(torch.randint(1 << 62, (), device="cpu").item())
         after = generator.get_state()
     else:
         # Seed and place in the stream are on the host: nothing here waits for the device.
-        generator = torch.cuda.default_generators[part.device.index or 0]
         offset = generator.get_offset()
         seed = mix(generator.initial_seed() & _MASK, 0) ^ offset
         generator.set_offset(offset + _CUDA_STEP)

@@ -16,7 +16,6 @@ from lightning_mist.runtime.meter import (
     StorageMeter,
     meter_memory,
     state_tensors,
-    step_clock,
     tensors_in,
 )
 
@@ -242,32 +241,19 @@ def test_memory_freed_between_operators_can_be_used_again() -> None:
     assert meter.current_bytes == 0
 
 
-def test_clock_counts_finished_steps_only() -> None:
-    clock = step_clock(torch.device("cpu"))
-    with clock.step():
-        torch.zeros(10)
-    with pytest.raises(ValueError, match="failed"), clock.step():
-        raise ValueError("failed")
-    with clock.step():
-        torch.zeros(10)
-    assert len(clock.seconds) == 2
-    assert all(seconds > 0 for seconds in clock.seconds)
-
-
 def test_meter_is_chosen_by_device() -> None:
     assert isinstance(meter_memory(torch.device("cpu")), StorageMeter)
     assert isinstance(meter_memory(torch.device("cuda", 0)), AllocatorMeter)
 
 
 @pytest.mark.gpu
-def test_device_meter_and_clock() -> None:
+def test_device_meter() -> None:
     device = torch.device("cuda", 0)
-    meter, clock = meter_memory(device), step_clock(device)
+    meter = meter_memory(device)
     base = meter.current_bytes
-    with meter, clock.step():
+    with meter:
         tensor = torch.zeros(2**20, device=device)
         other = tensor + 1
         del other
     assert meter.peak_bytes - base == 2 * 2**22
     assert meter.current_bytes - base == 2**22
-    assert len(clock.seconds) == 1

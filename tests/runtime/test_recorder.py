@@ -4,7 +4,7 @@ import weakref
 import pytest
 import torch
 
-from lightning_mist.runtime import recorder as module
+from lightning_mist.devices import host
 from lightning_mist.runtime.recorder import Recorded, Recorder
 from lightning_mist.runtime.transport import complete
 from lightning_mist.schedule import Action
@@ -46,7 +46,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(module, "perf_counter", clock)
+    monkeypatch.setattr(host, "perf_counter", clock)
     return clock
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import lightning_mist.strategy.monitor as monitor_module
 from lightning_mist.cost import Interval, MemoryEstimate, StageEstimate
 from lightning_mist.hardware import Correction
 from lightning_mist.plan import ModuleMap, Plan, Predicted, PredictedStage, StageMesh, StagePlan
@@ -108,7 +109,7 @@ def test_an_estimate_is_what_is_compared(tmp_path):
 def test_where_seconds_go_is_recorded_in_the_first_timed_steps_only(tmp_path, monkeypatch):
     monitor, module, _ = make(tmp_path)
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("lightning_mist.runtime.recorder.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("lightning_mist.devices.host.perf_counter", lambda: clock.now)
     optimizer, recording = torch.optim.SGD(module.parameters(), lr=0.1), []
 
     def closure():
@@ -197,7 +198,7 @@ def test_a_device_is_waited_for_and_compared_in_the_first_timed_steps_only(tmp_p
     monitor, module, _ = make(tmp_path)
     run(monitor, module, 2)  # what they measure, they measure on a real device
     waited, compared = [], []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(monitor_module, "ops_of", lambda _: SimpleNamespace(synchronize=lambda: waited.append(1)))
     monkeypatch.setattr(monitor, "_compare", lambda: compared.append(len(monitor._seconds)))
     monitor.device = torch.device("cuda")
     run(monitor, module, 15)

@@ -1,7 +1,7 @@
 """Training on a part of a batch: its calls compute what was proved, and anything else ends training."""
 
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,7 @@ class CutMode(TorchFunctionMode):
 
     Attributes:
         counted: What means were taken over: of the part, of the whole, and where.
+        wrong: Whether something counted other than was worked out from the batch, where the values are, and the line.
         is_quiet: Whether nothing is watched now.
     """
 
@@ -71,7 +72,7 @@ class CutMode(TorchFunctionMode):
         self._sites: Mapping[Hashable, Site] = {site.key: site for site in rules.sites}
         self._watched = SUSPICIOUS | {str(site.key[0]) for site in rules.sites}
         self._counts: dict[Hashable, int] = {}
-        self._wrong: list[tuple[Tensor, str]] = []
+        self.wrong: list[tuple[Tensor, str]] = []
         self.counted: dict[Hashable, tuple[Tensor, Tensor, str]] = {}
         self.is_quiet = False
 
@@ -92,20 +93,6 @@ class CutMode(TorchFunctionMode):
                 f"term of the loss that begins later may look across rows. {WAY_OUT}"
             )
         return output
-
-    def check(self) -> None:
-        """End training if something counted other than was worked out from the batch.
-
-        Raises:
-            TraceError: Saying where.
-        """
-        if not self._wrong or not bool(torch.stack([flag for flag, _ in self._wrong]).any()):
-            return
-        lines = dict.fromkeys(line for flag, line in self._wrong if bool(flag))
-        raise TraceError(
-            f"the parts of a batch do not count what the batch was proved to count (at {', '.join(lines)}): the loss's "
-            f"normaliser goes by more than the batch. {WAY_OUT}"
-        )
 
     def _mended(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
         def change(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -131,7 +118,7 @@ class CutMode(TorchFunctionMode):
         if isinstance(own, Tensor):
             self._expect(own, actual, site.line)
         elif own not in (actual, 0):  # who counts nothing may divide by something else
-            self._wrong.append((torch.ones((), dtype=torch.bool), site.line))
+            self.wrong.append((torch.ones((), dtype=torch.bool), site.line))
         if not isinstance(whole, Tensor) and whole == 0:
             return actual
         return patch.piece(whole, self._first, self._end)
@@ -149,13 +136,30 @@ class CutMode(TorchFunctionMode):
 
     def _expect(self, wanted: Tensor, actual: Any, line: str) -> None:
         if not isinstance(actual, Tensor) or actual.shape != wanted.shape:
-            self._wrong.append((torch.ones((), dtype=torch.bool, device=wanted.device), line))
+            self.wrong.append((torch.ones((), dtype=torch.bool, device=wanted.device), line))
             return
         if wanted.dtype.is_floating_point:
             limit = tolerance_of(wanted.dtype)
-            self._wrong.append((~torch.isclose(actual, wanted, rtol=limit, atol=limit, equal_nan=True).all(), line))
+            self.wrong.append((~torch.isclose(actual, wanted, rtol=limit, atol=limit, equal_nan=True).all(), line))
         else:
-            self._wrong.append(((actual != wanted).any(), line))
+            self.wrong.append(((actual != wanted).any(), line))
+
+
+def check_counts(wrong: Sequence[tuple[Tensor, str]]) -> None:
+    """End training if something counted other than was worked out from the batch.
+
+    Args:
+        wrong: What :attr:`CutMode.wrong` says, in host memory.
+
+    Raises:
+        TraceError: Saying where.
+    """
+    lines = dict.fromkeys(line for flag, line in wrong if bool(flag))
+    if lines:
+        raise TraceError(
+            f"the parts of a batch do not count what the batch was proved to count (at {', '.join(lines)}): the loss's "
+            f"normaliser goes by more than the batch. {WAY_OUT}"
+        )
 
 
 class _Active(threading.local):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
+from lightning_mist.devices import ops_of
 from lightning_mist.plan.calls import call_site, user_line, without_caches
 from lightning_mist.runtime.batches import leaves
 from lightning_mist.runtime.cutting.arguments import is_writing, rebuilt
@@ -356,8 +357,9 @@ def _autocast(device: torch.device) -> tuple[bool, torch.dtype]:
 
 def _random_state(device: torch.device) -> tuple[bytes, ...]:
     states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
+    generator = ops_of(device).generator()
+    if generator is not None:
+        states.append(generator.get_state())
     return tuple(state.numpy().tobytes() for state in states)
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_mist.runtime.cutting.mode import CutMode, cutting
+from lightning_mist.runtime.cutting.mode import CutMode, check_counts, cutting
 from lightning_mist.runtime.cutting.proof import prove
 from lightning_mist.runtime.cutting.rules import CutRules
 
@@ -169,7 +169,7 @@ def run_in_parts(net, rules: CutRules, batch, ends):
         mode = CutMode(rules, whole, rules.measure(piece, end - first), first / rows, end / rows)
         with cutting(mode):
             loss = net(piece)
-        mode.check()
+        check_counts(mode.wrong)
         loss = loss / share if rules.results["loss",] == "sum" else loss
         (loss * share).backward()
         total += loss.item() * share

@@ -1,0 +1,19 @@
+"""What a device does beside computing: streams, events, memory. The one place that knows of kinds of devices."""
+
+from lightning_mist.devices.host import HostOps
+from lightning_mist.devices.ops import DeviceOps, MemoryUse, Observer, ops_of, used_generators
+from lightning_mist.devices.transfer import Homeward, packed, read, to_device, unpacked
+
+__all__ = [
+    "DeviceOps",
+    "Homeward",
+    "HostOps",
+    "MemoryUse",
+    "Observer",
+    "ops_of",
+    "packed",
+    "read",
+    "to_device",
+    "unpacked",
+    "used_generators",
+]

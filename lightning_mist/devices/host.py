@@ -1,0 +1,183 @@
+"""A CPU as a device: operators have run when their call returns, and streams are threads.
+
+Work on a stream runs later than it is asked for, in order, as on a device. Tests let it run later still, by random
+delays, and have an observer told what was asked for: whether anything but luck orders two uses of a tensor can be
+judged from that, whatever the delays were.
+"""
+
+import itertools
+import queue
+import random
+import threading
+from collections.abc import Callable, Sequence
+from time import perf_counter, sleep
+
+import torch
+from torch import Tensor
+
+from lightning_mist.devices.ops import Observer
+
+_LONGEST_DELAY = 2e-4
+"""Seconds; longer than most things that tests launch take."""
+
+
+class HostEvent:
+    """A point in a stream's work.
+
+    Args:
+        number: Of all events of the host.
+        is_ahead: Whether it is still to happen; else it happens now.
+
+    Attributes:
+        number: As given.
+        at: When it happened, in seconds of ``time.perf_counter``.
+    """
+
+    __slots__ = ("_happened", "at", "number")
+
+    def __init__(self, number: int, *, is_ahead: bool) -> None:
+        self.number, self.at = number, perf_counter()
+        self._happened = threading.Event() if is_ahead else None
+
+    def happen(self) -> None:
+        """It is now."""
+        self.at = perf_counter()
+        if self._happened is not None:
+            self._happened.set()
+
+    def wait(self) -> None:
+        """Wait until it has happened."""
+        if self._happened is not None:
+            self._happened.wait()
+
+
+class HostStream:
+    """A thread that works off what it is given, in order.
+
+    Args:
+        number: Of all streams of the host.
+        delays: Draws how long work comes late; never if there is none.
+    """
+
+    def __init__(self, number: int, delays: random.Random | None) -> None:
+        self.number = number
+        self.error: BaseException | None = None
+        self._delays = delays
+        self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"stream {number}", daemon=True).start()
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Let it be done behind everything else."""
+        self._work.put(work)
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            if self._delays is not None:
+                sleep(self._delays.uniform(0.0, _LONGEST_DELAY))
+            try:
+                work()
+            except BaseException as error:
+                # What comes behind it, events above all, still happens: somebody may wait for it.
+                self.error = self.error or error
+            # A thread that waits for more holds on to nothing.
+            del work
+
+
+class HostOps:
+    """See :class:`~lightning_mist.devices.ops.DeviceOps`.
+
+    Args:
+        device: The CPU.
+        seed: Of random delays; there are none without.
+        observer: Told what is asked of streams.
+    """
+
+    def __init__(
+        self, device: torch.device | None = None, *, seed: int | None = None, observer: Observer | None = None
+    ) -> None:
+        self.device = device or torch.device("cpu")
+        self.synchronizations = 0
+        self._delays = None if seed is None else random.Random(seed)
+        self._observer = observer
+        self._events = itertools.count(1)
+        self._streams: list[HostStream] = []
+
+    def stream(self, *, high_priority: bool = False) -> HostStream:
+        """See :class:`DeviceOps`."""
+        self._streams.append(HostStream(len(self._streams) + 1, self._delays))
+        return self._streams[-1]
+
+    def launch(
+        self,
+        work: Callable[[], object],
+        stream: HostStream | None = None,
+        *,
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> None:
+        """See :class:`DeviceOps`."""
+        if self._observer is not None:
+            self._observer.launched(0 if stream is None else stream.number, reads, writes)
+        if stream is None:
+            work()
+        else:
+            stream.put(work)
+
+    def record(self, stream: HostStream | None = None, *, timed: bool = False) -> HostEvent:
+        """See :class:`DeviceOps`."""
+        event = HostEvent(next(self._events), is_ahead=stream is not None)
+        if self._observer is not None:
+            self._observer.recorded(event.number, 0 if stream is None else stream.number)
+        if stream is not None:
+            stream.put(event.happen)
+        return event
+
+    def wait(self, event: HostEvent, stream: HostStream | None = None) -> None:
+        """See :class:`DeviceOps`."""
+        if self._observer is not None:
+            self._observer.waited(event.number, 0 if stream is None else stream.number)
+        if stream is None:
+            event.wait()
+            self._raise()
+        else:
+            stream.put(event.wait)
+
+    def synchronize(self, event: HostEvent | None = None) -> None:
+        """See :class:`DeviceOps`.
+
+        Raises:
+            BaseException: What work on a stream raised.
+        """
+        self.synchronizations += 1
+        for last in [event] if event is not None else [self.record(stream) for stream in self._streams]:
+            if self._observer is not None:
+                self._observer.waited(last.number, None)
+            last.wait()
+        self._raise()
+
+    def _raise(self) -> None:
+        for stream in self._streams:
+            if stream.error is not None:
+                error, stream.error = stream.error, None
+                raise error
+
+    def seconds(self, start: HostEvent, end: HostEvent) -> float:
+        """See :class:`DeviceOps`."""
+        return end.at - start.at
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """See :class:`DeviceOps`."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def memory(self) -> None:
+        """See :class:`DeviceOps`."""
+
+    def reset_peak(self) -> None:
+        """See :class:`DeviceOps`."""
+
+    def release_cached(self) -> None:
+        """See :class:`DeviceOps`."""
+
+    def generator(self) -> None:
+        """See :class:`DeviceOps`."""

@@ -1,0 +1,127 @@
+"""The protocol that everything which is not computing goes through, on a device and on a host alike.
+
+Streams and events mean what they mean to torch: a stream runs what is launched on it in that order, and nothing else
+orders two streams but an event recorded on one that the other waits for. Without a stream, the one that computes is
+meant: torch's current stream on a device, the calling thread on a host.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes of a device with a caching allocator.
+
+    Attributes:
+        allocated: Of tensors.
+        peak_allocated: The most of them since the last reset.
+        reserved: Held by the allocator.
+        peak_reserved: The most of them since the last reset.
+        used: In use by all programs, as the device says.
+        total: What the device has.
+    """
+
+    allocated: int
+    peak_allocated: int
+    reserved: int
+    peak_reserved: int
+    used: int
+    total: int
+
+
+class Observer(Protocol):
+    """Is told what is asked of a host's streams, which are numbered from 1 on; 0 is the calling thread."""
+
+    def launched(self, stream: int, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Work that uses these tensors was put on a stream."""
+
+    def recorded(self, event: int, stream: int) -> None:
+        """An event was put on a stream."""
+
+    def waited(self, event: int, stream: int | None) -> None:
+        """A stream will wait for an event; ``None`` if the caller waited for it, and so everything launched later."""
+
+
+class DeviceOps(Protocol):
+    """What one device can do."""
+
+    device: torch.device
+    synchronizations: int
+    """How often the caller has waited for the device."""
+
+    def stream(self, *, high_priority: bool = False) -> Any:
+        """A stream of its own, beside the one that computes."""
+
+    def launch(
+        self,
+        work: Callable[[], object],
+        stream: Any = None,
+        *,
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> None:
+        """Put work on a stream, behind what is there.
+
+        Args:
+            work: Launches operators or copies that do not block.
+            stream: Where; without one it is where computing happens.
+            reads: Tensors that it reads.
+            writes: Tensors that it writes.
+        """
+
+    def record(self, stream: Any = None, *, timed: bool = False) -> Any:
+        """An event that happens when a stream has come to here; ``timed`` if it is for :meth:`seconds`."""
+
+    def wait(self, event: Any, stream: Any = None) -> None:
+        """Let a stream wait for an event; the caller does not, except for the calling thread of a host."""
+
+    def synchronize(self, event: Any = None) -> None:
+        """Wait, as the caller, for an event, or for everything that was launched; counted."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Time between two timed events that have happened."""
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Bytes of host memory that copies from and to the device need not wait for (page-locked)."""
+
+    def memory(self) -> MemoryUse | None:
+        """Bytes in use; ``None`` where no allocator counts them."""
+
+    def reset_peak(self) -> None:
+        """Let peaks begin at what is in use now."""
+
+    def release_cached(self) -> None:
+        """Give memory back that the allocator holds and nobody uses."""
+
+    def generator(self) -> torch.Generator | None:
+        """The default random generator of the device; ``None`` if it is the host's."""
+
+
+def used_generators() -> list[torch.Generator]:
+    """The default generators of the devices that this process has begun to use: none, if it has used no device."""
+    kind = torch.accelerator.current_accelerator()
+    module = None if kind is None else torch.get_device_module(kind)
+    return list(module.default_generators) if module is not None and module.is_initialized() else []
+
+
+@cache
+def _ops_of(kind: str, index: int | None) -> DeviceOps:
+    from lightning_mist.devices.accelerator import AcceleratorOps
+    from lightning_mist.devices.host import HostOps
+
+    device = torch.device(kind) if index is None else torch.device(kind, index)
+    return HostOps(device) if kind == "cpu" else AcceleratorOps(device)
+
+
+def ops_of(device: torch.device) -> DeviceOps:
+    """What a device can do; one and the same object for a device."""
+    index = None if device.type == "cpu" else device.index
+    if index is None and device.type != "cpu":
+        index = torch.get_device_module(device).current_device()
+    return _ops_of(device.type, index)
