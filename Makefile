@@ -4,6 +4,7 @@
 #   make test-all  all tests with all instances
 #   make lint    formatting, types, import contracts
 #   make bench   the benchmarks that run on a CPU
+#   make gpu     on a machine with a card: the tests that need one, and short runs by plans of every kind
 # PYTHON=python3.12 chooses the interpreter, VENV=dir the environment's place.
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: install demo test test-all lint bench clean
+.PHONY: install demo test test-all lint bench gpu clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -62,6 +63,14 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.parity.random
 	$(BIN)/python -m benchmarks.uses.run
 	$(BIN)/python -m benchmarks.report README.md docs/*.md
+
+# Needs an environment whose torch has CUDA: GPU_PYTHON=python takes what is installed. Writes a record, also of what
+# could not be done; GPU_ARGS="--devices 2" takes two cards, and NCCL between them.
+GPU_PYTHON ?= $(BIN)/python
+GPU_ARGS ?=
+
+gpu:
+	$(GPU_PYTHON) -m benchmarks.card $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -9,6 +9,7 @@ import itertools
 import queue
 import random
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from time import perf_counter, sleep
 
@@ -51,37 +52,48 @@ class HostEvent:
             self._happened.wait()
 
 
+_Work = Callable[[], object]
+
+
 class HostStream:
-    """A thread that works off what it is given, in order.
+    """A thread that works off what it is given, in order, and ends when nobody can give it any more.
 
     Args:
         number: Of all streams of the host.
         delays: Draws how long work comes late; never if there is none.
+
+    Attributes:
+        number: As given.
+        errors: What work has raised.
     """
 
     def __init__(self, number: int, delays: random.Random | None) -> None:
         self.number = number
-        self.error: BaseException | None = None
-        self._delays = delays
-        self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"stream {number}", daemon=True).start()
+        self.errors: list[BaseException] = []
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        threading.Thread(
+            target=_work_off, args=(self._work, delays, self.errors), name=f"stream {number}", daemon=True
+        ).start()
+        weakref.finalize(self, self._work.put, None)
 
-    def put(self, work: Callable[[], object]) -> None:
+    def put(self, work: _Work) -> None:
         """Let it be done behind everything else."""
         self._work.put(work)
 
-    def _run(self) -> None:
-        while True:
-            work = self._work.get()
-            if self._delays is not None:
-                sleep(self._delays.uniform(0.0, _LONGEST_DELAY))
-            try:
-                work()
-            except BaseException as error:
-                # What comes behind it, events above all, still happens: somebody may wait for it.
-                self.error = self.error or error
-            # A thread that waits for more holds on to nothing.
-            del work
+
+def _work_off(
+    waiting: "queue.SimpleQueue[_Work | None]", delays: random.Random | None, errors: list[BaseException]
+) -> None:
+    while (work := waiting.get()) is not None:
+        if delays is not None:
+            sleep(delays.uniform(0.0, _LONGEST_DELAY))
+        try:
+            work()
+        except BaseException as error:
+            # What comes behind it, events above all, still happens: somebody may wait for it.
+            errors.append(error)
+        # A thread that waits for more holds on to nothing.
+        del work
 
 
 class HostOps:
@@ -158,8 +170,9 @@ class HostOps:
 
     def _raise(self) -> None:
         for stream in self._streams:
-            if stream.error is not None:
-                error, stream.error = stream.error, None
+            if stream.errors:
+                error = stream.errors[0]
+                stream.errors.clear()
                 raise error
 
     def seconds(self, start: HostEvent, end: HostEvent) -> float:

@@ -7,7 +7,7 @@ checkpoint, or rank 0's host memory.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -213,6 +213,37 @@ def _form(block: nn.Module) -> Any:
     return module_key(block), tuple(name for name, _ in block.named_modules())
 
 
+@contextmanager
+def blocks_alike(
+    module: nn.Module, blocks: Sequence[str], parameters: Iterable[nn.Parameter] | None = None
+) -> Iterator[None]:
+    """Inside, blocks of one form all use the parameters of the first of them, and so make its gradients only.
+
+    Args:
+        module: The module.
+        blocks: Qualified names of the repeated blocks.
+        parameters: Those that may be replaced; by default all.
+    """
+    found = [module.get_submodule(name) for name in blocks]
+    firsts: dict[Any, nn.Module] = {}
+    pairs = [(block, firsts.setdefault(_form(block), block)) for block in found]
+    replaceable = {id(parameter) for parameter in (module.parameters() if parameters is None else parameters)}
+    changed: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    for block, first in pairs:
+        for part, model in zip(block.modules(), first.modules(), strict=True):
+            for name, parameter in part._parameters.items():
+                if parameter is not None and id(parameter) in replaceable and block is not first:
+                    changed.append((part._parameters, name, parameter))
+                    part._parameters[name] = model._parameters[name]
+    renew_flat_weights(module)
+    try:
+        yield
+    finally:
+        for space, name, parameter in changed:
+            space[name] = parameter
+        renew_flat_weights(module)
+
+
 class InitialValues:
     """Gives hollow parameters of a module their values.
 
@@ -301,25 +332,11 @@ class InitialValues:
             blocks: Qualified names of the repeated blocks.
             alone: Whether only rank 0 does this.
         """
-        found = [self._module.get_submodule(name) for name in blocks]
-        firsts: dict[Any, nn.Module] = {}
-        pairs = [(block, firsts.setdefault(_form(block), block)) for block in found]
-        changed: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        hollow = {id(self._parameters[name]) for name in self._sources}
-        for block, first in pairs:
-            for part, model in zip(block.modules(), first.modules(), strict=True):
-                for name, parameter in part._parameters.items():
-                    if parameter is not None and id(parameter) in hollow and block is not first:
-                        changed.append((part._parameters, name, parameter))
-                        part._parameters[name] = model._parameters[name]
-        in_use = {id(parameter) for parameter in self._module.parameters()}
-        names = [name for name in self._sources if id(self._parameters[name]) in in_use]
-        renew_flat_weights(self._module)
-        try:
-            self.give(names, alone=alone)
-            yield
-        finally:
-            self.take(names)
-            for space, name, parameter in changed:
-                space[name] = parameter
-            renew_flat_weights(self._module)
+        with blocks_alike(self._module, blocks, [self._parameters[name] for name in self._sources]):
+            in_use = {id(parameter) for parameter in self._module.parameters()}
+            names = [name for name in self._sources if id(self._parameters[name]) in in_use]
+            try:
+                self.give(names, alone=alone)
+                yield
+            finally:
+                self.take(names)

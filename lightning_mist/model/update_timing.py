@@ -5,6 +5,7 @@ that is over before the next one is launched, and does not grow with the paramet
 a byte takes is the difference.
 """
 
+import math
 from copy import deepcopy
 from statistics import median
 from time import perf_counter
@@ -20,11 +21,14 @@ LARGEST_BYTES = 2**26
 """Parameters beyond so many bytes are left out, or copied in part: with their gradients and states they are far larger
 than any cache, and what a byte of them takes no longer changes."""
 
+COPIES = 8
+"""Times the bytes of its parameters that a step takes at most: values, gradients, two or three states, temporaries."""
+
 WARM_UP, STEPS = 2, 5
 """Steps that make the state and find it warm, and steps that are timed."""
 
 
-def time_update(optimizer: Optimizer, *, device: torch.device) -> float:
+def time_update(optimizer: Optimizer, *, device: torch.device, room: float = math.inf) -> float:
     """Seconds of one step per byte of the parameters that it updates.
 
     The optimizer and its parameters, which may have no values, stay as they are. Ranks that share a machine should call
@@ -33,13 +37,14 @@ def time_update(optimizer: Optimizer, *, device: torch.device) -> float:
     Args:
         optimizer: The optimizer; another of its class is made with the same groups.
         device: Where parameters live in training.
+        room: Bytes that there are for copies of parameters, their gradients, state, and what a step makes meanwhile.
 
     Returns:
         The seconds, or 0 if the optimizer cannot be made or stepped like that (its class asks for more than groups, or
         its step for a closure), or if what a byte takes is lost in what launching takes.
     """
     try:
-        seconds, total = _step(optimizer, device, LARGEST_BYTES)
+        seconds, total = _step(optimizer, device, int(min(LARGEST_BYTES, max(0.0, room) / COPIES)))
         if total == 0 or device.type == "cpu":
             return seconds / max(1, total)
         less, part = _step(optimizer, device, total // 2)

@@ -6,6 +6,7 @@ It leaves the module as it found it: gradients, buffers, attributes, random gene
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from lightning_mist.runtime.random import get_random_state, set_random_state
 from lightning_mist.runtime.weight_gradients import WeightGradients
 
 Call = Callable[[Any], Any]
-Gradients = dict[str, Tensor]
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest difference relative to a parameter's largest gradient. The cut module repeats the same arithmetic, except
@@ -32,7 +32,7 @@ _COARSE_TOLERANCE = 5e-2
 """The same where 16-bit numbers take part: 2^-8 per rounding, some ten of them."""
 
 _FLOOR = 1e-3
-"""Gradients below this part of the module's largest are compared as if they were that large: they are mostly noise."""
+"""Gradients below this part of the module's largest are compared as if they were that large."""
 
 
 class Steady(TorchFunctionMode):
@@ -88,6 +88,7 @@ def check_stages(
     *,
     splits_backwards: bool = False,
     divided: Collection[int] = (),
+    keeps_at_home: bool = False,
 ) -> None:
     """Compare the whole module with the same module run stage by stage, in loss and in every gradient.
 
@@ -101,6 +102,7 @@ def check_stages(
         batch: A small batch.
         splits_backwards: Whether gradients of weights are made after those of all inputs, as zero-bubble schedules do.
         divided: The stages whose ranks share out rows otherwise than those of the next stage.
+        keeps_at_home: Whether gradients are kept in host memory, and are on the device one at a time.
 
     Raises:
         TraceError: If they differ; names the parameter that differs most.
@@ -109,19 +111,12 @@ def check_stages(
     with _undisturbed(module, device), Steady(device, without_dropout=False) as steady:
         state = get_random_state(device)
         loss = loss_of(call(copy_batch(batch)))
-        expected_loss, expected = loss.detach(), _gradients(module, loss)
-        set_random_state(state, device)
-        deferral = WeightGradients(dict(module.named_parameters())) if splits_backwards else None
-        outputs = _run_stages(module, module_map, bounds, call, batch, deferral)
-        loss = loss_of(outputs[-1][1].value)
-        found_loss = loss.detach()
-        if deferral is None:
-            _run_backward(loss, outputs)
-        else:
-            with deferral.collecting(None):
-                _run_backward(loss, outputs)
-            deferral.run(None)
-        found = take_gradients(module)
+        expected_loss = loss.detach()
+        with GradientDifferences(module, keeps_at_home=keeps_at_home) as differences:
+            loss.backward()  # type: ignore[no-untyped-call]
+            differences.turn()
+            found_loss = _again(module, module_map, bounds, call, batch, state, splits_backwards)
+            largest = differences.largest(_tolerance(module, is_coarse=steady.is_coarse))
         with torch.no_grad(), Steady(device, without_dropout=True):
             _check_row_order(module, module_map, bounds, call, batch, divided)
     what = f"the module cut into {len(bounds)} stages differs from the whole"
@@ -131,9 +126,31 @@ def check_stages(
         raise TraceError(
             f"{what}: its loss is {found_loss.item():.8g} instead of {expected_loss.item():.8g}. {way_out}"
         )
-    difference = _largest_difference(expected, found, tolerance)
-    if difference is not None:
-        raise TraceError(f"{what}: {difference}. {way_out}")
+    if largest is not None:
+        raise TraceError(f"{what}: {largest}. {way_out}")
+
+
+def _again(
+    module: nn.Module,
+    module_map: ModuleMap,
+    bounds: tuple[tuple[int, int], ...],
+    call: Call,
+    batch: Any,
+    state: Tensor,
+    splits_backwards: bool,
+) -> Tensor:
+    """Forward and backward stage by stage; the loss."""
+    set_random_state(state, next((parameter.device for parameter in module.parameters()), torch.device("cpu")))
+    deferral = WeightGradients(dict(module.named_parameters())) if splits_backwards else None
+    outputs = _run_stages(module, module_map, bounds, call, batch, deferral)
+    loss = loss_of(outputs[-1][1].value)
+    if deferral is None:
+        _run_backward(loss, outputs)
+    else:
+        with deferral.collecting(None):
+            _run_backward(loss, outputs)
+        deferral.run(None)
+    return loss.detach()
 
 
 def loss_of(output: Any) -> Tensor:
@@ -268,20 +285,6 @@ def _run_backward(loss: Tensor, outputs: list[tuple[list[Tensor], StageOutput]])
             torch.autograd.backward([sent for sent, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def _gradients(module: nn.Module, loss: Tensor) -> Gradients:
-    loss.backward()  # type: ignore[no-untyped-call]
-    return take_gradients(module)
-
-
-def take_gradients(module: nn.Module) -> Gradients:
-    """The gradients, which the parameters lose."""
-    taken = {}
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            taken[name], parameter.grad = parameter.grad, None
-    return taken
-
-
 def _tolerance(module: nn.Module, *, is_coarse: bool) -> float:
     if is_coarse:
         return _COARSE_TOLERANCE
@@ -297,21 +300,81 @@ def _is_close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     return torch.allclose(found.double(), expected.double(), rtol=tolerance, atol=tolerance * _FLOOR, equal_nan=True)
 
 
-def _largest_difference(expected: Gradients, found: Gradients, tolerance: float) -> str | None:
-    """The gradient that differs most, in words; None if all are within the tolerance."""
-    scale = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
-    worst, text = tolerance, None
-    for name in {**expected, **found}:
-        if name in expected and name in found:
-            difference = float((expected[name].double() - found[name].double()).abs().max())
-        else:
-            difference = float({**expected, **found}[name].abs().max())
-        size = max(float(expected[name].abs().max()) if name in expected else 0.0, _FLOOR * scale)
-        relative = difference / size if size else (0.0 if difference == 0 else float("inf"))
-        if relative > worst:
-            worst = relative
-            text = f"the gradient of {name} differs by {relative:.1e} of its size, the tolerance is {tolerance:.0e}"
-    return text
+class GradientDifferences:
+    """What gradients of one computation differ by from those of another, in the memory of one set of gradients.
+
+    After :meth:`turn` the gradients of the first are there with the opposite sign: what the second adds to them leaves
+    the difference. Inside, gradients belong to this object; afterwards there are none.
+
+    Args:
+        module: The module.
+        keeps_at_home: Whether gradients are kept in host memory, and are on the device one at a time.
+    """
+
+    def __init__(self, module: nn.Module, *, keeps_at_home: bool = False) -> None:
+        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._keeps_at_home = keeps_at_home
+        self._home: dict[str, Tensor] = {}
+        self._hooks: list[Any] = []
+        self._sizes: dict[str, float] = {}
+
+    def __enter__(self) -> "GradientDifferences":
+        if self._keeps_at_home:
+            for name, parameter in self._parameters.items():
+                hook = parameter.register_post_accumulate_grad_hook(partial(self._bring, name))  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self._home.clear()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _bring(self, name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient, parameter.grad = parameter.grad.cpu(), None
+        self._home[name] = self._home[name].add_(gradient) if name in self._home else gradient
+
+    def _gradients(self) -> dict[str, Tensor]:
+        if self._keeps_at_home:
+            return self._home
+        return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+
+    def turn(self) -> None:
+        """The first computation's gradients are complete."""
+        with torch.no_grad():
+            for name, gradient in self._gradients().items():
+                self._sizes[name] = _size(gradient)
+                gradient.neg_()
+
+    def each(self) -> Iterator[tuple[str, float, float]]:
+        """Of each gradient its name, the largest difference, and its size in the first computation.
+
+        Gradients below a thousandth of the largest count as that large: they are mostly noise.
+        """
+        scale = max(self._sizes.values(), default=0.0)
+        for name, gradient in self._gradients().items():
+            yield name, _size(gradient), max(self._sizes.get(name, 0.0), _FLOOR * scale)
+
+    def largest(self, tolerance: float) -> str | None:
+        """The gradient that differs most, in words; None if all are within the tolerance."""
+        worst, text = tolerance, None
+        for name, difference, size in self.each():
+            relative = difference / size if size else (0.0 if difference == 0 else float("inf"))
+            if relative > worst:
+                worst = relative
+                text = f"the gradient of {name} differs by {relative:.1e} of its size, the tolerance is {tolerance:.0e}"
+        return text
+
+
+def _size(gradient: Tensor) -> float:
+    return float(gradient.detach().abs().max()) if gradient.numel() else 0.0
 
 
 @contextmanager

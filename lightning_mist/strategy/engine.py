@@ -262,8 +262,12 @@ class Engine:
         self._guard()
 
     @works
-    def fill(self) -> None:
-        """Give every parameter of the module its full value on every rank."""
+    def fill(self, home: torch.device | None = None) -> None:
+        """Give every parameter of the module its full value on every rank.
+
+        Args:
+            home: Where values go that this rank has not; by default to where it computes.
+        """
         if self.is_filled:
             return
         every, absent = self.stages.every, self._absent()
@@ -271,7 +275,7 @@ class Engine:
 
         def deliver(name: str, value: Tensor) -> None:
             if name in absent:
-                every[name].data = value.clone()
+                every[name].data = value.clone() if home is None else value.to(home, copy=True)
 
         complete(self.gatherer.run(deliver))
         if self.executor.shards is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +24,7 @@ from lightning_mist.model import (
     whole_tensor_reason,
 )
 from lightning_mist.model.compiled import compiled_exclusions
-from lightning_mist.model.initial import InitialValues
+from lightning_mist.model.initial import InitialValues, blocks_alike
 from lightning_mist.model.step_bytes import step_bytes
 from lightning_mist.plan import (
     Exclusion,
@@ -45,6 +45,7 @@ from lightning_mist.strategy.estimating import Budget, estimate_made
 from lightning_mist.strategy.kept_plans import keep_plan, kept_path, kept_plan, key_of
 from lightning_mist.strategy.learning import Basis, with_corrections
 from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.room import Room, everywhere_unless_out_of_memory
 from lightning_mist.strategy.simplest import (
     fits_plainly,
     gains_too_little,
@@ -56,11 +57,12 @@ from lightning_mist.strategy.simplest import (
     steps_to_come,
 )
 from lightning_mist.strategy.splitting import with_splits
-from lightning_mist.strategy.together import alike, everywhere, on_rank_zero, union
+from lightning_mist.strategy.together import alike, everywhere, of_all_ranks, on_rank_zero, union
 from lightning_mist.strategy.trials import CALLS, progress_through, timed_apart, told, tried
 from lightning_mist.strategy.tried_step import TriedStep
 from lightning_mist.strategy.user_code import user_exclusions
 from lightning_mist.tuner import TuneResult
+from lightning_mist.tuner.budget import tensor_share
 
 T = TypeVar("T")
 
@@ -92,10 +94,18 @@ class Planner:
     basis: Basis | None = None
     kept_at: Path | None = None
     rules: CutRules | None = None
+    step_bytes: list[int | None] = field(default_factory=list)
 
-    def lean(self, found: ModuleMap, *, alone: bool = False) -> AbstractContextManager[None]:
-        """Inside, the module can run on real numbers, on every rank or on rank 0 alone."""
-        return nullcontext() if self.initial is None else self.initial.lean(found.blocks, alone=alone)
+    def lean(self, found: ModuleMap) -> AbstractContextManager[None]:
+        """Inside, a module without values has some, with which it can run on real numbers; on every rank."""
+        return nullcontext() if self.initial is None else self.initial.lean(found.blocks)
+
+    @property
+    def room(self) -> Room:
+        """What planning may take of each device."""
+        limit = tensor_share(self.cluster) * Budget(cluster=self.cluster, asked=self.request.memory_limit).limit
+        held = sum(p.numel() * p.element_size() for p in self.module.parameters())
+        return Room(held=held, limit=limit, step_bytes=self._counted)
 
     def tried(self, work: Callable[..., T], *, tell: Callable[[str], None] | None = None) -> T:
         """What some work on the user's code gives, without a trace of it; see :func:`trials.tried`."""
@@ -134,11 +144,18 @@ class Planner:
     def _fits_plainly(self) -> bool:
         """Whether plain data parallelism certainly fits; not where the step cannot be counted so quickly."""
         limit = Budget(cluster=self.cluster, asked=self.request.memory_limit).limit
-        try:
-            needed = self.tried(lambda: step_bytes(self.module, self.call, self.batch))
-        except TraceError:
-            return False  # a step that reads values back is counted on real numbers, if it is planned for
-        return fits_plainly(list(self.module.parameters()), needed, limit)
+        needed = self._counted()
+        # A step that reads values back is counted on real numbers, if it is planned for.
+        return needed is not None and fits_plainly(list(self.module.parameters()), needed, limit)
+
+    def _counted(self) -> int | None:
+        """What a step of the whole batch allocates, gradients included; ``None`` if that cannot be told quickly."""
+        if not self.step_bytes:
+            try:
+                self.step_bytes.append(self.tried(lambda: step_bytes(self.module, self.call, self.batch)))
+            except TraceError:
+                self.step_bytes.append(None)
+        return self.step_bytes[0]
 
     @property
     def module(self) -> Any:
@@ -153,8 +170,8 @@ class Planner:
             rows = batch_rows(self.batch)
             smaller = slice_rows(self.batch, 0, rows - 1) if rows is not None and rows > 1 else None
             made = partial(map_module, self.module, self.call, self.batch, second_batch=smaller)
-            device = self.strategy.root_device
-            found, told = tried(lambda: self.call.learn(partial(made, blocks=self.request.blocks)), device)
+            learn = partial(self.call.learn, partial(made, blocks=self.request.blocks))
+            found, told = tried(learn, self.strategy.root_device)
             self.call.know(told)
         if self.plain is not None:
             extra = tuple(Exclusion(feature=feature, reason=self.plain) for feature in _FEATURES)
@@ -186,25 +203,49 @@ class Planner:
         if found.excludes("microbatches"):
             return found
         self.progress.say("checking that a batch may be cut into microbatches")
+        answer = self._proof(found, alike=self.initial is None and on_rank_zero(self.room.is_crowded))
+        if isinstance(answer, str):
+            return replace(found, exclusions=(*found.exclusions, Exclusion(feature="microbatches", reason=answer)))
+        self.rules = answer.bound_to(self.module)
+        return found
+
+    def _proof(self, found: ModuleMap, *, alike: bool) -> CutRules | str:
+        """How batches are cut, or why not, the same on every rank; ``alike`` lets blocks share parameters meanwhile."""
+
+        def prove() -> CutRules | str:
+            with blocks_alike(self.module, found.blocks) if alike else nullcontext():
+                return self.tried(lambda: prove_here(self.module, found.blocks, self.call, self.batch))
+
         with self.lean(found):
-            answer = agree(
-                everywhere(lambda: self.tried(lambda: prove_here(self.module, found.blocks, self.call, self.batch)))
-            )
-        if not isinstance(answer, str):
-            self.rules = answer.bound_to(self.module)
-            return found
-        return replace(found, exclusions=(*found.exclusions, Exclusion(feature="microbatches", reason=answer)))
+            answer = everywhere_unless_out_of_memory(prove, self.strategy.root_device)
+        if answer is not None:
+            return agree(answer)
+        if alike or self.initial is not None:
+            return "devices have no room to prove that parts of a batch train as the whole does"
+        self.progress.say("devices have no room for that: trying it with the parameters of one layer of each kind")
+        return self._proof(found, alike=True)
 
     def seconds(self, found: ModuleMap) -> tuple[LayerSeconds, ...]:
-        """Measured seconds of the layers, every rank computing at the same time."""
+        """Measured seconds of the layers, every rank computing at the same time; called by all at once."""
         rows = batch_rows(self.batch)
-        if rows is None:
+        if rows is None or None in of_all_ranks(rows):
             return ()
         sizes = [rows] if found.excludes("microbatches") else measured_sizes(rows)
-        device = self.strategy.root_device
-        is_apart = timed_apart(device)
-        if not is_apart:
+        if not timed_apart(self.strategy.root_device):
             sizes = sorted({sizes[0], sizes[-1]})
+        if self.initial is None and on_rank_zero(self.room.is_crowded):
+            sizes = self.room.fitting(sizes)
+        while min(of_all_ranks(len(sizes))):
+            timed = everywhere_unless_out_of_memory(partial(self._timed, found, rows, sizes), self.strategy.root_device)
+            if timed is not None:
+                return timed
+            self.progress.say(f"devices have no room to time layers on {sizes[-1]} rows")
+            sizes = sizes[:-1]
+        return ()
+
+    def _timed(self, found: ModuleMap, rows: int, sizes: Sequence[int]) -> tuple[LayerSeconds, ...]:
+        """Measured seconds of the layers for parts of so many rows."""
+        is_apart = timed_apart(self.strategy.root_device)
 
         def measure(tell: Callable[[str], None] | None = None) -> tuple[LayerSeconds, ...]:
             return time_layers(
@@ -213,7 +254,7 @@ class Planner:
                 lambda size: self.batch if size == rows else slice_rows(self.batch, 0, size),
                 sizes,
                 self.call,
-                device=device,
+                device=self.strategy.root_device,
                 progress=progress_through(tell, self.progress.update),
                 most_calls=None if is_apart else CALLS,
             )
@@ -225,8 +266,8 @@ class Planner:
     def update_seconds(self) -> float:
         """Measured seconds of the optimizer's step per byte of parameters, every rank computing at the same time."""
         dist.barrier()
-        device = self.strategy.root_device
-        return self.tried(lambda: sum(time_update(item, device=device) for item in self.strategy.optimizers[:1]))
+        time = partial(time_update, device=self.strategy.root_device, room=self.room.limit - self.room.held)
+        return self.tried(lambda: sum(map(time, self.strategy.optimizers[:1])))
 
     def trace(self, found: ModuleMap) -> ModelSpec:
         """What the module costs; on rank 0, kept for later."""

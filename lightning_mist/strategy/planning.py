@@ -1,6 +1,7 @@
 """From a user's fit to a plan that every rank has: trace, measure, tune on rank 0, broadcast, check."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -42,6 +43,7 @@ from lightning_mist.strategy.peek import (
 from lightning_mist.strategy.planner import Planner
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.publishing import publish
+from lightning_mist.strategy.room import unless_out_of_memory
 from lightning_mist.strategy.simplest import at_once_reason, is_free, plain_plan
 from lightning_mist.strategy.splitting import degrees_of
 from lightning_mist.strategy.together import everywhere, of_all_ranks, on_rank_zero, same_everywhere
@@ -267,7 +269,7 @@ def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | No
         machine.directory_of(request.profile_directory),
         planner.progress,
     )
-    seconds, update = everywhere(lambda: planner.seconds(found)), everywhere(planner.update_seconds)
+    seconds, update = planner.seconds(found), everywhere(planner.update_seconds)
     is_open, enough = is_free(request.search), None
     degrees = degrees_to_try(request.search, planner.alike.devices_per_node)
     if is_open:
@@ -338,17 +340,18 @@ def _self_check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
     rows = batch_rows(planner.batch)
     small = planner.batch if rows is None else slice_rows(planner.batch, 0, min(rows, 2))
     planner.progress.say("checking the cut module against the whole")
-    splits = plan.schedule == "zb-h1"
-    on_rank_zero(
-        lambda: planner.tried(
-            lambda: check_stages(
-                planner.module,
-                found,
-                plan.bounds,
-                planner.call,
-                small,
-                splits_backwards=splits,
-                divided=divided,
-            )
-        )
-    )
+    splits, device = plan.schedule == "zb-h1", planner.strategy.root_device
+    ways = on_rank_zero(lambda: [keeps for keeps in (False, True) if keeps or not planner.room.is_crowded()])
+
+    def compared(keeps_at_home: bool) -> bool:
+        check = partial(check_stages, splits_backwards=splits, divided=divided, keeps_at_home=keeps_at_home)
+        planner.tried(lambda: check(planner.module, found, plan.bounds, planner.call, small))
+        return True
+
+    for keeps_at_home in ways:
+        # What a CPU has in host memory it has.
+        is_idle = keeps_at_home and device.type == "cpu"
+        if not is_idle and on_rank_zero(partial(unless_out_of_memory, partial(compared, keeps_at_home), device)):
+            return
+    planner.progress.say("the cut module is not compared with the whole before training: there is no room for that")
+    refuse_unchecked(found, plan.bounds, divided)

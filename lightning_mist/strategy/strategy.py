@@ -244,7 +244,8 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
         if engine is not None:
             if is_well:
                 if initial is None:
-                    engine.fill()
+                    # Lightning moves the module there anyway: no device has to hold it whole beside optimizer state.
+                    engine.fill(torch.device("cpu"))
                 else:
                     engine.leave_on_rank_zero()
             self._state_afterwards = later(engine.release_optimizer(), self.root_device, self._timeout)

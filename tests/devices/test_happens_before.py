@@ -6,6 +6,9 @@ from torch.cuda._sanitizer import EventHandler
 
 from lightning_mist.devices import HostOps
 from tests.devices.happens_before import HappensBefore
+from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.usefixtures("ended_streams")
 
 
 def test_the_sanitizer_has_the_methods_that_are_used():

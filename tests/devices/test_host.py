@@ -1,11 +1,15 @@
 """Streams of a CPU: order within, none between but by events, errors that arrive."""
 
+import gc
 import threading
 
 import pytest
 import torch
 
 from lightning_mist.devices import HostOps, MemoryUse, ops_of, read, used_generators
+from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.usefixtures("ended_streams")
 
 CPU = torch.device("cpu")
 
@@ -20,6 +24,21 @@ def test_a_stream_runs_in_order_and_later():
     gate.set()
     ops.synchronize()
     assert seen == [0, 1, 2, 3, 4]
+
+
+def test_a_stream_that_nobody_has_ends():
+    before = threading.active_count()
+    ops = HostOps()
+    known = set(threading.enumerate())
+    ops.stream(), ops.stream()
+    ops.synchronize()
+    threads = set(threading.enumerate()) - known
+    assert len(threads) == 2
+    del ops
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+    assert threading.active_count() == before
 
 
 def test_without_a_stream_work_runs_here_and_now():

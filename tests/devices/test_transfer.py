@@ -3,6 +3,9 @@ import torch
 
 from lightning_mist.devices import Homeward, HostOps, ops_of, packed, to_device, unpacked
 from tests.devices.happens_before import HappensBefore
+from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.usefixtures("ended_streams")
 
 CPU = torch.device("cpu")
 KINDS = [

@@ -3,10 +3,12 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts import map_module
 from lightning_mist.runtime.batches import slice_rows
+from lightning_mist.runtime.meter import StorageMeter, state_tensors
 from lightning_mist.runtime.selfcheck import check_stages, loss_of, refuse_unchecked
 from lightning_mist.runtime.weight_gradients import WeightGradients
 from tests import zoo
@@ -75,6 +77,47 @@ def test_a_gradient_that_differs_is_named():
 
     with pytest.raises(TraceError, match=r"the gradient of head\.weight differs by .* the tolerance is 1e-04"):
         check_stages(module, found, halves(found), step, batch)
+
+
+class Wide(nn.Module):
+    """Of two rows nearly all memory is parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(96, 96), nn.ReLU()) for _ in range(12)])
+
+    def training_step(self, batch, batch_idx):
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+
+@pytest.mark.parametrize("keeps_at_home", [False, True])
+def test_comparing_takes_the_memory_of_one_set_of_gradients(keeps_at_home):
+    """At home, on a CPU, they are as much: what the device has meanwhile is one of them at a time."""
+    module, batch = Wide(), torch.randn(2, 96)
+    found, meter = map_module(module, zoo.step(module), batch, second_batch=batch[:1]), StorageMeter()
+    meter.observe(state_tensors(module))
+    held = meter.current_bytes
+    with meter:
+        check_stages(module, found, halves(found), zoo.step(module), batch, keeps_at_home=keeps_at_home)
+    assert meter.peak_bytes <= 2.25 * held  # two sets took 3.2 times
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_gradients_at_home_are_compared_as_well():
+    module, batch, found = mapped("plain")
+    calls, present = [], []
+
+    def step(batch):
+        calls.append(0)
+        present.append([name for name, parameter in module.named_parameters() if parameter.grad is not None])
+        penalty = module.head.weight.sum() * len(calls)
+        return zoo.step(module)(batch) + penalty - penalty.detach()
+
+    with pytest.raises(TraceError, match=r"the gradient of head\.weight differs by .* the tolerance is 1e-04"):
+        check_stages(module, found, halves(found), step, batch, keeps_at_home=True)
+    assert not any(present)
 
 
 def test_gradients_of_weights_that_are_made_later_are_compared(monkeypatch):

@@ -19,7 +19,9 @@ def fits(answer):
         request=SimpleNamespace(memory_limit=1000),
         module=torch.nn.Linear(5, 2, bias=False),  # 40 bytes, counted four times
         tried=tried,
+        step_bytes=[],
     )
+    planner._counted = lambda: Planner._counted(planner)
     return Planner._fits_plainly(planner)
 
 

@@ -19,8 +19,11 @@ from lightning_mist.runtime.memory_transport import InMemoryWorld
 from lightning_mist.schedule import lower
 from lightning_mist.strategy.cut_proof import prove_here
 from lightning_mist.strategy.engine import Engine
+from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.integration.parity import map_of
 from tests.tiers import tiered
+
+pytestmark = pytest.mark.usefixtures("ended_streams")
 
 CPU = torch.device("cpu")
 ROWS = 8

@@ -30,7 +30,7 @@ from lightning_mist.runtime.cutting.rules import CutRules, Site, needed, portabl
 from lightning_mist.runtime.cutting.tape import Entry, Number, Recorder, Tape, batch_tensors
 from lightning_mist.runtime.cutting.traced import Origin, Read, Ref, Rows, refs_of
 from lightning_mist.runtime.random import get_random_state, set_random_state
-from lightning_mist.runtime.selfcheck import Gradients, Steady, loss_of, take_gradients
+from lightning_mist.runtime.selfcheck import GradientDifferences, Steady, loss_of
 
 MOST_ROWS = 5
 """Rows of the batch that is followed: parts of two and three, or of one and four."""
@@ -51,7 +51,6 @@ class _Ran:
     tape: Tape
     loss: Ref | None
     value: Tensor
-    gradients: Gradients
     results: list[Result]
 
 
@@ -117,12 +116,16 @@ class _Proof:
         Raises:
             UncuttableError: If there are none.
         """
-        whole = self._run(self._batch, self._rows, takes_gradients=True)
+        with GradientDifferences(self._module) as differences:
+            return self._rules(differences)
+
+    def _rules(self, differences: GradientDifferences) -> CutRules:
+        whole = self._run(self._batch, self._rows, differences)
         _refuse_reads(whole.tape)
         if whole.tape.stray is not None:
             line = whole.tape.stray
             raise UncuttableError(f"a value made inside a layer is used outside, and is no result of it, at {line}")
-        fewer = self._run(slice_rows(self._batch, 0, self._rows // 2), self._rows // 2, takes_gradients=False)
+        fewer = self._run(slice_rows(self._batch, 0, self._rows // 2), self._rows // 2)
         reads = _explain_numbers(whole.tape, fewer.tape)
         whole.results = read_results(whole.results, fewer.results, reads)
         _refuse_unused_reads(whole)
@@ -133,7 +136,7 @@ class _Proof:
         results = [result.origin for result in whole.results if result.origin is not None]
         wanted = [whole.loss, *(ref for result in whole.results for ref in result.refs)]
         refuse_draws(tape, wanted)
-        self._compare(whole, leaves, self._rows, whole.value, whole.gradients)
+        self._compare(whole, leaves, self._rows, whole.value, differences)
         self._compare(whole, [leaf[: self._rows // 2] if leaf.dim() else leaf for leaf in leaves], self._rows // 2,
                       fewer.value, None)  # fmt: skip
         found = Findings()
@@ -148,7 +151,7 @@ class _Proof:
         sizes_by_batch(tape, of_whole, of_part, len(leaves))
         return _rules(self._module, tape, fewer.tape, found, ways, wanted, len(leaves))
 
-    def _run(self, batch: Any, rows: int, *, takes_gradients: bool) -> _Ran:
+    def _run(self, batch: Any, rows: int, differences: GradientDifferences | None = None) -> _Ran:
         recorder = Recorder(self._module, self._blocks, batch, rows, self._device)
         set_random_state(self._state, self._device)
         outside = _outside()
@@ -157,45 +160,43 @@ class _Proof:
         if outside != _outside():
             raise UncuttableError("the step draws random numbers from Python or numpy, which parts would draw anew")
         loss = loss_of(output)
-        gradients: Gradients = {}
-        if takes_gradients:
+        if differences is not None:
             loss.backward()  # type: ignore[no-untyped-call]
-            gradients = take_gradients(self._module)
+            differences.turn()
         return _Ran(
             tape=recorder.tape,
             loss=recorder.ref_of(loss),
             value=loss.detach(),
-            gradients=gradients,
             results=[result.located(recorder.ref_of) for result in results],
         )
 
     # Following ---------------------------------------------------------------------------------------------------
 
     def _compare(
-        self, ran: _Ran, leaves: Sequence[Tensor], rows: int, value: Tensor, gradients: Gradients | None
+        self, ran: _Ran, leaves: Sequence[Tensor], rows: int, value: Tensor, differences: GradientDifferences | None
     ) -> None:
         """See whether the tape gives what the step gave."""
         assert ran.loss is not None
         set_random_state(self._state, self._device)
         values = Values([leaf.clone() for leaf in leaves], rows)
         try:
-            with torch.set_grad_enabled(gradients is not None):
+            with torch.set_grad_enabled(differences is not None):
                 for entry in ancestors(ran.tape, [ran.loss]):
                     run_entry(entry, values, self._device)
                 found = values[ran.loss]
-                if gradients is not None:
+                if differences is not None:
                     found.backward()  # type: ignore[no-untyped-call]
         except Exception as error:  # whatever a call says of a batch that it was not taken down for
             raise UncuttableError(f"what the step computes does not run on fewer rows: {_short(error)}") from error
-        again = take_gradients(self._module)
         limit = self._limit(value)
         if not is_close(found.detach(), value, limit):
             raise UncuttableError(
                 f"what the step computes goes by more than its batch's tensors: followed for {rows} rows, its loss is "
                 f"{found.item():.6g} in place of {value.item():.6g}"
             )
-        if gradients is not None:
-            _refuse_other_gradients(again, gradients, limit, "the step's gradients are not those of what it computes")
+        if differences is not None:
+            _refuse_other_gradients(differences, limit, "the step's gradients are not those of what it computes")
+            differences.clear()
 
     def _limit(self, value: Tensor) -> float:
         return _COARSE if self._is_coarse else tolerance_of(value.dtype)
@@ -269,27 +270,21 @@ class _Proof:
             seen = seen or [whole, parts[0]]
             if not torch.isfinite(whole[loss]).all():
                 continue
-            whole[loss].backward()  # type: ignore[no-untyped-call]
-            wanted = take_gradients(self._module)
-            for part, rows in zip(parts, variant.rows, strict=True):
-                (part[loss] * (1.0 if way == "sum" else rows / self._rows)).backward()  # type: ignore[no-untyped-call]
-            _refuse_other_gradients(
-                take_gradients(self._module), wanted, self._limit(whole[loss]),
-                f"the gradients of a batch's parts do not add up to those of the batch ({variant.name})",
-            )  # fmt: skip
+            with GradientDifferences(self._module) as differences:
+                whole[loss].backward()  # type: ignore[no-untyped-call]
+                differences.turn()
+                for part, rows in zip(parts, variant.rows, strict=True):
+                    share = 1.0 if way == "sum" else rows / self._rows
+                    (part[loss] * share).backward()  # type: ignore[no-untyped-call]
+                _refuse_other_gradients(
+                    differences, self._limit(whole[loss]),
+                    f"the gradients of a batch's parts do not add up to those of the batch ({variant.name})",
+                )  # fmt: skip
         return seen
 
 
-def _refuse_other_gradients(found: Gradients, wanted: Gradients, limit: float, what: str) -> None:
-    scale = max((float(value.abs().max()) for value in wanted.values() if value.numel()), default=0.0)
-    for name in {**wanted, **found}:
-        one, other = wanted.get(name), found.get(name)
-        if one is None:
-            assert other is not None
-            difference = float(other.abs().max())
-        else:
-            difference = float((one - (0 if other is None else other)).abs().max()) if one.numel() else 0.0
-        size = max(0.0 if one is None or not one.numel() else float(one.abs().max()), 1e-3 * scale)
+def _refuse_other_gradients(differences: GradientDifferences, limit: float, what: str) -> None:
+    for name, difference, size in differences.each():
         if difference > limit * 5 * size:
             raise UncuttableError(f"{what}: that of {name} differs by {difference / max(size, 1e-30):.1e} of its size")
 
