@@ -7,6 +7,7 @@ while they do, what Lightning says of the rank is said of the batch's owner.
 import sys
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_mist.strategy.decision import Decision
@@ -34,6 +35,15 @@ class ActingRank:
         """This rank's node, or that of the owner of the rows that the step sees."""
         own = _super(self, "node_rank")
         return own if self._acting_rank is None else self._acting_rank // self._per_node()
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where this process computes, whosever rows the step sees: Lightning takes it by the local rank."""
+        acting, self._acting_rank = self._acting_rank, None
+        try:
+            return super().root_device  # type: ignore[misc, no-any-return]
+        finally:
+            self._acting_rank = acting
 
     def _per_node(self) -> int:
         return max(1, int(getattr(self, "num_processes", 1)))

@@ -6,6 +6,7 @@ the largest. Every stage needs almost every batch, and a gathering has no order 
 Nothing is exchanged between replicas, nor where every rank computes on its own batch.
 """
 
+import copy
 import hashlib
 import pickle
 import struct
@@ -81,12 +82,19 @@ def _take_apart(batch: Any, device: torch.device) -> tuple[list[Tensor], Any]:
     tensors: list[Tensor] = []
 
     def replace(node: Any) -> Any:
-        if not isinstance(node, Tensor):
-            return None
-        tensors.append(node)
-        return _leaf_of(node, device)
+        if isinstance(node, Tensor):
+            tensors.append(node)
+            return _leaf_of(node, device)
+        # What is pickled on one device comes out on the device of the same number. Some move in place: a copy does.
+        return copy.copy(node).to("cpu") if device.type != "cpu" and _moves(node) else None
 
     return tensors, rebuild(batch, replace)
+
+
+def _moves(node: Any) -> bool:
+    """Whether something that is no tensor knows how to move to a device (a graph, say)."""
+    is_container = isinstance(node, (Mapping, list, tuple)) or is_dataclass(node)
+    return not is_container and callable(getattr(node, "to", None))
 
 
 def _leaf_of(tensor: Tensor, device: torch.device) -> _Leaf:
@@ -101,8 +109,7 @@ def _put_together(skeleton: Any, tensors: Sequence[Tensor], device: torch.device
     def replace(node: Any) -> Any:
         if isinstance(node, _Leaf):
             return next(left)
-        is_container = isinstance(node, (Mapping, list, tuple)) or is_dataclass(node)
-        return node.to(device) if not is_container and callable(getattr(node, "to", None)) else None
+        return node.to(device) if _moves(node) else None
 
     return rebuild(skeleton, replace)
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_mist.devices import to_device
 from lightning_mist.errors import TraceError
+from lightning_mist.runtime.batches import leaves, rebuild
 from lightning_mist.runtime.cutting.classes import Way
 from lightning_mist.runtime.cutting.results import together
 from lightning_mist.runtime.cutting.rules import ResultKey
@@ -87,39 +88,30 @@ def pieces_by_owner(
 def results_in(outputs: Sequence[Any], records: Mapping[int, tuple[LogRecord, ...]]) -> Iterator[Tensor]:
     """The tensors of what steps returned and logged."""
     for value in (*outputs, *(record.value for of_one in records.values() for record in of_one)):
-        yield from _tensors(value)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors that :func:`home` will bring home."""
-    if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)) and not hasattr(value, "_fields"):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+        yield from (leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor))
 
 
 def home(value: Any, copies: Mapping[int, Tensor] = MappingProxyType({})) -> Any:
-    """A value as it travels to its owner: tensors without their graph, in host memory.
+    """A value as it travels to its owner: tensors without their graph, in host memory, in containers of their classes.
 
     Args:
         value: The value.
         copies: Tensors that are there already, by the ``id`` of what they are copies of.
     """
-    if isinstance(value, FakeTensor):
-        raise TraceError(
-            f"what the step returned or logged (shape {tuple(value.shape)}) depends on a parameter of another stage "
-            "through a value that was not carried, a norm of all weights for example: log it in a hook, or use a plan "
-            "with one stage"
-        )
-    if isinstance(value, Tensor):
-        copy = copies.get(id(value))
-        return value.detach().cpu() if copy is None else copy
-    if isinstance(value, dict):
-        return {key: home(item, copies) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(home(item, copies) for item in value)
-    return value
+
+    def replace(node: Any) -> Any:
+        if isinstance(node, FakeTensor):
+            raise TraceError(
+                f"what the step returned or logged (shape {tuple(node.shape)}) depends on a parameter of another stage "
+                "through a value that was not carried, a norm of all weights for example: log it in a hook, or use a "
+                "plan with one stage"
+            )
+        if not isinstance(node, Tensor):
+            return None
+        copy = copies.get(id(node))
+        return node.detach().cpu() if copy is None else copy
+
+    return rebuild(value, replace)
 
 
 def merge_extra(parts: list[tuple[float, Any]]) -> Any:

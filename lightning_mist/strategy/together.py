@@ -12,6 +12,7 @@ from torch import nn
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, Cluster, cluster_of
 from lightning_mist.plan import ModuleMap
+from lightning_mist.runtime.buffers import memory_of
 
 T = TypeVar("T")
 
@@ -72,7 +73,12 @@ def same_start(module: nn.Module, later: Collection[str]) -> None:
     parameters = [p for name, p in module.named_parameters() if name not in later]
     with torch.no_grad():
         for tensor in [*parameters, *module.buffers()]:
-            dist.broadcast(tensor.detach(), 0)
+            # NCCL takes what lies together in memory only, which transposed parameters and expanded buffers do not.
+            values = memory_of(tensor.detach())
+            together = values.contiguous()
+            dist.broadcast(together, 0)
+            if together is not values:
+                values.copy_(together)
 
 
 def union(mine: Sequence[T]) -> tuple[T, ...]:

@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from transformers import BatchEncoding
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan, StageMesh, StagePlan
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
-from lightning_mist.strategy.data import BatchExchange
+from lightning_mist.strategy.data import BatchExchange, _take_apart
 
 CPU = torch.device("cpu")
 
@@ -194,3 +195,24 @@ def test_structures_are_told_only_when_somebodys_has_changed():
                 assert item.value["name"] == f"r{owner}"
     assert told == [1, 1, 2, 2, 3]
     assert transports[0].others == 2 * 5
+
+
+class Graph:
+    """Moves in place, as some libraries' graphs do."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        self.x = self.x.to(device)
+        return self
+
+
+def test_what_moves_by_itself_is_pickled_from_host_memory():
+    graph = Graph(torch.ones(2, device="meta"))
+    with mock.patch.object(Graph, "to", lambda self, device: setattr(self, "x", device) or self):
+        tensors, skeleton = _take_apart({"graph": graph, "y": torch.ones(1)}, torch.device("meta"))
+        assert (len(tensors), skeleton["graph"].x) == (1, "cpu")
+        assert graph.x.device.type == "meta"  # the batch of its owner stays as it is
+        _, skeleton = _take_apart({"graph": graph}, torch.device("cpu"))
+        assert skeleton["graph"] is graph

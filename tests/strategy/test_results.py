@@ -1,7 +1,10 @@
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
 import pytest
 import torch
 
-from lightning_mist.strategy.results import home, merge_extra
+from lightning_mist.strategy.results import home, merge_extra, results_in
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,29 @@ def test_values_travel_without_their_graph():
     assert isinstance(there["b"][1], tuple)
     assert (there["b"][1][1], there["c"]) == ("text", None)
     assert value["a"].requires_grad
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Record:
+    value: torch.Tensor
+    name: str
+
+
+def test_containers_keep_their_classes():
+    leaf = torch.ones(2, requires_grad=True)
+    value = {"pair": Pair(leaf * 2, 1), "record": Record(leaf * 3, "x"), "ordered": OrderedDict(a=leaf * 4)}
+    found = list(results_in([value, None], {}))
+    assert [tensor[0].item() for tensor in found] == [2.0, 3.0, 4.0]
+    copies = {id(tensor): tensor.detach() + 10 for tensor in found}
+    there = home(value, copies)
+    assert isinstance(there["pair"], Pair)
+    assert isinstance(there["ordered"], OrderedDict)
+    assert [there["pair"].first[0].item(), there["record"].value[0].item(), there["ordered"]["a"][0].item()] == [
+        12.0,
+        13.0,
+        14.0,
+    ]
+    assert (there["record"].name, value["record"].value.requires_grad) == ("x", True)

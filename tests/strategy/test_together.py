@@ -1,11 +1,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_mist.errors import InfeasibleError, PlanError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import ModuleMap
+from lightning_mist.strategy import together
 from lightning_mist.strategy.together import alike, cluster_of_ranks, joined, on_rank_zero, same_everywhere
 
 MAP = ModuleMap(step="training_step", blocks=("a", "b"), outputs=(), cuts=((),), parameters=())
@@ -80,3 +83,23 @@ def test_the_least_of_the_hosts_memory_counts_and_unlike_devices_of_a_node_share
     assert joined([first] * 8 + [second] * 8).host_memory_bytes == 800
     assert joined([unknown] * 16).host_memory_bytes is None
     assert [part.host_memory_bytes for part in joined([first] * 4 + [other] * 4).parts] == [450, 400]
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_what_does_not_lie_together_in_memory_travels_too(monkeypatch):
+    """As NCCL asks for it."""
+    module = nn.Linear(2, 3)
+    module.weight = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
+    module.register_buffer("row", torch.ones(1, 2).expand(3, 2))
+    sent = []
+
+    def broadcast(tensor, source):
+        assert tensor.is_contiguous()
+        sent.append(tensor.numel())
+        tensor.add_(1)
+
+    monkeypatch.setattr(together.dist, "broadcast", broadcast)
+    together.same_start(module, ())
+    assert sorted(sent) == [2, 3, 6]
+    assert torch.equal(module.weight, torch.arange(1.0, 7.0).reshape(2, 3).t())
+    assert torch.equal(module.row, torch.full((3, 2), 2.0))
