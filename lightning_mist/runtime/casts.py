@@ -6,11 +6,13 @@ backward. Values of weights are the same all the while, and so are their casts a
 to the bit: here torch's own cache of them lasts for a batch.
 
 Autograd runs the nodes of a graph in the opposite order of their making, and what several microbatches share is older
-than all of their own: gradients of weights would wait until the end of every backward. :func:`hasten` lets them go as
+than all of their own: gradients of weights would wait until the end of every backward. :func:`follow` lets them go as
 soon as they are there.
 
 It is not used
 
+* where a microbatch uses a weight several times: gradients of one cast are added up in 16 bits, those of several casts
+  in 32. The first batch shows that, in which nothing is kept, and every later one looks again;
 * where torch keeps what was cast without a graph for uses with one (mended by pytorch#165068), or does not let the
   order of nodes be set;
 * by a context of another type than the batch's first one has: the cache does not know of types;
@@ -21,14 +23,16 @@ A step that writes into its parameters is trained by plain DDP alone, so no cast
 """
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_mist.runtime.patches import SharedPatch
 
@@ -38,9 +42,17 @@ _AT_ONCE = 2**64 - 1
 
 @dataclass(slots=True)
 class _Keeping:
-    """What a thread is inside of: how often, the type that weights are cast to, once one was, and casts of our own."""
+    """What a thread is inside of.
+
+    Attributes:
+        depth: How often.
+        is_stopped: Whether nothing is kept any more until it has left.
+        dtype: The type that weights are cast to, once one was.
+        detached: Casts of our own, by the ``id`` of the weight.
+    """
 
     depth: int = 0
+    is_stopped: bool = False
     dtype: torch.dtype | None = None
     detached: dict[int, Tensor] = field(default_factory=dict)
 
@@ -51,23 +63,27 @@ class _Here(threading.local):
 
 
 _HERE = _Here()
+_clear = torch.clear_autocast_cache
 
 
 @contextmanager
 def _patched() -> Iterator[None]:
     """Inside, autocast contexts of threads that keep casts use torch's cache, and no context clears it."""
     context: Any = torch.autocast
-    enter, clear = context.__enter__, torch.clear_autocast_cache
+    enter = context.__enter__
 
     def enter_with_cache(self: Any) -> Any:
-        keeping = _HERE.keeping
-        if not keeping.depth:
+        keeping, is_asked = _HERE.keeping, self._cache_enabled
+        if not keeping.depth or keeping.is_stopped:
             # A rank beside this one that keeps none, or recomputation on a thread of autograd: nothing would clear it.
             self._cache_enabled = False
         elif self._enabled:
             keeping.dtype = self.fast_dtype if keeping.dtype is None else keeping.dtype
             self._cache_enabled = self.fast_dtype == keeping.dtype
-        return enter(self)
+        try:
+            return enter(self)
+        finally:
+            self._cache_enabled = is_asked
 
     context.__enter__ = enter_with_cache
     # Contexts clear it where they end, those of recomputation in backward included, on whatever thread that runs.
@@ -76,8 +92,7 @@ def _patched() -> Iterator[None]:
         yield
     finally:
         context.__enter__ = enter
-        torch.clear_autocast_cache = clear
-        clear()
+        torch.clear_autocast_cache = _clear
 
 
 _PATCH = SharedPatch(_patched)
@@ -106,8 +121,9 @@ def kept_casts() -> Iterator[None]:
         finally:
             keeping.depth -= 1
             if keeping.depth == 0:
-                keeping.dtype = None
+                keeping.dtype, keeping.is_stopped = None, False
                 keeping.detached.clear()
+                _clear()
 
 
 @contextmanager
@@ -131,9 +147,9 @@ def keeps_casts() -> bool:
 def detached(weight: Tensor) -> Tensor:
     """A weight without its graph, for a product: cast, where autocast would cast it and casts stay."""
     keeping, kind = _HERE.keeping, weight.device.type
-    if keeping.dtype is None or not torch.is_autocast_enabled(kind) or weight.dtype is not torch.float32:
+    if keeping.dtype is None or keeping.is_stopped or weight.dtype is not torch.float32:
         return weight.detach()
-    if torch.get_autocast_dtype(kind) is not keeping.dtype:
+    if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) is not keeping.dtype:
         return weight.detach()
     found = keeping.detached.get(id(weight))
     if found is None:
@@ -141,20 +157,74 @@ def detached(weight: Tensor) -> Tensor:
     return found
 
 
-def hasten(values: Iterable[Any]) -> None:
-    """Let gradients of weights that were cast for these values be cast and accumulated as soon as they are there.
+def follow(values: Iterable[Any]) -> int:
+    """How often a weight was cast, or its one cast used, for these values: of that which was most often.
+
+    Gradients of weights whose casts are kept are from now on cast and accumulated as soon as they are there.
 
     Args:
         values: Ends of a graph; what is no tensor of one is passed over.
     """
-    seen: set[Any] = set()
+    keeps, uses, seen = keeps_casts(), Counter[Any](), set[Any]()
     waiting = [value.grad_fn for value in values if isinstance(value, Tensor)]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        later = [following for following, _ in node.next_functions]
-        if node.name() == "ToCopyBackward0" and later[0] is not None and hasattr(later[0], "variable"):
-            node._set_sequence_nr(_AT_ONCE)  # type: ignore[attr-defined]
+        later = [following for following, _ in node.next_functions if following is not None]
+        for following in later:
+            weight = _weight_of_cast(following)
+            if weight is not None:
+                uses[weight] += 1
+                if keeps:
+                    following._set_sequence_nr(_AT_ONCE)  # type: ignore[attr-defined]
         waiting += later
+    return max(uses.values(), default=0)
+
+
+def _weight_of_cast(node: Any) -> Any:
+    """What accumulates the gradient of the weight that a node casts; ``None`` if it casts none."""
+    if node.name() != "ToCopyBackward0":
+        return None
+    ((found, _),) = node.next_functions
+    return found if hasattr(found, "variable") else None
+
+
+class CastKeeper:
+    """Whether a rank keeps casts, from batch to batch.
+
+    Args:
+        may_keep: Whether its plan allows for it.
+
+    Attributes:
+        first: Number of the batch in which nothing is kept.
+        most_uses: How often a microbatch used a weight's cast, of all that were looked at.
+    """
+
+    first = 1
+
+    def __init__(self, *, may_keep: bool) -> None:
+        self._may_keep = may_keep and can_keep_casts()
+        self._batches, self.most_uses = 0, 0
+        self._looked_at: set[int] = set()
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Around a batch."""
+        self._batches += 1
+        self._looked_at.clear()
+        keeps = self._may_keep and self._batches > self.first and self.most_uses <= 1
+        return kept_casts() if keeps else nullcontext()
+
+    def look(self, stage: int, values: Any) -> None:
+        """A stage's forward has given these values; they are looked at if it is the batch's first.
+
+        Args:
+            stage: The stage.
+            values: What it gave, in any nesting.
+        """
+        if not self._may_keep or stage in self._looked_at or not (self._batches == self.first or keeps_casts()):
+            return
+        self._looked_at.add(stage)
+        self.most_uses = max(self.most_uses, follow(tree_leaves(values)))
+        _HERE.keeping.is_stopped = _HERE.keeping.depth > 0 and self.most_uses > 1

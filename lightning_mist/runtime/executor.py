@@ -6,7 +6,6 @@ the cut, sliced by rows where the data-parallel degrees differ, and the random s
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import make_mesh
-from lightning_mist.runtime.casts import can_keep_casts, kept_casts
+from lightning_mist.runtime.casts import CastKeeper
 from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.neighbours import Microbatch, Neighbours
 from lightning_mist.runtime.parts import parts_of
@@ -53,10 +52,13 @@ class Executor:
         outputs: Per microbatch what the step returned, on the last stage; None elsewhere and for parts without rows.
         random_states: Per microbatch the state of the generators after the last stage's forward, where it travelled.
         recorder: Measures the actions while it is on.
+        results_made: Called whenever the last stage has launched all of what the step returned.
 
     Raises:
         PlanError: If the runtime cannot run the plan.
     """
+
+    results_made: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -96,6 +98,7 @@ class Executor:
             reducer=self.reducer,
             transport=transport,
             device=device,
+            casts=CastKeeper(may_keep=plan.num_microbatches > 1 and self._walk is None),
             tags_per_boundary=max((len(tensors) for tensors in live), default=0) + 1,
             walk=self._walk,
             arrivals=arrived_sends(lower(plan, tied=False))[self.mesh.stage],
@@ -126,11 +129,13 @@ class Executor:
         """
         self._check_start(microbatches)
         final = self._final_gradients()
-        batch = BatchRun(self._place, microbatches, step, loss_scale=loss_scale, keeps_graph=bool(final))
+        batch = BatchRun(
+            self._place, microbatches, step, loss_scale=loss_scale, keeps_graph=bool(final), made=self.results_made
+        )
         self.outputs, self.random_states = batch.outputs, batch.random_states
         self.engage()
         try:
-            with self._kept_casts(), self.stages.attached():
+            with self._place.casts.batch(), self.stages.attached():
                 for position, action in enumerate(self.actions):
                     names = final.get(position, frozenset())
                     yield from self.recorder.around(action, self._perform(batch, action, names))
@@ -140,11 +145,6 @@ class Executor:
             raise
         finally:
             self.reducer.disarm()
-
-    def _kept_casts(self) -> AbstractContextManager[None]:
-        """Where several microbatches use the same weights, these are cast once for all of them."""
-        keeps = self.plan.num_microbatches > 1 and self._walk is None and can_keep_casts()
-        return kept_casts() if keeps else nullcontext()
 
     def _perform(self, batch: BatchRun, action: Action, names: frozenset[str]) -> Iterator[Work]:
         """Run one action, after which the gradients of ``names`` are complete."""

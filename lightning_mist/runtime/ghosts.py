@@ -48,6 +48,7 @@ class GhostStage:
     Attributes:
         parameters: The parameters that this stage computes with, or keeps for others, by canonical name.
         foreign: All others.
+        ghosts: Makes the ghosts of values that only stages before this one compute; None of the first stage.
         split: How the stage is split over tensor-parallel ranks, if it is.
         observer: Is told of the stage's blocks, if anybody is; set it before the stage is attached.
         deferral: Takes the gradients of weights out of backward, if anybody does; set it before the stage is attached.
@@ -83,6 +84,7 @@ class GhostStage:
         self.foreign = {name: p for name, p in named.items() if name not in self.parameters}
         self._device = next((p.device for p in named.values()), torch.device("cpu"))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.ghosts = mode if index > 0 else None
         self._slots = GhostSlots(module, module_map, bounds, index, frozenset(self.parameters), mode)
         self._split_slots = () if split is None else split.slots_of(module, module_map)
         modules = dict(module.named_modules())

@@ -2,15 +2,20 @@
 
 Under ZeRO-3 a rank has the parameters of a layer while the layer runs. A step that begins to use one elsewhere (a
 penalty on weights that starts later, a weight that is logged) would see something that is not a number.
+
+Before the first layer of a later stage the step does again what the stages before have done, for its form alone: what
+it makes of such a parameter there is a ghost, as what it makes of parameters of other stages is.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import leaves_of, user_line
@@ -28,9 +33,9 @@ _GRADIENT = vars(torch._C.TensorBase)["grad"].__get__
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[int, str], ghosts: FakeTensorMode | None) -> None:
         super().__init__()
-        self._names = names
+        self._names, self._ghosts = names, ghosts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -39,10 +44,22 @@ class _Watch(TorchFunctionMode):
         if gives and name not in _FORMS and func is not _GRADIENT:
             for leaf in leaves_of((args, kwargs or {})):
                 if isinstance(leaf, nn.Parameter) and id(leaf) in self._names and _is_away(leaf):
-                    self._refuse(leaf)
+                    return self._hidden(leaf, output, leaves_of((args, kwargs or {})))
         return output
 
-    def _refuse(self, parameter: nn.Parameter) -> None:
+    def _hidden(self, parameter: nn.Parameter, output: Any, given: Iterable[Any]) -> Any:
+        """What a function made of a parameter's missing values, as a ghost."""
+        ghosts, known = self._ghosts, {id(leaf) for leaf in given}
+        if ghosts is None or any(not isinstance(leaf, Tensor) or id(leaf) in known for leaf in leaves_of(output)):
+            self._refuse(parameter)
+
+        def hide(tensor: Tensor) -> Tensor:
+            assert ghosts is not None
+            return tensor if isinstance(tensor, FakeTensor) else ghosts.from_tensor(tensor.detach())
+
+        return tree_map_only(Tensor, hide, output)
+
+    def _refuse(self, parameter: nn.Parameter) -> NoReturn:
         raise TraceError(
             f"the step uses parameter {self._names[id(parameter)]} at {user_line()} while it is on another device: "
             "under zero_stage 3 it is here for the layers that used it when the plan was made. Use zero_stage = 2, or "
@@ -66,18 +83,22 @@ class Glue:
         self._watch: _Watch | None = None
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Around a step."""
-        self.enter()
+    def watched(self, ghosts: FakeTensorMode | None = None) -> Iterator[None]:
+        """Around a step.
+
+        Args:
+            ghosts: Makes ghosts of what is made of such parameters before the stage's first layer.
+        """
+        self.enter(ghosts)
         try:
             yield
         finally:
             self.leave()
 
-    def enter(self) -> None:
-        """The step is between layers from here on."""
+    def enter(self, ghosts: FakeTensorMode | None = None) -> None:
+        """The step is between layers from here on; with ``ghosts`` before the first of the stage."""
         if self._watch is None and self._names:
-            self._watch = _Watch(self._names)
+            self._watch = _Watch(self._names, ghosts)
             self._watch.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:

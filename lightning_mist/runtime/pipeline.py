@@ -2,19 +2,20 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import LiveTensor
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.boundary import Crossing, GraphEnd, Portion
-from lightning_mist.runtime.casts import hasten, keeps_casts
+from lightning_mist.runtime.casts import CastKeeper
+from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.neighbours import Microbatch, Neighbours
 from lightning_mist.runtime.passing import InputSpec, StageOutput
 from lightning_mist.runtime.random import get_random_state, seed_random, set_random_state
@@ -40,6 +41,7 @@ class Place:
         reducer: Reduces gradients.
         transport: Connects the ranks.
         device: Where it computes.
+        casts: Whether casts of weights are kept.
         tags_per_boundary: More than the tensors that cross any boundary.
         arrivals: Which sends each computation finds arrived; see
             :func:`~lightning_mist.schedule.arrivals.arrived_sends`.
@@ -53,6 +55,7 @@ class Place:
     reducer: GradientReducer
     transport: Transport
     device: torch.device
+    casts: CastKeeper
     tags_per_boundary: int
     arrivals: Mapping[Action, tuple[Action, ...]]
     walk: UnitWalk | None = None
@@ -116,6 +119,7 @@ class BatchRun:
         step: The user's step on a microbatch.
         loss_scale: Factor on every loss before its backward; a tensor of one element stays on its device.
         keeps_graph: Whether backwards will come.
+        made: Called whenever the last stage has launched all of what the step returned.
 
     Attributes:
         outputs: Per microbatch what the step returned, on the last stage.
@@ -130,8 +134,9 @@ class BatchRun:
         *,
         loss_scale: float | Tensor,
         keeps_graph: bool,
+        made: Callable[[], None] | None = None,
     ) -> None:
-        self._place, self._neighbours = place, place.neighbours
+        self._place, self._neighbours, self._made = place, place.neighbours, made
         self._stages, self._transport = place.stages, place.transport
         self._last = place.mesh.plan.num_stages - 1
         self._microbatches, self._step = microbatches, step
@@ -145,7 +150,6 @@ class BatchRun:
         self._states: dict[_Key, Tensor] = {}
         self._markers: dict[_Key, Tensor | None] = {}
         self._sends: dict[Action, list[Work]] = {}
-        self._hastened: set[int] = set()
         self._posts: dict[ActionKind, Callable[[int, Microbatch], None]] = {
             ActionKind.RECV_ACTIVATION: self._receive_activation,
             ActionKind.SEND_ACTIVATION: self._send_activation,
@@ -244,22 +248,25 @@ class BatchRun:
         elif microbatch.seed is not None:
             seed_random(device, microbatch.seed, stage, index)
         walk = self._place.walk
-        around = nullcontext() if walk is None else walk.around_step()
-        with self._stages.at(stage) as part_of_module, around:
+        with self._stages.at(stage) as part_of_module, self._around_step(part_of_module):
             self._start_walk()
             output = part_of_module.forward(lambda: self._step(microbatch), tuple(tensor for *_, tensor in received))
-        if stage not in self._hastened and keeps_casts():
-            self._hastened.add(stage)
-            hasten(tree_leaves((output.tensors, output.value)))
+        self._place.casts.look(stage, (output.tensors, output.value))
         if walk is not None:
             self._markers[key] = walk.take_marker()
         after = None if state is None else get_random_state(device)
         if stage == self._last:
             self.outputs[index], self.random_states[index] = output.value, after
+            if self._made is not None:
+                self._made()
             return
         self._outgoing[key] = self._keep(stage, microbatch, output)
         if after is not None:
             self._states[key] = after
+
+    def _around_step(self, part_of_module: GhostStage) -> AbstractContextManager[None]:
+        walk = self._place.walk
+        return nullcontext() if walk is None else walk.around_step(part_of_module.ghosts)
 
     def _keep(self, stage: int, microbatch: Microbatch, output: StageOutput) -> _Outgoing:
         live_tensors, tensors = self._place.live[stage], output.tensors

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import ModuleMap, ZeroStage
@@ -89,15 +90,19 @@ class UnitWalk:
         if self._left and (self._left[0].kind is not ActionKind.FORWARD or self._left[0].unit == HEAD):
             self._reach(self._left[0].unit)
 
-    def around_step(self) -> AbstractContextManager[None]:
-        """Around the user's step: uses of parameters that are freed, in a backward inside it say, are refused."""
-        return self._guarded() if self.shards is not None and len(self._units) > 1 else nullcontext()
+    def around_step(self, ghosts: FakeTensorMode | None = None) -> AbstractContextManager[None]:
+        """Around the user's step: uses of parameters that are freed, in a backward inside it say, are refused.
+
+        Args:
+            ghosts: Of a later stage: before its first layer such uses make ghosts.
+        """
+        return self._guarded(ghosts) if self.shards is not None and len(self._units) > 1 else nullcontext()
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _guarded(self, ghosts: FakeTensorMode | None) -> Iterator[None]:
         self._is_guarded = True
         try:
-            with _refused_backward(), self._glue.watched():
+            with _refused_backward(), self._glue.watched(ghosts):
                 yield
         finally:
             self._is_guarded = False

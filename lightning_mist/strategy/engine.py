@@ -104,6 +104,8 @@ class Engine:
         # What a CPU computes is at home.
         self._homeward = None if device.type == "cpu" else Homeward(ops_of(device))
         self._part_steps = PartSteps(rules, self.exchange, waits=self._homeward is not None)
+        if self._homeward is not None:
+            self.executor.results_made = self._homeward.made
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._stash: list[tuple[nn.Parameter, Tensor]] | None = None
         self._cut: OptimizerCut | None = None
@@ -158,10 +160,7 @@ class Engine:
                 ):
                     output = step(microbatch.value)
                 records[microbatch.index] = log.take()
-                result = part.finished(output, records[microbatch.index])
-                if self._homeward is not None:
-                    self._homeward.made()
-                return result
+                return part.finished(output, records[microbatch.index])
 
             with nullcontext() if guard is None else guard.batch():
                 complete(self.executor.run(self.exchange.microbatches, recorded, loss_scale=loss_scale))

@@ -26,7 +26,7 @@ from tests.integration.parity import (
     train_reference,
 )
 from tests.plans import plans
-from tests.tiers import examples
+from tests.tiers import examples, tiered
 
 # Torch hides this one itself when a ghost meets a tensor of the stage, but cannot where warnings are errors.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -251,6 +251,27 @@ def test_modules_that_cannot_be_cut_are_sharded(name, zero):
     assert (len(units) == 1) is (name in ("shared_block", "no_blocks", "stray"))
     plan = plan_for(len(module_map.blocks), stages=1, degrees=[2], zero=zero)
     assert_equal(run_plan(module, module_map, plan, batches[:2]), reference(module, batches[:2]))
+
+
+@pytest.mark.parametrize(
+    ("layers", "degrees", "zero"),
+    tiered(
+        [
+            ([2, 2], [1, 2], [0, 3]),
+            ([2, 2], [2, 1], [3, 0]),
+            ([1, 3], [1, 2], [0, 3]),
+            ([1, 1, 2], [1, 1, 2], [0, 0, 3]),
+            ([1, 1, 2], [1, 2, 1], [0, 3, 0]),
+        ],
+        [([1, 1, 2], [1, 1, 2], [0, 0, 3])],
+    ),
+)
+def test_what_stages_before_do_with_a_sharded_parameter_is_done_for_its_form(layers, degrees, zero):
+    """A weight of the head in a penalty of the tail, and one that is used between layers of several stages."""
+    module, module_map, batches = prepared("skips", torch.float64)
+    plan = make_plan(layers, degrees=degrees, zero=zero, rows=ROWS, parts=2)
+    batches = batches[: plan.world_size]
+    assert_equal(run_plan(module, module_map, plan, batches), reference(module, batches))
 
 
 @settings(max_examples=examples(8), suppress_health_check=[HealthCheck.too_slow])

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mist.model.splits import derive_splits
-from lightning_mist.runtime import executor
-from lightning_mist.runtime.casts import can_keep_casts, hasten, keeps_casts, kept_casts, no_kept_casts
+from lightning_mist.runtime import casts as casts_module
+from lightning_mist.runtime.casts import CastKeeper, can_keep_casts, follow, keeps_casts, kept_casts, no_kept_casts
 from lightning_mist.tensor_parallel import SplitTensor
 from tests import zoo
 from tests.integration.parity import make_plan, map_of, run_plan
@@ -66,6 +66,12 @@ class Mixed(nn.Module):
             return self.model.training_step(batch, batch_idx)
 
 
+@pytest.fixture
+def at_once(monkeypatch):
+    """As if a batch had shown that no weight is used twice."""
+    monkeypatch.setattr(CastKeeper, "first", 0)
+
+
 def trained(how):
     """How often each parameter was cast in a batch, and what came out."""
     torch.manual_seed(0)
@@ -80,10 +86,11 @@ def trained(how):
     return list(Mixed.casts.of.values()), outcome
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("how", tiered(list(PLANS), ["1f1b", "zero bubble"]))
 def test_weights_are_cast_once_per_batch(how):
     kept, outcome = trained(PLANS[how])
-    with mock.patch.object(executor, "can_keep_casts", return_value=False):
+    with mock.patch.object(casts_module, "can_keep_casts", return_value=False):
         each, expected = trained(PLANS[how])
     assert set(kept) == {1}
     uses = make_plan(rows=ROWS, **PLANS[how]).num_microbatches
@@ -95,6 +102,7 @@ def test_weights_are_cast_once_per_batch(how):
         assert all(torch.equal(mine[name], wanted[name]) for name in mine if wanted[name] is not None)
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(
     "how",
     tiered(
@@ -174,7 +182,73 @@ class TestKeptCasts:
                 value = linear(linear(x * 1.0, weights[0]), weights[1])
                 assert keeps_casts()
                 if hastens and microbatch == 0:
-                    hasten([value, 1.0, torch.ones(1)])
+                    assert follow([value, 1.0, torch.ones(1)]) == 1
                 seen.clear()
                 value.sum().backward()
         assert seen == ([1, 0, "input"] if hastens else ["input", 1, 0])
+
+    def test_a_context_is_as_it_was_afterwards(self):
+        context = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+        with kept_casts(), context:
+            assert torch.is_autocast_cache_enabled()
+        with context:
+            assert not torch.is_autocast_cache_enabled()
+
+
+class Shared(nn.Module):
+    """Uses one weight as often as it is told to: gradients of many casts are added up in 32 bits."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.shared, self.uses = nn.Linear(8, 8, bias=False), uses
+
+    def training_step(self, batch, batch_idx):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            return sum(self.shared(batch * (1 + number)).float().square().mean() for number in range(self.uses))
+
+
+def in_parts(module, keeper, rows):
+    """Gradient of a batch of four parts of one row."""
+    module.zero_grad()
+    with keeper.batch():
+        for number in range(4):
+            loss = module.training_step(rows[number : number + 1], 0)
+            keeper.look(0, {"loss": loss})
+            loss.backward()
+    return module.shared.weight.grad.clone()
+
+
+class TestCastKeeper:
+    @pytest.mark.parametrize("uses", [1, 2, 40])
+    def test_gradients_are_those_of_a_cast_for_each_use(self, uses):
+        module, rows = Shared(uses), torch.randn(4, 8)
+        wanted = in_parts(module, CastKeeper(may_keep=False), rows)
+        keeper, casts, weight = CastKeeper(may_keep=True), Casts(), address(module.shared.weight)
+        casts.weights.add(weight)
+        counts = []
+        for _ in range(3):
+            before = casts.of[weight]
+            with casts:
+                assert torch.equal(in_parts(module, keeper, rows), wanted)
+            counts.append(casts.of[weight] - before)
+        assert keeper.most_uses == uses
+        assert counts == [4 * uses, *([1, 1] if uses == 1 else [4 * uses] * 2)]
+
+    def test_a_weight_that_is_used_twice_later_is_cast_at_each_use_from_then_on(self):
+        module, rows, keeper, casts = Shared(1), torch.randn(4, 8), CastKeeper(may_keep=True), Casts()
+        casts.weights.add(address(module.shared.weight))
+        for _ in range(2):
+            in_parts(module, keeper, rows)
+        module.uses = 2
+        with casts:
+            in_parts(module, keeper, rows)
+        # The part that shows it has shared a cast: 16 bits round its gradient once more than those of others.
+        assert casts.of[address(module.shared.weight)] == 1 + 3 * 2
+        wanted = in_parts(module, CastKeeper(may_keep=False), rows)
+        assert torch.equal(in_parts(module, keeper, rows), wanted)
+
+    def test_where_it_may_not_nothing_is_looked_at(self):
+        keeper = CastKeeper(may_keep=False)
+        with keeper.batch():
+            keeper.look(0, object())
+        assert keeper.most_uses == 0

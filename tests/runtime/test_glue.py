@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from lightning_mist.errors import TraceError
@@ -37,6 +38,24 @@ def test_a_use_of_what_is_away_is_refused(use):
     parameter = away(2, 3)
     with Glue({"net.weight": parameter}).watched(), pytest.raises(TraceError, match=r"net\.weight at .*test_glue"):
         use(parameter)
+
+
+def test_before_the_first_layer_of_a_later_stage_it_makes_ghosts():
+    parameter, other = away(2, 3), torch.ones(2, 3)
+    glue = Glue({"net.weight": parameter})
+    with glue.watched(FakeTensorMode(allow_non_fake_inputs=True)):
+        made = parameter.pow(2).sum()
+        assert isinstance(made, FakeTensor)
+        assert isinstance(made + other.sum(), FakeTensor)
+        assert [type(item) for item in torch.unbind(parameter)] == [FakeTensor] * 2
+        # What would be something that is no number, and not a ghost, is refused there too.
+        for use in (lambda: other.add_(parameter), parameter[0, 0].item, parameter.tolist):
+            with pytest.raises((TraceError, DataDependentOutputException)):
+                use()
+        glue.leave()
+        glue.enter()
+        with pytest.raises(TraceError, match=r"net\.weight at .*test_glue"):
+            parameter.pow(2)
 
 
 @pytest.mark.parametrize(

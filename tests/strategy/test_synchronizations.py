@@ -160,3 +160,12 @@ def test_what_was_not_proved_is_seen_when_all_parts_have_run():
     with pytest.raises(TraceError, match="do not count what the batch was proved to count"):
         engine.train_batch(batch, step)
     assert len(parts) == 4
+
+
+def test_results_are_complete_when_they_are_said_to_be():
+    """Values that tensor-parallel ranks hold in parts are put together behind the user's step."""
+    engine, batch, _ = make_engine(4)
+    seen = []
+    engine.executor.results_made = lambda: seen.append(sum(item is not None for item in engine.executor.outputs))
+    train(engine, batch)
+    assert seen == [1, 2, 3, 4]
