@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mist.devices.ops import MemoryUse
+from lightning_mist.devices.ops import MemoryUse, ops_of
 
 _HIGH_PRIORITY = -1
 
@@ -18,6 +18,9 @@ class AcceleratorOps:
         self.device = device
         self.synchronizations = 0
         self._module: Any = torch.get_device_module(device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ops_of, (self.device,)
 
     def stream(self, *, high_priority: bool = False) -> Any:
         """See :class:`DeviceOps`."""
@@ -66,7 +69,7 @@ class AcceleratorOps:
 
     def host_memory(self, nbytes: int) -> Tensor:
         """See :class:`DeviceOps`."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def memory(self) -> MemoryUse:
         """See :class:`DeviceOps`."""
@@ -90,5 +93,6 @@ class AcceleratorOps:
 
     def generator(self) -> torch.Generator:
         """See :class:`DeviceOps`."""
+        self._module.init()  # nothing if it has been; there are none before
         found: torch.Generator = self._module.default_generators[self.device.index or 0]
         return found

@@ -12,11 +12,12 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from time import perf_counter, sleep
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_mist.devices.ops import Observer
+from lightning_mist.devices.ops import Observer, ops_of
 
 _LONGEST_DELAY = 2e-4
 """Seconds; longer than most things that tests launch take."""
@@ -115,6 +116,10 @@ class HostOps:
         self._events = itertools.count(1)
         self._streams: list[HostStream] = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Streams and who observes them stay in their process.
+        return ops_of, (self.device,)
+
     def stream(self, *, high_priority: bool = False) -> HostStream:
         """See :class:`DeviceOps`."""
         self._streams.append(HostStream(len(self._streams) + 1, self._delays))
@@ -181,7 +186,7 @@ class HostOps:
 
     def host_memory(self, nbytes: int) -> Tensor:
         """See :class:`DeviceOps`."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def memory(self) -> None:
         """See :class:`DeviceOps`."""

@@ -103,11 +103,15 @@ class DeviceOps(Protocol):
         """The default random generator of the device; ``None`` if it is the host's."""
 
 
+_KINDS_WITH_GENERATORS = ("cuda", "xpu")
+"""Devices whose modules tell whether they are in use, and list their generators, which those of others (mps) do not."""
+
+
 def used_generators() -> list[torch.Generator]:
     """The default generators of the devices that this process has begun to use: none, if it has used no device."""
-    kind = torch.accelerator.current_accelerator()
-    module = None if kind is None else torch.get_device_module(kind)
-    return list(module.default_generators) if module is not None and module.is_initialized() else []
+    modules = [getattr(torch, kind, None) for kind in _KINDS_WITH_GENERATORS]
+    used = [module for module in modules if module is not None and module.is_initialized()]
+    return [generator for module in used for generator in module.default_generators]
 
 
 @cache

@@ -228,7 +228,7 @@ class Planner:
     def seconds(self, found: ModuleMap) -> tuple[LayerSeconds, ...]:
         """Measured seconds of the layers, every rank computing at the same time; called by all at once."""
         rows = batch_rows(self.batch)
-        if rows is None or None in of_all_ranks(rows):
+        if None in of_all_ranks(rows) or rows is None:  # asked of all in any case
             return ()
         sizes = [rows] if found.excludes("microbatches") else measured_sizes(rows)
         if not timed_apart(self.strategy.root_device):

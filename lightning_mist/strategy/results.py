@@ -1,6 +1,6 @@
 """What the user's step gave for the parts of a batch, brought to the rank that owns it and put together."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_mist.devices import to_device
 from lightning_mist.errors import TraceError
@@ -106,6 +105,8 @@ def home(value: Any, copies: Mapping[int, Tensor] = MappingProxyType({})) -> Any
                 "through a value that was not carried, a norm of all weights for example: log it in a hook, or use a "
                 "plan with one stage"
             )
+        if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
+            return {key: home(item, copies) for key, item in node.items()}  # neither pickled nor made again
         if not isinstance(node, Tensor):
             return None
         copy = copies.get(id(node))
@@ -135,7 +136,7 @@ def merge_extra(parts: list[tuple[float, Any]]) -> Any:
 
 def _to(value: Any, device: torch.device) -> Any:
     """A value that came home, with its tensors where the user's step had them."""
-    return tree_map_only(Tensor, lambda tensor: to_device(tensor, device), value)
+    return rebuild(value, lambda node: to_device(node, device) if isinstance(node, Tensor) else None)
 
 
 def _merge_pieces(name: str, parts: list[tuple[float, Any]], ways: Mapping[ResultKey, Way]) -> Any:

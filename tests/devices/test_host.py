@@ -1,6 +1,7 @@
 """Streams of a CPU: order within, none between but by events, errors that arrive."""
 
 import gc
+import pickle
 import threading
 
 import pytest
@@ -108,6 +109,8 @@ def test_a_cpu_has_no_allocator_and_no_generator_of_its_own():
     assert ops.memory() is None
     assert ops.generator() is None
     assert len(ops.host_memory(7)) == 7
+    # Trainers can be pickled after a fit, with what has measured it.
+    assert pickle.loads(pickle.dumps(ops)) is ops
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device that others may have begun to use")
@@ -142,3 +145,4 @@ def test_a_device_runs_streams_and_counts_memory():
     generator.set_state(state)
     assert torch.equal(torch.rand(3, device=device), first)
     assert generator in used_generators()
+    assert pickle.loads(pickle.dumps(ops)) is ops

@@ -1,10 +1,11 @@
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import pytest
 import torch
 
-from lightning_mist.strategy.results import home, merge_extra, results_in
+from lightning_mist.strategy.results import Piece, combine, home, merge_extra, results_in
 
 
 @pytest.mark.parametrize(
@@ -67,3 +68,12 @@ def test_containers_keep_their_classes():
         14.0,
     ]
     assert (there["record"].name, value["record"].value.requires_grad) == ("x", True)
+
+
+def test_what_came_home_goes_back_to_where_the_step_had_it():
+    value = {"pair": Pair(torch.ones(1), 1), "record": Record(torch.ones(1), "x"), "rest": MappingProxyType({"a": 1})}
+    piece = Piece(index=0, weight=1.0, loss=None, extras=home(value), records=(), random_state=None)
+    there = combine([piece], torch.device("meta")).extras
+    assert there["pair"].first.is_meta
+    assert there["record"].value.is_meta
+    assert there["rest"] == {"a": 1}

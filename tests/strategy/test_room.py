@@ -129,3 +129,11 @@ class TestProof:
         planner, found, _ = planner_for(Net(), is_crowded=False)
         assert "no room to prove" in planner.with_invariance(found).excludes("microbatches")[0]
         assert seen.found == [6, 2]
+
+
+def test_ranks_whose_batches_have_no_rows_ask_the_others_all_the_same(monkeypatch):
+    planner, found, _ = planner_for(Net(), is_crowded=False)
+    asked = []
+    monkeypatch.setattr(planner_module, "of_all_ranks", lambda value: asked.append(value) or [4, value])
+    assert planner.seconds(found) == ()
+    assert asked == [None]

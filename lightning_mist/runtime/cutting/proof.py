@@ -186,6 +186,8 @@ class _Proof:
                 found = values[ran.loss]
                 if differences is not None:
                     found.backward()  # type: ignore[no-untyped-call]
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
         except Exception as error:  # whatever a call says of a batch that it was not taken down for
             raise UncuttableError(f"what the step computes does not run on fewer rows: {_short(error)}") from error
         limit = self._limit(value)
@@ -230,6 +232,8 @@ class _Proof:
                     continue
                 try:
                     self._follow(follower, variant, has_other)
+                except (torch.OutOfMemoryError, MemoryError):
+                    raise
                 except Exception as error:  # a batch that the step does not take
                     if variant.name == "the batch":
                         raise UncuttableError(
@@ -263,6 +267,8 @@ class _Proof:
             set_random_state(self._state, self._device)
             try:
                 whole, parts = Follower(tape, [loss], found, _COARSE if self._is_coarse else None).run(variant)
+            except (torch.OutOfMemoryError, MemoryError):
+                raise
             except Exception:  # such a batch was not followed either
                 if variant.name == "the batch":
                     raise

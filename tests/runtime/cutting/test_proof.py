@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_mist.errors import TraceError
+from lightning_mist.runtime.cutting import follow, proof
 from lightning_mist.runtime.cutting.proof import prove
 from lightning_mist.runtime.cutting.results import Result
 from tests import zoo
@@ -55,6 +56,23 @@ def test_the_step_is_called_twice():
     assert not isinstance(rules, str)
     assert calls == [5, 2]
     assert len(rules.slice.entries) <= 4
+
+
+@pytest.mark.parametrize("calls", [0, 40, 400])
+def test_running_out_of_memory_is_no_answer(monkeypatch, calls):
+    """Neither that batches cannot be cut, nor that a variant of the batch does not run: it is tried again with less."""
+    left, run_entry = [calls], follow.run_entry
+
+    def run(*args, **kwargs):
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("2 GiB")
+        return run_entry(*args, **kwargs)
+
+    for module in (proof, follow):
+        monkeypatch.setattr(module, "run_entry", run)
+    with pytest.raises(torch.OutOfMemoryError):
+        rules_of(Network(EXACT["two terms"]), make_batch(6, padding=False))
 
 
 @pytest.mark.sample
