@@ -24,7 +24,7 @@ from lightning_mist.model import (
     whole_tensor_reason,
 )
 from lightning_mist.model.compiled import compiled_exclusions
-from lightning_mist.model.initial import InitialValues, blocks_alike
+from lightning_mist.model.initial import InitialValues, blocks_alike, is_hollow
 from lightning_mist.model.step_bytes import step_bytes
 from lightning_mist.plan import (
     Exclusion,
@@ -104,7 +104,7 @@ class Planner:
     def room(self) -> Room:
         """What planning may take of each device."""
         limit = tensor_share(self.cluster) * Budget(cluster=self.cluster, asked=self.request.memory_limit).limit
-        held = sum(p.numel() * p.element_size() for p in self.module.parameters())
+        held = sum(p.numel() * p.element_size() for p in self.module.parameters() if not is_hollow(p))
         return Room(held=held, limit=limit, step_bytes=self._counted)
 
     def tried(self, work: Callable[..., T], *, tell: Callable[[str], None] | None = None) -> T:

@@ -32,7 +32,7 @@ class Room:
     """What planning may take of each device.
 
     Attributes:
-        held: Bytes of the parameters.
+        held: Bytes of the parameters, without those that have no values yet.
         limit: Bytes that tensors may take.
         step_bytes: Counts what one step of the whole batch allocates at its peak, gradients included; ``None`` if that
             cannot be told.

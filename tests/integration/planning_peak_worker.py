@@ -21,7 +21,7 @@ from lightning_mist import MistStrategy, SearchSpace
 from lightning_mist.runtime.meter import StorageMeter, state_tensors
 from lightning_mist.strategy import planner, planning, trials
 
-WIDTH, LAYERS, ROWS = 128, 40, 8
+WIDTH, LAYERS, ROWS = 128, 12, 8
 
 
 class Net(pl.LightningModule):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
+from lightning_mist.model.initial import empty_out
 from lightning_mist.plan import ModuleMap
 from lightning_mist.strategy import planner as planner_module
 from lightning_mist.strategy.planner import Planner
@@ -137,3 +138,12 @@ def test_ranks_whose_batches_have_no_rows_ask_the_others_all_the_same(monkeypatc
     monkeypatch.setattr(planner_module, "of_all_ranks", lambda value: asked.append(value) or [4, value])
     assert planner.seconds(found) == ()
     assert asked == [None]
+
+
+def test_parameters_without_values_take_no_room():
+    module = Net()
+    planner, *_ = planner_for(module, is_crowded=False)
+    assert planner.room.held == sum(p.nbytes for p in module.parameters())
+    for parameter in module.blocks.parameters():
+        empty_out(parameter)
+    assert planner.room.held == 0
