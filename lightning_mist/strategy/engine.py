@@ -262,11 +262,7 @@ class Engine:
 
     @works
     def fill(self, home: torch.device | None = None) -> None:
-        """Give every parameter of the module its full value on every rank.
-
-        Args:
-            home: Where values go that this rank has not; by default to where it computes.
-        """
+        """Give every parameter its full value on every rank; what is missing here comes to ``home``, if given."""
         if self.is_filled:
             return
         every, absent = self.stages.every, self._absent()
