@@ -25,7 +25,7 @@ from benchmarks.parity.plans import LAYOUTS, ROWS, Group, Layout, make_plan
 from benchmarks.parity.table import MODELS
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.cost import stage_memory
-from lightning_mist.cost.replay import is_plain_plan, replay_plan
+from lightning_mist.cost.replay import replay_plan
 from lightning_mist.errors import PlanError
 from lightning_mist.model import derive_splits, trace_model
 from lightning_mist.model.spec import ModelSpec
@@ -135,7 +135,7 @@ def measure(subject: Subject, layout: Layout) -> Cell:
         plan = make_plan(layout, spec.num_layers)
         searched = stage_memory(spec, plan)
         predicted = replay_plan(spec, plan)
-        if is_plain_plan(plan):
+        if plan.is_plain:
             measured = [measure_plain_peak(subject.module, spec.module_map, plan, subject.batches[0])]
         else:
             measured = measure_peaks(subject.module, spec.module_map, plan, subject.batches[: plan.world_size])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd, lcm
 
-from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
 
 ROWS = 12
 """Rows of every rank's batch: 2, 3, 4 and 6 parts of one batch have the same number of rows."""
@@ -12,13 +12,14 @@ ROWS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Devices that hold a part of the model: degrees, ZeRO stage and how many of its first layers are recomputed."""
+    """Devices that hold a part of the model: degrees, ZeRO stage, what is recomputed of its first layers and moved."""
 
     dp: int = 1
     tp: int = 1
     zero: int = 0
     checkpointed: int = 0
     sequence: bool = False
+    offload: OffloadRatios = field(default_factory=OffloadRatios)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ def make_plan(layout: Layout, layers: int, *, rows: int = ROWS) -> Plan:
                 microbatch_size=rows * world // (group.dp * count),
                 zero_stage=ZeroStage(group.zero),
                 checkpointing=Checkpointing(layers=min(size, group.checkpointed)),
+                offload=group.offload,
             )
         )
         first += size

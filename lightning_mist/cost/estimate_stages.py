@@ -90,7 +90,8 @@ class Estimator:
             PlanError: If the allocations of the plan are not known.
         """
         if not can_replay(self.spec, plan):
-            why = "; ".join(what_is_not_run(plan)) or f"{self.spec.name} was described without its allocations"
+            moves = "replays know of nothing that is moved" if any(stage.offload.any for stage in plan.stages) else ""
+            why = "; ".join(what_is_not_run(plan)) or moves or f"{self.spec.name} was described without its allocations"
             raise PlanError(f"the bytes over a step are not known: {why}; use a plan that is executed")
         return tuple(timeline_of(replay_group(self.spec, plan, group), group) for group in range(plan.num_groups))
 
@@ -198,9 +199,9 @@ def _describe_part(part: Cluster) -> str:
 
 
 def can_replay(spec: ModelSpec, plan: Plan) -> bool:
-    """Whether every allocation of a plan is known: of a traced network, under a plan that is executed."""
+    """Whether every allocation is known: of a traced network, under a plan that is executed and moves nothing."""
     known = all(layer.events is not None for layer in (spec.head, *spec.layers, spec.tail))
-    return known and not what_is_not_run(plan)
+    return known and not any(stage.offload.any for stage in plan.stages) and not what_is_not_run(plan)
 
 
 def _estimate(
@@ -250,7 +251,7 @@ def check_plan_for(spec: ModelSpec, cluster: AnyCluster, plan: Plan) -> None:
 def what_is_not_run(plan: Plan) -> tuple[str, ...]:
     """Why the runtime would not execute a plan."""
     found = []
-    if any(stage.offload.any for stage in plan.stages):
+    if any(replace(stage.offload, optimizer=0.0).any for stage in plan.stages):
         found.append("offloading is planned and not run yet: its buffers and host memory are those of the plan")
     if any(stage.mesh.context_parallel_degree > 1 for stage in plan.stages):
         found.append("context parallelism is planned and not run yet")

@@ -25,6 +25,7 @@ from lightning_mist.cost.held import ByRange, Holdings
 from lightning_mist.cost.ownership import owners_of
 from lightning_mist.cost.regions import ParameterTable, covered
 from lightning_mist.cost.sums import prefix_sums
+from lightning_mist.plan.moved import moved_of_unit
 
 MovedBytes: TypeAlias = Literal["parameters", "changed", "trained"]
 """Bytes of parameters that are moved, of those among them that are trained, and of what only trained ones have."""
@@ -45,12 +46,7 @@ def moved_parameters(table: ParameterTable, ratio: float, *, trained: bool) -> B
         return moved_P
     for unit in np.unique(unit_P):
         members = np.flatnonzero((unit_P == unit) & (bytes_P > 0))
-        # Bytes are whole numbers: one part in 10^12 is less than one of them, and more than rounding.
-        room = ratio * bytes_P[members].sum() * (1 + 1e-12)
-        for index in members[np.argsort(-bytes_P[members], kind="stable")]:
-            if bytes_P[index] <= room:
-                moved_P[index] = True
-                room -= bytes_P[index]
+        moved_P[members[list(moved_of_unit(bytes_P[members].tolist(), ratio))]] = True
     return moved_P
 
 

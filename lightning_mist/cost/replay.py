@@ -172,21 +172,9 @@ def replay_rank(
     part = spec.split(mesh.tensor_parallel_degree, mesh.sequence_parallel)
     view = RankView(part, spec, plan, rank)
     schedule = _schedule(plan, spec, shorten=shorten)
-    in_buckets = is_plain_plan(plan) if plain is None else plain
+    in_buckets = plan.is_plain if plain is None else plain
     tape, begin = Run(view, schedule, {} if known is None else known, batches_per_step, in_buckets=in_buckets).play()
     return Replay(rank, tape, begin)
-
-
-def is_plain_plan(plan: Plan) -> bool:
-    """Whether a plan is what torch's ``DistributedDataParallel`` does by itself, which then runs it."""
-    stage = plan.stages[0]
-    return (
-        plan.num_stages == 1
-        and plan.num_microbatches == 1
-        and stage.mesh.tensor_parallel_degree == 1
-        and stage.zero_stage == ZeroStage.NONE
-        and stage.checkpointing.layers == 0
-    )
 
 
 def replay_plan(

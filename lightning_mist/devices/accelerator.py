@@ -1,5 +1,7 @@
 """A device with streams, by torch's device-neutral names; what has none yet is asked of the device's own module."""
 
+import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,6 +72,17 @@ class AcceleratorOps:
     def host_memory(self, nbytes: int) -> Tensor:
         """See :class:`DeviceOps`."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def mapped_host_memory(self, nbytes: int) -> Tensor:
+        """See :class:`DeviceOps`."""
+        if self.device.type != "cuda" or nbytes == 0:
+            return self.host_memory(nbytes)
+        found = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        runtime, address = self._module.cudart(), found.data_ptr()
+        self._module.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))
+        # When the process ends there is nothing left to unlock, and the driver may be gone.
+        weakref.finalize(found.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
+        return found
 
     def memory(self) -> MemoryUse:
         """See :class:`DeviceOps`."""

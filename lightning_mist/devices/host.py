@@ -114,7 +114,8 @@ class HostOps:
         self._delays = None if seed is None else random.Random(seed)
         self._observer = observer
         self._events = itertools.count(1)
-        self._streams: list[HostStream] = []
+        self._numbers = itertools.count(1)
+        self._streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Streams and who observes them stay in their process.
@@ -122,8 +123,9 @@ class HostOps:
 
     def stream(self, *, high_priority: bool = False) -> HostStream:
         """See :class:`DeviceOps`."""
-        self._streams.append(HostStream(len(self._streams) + 1, self._delays))
-        return self._streams[-1]
+        stream = HostStream(next(self._numbers), self._delays)
+        self._streams.add(stream)
+        return stream
 
     def launch(
         self,
@@ -187,6 +189,10 @@ class HostOps:
     def host_memory(self, nbytes: int) -> Tensor:
         """See :class:`DeviceOps`."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def mapped_host_memory(self, nbytes: int) -> Tensor:
+        """See :class:`DeviceOps`."""
+        return self.host_memory(nbytes)
 
     def memory(self) -> None:
         """See :class:`DeviceOps`."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_mist.model.blocks import find_blocks
     from lightning_mist.model.cuts import map_module
     from lightning_mist.model.device_table import DeviceOperators, device_operators
-    from lightning_mist.model.elementwise import coupling_reason, whole_tensor_reason
+    from lightning_mist.model.elementwise import counting_reason, coupling_reason, whole_tensor_reason
     from lightning_mist.model.memory_rules import register_memory_rule
     from lightning_mist.model.optimizer import describe_optimizer, optimizer_class
     from lightning_mist.model.own_optimizer import optimizer_to_describe
@@ -53,6 +53,7 @@ __all__ = [
     "Release",
     "TensorSpec",
     "attach_seconds",
+    "counting_reason",
     "coupling_reason",
     "derive_splits",
     "describe_optimizer",
@@ -74,7 +75,7 @@ _HOMES = {
     "blocks": ("find_blocks",),
     "cuts": ("map_module",),
     "device_table": ("DeviceOperators", "device_operators"),
-    "elementwise": ("coupling_reason", "whole_tensor_reason"),
+    "elementwise": ("counting_reason", "coupling_reason", "whole_tensor_reason"),
     "memory_rules": ("register_memory_rule",),
     "optimizer": ("describe_optimizer", "optimizer_class"),
     "own_optimizer": ("optimizer_to_describe",),

@@ -119,6 +119,46 @@ def coupling_reason(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
+def counting_reason(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why this optimizer's step cannot be taken in several calls, a part of the parameters in each; None if it can.
+
+    For every group, one optimizer of the same class and options is stepped on two toy parameters at once, and another
+    on one after the other: parameters, state and options of the group must come out the same.
+
+    Args:
+        optimizer: The user's optimizer, of which :func:`coupling_reason` has nothing to say; not stepped or changed.
+    """
+    name = type(optimizer).__name__
+    for toy in () if _is_entrywise(optimizer) else _toys(optimizer):
+        for rank in toy.ranks:
+            values, gradients = _numbers((rank, rank), toy)
+            try:
+                (together, options), (apart, others) = (_stepped(toy, values, gradients, n) for n in (2, 1))
+            except Exception as error:
+                return f"{name} cannot be stepped on one parameter after the other: {type(error).__name__}: {error}"
+            if not all(_same(one, other) for one, other in zip(together, apart, strict=True)) or options != others:
+                return (
+                    f"{name} counts its steps for all parameters together: where they are updated one layer after the "
+                    "other it would count every layer"
+                )
+    return None
+
+
+def _stepped(
+    toy: _Toy, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], at_once: int
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Values of parameters after steps on so many of them at once, and the group's options."""
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    optimizer = toy.make(parameters)
+    (group,) = optimizer.param_groups
+    for step in gradients:
+        for first in range(0, len(parameters), at_once):
+            group["params"] = parameters[first : first + at_once]
+            _one_step(optimizer, group["params"], step[first : first + at_once])
+    own = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+    return [parameter.detach() for parameter in parameters], own
+
+
 class CalledAgainError(Exception):
     """An optimizer called its closure more than once in a step."""
 

@@ -185,6 +185,7 @@ class Plan:
             and stage.mesh.tensor_parallel_degree == 1
             and stage.zero_stage == ZeroStage.NONE
             and stage.checkpointing.layers == 0
+            and not stage.offload.any
         )
 
     def _check_layers(self) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lightning_mist.devices import DeviceOps, MemoryUse, ops_of
+from lightning_mist.runtime.offload.host_pool import is_host
 from lightning_mist.runtime.patches import SharedPatch
 
 
@@ -229,7 +230,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count_storage(self, storage: torch.UntypedStorage) -> None:
         # A fake tensor says it is on a CPU; its storage says it is not.
-        if storage.device.type != "cpu":
+        if storage.device.type != "cpu" or is_host(storage):
             return
         address, size = storage._cdata, storage.nbytes()
         known = self._alive.get(address)

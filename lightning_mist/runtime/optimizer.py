@@ -6,7 +6,9 @@ numbered through all groups as the user listed them. Of a parameter that tensor 
 updates its part; state with one value per entry is shared out in the same way, other state is the same on all ranks.
 """
 
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,8 +122,20 @@ def full_optimizer_state(cut: OptimizerCut, states: Iterable[OptimizerState]) ->
     return {"state": {number: merged[number] for number in sorted(merged)}, "param_groups": groups}
 
 
-def load_full_optimizer_state(cut: OptimizerCut, state_dict: Mapping[str, Any]) -> None:
+def load_full_optimizer_state(
+    cut: OptimizerCut,
+    state_dict: Mapping[str, Any],
+    *,
+    apart: Collection[nn.Parameter] = (),
+    loaded: Callable[[nn.Parameter], None] | None = None,
+) -> None:
     """Load this rank's part of a ``state_dict`` of an optimizer over the whole model.
+
+    Args:
+        cut: The cut optimizer.
+        state_dict: The state.
+        apart: Parameters whose state is not to be on the device all at once.
+        loaded: Called when the state of one of them is there.
 
     Raises:
         ValueError: If its groups are not those of the optimizer.
@@ -134,6 +148,7 @@ def load_full_optimizer_state(cut: OptimizerCut, state_dict: Mapping[str, Any]) 
             "load the checkpoint into the optimizer it was saved from"
         )
     state: dict[int, Any] = {}
+    alone: dict[nn.Parameter, tuple[Any, dict[str, Any]]] = {}
     groups: list[dict[str, Any]] = []
     start = 0
     for old, full, own in zip(saved, cut.groups, cut.optimizer.param_groups, strict=True):
@@ -145,9 +160,21 @@ def load_full_optimizer_state(cut: OptimizerCut, state_dict: Mapping[str, Any]) 
         groups.append(entry)
         for local, (number, i) in enumerate(kept, start):
             if number in state_dict["state"]:
-                state[local] = _take_part(state_dict["state"][number], cut.parts.get(full[i]))
+                found = _take_part(state_dict["state"][number], cut.parts.get(full[i]))
+                if full[i] in apart:
+                    alone[full[i]] = found, entry
+                else:
+                    state[local] = found
         start += len(kept)
     cut.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for parameter, (found, entry) in alone.items():
+        # An optimizer of one parameter, of the same class: it says where loaded state belongs and of which type it is.
+        other = copy.copy(cut.optimizer)
+        other.param_groups, other.state = [{**entry, "params": [parameter]}], defaultdict(dict)
+        other.load_state_dict({"state": {0: found}, "param_groups": [{**entry, "params": [0]}]})
+        cut.optimizer.state[parameter] = other.state[parameter]
+        if loaded is not None:
+            loaded(parameter)
 
 
 def _take_part(entry: Mapping[str, Any], part: Part | None) -> Mapping[str, Any]:

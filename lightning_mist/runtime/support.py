@@ -9,7 +9,7 @@ from lightning_mist.plan import ModuleMap, Plan, StagePlan, check_split
 from lightning_mist.plan.render import ranges
 
 EXECUTED: Mapping[str, Any] = MappingProxyType({"offload": ()})
-"""Fields of a search space, and what plans that are to be executed may use of them: nothing is offloaded yet."""
+"""Fields of a search space, and what plans that are to be executed may use of them: nothing is offloaded by itself."""
 
 
 def restriction_notes(offload: Sequence[str] | None) -> tuple[str, ...]:
@@ -21,8 +21,7 @@ def restriction_notes(offload: Sequence[str] | None) -> tuple[str, ...]:
     return ("nothing is offloaded: the runtime does not do it yet",) if offload else ()
 
 
-_OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
-_WORDS = {"optimizer": "optimizer state"}
+_OFFLOADED = ("parameters", "gradients", "activations")
 
 
 def check_supported(plan: Plan, module_map: ModuleMap) -> None:
@@ -42,6 +41,7 @@ def check_supported(plan: Plan, module_map: ModuleMap) -> None:
         )
     for index, stage in enumerate(plan.stages):
         _check_stage(index, stage)
+        _check_units(index, stage, module_map)
         check_split(index, stage, module_map)
 
 
@@ -60,7 +60,7 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
             stages_of.setdefault("context_parallel_degree above 1", []).append(index)
         for name in _OFFLOADED:
             if getattr(stage.offload, name) > 0.0:
-                stages_of.setdefault(f"{_WORDS.get(name, name)} in host memory", []).append(index)
+                stages_of.setdefault(f"{name} in host memory", []).append(index)
     many = plan.num_stages > 1
     found += [f"{what}{_on(stages) if many else ''}" for what, stages in stages_of.items()]
     return tuple(found)
@@ -85,6 +85,15 @@ def _check_stage(index: int, stage: StagePlan) -> None:
         ratio = getattr(stage.offload, name)
         if ratio > 0.0:
             raise PlanError(
-                f"stages[{index}].offload.{name} = {ratio}: the runtime keeps everything on the device, so the ratio "
+                f"stages[{index}].offload.{name} = {ratio}: the runtime keeps all of them on the device, so the ratio "
                 "must be 0; use checkpointed_layers or more stages to save memory"
             )
+
+
+def _check_units(index: int, stage: StagePlan, module_map: ModuleMap) -> None:
+    """Refuse to move state of modules whose parameters are not known by layers."""
+    if stage.offload.optimizer > 0.0 and (why := "; ".join(module_map.excludes("shards"))):
+        raise PlanError(
+            f"stages[{index}].offload.optimizer = {stage.offload.optimizer}: {why}; state is moved layer by layer, so "
+            "the ratio must be 0"
+        )

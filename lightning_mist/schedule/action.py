@@ -24,6 +24,9 @@ class ActionKind(Enum):
     GATHER_PARAMETERS = "GATHER"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
+    LOAD_OPTIMIZER_STATE = "LOAD_O"
+    STORE_OPTIMIZER_STATE = "STORE_O"
+    UPDATE = "UPDATE"
 
     # There is one object of each kind, and hashing names, as enumerations do, is most of what making lists would take.
     __hash__ = object.__hash__
@@ -51,7 +54,15 @@ TAIL = -2
 
 UNIT_NAMES = {HEAD: "head", TAIL: "tail"}
 
-_OF_UNITS = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD})
+_OF_UNITS = frozenset(
+    {
+        ActionKind.UNSHARD,
+        ActionKind.RESHARD,
+        ActionKind.LOAD_OPTIMIZER_STATE,
+        ActionKind.STORE_OPTIMIZER_STATE,
+        ActionKind.UPDATE,
+    }
+)
 
 _WHOLE_STAGE = frozenset(
     {
@@ -94,7 +105,9 @@ class Action:
 
     With a *unit* (a layer, the head or the tail; see :mod:`~lightning_mist.schedule.units`) an action is about that
     unit of the stage alone: ``2F0:5`` computes layer 5, ``2REDUCE:5`` sums its gradients to their owners, and
-    ``2UNSHARD:5`` and ``2RESHARD:5`` fetch its parameters from their owners and free them again.
+    ``2UNSHARD:5`` and ``2RESHARD:5`` fetch its parameters from their owners and free them again. ``2LOAD_O:5`` and
+    ``2STORE_O:5`` start to copy its optimizer state from host memory and back, and ``2UPDATE:5`` is the optimizer's
+    update of its parameters; see :mod:`~lightning_mist.schedule.moves`.
     """
 
     stage: int

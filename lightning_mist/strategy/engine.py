@@ -24,15 +24,8 @@ from lightning_mist.runtime.buffers import BufferSync
 from lightning_mist.runtime.cutting.rules import CutRules
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gather import ParameterGatherer
-from lightning_mist.runtime.optimizer import (
-    OptimizerCut,
-    clip_by_norm,
-    gather_optimizer_state,
-    global_grad_norm,
-    load_full_optimizer_state,
-    local_optimizer_state,
-    restrict_optimizer,
-)
+from lightning_mist.runtime.offload.host_pool import HostPool
+from lightning_mist.runtime.optimizer import clip_by_norm, global_grad_norm
 from lightning_mist.runtime.parts import parts_of
 from lightning_mist.runtime.random import get_random_state, set_random_state
 from lightning_mist.runtime.stages import make_stages
@@ -42,6 +35,7 @@ from lightning_mist.strategy.data import BatchExchange
 from lightning_mist.strategy.deferred import leave_on_rank_zero
 from lightning_mist.strategy.guard import StepGuard
 from lightning_mist.strategy.logging import LogRecord, recorded_logs, replay
+from lightning_mist.strategy.owned_optimizer import OwnedOptimizer
 from lightning_mist.strategy.part_steps import PartSteps
 from lightning_mist.strategy.results import BatchResult, Piece, combine, pieces_by_owner, results_in
 
@@ -108,7 +102,7 @@ class Engine:
             self.executor.results_made = self._homeward.made
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._stash: list[tuple[nn.Parameter, Tensor]] | None = None
-        self._cut: OptimizerCut | None = None
+        self._optimizer: OwnedOptimizer | None = None
         self._guards: list[Any] = []
         self._names = {p: name for name, p in self.stages.every.items()}
         self._parts = parts_of(plan, rank, module_map)
@@ -201,28 +195,16 @@ class Engine:
     @works
     def take_optimizer(self, optimizer: Any) -> None:
         """Let the user's optimizer update only what this rank owns."""
-        owned = [self.stages.parameters[item.name] for item in self.executor.mesh.owned]
-        parts = {self.stages.parameters[name]: part for name, part in self._parts.items()}
-        self._cut = restrict_optimizer(optimizer, owned, parts)
+        pool = HostPool(ops_of(self.device))
+        self._optimizer = OwnedOptimizer(
+            optimizer, self.executor, self._parts, self.module_map, device=self.device, pool=pool
+        )
 
     @works
     def release_optimizer(self) -> Callable[[Transport], dict[str, Any]] | None:
-        """Give the optimizer all its parameters back.
-
-        Returns:
-            What :meth:`optimizer_state` would have given, on rank 0, whenever all ranks call it with a transport. Until
-            then each keeps in host memory the state of what it updated. ``None`` if there was no optimizer.
-        """
+        """Give the optimizer all its parameters back; see :meth:`OwnedOptimizer.release`. ``None`` if there is none."""
         come_back(self.stages.every.values())
-        if self._cut is None:
-            return None
-        cut, device = self.cut, self.device
-        kept = {
-            number: {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in entry.items()}
-            for number, entry in local_optimizer_state(cut).items()
-        }
-        cut.restore()
-        return lambda transport: complete(gather_optimizer_state(cut, transport, mine=kept, device=device)) or {}
+        return None if self._optimizer is None else self._optimizer.release()
 
     @works
     def begin(self, initial: InitialValues | None) -> None:
@@ -341,19 +323,19 @@ class Engine:
     @works
     def optimizer_state(self) -> dict[str, Any]:
         """Optimizer state in the layout of the whole model on rank 0; empty on the others."""
-        return complete(gather_optimizer_state(self.cut, self.transport)) or {}
+        return self.optimizer.state()
 
     @works
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Take this rank's part of optimizer state in the layout of the whole model."""
-        load_full_optimizer_state(self.cut, state)
+        self.optimizer.load(state)
 
     @property
-    def cut(self) -> OptimizerCut:
+    def optimizer(self) -> OwnedOptimizer:
         """The optimizer over what this rank owns."""
-        if self._cut is None:
+        if self._optimizer is None:
             raise RuntimeError("take_optimizer must come first")
-        return self._cut
+        return self._optimizer
 
     # Over all ranks ----------------------------------------------------------------------------------------------
 
@@ -361,7 +343,7 @@ class Engine:
     def clip_by_norm(self, optimizer: Any, max_norm: float) -> None:
         """Clip this rank's gradients by the norm of the whole model's."""
         every = {name: parameter for parameter, name in self._names.items()}
-        order = [self._names[parameter] for group in self.cut.groups for parameter in group]
+        order = [self._names[parameter] for group in self.optimizer.cut.groups for parameter in group]
         speakers = self.gatherer.speakers
         norm = complete(global_grad_norm(self.executor.mesh, every, speakers, self.transport, names=order))
         clip_by_norm((p for group in optimizer.param_groups for p in group["params"]), max_norm, norm)

@@ -10,7 +10,7 @@ from tests.tuner.test_comparison import plan
 
 def moved():
     made = plan(4.0, tokens=16)
-    first = replace(made.stages[0], offload=OffloadRatios(optimizer=1.0))
+    first = replace(made.stages[0], offload=OffloadRatios(gradients=1.0))
     return replace(made, stages=(first, made.stages[1]))
 
 
@@ -30,7 +30,7 @@ def test_table():
     assert "1.000" in lines["this plan"]
     assert "2 stages; 2 microbatches of 4 rows" in lines["this plan"]
     assert "the same plan " in lines["same"]
-    for words in ("4 s", "2.000", "32", "2.9 KiB", "on the host: optimizer"):
+    for words in ("4 s", "2.000", "32", "2.9 KiB", "on the host: gradients"):
         assert words in lines["moved *"]
     assert "the same plan as moved" in lines["again *"]
     assert "does not fit: needs 3 GiB of 2 GiB per device (to know)" in lines["none"]
@@ -41,7 +41,7 @@ def test_table():
 def test_narrow_tables_lose_nothing():
     text = render_comparison(compared(), width=80)
     assert max(map(len, text.splitlines())) <= 80
-    for words in ("host:", "optimizer", "32", "2.9 KiB", "2.000"):
+    for words in ("host:", "gradients", "32", "2.9 KiB", "2.000"):
         assert words in text
 
 
@@ -56,5 +56,5 @@ def test_json():
     assert [item["name"] for item in found] == ["this plan", "same", "moved", "again", "none"]
     assert from_json(json.dumps(found[2]["plan"])) == moved()
     assert found[2]["ratio"] == 2.0
-    assert found[2]["not_executed"] == ["optimizer state in host memory (stage 0)"]
+    assert found[2]["not_executed"] == ["gradients in host memory (stage 0)"]
     assert (found[4]["plan"], found[4]["reason"]) == (None, "does not fit: needs 3 GiB of 2 GiB per device")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from lightning_mist.cost.allocator import simulate_allocator
 from lightning_mist.cost.allocator_data import AllocatorSettings
 from lightning_mist.cost.memory import TERMS
-from lightning_mist.cost.replay import is_plain_plan, replay_group, replay_plan, replay_rank
+from lightning_mist.cost.replay import replay_group, replay_plan, replay_rank
 from lightning_mist.errors import PlanError
 from tests.cost.events import WIDTH, with_events
 from tests.integration.parity import make_plan
@@ -90,7 +90,7 @@ def test_what_is_received_lives_until_its_gradient_has_left(network):
 
 def test_distributed_data_parallel_has_its_buckets_all_the_time(network):
     plan = make_plan([4], degrees=[2])
-    assert is_plain_plan(plan)
+    assert plan.is_plain
     (plain,), (ours,) = replay_plan(network, plan), replay_plan(network, plan, plain=False)
     buckets = [item for item in plain.alive_at(plain.begin) if item.label.term == "gradient_bytes"]
     assert sum(item.nbytes for item in buckets) == TRAINED

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,26 +12,46 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from lightning_mist.devices import HostOps
 from lightning_mist.plan import ModuleMap, Plan, row_slice
 from lightning_mist.runtime.batches import batch_rows
 from lightning_mist.runtime.caches import no_caches
 from lightning_mist.runtime.executor import Microbatch
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.meter import StorageMeter
+from lightning_mist.runtime.offload.host_pool import HostPool
+from lightning_mist.runtime.offload.placing import offload_optimizer_state
 from lightning_mist.runtime.optimizer import restrict_optimizer
 from lightning_mist.runtime.transport import Transport, Work
 from tests.integration.parity import Rank, loss_of, microbatches
 
 STEPS = 2
-"""The first step makes the optimizer's state; the second one is measured."""
+"""The first step makes the optimizer's state; the second one is measured, or the third where state is moved: through
+rooms that the second makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Bytes of one rank: the peak of its device, and host memory for what is moved there."""
+
+    device: int
+    host: int
 
 
 def measure_peaks(module: nn.Module, module_map: ModuleMap, plan: Plan, batches: Sequence[Any]) -> list[int]:
     """Largest peak of any rank, for every stage of a plan."""
+    return [use.device for use in measure(module, module_map, plan, batches)]
+
+
+def measure(module: nn.Module, module_map: ModuleMap, plan: Plan, batches: Sequence[Any]) -> list[Use]:
+    """The most of each that any rank uses, for every stage of a plan."""
     world = InMemoryWorld(plan.world_size)
     runs = [_train(copy.deepcopy(module), module_map, plan, batches, Elsewhere(item)) for item in world.transports]
-    peaks = drive(runs)
-    return [max(peaks[rank] for rank in stage.devices) for stage in plan.stages]
+    uses = drive(runs)
+    return [
+        Use(max(uses[rank].device for rank in stage.devices), max(uses[rank].host for rank in stage.devices))
+        for stage in plan.stages
+    ]
 
 
 def measure_plain_peak(module: nn.Module, module_map: ModuleMap, plan: Plan, batch: Any) -> int:
@@ -107,20 +128,26 @@ class Elsewhere:
 
 def _train(
     module: nn.Module, module_map: ModuleMap, plan: Plan, batches: Sequence[Any], transport: Transport
-) -> Generator[Work, None, int]:
+) -> Generator[Work, None, Use]:
     rank = Rank.make(module, module_map, plan, transport.rank, transport)
     stages = rank.executor.stages
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
     restrict_optimizer(optimizer, [stages.parameters[item.name] for item in rank.executor.mesh.owned])
+    ops = HostOps()
+    moved = offload_optimizer_state(
+        optimizer, rank.executor.mesh, module_map, stages.parameters, ops, pool := HostPool(ops)
+    )
     stages.hollow()
     parts = microbatches(plan, transport.rank, batches)
     meter = StorageMeter()
-    for _ in range(STEPS):
+    for _ in range(STEPS + (moved is not None)):
         optimizer.zero_grad()
         meter.reset()
         meter.observe(_held(rank, optimizer, plan, batches, transport.rank))
         yield from _metered(meter, _step(rank, optimizer, parts))
-    return meter.peak_bytes
+    if moved is not None:
+        moved.end()
+    return Use(meter.peak_bytes, pool.nbytes)
 
 
 def _step(rank: Rank, optimizer: torch.optim.Optimizer, parts: Sequence[Microbatch]) -> Iterator[Work]:

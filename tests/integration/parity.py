@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_mist.model.cuts import map_module
-from lightning_mist.plan import Checkpointing, ModuleMap, Plan, StageMesh, StagePlan, ZeroStage, row_slice
+from lightning_mist.plan import (
+    Checkpointing,
+    ModuleMap,
+    OffloadRatios,
+    Plan,
+    StageMesh,
+    StagePlan,
+    ZeroStage,
+    row_slice,
+)
 from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gather import ParameterGatherer
@@ -90,6 +99,7 @@ def make_plan(
     checkpointed: int | Sequence[int] = 0,
     schedule: str = "1f1b",
     chunks: int = 1,
+    offload: OffloadRatios | None = None,
 ) -> Plan:
     """A plan from the number of layers of each stage.
 
@@ -104,6 +114,7 @@ def make_plan(
         checkpointed: Checkpointed layers per stage at most.
         schedule: Name of the schedule.
         chunks: Stages per group of devices; degrees are those of the groups.
+        offload: What every stage keeps in host memory.
     """
     groups = len(layers) // chunks
     degrees = [1] * groups if degrees is None else degrees
@@ -128,6 +139,7 @@ def make_plan(
             checkpointing=Checkpointing(
                 layers=min(size, checkpointed if isinstance(checkpointed, int) else checkpointed[index])
             ),
+            offload=offload or OffloadRatios(),
         )
         for index, (size, end) in enumerate(zip(layers, ends, strict=True))
     )

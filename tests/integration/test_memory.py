@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lightning_mist.cost import stage_memory
-from lightning_mist.cost.replay import is_plain_plan
 from lightning_mist.model import derive_splits, trace_model
 from tests import zoo
 from tests.integration.metered import measure_peaks, measure_plain_peak
@@ -82,7 +81,7 @@ def errors_of(model, options, traced):
         assert spec.module_map.excludes("sequence")
         return []
     batches = [make_batch(ROWS) for _ in range(plan.world_size)]
-    if is_plain_plan(plan):
+    if plan.is_plain:
         measured = [measure_plain_peak(module, spec.module_map, plan, batches[0])]
     else:
         measured = measure_peaks(module, spec.module_map, plan, batches)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.model import coupling_reason, whole_tensor_reason
+from lightning_mist.model import counting_reason, coupling_reason, whole_tensor_reason
 
 
 def parameters() -> list[nn.Parameter]:
@@ -202,3 +202,44 @@ def test_optimizers_of_torch_are_known_without_a_trial(monkeypatch):
     optimizer = torch.optim.AdamW(parameters())
     assert coupling_reason(optimizer) is None
     assert whole_tensor_reason(optimizer) is None
+
+
+class Shared(torch.optim.Optimizer):
+    """Counts its steps in the group, and steps by them."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / group["steps"])
+
+
+class Silent(Shared):
+    """Counts them, and does nothing with that."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("cls", [Shared, Silent])
+def test_an_optimizer_that_counts_for_all_parameters_together(cls):
+    optimizer = cls(parameters())
+    assert coupling_reason(optimizer) is None
+    reason = counting_reason(optimizer)
+    assert reason is not None
+    assert reason.startswith(f"{cls.__name__} counts its steps for all parameters together")
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.Adafactor, lambda p: torch.optim.Muon(p[:1]), Lamb, Rows]
+)
+def test_optimizers_that_may_update_one_parameter_after_the_other(make):
+    assert counting_reason(make(parameters())) is None

@@ -110,10 +110,10 @@ def test_a_plan_alone_is_enough():
 
 
 def test_what_is_not_executed_yet_is_said_first():
-    plan = predicted(2, 4, devices=4, offload=OffloadRatios(optimizer=0.5))
+    plan = predicted(2, 4, devices=4, offload=OffloadRatios(gradients=0.5))
     _, text = sections(render_report(Report(title="t", plan=plan)))
     assert "this version does not execute all of this plan yet" in text
-    assert "optimizer state in host memory" in text
+    assert "gradients in host memory" in text
     assert text.index("A forecast") < text.index("The plan")
 
 

@@ -29,7 +29,7 @@ def test_every_zero_stage_runs(zero_stage):
             r"stages\[0\]\.tensor_parallel_degree = 2: .*; use tensor_parallel_degree = 1",
         ),
         ({"mesh": StageMesh(devices=(0, 1), context_parallel_degree=2)}, r"stages\[0\]\.context_parallel_degree = 2"),
-        ({"offload": OffloadRatios(optimizer=0.5)}, r"stages\[0\]\.offload\.optimizer = 0\.5"),
+        ({"offload": OffloadRatios(gradients=0.5)}, r"stages\[0\]\.offload\.gradients = 0\.5"),
         ({"offload": OffloadRatios(activations=0.25)}, r"stages\[0\]\.offload\.activations = 0\.25"),
     ],
 )
@@ -65,7 +65,17 @@ def test_what_is_not_executed_yet_is_named():
     ring = replace(STAGE, mesh=StageMesh(devices=(0, 1), context_parallel_degree=2))
     assert unsupported(_plan(ring)) == ("context_parallel_degree above 1",)
     moved = replace(STAGE, offload=OffloadRatios(optimizer=0.5, activations=1.0))
-    assert unsupported(_plan(moved)) == ("optimizer state in host memory", "activations in host memory")
+    assert unsupported(_plan(moved)) == ("activations in host memory",)
+
+
+def test_state_is_moved_where_layers_are_known():
+    plan = _plan(replace(STAGE, offload=OffloadRatios(optimizer=0.5)))
+    check_supported(plan, make_map(2))
+    excluded = replace(make_map(2), exclusions=(Exclusion(feature="shards", reason="used between layers"),))
+    with pytest.raises(
+        PlanError, match=r"offload\.optimizer = 0\.5: used between layers; state is moved layer by layer"
+    ):
+        check_supported(plan, excluded)
 
 
 def test_a_search_space_can_be_kept_to_what_is_executed():

@@ -145,7 +145,7 @@ def test_a_step_without_a_loss_has_no_backward():
 
 def test_the_optimizer_is_asked_for_once_it_is_there():
     with pytest.raises(RuntimeError, match=re.escape("take_optimizer must come first")):
-        _ = make_engine().cut
+        _ = make_engine().optimizer
 
 
 def test_parameters_have_one_name():

@@ -1,0 +1,83 @@
+"""Host memory for what is moved: mapped and page-locked once, in just the bytes that are asked for, within a budget.
+
+``pin_memory`` of torch rounds sizes up to powers of two, so half as much again is taken on average. Here every unit
+has a mapping of its own, of its very size, for as long as the pool lives.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_mist.devices import DeviceOps
+from lightning_mist.errors import PlanError
+from lightning_mist.units import format_bytes
+
+ALIGNMENT_BYTES = 64
+"""Where a tensor begins in a mapping or in a room: a cache line, and what kernels with vector loads ask for."""
+
+
+def padded(nbytes: int) -> int:
+    """Bytes with what is left free up to where the next tensor may begin."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def views_into(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Consecutive aligned views into bytes, of the shapes and types of others, and of their strides if these are dense.
+
+    Args:
+        buffer: Bytes.
+        like: What the views are like.
+    """
+    views, start = [], 0
+    for tensor in like:
+        nbytes = tensor.numel() * tensor.element_size()
+        form = torch.empty_like(tensor, device="meta")
+        views.append(buffer[start : start + nbytes].view(tensor.dtype).as_strided(form.shape, form.stride()))
+        start += padded(nbytes)
+    return views
+
+
+def room_for(tensors: Sequence[Tensor]) -> int:
+    """Bytes that :func:`views_into` needs."""
+    return sum(padded(tensor.numel() * tensor.element_size()) for tensor in tensors)
+
+
+class HostPool:
+    """A rank's host memory for what it moves.
+
+    Args:
+        ops: The device whose copies it serves.
+        budget: Bytes that it may take; any number without.
+
+    Attributes:
+        nbytes: Bytes that it has taken.
+    """
+
+    def __init__(self, ops: DeviceOps, budget: int | None = None) -> None:
+        self._ops, self._budget, self.nbytes = ops, budget, 0
+
+    def take(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Host memory for tensors, of the same forms; it stays theirs.
+
+        Raises:
+            PlanError: If that is more than the budget.
+        """
+        nbytes = room_for(like)
+        if self._budget is not None and self.nbytes + nbytes > self._budget:
+            raise PlanError(
+                f"offloading needs {format_bytes(self.nbytes + nbytes)} of host memory or more, and "
+                f"{format_bytes(self._budget)} may be used by each process: raise host_memory_limit, or offload less"
+            )
+        self.nbytes += nbytes
+        # Whoever counts what is made here would count it as the device's, on a CPU.
+        with _disable_current_modes():
+            memory = self._ops.mapped_host_memory(nbytes)
+            memory.untyped_storage()._mist_is_host = True  # type: ignore[attr-defined]
+            return views_into(memory, like)
+
+
+def is_host(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is of a pool: on a CPU that is also where everything else is."""
+    return getattr(storage, "_mist_is_host", False)

@@ -1,0 +1,81 @@
+"""Copies between the device and host memory: one stream for each direction.
+
+A lane never waits for the caller, and the caller never for a lane, but by events: whoever uses what a copy writes, or
+writes or frees what it reads, has waited for the event that the copy gave. So no allocator has to be told of streams.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_mist.devices import DeviceOps
+
+
+class Lanes:
+    """The two copy streams of a device.
+
+    Args:
+        ops: The device.
+
+    Attributes:
+        loaded_bytes: Copied to the device so far.
+        stored_bytes: Copied to the host so far.
+    """
+
+    def __init__(self, ops: DeviceOps) -> None:
+        self._ops = ops
+        self._load, self._store = ops.stream(), ops.stream()
+        self.loaded_bytes = self.stored_bytes = 0
+
+    def load(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Iterable[Any] = ()) -> Any:
+        """Copy from host memory to the device.
+
+        Args:
+            targets: Tensors on the device.
+            sources: Tensors of the same forms in host memory.
+            after: Events to wait for before; None among them is nothing.
+
+        Returns:
+            The event of the copies' end.
+        """
+        self.loaded_bytes += _bytes(sources)
+        return self._copy(self._load, targets, sources, after)
+
+    def store(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Iterable[Any] = ()) -> Any:
+        """Copy from the device to host memory, behind what has been computed so far; otherwise as :meth:`load`."""
+        self.stored_bytes += _bytes(sources)
+        return self._copy(self._store, targets, sources, [self._ops.record(), *after])
+
+    def wait(self, event: Any) -> None:
+        """Let what is computed from here on wait for a copy."""
+        if event is not None:
+            self._ops.wait(event)
+
+    def uses(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """What is computed now uses these tensors; said for those who watch the order of things."""
+        self._ops.launch(_nothing, reads=reads, writes=writes)
+
+    def settle(self) -> None:
+        """Wait, as the caller, until all copies to the host have ended."""
+        self._ops.synchronize(self._ops.record(self._store))
+
+    def _copy(self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Iterable[Any]) -> Any:
+        for event in after:
+            if event is not None:
+                self._ops.wait(event, stream)
+
+        def copy() -> None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+
+        self._ops.launch(copy, stream, reads=sources, writes=targets)
+        return self._ops.record(stream)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,179 @@
+"""Optimizer state in host memory: fetched unit by unit for the update, and written back behind it.
+
+Between steps ``optimizer.state`` holds the tensors in host memory. For its unit's update a parameter's state lies in a
+room on the device. State that the optimizer makes, in its first step or when it replaces a tensor, leaves from where it
+was made. Which actions come when the schedule says; see :mod:`lightning_mist.schedule.moves`.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mist.devices import DeviceOps
+from lightning_mist.runtime.offload.host_pool import HostPool, is_host
+from lightning_mist.runtime.offload.lanes import Lanes
+from lightning_mist.runtime.offload.rooms import Rooms
+from lightning_mist.runtime.offload.unit_steps import UnitSteps
+from lightning_mist.runtime.shards import UnitKey
+from lightning_mist.schedule import Action, ActionKind
+from lightning_mist.schedule.moves import ROOMS
+
+_Place = tuple[nn.Parameter, str]
+"""A parameter and the name of one of its state's tensors."""
+
+
+class OffloadedState:
+    """The optimizer state of a rank of which some is in host memory.
+
+    Args:
+        optimizer: The user's optimizer over what the rank updates.
+        units: What it updates of each unit.
+        moved: The parameters whose state is in host memory.
+        actions: The update of everything, by units.
+        ops: The device.
+        lanes: Its copies.
+        pool: The host memory.
+
+    Attributes:
+        moved: As given.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        units: Mapping[UnitKey, Sequence[nn.Parameter]],
+        moved: Collection[nn.Parameter],
+        actions: Sequence[Action],
+        *,
+        ops: DeviceOps,
+        lanes: Lanes,
+        pool: HostPool,
+    ) -> None:
+        self._optimizer, self._units, self._actions = optimizer, units, tuple(actions)
+        self.moved = frozenset(moved)
+        self._device, self._lanes, self._pool = ops.device, lanes, pool
+        self._rooms = Rooms(ops.device)
+        self._room_of = {key: index for index, key in enumerate(self._movers())}
+        self._home: dict[_Place, Tensor] = {}
+        # The end of the last copy out of each room. A unit is always in the same one, and copies out end in the order
+        # in which they began: then what it left there before is at home too.
+        self._left: dict[int, Any] = {}
+        self._arriving: dict[UnitKey, tuple[Any, dict[_Place, Tensor]]] = {}
+        self._leaving: list[tuple[Any, list[Tensor]]] = []
+        self._steps = UnitSteps(optimizer, self.update)
+        self.send_home(moved)
+
+    def update(self) -> None:
+        """Update everything, unit by unit."""
+        self._rooms.ensure([list(self._at_home(self._units[key]).values()) for key in self._movers()])
+        for action in self._actions:
+            self.perform(action)
+        self._free(self._leaving)
+
+    def perform(self, action: Action) -> None:
+        """Do one action of the update."""
+        assert action.unit is not None
+        key = action.stage, action.unit
+        if action.kind is ActionKind.LOAD_OPTIMIZER_STATE:
+            self._load(key)
+        elif action.kind is ActionKind.UPDATE:
+            self._update(key)
+        else:
+            self._store(key)
+
+    def settle(self) -> None:
+        """Wait until all state in host memory has its values: before anybody reads it."""
+        self._lanes.settle()
+
+    def send_home(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Move state to host memory that is on the device, where it did not come from there.
+
+        Args:
+            parameters: Whose state, as far as it is to be there.
+        """
+        for parameter in parameters:
+            fresh = self._fresh([parameter])
+            for place, home in zip(fresh, self._homes(fresh), strict=True):
+                home.copy_(fresh[place])
+                self._set(place, home)
+
+    def end(self) -> None:
+        """Let the optimizer step as it did before; its state stays where it is."""
+        self.settle()
+        self._steps.end()
+
+    def _load(self, key: UnitKey) -> None:
+        homes = self._at_home(self._units.get(key, ()))
+        if not homes:
+            return
+        views = self._rooms.views(room := self._room_of[key], list(homes.values()))
+        event = self._lanes.load(views, list(homes.values()), after=[self._left.get(room % ROOMS)])
+        self._arriving[key] = event, dict(zip(homes, views, strict=True))
+
+    def _update(self, key: UnitKey) -> None:
+        event, views = self._arriving.pop(key, (None, {}))
+        self._lanes.wait(event)
+        for place, view in views.items():
+            self._set(place, view)
+        parameters = self._units.get(key, ())
+        self._lanes.uses([p.grad for p in parameters if p.grad is not None], [*parameters, *views.values()])
+        self._steps.of(parameters)
+
+    def _store(self, key: UnitKey) -> None:
+        fresh = self._fresh(self._units.get(key, ()))
+        if not fresh:
+            return
+        homes = self._homes(fresh)
+        event = self._lanes.store(homes, list(fresh.values()))
+        self._left[self._room_of[key] % ROOMS] = event
+        for place, home in zip(fresh, homes, strict=True):
+            self._set(place, home)
+        # What was not in the room may go when the copy has ended: one unit later.
+        gone, self._leaving = self._leaving, [(event, list(fresh.values()))]
+        self._free(gone)
+
+    def _free(self, leaving: list[tuple[Any, list[Tensor]]]) -> None:
+        for event, tensors in leaving:
+            self._lanes.wait(event)
+            tensors.clear()
+        leaving.clear()
+
+    def _movers(self) -> Iterator[UnitKey]:
+        """The units of which this rank moves anything, in their order."""
+        return (key for key, parameters in self._units.items() if not self.moved.isdisjoint(parameters))
+
+    def _entries(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[_Place, Tensor]]:
+        for parameter in parameters:
+            if parameter in self.moved:
+                for name, value in self._optimizer.state.get(parameter, {}).items():
+                    # Counters stay with those who read them.
+                    if isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 1:
+                        yield (parameter, name), value
+
+    def _at_home(self, parameters: Iterable[nn.Parameter]) -> dict[_Place, Tensor]:
+        return {place: value for place, value in self._entries(parameters) if is_host(value.untyped_storage())}
+
+    def _fresh(self, parameters: Iterable[nn.Parameter]) -> dict[_Place, Tensor]:
+        """Tensors of state that are on the device, in a room or where the optimizer has made them."""
+        return {
+            place: value
+            for place, value in self._entries(parameters)
+            if value.device == self._device and not is_host(value.untyped_storage())
+        }
+
+    def _homes(self, fresh: Mapping[_Place, Tensor]) -> list[Tensor]:
+        """Where tensors are in host memory; they keep the place that they had."""
+        new = [place for place, value in fresh.items() if not _is_like(self._home.get(place), value)]
+        self._home.update(zip(new, self._pool.take([fresh[place] for place in new]), strict=True))
+        return [self._home[place] for place in fresh]
+
+    def _set(self, place: _Place, value: Tensor) -> None:
+        parameter, name = place
+        self._optimizer.state[parameter][name] = value
+
+
+def _is_like(home: Tensor | None, value: Tensor) -> bool:
+    return home is not None and home.shape == value.shape and home.dtype == value.dtype

@@ -1,0 +1,104 @@
+"""An unmodified optimizer's step taken unit by unit.
+
+A step of the user's optimizer begins wherever Lightning or a gradient scaler calls it, with or without a closure.
+Behind the closure, in place of its update of everything, comes its update of one unit after another: each a call of the
+class's own ``step`` while the groups hold that unit's parameters only. Hooks around the step run once, as without
+units, and so does what a learning-rate scheduler has put around it.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+class UnitSteps:
+    """Steps of one optimizer by units.
+
+    Args:
+        optimizer: The user's optimizer, whose groups hold what this rank updates.
+        update: Takes the whole step by calls of :meth:`of`.
+    """
+
+    def __init__(self, optimizer: Optimizer, update: Callable[[], None]) -> None:
+        self._optimizer, self._update = optimizer, update
+        step = type(optimizer).step
+        # Torch puts the hooks' call around the step of every class of which there is an object.
+        self._step: Callable[[Any], Any] = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
+        self._is_inside = False
+        self._whole: list[list[nn.Parameter]] | None = None
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._behind),
+        ]
+
+    def of(self, parameters: Collection[nn.Parameter]) -> None:
+        """Update these parameters alone.
+
+        Args:
+            parameters: Some of those in the groups.
+        """
+        chosen = set(parameters)
+        with self._groups(lambda whole: [parameter for parameter in whole if parameter in chosen]):
+            if any(parameter.grad is not None for parameter in chosen):
+                self._step(self._optimizer)
+
+    def end(self) -> None:
+        """Let the optimizer step as it did before."""
+        self._restore()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @contextmanager
+    def _groups(self, choose: Callable[[Sequence[nn.Parameter]], list[nn.Parameter]]) -> Iterator[None]:
+        groups = self._optimizer.param_groups
+        kept = [group["params"] for group in groups]
+        for group, whole in zip(groups, kept, strict=True):
+            group["params"] = choose(whole)
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+            for group, whole in zip(groups, kept, strict=True):
+                group["params"] = whole
+
+    def _before(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_inside or self._whole is not None:
+            return None  # A class's step that calls that of its base class, which has the hooks around it too.
+        # The first argument is the optimizer itself.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._take()
+            return None
+
+        def then() -> Any:
+            # The step calls it with gradients on, wherever they are.
+            result = closure()
+            with torch.no_grad():
+                self._take()
+            return result
+
+        return ((args[0], then, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then})
+
+    def _take(self) -> None:
+        if self._whole is not None:
+            return
+        self._update()
+        groups = self._optimizer.param_groups
+        self._whole = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = []
+
+    def _behind(self, *_: Any) -> None:
+        if not self._is_inside:
+            self._restore()
+
+    def _restore(self) -> None:
+        whole, self._whole = self._whole, None
+        for group, parameters in zip(self._optimizer.param_groups, whole or (), strict=False):
+            group["params"] = parameters

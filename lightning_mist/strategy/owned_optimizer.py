@@ -1,0 +1,95 @@
+"""The user's optimizer while a plan runs: over what this rank owns, its state where the plan wants it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mist.devices import ops_of
+from lightning_mist.errors import PlanError
+from lightning_mist.model import counting_reason
+from lightning_mist.plan import ModuleMap
+from lightning_mist.runtime.executor import Executor
+from lightning_mist.runtime.offload.host_pool import HostPool
+from lightning_mist.runtime.offload.placing import offload_optimizer_state
+from lightning_mist.runtime.optimizer import (
+    gather_optimizer_state,
+    load_full_optimizer_state,
+    local_optimizer_state,
+    restrict_optimizer,
+)
+from lightning_mist.runtime.parts import Part
+from lightning_mist.runtime.transport import Transport, complete
+
+
+class OwnedOptimizer:
+    """One rank's part of the user's optimizer.
+
+    Args:
+        optimizer: The user's optimizer.
+        executor: Runs the rank's list.
+        parts: Of which parameters the rank has a part, by canonical name.
+        module_map: Where parameters are used.
+        device: Where the rank computes.
+        pool: Host memory for what is kept there.
+
+    Attributes:
+        cut: The optimizer over what the rank owns, and what it was before.
+
+    Raises:
+        PlanError: If its state is to be moved and it cannot be stepped on one unit after the other.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        executor: Executor,
+        parts: Mapping[str, Part],
+        module_map: ModuleMap,
+        *,
+        device: torch.device,
+        pool: HostPool,
+    ) -> None:
+        parameters, mesh = executor.stages.parameters, executor.mesh
+        ratio = mesh.plan.stages[mesh.stage].offload.optimizer
+        if ratio > 0.0 and (why := counting_reason(optimizer)) is not None:
+            raise PlanError(f"stages[{mesh.stage}].offload.optimizer = {ratio}: {why}; use offload.optimizer = 0")
+        owned = [parameters[item.name] for item in mesh.owned]
+        self.cut = restrict_optimizer(optimizer, owned, {parameters[name]: part for name, part in parts.items()})
+        self._transport, self._device = executor.transport, device
+        self._offloaded = offload_optimizer_state(optimizer, mesh, module_map, parameters, ops_of(device), pool)
+
+    def release(self) -> Callable[[Transport], dict[str, Any]]:
+        """Give the optimizer all its parameters back.
+
+        Returns:
+            What :meth:`state` would have given, on rank 0, whenever all ranks call it with a transport. Until then each
+            keeps in host memory the state of what it updated.
+        """
+        if self._offloaded is not None:
+            self._offloaded.end()
+        cut, device = self.cut, self._device
+        kept = {
+            number: {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in entry.items()}
+            for number, entry in local_optimizer_state(cut).items()
+        }
+        cut.restore()
+        return lambda transport: complete(gather_optimizer_state(cut, transport, mine=kept, device=device)) or {}
+
+    def state(self) -> dict[str, Any]:
+        """The state in the layout of the whole model on rank 0; empty on the others."""
+        if self._offloaded is not None:
+            self._offloaded.settle()
+        return complete(gather_optimizer_state(self.cut, self._transport)) or {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of state in the layout of the whole model."""
+        if self._offloaded is None:
+            load_full_optimizer_state(self.cut, state)
+        else:
+            self._offloaded.settle()
+            home = self._offloaded.send_home
+            load_full_optimizer_state(
+                self.cut, state, apart=self._offloaded.moved, loaded=lambda parameter: home([parameter])
+            )

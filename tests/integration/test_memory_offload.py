@@ -1,0 +1,58 @@
+"""Bytes of the device and of the host where some state is kept in host memory: predicted against metered."""
+
+from statistics import fmean
+
+import pytest
+import torch
+
+from lightning_mist.cost import stage_memory
+from lightning_mist.model import trace_model
+from lightning_mist.plan import OffloadRatios
+from tests import zoo
+from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
+from tests.integration.metered import measure
+from tests.integration.parity import make_plan, map_of
+
+pytestmark = pytest.mark.usefixtures("ended_streams")
+
+ROWS = 8
+
+UNDER, OVER, MEAN = 0.01, 0.035, 0.02
+"""How far a prediction may be below and above what is metered, and the largest mean, relative to that. As without
+offloading, sharding of networks as small as these is told less exactly than of large ones."""
+
+PLANS = {
+    "one device": {"layers": [4]},
+    "recomputed": {"layers": [4], "checkpointed": 3, "parts": 2},
+    "ZeRO 1": {"layers": [4], "degrees": [2], "zero": 1},
+    "ZeRO 2": {"layers": [4], "degrees": [2], "zero": 2, "parts": 2},
+    "ZeRO 3": {"layers": [4], "degrees": [2], "zero": 3, "parts": 2},
+    "pipeline": {"layers": [2, 2], "parts": 2},
+}
+
+RATIOS = [{"optimizer": 0.3}, {"optimizer": 1.0}]
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("model", ["nano", "gpt2"])
+def test_predicted_equals_metered(model):
+    module, make_batch = zoo.make(model)
+    batch = make_batch(ROWS)
+    spec = trace_model(
+        module,
+        batch,
+        call=zoo.step(module),
+        module_map=map_of(module, batch),
+        optimizer=torch.optim.AdamW(module.parameters()),
+    )
+    found = {}
+    for name, options in PLANS.items():
+        for ratios in RATIOS:
+            plan = make_plan(rows=ROWS, offload=OffloadRatios(**ratios), **options)
+            metered = measure(module, spec.module_map, plan, [make_batch(ROWS) for _ in range(plan.world_size)])
+            for stage, (use, predicted) in enumerate(zip(metered, stage_memory(spec, plan), strict=True)):
+                assert predicted.host_bytes == use.host, (name, ratios)
+                found[name, str(ratios), stage] = (predicted.peak_bytes - use.device) / use.device
+    assert min(found.values()) >= -UNDER, found
+    assert max(found.values()) <= OVER, found
+    assert fmean(map(abs, found.values())) <= MEAN, found

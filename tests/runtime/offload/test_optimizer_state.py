@@ -1,0 +1,178 @@
+"""Optimizer state in host memory: the same bits whatever the delays, and every wait is needed."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mist.devices import HostOps
+from lightning_mist.runtime.meter import StorageMeter
+from lightning_mist.runtime.offload.host_pool import HostPool, is_host
+from lightning_mist.runtime.offload.lanes import Lanes
+from lightning_mist.runtime.offload.optimizer_state import OffloadedState
+from lightning_mist.schedule.moves import update_actions
+from tests.devices.happens_before import HappensBefore
+from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
+from tests.runtime.offload.weak import weak_copies
+
+pytestmark = pytest.mark.usefixtures("ended_streams")
+
+UNITS, STEPS = 5, 4
+
+
+def make(side=4):
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(side, side, generator=generator)) for _ in range(UNITS)]
+
+
+def offloaded(parameters, optimizer, ops, *, moved=None, pool=None):
+    units = {(0, index): [parameter] for index, parameter in enumerate(parameters)}
+    moved = parameters if moved is None else moved
+    keys = [key for key, (parameter,) in units.items() if any(parameter is item for item in moved)]
+    pool = pool or HostPool(ops)
+    return OffloadedState(
+        optimizer, units, moved, update_actions(list(units), keys), ops=ops, lanes=Lanes(ops), pool=pool
+    )
+
+
+def give_gradients(parameters, number):
+    generator = torch.Generator().manual_seed(number)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def train(ops=None, *, steps=STEPS, moved=None, optimizer=torch.optim.AdamW):
+    parameters = make()
+    made = optimizer(parameters, lr=1e-2)
+    state = None if ops is None else offloaded(parameters, made, ops, moved=moved and [parameters[i] for i in moved])
+    for number in range(steps):
+        give_gradients(parameters, number)
+        made.step()
+    if state is not None:
+        state.settle()
+    return parameters, made
+
+
+def assert_same(found, wanted):
+    for p, other in zip(found[0], wanted[0], strict=True):
+        assert torch.equal(p, other)
+        for key, value in wanted[1].state[other].items():
+            assert torch.equal(found[1].state[p][key], value), key
+
+
+@pytest.mark.parametrize("first_seed", range(0, 200, 20))
+def test_delays_change_no_bit(first_seed):
+    wanted = train()
+    with weak_copies():
+        for seed in range(first_seed, first_seed + 20):
+            assert_same(train(HostOps(seed=seed)), wanted)
+
+
+def test_what_the_optimizer_made_is_kept_until_it_has_left():
+    with (
+        weak_copies(),
+        mock.patch.object(OffloadedState, "_free", lambda _, leaving: leaving.clear()),
+        pytest.raises(RuntimeError, match="freed while it was copied"),
+    ):
+        train(HostOps(seed=1))
+
+
+@pytest.mark.parametrize("moved", [[0, 1, 2, 3, 4], [1, 3], [4]])
+def test_nothing_but_events_orders_the_copies(moved):
+    races = HappensBefore()
+    train(HostOps(seed=1, observer=races), moved=moved)
+    assert races.races == []
+
+
+def _without_the_stores_record(lanes, targets, sources, after=()):
+    lanes.stored_bytes += 1
+    return lanes._copy(lanes._store, targets, sources, after)
+
+
+BROKEN = {
+    "what arrives is not waited for": ("wait", lambda lanes, event: None),
+    "a room is filled before it is empty": (
+        "load",
+        lambda lanes, targets, sources, after: lanes._copy(lanes._load, targets, sources, ()),
+    ),
+    "state leaves before it is updated": ("store", _without_the_stores_record),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_every_wait_is_needed(what):
+    name, broken = BROKEN[what]
+    races = HappensBefore()
+    with mock.patch.object(Lanes, name, broken):
+        train(HostOps(observer=races))
+    assert races.races
+
+
+def test_between_steps_state_is_in_host_memory():
+    parameters, optimizer = train(HostOps(), moved=[0, 2])
+    for index, parameter in enumerate(parameters):
+        state = optimizer.state[parameter]
+        assert is_host(state["exp_avg"].untyped_storage()) == is_host(state["exp_avg_sq"].untyped_storage())
+        assert is_host(state["exp_avg"].untyped_storage()) == (index in (0, 2))
+        assert not is_host(state["step"].untyped_storage())
+
+
+def test_state_that_was_there_before_moves_and_keeps_its_place():
+    parameters, optimizer = train(None, steps=2)
+    wanted = copy.deepcopy([p.detach() for p in parameters])
+    pool = HostPool(HostOps())
+    state = offloaded(parameters, optimizer, HostOps(), pool=pool)
+    taken = pool.nbytes
+    assert taken == 2 * UNITS * 64
+    give_gradients(parameters, 2)
+    optimizer.step()
+    state.end()
+    give_gradients(parameters, 3)
+    optimizer.step()
+    assert pool.nbytes == taken
+    assert_same((parameters, optimizer), train(None))
+    assert not torch.equal(parameters[0], wanted[0])
+
+
+class Replacing(torch.optim.Optimizer):
+    """Makes a new tensor for its state in every step."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["mean"] = 0.9 * state.get("mean", torch.zeros_like(p)) + p.grad
+                p.sub_(state["mean"], alpha=group["lr"])
+
+
+def test_state_that_is_replaced_leaves_from_where_it_is():
+    races = HappensBefore()
+    assert_same(train(HostOps(seed=1, observer=races), optimizer=Replacing), train(None, optimizer=Replacing))
+    assert races.races == []
+
+
+def test_the_device_holds_two_units_of_state():
+    side = 64
+    parameters, ops = make(side), HostOps()
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
+    state = offloaded(parameters, optimizer, ops)
+    meter, peaks = StorageMeter(), []
+    for number in range(3):
+        give_gradients(parameters, number)
+        meter.observe([t for p in parameters for t in (p, p.grad)])
+        meter.reset()
+        with meter:
+            optimizer.step()
+        peaks.append(meter.peak_bytes)
+    state.settle()
+    unit = side * side * 4
+    base = 2 * UNITS * unit
+    # Two rooms of two moments, and what a step of AdamW takes beside for one parameter: twice its size.
+    assert base + 4 * unit <= max(peaks) <= base + 6.1 * unit
+    assert max(peaks[1:]) <= base + 6.1 * unit
