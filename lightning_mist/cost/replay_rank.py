@@ -21,7 +21,7 @@ from lightning_mist.plan.mesh import (
     tied_groups,
 )
 from lightning_mist.plan.sharding import deal_buckets
-from lightning_mist.schedule.units import ShardUnit, StageUnits, plan_units, stage_units
+from lightning_mist.schedule.units import ShardUnit, StageUnits, expanded_units, plan_units
 
 ALIGNMENT_BYTES = 16
 """Multiples at which parameters begin in the flat storage of a unit under ZeRO-3, as the runtime lays them out."""
@@ -196,7 +196,7 @@ class RankView:
     @property
     def lines(self) -> dict[int, StageUnits]:
         """What the expansion of its computations needs to know."""
-        return {stage: stage_units(units, self.plan.stages[stage].zero_stage) for stage, units in self.units.items()}
+        return expanded_units(self.plan, self._map, self.units)
 
     @cached_property
     def unit_gradients(self) -> dict[UnitKey, tuple[Flat, ...]]:

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.devices import ops_of
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.casts import CastKeeper
 from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.neighbours import Microbatch, Neighbours
+from lightning_mist.runtime.offload.host_pool import HostPool
+from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.parts import parts_of
 from lightning_mist.runtime.pipeline import BatchRun, Place
 from lightning_mist.runtime.recorder import Recorder
@@ -43,6 +46,7 @@ class Executor:
         transport: Connects the ranks; its groups must include
             :func:`~lightning_mist.plan.mesh.process_groups` of the plan.
         actions: This rank's lowered list. Without backwards it only evaluates.
+        host_budget: Bytes of host memory that may be used for what is moved there.
 
     Attributes:
         mesh: This rank's place in the plan.
@@ -52,6 +56,8 @@ class Executor:
         outputs: Per microbatch what the step returned, on the last stage; None elsewhere and for parts without rows.
         random_states: Per microbatch the state of the generators after the last stage's forward, where it travelled.
         recorder: Measures the actions while it is on.
+        lanes: Copies between the device and host memory.
+        pool: Host memory for what is moved there.
         results_made: Called whenever the last stage has launched all of what the step returned.
 
     Raises:
@@ -68,6 +74,8 @@ class Executor:
         module_map: ModuleMap,
         transport: Transport,
         actions: Sequence[Action],
+        *,
+        host_budget: int | None = None,
     ) -> None:
         check_supported(plan, module_map)
         self.plan, self.transport = plan, transport
@@ -76,7 +84,13 @@ class Executor:
         self.mesh = make_mesh(plan, rank, module_map)
         parameter = next(iter(self.parameters.values()), None)
         device = torch.device("cpu") if parameter is None else parameter.device
-        self._walk = make_walk(self.mesh, module_map, self.parameters, transport, self.actions, device)
+        self.lanes = Lanes(ops_of(device))
+        self.pool = HostPool(self.lanes.ops, host_budget)
+        module = stages[0].module
+        held = (*module.parameters(), *module.buffers())
+        self._walk = make_walk(
+            self.mesh, module_map, self.parameters, transport, self.actions, device, self.lanes, self.pool, held
+        )
         self.shards = None if self._walk is None else self._walk.shards
         for stage in stages:
             stage.observer = self._walk
@@ -98,7 +112,7 @@ class Executor:
             reducer=self.reducer,
             transport=transport,
             device=device,
-            casts=CastKeeper(may_keep=plan.num_microbatches > 1 and self._walk is None),
+            casts=CastKeeper(may_keep=plan.num_microbatches > 1 and gradients is None),
             tags_per_boundary=max((len(tensors) for tensors in live), default=0) + 1,
             walk=self._walk,
             arrivals=arrived_sends(lower(plan, tied=False))[self.mesh.stage],
@@ -145,6 +159,8 @@ class Executor:
             raise
         finally:
             self.reducer.disarm()
+        if self._walk is not None:
+            self._walk.end()
 
     def _perform(self, batch: BatchRun, action: Action, names: frozenset[str]) -> Iterator[Work]:
         """Run one action, after which the gradients of ``names`` are complete."""

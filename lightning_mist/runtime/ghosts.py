@@ -46,6 +46,7 @@ class GhostStage:
             attached. None if it is not.
 
     Attributes:
+        module: As given.
         parameters: The parameters that this stage computes with, or keeps for others, by canonical name.
         foreign: All others.
         ghosts: Makes the ghosts of values that only stages before this one compute; None of the first stage.
@@ -72,7 +73,7 @@ class GhostStage:
         checkpointed_layers: int = 0,
         split: StageSplit | None = None,
     ) -> None:
-        self._module, self._map, self._bounds, self.index = module, module_map, bounds, index
+        self.module, self._map, self._bounds, self.index = module, module_map, bounds, index
         self.split = split
         self._first, self._end = bounds[index]
         self._num_stages = len(bounds)
@@ -102,7 +103,7 @@ class GhostStage:
         self._run: StepRun | None = None
 
     def _check(self) -> None:
-        names = tuple(name for name, _ in self._module.named_parameters())
+        names = tuple(name for name, _ in self.module.named_parameters())
         mapped = tuple(use.name for use in self._map.parameters)
         if names != mapped:
             different = sorted(set(names) ^ set(mapped))
@@ -164,7 +165,7 @@ class GhostStage:
         """
         if self.index == 0:
             return ()
-        key = (signature, torch.is_grad_enabled(), self._module.training, *self._context())
+        key = (signature, torch.is_grad_enabled(), self.module.training, *self._context())
         specs = self._specs.get(key)
         if specs is None:
             run = StepRun(self._wanted, None, get_random_state(self._device))

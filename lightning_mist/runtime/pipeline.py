@@ -248,9 +248,10 @@ class BatchRun:
         elif microbatch.seed is not None:
             seed_random(device, microbatch.seed, stage, index)
         walk = self._place.walk
-        with self._stages.at(stage) as part_of_module, self._around_step(part_of_module):
+        inputs = tuple(tensor for *_, tensor in received)
+        with self._stages.at(stage) as part_of_module, self._around_step(part_of_module, inputs):
             self._start_walk()
-            output = part_of_module.forward(lambda: self._step(microbatch), tuple(tensor for *_, tensor in received))
+            output = part_of_module.forward(lambda: self._step(microbatch), inputs)
         self._place.casts.look(stage, (output.tensors, output.value))
         if walk is not None:
             self._markers[key] = walk.take_marker()
@@ -264,9 +265,8 @@ class BatchRun:
         if after is not None:
             self._states[key] = after
 
-    def _around_step(self, part_of_module: GhostStage) -> AbstractContextManager[None]:
-        walk = self._place.walk
-        return nullcontext() if walk is None else walk.around_step(part_of_module.ghosts)
+    def _around_step(self, part: GhostStage, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
+        return nullcontext() if self._place.walk is None else self._place.walk.around_step(part.ghosts, inputs)
 
     def _keep(self, stage: int, microbatch: Microbatch, output: StageOutput) -> _Outgoing:
         live_tensors, tensors = self._place.live[stage], output.tensors

@@ -140,6 +140,11 @@ class UnitShards:
         self.is_engaged = False
         self._abandoned: list[tuple[_Shard, Work]] = []
 
+    @property
+    def flats(self) -> list[Tensor]:
+        """The flat tensors of all parameters, whether they have their memory or not."""
+        return [shard.flat for shard in self._shards]
+
     def refuse_use(self) -> None:
         """From now on whoever uses a parameter that is away is told so; see :mod:`~lightning_mist.runtime.absent`."""
         for shard in self._shards:

@@ -21,7 +21,7 @@ def restriction_notes(offload: Sequence[str] | None) -> tuple[str, ...]:
     return ("nothing is offloaded: the runtime does not do it yet",) if offload else ()
 
 
-_OFFLOADED = ("parameters", "gradients", "activations")
+_OFFLOADED = ("parameters", "gradients")
 
 
 def check_supported(plan: Plan, module_map: ModuleMap) -> None:
@@ -92,8 +92,11 @@ def _check_stage(index: int, stage: StagePlan) -> None:
 
 def _check_units(index: int, stage: StagePlan, module_map: ModuleMap) -> None:
     """Refuse to move state of modules whose parameters are not known by layers."""
-    if stage.offload.optimizer > 0.0 and (why := "; ".join(module_map.excludes("shards"))):
-        raise PlanError(
-            f"stages[{index}].offload.optimizer = {stage.offload.optimizer}: {why}; state is moved layer by layer, so "
-            "the ratio must be 0"
-        )
+    why = "; ".join(module_map.excludes("shards"))
+    for name in ("optimizer", "activations"):
+        ratio = getattr(stage.offload, name)
+        if why and ratio > 0.0:
+            raise PlanError(
+                f"stages[{index}].offload.{name} = {ratio}: {why}; what is offloaded is moved layer by layer, so the "
+                "ratio must be 0"
+            )

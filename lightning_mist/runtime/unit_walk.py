@@ -11,7 +11,7 @@ and whether or not it needs a gradient.
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,16 +20,19 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.plan import ModuleMap, ZeroStage
+from lightning_mist.plan import ModuleMap
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.glue import Glue
+from lightning_mist.runtime.offload.activations import OffloadedActivations
+from lightning_mist.runtime.offload.host_pool import HostPool
+from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.patches import SharedPatch
 from lightning_mist.runtime.shards import UnitShards
 from lightning_mist.runtime.transport import Transport
 from lightning_mist.runtime.unit_gradients import UnitGradients
 from lightning_mist.schedule import Action, ActionKind
-from lightning_mist.schedule.action import HEAD, TAIL
-from lightning_mist.schedule.units import check_units, expand, plan_units, stage_units
+from lightning_mist.schedule.action import COMPUTATIONS, HEAD, TAIL
+from lightning_mist.schedule.units import check_units, expand, expanded_units, plan_units
 
 
 class UnitWalk:
@@ -38,25 +41,27 @@ class UnitWalk:
     Args:
         lines: What each forward and backward of the rank's list consists of.
         shards: The values of parameters, under ZeRO-3.
-        gradients: Their gradients.
+        gradients: Their gradients, from ZeRO-2 on.
         device: Where the rank computes.
         last_layer: Position of the module's last layer, behind which its tail begins.
         glue: Watches the step between layers.
+        activations: What layers keep for backward, if that is moved.
 
     Attributes:
         shards: The values of parameters, under ZeRO-3.
-        gradients: Their gradients.
+        gradients: Their gradients, from ZeRO-2 on.
     """
 
     def __init__(
         self,
         lines: Mapping[Action, Sequence[Action]],
         shards: UnitShards | None,
-        gradients: UnitGradients,
+        gradients: UnitGradients | None,
         *,
         device: torch.device,
         last_layer: int,
         glue: Glue | None = None,
+        activations: OffloadedActivations | None = None,
     ) -> None:
         self._lines, self.shards, self.gradients = lines, shards, gradients
         self._device, self._last_layer = device, last_layer
@@ -65,10 +70,12 @@ class UnitWalk:
         self._unit: int | None = None
         self._marker: Tensor | None = None
         self._glue, self._is_guarded = glue or Glue({}), False
+        self._activations = activations
 
     def engage(self) -> None:
         """Free the values that other ranks own, if the rank shards them and has not yet."""
         if self.shards is not None and not self.shards.is_engaged:
+            assert self.gradients is not None
             self.gradients.keep_layouts()
             self.shards.engage()
 
@@ -90,13 +97,21 @@ class UnitWalk:
         if self._left and (self._left[0].kind is not ActionKind.FORWARD or self._left[0].unit == HEAD):
             self._reach(self._left[0].unit)
 
-    def around_step(self, ghosts: FakeTensorMode | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def around_step(self, ghosts: FakeTensorMode | None = None, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
         """Around the user's step: uses of parameters that are freed, in a backward inside it say, are refused.
 
         Args:
             ghosts: Of a later stage: before its first layer such uses make ghosts.
+            inputs: What a later stage has received; it stays until its gradient leaves.
         """
-        return self._guarded(ghosts) if self.shards is not None and len(self._units) > 1 else nullcontext()
+        with ExitStack() as stack:
+            if self.shards is not None and len(self._units) > 1:
+                stack.enter_context(self._guarded(ghosts))
+            if self._activations is not None:
+                flats = () if self.shards is None else self.shards.flats
+                stack.enter_context(self._activations.hooks((*inputs, *flats)))
+            yield
 
     @contextmanager
     def _guarded(self, ghosts: FakeTensorMode | None) -> Iterator[None]:
@@ -135,9 +150,16 @@ class UnitWalk:
         """Leave everything where a batch ended in an error."""
         self._left.clear()
         self._marker = None
-        self.gradients.forget()
+        self.end()
+        if self.gradients is not None:
+            self.gradients.forget()
         if self.shards is not None:
             self.shards.abandon()
+
+    def end(self) -> None:
+        """A batch has ended."""
+        if self._activations is not None:
+            self._activations.forget()
 
     def _enter(self, unit: int) -> None:
         if unit not in self._units:
@@ -154,8 +176,8 @@ class UnitWalk:
         self._unit = unit
         if not any(_computes(action) and action.unit == unit for action in self._left):
             raise TraceError(
-                f"layer {unit} was called after a later one, or twice: under zero_stage 2 and 3 blocks must run in the "
-                "order of the trace, each once; use zero_stage=1"
+                f"layer {unit} was called after a later one, or twice: under zero_stage 2 and 3, and where activations "
+                "are offloaded, blocks must run in the order of the trace, each once; use zero_stage=1 and no offload"
             )
         while True:
             action = self._left.popleft()
@@ -165,12 +187,19 @@ class UnitWalk:
                 break
         if self.shards is not None and unit is not None:
             self.shards.ready((action.stage, unit))
+        if self._activations is not None:
+            self._activations.reach(action, moves=any(line.unit == unit for line in self._left if _stores(line)))
 
     def _perform(self, action: Action) -> None:
         assert action.unit is not None
         key = action.stage, action.unit
         if action.kind is ActionKind.REDUCE_GRADIENTS:
+            assert self.gradients is not None
             self.gradients.reduce(key)
+            return
+        if action.microbatch is not None:
+            assert self._activations is not None
+            self._activations.perform(action)
             return
         assert self.shards is not None
         if action.kind is ActionKind.UNSHARD:
@@ -186,8 +215,11 @@ def make_walk(
     transport: Transport,
     actions: Sequence[Action],
     device: torch.device,
+    lanes: Lanes,
+    pool: HostPool,
+    held: Sequence[Tensor] = (),
 ) -> UnitWalk | None:
-    """The walk of a rank; None if its stages shard neither gradients nor parameters.
+    """The walk of a rank; None if its stages shard neither gradients nor parameters, and move no activations.
 
     Args:
         mesh: The rank's place.
@@ -196,24 +228,29 @@ def make_walk(
         transport: Connects the ranks.
         actions: Its lowered list.
         device: Where it computes.
+        lanes: Copies between it and the host.
+        pool: Host memory.
+        held: Parameters and buffers of the module, which no layer keeps for itself.
     """
     plan = mesh.plan
     found = plan_units(plan, module_map, mesh.stage)
     if not found:
         return None
-    units = {stage: stage_units(of_stage, plan.stages[stage].zero_stage) for stage, of_stage in found.items()}
+    units = expanded_units(plan, module_map, found)
     lines = expand(actions, units)
     check_units(lines, units)
     by_key = {(stage, unit.unit): unit for stage, of_stage in found.items() for unit in of_stage}
-    shards_values = plan.stages[mesh.stage].zero_stage >= ZeroStage.PARAMETERS
-    shards = UnitShards(mesh, parameters, by_key, transport) if shards_values else None
+    shards = UnitShards(mesh, parameters, by_key, transport) if any(item.sharded for item in units.values()) else None
+    reduces = any(item.reduced for item in units.values()) or shards is not None
+    ratios = {stage: plan.stages[stage].offload.activations for stage, item in units.items() if item.activations}
     return UnitWalk(
         {action: part for action, part in zip(actions, lines, strict=True) if part != (action,)},
         shards,
-        UnitGradients(mesh, parameters, by_key, transport),
+        UnitGradients(mesh, parameters, by_key, transport) if reduces else None,
         device=device,
         last_layer=len(module_map.blocks) - 1,
         glue=None if shards is None else Glue(shards.away),
+        activations=OffloadedActivations(ratios, held, lanes, pool) if ratios else None,
     )
 
 
@@ -257,7 +294,11 @@ _GUARDED = SharedPatch(_guarded_backward)
 
 
 def _computes(action: Action) -> bool:
-    return action.microbatch is not None
+    return action.kind in COMPUTATIONS
+
+
+def _stores(action: Action) -> bool:
+    return action.kind is ActionKind.STORE_ACTIVATIONS
 
 
 class _Marker(torch.autograd.Function):

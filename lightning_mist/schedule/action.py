@@ -27,6 +27,9 @@ class ActionKind(Enum):
     LOAD_OPTIMIZER_STATE = "LOAD_O"
     STORE_OPTIMIZER_STATE = "STORE_O"
     UPDATE = "UPDATE"
+    LOAD_ACTIVATIONS = "LOAD_A"
+    STORE_ACTIVATIONS = "STORE_A"
+    DROP_ACTIVATIONS = "DROP_A"
 
     # There is one object of each kind, and hashing names, as enumerations do, is most of what making lists would take.
     __hash__ = object.__hash__
@@ -42,6 +45,9 @@ PER_MICROBATCH = frozenset(
         ActionKind.SEND_ACTIVATION,
         ActionKind.RECV_GRADIENT,
         ActionKind.SEND_GRADIENT,
+        ActionKind.LOAD_ACTIVATIONS,
+        ActionKind.STORE_ACTIVATIONS,
+        ActionKind.DROP_ACTIVATIONS,
     }
 )
 """Kinds that carry a microbatch index; the others happen once per batch or once per optimizer step."""
@@ -61,6 +67,9 @@ _OF_UNITS = frozenset(
         ActionKind.LOAD_OPTIMIZER_STATE,
         ActionKind.STORE_OPTIMIZER_STATE,
         ActionKind.UPDATE,
+        ActionKind.LOAD_ACTIVATIONS,
+        ActionKind.STORE_ACTIVATIONS,
+        ActionKind.DROP_ACTIVATIONS,
     }
 )
 
@@ -107,7 +116,8 @@ class Action:
     unit of the stage alone: ``2F0:5`` computes layer 5, ``2REDUCE:5`` sums its gradients to their owners, and
     ``2UNSHARD:5`` and ``2RESHARD:5`` fetch its parameters from their owners and free them again. ``2LOAD_O:5`` and
     ``2STORE_O:5`` start to copy its optimizer state from host memory and back, and ``2UPDATE:5`` is the optimizer's
-    update of its parameters; see :mod:`~lightning_mist.schedule.moves`.
+    update of its parameters; ``2STORE_A3:5``, ``2DROP_A3:5`` and ``2LOAD_A3:5`` copy what it keeps of microbatch 3 for
+    backward to host memory, free it on the device, and copy it back. See :mod:`~lightning_mist.schedule.moves`.
     """
 
     stage: int

@@ -5,14 +5,20 @@ rooms on the device, which follow each other: a unit's optimizer state is fetche
 written back while the next one is::
 
     0LOAD_O:0 0LOAD_O:1 0UPDATE:0 0STORE_O:0 0LOAD_O:2 0UPDATE:1 0STORE_O:1 0UPDATE:2 0STORE_O:2
+
+What a layer keeps for backward begins to leave when its forward has ended, and is freed when that of the next unit has;
+behind the last one it is waited for. In backward a layer's arrives while the unit above computes::
+
+    0F0:0 0STORE_A0:0 0F0:1 0STORE_A0:1 0DROP_A0:0 0F0:tail 0DROP_A0:1
+    0LOAD_A0:1 0B0:tail 0LOAD_A0:0 0B0:1 0B0:0
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 from lightning_mist.errors import ScheduleError
 from lightning_mist.plan.moved import moved_of_unit
-from lightning_mist.schedule.action import Action, ActionKind
+from lightning_mist.schedule.action import COMPUTATIONS, INPUT_BACKWARDS, Action, ActionKind
 
 ROOMS = 2
 """Rooms on the device for each kind of state: for what is used, and for what is fetched ahead or written back."""
@@ -84,6 +90,88 @@ def check_update(actions: Sequence[Action], units: Collection[Key], moved: Colle
     for key in [*there, *(unit for unit in units if unit not in updated)]:
         missing = ActionKind.STORE_OPTIMIZER_STATE if key in there else ActionKind.UPDATE
         _fail(actions, len(actions) - 1, f"{_of(key, missing)} is missing at the end")
+
+
+def with_activations(
+    lines: Sequence[Action], order: Sequence[int], moved: Collection[int], *, is_trained: bool
+) -> list[Action]:
+    """Put the moves of activations between the lines of one action.
+
+    Args:
+        lines: The computations of a stage's units, and what comes between.
+        order: The stage's units in the order of forward.
+        moved: Those of them that move something.
+        is_trained: Whether the stage has backwards; what is only evaluated keeps nothing.
+    """
+    if not is_trained or not moved:
+        return list(lines)
+    result: list[Action] = []
+    leaving: Action | None = None
+    computing = [line for line in lines if line.unit is not None and line.kind in COMPUTATIONS]
+    is_forward = bool(computing) and computing[0].kind is ActionKind.FORWARD
+    arriving = [] if is_forward else [_activations(line, ActionKind.LOAD_ACTIVATIONS, moved) for line in computing]
+    result += [arriving[0]] if arriving and arriving[0] is not None else []
+    ahead = iter(arriving[1:])
+    for line in lines:
+        is_computing = line.unit is not None and line.kind in COMPUTATIONS
+        if is_computing and not is_forward and (load := next(ahead, None)) is not None:
+            result.append(load)
+        result.append(line)
+        if not is_computing or not is_forward:
+            continue
+        if store := _activations(line, ActionKind.STORE_ACTIVATIONS, moved):
+            result.append(store)
+        if leaving is not None:
+            result.append(leaving)
+        leaving = _activations(line, ActionKind.DROP_ACTIVATIONS, moved)
+        if leaving is not None and line.unit == order[-1]:
+            result.append(leaving)
+    return result
+
+
+def check_activations(flat: Sequence[Action], moved: Mapping[int, Collection[int]]) -> None:
+    """Check that what is kept for backward is there when backward needs it, and leaves in the order of things.
+
+    Args:
+        flat: A rank's expanded list.
+        moved: Units of each stage that move something.
+
+    Raises:
+        ScheduleError: At the first broken rule, with the actions up to the offending one.
+    """
+    trained = {action.stage for action in flat if action.kind in INPUT_BACKWARDS}
+    where: dict[tuple[int, int | None, int], str] = {}
+    for position, action in enumerate(flat):
+        unit, stage = action.unit, action.stage
+        if unit is None or stage not in trained or unit not in moved.get(stage, ()):
+            continue
+        key = stage, action.microbatch, unit
+        rule = _NEXT.get(action.kind)
+        if rule is None:
+            continue
+        before, after = rule
+        if where.get(key, "nowhere") != before:
+            what = f"what this unit keeps is {where.get(key, 'nowhere')}, and must be {before}"
+            _fail(flat, position, what)
+        where[key] = after
+    for key, place in where.items():
+        if place != "used":
+            _fail(flat, len(flat) - 1, f"what unit {key[2]} of stage {key[0]} keeps is {place} at the end of the list")
+
+
+_NEXT = {
+    ActionKind.FORWARD: ("nowhere", "on the device"),
+    ActionKind.STORE_ACTIVATIONS: ("on the device", "leaving"),
+    ActionKind.DROP_ACTIVATIONS: ("leaving", "in host memory"),
+    ActionKind.LOAD_ACTIVATIONS: ("in host memory", "back on the device"),
+    ActionKind.BACKWARD: ("back on the device", "used"),
+    ActionKind.BACKWARD_INPUT: ("back on the device", "used"),
+}
+"""Where what a unit keeps must be when something is done with it, and is then."""
+
+
+def _activations(line: Action, kind: ActionKind, moved: Collection[int]) -> Action | None:
+    return Action(line.stage, kind, line.microbatch, line.unit) if line.unit in moved else None
 
 
 def _of(key: Key, kind: ActionKind) -> Action:

@@ -18,8 +18,9 @@ from itertools import chain
 from typing import NoReturn
 
 from lightning_mist.errors import ScheduleError
-from lightning_mist.plan import ModuleMap, ParameterUse, Plan, ZeroStage
-from lightning_mist.schedule.action import HEAD, TAIL, Action, ActionKind
+from lightning_mist.plan import ModuleMap, ParameterUse, Plan, StagePlan, ZeroStage
+from lightning_mist.schedule.action import HEAD, INPUT_BACKWARDS, TAIL, Action, ActionKind
+from lightning_mist.schedule.moves import check_activations, with_activations
 
 _USES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 """Kinds that compute with parameters."""
@@ -50,13 +51,15 @@ class StageUnits:
 
     Attributes:
         order: Its units in the order of forward.
-        reduced: Those of them that have gradients to reduce.
-        zero_stage: What its data-parallel ranks shard.
+        reduced: Those of them whose gradients are reduced in every microbatch.
+        sharded: Those of them whose parameters are fetched.
+        activations: Those of them of which something that they keep for backward is moved to host memory meanwhile.
     """
 
     order: tuple[int, ...]
-    reduced: frozenset[int]
-    zero_stage: ZeroStage
+    reduced: frozenset[int] = frozenset()
+    sharded: frozenset[int] = frozenset()
+    activations: frozenset[int] = frozenset()
 
 
 def shard_units(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stage: int) -> tuple[ShardUnit, ...]:
@@ -71,7 +74,7 @@ def shard_units(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stag
         bounds: The layer range of every stage.
         stage: The stage.
     """
-    order = _order(module_map, bounds, stage)
+    order = unit_order(module_map, bounds, stage)
     owners = module_map.owners(bounds)
     used: dict[int, list[str]] = {unit: [] for unit in order}
     reduced: dict[int, list[str]] = {unit: [] for unit in order}
@@ -88,27 +91,59 @@ def shard_units(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stag
     )
 
 
-def stage_units(units: Sequence[ShardUnit], zero_stage: ZeroStage) -> StageUnits:
-    """The units of a stage as the expansion needs them."""
+def stage_units(units: Sequence[ShardUnit], stage: StagePlan, order: Sequence[int]) -> StageUnits:
+    """The units of a stage as the expansion needs them.
+
+    Args:
+        units: Its units that have parameters.
+        stage: The stage.
+        order: All its units; see :func:`unit_order`.
+    """
+    shards = stage.zero_stage if stage.data_parallel_degree > 1 else ZeroStage.NONE
+    found = {unit.unit: unit for unit in units}
+    moves = stage.offload.activations > 0.0
     return StageUnits(
-        order=tuple(unit.unit for unit in units),
-        reduced=frozenset(unit.unit for unit in units if unit.reduced),
-        zero_stage=zero_stage,
+        order=tuple(order) if moves else tuple(found),
+        reduced=frozenset(key for key, unit in found.items() if unit.reduced and shards >= ZeroStage.GRADIENTS),
+        sharded=frozenset(found) if shards >= ZeroStage.PARAMETERS else frozenset(),
+        activations=frozenset(unit for unit in order if unit not in (HEAD, TAIL)) if moves else frozenset(),
+    )
+
+
+def walked_stages(plan: Plan, group: int) -> tuple[int, ...]:
+    """The stages of a group of devices whose computations are expanded: they shard gradients, or move something."""
+    return tuple(
+        index
+        for index in plan.chunks(group)
+        if (stage := plan.stages[index]).offload.activations > 0.0
+        or (stage.zero_stage >= ZeroStage.GRADIENTS and stage.data_parallel_degree > 1)
     )
 
 
 def plan_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[int, tuple[ShardUnit, ...]]:
-    """The units of every stage of a group of devices that shards gradients or parameters.
+    """The units that have parameters of every stage of a group of devices whose computations are expanded.
 
     Args:
         plan: The plan.
         module_map: Where parameters are used.
         group: The group of devices.
     """
+    return {stage: shard_units(module_map, plan.bounds, stage) for stage in walked_stages(plan, group)}
+
+
+def expanded_units(
+    plan: Plan, module_map: ModuleMap, found: Mapping[int, Sequence[ShardUnit]]
+) -> dict[int, StageUnits]:
+    """Units as the expansion needs them.
+
+    Args:
+        plan: The plan.
+        module_map: Where parameters are used.
+        found: What :func:`plan_units` gave.
+    """
     return {
-        stage: shard_units(module_map, plan.bounds, stage)
-        for stage in plan.chunks(group)
-        if plan.stages[stage].zero_stage >= ZeroStage.GRADIENTS and plan.stages[stage].data_parallel_degree > 1
+        stage: stage_units(units, plan.stages[stage], unit_order(module_map, plan.bounds, stage))
+        for stage, units in found.items()
     }
 
 
@@ -124,8 +159,10 @@ def expand(actions: Sequence[Action], units: Mapping[int, StageUnits]) -> tuple[
         what comes between, behind the last one also what makes room for the next action. One batch begins and ends
         with everything sharded.
     """
-    lines: list[list[Action]] = [
-        _computations(action, units[action.stage]) if action.stage in units else [action] for action in actions
+    trained = {action.stage for action in actions if action.kind in INPUT_BACKWARDS}
+    lines = [
+        _lines(action, units[action.stage], is_trained=action.stage in trained) if action.stage in units else [action]
+        for action in actions
     ]
     return tuple(tuple(part) for part in _with_parameters(lines, units))
 
@@ -139,12 +176,13 @@ def check_units(lines: Sequence[Sequence[Action]], units: Mapping[int, StageUnit
     flat = list(chain.from_iterable(lines))
     _check_parameters(flat, units)
     _check_gradients(flat, units)
+    check_activations(flat, {stage: of_stage.activations for stage, of_stage in units.items()})
 
 
 def _check_parameters(flat: Sequence[Action], units: Mapping[int, StageUnits]) -> None:
     there: set[_Key] = set()
     for position, action in enumerate(flat):
-        if action.unit is None or units[action.stage].zero_stage < ZeroStage.PARAMETERS:
+        if action.unit is None or action.unit not in units[action.stage].sharded:
             continue
         key = action.stage, action.unit
         if action.kind is ActionKind.UNSHARD:
@@ -190,7 +228,8 @@ def _fail(flat: Sequence[Action], position: int, message: str) -> NoReturn:
     raise ScheduleError(f"{message}: ... {text}")
 
 
-def _order(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stage: int) -> tuple[int, ...]:
+def unit_order(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stage: int) -> tuple[int, ...]:
+    """All units of a stage in the order of forward; one, its head, where uses of parameters are not known by layers."""
     if not module_map.blocks or module_map.excludes("shards"):
         return (HEAD,)
     first, end = bounds[stage] if len(bounds) > 1 else (0, len(module_map.blocks))
@@ -213,6 +252,11 @@ def _units_of(module_map: ModuleMap, use: ParameterUse) -> set[int]:
 
 def _lies_in(module_name: str, block: str) -> bool:
     return f"{module_name}.".startswith(f"{block}.")
+
+
+def _lines(action: Action, units: StageUnits, *, is_trained: bool) -> list[Action]:
+    computations = _computations(action, units)
+    return with_activations(computations, units.order, units.activations, is_trained=is_trained)
 
 
 def _computations(action: Action, units: StageUnits) -> list[Action]:
@@ -256,7 +300,7 @@ def _with_parameters(lines: list[list[Action]], units: Mapping[int, StageUnits])
 
 
 def _needs_parameters(action: Action, units: Mapping[int, StageUnits]) -> bool:
-    return action.unit is not None and action.kind in _USES and units[action.stage].zero_stage >= ZeroStage.PARAMETERS
+    return action.kind in _USES and action.unit is not None and action.unit in units[action.stage].sharded
 
 
 def _windows(keys: Sequence[_Key]) -> list[tuple[_Key, ...]]:

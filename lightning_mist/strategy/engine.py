@@ -24,7 +24,6 @@ from lightning_mist.runtime.buffers import BufferSync
 from lightning_mist.runtime.cutting.rules import CutRules
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gather import ParameterGatherer
-from lightning_mist.runtime.offload.host_pool import HostPool
 from lightning_mist.runtime.optimizer import clip_by_norm, global_grad_norm
 from lightning_mist.runtime.parts import parts_of
 from lightning_mist.runtime.random import get_random_state, set_random_state
@@ -195,10 +194,7 @@ class Engine:
     @works
     def take_optimizer(self, optimizer: Any) -> None:
         """Let the user's optimizer update only what this rank owns."""
-        pool = HostPool(ops_of(self.device))
-        self._optimizer = OwnedOptimizer(
-            optimizer, self.executor, self._parts, self.module_map, device=self.device, pool=pool
-        )
+        self._optimizer = OwnedOptimizer(optimizer, self.executor, self._parts, self.module_map, device=self.device)
 
     @works
     def release_optimizer(self) -> Callable[[Transport], dict[str, Any]] | None:

@@ -6,12 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mist.devices import ops_of
 from lightning_mist.errors import PlanError
 from lightning_mist.model import counting_reason
 from lightning_mist.plan import ModuleMap
 from lightning_mist.runtime.executor import Executor
-from lightning_mist.runtime.offload.host_pool import HostPool
 from lightning_mist.runtime.offload.placing import offload_optimizer_state
 from lightning_mist.runtime.optimizer import (
     gather_optimizer_state,
@@ -32,7 +30,6 @@ class OwnedOptimizer:
         parts: Of which parameters the rank has a part, by canonical name.
         module_map: Where parameters are used.
         device: Where the rank computes.
-        pool: Host memory for what is kept there.
 
     Attributes:
         cut: The optimizer over what the rank owns, and what it was before.
@@ -49,7 +46,6 @@ class OwnedOptimizer:
         module_map: ModuleMap,
         *,
         device: torch.device,
-        pool: HostPool,
     ) -> None:
         parameters, mesh = executor.stages.parameters, executor.mesh
         ratio = mesh.plan.stages[mesh.stage].offload.optimizer
@@ -58,7 +54,9 @@ class OwnedOptimizer:
         owned = [parameters[item.name] for item in mesh.owned]
         self.cut = restrict_optimizer(optimizer, owned, {parameters[name]: part for name, part in parts.items()})
         self._transport, self._device = executor.transport, device
-        self._offloaded = offload_optimizer_state(optimizer, mesh, module_map, parameters, ops_of(device), pool)
+        self._offloaded = offload_optimizer_state(
+            optimizer, mesh, module_map, parameters, executor.lanes, executor.pool
+        )
 
     def release(self) -> Callable[[Transport], dict[str, Any]]:
         """Give the optimizer all its parameters back.

@@ -10,7 +10,6 @@ from lightning_mist.cost.held import Holdings
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.shards import Beside, UnitSeconds, Unsharding, reduced_seconds, unit_seconds, unsharding
 from lightning_mist.cost.time import RegionSeconds
-from lightning_mist.plan import ZeroStage
 from lightning_mist.schedule import ActionKind
 from lightning_mist.schedule.generate import generate
 from lightning_mist.schedule.units import StageUnits, expand
@@ -60,7 +59,7 @@ def listed(name, stages, microbatches, order, groups=None):
     found = dict.fromkeys(range(stages), 0.0)
     for actions in generate(stages, microbatches, name, num_groups=groups):
         known = {
-            action.stage: StageUnits(order=order, reduced=frozenset(order), zero_stage=ZeroStage.PARAMETERS)
+            action.stage: StageUnits(order=order, reduced=frozenset(order), sharded=frozenset(order))
             for action in actions
         }
         for action in (action for line in expand(actions, known) for action in line):

@@ -12,14 +12,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from lightning_mist.devices import HostOps
 from lightning_mist.plan import ModuleMap, Plan, row_slice
 from lightning_mist.runtime.batches import batch_rows
 from lightning_mist.runtime.caches import no_caches
 from lightning_mist.runtime.executor import Microbatch
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.meter import StorageMeter
-from lightning_mist.runtime.offload.host_pool import HostPool
 from lightning_mist.runtime.offload.placing import offload_optimizer_state
 from lightning_mist.runtime.optimizer import restrict_optimizer
 from lightning_mist.runtime.transport import Transport, Work
@@ -133,10 +131,8 @@ def _train(
     stages = rank.executor.stages
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
     restrict_optimizer(optimizer, [stages.parameters[item.name] for item in rank.executor.mesh.owned])
-    ops = HostOps()
-    moved = offload_optimizer_state(
-        optimizer, rank.executor.mesh, module_map, stages.parameters, ops, pool := HostPool(ops)
-    )
+    lanes, pool = rank.executor.lanes, rank.executor.pool
+    moved = offload_optimizer_state(optimizer, rank.executor.mesh, module_map, stages.parameters, lanes, pool)
     stages.hollow()
     parts = microbatches(plan, transport.rank, batches)
     meter = StorageMeter()

@@ -21,16 +21,19 @@ UNDER, OVER, MEAN = 0.01, 0.035, 0.02
 """How far a prediction may be below and above what is metered, and the largest mean, relative to that. As without
 offloading, sharding of networks as small as these is told less exactly than of large ones."""
 
+HOST = 0.05
+"""The same of host memory for activations: what a later stage receives stays, and two layers keep little else."""
+
 PLANS = {
     "one device": {"layers": [4]},
-    "recomputed": {"layers": [4], "checkpointed": 3, "parts": 2},
+    "recomputed": {"layers": [4], "checkpointed": 2, "parts": 2},
     "ZeRO 1": {"layers": [4], "degrees": [2], "zero": 1},
     "ZeRO 2": {"layers": [4], "degrees": [2], "zero": 2, "parts": 2},
     "ZeRO 3": {"layers": [4], "degrees": [2], "zero": 3, "parts": 2},
     "pipeline": {"layers": [2, 2], "parts": 2},
 }
 
-RATIOS = [{"optimizer": 0.3}, {"optimizer": 1.0}]
+RATIOS = [{"optimizer": 0.3}, {"optimizer": 1.0}, {"activations": 0.3}, {"activations": 1.0, "optimizer": 1.0}]
 
 
 @pytest.mark.sample
@@ -51,7 +54,8 @@ def test_predicted_equals_metered(model):
             plan = make_plan(rows=ROWS, offload=OffloadRatios(**ratios), **options)
             metered = measure(module, spec.module_map, plan, [make_batch(ROWS) for _ in range(plan.world_size)])
             for stage, (use, predicted) in enumerate(zip(metered, stage_memory(spec, plan), strict=True)):
-                assert predicted.host_bytes == use.host, (name, ratios)
+                host = abs(predicted.host_bytes - use.host) / use.host
+                assert host <= (HOST if "activations" in ratios else 0.0), (name, ratios, host)
                 found[name, str(ratios), stage] = (predicted.peak_bytes - use.device) / use.device
     assert min(found.values()) >= -UNDER, found
     assert max(found.values()) <= OVER, found

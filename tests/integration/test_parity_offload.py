@@ -15,6 +15,9 @@ pytestmark = [
 
 STATE = OffloadRatios(optimizer=1.0)
 SOME = OffloadRatios(optimizer=0.3)
+KEPT = OffloadRatios(activations=1.0)
+SOME_KEPT = OffloadRatios(activations=0.3)
+BOTH = OffloadRatios(optimizer=1.0, activations=1.0)
 
 PLANS = {
     "one device": Layout(groups=(Group(offload=STATE),)),
@@ -26,6 +29,14 @@ PLANS = {
     "tensor parallel": Layout(groups=(Group(tp=2, offload=STATE),)),
     "pipeline": Layout(groups=(Group(dp=2, offload=STATE), Group(dp=2, zero=1, offload=SOME))),
     "chunks": Layout(groups=(Group(offload=STATE),) * 2, schedule="interleaved-1f1b", chunks=2),
+    "activations": Layout(groups=(Group(offload=KEPT),)),
+    "activations, some, some recomputed": Layout(groups=(Group(offload=SOME_KEPT, checkpointed=2),), parts=2),
+    "activations, ZeRO 2": Layout(groups=(Group(dp=2, zero=2, offload=SOME_KEPT),), parts=2),
+    "activations, ZeRO 3": Layout(groups=(Group(dp=2, zero=3, offload=KEPT, checkpointed=1),), parts=2),
+    "activations, tensor parallel": Layout(groups=(Group(tp=2, offload=BOTH),)),
+    "activations, pipeline": Layout(groups=(Group(dp=2, offload=BOTH), Group(dp=2, zero=1, offload=KEPT)), parts=2),
+    "activations, chunks": Layout(groups=(Group(offload=BOTH),) * 2, schedule="interleaved-1f1b", chunks=2),
+    "activations, zero bubble": Layout(groups=(Group(offload=KEPT),) * 2, schedule="zb-h1", parts=2),
 }
 
 

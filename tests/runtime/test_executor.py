@@ -139,12 +139,12 @@ def test_an_error_in_the_step_reaches_the_caller_and_leaves_the_module_usable():
 
 def test_a_plan_that_cannot_run_is_refused():
     plan = make_plan([4], degrees=[2])
-    stages = tuple(replace(stage, offload=OffloadRatios(optimizer=0.5)) for stage in plan.stages)
+    stages = tuple(replace(stage, offload=OffloadRatios(gradients=0.5)) for stage in plan.stages)
     plan = replace(plan, stages=stages)
     module, make_batch = zoo.make("plain")
     module_map = map_of(module, make_batch(4))
     stage = GhostStage(module, module_map, plan.bounds, 0)
-    with pytest.raises(PlanError, match=r"stages\[0\]\.offload\.optimizer = 0\.5"):
+    with pytest.raises(PlanError, match=r"stages\[0\]\.offload\.gradients = 0\.5"):
         Executor(plan, 0, [stage], module_map, InMemoryWorld(2).transports[0], actions_of(plan, module_map, 0))
 
 

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from lightning_mist.errors import ScheduleError
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import HEAD, TAIL
-from lightning_mist.schedule.moves import check_update, moved_names, update_actions
+from lightning_mist.schedule.generate import generate
+from lightning_mist.schedule.moves import check_update, moved_names, update_actions, with_activations
+from lightning_mist.schedule.units import StageUnits, check_units, expand
 
 UNITS = [(0, HEAD), (0, 0), (0, 1), (0, TAIL)]
 
@@ -79,3 +81,68 @@ def test_what_is_moved_is_chosen_unit_by_unit():
 def test_actions_of_the_update_need_a_unit():
     with pytest.raises(ScheduleError, match="needs a unit"):
         Action(0, ActionKind.UPDATE)
+
+
+ORDER = (HEAD, 0, 1, TAIL)
+
+
+def moved(text, units=(0, 1), order=ORDER, trained=True):
+    return " ".join(map(str, with_activations(actions(text), order, units, is_trained=trained)))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "0F2:head 0F2:0 0F2:1 0F2:tail",
+            "0F2:head 0F2:0 0STORE_A2:0 0F2:1 0STORE_A2:1 0DROP_A2:0 0F2:tail 0DROP_A2:1",
+        ),
+        (
+            "0B2:tail 0REDUCE:tail 0B2:1 0REDUCE:1 0B2:0 0REDUCE:0 0B2:head 0REDUCE:head",
+            "0LOAD_A2:1 0B2:tail 0REDUCE:tail 0LOAD_A2:0 0B2:1 0REDUCE:1 0B2:0 0REDUCE:0 0B2:head 0REDUCE:head",
+        ),
+        ("0W2 0REDUCE:1", "0W2 0REDUCE:1"),
+    ],
+)
+def test_activations_leave_behind_their_unit_and_arrive_one_unit_ahead(text, found):
+    assert moved(text) == found
+
+
+def test_a_stage_waits_for_what_its_last_layer_moves():
+    assert moved("1F0:2 1F0:3", (2, 3), (2, 3)) == "1F0:2 1STORE_A0:2 1F0:3 1STORE_A0:3 1DROP_A0:2 1DROP_A0:3"
+    assert moved("1B0:3 1B0:2", (2, 3), (2, 3)) == "1LOAD_A0:3 1LOAD_A0:2 1B0:3 1B0:2"
+
+
+def test_what_is_only_evaluated_keeps_nothing():
+    text = "0F0:head 0F0:0 0F0:1 0F0:tail"
+    assert moved(text, trained=False) == moved(text, ()) == text
+
+
+schedules = st.tuples(
+    st.sampled_from(["1f1b", "gpipe", "zb-h1"]), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3)
+)
+
+
+def expanded(schedule, stages, microbatches, layers, stage):
+    order = (*[HEAD] * (stage == 0), *range(layers + 1), *[TAIL] * (stage == stages - 1))
+    units = StageUnits(order=order, activations=frozenset(range(layers + 1)))
+    list_of_stage = generate(stages, microbatches, schedule)[stage]
+    return expand(list_of_stage, {stage: units}), {stage: units}
+
+
+@given(schedules, st.integers(0, 2))
+def test_every_schedule_passes_the_check(drawn, stage):
+    schedule, stages, *sizes = drawn
+    lines, units = expanded(schedule, stages, *sizes, stage % stages)
+    check_units(lines, units)
+
+
+@given(schedules, st.integers(0, 2), st.data())
+def test_a_schedule_without_one_of_its_moves_is_refused(drawn, stage, data):
+    schedule, stages, *sizes = drawn
+    lines, units = expanded(schedule, stages, *sizes, stage % stages)
+    flat = [action for line in lines for action in line]
+    moves = [index for index, action in enumerate(flat) if action.kind.value.endswith("_A")]
+    gone = data.draw(st.sampled_from(moves))
+    with pytest.raises(ScheduleError, match="what "):
+        check_units([flat[:gone] + flat[gone + 1 :]], units)

@@ -15,7 +15,7 @@ from lightning_mist.schedule.units import ShardUnit, StageUnits, check_units, ex
 
 def units(*order, zero=3, reduced=None):
     reduced = frozenset(order if reduced is None else reduced)
-    return StageUnits(order=order, reduced=reduced, zero_stage=ZeroStage(zero))
+    return StageUnits(order=order, reduced=reduced, sharded=frozenset(order if zero == ZeroStage.PARAMETERS else ()))
 
 
 def parse(text):

@@ -7,10 +7,9 @@ import torch
 from lightning_mist.cost.overheads import SPLIT_BACKWARD
 from lightning_mist.hardware import StepOverheads
 from lightning_mist.model import map_module, trace_model
-from lightning_mist.plan import ZeroStage
 from lightning_mist.schedule import ActionKind
 from lightning_mist.schedule.lower import lower
-from lightning_mist.schedule.units import expand, plan_units, stage_units
+from lightning_mist.schedule.units import expand, expanded_units, plan_units
 from lightning_mist.strategy import overheads
 from tests.specs import profile
 
@@ -86,7 +85,7 @@ def test_units_are_counted_as_the_list_moves_them():
     network, batch = overheads._Network(), torch.randn(overheads.ROWS, overheads.LENGTH, overheads.WIDTH)
     found = map_module(network, network.training_step, batch, blocks="blocks")
     plan = overheads._plan(2, zero_stage=3)
-    units = {0: stage_units(plan_units(plan, found, 0)[0], ZeroStage.PARAMETERS)}
+    units = expanded_units(plan, found, plan_units(plan, found, 0))
     (actions,) = lower(plan, tied=False)
     moves = {FORWARD: [], BACKWARD: []}
     for action, line in zip(actions, expand(actions, units), strict=True):

@@ -64,18 +64,30 @@ class HostPool:
         Raises:
             PlanError: If that is more than the budget.
         """
-        nbytes = room_for(like)
+        # Whoever counts what is made here would count it as the device's, on a CPU.
+        with _disable_current_modes():
+            return views_into(self.take_bytes(room_for(like)), like)
+
+    def take_bytes(self, nbytes: int) -> Tensor:
+        """So many bytes of host memory; they stay whose they are.
+
+        Raises:
+            PlanError: If that is more than the budget.
+        """
         if self._budget is not None and self.nbytes + nbytes > self._budget:
             raise PlanError(
                 f"offloading needs {format_bytes(self.nbytes + nbytes)} of host memory or more, and "
                 f"{format_bytes(self._budget)} may be used by each process: raise host_memory_limit, or offload less"
             )
         self.nbytes += nbytes
-        # Whoever counts what is made here would count it as the device's, on a CPU.
         with _disable_current_modes():
             memory = self._ops.mapped_host_memory(nbytes)
             memory.untyped_storage()._mist_is_host = True  # type: ignore[attr-defined]
-            return views_into(memory, like)
+        return memory
+
+    def give(self, memory: Tensor) -> None:
+        """Take back what :meth:`take_bytes` gave, and nobody uses any more."""
+        self.nbytes -= len(memory)
 
 
 def is_host(storage: torch.UntypedStorage) -> bool:

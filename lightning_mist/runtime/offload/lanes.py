@@ -5,6 +5,7 @@ writes or frees what it reads, has waited for the event that the copy gave. So n
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -19,14 +20,22 @@ class Lanes:
         ops: The device.
 
     Attributes:
+        ops: As given.
         loaded_bytes: Copied to the device so far.
         stored_bytes: Copied to the host so far.
     """
 
     def __init__(self, ops: DeviceOps) -> None:
-        self._ops = ops
-        self._load, self._store = ops.stream(), ops.stream()
+        self.ops = ops
         self.loaded_bytes = self.stored_bytes = 0
+
+    @cached_property
+    def _load(self) -> Any:
+        return self.ops.stream()
+
+    @cached_property
+    def _store(self) -> Any:
+        return self.ops.stream()
 
     def load(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Iterable[Any] = ()) -> Any:
         """Copy from host memory to the device.
@@ -42,35 +51,35 @@ class Lanes:
         self.loaded_bytes += _bytes(sources)
         return self._copy(self._load, targets, sources, after)
 
-    def store(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Iterable[Any] = ()) -> Any:
+    def store(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
         """Copy from the device to host memory, behind what has been computed so far; otherwise as :meth:`load`."""
         self.stored_bytes += _bytes(sources)
-        return self._copy(self._store, targets, sources, [self._ops.record(), *after])
+        return self._copy(self._store, targets, sources, [self.ops.record()])
 
     def wait(self, event: Any) -> None:
         """Let what is computed from here on wait for a copy."""
         if event is not None:
-            self._ops.wait(event)
+            self.ops.wait(event)
 
     def uses(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """What is computed now uses these tensors; said for those who watch the order of things."""
-        self._ops.launch(_nothing, reads=reads, writes=writes)
+        self.ops.launch(_nothing, reads=reads, writes=writes)
 
     def settle(self) -> None:
         """Wait, as the caller, until all copies to the host have ended."""
-        self._ops.synchronize(self._ops.record(self._store))
+        self.ops.synchronize(self.ops.record(self._store))
 
     def _copy(self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Iterable[Any]) -> Any:
         for event in after:
             if event is not None:
-                self._ops.wait(event, stream)
+                self.ops.wait(event, stream)
 
         def copy() -> None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
 
-        self._ops.launch(copy, stream, reads=sources, writes=targets)
-        return self._ops.record(stream)
+        self.ops.launch(copy, stream, reads=sources, writes=targets)
+        return self.ops.record(stream)
 
 
 def _nothing() -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mist.devices import DeviceOps
 from lightning_mist.runtime.offload.host_pool import HostPool, is_host
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.offload.rooms import Rooms
@@ -33,8 +32,7 @@ class OffloadedState:
         units: What it updates of each unit.
         moved: The parameters whose state is in host memory.
         actions: The update of everything, by units.
-        ops: The device.
-        lanes: Its copies.
+        lanes: Copies between the device and the host.
         pool: The host memory.
 
     Attributes:
@@ -48,14 +46,13 @@ class OffloadedState:
         moved: Collection[nn.Parameter],
         actions: Sequence[Action],
         *,
-        ops: DeviceOps,
         lanes: Lanes,
         pool: HostPool,
     ) -> None:
         self._optimizer, self._units, self._actions = optimizer, units, tuple(actions)
         self.moved = frozenset(moved)
-        self._device, self._lanes, self._pool = ops.device, lanes, pool
-        self._rooms = Rooms(ops.device)
+        self._device, self._lanes, self._pool = lanes.ops.device, lanes, pool
+        self._rooms = Rooms(self._device)
         self._room_of = {key: index for index, key in enumerate(self._movers())}
         self._home: dict[_Place, Tensor] = {}
         # The end of the last copy out of each room. A unit is always in the same one, and copies out end in the order

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mist.devices import DeviceOps
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.offload.host_pool import HostPool
@@ -61,7 +60,7 @@ def offload_optimizer_state(
     mesh: Mesh,
     module_map: ModuleMap,
     parameters: Mapping[str, nn.Parameter],
-    ops: DeviceOps,
+    lanes: Lanes,
     pool: HostPool,
 ) -> OffloadedState | None:
     """Keep in host memory what the plan says of an optimizer's state; None if that is nothing.
@@ -71,7 +70,7 @@ def offload_optimizer_state(
         mesh: The rank's place.
         module_map: Where parameters are used.
         parameters: The parameters of the rank's stages by canonical name.
-        ops: Its device.
+        lanes: Copies between its device and the host.
         pool: The host memory.
     """
     ratio = mesh.plan.stages[mesh.stage].offload.optimizer
@@ -88,7 +87,6 @@ def offload_optimizer_state(
         {key: [parameters[name] for name in of_unit if name in owned] for key, of_unit in units.items()},
         {parameters[name] for name in names if name in owned},
         actions,
-        ops=ops,
-        lanes=Lanes(ops),
+        lanes=lanes,
         pool=pool,
     )
