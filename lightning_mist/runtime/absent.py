@@ -73,7 +73,7 @@ class AbsentParameter(nn.Parameter):
         name = _name_of(func)
         if name == "__repr__":
             return _described(args[0])
-        if not _WORKING and name not in _FORM and not _is_ours(name):
+        if not (_WORKING or name in _FORM or _is_gradient(name, args) or _is_ours(name)):
             raise PlanError(_refusal((*args, *(kwargs or {}).values()), name))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -91,17 +91,19 @@ class AbsentParameter(nn.Parameter):
         return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def leave(parameters: Mapping[str, nn.Parameter], where: Callable[[str], str]) -> None:
+def leave(parameters: Mapping[str, nn.Parameter], where: Callable[[str], str], *, keeps_gradient: bool = False) -> None:
     """Let parameters be absent from now on.
 
     Args:
         parameters: The parameters by name; those of classes other than torch's own stay what they are.
         where: Says where the values of one are, for people.
+        keeps_gradient: Whether their gradients are here all the same.
     """
     for name, parameter in parameters.items():
         if type(parameter) is nn.Parameter:
             parameter.__class__ = AbsentParameter
             parameter.__dict__["_mist_absent"] = (name, where(name))
+            parameter.__dict__["_mist_keeps_gradient"] = keeps_gradient
 
 
 def held_at(plan: Plan, module_map: ModuleMap, name: str) -> str:
@@ -118,6 +120,7 @@ def come_back(parameters: Iterable[nn.Parameter]) -> None:
         if type(parameter) is AbsentParameter:
             object.__setattr__(parameter, "__class__", nn.Parameter)
             parameter.__dict__.pop("_mist_absent", None)
+            parameter.__dict__.pop("_mist_keeps_gradient", None)
 
 
 def _name_of(function: Any) -> str:
@@ -137,6 +140,11 @@ def _is_ours(name: str) -> bool:
     while frame.f_back is not None and _package(frame) == "torch":
         frame = frame.f_back
     return _package(frame) == __name__.partition(".")[0]
+
+
+def _is_gradient(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a parameter is asked for, or given, a gradient that is here."""
+    return name in ("grad", "grad =") and bool(args[0].__dict__.get("_mist_keeps_gradient"))
 
 
 def _package(frame: FrameType) -> str:

@@ -184,13 +184,22 @@ class Executor:
             self.shards.refuse_use()
 
     def engage(self) -> None:
-        """Free the values of parameters that this rank computes with and does not own, under ZeRO-3."""
+        """Free the values of parameters that other ranks own (ZeRO-3), or that are in host memory."""
         if self._walk is not None:
+            self.reducer.keep_layouts()
             self._walk.engage()
+
+    def home_values(self) -> dict[str, Tensor]:
+        """Values of this rank's parameters that are in host memory, by canonical name."""
+        if self.shards is None or not self.shards.is_engaged:
+            return {}
+        if found := self.shards.home_values():
+            self.lanes.settle()
+        return found
 
     def gather_parameters(self) -> Iterator[Work]:
         """After the optimizer's step: give the stage's ranks what others of them updated (ZeRO-1, ZeRO-2)."""
-        yield from self.reducer.gather_parameters()
+        yield from self.reducer.gather_parameters(self.home_values())
 
     def _final_gradients(self) -> dict[int, frozenset[str]]:
         """For each position in the list, the parameters whose gradients are complete when its action has run.

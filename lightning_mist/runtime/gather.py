@@ -60,6 +60,7 @@ class ParameterGatherer:
 
     Attributes:
         speakers: Who answers for each parameter.
+        home_values: Gives this rank's values that are in host memory, by canonical name.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ParameterGatherer:
         transport: Transport,
     ) -> None:
         self._rank, self._transport, self._all = rank, transport, parameters
+        self.home_values: Callable[[], Mapping[str, Tensor]] = dict
         self._world = tuple(range(plan.world_size))
         self.speakers = speakers_of(plan, make_mesh(plan, rank, module_map).parameters, module_map)
         self._shapes = {use.name: use.shape for use in module_map.parameters}
@@ -84,7 +86,7 @@ class ParameterGatherer:
             destination: The one rank whose sink is called; every rank's if None.
         """
         outstanding: list[tuple[_Segment, list[_Transfer]]] = []
-        tag = _GATHER_TAG
+        tag, self._home = _GATHER_TAG, self.home_values()
         for segment in self._segments():
             transfers = []
             for speaker in segment.ranks:
@@ -129,7 +131,7 @@ class ParameterGatherer:
         like = self._all[segment.names[0]]
         flat = torch.empty(sum(map(prod, segment.shapes)), dtype=like.dtype, device=like.device)
         if is_speaker:
-            torch._foreach_copy_(_views(flat, segment.shapes), [self._all[name].detach() for name in segment.names])
+            torch._foreach_copy_(_views(flat, segment.shapes), [self._value(name) for name in segment.names])
         if destination is None:
             work = self._transport.broadcast(flat, speaker, self._world)
         elif is_speaker:
@@ -157,8 +159,12 @@ class ParameterGatherer:
 
     def _values(self, segment: _Segment, transfer: _Transfer) -> list[Tensor]:
         if transfer.flat is None or self._rank == transfer.speaker:
-            return [self._all[name].detach() for name in segment.names]
+            return [self._value(name) for name in segment.names]
         return _views(transfer.flat, segment.shapes)
+
+    def _value(self, name: str) -> Tensor:
+        home = self._home.get(name)
+        return self._all[name].detach() if home is None else home
 
 
 def _views(flat: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:

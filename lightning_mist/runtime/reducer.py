@@ -153,10 +153,18 @@ class GradientReducer:
                 # All tensor-parallel ranks of a stage have the same whole gradient by now: it must count once.
                 flats[item.name].zero_()
 
-    def gather_parameters(self) -> Iterator[Work]:
+    def keep_layouts(self) -> None:
+        """Remember the shapes and strides of the parameters, of which some may lose their memory now."""
+        if not self.buckets or not self.buckets[0].layouts:
+            self.buckets = tuple(bucket.with_layouts() for bucket in self.buckets)
+
+    def gather_parameters(self, home: Mapping[str, Tensor] = MappingProxyType({})) -> Iterator[Work]:
         """Give every data-parallel rank the parameters that their owners updated (ZeRO-1, ZeRO-2).
 
         Nothing without sharding; nothing under ZeRO-3, where every unit is given out when it is used.
+
+        Args:
+            home: Values that are in host memory, by name.
         """
         zero_stage = self._mesh.plan.stages[self._mesh.stage].zero_stage
         if not self._mesh.is_sharded or zero_stage >= ZeroStage.PARAMETERS:
@@ -166,18 +174,18 @@ class GradientReducer:
             assert bucket.owner is not None
             flat = bucket.empty()
             if bucket.owner == self._mesh.data_index:
-                torch._foreach_copy_(bucket.views(flat), [p.detach() for p in bucket.parameters])
+                torch._foreach_copy_(bucket.views(flat), _values(bucket, home))
             work = self._transport.broadcast(flat, self._mesh.peers[bucket.owner], self._group)
             outstanding.append((bucket, flat, work))
             if len(outstanding) == _BUCKETS_IN_FLIGHT:
-                yield from self._receive(*outstanding.pop(0))
+                yield from self._receive(*outstanding.pop(0), home)
         for item in outstanding:
-            yield from self._receive(*item)
+            yield from self._receive(*item, home)
 
-    def _receive(self, bucket: Bucket, flat: Tensor, work: Work) -> Iterator[Work]:
+    def _receive(self, bucket: Bucket, flat: Tensor, work: Work, home: Mapping[str, Tensor]) -> Iterator[Work]:
         yield work
         if bucket.owner != self._mesh.data_index:
-            torch._foreach_copy_([p.detach() for p in bucket.parameters], bucket.views(flat))
+            torch._foreach_copy_(_values(bucket, home), bucket.views(flat))
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         self._ready.add(parameter)
@@ -233,6 +241,13 @@ def _scale(gradients: list[Tensor], scale: float) -> None:
     for gradient in gradients:
         if gradient.layout is not torch.strided:
             gradient.mul_(scale)
+
+
+def _values(bucket: Bucket, home: Mapping[str, Tensor]) -> list[Tensor]:
+    return [
+        home[name] if name in home else parameter.detach()
+        for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
+    ]
 
 
 def _bucket_owner(mesh: Mesh, item: HeldParameter) -> int | None:

@@ -1,4 +1,7 @@
-"""Values of parameters under ZeRO-3: each whole with one data-parallel rank, with others only while they are used.
+"""Values of parameters that are there only while they are used: with another rank (ZeRO-3), or in host memory.
+
+Under ZeRO-3 each is whole with one data-parallel rank, and with others only while they are used. What is offloaded is
+in its owner's host memory, and on no device but while it is used; without ZeRO-3 every rank is the owner of all.
 
 The parameters of a unit that have one owner lie side by side in one flat storage. The owner's stays. On other ranks
 ``UNSHARD`` gives the storage its memory and starts to fill it from the owner, ``RESHARD`` takes the memory away. The
@@ -16,15 +19,18 @@ gives back is used again only behind the computation that read it, and nothing n
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.absent import come_back, leave
 from lightning_mist.runtime.buckets import Bucket, padded_numel, views_like
+from lightning_mist.runtime.offload.host_pool import HostPool
+from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.schedule.units import ShardUnit
 
@@ -37,13 +43,25 @@ parameters keep to (``_get_aligned_numel`` in ``torch/distributed/fsdp/_flat_par
 
 
 class _Shard:
-    """Parameters that the same units use and one rank owns, in one flat storage."""
+    """Parameters that the same units use and one rank owns, in one flat storage.
 
-    def __init__(self, bucket: Bucket, *, is_owned: bool, rank: int) -> None:
-        self.bucket, self.is_owned, self._where = bucket, is_owned, f"on rank {rank} (zero_stage 3)"
+    Attributes:
+        is_resident: Whether the values are here all the time.
+        home: The values in host memory, if that is where they are, and they are this rank's.
+        arriving: The end of their copy to the device, or of the values' way from another rank.
+        leaving: The end of their copy to host memory.
+    """
+
+    def __init__(self, bucket: Bucket, *, is_owned: bool, is_moved: bool, where: str) -> None:
+        self.bucket, self.is_owned, self._where = bucket, is_owned, where
+        self.is_moved = is_owned and is_moved
+        self.is_resident = is_owned and not is_moved
         self.users = 0
         self.refuses_use = False
         self.work: Work | None = None
+        self.home: Tensor | None = None
+        self.arriving: Any = None
+        self.leaving: Any = None
         first = bucket.parameters[0]
         self._storage = torch.empty(0, dtype=first.dtype, device=first.device).untyped_storage()
         # Made once: they stay right whether the storage has its memory or not.
@@ -75,6 +93,22 @@ class _Shard:
         torch._foreach_copy_(self._views, [parameter.data for parameter in self.bucket.parameters])
         self.attach()
 
+    def send_home(self, pool: HostPool) -> None:
+        """Move the parameters' values into host memory."""
+        if self.home is None or len(self.home) != len(self.flat):
+            (self.home,) = pool.take([self.flat])
+        for view, parameter in zip(self.views_of(self.home), self.bucket.parameters, strict=True):
+            view.copy_(parameter.data)
+        self.free()
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Views of the parameters' shapes into a flat tensor like the storage's."""
+        return [flat.as_strided(view.shape, view.stride(), view.storage_offset()) for view in self._views]
+
+    def values(self) -> Mapping[str, Tensor]:
+        """Values in host memory by name."""
+        return {} if self.home is None else dict(zip(self.bucket.names, self.views_of(self.home), strict=True))
+
     def attach(self) -> None:
         """Let the parameters be views of the storage."""
         come_back(self.bucket.parameters)
@@ -86,7 +120,8 @@ class _Shard:
         for parameter, nothing in zip(self.bucket.parameters, self._nothing, strict=True):
             parameter.data = nothing
         if self.refuses_use:
-            leave(dict(zip(self.bucket.names, self.bucket.parameters, strict=True)), lambda _: self._where)
+            named = dict(zip(self.bucket.names, self.bucket.parameters, strict=True))
+            leave(named, lambda _: self._where, keeps_gradient=self.is_moved)
         self._storage.resize_(0)
 
     def detach(self) -> None:
@@ -97,17 +132,20 @@ class _Shard:
 
 
 class UnitShards:
-    """The parameters of a rank whose stages run under ZeRO-3.
+    """The parameters of a rank whose values are not here all the time.
 
     Args:
         mesh: The rank's place.
         parameters: Its stages' parameters by canonical name.
         units: The units of its stages, by stage and unit.
         transport: Connects the ranks.
+        moved: The parameters whose values are in their owner's host memory, by canonical name.
+        lanes: Copies between the device and the host.
+        pool: Host memory.
 
     Attributes:
-        is_engaged: Whether values of other owners are away; before :meth:`engage` every rank has all.
-        away: The parameters that another rank owns, by canonical name.
+        is_engaged: Whether values are away; before :meth:`engage` every rank has all.
+        away: The parameters whose values are not here all the time, by canonical name.
     """
 
     def __init__(
@@ -116,29 +154,46 @@ class UnitShards:
         parameters: Mapping[str, nn.Parameter],
         units: Mapping[UnitKey, ShardUnit],
         transport: Transport,
+        moved: Collection[str] = (),
+        lanes: Lanes | None = None,
+        pool: HostPool | None = None,
     ) -> None:
-        self._mesh, self._transport = mesh, transport
+        self._mesh, self._transport, self._lanes, self._pool = mesh, transport, lanes, pool
         self._group = tuple(sorted(mesh.peers))
+        self._is_shared = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.PARAMETERS
         users: dict[str, list[UnitKey]] = {}
         for key, unit in units.items():
             for name in unit.names:
                 users.setdefault(name, []).append(key)
         together: dict[tuple[Any, ...], list[tuple[str, nn.Parameter]]] = {}
         for item in mesh.held:
-            p, owner = parameters[item.name], item.owner(mesh.stage)
-            together.setdefault((tuple(users[item.name]), owner, p.dtype, p.device), []).append((item.name, p))
+            p, is_moved = parameters[item.name], item.name in moved
+            owner = item.owner(mesh.stage) if self._is_shared else mesh.data_index
+            if self._is_shared or is_moved:
+                key_of = (tuple(users[item.name]), owner, is_moved, p.requires_grad or not is_moved, p.dtype, p.device)
+                together.setdefault(key_of, []).append((item.name, p))
         self._shards: list[_Shard] = []
         self._of: dict[UnitKey, list[_Shard]] = {key: [] for key in units}
-        for (keys, owner, *_), items in together.items():
-            rank = mesh.rank if owner is None else mesh.peers[owner]
-            shard = _Shard(Bucket.of(items, owner), is_owned=owner == mesh.data_index, rank=rank)
+        for (keys, owner, is_moved, *_), items in together.items():
+            shard = _Shard(
+                Bucket.of(items, owner),
+                is_owned=owner == mesh.data_index,
+                is_moved=is_moved,
+                where=self._where(owner, is_moved=is_moved),
+            )
             self._shards.append(shard)
             for key in keys:
                 self._of[key].append(shard)
-        others = [shard.bucket for shard in self._shards if not shard.is_owned]
+        others = [shard.bucket for shard in self._shards if not shard.is_resident]
         self.away = {n: p for bucket in others for n, p in zip(bucket.names, bucket.parameters, strict=True)}
         self.is_engaged = False
         self._abandoned: list[tuple[_Shard, Work]] = []
+        self._leaving: list[_Shard] = []
+
+    def _where(self, owner: int, *, is_moved: bool) -> str:
+        if owner == self._mesh.data_index and is_moved:
+            return "in host memory (offload.parameters)"
+        return f"on rank {self._mesh.peers[owner]} (zero_stage 3)"
 
     @property
     def flats(self) -> list[Tensor]:
@@ -151,42 +206,57 @@ class UnitShards:
             shard.refuses_use = True
 
     def engage(self) -> None:
-        """Free the values that other ranks own; they must be equal on all ranks. Nothing if they are away already."""
+        """Free the values that other ranks own, which must be equal on all ranks, and move home what is offloaded.
+
+        Nothing if they are away already.
+        """
         if self.is_engaged:
             return
         self.is_engaged = True
         with torch.no_grad():
             for shard in self._shards:
                 shard.lay_out()
-                if shard.is_owned:
+                if shard.is_resident:
                     shard.take()
+                elif shard.is_moved:
+                    assert self._pool is not None
+                    shard.send_home(self._pool)
                 else:
                     shard.free()
 
     def disengage(self) -> None:
-        """Let go of the owned parameters, which become ordinary ones; those of other owners must be given values."""
+        """Let go of the owned parameters, which become ordinary ones; those that are away must be given values."""
         if not self.is_engaged:
             return
         self.is_engaged = False
         with torch.no_grad():
             for shard in self._shards:
-                if shard.is_owned:
+                if shard.is_resident:
                     shard.detach()
+
+    def home_values(self) -> dict[str, Tensor]:
+        """Values of this rank's own in host memory by canonical name; others may still be on their way there."""
+        return {name: value for shard in self._shards for name, value in shard.values().items()}
 
     def unshard(self, key: UnitKey) -> None:
         """Start to fetch the parameters of a unit; :meth:`ready` waits for them."""
         for shard in self._of[key]:
             shard.users += 1
             if shard.users == 1:
-                if not shard.is_owned:
-                    shard.allocate()
-                assert shard.bucket.owner is not None
-                shard.work = self._transport.broadcast(shard.flat, self._mesh.peers[shard.bucket.owner], self._group)
+                self._fetch(shard)
+                if self._is_shared:
+                    # Others get what has arrived.
+                    self._arrived(shard)
+                    assert shard.bucket.owner is not None
+                    source = self._mesh.peers[shard.bucket.owner]
+                    shard.work = self._transport.broadcast(shard.flat, source, self._group)
 
     def ready(self, key: UnitKey) -> None:
         """Wait until the parameters of an unsharded unit have their values."""
         for shard in self._of[key]:
             self._settle(shard)
+            if not shard.is_resident:
+                shard.attach()
 
     def reshard(self, key: UnitKey) -> None:
         """Free the parameters of a unit that no other unsharded unit uses."""
@@ -194,8 +264,56 @@ class UnitShards:
             shard.users -= 1
             if shard.users == 0:
                 self._settle(shard)
-                if not shard.is_owned:
+                if not shard.is_resident:
                     shard.free()
+
+    def fetch(self, key: UnitKey) -> None:
+        """Start to fetch this rank's own parameters of a unit from host memory, for their update."""
+        for shard in self._updated(key):
+            self._fetch(shard)
+
+    def fetched(self, key: UnitKey) -> None:
+        """Wait for what was fetched."""
+        for shard in self._updated(key):
+            self._settle(shard)
+            shard.attach()
+
+    def store(self, key: UnitKey) -> None:
+        """Start to write what was updated back to host memory; what was written back before is freed."""
+        self.settle()
+        assert self._lanes is not None
+        for shard in self._updated(key):
+            assert shard.home is not None
+            shard.leaving = self._lanes.store([shard.home], [shard.flat])
+            self._leaving.append(shard)
+
+    def settle(self) -> None:
+        """Free what is written back, when it is."""
+        for shard in self._leaving:
+            assert self._lanes is not None
+            self._lanes.wait(shard.leaving)
+            shard.leaving = None
+            shard.free()
+        self._leaving.clear()
+
+    def _updated(self, key: UnitKey) -> list[_Shard]:
+        shards = self._of.get(key, [])
+        return [shard for shard in shards if shard.is_moved and shard.bucket.parameters[0].requires_grad]
+
+    def _fetch(self, shard: _Shard) -> None:
+        if not shard.is_resident:
+            shard.allocate()
+        if shard.is_moved:
+            assert self._lanes is not None
+            assert shard.home is not None
+            # Its memory was another's until all that was launched so far has run.
+            shard.arriving = self._lanes.load([shard.flat], [shard.home], after=[self._lanes.ops.record()])
+
+    def _arrived(self, shard: _Shard) -> None:
+        if shard.arriving is not None:
+            assert self._lanes is not None
+            self._lanes.wait(shard.arriving)
+            shard.arriving = None
 
     def abandon(self) -> None:
         """Shard everything where a batch ended in an error; what is under way is not waited for, peers may be gone."""
@@ -203,14 +321,13 @@ class UnitShards:
             if shard.work is not None:
                 # Its memory must stay: the transfer may still write there.
                 self._abandoned.append((shard, shard.work))
-            elif shard.users and not shard.is_owned:
+            elif shard.users and not shard.is_resident:
+                self._arrived(shard)
                 shard.free()
             shard.users, shard.work = 0, None
 
     def _settle(self, shard: _Shard) -> None:
-        if shard.work is None:
-            return
-        work, shard.work = shard.work, None
-        work.wait()
-        if not shard.is_owned:
-            shard.attach()
+        self._arrived(shard)
+        if shard.work is not None:
+            work, shard.work = shard.work, None
+            work.wait()

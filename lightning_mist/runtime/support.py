@@ -21,7 +21,7 @@ def restriction_notes(offload: Sequence[str] | None) -> tuple[str, ...]:
     return ("nothing is offloaded: the runtime does not do it yet",) if offload else ()
 
 
-_OFFLOADED = ("parameters", "gradients")
+_OFFLOADED = ("gradients",)
 
 
 def check_supported(plan: Plan, module_map: ModuleMap) -> None:
@@ -93,7 +93,7 @@ def _check_stage(index: int, stage: StagePlan) -> None:
 def _check_units(index: int, stage: StagePlan, module_map: ModuleMap) -> None:
     """Refuse to move state of modules whose parameters are not known by layers."""
     why = "; ".join(module_map.excludes("shards"))
-    for name in ("optimizer", "activations"):
+    for name in ("parameters", "optimizer", "activations"):
         ratio = getattr(stage.offload, name)
         if why and ratio > 0.0:
             raise PlanError(

@@ -20,7 +20,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.plan import ModuleMap
+from lightning_mist.plan import ModuleMap, ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.glue import Glue
 from lightning_mist.runtime.offload.activations import OffloadedActivations
@@ -32,7 +32,7 @@ from lightning_mist.runtime.transport import Transport
 from lightning_mist.runtime.unit_gradients import UnitGradients
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import COMPUTATIONS, HEAD, TAIL
-from lightning_mist.schedule.units import check_units, expand, expanded_units, plan_units
+from lightning_mist.schedule.units import check_units, expand, expanded_units, moved_parameters, plan_units
 
 
 class UnitWalk:
@@ -75,8 +75,8 @@ class UnitWalk:
     def engage(self) -> None:
         """Free the values that other ranks own, if the rank shards them and has not yet."""
         if self.shards is not None and not self.shards.is_engaged:
-            assert self.gradients is not None
-            self.gradients.keep_layouts()
+            if self.gradients is not None:
+                self.gradients.keep_layouts()
             self.shards.engage()
 
     def begin(self, action: Action, *, marks: bool) -> None:
@@ -177,7 +177,8 @@ class UnitWalk:
         if not any(_computes(action) and action.unit == unit for action in self._left):
             raise TraceError(
                 f"layer {unit} was called after a later one, or twice: under zero_stage 2 and 3, and where activations "
-                "are offloaded, blocks must run in the order of the trace, each once; use zero_stage=1 and no offload"
+                "or parameters are offloaded, blocks must run in the order of the trace, each once; use zero_stage=1 "
+                "and no offload"
             )
         while True:
             action = self._left.popleft()
@@ -240,8 +241,11 @@ def make_walk(
     lines = expand(actions, units)
     check_units(lines, units)
     by_key = {(stage, unit.unit): unit for stage, of_stage in found.items() for unit in of_stage}
-    shards = UnitShards(mesh, parameters, by_key, transport) if any(item.sharded for item in units.values()) else None
-    reduces = any(item.reduced for item in units.values()) or shards is not None
+    ratio = plan.stages[mesh.stage].offload.parameters
+    moved = moved_parameters(plan, module_map, mesh.stage, ratio, trained=False)
+    is_needed = any(item.sharded for item in units.values())
+    shards = UnitShards(mesh, parameters, by_key, transport, moved, lanes, pool) if is_needed else None
+    reduces = mesh.is_sharded and plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
     ratios = {stage: plan.stages[stage].offload.activations for stage, item in units.items() if item.activations}
     return UnitWalk(
         {action: part for action, part in zip(actions, lines, strict=True) if part != (action,)},
@@ -278,8 +282,9 @@ def _guarded_backward() -> Iterator[None]:
         is_compiling = TracingContext.try_get() is not None
         if getattr(_HERE, "is_in_step", False) and not is_compiling:
             raise TraceError(
-                "the step runs a backward of its own (torch.autograd.grad or Tensor.backward): under zero_stage 3 the "
-                "parameters of the layers behind it are freed by then; use zero_stage=2"
+                "the step runs a backward of its own (torch.autograd.grad or Tensor.backward): under zero_stage 3, and "
+                "where parameters are offloaded, those of the layers behind it are freed by then; use zero_stage=2 and "
+                "offload.parameters=0"
             )
         return original(*args, **kwargs)
 

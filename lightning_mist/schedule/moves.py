@@ -40,56 +40,63 @@ def moved_names(units: Sequence[Sequence[tuple[str, int]]], ratio: float) -> fro
     return frozenset(found)
 
 
-def update_actions(units: Sequence[Key], moved: Collection[Key]) -> tuple[Action, ...]:
+def update_actions(units: Sequence[Key], moved: Mapping[str, Collection[Key]]) -> tuple[Action, ...]:
     """The optimizer's step unit by unit, with what is fetched before and written back behind.
 
     Args:
         units: Units that have something to update, in their order.
-        moved: Those of them that have state in host memory.
+        moved: Those of them that have optimizer state (``"O"``) and parameters (``"P"``) in host memory.
     """
     actions: list[Action] = []
-    ahead = [unit for unit in units if unit in moved]
+    ahead = [unit for unit in units if any(unit in of_kind for of_kind in moved.values())]
+    movers = frozenset(ahead)
+
+    def fetch() -> None:
+        key = ahead.pop(0)
+        actions.extend(_of(key, ActionKind(f"LOAD_{kind}")) for kind, of_kind in moved.items() if key in of_kind)
+
     if ahead:
-        actions.append(_of(ahead.pop(0), ActionKind.LOAD_OPTIMIZER_STATE))
+        fetch()
     for unit in units:
-        if unit in moved and ahead:
-            actions.append(_of(ahead.pop(0), ActionKind.LOAD_OPTIMIZER_STATE))
+        if unit in movers and ahead:
+            fetch()
         actions.append(_of(unit, ActionKind.UPDATE))
-        if unit in moved:
-            actions.append(_of(unit, ActionKind.STORE_OPTIMIZER_STATE))
+        actions += [_of(unit, ActionKind(f"STORE_{kind}")) for kind, of_kind in moved.items() if unit in of_kind]
     return tuple(actions)
 
 
-def check_update(actions: Sequence[Action], units: Collection[Key], moved: Collection[Key]) -> None:
-    """Check that every unit is updated once, with its state on the device, in a room that is free, and back at the end.
+def check_update(actions: Sequence[Action], units: Collection[Key], moved: Mapping[str, Collection[Key]]) -> None:
+    """Check that every unit is updated once, with all it needs on the device, in rooms that are free, and back at last.
 
     Raises:
         ScheduleError: At the first broken rule, with the actions up to the offending one.
     """
-    there: list[Key] = []
+    there: dict[str, list[Key]] = {kind: [] for kind in moved}
     updated: set[Key] = set()
     for position, action in enumerate(actions):
         assert action.unit is not None
-        key = action.stage, action.unit
-        if action.kind is ActionKind.LOAD_OPTIMIZER_STATE:
-            if key in there or key in updated:
-                _fail(actions, position, "this unit's state was fetched already")
-            there.append(key)
-            if len(there) > ROOMS:
+        key, (what, _, kind) = (action.stage, action.unit), action.kind.value.partition("_")
+        if what == "LOAD":
+            if key in there[kind] or key in updated:
+                _fail(actions, position, "this was fetched already")
+            there[kind].append(key)
+            if len(there[kind]) > ROOMS:
                 _fail(actions, position, f"there are {ROOMS} rooms, and none is free")
-        elif action.kind is ActionKind.UPDATE:
+        elif what == "UPDATE":
             if key in updated:
                 _fail(actions, position, "this unit was updated already")
-            if key in moved and key not in there:
-                _fail(actions, position, "this unit's state is in host memory")
+            if any(key in of_kind and key not in there[name] for name, of_kind in moved.items()):
+                _fail(actions, position, "what this needs is in host memory")
             updated.add(key)
-        elif key not in there or key not in updated:
+        elif key not in there[kind] or key not in updated:
             _fail(actions, position, "there is nothing new to write back")
         else:
-            there.remove(key)
-    for key in [*there, *(unit for unit in units if unit not in updated)]:
-        missing = ActionKind.STORE_OPTIMIZER_STATE if key in there else ActionKind.UPDATE
-        _fail(actions, len(actions) - 1, f"{_of(key, missing)} is missing at the end")
+            there[kind].remove(key)
+    for kind, left in there.items():
+        for key in left:
+            _fail(actions, len(actions) - 1, f"{_of(key, ActionKind(f'STORE_{kind}'))} is missing at the end")
+    for key in (unit for unit in units if unit not in updated):
+        _fail(actions, len(actions) - 1, f"{_of(key, ActionKind.UPDATE)} is missing at the end")
 
 
 def with_activations(

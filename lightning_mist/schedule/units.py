@@ -12,15 +12,17 @@ where the next computation begins with it (the last layer's forward and backward
 of all units are reduced behind the weights' half, which needs no parameters.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from typing import NoReturn
 
 from lightning_mist.errors import ScheduleError
 from lightning_mist.plan import ModuleMap, ParameterUse, Plan, StagePlan, ZeroStage
+from lightning_mist.plan.mesh import itemsize
 from lightning_mist.schedule.action import HEAD, INPUT_BACKWARDS, TAIL, Action, ActionKind
-from lightning_mist.schedule.moves import check_activations, with_activations
+from lightning_mist.schedule.moves import check_activations, moved_names, with_activations
 
 _USES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 """Kinds that compute with parameters."""
@@ -52,7 +54,7 @@ class StageUnits:
     Attributes:
         order: Its units in the order of forward.
         reduced: Those of them whose gradients are reduced in every microbatch.
-        sharded: Those of them whose parameters are fetched.
+        sharded: Those of them whose parameters are fetched, from other ranks or from host memory.
         activations: Those of them of which something that they keep for backward is moved to host memory meanwhile.
     """
 
@@ -91,13 +93,16 @@ def shard_units(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stag
     )
 
 
-def stage_units(units: Sequence[ShardUnit], stage: StagePlan, order: Sequence[int]) -> StageUnits:
+def stage_units(
+    units: Sequence[ShardUnit], stage: StagePlan, order: Sequence[int], moved: Collection[str] = ()
+) -> StageUnits:
     """The units of a stage as the expansion needs them.
 
     Args:
         units: Its units that have parameters.
         stage: The stage.
         order: All its units; see :func:`unit_order`.
+        moved: Names of parameters whose values are in host memory.
     """
     shards = stage.zero_stage if stage.data_parallel_degree > 1 else ZeroStage.NONE
     found = {unit.unit: unit for unit in units}
@@ -105,7 +110,11 @@ def stage_units(units: Sequence[ShardUnit], stage: StagePlan, order: Sequence[in
     return StageUnits(
         order=tuple(order) if moves else tuple(found),
         reduced=frozenset(key for key, unit in found.items() if unit.reduced and shards >= ZeroStage.GRADIENTS),
-        sharded=frozenset(found) if shards >= ZeroStage.PARAMETERS else frozenset(),
+        sharded=frozenset(
+            key
+            for key, unit in found.items()
+            if shards >= ZeroStage.PARAMETERS or not set(moved).isdisjoint(unit.names)
+        ),
         activations=frozenset(unit for unit in order if unit not in (HEAD, TAIL)) if moves else frozenset(),
     )
 
@@ -115,7 +124,7 @@ def walked_stages(plan: Plan, group: int) -> tuple[int, ...]:
     return tuple(
         index
         for index in plan.chunks(group)
-        if (stage := plan.stages[index]).offload.activations > 0.0
+        if max((stage := plan.stages[index]).offload.activations, stage.offload.parameters) > 0.0
         or (stage.zero_stage >= ZeroStage.GRADIENTS and stage.data_parallel_degree > 1)
     )
 
@@ -142,9 +151,44 @@ def expanded_units(
         found: What :func:`plan_units` gave.
     """
     return {
-        stage: stage_units(units, plan.stages[stage], unit_order(module_map, plan.bounds, stage))
+        stage: stage_units(
+            units,
+            plan.stages[stage],
+            unit_order(module_map, plan.bounds, stage),
+            moved_parameters(plan, module_map, stage, plan.stages[stage].offload.parameters, trained=False),
+        )
         for stage, units in found.items()
     }
+
+
+def moved_parameters(plan: Plan, module_map: ModuleMap, stage: int, ratio: float, *, trained: bool) -> frozenset[str]:
+    """Names of the parameters of which a stage moves something: their values, gradients or optimizer state.
+
+    A parameter belongs to the first unit of the whole module that uses it, whatever the stages.
+
+    Args:
+        plan: The plan.
+        module_map: Where parameters are used.
+        stage: The stage.
+        ratio: Share of each unit's bytes that may be moved.
+        trained: Whether only trained parameters count.
+    """
+    if ratio == 0.0:
+        return frozenset()
+    degree = plan.stages[stage].mesh.tensor_parallel_degree
+    parts = {split.name: split for split in module_map.split(degree).parameters}
+    sizes: dict[str, int] = {}
+    for use in module_map.parameters:
+        shape = parts[use.name].local_shape(use.shape, degree) if use.name in parts else use.shape
+        if use.requires_grad or not trained:
+            sizes[use.name] = prod(shape) * itemsize(use.dtype)
+    units: list[list[tuple[str, int]]] = []
+    known: set[str] = set()
+    for unit in shard_units(module_map, ((0, len(module_map.blocks)),), 0):
+        first = {name for name in unit.names if name not in known}
+        known |= first
+        units.append([(name, size) for name, size in sizes.items() if name in first])
+    return moved_names(units, ratio)
 
 
 def expand(actions: Sequence[Action], units: Mapping[int, StageUnits]) -> tuple[tuple[Action, ...], ...]:

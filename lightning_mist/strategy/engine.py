@@ -93,6 +93,7 @@ class Engine:
         self.stages = self.executor.stages
         self.exchange = BatchExchange(plan, rank, transport, device)
         self.gatherer = ParameterGatherer(plan, rank, self.stages.every, module_map, transport)
+        self.gatherer.home_values = self.executor.home_values
         self.buffers = BufferSync(module, transport)
         # What a CPU computes is at home.
         self._homeward = None if device.type == "cpu" else Homeward(ops_of(device))
@@ -248,7 +249,7 @@ class Engine:
 
         def deliver(name: str, value: Tensor) -> None:
             if name in absent:
-                every[name].data = value.clone() if home is None else value.to(home, copy=True)
+                every[name].data = value.to(home or self.device, copy=True)
 
         complete(self.gatherer.run(deliver))
         if self.executor.shards is not None:

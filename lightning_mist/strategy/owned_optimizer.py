@@ -48,14 +48,15 @@ class OwnedOptimizer:
         device: torch.device,
     ) -> None:
         parameters, mesh = executor.stages.parameters, executor.mesh
-        ratio = mesh.plan.stages[mesh.stage].offload.optimizer
-        if ratio > 0.0 and (why := counting_reason(optimizer)) is not None:
-            raise PlanError(f"stages[{mesh.stage}].offload.optimizer = {ratio}: {why}; use offload.optimizer = 0")
+        ratios = mesh.plan.stages[mesh.stage].offload
+        for name, ratio in (("optimizer", ratios.optimizer), ("parameters", ratios.parameters)):
+            if ratio > 0.0 and (why := counting_reason(optimizer)) is not None:
+                raise PlanError(f"stages[{mesh.stage}].offload.{name} = {ratio}: {why}; use offload.{name} = 0")
         owned = [parameters[item.name] for item in mesh.owned]
         self.cut = restrict_optimizer(optimizer, owned, {parameters[name]: part for name, part in parts.items()})
         self._transport, self._device = executor.transport, device
         self._offloaded = offload_optimizer_state(
-            optimizer, mesh, module_map, parameters, executor.lanes, executor.pool
+            optimizer, mesh, module_map, parameters, executor.lanes, executor.pool, executor.shards
         )
 
     def release(self) -> Callable[[Transport], dict[str, Any]]:

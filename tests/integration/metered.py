@@ -132,7 +132,9 @@ def _train(
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
     restrict_optimizer(optimizer, [stages.parameters[item.name] for item in rank.executor.mesh.owned])
     lanes, pool = rank.executor.lanes, rank.executor.pool
-    moved = offload_optimizer_state(optimizer, rank.executor.mesh, module_map, stages.parameters, lanes, pool)
+    moved = offload_optimizer_state(
+        optimizer, rank.executor.mesh, module_map, stages.parameters, lanes, pool, rank.executor.shards
+    )
     stages.hollow()
     parts = microbatches(plan, transport.rank, batches)
     meter = StorageMeter()

@@ -12,6 +12,7 @@ from tests import zoo
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.integration.metered import measure
 from tests.integration.parity import make_plan, map_of
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.usefixtures("ended_streams")
 
@@ -33,11 +34,16 @@ PLANS = {
     "pipeline": {"layers": [2, 2], "parts": 2},
 }
 
-RATIOS = [{"optimizer": 0.3}, {"optimizer": 1.0}, {"activations": 0.3}, {"activations": 1.0, "optimizer": 1.0}]
+RATIOS = [
+    {"optimizer": 0.3},
+    {"optimizer": 1.0},
+    {"activations": 0.3},
+    {"parameters": 1.0},
+    {"activations": 1.0, "optimizer": 1.0, "parameters": 1.0},
+]
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("model", ["nano", "gpt2"])
+@pytest.mark.parametrize("model", tiered(["nano", "gpt2"], ["nano"]))
 def test_predicted_equals_metered(model):
     module, make_batch = zoo.make(model)
     batch = make_batch(ROWS)

@@ -1,12 +1,24 @@
 """What is kept in host memory changes nothing: curves are those of a single process, whatever is moved."""
 
+from functools import cache
+from unittest import mock
+
 import pytest
 import torch
 
-from benchmarks.parity.cell import compare_curves, subject
+from benchmarks.parity.cell import compare_curves, on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import Group, Layout, make_plan
+from lightning_mist.devices import HostOps
 from lightning_mist.plan import OffloadRatios
+from lightning_mist.runtime.transport import complete
+from tests.devices.happens_before import HappensBefore
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
+from tests.integration.parity import make_optimizer
+from tests.runtime.offload.weak import weak_copies
+from tests.tiers import tiered
+
+FIRST = ("one device, some", "parameters, ZeRO 1", "parameters, ZeRO 3", "activations, pipeline", "activations, ZeRO 2")
+"""Plans of the first tier."""
 
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -17,6 +29,10 @@ STATE = OffloadRatios(optimizer=1.0)
 SOME = OffloadRatios(optimizer=0.3)
 KEPT = OffloadRatios(activations=1.0)
 SOME_KEPT = OffloadRatios(activations=0.3)
+VALUES = OffloadRatios(parameters=1.0)
+SOME_VALUES = OffloadRatios(parameters=0.3, optimizer=0.3)
+SOME_OF_ALL = OffloadRatios(parameters=0.3, optimizer=0.3, activations=0.3)
+ALL = OffloadRatios(parameters=1.0, optimizer=1.0, activations=1.0)
 BOTH = OffloadRatios(optimizer=1.0, activations=1.0)
 
 PLANS = {
@@ -29,6 +45,17 @@ PLANS = {
     "tensor parallel": Layout(groups=(Group(tp=2, offload=STATE),)),
     "pipeline": Layout(groups=(Group(dp=2, offload=STATE), Group(dp=2, zero=1, offload=SOME))),
     "chunks": Layout(groups=(Group(offload=STATE),) * 2, schedule="interleaved-1f1b", chunks=2),
+    "parameters": Layout(groups=(Group(offload=VALUES),)),
+    "parameters, some, some recomputed": Layout(groups=(Group(offload=SOME_VALUES, checkpointed=2),), parts=2),
+    "parameters, ZeRO 0": Layout(groups=(Group(dp=2, offload=VALUES),)),
+    "parameters, ZeRO 1": Layout(groups=(Group(dp=2, zero=1, offload=SOME_VALUES),)),
+    "parameters, ZeRO 2": Layout(groups=(Group(dp=2, zero=2, offload=VALUES),), parts=2),
+    "parameters, ZeRO 3": Layout(groups=(Group(dp=2, zero=3, offload=ALL),), parts=2),
+    "parameters, some, ZeRO 3": Layout(groups=(Group(dp=3, zero=3, offload=SOME_VALUES),)),
+    "parameters, tensor parallel": Layout(groups=(Group(tp=2, offload=ALL),)),
+    "parameters, pipeline": Layout(groups=(Group(dp=2, offload=VALUES), Group(dp=2, zero=1, offload=ALL)), parts=2),
+    "parameters, chunks": Layout(groups=(Group(offload=ALL),) * 2, schedule="interleaved-1f1b", chunks=2),
+    "parameters, zero bubble": Layout(groups=(Group(offload=ALL),) * 2, schedule="zb-h1", parts=2),
     "activations": Layout(groups=(Group(offload=KEPT),)),
     "activations, some, some recomputed": Layout(groups=(Group(offload=SOME_KEPT, checkpointed=2),), parts=2),
     "activations, ZeRO 2": Layout(groups=(Group(dp=2, zero=2, offload=SOME_KEPT),), parts=2),
@@ -40,12 +67,66 @@ PLANS = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", ["nano_even", "lora_llama"])
-@pytest.mark.parametrize("label", PLANS)
+@pytest.mark.parametrize("label", tiered(PLANS, FIRST))
 def test_curves(name, label):
     model = subject(name, torch.float64)
     plan = make_plan(PLANS[label], len(model.module_map.blocks))
     outcome = compare_curves(model, plan)
     assert outcome.differing == ""
     assert outcome.gradient < 1e-12
+
+
+DELAYED = {
+    "one device": Layout(groups=(Group(offload=ALL, checkpointed=1),), parts=2),
+    "some of all": Layout(groups=(Group(offload=SOME_OF_ALL),), parts=2),
+    "pipeline": Layout(groups=(Group(offload=ALL), Group(zero=1, offload=SOME_OF_ALL)), parts=2),
+    "ZeRO 3": Layout(groups=(Group(dp=2, zero=3, offload=ALL),)),
+}
+
+
+@cache
+def undelayed(label):
+    return trained(label, HostOps())
+
+
+def trained(label, ops):
+    """Losses and values of three clipped steps."""
+    model = subject("nano_even", torch.float64)
+    plan = make_plan(DELAYED[label], len(model.module_map.blocks))
+
+    def work(engine):
+        optimizer = make_optimizer(engine.module)
+        engine.take_optimizer(optimizer)
+        engine.hollow()
+        losses = []
+        for step in range(3):
+            optimizer.zero_grad()
+            losses.append(train_batch(engine, model.batches[step % 2][engine.rank]))
+            engine.clip_by_norm(optimizer, 0.05)
+            optimizer.step()
+            complete(engine.executor.gather_parameters())
+        return losses, engine.module_values()
+
+    with mock.patch("lightning_mist.runtime.executor.ops_of", return_value=ops), weak_copies():
+        return on_all_ranks(model, plan, work)
+
+
+@pytest.mark.parametrize("label", tiered(DELAYED, ["some of all", "pipeline"]))
+@pytest.mark.parametrize("first_seed", range(0, 50, 5))
+def test_delays_change_no_bit(label, first_seed):
+    for seed in range(first_seed, first_seed + 5):
+        for (losses, values), (wanted, expected) in zip(
+            trained(label, HostOps(seed=seed)), undelayed(label), strict=True
+        ):
+            assert all(map(torch.equal, losses, wanted))
+            assert values.keys() == expected.keys()
+            assert all(torch.equal(value, expected[name]) for name, value in values.items())
+
+
+@pytest.mark.parametrize("label", DELAYED)
+def test_nothing_but_events_orders_the_copies(label):
+    races = HappensBefore()
+    trained(label, HostOps(seed=1, observer=races))
+    assert races.races == []

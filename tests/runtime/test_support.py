@@ -30,7 +30,6 @@ def test_every_zero_stage_runs(zero_stage):
         ),
         ({"mesh": StageMesh(devices=(0, 1), context_parallel_degree=2)}, r"stages\[0\]\.context_parallel_degree = 2"),
         ({"offload": OffloadRatios(gradients=0.5)}, r"stages\[0\]\.offload\.gradients = 0\.5"),
-        ({"offload": OffloadRatios(parameters=0.25)}, r"stages\[0\]\.offload\.parameters = 0\.25"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(change, message):
@@ -64,8 +63,8 @@ def test_what_is_not_executed_yet_is_named():
     assert unsupported(_plan(STAGE)) == ()
     ring = replace(STAGE, mesh=StageMesh(devices=(0, 1), context_parallel_degree=2))
     assert unsupported(_plan(ring)) == ("context_parallel_degree above 1",)
-    moved = replace(STAGE, offload=OffloadRatios(optimizer=0.5, parameters=1.0))
-    assert unsupported(_plan(moved)) == ("parameters in host memory",)
+    moved = replace(STAGE, offload=OffloadRatios(optimizer=0.5, gradients=1.0))
+    assert unsupported(_plan(moved)) == ("gradients in host memory",)
 
 
 def test_state_is_moved_where_layers_are_known():

@@ -34,7 +34,14 @@ def actions(text):
     ],
 )
 def test_state_is_fetched_one_unit_ahead(moved, text):
-    assert update_actions(UNITS, moved) == actions(text)
+    assert update_actions(UNITS, {"O": moved}) == actions(text)
+
+
+def test_parameters_are_fetched_with_state():
+    text = (
+        "0LOAD_O:0 0LOAD_P:0 0UPDATE:head 0LOAD_P:1 0UPDATE:0 0STORE_O:0 0STORE_P:0 0UPDATE:1 0STORE_P:1 0UPDATE:tail"
+    )
+    assert update_actions(UNITS, {"O": [(0, 0)], "P": [(0, 0), (0, 1)]}) == actions(text)
 
 
 keys = st.lists(st.tuples(st.integers(0, 2), st.integers(-2, 9)), unique=True, max_size=9)
@@ -43,24 +50,26 @@ keys = st.lists(st.tuples(st.integers(0, 2), st.integers(-2, 9)), unique=True, m
 @given(keys.flatmap(lambda units: st.tuples(st.just(units), st.sets(st.sampled_from(units)) if units else st.just([]))))
 def test_every_list_passes_the_check(drawn):
     units, moved = drawn
-    check_update(update_actions(units, moved), units, moved)
+    kinds = {"O": moved, "P": units[::2]}
+    check_update(update_actions(units, kinds), units, kinds)
 
 
 @given(st.data())
 def test_a_list_without_one_of_its_actions_is_refused(data):
     moved = data.draw(st.sets(st.sampled_from(UNITS), min_size=1))
-    whole = update_actions(UNITS, moved)
+    kinds = {"O": moved, "P": UNITS[1:3]}
+    whole = update_actions(UNITS, kinds)
     gone = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(ScheduleError):
-        check_update(whole[:gone] + whole[gone + 1 :], UNITS, moved)
+        check_update(whole[:gone] + whole[gone + 1 :], UNITS, kinds)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("0LOAD_O:0 0LOAD_O:1 0LOAD_O:head", "0LOAD_O:head: there are 2 rooms, and none is free: ... 0LOAD_O:0"),
-        ("0LOAD_O:0 0LOAD_O:0", "0LOAD_O:0: this unit's state was fetched already"),
-        ("0UPDATE:0", "0UPDATE:0: this unit's state is in host memory"),
+        ("0LOAD_O:0 0LOAD_O:0", "0LOAD_O:0: this was fetched already"),
+        ("0UPDATE:0", "0UPDATE:0: what this needs is in host memory"),
         ("0UPDATE:tail 0UPDATE:tail", "0UPDATE:tail: this unit was updated already"),
         ("0LOAD_O:0 0STORE_O:0", "0STORE_O:0: there is nothing new to write back"),
         ("0LOAD_O:0 0UPDATE:0", "0STORE_O:0 is missing at the end"),
@@ -69,7 +78,8 @@ def test_a_list_without_one_of_its_actions_is_refused(data):
 )
 def test_broken_rules_are_named(text, message):
     with pytest.raises(ScheduleError, match=message):
-        check_update(actions(text), [(0, 0), (0, 1), (0, HEAD)], [(0, 0), (0, 1), (0, HEAD)])
+        every = [(0, 0), (0, 1), (0, HEAD)]
+        check_update(actions(text), every, {"O": every})
 
 
 def test_what_is_moved_is_chosen_unit_by_unit():

@@ -5,7 +5,7 @@ room on the device. State that the optimizer makes, in its first step or when it
 was made. Which actions come when the schedule says; see :mod:`lightning_mist.schedule.moves`.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lightning_mist.runtime.offload.host_pool import HostPool, is_host
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.offload.rooms import Rooms
 from lightning_mist.runtime.offload.unit_steps import UnitSteps
-from lightning_mist.runtime.shards import UnitKey
+from lightning_mist.runtime.shards import UnitKey, UnitShards
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.moves import ROOMS
 
@@ -34,6 +34,7 @@ class OffloadedState:
         actions: The update of everything, by units.
         lanes: Copies between the device and the host.
         pool: The host memory.
+        shards: The values of parameters, if some are in host memory.
 
     Attributes:
         moved: As given.
@@ -48,11 +49,12 @@ class OffloadedState:
         *,
         lanes: Lanes,
         pool: HostPool,
+        shards: UnitShards | None = None,
     ) -> None:
         self._optimizer, self._units, self._actions = optimizer, units, tuple(actions)
         self.moved = frozenset(moved)
         self._device, self._lanes, self._pool = lanes.ops.device, lanes, pool
-        self._rooms = Rooms(self._device)
+        self._rooms, self._shards = Rooms(self._device), shards
         self._room_of = {key: index for index, key in enumerate(self._movers())}
         self._home: dict[_Place, Tensor] = {}
         # The end of the last copy out of each room. A unit is always in the same one, and copies out end in the order
@@ -61,6 +63,13 @@ class OffloadedState:
         self._arriving: dict[UnitKey, tuple[Any, dict[_Place, Tensor]]] = {}
         self._leaving: list[tuple[Any, list[Tensor]]] = []
         self._steps = UnitSteps(optimizer, self.update)
+        self._do: dict[ActionKind, Callable[[UnitKey], None]] = {
+            ActionKind.LOAD_OPTIMIZER_STATE: self._load,
+            ActionKind.UPDATE: self._update,
+            ActionKind.STORE_OPTIMIZER_STATE: self._store,
+        }
+        if shards is not None:
+            self._do |= {ActionKind.LOAD_PARAMETERS: shards.fetch, ActionKind.STORE_PARAMETERS: shards.store}
         self.send_home(moved)
 
     def update(self) -> None:
@@ -69,17 +78,13 @@ class OffloadedState:
         for action in self._actions:
             self.perform(action)
         self._free(self._leaving)
+        if self._shards is not None:
+            self._shards.settle()
 
     def perform(self, action: Action) -> None:
         """Do one action of the update."""
         assert action.unit is not None
-        key = action.stage, action.unit
-        if action.kind is ActionKind.LOAD_OPTIMIZER_STATE:
-            self._load(key)
-        elif action.kind is ActionKind.UPDATE:
-            self._update(key)
-        else:
-            self._store(key)
+        self._do[action.kind]((action.stage, action.unit))
 
     def settle(self) -> None:
         """Wait until all state in host memory has its values: before anybody reads it."""
@@ -113,6 +118,8 @@ class OffloadedState:
     def _update(self, key: UnitKey) -> None:
         event, views = self._arriving.pop(key, (None, {}))
         self._lanes.wait(event)
+        if self._shards is not None:
+            self._shards.fetched(key)
         for place, view in views.items():
             self._set(place, view)
         parameters = self._units.get(key, ())

@@ -32,7 +32,9 @@ def offloaded(parameters, optimizer, ops, *, moved=None, pool=None):
     moved = parameters if moved is None else moved
     keys = [key for key, (parameter,) in units.items() if any(parameter is item for item in moved)]
     pool = pool or HostPool(ops)
-    return OffloadedState(optimizer, units, moved, update_actions(list(units), keys), lanes=Lanes(ops), pool=pool)
+    return OffloadedState(
+        optimizer, units, moved, update_actions(list(units), {"O": keys}), lanes=Lanes(ops), pool=pool
+    )
 
 
 def give_gradients(parameters, number):
