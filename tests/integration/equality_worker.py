@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mist import Checkpointing, MistStrategy, Plan, StagePlan, ZeroStage
-from lightning_mist.plan import StageMesh
+from lightning_mist.plan import OffloadRatios, StageMesh
 from tests.machine import assume_profile
 
 VOCABULARY, WIDTH, LENGTH, LAYERS = 31, 16, 10, 4
@@ -98,7 +98,7 @@ class Losses(Callback):
         self.extras.append(float(outputs["accuracy"]))
 
 
-def plan(layout, *, rows, microbatches, zero=0, checkpointed=0, tensor=1):
+def plan(layout, *, rows, microbatches, zero=0, checkpointed=0, tensor=1, offload=None):
     """A plan from ``[(layers, devices), ...]``; batches of ``rows`` rows per rank.
 
     Stages of fewer devices than ``tensor`` are not split.
@@ -115,11 +115,15 @@ def plan(layout, *, rows, microbatches, zero=0, checkpointed=0, tensor=1):
                 microbatch_size=rows * world // (microbatches * degree),
                 zero_stage=ZeroStage(zero if degree > 1 else 0),
                 checkpointing=Checkpointing(layers=min(checkpointed, layers)),
+                offload=OffloadRatios(**(offload or {})),
             )
         )
         first += layers
     return Plan(global_batch_size=rows * world, num_microbatches=microbatches, stages=tuple(stages))
 
+
+ALL = {"parameters": 1.0, "optimizer": 1.0, "activations": 1.0}
+SOME = {"parameters": 0.3, "optimizer": 0.3, "activations": 0.3}
 
 TWO = {
     "auto": {"plan": "auto"},
@@ -155,6 +159,24 @@ TWO = {
         "trainer": {"accumulate_grad_batches": 3},
         "model": {"optimizer": "sgd"},
     },
+    "moved": {
+        "plan": plan([(4, [0, 1])], rows=4, microbatches=1, zero=1, checkpointed=1, offload=ALL),
+        "trainer": {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2},
+        "model": {"tied": True, "dropout": 0.2},
+    },
+    "moved3": {
+        "plan": plan([(4, [0, 1])], rows=4, microbatches=2, zero=3, offload=SOME),
+        "trainer": {"gradient_clip_val": 0.3},
+    },
+    "moved_stages": {
+        "plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2, offload=ALL),
+        "model": {"tied": True, "optimizer": "sgd"},
+    },
+    "moved_bf16": {
+        "plan": plan([(4, [0, 1])], rows=4, microbatches=2, offload=ALL),
+        "trainer": {"precision": "bf16-mixed"},
+        "tolerance": 2e-2,
+    },
     "bf16": {
         "plan": plan([(2, [1]), (2, [0])], rows=4, microbatches=2),
         "trainer": {"precision": "bf16-mixed"},
@@ -179,7 +201,20 @@ FOUR = {
     },
 }
 CASES = TWO | FOUR
-RESUMED = ("auto", "plain", "zero2", "zero3", "tensor", "tied", "accumulate", "grid3", "tensor_grid", "uneven")
+RESUMED = (
+    "auto",
+    "plain",
+    "moved",
+    "moved3",
+    "zero2",
+    "zero3",
+    "tensor",
+    "tied",
+    "accumulate",
+    "grid3",
+    "tensor_grid",
+    "uneven",
+)
 """Those whose checkpoints the other strategy goes on from: each way to hold parameters and the optimizer's state."""
 
 

@@ -10,7 +10,7 @@ from tests.integration.equality_worker import CASES, FOUR, RESUMED, TWO
 from tests.ranks import command_of, environment
 from tests.tiers import asked_for, tiered
 
-FEW = ("auto", "tensor")
+FEW = ("auto", "tensor", "moved")
 NAMES = tiered(CASES, FEW)
 
 
