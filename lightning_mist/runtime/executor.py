@@ -17,7 +17,7 @@ from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.casts import CastKeeper
 from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.neighbours import Microbatch, Neighbours
-from lightning_mist.runtime.offload.host_pool import HostPool
+from lightning_mist.runtime.offload.host_pool import HostPlace, HostPool
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.parts import parts_of
 from lightning_mist.runtime.pipeline import BatchRun, Place
@@ -46,7 +46,7 @@ class Executor:
         transport: Connects the ranks; its groups must include
             :func:`~lightning_mist.plan.mesh.process_groups` of the plan.
         actions: This rank's lowered list. Without backwards it only evaluates.
-        host_budget: Bytes of host memory that may be used for what is moved there.
+        host: Where in host memory what is moved there may be.
 
     Attributes:
         mesh: This rank's place in the plan.
@@ -58,6 +58,7 @@ class Executor:
         recorder: Measures the actions while it is on.
         lanes: Copies between the device and host memory.
         pool: Host memory for what is moved there.
+        state_pool: The same for parameters and optimizer state, or files.
         results_made: Called whenever the last stage has launched all of what the step returned.
 
     Raises:
@@ -75,7 +76,7 @@ class Executor:
         transport: Transport,
         actions: Sequence[Action],
         *,
-        host_budget: int | None = None,
+        host: HostPlace | None = None,
     ) -> None:
         check_supported(plan, module_map)
         self.plan, self.transport = plan, transport
@@ -85,11 +86,15 @@ class Executor:
         parameter = next(iter(self.parameters.values()), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         self.lanes = Lanes(ops_of(device))
-        self.pool = HostPool(self.lanes.ops, host_budget)
+        place = host or HostPlace()
+        self.pool = HostPool(self.lanes.ops, place.budget)
+        self.state_pool = HostPool(self.lanes.ops, place.budget, place.directory) if place.directory else self.pool
         module = stages[0].module
         held = (*module.parameters(), *module.buffers())
         self._walk = make_walk(
-            self.mesh, module_map, self.parameters, transport, self.actions, device, self.lanes, self.pool, held
+            *(self.mesh, module_map, self.parameters, transport, self.actions, device, self.lanes),
+            pools=(self.pool, self.state_pool),
+            held=held,
         )
         self.shards = None if self._walk is None else self._walk.shards
         for stage in stages:

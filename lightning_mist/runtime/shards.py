@@ -29,7 +29,7 @@ from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.absent import come_back, leave
 from lightning_mist.runtime.buckets import Bucket, padded_numel, views_like
-from lightning_mist.runtime.offload.host_pool import HostPool
+from lightning_mist.runtime.offload.host_pool import HostPool, let_go
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.schedule.units import ShardUnit
@@ -99,6 +99,7 @@ class _Shard:
             (self.home,) = pool.take([self.flat])
         for view, parameter in zip(self.views_of(self.home), self.bucket.parameters, strict=True):
             view.copy_(parameter.data)
+        let_go(self.home)
         self.free()
 
     def views_of(self, flat: Tensor) -> list[Tensor]:

@@ -217,7 +217,7 @@ def make_walk(
     actions: Sequence[Action],
     device: torch.device,
     lanes: Lanes,
-    pool: HostPool,
+    pools: tuple[HostPool, HostPool],
     held: Sequence[Tensor] = (),
 ) -> UnitWalk | None:
     """The walk of a rank; None if its stages shard neither gradients nor parameters, and move no activations.
@@ -230,7 +230,7 @@ def make_walk(
         actions: Its lowered list.
         device: Where it computes.
         lanes: Copies between it and the host.
-        pool: Host memory.
+        pools: Host memory for activations, and for parameters.
         held: Parameters and buffers of the module, which no layer keeps for itself.
     """
     plan = mesh.plan
@@ -244,7 +244,7 @@ def make_walk(
     ratio = plan.stages[mesh.stage].offload.parameters
     moved = moved_parameters(plan, module_map, mesh.stage, ratio, trained=False)
     is_needed = any(item.sharded for item in units.values())
-    shards = UnitShards(mesh, parameters, by_key, transport, moved, lanes, pool) if is_needed else None
+    shards = UnitShards(mesh, parameters, by_key, transport, moved, lanes, pools[1]) if is_needed else None
     reduces = mesh.is_sharded and plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
     ratios = {stage: plan.stages[stage].offload.activations for stage, item in units.items() if item.activations}
     return UnitWalk(
@@ -254,7 +254,7 @@ def make_walk(
         device=device,
         last_layer=len(module_map.blocks) - 1,
         glue=None if shards is None else Glue(shards.away),
-        activations=OffloadedActivations(ratios, held, lanes, pool) if ratios else None,
+        activations=OffloadedActivations(ratios, held, lanes, pools[0]) if ratios else None,
     )
 
 

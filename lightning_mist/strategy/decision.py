@@ -5,10 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster
 from lightning_mist.model.reach import Reach
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.cutting.rules import CutRules
+from lightning_mist.runtime.offload.host_pool import HostPlace
 from lightning_mist.tuner import SearchSpace
 
 if TYPE_CHECKING:
@@ -22,6 +26,8 @@ class PlanRequest:
 
     plan: str | Plan
     memory_limit: int | None
+    host_memory_limit: int | None
+    offload_directory: str | None
     search: SearchSpace
     cluster: str | Cluster | None
     blocks: str | None
@@ -30,6 +36,25 @@ class PlanRequest:
     correct_profile: bool
     self_check: bool
     verbose: bool = False
+
+    def host_of_each(self, processes: int, device: torch.device) -> HostPlace:
+        """Where each of a node's processes may keep what it offloads.
+
+        Args:
+            processes: Processes of a node.
+            device: Where this one computes.
+
+        Raises:
+            PlanError: If there is to be a folder for what comes to a device.
+        """
+        if self.offload_directory is not None and device.type != "cpu":
+            raise PlanError(
+                f"offload_directory={self.offload_directory!r} with a {device.type} device: copies to it start from "
+                "page-locked memory, which files have not; leave it out, and what is offloaded is in host memory"
+            )
+        limit, folder = self.host_memory_limit, self.offload_directory
+        budget = None if limit is None else limit // processes
+        return HostPlace(budget=budget, directory=None if folder is None else Path(folder))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

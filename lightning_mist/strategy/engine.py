@@ -24,6 +24,7 @@ from lightning_mist.runtime.buffers import BufferSync
 from lightning_mist.runtime.cutting.rules import CutRules
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gather import ParameterGatherer
+from lightning_mist.runtime.offload.host_pool import HostPlace
 from lightning_mist.runtime.optimizer import clip_by_norm, global_grad_norm
 from lightning_mist.runtime.parts import parts_of
 from lightning_mist.runtime.random import get_random_state, set_random_state
@@ -66,6 +67,7 @@ class Engine:
         schedule: The lowered schedule of the plan.
         device: Where this rank computes.
         rules: How batches are cut, where the plan cuts them.
+        host: Where in host memory what is offloaded may be.
 
     Attributes:
         guard: Watches the runs of the user's step, if anybody does.
@@ -84,12 +86,14 @@ class Engine:
         schedule: Schedule,
         device: torch.device,
         rules: CutRules | None = None,
+        host: HostPlace | None = None,
     ) -> None:
         self.module, self.plan, self.rank, self.device = module, plan, rank, device
         self.module_map, self.transport = module_map, transport
         group = plan.stage_of(rank)
         stages = make_stages(module, module_map, plan, rank, transport)
-        self.executor = Executor(plan, rank, stages, module_map, transport, schedule[group])
+        actions = schedule[group]
+        self.executor = Executor(plan, rank, stages, module_map, transport, actions, host=host)
         self.stages = self.executor.stages
         self.exchange = BatchExchange(plan, rank, transport, device)
         self.gatherer = ParameterGatherer(plan, rank, self.stages.every, module_map, transport)

@@ -9,6 +9,7 @@ from lightning_mist.errors import InfeasibleError, TraceError
 from lightning_mist.hardware import AnyCluster
 from lightning_mist.model import ModelSpec
 from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.tuner.budget import host_bytes_of_each
 from lightning_mist.units import format_bytes
 
 
@@ -19,10 +20,12 @@ class Budget:
     Attributes:
         cluster: The machine.
         asked: Bytes of each device that training may use, if the user said so.
+        host_asked: The same of each node's host memory, for what is offloaded.
     """
 
     cluster: AnyCluster
     asked: int | None
+    host_asked: int | None = None
 
     @property
     def limit(self) -> int:
@@ -36,7 +39,18 @@ class Budget:
     @property
     def binds(self) -> bool:
         """Whether going beyond it ends training: where a limit was given, and on devices with memory of their own."""
-        return self.asked is not None or self.cluster.kind == "cuda"
+        return self.asked is not None or self.host_asked is not None or self.cluster.kind == "cuda"
+
+    def refuse_more_host_memory(self, found: MemoryEstimate) -> None:
+        """Refuse a plan of which a stage needs more host memory than its devices may use."""
+        limit = host_bytes_of_each(self.cluster, self.host_asked)
+        worst = max(found.stages, key=lambda stage: stage.host_bytes)
+        if worst.host_bytes > limit:
+            raise InfeasibleError(
+                f"the plan: stage {worst.stage} needs {format_bytes(worst.host_bytes)} of host memory for each of its "
+                f"devices for what it offloads, and {format_bytes(limit)} may be used by each: raise host_memory_limit "
+                "(of a node), or offload less"
+            )
 
 
 def estimate_made(spec: ModelSpec, plan: Plan, budget: Budget) -> MemoryEstimate:
@@ -86,4 +100,6 @@ def estimate_given(
         found = estimate_plan(Estimator(spec, budget.cluster, budget.limit), plan, replay="worst")
     if budget.binds and found.verdict == "does not fit":
         raise InfeasibleError(f"the plan: {found.explain()}\nRaise memory_limit, or let plan='auto' make one for it")
+    if budget.binds:
+        budget.refuse_more_host_memory(found)
     return found

@@ -219,7 +219,8 @@ def _check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
 
 def _estimate(planner: Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate | None:
     """What the plan needs of every device; refuses a given one that needs too much. On rank 0."""
-    budget = Budget(cluster=planner.cluster, asked=planner.request.memory_limit)
+    request = planner.request
+    budget = Budget(cluster=planner.cluster, asked=request.memory_limit, host_asked=request.host_memory_limit)
     if planner.spec is not None:
         return estimate_made(planner.spec, plan, budget)
     changed = differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found))

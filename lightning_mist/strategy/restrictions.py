@@ -44,7 +44,7 @@ def _optimizer_reason(optimizers: list[Any], device: torch.device) -> str | None
         return f"whether {type(optimizers[0]).__name__} looks at several parameters cannot be found out: {error}"
 
 
-def refuse_what_is_not_there(save_distributed_checkpoint: bool, host_memory_limit: str | int | None) -> None:
+def refuse_what_is_not_there(save_distributed_checkpoint: bool) -> None:
     """Refuse arguments of the strategy that ask for what it cannot do yet.
 
     Raises:
@@ -52,5 +52,3 @@ def refuse_what_is_not_there(save_distributed_checkpoint: bool, host_memory_limi
     """
     if save_distributed_checkpoint:
         raise ValueError("save_distributed_checkpoint=True: checkpoints are single files; leave it False")
-    if host_memory_limit is not None:
-        raise ValueError(f"host_memory_limit={host_memory_limit!r}: nothing is offloaded yet; leave it out")

@@ -11,6 +11,7 @@ from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import process_groups, talking_groups
 from lightning_mist.plan.messages import message_pairs
 from lightning_mist.runtime.cutting.rules import CutRules
+from lightning_mist.runtime.offload.host_pool import HostPlace
 from lightning_mist.runtime.transport import DistributedTransport, Transport
 from lightning_mist.schedule import check, lower
 from lightning_mist.strategy.engine import Engine
@@ -24,6 +25,7 @@ def start_engine(
     device: torch.device,
     timeout: timedelta | None,
     rules: CutRules | None = None,
+    host: HostPlace | None = None,
 ) -> Engine:
     """This rank's engine for a plan over torch.distributed; every rank calls it at the same time."""
     transport = DistributedTransport(
@@ -33,7 +35,7 @@ def start_engine(
         talking=talking_groups(plan),
         timeout=timeout,
     )
-    return make_engine(module, plan, module_map, transport, device=device, rules=rules)
+    return make_engine(module, plan, module_map, transport, device=device, rules=rules, host=host)
 
 
 def later(
@@ -67,6 +69,7 @@ def make_engine(
     *,
     device: torch.device,
     rules: CutRules | None = None,
+    host: HostPlace | None = None,
 ) -> Engine:
     """The engine of a transport's rank, with the plan's schedule."""
     tied = any(len(stages) > 1 for stages in module_map.owners(plan.bounds).values())
@@ -81,4 +84,5 @@ def make_engine(
         schedule=schedule,
         device=device,
         rules=rules,
+        host=host,
     )

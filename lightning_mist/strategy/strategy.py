@@ -49,8 +49,8 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
         plan: ``"auto"`` to make a plan, the path of a plan file, or a plan.
         memory_limit: Bytes of each device that training may use, as a number or as text such as ``"22GiB"``; by default
             what the device has, less a reserve.
-        host_memory_limit: Bytes of host memory of each node that offloading may use. Offloading is not available yet:
-            any value is refused.
+        host_memory_limit: The same of each node's host memory, for what a plan offloads; by default 80 %.
+        offload_directory: Folder whose files hold offloaded optimizer state and parameters; with CPUs only.
         search: What the planner may choose from; by default everything that the runtime supports.
         cluster: The cluster to plan for, as a ``Cluster`` or as text such as ``"2x8xL4"``; by default this one,
             detected. It must have as many devices as there are processes.
@@ -93,6 +93,7 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
         plan: str | Plan = "auto",
         memory_limit: str | int | None = None,
         host_memory_limit: str | int | None = None,
+        offload_directory: str | None = None,
         search: SearchSpace | None = None,
         cluster: str | Cluster | None = None,
         blocks: str | None = None,
@@ -114,7 +115,7 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
-        refuse_what_is_not_there(save_distributed_checkpoint, host_memory_limit)
+        refuse_what_is_not_there(save_distributed_checkpoint)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -136,6 +137,8 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
         self._request = PlanRequest(
             plan=plan,
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+            host_memory_limit=None if host_memory_limit is None else parse_bytes(host_memory_limit),
+            offload_directory=offload_directory,
             search=search or SearchSpace(),
             cluster=cluster,
             blocks=blocks,
@@ -145,8 +148,7 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
             self_check=self_check,
             verbose=verbose,
         )
-        self._report_path, self._fitting = report_path, ExitStack()
-        self._constructions = deferred.Constructions()
+        self._report_path, self._fitting, self._constructions = report_path, ExitStack(), deferred.Constructions()
 
     # Life cycle --------------------------------------------------------------------------------------------------
 
@@ -188,12 +190,11 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
                 self._enable_model_averaging()
         else:
             self._engine = start_engine(
-                module,
-                self._decision.plan,
-                self._decision.module_map,
+                *(module, self._decision.plan, self._decision.module_map),
                 device=self.root_device,
                 timeout=self._timeout,
                 rules=self._decision.rules,
+                host=self._request.host_of_each(self.num_processes, self.root_device),
             )
             self._engine.buffers.is_enabled = broadcasts_buffers(self._ddp_kwargs)
             self._engine.guard = guarded(self, module, self._decision)
@@ -239,7 +240,7 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
     def teardown(self) -> None:
         """Give the module all its values back, unless something went wrong and peers may be gone."""
         (engine, initial), self._engine, self._initial = (self._engine, self._initial), None, None
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        trainer = getattr(self.lightning_module, "_trainer", None)
         is_well = trainer is not None and trainer.state.status.value != "interrupted"
         if engine is not None:
             if is_well:

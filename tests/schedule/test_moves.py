@@ -77,8 +77,8 @@ def test_a_list_without_one_of_its_actions_is_refused(data):
     ],
 )
 def test_broken_rules_are_named(text, message):
+    every = [(0, 0), (0, 1), (0, HEAD)]
     with pytest.raises(ScheduleError, match=message):
-        every = [(0, 0), (0, 1), (0, HEAD)]
         check_update(actions(text), every, {"O": every})
 
 

@@ -5,7 +5,7 @@ import pytest
 from lightning_mist.cost import estimate_memory
 from lightning_mist.errors import InfeasibleError, TraceError
 from lightning_mist.hardware import parse_cluster
-from lightning_mist.plan import Predicted, PredictedStage, plan_of
+from lightning_mist.plan import OffloadRatios, Predicted, PredictedStage, plan_of
 from lightning_mist.strategy.estimating import Budget, estimate_given, estimate_made
 from tests.cost.events import with_events
 from tests.specs import spec
@@ -82,3 +82,20 @@ def test_unlike_devices_have_limits_of_their_own():
     assert budget.binds
     found, _ = given(PREDICTED, budget.cluster)
     assert [stage.limit for stage in found.stages] == list(budget.limits(PLAN))
+
+
+def test_a_plan_that_needs_too_much_host_memory_is_refused():
+    moved = replace(PLAN, stages=tuple(replace(stage, offload=OffloadRatios(optimizer=1.0)) for stage in PLAN.stages))
+
+    def ask(host_asked):
+        budget = Budget(cluster=CPUS, asked=None, host_asked=host_asked)
+        return estimate_given(
+            moved, NETWORK.module_map, budget, believed=True, trace=lambda: NETWORK, say=lambda text: None
+        )
+
+    needed = 2 * max(stage.host_bytes for stage in ask(2**40).stages)
+    ask(needed)
+    with pytest.raises(
+        InfeasibleError, match=r"stage 0 needs .* of host memory for each of its devices .* raise host_memory_limit"
+    ):
+        ask(needed - 2)

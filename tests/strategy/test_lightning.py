@@ -51,8 +51,6 @@ def test_each_argument_is_described_and_has_a_type(name):
 def test_what_is_not_there_is_refused(name):
     with pytest.raises(ValueError, match="save_distributed_checkpoint=True: checkpoints are single files"):
         strategy_of(name)(save_distributed_checkpoint=True)
-    with pytest.raises(ValueError, match="host_memory_limit='1GiB': nothing is offloaded yet"):
-        strategy_of(name)(host_memory_limit="1GiB")
 
 
 def test_before_a_fit_there_is_nothing_to_ask_for(name):

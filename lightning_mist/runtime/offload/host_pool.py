@@ -4,7 +4,12 @@
 has a mapping of its own, of its very size, for as long as the pool lives.
 """
 
+import mmap
+import os
+import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -44,19 +49,33 @@ def room_for(tensors: Sequence[Tensor]) -> int:
     return sum(padded(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPlace:
+    """Where a rank may keep what it moves.
+
+    Attributes:
+        budget: Bytes of host memory; any number if None.
+        directory: Folder whose files hold parameters and optimizer state in place of host memory.
+    """
+
+    budget: int | None = None
+    directory: Path | None = None
+
+
 class HostPool:
     """A rank's host memory for what it moves.
 
     Args:
         ops: The device whose copies it serves.
-        budget: Bytes that it may take; any number without.
+        budget: Bytes of memory that it may take; any number without.
+        directory: If given, what it has is in files there, mapped into memory; only for a CPU.
 
     Attributes:
         nbytes: Bytes that it has taken.
     """
 
-    def __init__(self, ops: DeviceOps, budget: int | None = None) -> None:
-        self._ops, self._budget, self.nbytes = ops, budget, 0
+    def __init__(self, ops: DeviceOps, budget: int | None = None, directory: Path | None = None) -> None:
+        self._ops, self._budget, self._directory, self.nbytes = ops, budget, directory, 0
 
     def take(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Host memory for tensors, of the same forms; it stays theirs.
@@ -74,20 +93,55 @@ class HostPool:
         Raises:
             PlanError: If that is more than the budget.
         """
-        if self._budget is not None and self.nbytes + nbytes > self._budget:
+        if self._directory is None and self._budget is not None and self.nbytes + nbytes > self._budget:
             raise PlanError(
                 f"offloading needs {format_bytes(self.nbytes + nbytes)} of host memory or more, and "
                 f"{format_bytes(self._budget)} may be used by each process: raise host_memory_limit, or offload less"
             )
         self.nbytes += nbytes
         with _disable_current_modes():
-            memory = self._ops.mapped_host_memory(nbytes)
+            if self._directory is None:
+                memory = self._ops.mapped_host_memory(nbytes)
+            else:
+                memory = _in_a_file(nbytes, self._directory)
             memory.untyped_storage()._mist_is_host = True  # type: ignore[attr-defined]
         return memory
 
     def give(self, memory: Tensor) -> None:
         """Take back what :meth:`take_bytes` gave, and nobody uses any more."""
         self.nbytes -= len(memory)
+
+
+def _in_a_file(nbytes: int, directory: Path) -> Tensor:
+    """Bytes of a file that has no name and is gone with them.
+
+    Raises:
+        PlanError: If the file cannot be made, or there is no room for it.
+    """
+    size = max(nbytes, 1)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            mapping = mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise PlanError(
+            f"offload_directory={str(directory)!r}: no file of {format_bytes(size)} can be made there: {error}; name a "
+            "folder of a disk with room for it"
+        ) from error
+    memory = torch.frombuffer(mapping, dtype=torch.uint8, count=size)[:nbytes]
+    memory.untyped_storage()._mist_mapping = mapping  # type: ignore[attr-defined]
+    return memory
+
+
+def let_go(*tensors: Tensor) -> None:
+    """Of tensors in files take the pages out of memory: what was written is the file's."""
+    for mapping in {
+        id(found): found
+        for tensor in tensors
+        if (found := getattr(tensor.untyped_storage(), "_mist_mapping", None)) is not None
+    }.values():
+        mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def is_host(storage: torch.UntypedStorage) -> bool:

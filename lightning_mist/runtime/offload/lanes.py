@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_mist.devices import DeviceOps
+from lightning_mist.runtime.offload.host_pool import let_go
 
 
 class Lanes:
@@ -77,6 +78,7 @@ class Lanes:
         def copy() -> None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
+            let_go(*targets, *sources)
 
         self.ops.launch(copy, stream, reads=sources, writes=targets)
         return self.ops.record(stream)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mist.runtime.offload.host_pool import HostPool, is_host
+from lightning_mist.runtime.offload.host_pool import HostPool, is_host, let_go
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.offload.rooms import Rooms
 from lightning_mist.runtime.offload.unit_steps import UnitSteps
@@ -101,6 +101,7 @@ class OffloadedState:
             for place, home in zip(fresh, self._homes(fresh), strict=True):
                 home.copy_(fresh[place])
                 self._set(place, home)
+                let_go(home)
 
     def end(self) -> None:
         """Let the optimizer step as it did before; its state stays where it is."""

@@ -1,5 +1,6 @@
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from lightning_mist.devices import HostOps
 from lightning_mist.errors import PlanError
 from lightning_mist.runtime.meter import StorageMeter
 from lightning_mist.runtime.offload.host_pool import ALIGNMENT_BYTES, HostPool, is_host
+from lightning_mist.runtime.offload.lanes import Lanes
 
 
 def test_views_have_the_forms_of_others_and_begin_at_aligned_places():
@@ -50,3 +52,33 @@ def test_memory_is_that_of_the_host_and_lives_as_long_as_its_tensors():
     del found, meter
     gc.collect()
     assert alive() is None
+
+
+def resident_bytes():
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024
+
+
+def test_what_is_in_files_takes_no_memory_when_it_has_been_copied(tmp_path):
+    ops, size = HostOps(), 1 << 26
+    pool, lanes, room = HostPool(ops, budget=0, directory=tmp_path / "new"), Lanes(ops), torch.full((size // 4,), 2.0)
+    homes = [pool.take([room])[0] for _ in range(3)]
+    before = resident_bytes()
+    for home in homes:
+        lanes.store([home], [room])
+    lanes.settle()
+    assert resident_bytes() - before < size // 4
+    back = torch.empty_like(room)
+    for home in homes:
+        lanes.wait(lanes.load([back], [home]))
+        assert torch.equal(back, room)
+        assert is_host(home.untyped_storage())
+    assert resident_bytes() - before < size + size // 4
+    # A file without a name: nobody has to clean up.
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match=r"offload_directory='.*file': no file of 128 B can be made there"):
+        HostPool(HostOps(), directory=tmp_path / "file").take([torch.ones(32)])
