@@ -53,6 +53,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.accuracy.published_time
 	$(BIN)/python -m benchmarks.accuracy.memory_limits
 	$(BIN)/python -m benchmarks.accuracy.larger_than_memory
+	$(BIN)/python -m benchmarks.accuracy.state_on_disk
 	$(BIN)/python -m benchmarks.planner.tuning
 	$(BIN)/python -m benchmarks.planner.search_times
 	$(BIN)/python -m benchmarks.planner.growth

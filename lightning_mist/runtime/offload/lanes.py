@@ -78,7 +78,7 @@ class Lanes:
         def copy() -> None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
-            let_go(*targets, *sources)
+                let_go(target, source)
 
         self.ops.launch(copy, stream, reads=sources, writes=targets)
         return self.ops.record(stream)
