@@ -4,8 +4,8 @@ A byte-level GPT of 85 million parameters with AdamW, all layers recomputed, in 
 memory, with the optimizer's state in files, and with the parameters there too; then with everything and with neither
 under a limit of the kernel's (RLIMIT_DATA) that is between what the two need. Losses must be the same to the bit. What
 the process has grown by is its resident memory at its most, in any step but the first, less what it had before the fit,
-in which the parameters were already. Memory that is freed goes back to the kernel (glibc's MALLOC_MMAP_THRESHOLD_ is set,
-which otherwise grows, and what is freed stays).
+in which the parameters were already. Memory that is freed goes back to the kernel: glibc's MALLOC_MMAP_THRESHOLD_ is
+set, which otherwise grows, and what is freed stays.
 
     python -m benchmarks.accuracy.state_on_disk
 """

@@ -1,7 +1,7 @@
 """The plans of the parity table, by name."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd, lcm
 
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
@@ -101,6 +101,14 @@ def _same(count: int, **options: int | bool) -> tuple[Group, ...]:
     return (Group(**options),) * count  # type: ignore[arg-type]
 
 
+_MOVED = OffloadRatios(parameters=1.0, optimizer=1.0, activations=1.0)
+_SOME = OffloadRatios(parameters=0.3, optimizer=0.3, activations=0.3)
+
+
+def _offloading(count: int, ratios: OffloadRatios, **options: int) -> tuple[Group, ...]:
+    return tuple(replace(group, offload=ratios) for group in _same(count, **options))
+
+
 def _layouts(groups: Sequence[Group], **options: object) -> Layout:
     return Layout(groups=tuple(groups), **options)  # type: ignore[arg-type]
 
@@ -128,6 +136,14 @@ LAYOUTS: dict[str, Layout] = {
     "zero bubble, pp 2": _layouts(_same(2), schedule="zb-h1", parts=2),
     "zero bubble, pp 3 x dp 2, ZeRO 1": _layouts(_same(3, dp=2, zero=1), schedule="zb-h1"),
     "zero bubble, pp 2 x tp 2": _layouts(_same(2, tp=2), schedule="zb-h1"),
+    "one device, all offloaded": _layouts([Group(offload=_MOVED)], parts=2),
+    "one device, some offloaded, some recomputed": _layouts([Group(offload=_SOME, checkpointed=2)], parts=2),
+    "dp 2, ZeRO 1, some offloaded": _layouts(_offloading(1, _SOME, dp=2, zero=1), parts=2),
+    "dp 2, ZeRO 2, all offloaded": _layouts(_offloading(1, _MOVED, dp=2, zero=2), parts=2),
+    "dp 2, ZeRO 3, all offloaded, some recomputed": _layouts(_offloading(1, _MOVED, dp=2, zero=3, checkpointed=1)),
+    "pp 2 x dp 2, all offloaded": _layouts(_offloading(2, _MOVED, dp=2), parts=2),
+    "tp 2, some offloaded": _layouts(_offloading(1, _SOME, tp=2)),
+    "zero bubble, pp 2, all offloaded": _layouts(_offloading(2, _MOVED), schedule="zb-h1", parts=2),
     "all of it together": _layouts(
         [Group(dp=2, tp=2, zero=3, checkpointed=1, sequence=True), Group(dp=4, zero=2)], parts=2
     ),

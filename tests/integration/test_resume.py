@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.parity.cell import CLIP_NORM, on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import Group, Layout, make_plan
+from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.transport import complete
 from tests.integration.parity import loss_of, make_optimizer, precision_of
 
@@ -21,6 +22,7 @@ PLANS = {
     "ZeRO 3": Layout(groups=(Group(dp=4, zero=3),)),
     "tensor parallel": Layout(groups=(Group(tp=2, sequence=True),) * 2),
     "tensor parallel, ZeRO 3": Layout(groups=(Group(dp=2, tp=2, zero=3),)),
+    "offloaded": Layout(groups=(Group(dp=4, zero=1, offload=OffloadRatios(optimizer=1.0, parameters=0.3)),)),
     "chunks": Layout(groups=(Group(dp=2, zero=2),) * 2, schedule="interleaved-1f1b", chunks=2),
     "pipeline, ZeRO 3 and ZeRO 2": Layout(groups=(Group(dp=2, zero=3), Group(dp=2, zero=2))),
 }
@@ -32,6 +34,8 @@ PAIRS = [
     ("pipeline, ZeRO 3 and ZeRO 2", "tensor parallel"),
     ("tensor parallel", "tensor parallel, ZeRO 3"),
     ("tensor parallel, ZeRO 3", "chunks"),
+    ("tensor parallel", "offloaded"),
+    ("offloaded", "ZeRO 3"),
     ("chunks", "tensor parallel"),
 ]
 

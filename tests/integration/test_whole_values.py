@@ -6,15 +6,19 @@ import torch
 from benchmarks.parity.cell import on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import Group, Layout, make_plan
 from lightning_mist.errors import PlanError
+from lightning_mist.plan import OffloadRatios
 from tests.integration.parity import make_optimizer
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
 
+MOVED = OffloadRatios(parameters=1.0, optimizer=1.0)
+
 LAYOUTS = {
     "parts": Layout(groups=(Group(tp=2, sequence=True),)),
     "parts of shards": Layout(groups=(Group(dp=2, tp=2, zero=3),)),
     "parts of stages": Layout(groups=(Group(tp=2), Group(dp=2))),
+    "offloaded": Layout(groups=(Group(dp=2, offload=MOVED), Group(dp=2, zero=3, offload=MOVED))),
 }
 
 
