@@ -46,14 +46,15 @@ class _Shard:
     """Parameters that the same units use and one rank owns, in one flat storage.
 
     Attributes:
+        first: The first unit that uses them.
         is_resident: Whether the values are here all the time.
         home: The values in host memory, if that is where they are, and they are this rank's.
         arriving: The end of their copy to the device, or of the values' way from another rank.
         leaving: The end of their copy to host memory.
     """
 
-    def __init__(self, bucket: Bucket, *, is_owned: bool, is_moved: bool, where: str) -> None:
-        self.bucket, self.is_owned, self._where = bucket, is_owned, where
+    def __init__(self, bucket: Bucket, first: UnitKey, *, is_owned: bool, is_moved: bool, where: str) -> None:
+        self.bucket, self.first, self.is_owned, self._where = bucket, first, is_owned, where
         self.is_moved = is_owned and is_moved
         self.is_resident = is_owned and not is_moved
         self.users = 0
@@ -62,10 +63,10 @@ class _Shard:
         self.home: Tensor | None = None
         self.arriving: Any = None
         self.leaving: Any = None
-        first = bucket.parameters[0]
-        self._storage = torch.empty(0, dtype=first.dtype, device=first.device).untyped_storage()
+        like = bucket.parameters[0]
+        self._storage = torch.empty(0, dtype=like.dtype, device=like.device).untyped_storage()
         # Made once: they stay right whether the storage has its memory or not.
-        self.flat = torch.empty(0, dtype=first.dtype, device=first.device)
+        self.flat = torch.empty(0, dtype=like.dtype, device=like.device)
         self._nbytes = 0
         self._views: list[Tensor] = []
         self._nothing: list[Tensor] = []
@@ -178,6 +179,7 @@ class UnitShards:
         for (keys, owner, is_moved, *_), items in together.items():
             shard = _Shard(
                 Bucket.of(items, owner),
+                keys[0],
                 is_owned=owner == mesh.data_index,
                 is_moved=is_moved,
                 where=self._where(owner, is_moved=is_moved),
@@ -298,8 +300,9 @@ class UnitShards:
         self._leaving.clear()
 
     def _updated(self, key: UnitKey) -> list[_Shard]:
-        shards = self._of.get(key, [])
-        return [shard for shard in shards if shard.is_moved and shard.bucket.parameters[0].requires_grad]
+        """What is updated with a unit: of parameters that several units use, the first of these."""
+        shards = [shard for shard in self._of.get(key, ()) if shard.is_moved and shard.first == key]
+        return [shard for shard in shards if shard.bucket.parameters[0].requires_grad]
 
     def _fetch(self, shard: _Shard) -> None:
         if not shard.is_resident:

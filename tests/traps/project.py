@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mist import Plan
-from tests.integration.equality_worker import plan
+from tests.integration.equality_worker import ALL, plan
 
 ROWS, WIDTH, LENGTH, VOCABULARY, LAYERS = 4, 16, 6, 17, 4
 
@@ -30,9 +30,13 @@ PLANS: dict[str, Plan | str] = {
     "pp2cut": plan([(2, [1]), (2, [0])], rows=ROWS, microbatches=4),
     "tp2": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=2, tensor=2),
     "tp2cut": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=4, tensor=2),
+    "moved": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=1, checkpointed=1, offload=ALL),
+    "moved3": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=2, zero=3, offload=ALL),
+    "movedpp": plan([(2, [1]), (2, [0])], rows=ROWS, microbatches=2, offload=ALL),
+    "movedstate": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=1, offload={"optimizer": 1.0}),
 }
-"""For two ranks. ``pp2`` and ``tp2`` have whole batches as microbatches, ``cut`` and ``pp2cut`` halves of them; under
-``searched`` the planner searches however little there is to gain."""
+"""For two ranks. ``pp2`` and ``tp2`` have whole batches as microbatches, ``cut`` and ``pp2cut`` halves of them; what
+begins with ``moved`` offloads; under ``searched`` the planner searches however little there is to gain."""
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):

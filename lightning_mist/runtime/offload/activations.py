@@ -312,7 +312,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 def _check_version(tensor: Tensor, version: int) -> None:
     if tensor._version != version:
-        raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} that is needed for backward was changed in place: it is at "
-            f"version {tensor._version}, and was saved at version {version}"
+        raise TraceError(
+            f"a tensor of shape {tuple(tensor.shape)} that is needed for backward was changed in place: it has "
+            f"version {tensor._version}, and had {version} when it was saved: autograd refuses that without offloading too"
         )

@@ -80,6 +80,8 @@ class OffloadedState:
         self._free(self._leaving)
         if self._shards is not None:
             self._shards.settle()
+        # From here on anybody may look at state, and write into it.
+        self.settle()
 
     def perform(self, action: Action) -> None:
         """Do one action of the update."""
