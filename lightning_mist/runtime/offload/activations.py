@@ -314,5 +314,5 @@ def _check_version(tensor: Tensor, version: int) -> None:
     if tensor._version != version:
         raise TraceError(
             f"a tensor of shape {tuple(tensor.shape)} that is needed for backward was changed in place: it has "
-            f"version {tensor._version}, and had {version} when it was saved: autograd refuses that without offloading too"
+            f"version {tensor._version}, and had {version} when it was saved, which autograd itself refuses"
         )
