@@ -14,7 +14,7 @@ def test_text_round_trips(text):
 
 def test_every_kind_has_a_text_that_parses_to_it():
     for kind in ActionKind:
-        for microbatch, unit in ((None, None), (7, None), (None, 2)):
+        for microbatch, unit in ((None, None), (7, None), (None, 2), (7, 2)):
             try:
                 action = Action(3, kind, microbatch, unit)
             except ScheduleError:
