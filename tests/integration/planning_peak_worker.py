@@ -85,6 +85,7 @@ def main():
         "limit": limit,
         "held": held,
         "stages": plan.num_stages,
+        "shards": int(plan.stages[0].zero_stage),
         "parts": plan.num_microbatches,
         "steps": trainer.global_step,
     }
