@@ -5,6 +5,7 @@ shapes and types be asked for and refuses everything else; the class of paramete
 torch's own, so that computing costs nothing more.
 """
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ _FORM = frozenset(
     }
 )
 """What may be asked of a parameter without values."""
+
+_OURS = __name__.partition(".")[0]
 
 _WORKING: list[None] = []
 """One entry for each context in which the engine moves values."""
@@ -73,37 +76,56 @@ class AbsentParameter(nn.Parameter):
         name = _name_of(func)
         if name == "__repr__":
             return _described(args[0])
-        if not (_WORKING or name in _FORM or _is_gradient(name, args) or _is_ours(name)):
-            raise PlanError(_refusal((*args, *(kwargs or {}).values()), name))
+        values = (*args, *(kwargs or {}).values())
+        if not (name in _FORM or _is_gradient(name, args) or _package(sys._getframe(1)) == _OURS):
+            for arrive in {found for item in _flat(values) if (found := _arrive_of(item))}:
+                arrive()
+            is_there = not any(type(item) is AbsentParameter for item in _flat(values))
+            if not (is_there or _WORKING or _is_ours(name)):
+                raise PlanError(_refusal(values, name))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Refuse to be copied without values."""
+        if arrive := _arrive_of(self):
+            arrive()
+            return copy.deepcopy(self, memo)
         if not _WORKING:
             raise PlanError(_refusal((self,), "deepcopy"))
         return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be stored without values."""
+        if arrive := _arrive_of(self):
+            arrive()
+            return self.__reduce_ex__(protocol)
         if not _WORKING:
             raise PlanError(_refusal((self,), "pickle"))
         return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def leave(parameters: Mapping[str, nn.Parameter], where: Callable[[str], str], *, keeps_gradient: bool = False) -> None:
+def leave(
+    parameters: Mapping[str, nn.Parameter],
+    where: Callable[[str], str],
+    *,
+    keeps_gradient: bool = False,
+    arrive: Callable[[], None] | None = None,
+) -> None:
     """Let parameters be absent from now on.
 
     Args:
         parameters: The parameters by name; those of classes other than torch's own stay what they are.
         where: Says where the values of one are, for people.
         keeps_gradient: Whether their gradients are here all the same.
+        arrive: Lets them come back, whenever somebody uses one.
     """
     for name, parameter in parameters.items():
         if type(parameter) is nn.Parameter:
             parameter.__class__ = AbsentParameter
             parameter.__dict__["_mist_absent"] = (name, where(name))
             parameter.__dict__["_mist_keeps_gradient"] = keeps_gradient
+            parameter.__dict__["_mist_arrive"] = arrive
 
 
 def held_at(plan: Plan, module_map: ModuleMap, name: str) -> str:
@@ -121,6 +143,7 @@ def come_back(parameters: Iterable[nn.Parameter]) -> None:
             object.__setattr__(parameter, "__class__", nn.Parameter)
             parameter.__dict__.pop("_mist_absent", None)
             parameter.__dict__.pop("_mist_keeps_gradient", None)
+            parameter.__dict__.pop("_mist_arrive", None)
 
 
 def _name_of(function: Any) -> str:
@@ -139,12 +162,21 @@ def _is_ours(name: str) -> bool:
         return True
     while frame.f_back is not None and _package(frame) == "torch":
         frame = frame.f_back
-    return _package(frame) == __name__.partition(".")[0]
+    return _package(frame) == _OURS
 
 
 def _is_gradient(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a parameter is asked for, or given, a gradient that is here."""
     return name in ("grad", "grad =") and bool(args[0].__dict__.get("_mist_keeps_gradient"))
+
+
+def _arrive_of(item: Any) -> Callable[[], None] | None:
+    return item.__dict__.get("_mist_arrive") if type(item) is AbsentParameter else None
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _package(frame: FrameType) -> str:
@@ -158,10 +190,7 @@ def _described(parameter: Tensor) -> str:
 
 
 def _refusal(values: Iterable[Any], name: str) -> str:
-    found: list[Any] = []
-    for value in values:
-        found += value if isinstance(value, (list, tuple)) else (value,)
-    absent = next((item for item in found if type(item) is AbsentParameter), None)
+    absent = next((item for item in _flat(values) if type(item) is AbsentParameter), None)
     parameter, where = ("a parameter", "elsewhere") if absent is None else absent.__dict__["_mist_absent"]
     return (
         f"{name} of {parameter} while it is trained: its values are {where}. Read the module in validation hooks or "

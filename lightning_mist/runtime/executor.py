@@ -19,6 +19,7 @@ from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.neighbours import Microbatch, Neighbours
 from lightning_mist.runtime.offload.host_pool import HostPlace, HostPool
 from lightning_mist.runtime.offload.lanes import Lanes
+from lightning_mist.runtime.offload.optimizer_state import OffloadedState
 from lightning_mist.runtime.parts import parts_of
 from lightning_mist.runtime.pipeline import BatchRun, Place
 from lightning_mist.runtime.recorder import Recorder
@@ -66,6 +67,7 @@ class Executor:
     """
 
     results_made: Callable[[], None] | None = None
+    _update: OffloadedState | None = None
 
     def __init__(
         self,
@@ -202,9 +204,21 @@ class Executor:
             self.lanes.settle()
         return found
 
+    def take_update(self, update: OffloadedState) -> None:
+        """The optimizer's step is taken unit by unit, in the next batch where the plan says so."""
+        self._update = update
+        if self._walk is not None and update.defers:
+            self._walk.take_update(update)
+
     def gather_parameters(self) -> Iterator[Work]:
         """After the optimizer's step: give the stage's ranks what others of them updated (ZeRO-1, ZeRO-2)."""
-        yield from self.reducer.gather_parameters(self.home_values())
+        if self._update is None or not self._update.defers:
+            yield from self.reducer.gather_parameters(self.home_values())
+
+    def flush(self) -> None:
+        """Take the optimizer's step now if it is left to the next batch: somebody looks. All ranks do."""
+        if self._update is not None:
+            self._update.flush()
 
     def _final_gradients(self) -> dict[int, frozenset[str]]:
         """For each position in the list, the parameters whose gradients are complete when its action has run.

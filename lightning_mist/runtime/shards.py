@@ -48,6 +48,7 @@ class _Shard:
     Attributes:
         first: The first unit that uses them.
         is_resident: Whether the values are here all the time.
+        is_attached: Whether the parameters are views of the storage.
         home: The values in host memory, if that is where they are, and they are this rank's.
         arriving: The end of their copy to the device, or of the values' way from another rank.
         leaving: The end of their copy to host memory.
@@ -58,7 +59,7 @@ class _Shard:
         self.is_moved = is_owned and is_moved
         self.is_resident = is_owned and not is_moved
         self.users = 0
-        self.refuses_use = False
+        self.refuses_use = self.is_attached = False
         self.work: Work | None = None
         self.home: Tensor | None = None
         self.arriving: Any = None
@@ -113,12 +114,14 @@ class _Shard:
 
     def attach(self) -> None:
         """Let the parameters be views of the storage."""
+        self.is_attached = True
         come_back(self.bucket.parameters)
         for parameter, view in zip(self.bucket.parameters, self._views, strict=True):
             parameter.data = view
 
     def free(self) -> None:
         """Take the memory away."""
+        self.is_attached = False
         for parameter, nothing in zip(self.bucket.parameters, self._nothing, strict=True):
             parameter.data = nothing
         if self.refuses_use:
@@ -246,7 +249,8 @@ class UnitShards:
         for shard in self._of[key]:
             shard.users += 1
             if shard.users == 1:
-                self._fetch(shard)
+                if not shard.is_attached:
+                    self._fetch(shard)
                 if self._is_shared:
                     # Others get what has arrived.
                     self._arrived(shard)
@@ -267,6 +271,9 @@ class UnitShards:
             shard.users -= 1
             if shard.users == 0:
                 self._settle(shard)
+                if shard.leaving is not None:
+                    self._at_home(shard)
+                    self._leaving.remove(shard)
                 if not shard.is_resident:
                     shard.free()
 
@@ -293,11 +300,15 @@ class UnitShards:
     def settle(self) -> None:
         """Free what is written back, when it is."""
         for shard in self._leaving:
-            assert self._lanes is not None
-            self._lanes.wait(shard.leaving)
-            shard.leaving = None
-            shard.free()
+            self._at_home(shard)
+            if shard.users == 0:
+                shard.free()
         self._leaving.clear()
+
+    def _at_home(self, shard: _Shard) -> None:
+        assert self._lanes is not None
+        self._lanes.wait(shard.leaving)
+        shard.leaving = None
 
     def _updated(self, key: UnitKey) -> list[_Shard]:
         """What is updated with a unit: of parameters that several units use, the first of these."""

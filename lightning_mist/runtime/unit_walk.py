@@ -10,8 +10,9 @@ and whether or not it needs a gradient.
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,20 +27,29 @@ from lightning_mist.runtime.glue import Glue
 from lightning_mist.runtime.offload.activations import OffloadedActivations
 from lightning_mist.runtime.offload.host_pool import HostPool
 from lightning_mist.runtime.offload.lanes import Lanes
+from lightning_mist.runtime.offload.optimizer_state import OffloadedState
 from lightning_mist.runtime.patches import SharedPatch
 from lightning_mist.runtime.shards import UnitShards
 from lightning_mist.runtime.transport import Transport
 from lightning_mist.runtime.unit_gradients import UnitGradients
 from lightning_mist.schedule import Action, ActionKind
-from lightning_mist.schedule.action import COMPUTATIONS, HEAD, TAIL
-from lightning_mist.schedule.units import check_units, expand, expanded_units, moved_parameters, plan_units
+from lightning_mist.schedule.action import COMPUTATIONS, HEAD, INPUT_BACKWARDS, TAIL
+from lightning_mist.schedule.units import (
+    StageUnits,
+    check_units,
+    expand,
+    expanded_units,
+    moved_parameters,
+    plan_units,
+)
 
 
 class UnitWalk:
     """Walks the lines of one action after another.
 
     Args:
-        lines: What each forward and backward of the rank's list consists of.
+        lines_of: Gives what each forward and backward of the rank's list consists of, given the update of the batch
+            before, of which there may be nothing to do.
         shards: The values of parameters, under ZeRO-3.
         gradients: Their gradients, from ZeRO-2 on.
         device: Where the rank computes.
@@ -50,11 +60,14 @@ class UnitWalk:
     Attributes:
         shards: The values of parameters, under ZeRO-3.
         gradients: Their gradients, from ZeRO-2 on.
+        update: The optimizer's step, if it may be taken in the next batch.
     """
+
+    update: OffloadedState | None = None
 
     def __init__(
         self,
-        lines: Mapping[Action, Sequence[Action]],
+        lines_of: Callable[[Sequence[Action]], Mapping[Action, Sequence[Action]]],
         shards: UnitShards | None,
         gradients: UnitGradients | None,
         *,
@@ -63,7 +76,10 @@ class UnitWalk:
         glue: Glue | None = None,
         activations: OffloadedActivations | None = None,
     ) -> None:
-        self._lines, self.shards, self.gradients = lines, shards, gradients
+        self._lines_of, self._lines = lines_of, lines_of(())
+        self.shards, self.gradients, self._updating = shards, gradients, self._lines
+        # Only where there is something to do in a stage's backwards does forward mark where units change.
+        self._marked = {action.stage for action in self._lines if action.kind in INPUT_BACKWARDS}
         self._device, self._last_layer = device, last_layer
         self._left: deque[Action] = deque()
         self._units: set[int | None] = set()
@@ -71,6 +87,10 @@ class UnitWalk:
         self._marker: Tensor | None = None
         self._glue, self._is_guarded = glue or Glue({}), False
         self._activations = activations
+
+    def take_update(self, update: OffloadedState) -> None:
+        """From now on the optimizer's step may be left to the next batch."""
+        self.update, self._updating = update, self._lines_of(update.actions)
 
     def engage(self) -> None:
         """Free the values that other ranks own, if the rank shards them and has not yet."""
@@ -86,9 +106,12 @@ class UnitWalk:
             action: The action; one without lines has none to walk.
             marks: Whether it is a forward whose backward will come.
         """
-        self._left = deque(self._lines.get(action, ()))
+        self._watch(False)
+        is_pending = self.update is not None and self.update.is_pending
+        self._left = deque((self._updating if is_pending else self._lines).get(action, ()))
         self._units, self._unit = {line.unit for line in self._left if _computes(line)}, None
-        self._marker = torch.zeros((), device=self._device, requires_grad=True) if marks and self._left else None
+        marks = marks and bool(self._left) and action.stage in self._marked
+        self._marker = torch.zeros((), device=self._device, requires_grad=True) if marks else None
         while self._left and not _computes(self._left[0]):
             self._perform(self._left.popleft())
 
@@ -106,6 +129,8 @@ class UnitWalk:
             inputs: What a later stage has received; it stays until its gradient leaves.
         """
         with ExitStack() as stack:
+            self._watch(ghosts is None)
+            stack.callback(self._watch, False)
             if self.shards is not None and len(self._units) > 1:
                 stack.enter_context(self._guarded(ghosts))
             if self._activations is not None:
@@ -124,6 +149,7 @@ class UnitWalk:
 
     def before_block(self, position: int) -> None:
         """The step is about to run a layer of the stage."""
+        self._watch(True)
         self._glue.leave()
         self._enter(position)
 
@@ -158,8 +184,16 @@ class UnitWalk:
 
     def end(self) -> None:
         """A batch has ended."""
+        self._watch(True)
+        if self.update is not None:
+            self.update.rest()
         if self._activations is not None:
             self._activations.forget()
+
+    def _watch(self, is_watched: bool) -> None:
+        """Whether values of parameters are of interest to who uses them now: what makes ghosts is not."""
+        if self.update is not None:
+            self.update.is_watched = is_watched
 
     def _enter(self, unit: int) -> None:
         if unit not in self._units:
@@ -186,6 +220,8 @@ class UnitWalk:
                 self._perform(action)
             elif action.unit == unit:
                 break
+        if self.update is not None and unit is not None:
+            self.update.arrived((action.stage, unit))
         if self.shards is not None and unit is not None:
             self.shards.ready((action.stage, unit))
         if self._activations is not None:
@@ -201,6 +237,10 @@ class UnitWalk:
         if action.microbatch is not None:
             assert self._activations is not None
             self._activations.perform(action)
+            return
+        if action.kind not in (ActionKind.UNSHARD, ActionKind.RESHARD):
+            assert self.update is not None
+            self.update.perform(action)
             return
         assert self.shards is not None
         if action.kind is ActionKind.UNSHARD:
@@ -238,8 +278,6 @@ def make_walk(
     if not found:
         return None
     units = expanded_units(plan, module_map, found)
-    lines = expand(actions, units)
-    check_units(lines, units)
     by_key = {(stage, unit.unit): unit for stage, of_stage in found.items() for unit in of_stage}
     ratio = plan.stages[mesh.stage].offload.parameters
     moved = moved_parameters(plan, module_map, mesh.stage, ratio, trained=False)
@@ -248,7 +286,7 @@ def make_walk(
     reduces = mesh.is_sharded and plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
     ratios = {stage: plan.stages[stage].offload.activations for stage, item in units.items() if item.activations}
     return UnitWalk(
-        {action: part for action, part in zip(actions, lines, strict=True) if part != (action,)},
+        partial(_lines_of, actions, units),
         shards,
         UnitGradients(mesh, parameters, by_key, transport) if reduces else None,
         device=device,
@@ -256,6 +294,14 @@ def make_walk(
         glue=None if shards is None else Glue(shards.away),
         activations=OffloadedActivations(ratios, held, lanes, pools[0]) if ratios else None,
     )
+
+
+def _lines_of(
+    actions: Sequence[Action], units: Mapping[int, StageUnits], update: Sequence[Action]
+) -> dict[Action, tuple[Action, ...]]:
+    lines = expand(actions, units, update)
+    check_units(lines, units)
+    return {action: part for action, part in zip(actions, lines, strict=True) if part != (action,)}
 
 
 _HERE = threading.local()

@@ -24,6 +24,8 @@ class ActionKind(Enum):
     GATHER_PARAMETERS = "GATHER"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
+    LOAD_GRADIENTS = "LOAD_G"
+    STORE_GRADIENTS = "STORE_G"
     LOAD_PARAMETERS = "LOAD_P"
     STORE_PARAMETERS = "STORE_P"
     LOAD_OPTIMIZER_STATE = "LOAD_O"
@@ -66,6 +68,8 @@ _OF_UNITS = frozenset(
     {
         ActionKind.UNSHARD,
         ActionKind.RESHARD,
+        ActionKind.LOAD_GRADIENTS,
+        ActionKind.STORE_GRADIENTS,
         ActionKind.LOAD_PARAMETERS,
         ActionKind.STORE_PARAMETERS,
         ActionKind.LOAD_OPTIMIZER_STATE,
@@ -85,7 +89,6 @@ _WHOLE_STAGE = frozenset(
         ActionKind.SEND_GRADIENT,
         ActionKind.REDUCE_TIED,
         ActionKind.OPTIMIZER_STEP,
-        ActionKind.GATHER_PARAMETERS,
     }
 )
 
@@ -120,7 +123,8 @@ class Action:
     unit of the stage alone: ``2F0:5`` computes layer 5, ``2REDUCE:5`` sums its gradients to their owners, and
     ``2UNSHARD:5`` and ``2RESHARD:5`` fetch its parameters from their owners, and owners' from host memory, and free
     them again. ``2LOAD_O:5`` and ``2STORE_O:5`` start to copy its optimizer state from host memory and back,
-    ``2LOAD_P:5`` and ``2STORE_P:5`` a rank's own parameters, and ``2UPDATE:5`` is the optimizer's update of them;
+    ``2LOAD_P:5`` and ``2STORE_P:5`` a rank's own parameters, ``2UPDATE:5`` is the optimizer's update of them, and
+    ``2GATHER:5`` starts to distribute them;
     ``2STORE_A3:5``, ``2DROP_A3:5`` and ``2LOAD_A3:5`` copy what it keeps of microbatch 3 for backward to host memory,
     free it on the device, and copy it back. See :mod:`~lightning_mist.schedule.moves`.
     """

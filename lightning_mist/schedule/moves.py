@@ -6,6 +6,11 @@ written back while the next one is::
 
     0LOAD_O:0 0LOAD_O:1 0UPDATE:0 0STORE_O:0 0LOAD_O:2 0UPDATE:1 0STORE_O:1 0UPDATE:2 0STORE_O:2
 
+A step may be *deferred* into the first forward of the next batch. There a unit is updated while the one before it
+computes, and the last list of all, with nothing to compute, is the one above::
+
+    0LOAD_O:0 0LOAD_O:1 0UPDATE:0 0STORE_O:0 0LOAD_O:2 0UPDATE:1 0STORE_O:1 0F0:0 0UPDATE:2 0STORE_O:2 0F0:1 0F0:2
+
 What a layer keeps for backward begins to leave when its forward has ended, and is freed when that of the next unit has;
 behind the last one it is waited for. In backward a layer's arrives while the unit above computes::
 
@@ -14,6 +19,7 @@ behind the last one it is waited for. In backward a layer's arrives while the un
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import NoReturn
 
 from lightning_mist.errors import ScheduleError
@@ -22,6 +28,9 @@ from lightning_mist.schedule.action import COMPUTATIONS, INPUT_BACKWARDS, Action
 
 ROOMS = 2
 """Rooms on the device for each kind of state: for what is used, and for what is fetched ahead or written back."""
+
+USED_UP = ("G",)
+"""Kinds of state that an update needs and leaves nothing of: gradients."""
 
 Key = tuple[int, int]
 """Stage and unit."""
@@ -40,16 +49,21 @@ def moved_names(units: Sequence[Sequence[tuple[str, int]]], ratio: float) -> fro
     return frozenset(found)
 
 
-def update_actions(units: Sequence[Key], moved: Mapping[str, Collection[Key]]) -> tuple[Action, ...]:
+def update_actions(
+    units: Sequence[Key], moved: Mapping[str, Collection[Key]], *, gathers: bool = False
+) -> tuple[Action, ...]:
     """The optimizer's step unit by unit, with what is fetched before and written back behind.
 
     Args:
         units: Units that have something to update, in their order.
-        moved: Those of them that have optimizer state (``"O"``) and parameters (``"P"``) in host memory.
+        moved: Those of them that have optimizer state (``"O"``), parameters (``"P"``) and gradients (``"G"``) in host
+            memory.
+        gathers: Whether what was updated is then given to other ranks, unit by unit.
     """
     actions: list[Action] = []
     ahead = [unit for unit in units if any(unit in of_kind for of_kind in moved.values())]
     movers = frozenset(ahead)
+    stored = [(kind, of_kind) for kind, of_kind in moved.items() if kind not in USED_UP]
 
     def fetch() -> None:
         key = ahead.pop(0)
@@ -61,8 +75,67 @@ def update_actions(units: Sequence[Key], moved: Mapping[str, Collection[Key]]) -
         if unit in movers and ahead:
             fetch()
         actions.append(_of(unit, ActionKind.UPDATE))
-        actions += [_of(unit, ActionKind(f"STORE_{kind}")) for kind, of_kind in moved.items() if unit in of_kind]
+        actions += [_of(unit, ActionKind.GATHER_PARAMETERS)] * gathers
+        actions += [_of(unit, ActionKind(f"STORE_{kind}")) for kind, of_kind in stored if unit in of_kind]
     return tuple(actions)
+
+
+def with_update(lines: Sequence[Sequence[Action]], update: Sequence[Action]) -> list[list[Action]]:
+    """Put the update of the batch before into the first forward of a list: every unit's before the unit in front of it.
+
+    Args:
+        lines: What each action of a rank's list consists of, by units.
+        update: The update of all its units; see :func:`update_actions`.
+    """
+    pending = _by_unit(update)
+    result: list[list[Action]] = []
+    for part in lines:
+        forward = [line.unit for line in part if line.kind is ActionKind.FORWARD]
+        following = dict(pairwise(forward))
+        expanded: list[Action] = []
+        for line in part:
+            due: set[Key | None] = {(line.stage, line.unit)} if line.unit is not None else set()
+            if line.kind is ActionKind.FORWARD and (after := following.get(line.unit)) is not None:
+                due.add((line.stage, after))
+            if line.kind in (ActionKind.FORWARD, ActionKind.UNSHARD):
+                while not due.isdisjoint(pending):
+                    expanded += pending.pop(next(iter(pending)))
+            expanded.append(line)
+        result.append(expanded)
+    return result
+
+
+def _by_unit(update: Sequence[Action]) -> dict[Key, list[Action]]:
+    """The part of an update that ends with each unit's; what is fetched ahead is part of the unit before."""
+    parts: dict[Key, list[Action]] = {}
+    part: list[Action] = []
+    for action in update:
+        updated = [item for item in part if item.kind is ActionKind.UPDATE]
+        if updated and (action.kind is ActionKind.UPDATE or action.kind.value.startswith("LOAD_")):
+            parts[updated[0].stage, updated[0].unit or 0] = part
+            part = []
+        part.append(action)
+    if part:
+        last = next(item for item in part if item.kind is ActionKind.UPDATE)
+        parts[last.stage, last.unit or 0] = part
+    return parts
+
+
+def check_deferred(flat: Sequence[Action]) -> None:
+    """Check that nothing is computed with, or given out, that is still to be updated.
+
+    Raises:
+        ScheduleError: At the first such action, with those before it.
+    """
+    used: set[Key] = set()
+    for position, action in enumerate(flat):
+        if action.unit is None:
+            continue
+        key = action.stage, action.unit
+        if action.kind is ActionKind.UPDATE and key in used:
+            _fail(flat, position, "this unit was used before it was updated")
+        if action.kind in (ActionKind.FORWARD, ActionKind.UNSHARD):
+            used.add(key)
 
 
 def check_update(actions: Sequence[Action], units: Collection[Key], moved: Mapping[str, Collection[Key]]) -> None:
@@ -76,27 +149,44 @@ def check_update(actions: Sequence[Action], units: Collection[Key], moved: Mappi
     for position, action in enumerate(actions):
         assert action.unit is not None
         key, (what, _, kind) = (action.stage, action.unit), action.kind.value.partition("_")
+        broken = _broken_rule(what, kind, key, there, updated, moved)
+        if broken:
+            _fail(actions, position, broken)
         if what == "LOAD":
-            if key in there[kind] or key in updated:
-                _fail(actions, position, "this was fetched already")
             there[kind].append(key)
-            if len(there[kind]) > ROOMS:
-                _fail(actions, position, f"there are {ROOMS} rooms, and none is free")
-        elif what == "UPDATE":
-            if key in updated:
-                _fail(actions, position, "this unit was updated already")
-            if any(key in of_kind and key not in there[name] for name, of_kind in moved.items()):
-                _fail(actions, position, "what this needs is in host memory")
-            updated.add(key)
-        elif key not in there[kind] or key not in updated:
-            _fail(actions, position, "there is nothing new to write back")
-        else:
+        elif what == "STORE":
             there[kind].remove(key)
+        elif what == "UPDATE":
+            updated.add(key)
+            there.update({used: [item for item in there.get(used, ()) if item != key] for used in USED_UP})
     for kind, left in there.items():
         for key in left:
             _fail(actions, len(actions) - 1, f"{_of(key, ActionKind(f'STORE_{kind}'))} is missing at the end")
     for key in (unit for unit in units if unit not in updated):
         _fail(actions, len(actions) - 1, f"{_of(key, ActionKind.UPDATE)} is missing at the end")
+
+
+def _broken_rule(
+    what: str,
+    kind: str,
+    key: Key,
+    there: Mapping[str, Sequence[Key]],
+    updated: Collection[Key],
+    moved: Mapping[str, Collection[Key]],
+) -> str:
+    """What of a unit's update must not happen now, if so."""
+    if what == "LOAD":
+        if key in there[kind] or key in updated:
+            return "this was fetched already"
+        return f"there are {ROOMS} rooms, and none is free" if len(there[kind]) == ROOMS else ""
+    if what == "UPDATE":
+        if key in updated:
+            return "this unit was updated already"
+        is_here = all(key in there[name] for name, of_kind in moved.items() if key in of_kind)
+        return "" if is_here else "what this needs is in host memory"
+    if what == "GATHER":
+        return "" if key in updated else "there is nothing new to give out"
+    return "" if key in there[kind] and key in updated else "there is nothing new to write back"
 
 
 def with_activations(

@@ -19,10 +19,10 @@ from math import prod
 from typing import NoReturn
 
 from lightning_mist.errors import ScheduleError
-from lightning_mist.plan import ModuleMap, ParameterUse, Plan, StagePlan, ZeroStage
+from lightning_mist.plan import Feature, ModuleMap, ParameterUse, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.mesh import itemsize
 from lightning_mist.schedule.action import HEAD, INPUT_BACKWARDS, TAIL, Action, ActionKind
-from lightning_mist.schedule.moves import check_activations, moved_names, with_activations
+from lightning_mist.schedule.moves import check_activations, check_deferred, moved_names, with_activations, with_update
 
 _USES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 """Kinds that compute with parameters."""
@@ -62,6 +62,11 @@ class StageUnits:
     reduced: frozenset[int] = frozenset()
     sharded: frozenset[int] = frozenset()
     activations: frozenset[int] = frozenset()
+
+    @property
+    def is_expanded(self) -> bool:
+        """Whether anything comes between the units, the optimizer's update left aside."""
+        return bool(self.reduced or self.sharded or self.activations)
 
 
 def shard_units(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stage: int) -> tuple[ShardUnit, ...]:
@@ -119,13 +124,33 @@ def stage_units(
     )
 
 
-def walked_stages(plan: Plan, group: int) -> tuple[int, ...]:
+def defers_update(plan: Plan, module_map: ModuleMap, stage: int) -> bool:
+    """Whether a stage takes the optimizer's step in the first forward of the next batch.
+
+    It does where that hides copies, unless code of the user's may look at gradients or optimizer state behind a step.
+    Who looks at parameters has the step taken first, which one rank alone can do but under ZeRO-1 and ZeRO-2.
+
+    Args:
+        plan: The plan.
+        module_map: What is ruled out.
+        stage: The stage.
+    """
+    item = plan.stages[stage]
+    if max(item.offload.parameters, item.offload.gradients, item.offload.optimizer) == 0.0:
+        return False
+    is_given_out = item.data_parallel_degree > 1 and item.zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
+    seen: tuple[Feature, ...] = ("sharded_gradients", "shards", *(("sharded_parameters",) if is_given_out else ()))
+    return not any(module_map.excludes(feature) for feature in seen)
+
+
+def walked_stages(plan: Plan, module_map: ModuleMap, group: int) -> tuple[int, ...]:
     """The stages of a group of devices whose computations are expanded: they shard gradients, or move something."""
     return tuple(
         index
         for index in plan.chunks(group)
         if max((stage := plan.stages[index]).offload.activations, stage.offload.parameters) > 0.0
         or (stage.zero_stage >= ZeroStage.GRADIENTS and stage.data_parallel_degree > 1)
+        or defers_update(plan, module_map, index)
     )
 
 
@@ -137,7 +162,7 @@ def plan_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[int, tuple
         module_map: Where parameters are used.
         group: The group of devices.
     """
-    return {stage: shard_units(module_map, plan.bounds, stage) for stage in walked_stages(plan, group)}
+    return {stage: shard_units(module_map, plan.bounds, stage) for stage in walked_stages(plan, module_map, group)}
 
 
 def expanded_units(
@@ -191,12 +216,15 @@ def moved_parameters(plan: Plan, module_map: ModuleMap, stage: int, ratio: float
     return moved_names(units, ratio)
 
 
-def expand(actions: Sequence[Action], units: Mapping[int, StageUnits]) -> tuple[tuple[Action, ...], ...]:
+def expand(
+    actions: Sequence[Action], units: Mapping[int, StageUnits], update: Sequence[Action] = ()
+) -> tuple[tuple[Action, ...], ...]:
     """What each action of a rank's list consists of.
 
     Args:
         actions: The rank's lowered list.
         units: Units of those of its stages that are expanded, by stage.
+        update: The update of the batch before, if it happens in the first forwards of this one.
 
     Returns:
         For each action its lines: the action itself where nothing is expanded; else the computation of every unit and
@@ -204,11 +232,17 @@ def expand(actions: Sequence[Action], units: Mapping[int, StageUnits]) -> tuple[
         with everything sharded.
     """
     trained = {action.stage for action in actions if action.kind in INPUT_BACKWARDS}
-    lines = [
-        _lines(action, units[action.stage], is_trained=action.stage in trained) if action.stage in units else [action]
-        for action in actions
-    ]
-    return tuple(tuple(part) for part in _with_parameters(lines, units))
+    updated = {action.stage for action in update}
+    lines: list[list[Action]] = []
+    for action in actions:
+        is_first = action.kind is ActionKind.FORWARD and action.stage in updated
+        is_expanded = action.stage in units and (units[action.stage].is_expanded or is_first)
+        updated -= {action.stage} if is_first else set()
+        lines.append(
+            _lines(action, units[action.stage], is_trained=action.stage in trained) if is_expanded else [action]
+        )
+    lines = _with_parameters(lines, units)
+    return tuple(tuple(part) for part in (with_update(lines, update) if update else lines))
 
 
 def check_units(lines: Sequence[Sequence[Action]], units: Mapping[int, StageUnits]) -> None:
@@ -221,6 +255,7 @@ def check_units(lines: Sequence[Sequence[Action]], units: Mapping[int, StageUnit
     _check_parameters(flat, units)
     _check_gradients(flat, units)
     check_activations(flat, {stage: of_stage.activations for stage, of_stage in units.items()})
+    check_deferred(flat)
 
 
 def _check_parameters(flat: Sequence[Action], units: Mapping[int, StageUnits]) -> None:

@@ -248,6 +248,7 @@ class Engine:
         """Give every parameter its full value on every rank; what is missing here comes to ``home``, if given."""
         if self.is_filled:
             return
+        self.executor.flush()
         every, absent = self.stages.every, self._absent()
         come_back(every.values())
 
@@ -314,6 +315,7 @@ class Engine:
     def module_values(self, destination: int = 0) -> dict[str, Tensor]:
         """All parameters by canonical name, in host memory, on one rank; empty on the others."""
         values: dict[str, Tensor] = {}
+        self.executor.flush()
 
         def deliver(name: str, value: Tensor) -> None:
             values[name] = value.detach().to("cpu", copy=True)
@@ -324,11 +326,13 @@ class Engine:
     @works
     def optimizer_state(self) -> dict[str, Any]:
         """Optimizer state in the layout of the whole model on rank 0; empty on the others."""
+        self.executor.flush()
         return self.optimizer.state()
 
     @works
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Take this rank's part of optimizer state in the layout of the whole model."""
+        self.executor.flush()
         self.optimizer.load(state)
 
     @property

@@ -56,8 +56,11 @@ class OwnedOptimizer:
         self.cut = restrict_optimizer(optimizer, owned, {parameters[name]: part for name, part in parts.items()})
         self._transport, self._device = executor.transport, device
         self._offloaded = offload_optimizer_state(
-            optimizer, mesh, module_map, parameters, executor.lanes, executor.state_pool, executor.shards
+            *(optimizer, mesh, module_map, parameters, executor.lanes, executor.state_pool, executor.shards),
+            executor.transport,
         )
+        if self._offloaded is not None:
+            executor.take_update(self._offloaded)
 
     def release(self) -> Callable[[Transport], dict[str, Any]]:
         """Give the optimizer all its parameters back.

@@ -132,9 +132,13 @@ def _train(
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
     restrict_optimizer(optimizer, [stages.parameters[item.name] for item in rank.executor.mesh.owned])
     lanes, pool = rank.executor.lanes, rank.executor.pool
+    lanes, pool = rank.executor.lanes, rank.executor.pool
     moved = offload_optimizer_state(
-        optimizer, rank.executor.mesh, module_map, stages.parameters, lanes, pool, rank.executor.shards
+        *(optimizer, rank.executor.mesh, module_map, stages.parameters, lanes, pool, rank.executor.shards),
+        rank.executor.transport,
     )
+    if moved is not None:
+        rank.executor.take_update(moved)
     stages.hollow()
     parts = microbatches(plan, transport.rank, batches)
     meter = StorageMeter()

@@ -8,7 +8,7 @@ from lightning_mist.errors import ScheduleError
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import HEAD, TAIL
 from lightning_mist.schedule.generate import generate
-from lightning_mist.schedule.moves import check_update, moved_names, update_actions, with_activations
+from lightning_mist.schedule.moves import check_deferred, check_update, moved_names, update_actions, with_activations
 from lightning_mist.schedule.units import StageUnits, check_units, expand
 
 UNITS = [(0, HEAD), (0, 0), (0, 1), (0, TAIL)]
@@ -156,3 +156,46 @@ def test_a_schedule_without_one_of_its_moves_is_refused(drawn, stage, data):
     gone = data.draw(st.sampled_from(moves))
     with pytest.raises(ScheduleError, match="what "):
         check_units([flat[:gone] + flat[gone + 1 :]], units)
+
+
+def test_a_deferred_step_updates_each_unit_beside_the_one_before():
+    update = update_actions(UNITS, {"O": UNITS[1:], "G": UNITS[2:3]}, gathers=True)
+    lines = expand(actions("0F0 0B0 0F1 0B1"), {0: StageUnits(order=(HEAD, 0, 1, TAIL))}, update)
+    assert lines[0] == actions(
+        "0LOAD_O:0 0UPDATE:head 0GATHER:head 0LOAD_O:1 0LOAD_G:1 0UPDATE:0 0GATHER:0 0STORE_O:0 0F0:head "
+        "0LOAD_O:tail 0UPDATE:1 0GATHER:1 0STORE_O:1 0F0:0 0UPDATE:tail 0GATHER:tail 0STORE_O:tail 0F0:1 0F0:tail"
+    )
+    assert lines[1:] == tuple(map(actions, ("0B0", "0F1", "0B1")))
+
+
+def test_what_is_fetched_is_updated_before_it_is_given_out():
+    update = update_actions(UNITS[:3], {"P": UNITS[:3]})
+    lines = expand(actions("0F0 0B0"), {0: StageUnits(order=(HEAD, 0, 1), sharded=frozenset((HEAD, 0, 1)))}, update)
+    assert lines[0] == actions(
+        "0LOAD_P:head 0LOAD_P:0 0UPDATE:head 0STORE_P:head 0UNSHARD:head 0LOAD_P:1 0UPDATE:0 0STORE_P:0 0UNSHARD:0 "
+        "0F0:head 0RESHARD:head 0UPDATE:1 0STORE_P:1 0UNSHARD:1 0F0:0 0F0:1"
+    )
+
+
+@given(st.data())
+def test_a_deferred_step_is_the_whole_step_and_comes_before_it_is_used(data):
+    name = data.draw(st.sampled_from(["1f1b", "gpipe", "interleaved-1f1b", "zb-h1"]))
+    chunks = 2 if name == "interleaved-1f1b" else 1
+    group = data.draw(st.integers(0, 1))
+    listed = generate(2 * chunks, data.draw(st.sampled_from([2, 4])), name, num_groups=2)[group]
+    units, update = {}, []
+    for stage in range(group, 2 * chunks, 2):
+        order = (*[HEAD] * (stage == 0), *range(3 * stage, 3 * stage + 3), *[TAIL] * (stage == 2 * chunks - 1))
+        chosen = st.sets(st.sampled_from(order))
+        units[stage] = StageUnits(order=order, sharded=frozenset(data.draw(chosen)), activations=frozenset())
+        updated = data.draw(chosen)
+        update += [(stage, unit) for unit in order if unit in updated]
+    kinds = {kind: data.draw(st.sets(st.sampled_from(update))) if update else set() for kind in "OPG"}
+    flat = [line for part in expand(listed, units, update_actions(update, kinds)) for line in part]
+    check_units([flat], units)
+    check_update([line for line in flat if line in set(update_actions(update, kinds))], update, kinds)
+
+
+def test_a_unit_that_is_used_before_its_update_is_refused():
+    with pytest.raises(ScheduleError, match="0UPDATE:1: this unit was used before it was updated"):
+        check_deferred(actions("0UPDATE:0 0F0:0 0F0:1 0UPDATE:1"))

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.traps.project import VOCABULARY, WIDTH, Project, Trap
 
-MOVED = ("moved", "moved3", "movedpp", "movedstate")
+MOVED = ("moved", "moved3", "movedpp", "movedstate", "moved0")
 
 
 class StateRead(pl.Callback):
@@ -42,6 +42,17 @@ class WeightsRead(pl.Callback):
         self.seen.append(sum(float(weight.detach().square().sum()) for weight in module.parameters()))
 
 
+class WeightsReadSomehow(pl.Callback):
+    """Reads the weights after every batch, in a way that is not plain from its source."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        read = __import__("operator").methodcaller("parameters")
+        self.seen.append(sum(float(weight.detach().square().sum()) for weight in read(module)))
+
+
 class WeightsClamped(pl.Callback):
     """Keeps weights small after every batch, as a constraint on them."""
 
@@ -72,6 +83,29 @@ class Penalised(Project):
         loss = F.cross_entropy(self.head(out).flatten(0, 1), batch["y"].flatten())
         (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
         return loss + gradient.square().sum()
+
+
+class PenalisedLater(Project):
+    """From the fourth batch on, all weights are penalised before the first layer runs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        penalty = 0.0
+        if batch_idx > 2:
+            penalty = sum(weight.square().sum() for weight in self.blocks.parameters())
+        return super().training_step(batch, batch_idx) + 1e-2 * penalty
+
+
+class PeekingLater(Project):
+    """From the fourth batch on, the first layer's input depends on the last layer's weights, beside the graph."""
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        hidden = self.embed(batch["x"])
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > 6:
+            hidden = hidden * (1.0 + self.blocks[-1].up.weight.detach().square().mean())
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
 
 
 class Skipping(Project):
@@ -153,6 +187,9 @@ TRAPS = {
     "weights read": Trap(callbacks=lambda: [WeightsRead()], plans=MOVED, equal=("movedstate",)),
     "weights clamped": Trap(callbacks=lambda: [WeightsClamped()], plans=MOVED),
     "gradients read": Trap(callbacks=lambda: [GradientsRead()], plans=MOVED),
+    "weights read somehow": Trap(callbacks=lambda: [WeightsReadSomehow()], plans=MOVED),
+    "penalised later": Trap(module=PenalisedLater, plans=MOVED),
+    "peeking later": Trap(module=PeekingLater, plans=MOVED, equal=("moved0",)),
     "gradient penalty": Trap(module=Penalised, plans=MOVED),
     "skips": Trap(module=Skipping, plans=MOVED, equal=("moved", "moved3")),
     "tied": Trap(module=Tied, plans=MOVED, equal=MOVED),

@@ -33,6 +33,7 @@ PLANS: dict[str, Plan | str] = {
     "moved": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=1, checkpointed=1, offload=ALL),
     "moved3": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=2, zero=3, offload=ALL),
     "movedpp": plan([(2, [1]), (2, [0])], rows=ROWS, microbatches=2, offload=ALL),
+    "moved0": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, offload={"optimizer": 1.0}),
     "movedstate": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=1, offload={"optimizer": 1.0}),
 }
 """For two ranks. ``pp2`` and ``tp2`` have whole batches as microbatches, ``cut`` and ``pp2cut`` halves of them; what

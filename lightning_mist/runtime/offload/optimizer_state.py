@@ -3,6 +3,9 @@
 Between steps ``optimizer.state`` holds the tensors in host memory. For its unit's update a parameter's state lies in a
 room on the device. State that the optimizer makes, in its first step or when it replaces a tensor, leaves from where it
 was made. Which actions come when the schedule says; see :mod:`lightning_mist.schedule.moves`.
+
+A deferred step is pending until the next batch's first forward has come through all units. Until a unit is updated its
+parameters have the values of the step before: whoever uses one has the whole step taken first.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,13 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_mist.errors import PlanError
+from lightning_mist.runtime.absent import at_work, come_back, leave
 from lightning_mist.runtime.offload.host_pool import HostPool, is_host, let_go
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.offload.rooms import Rooms
 from lightning_mist.runtime.offload.unit_steps import UnitSteps
 from lightning_mist.runtime.shards import UnitKey, UnitShards
+from lightning_mist.runtime.unit_gather import UnitGather
 from lightning_mist.schedule import Action, ActionKind
+from lightning_mist.schedule.action import UNIT_NAMES
 from lightning_mist.schedule.moves import ROOMS
 
 _Place = tuple[nn.Parameter, str]
@@ -35,10 +43,16 @@ class OffloadedState:
         lanes: Copies between the device and the host.
         pool: The host memory.
         shards: The values of parameters, if some are in host memory.
+        gather: Gives updated parameters to other ranks unit by unit, where that is to be done.
+        stale: If the step is deferred: by unit and name, the parameters whose values are old until then.
 
     Attributes:
         moved: As given.
+        actions: As given.
+        is_watched: Whether who uses a parameter whose values are old is to find new ones.
     """
+
+    is_watched = True
 
     def __init__(
         self,
@@ -50,8 +64,11 @@ class OffloadedState:
         lanes: Lanes,
         pool: HostPool,
         shards: UnitShards | None = None,
+        gather: UnitGather | None = None,
+        stale: Mapping[UnitKey, Mapping[str, nn.Parameter]] | None = None,
     ) -> None:
-        self._optimizer, self._units, self._actions = optimizer, units, tuple(actions)
+        self._gather, self._stale, self._todo = gather, stale, set[Action]()
+        self._optimizer, self._units, self.actions = optimizer, units, tuple(actions)
         self.moved = frozenset(moved)
         self._device, self._lanes, self._pool = lanes.ops.device, lanes, pool
         self._rooms, self._shards = Rooms(self._device), shards
@@ -70,23 +87,87 @@ class OffloadedState:
         }
         if shards is not None:
             self._do |= {ActionKind.LOAD_PARAMETERS: shards.fetch, ActionKind.STORE_PARAMETERS: shards.store}
+        if gather is not None:
+            self._do[ActionKind.GATHER_PARAMETERS] = gather.begin
         self.send_home(moved)
 
+    @property
+    def defers(self) -> bool:
+        """Whether a step is left to the next batch."""
+        return self._stale is not None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a step was asked for of which something is still to be done."""
+        return bool(self._todo)
+
     def update(self) -> None:
-        """Update everything, unit by unit."""
+        """Update everything, unit by unit; or, of a deferred step, keep what it needs until then."""
+        self.flush()
         self._rooms.ensure([list(self._at_home(self._units[key]).values()) for key in self._movers()])
-        for action in self._actions:
-            self.perform(action)
-        self._free(self._leaving)
-        if self._shards is not None:
-            self._shards.settle()
+        self._todo.update(self.actions)
+        if self._stale is None:
+            self.flush()
+            return
+        self._steps.freeze()
+        for key, parameters in self._stale.items():
+            where = f"those of the step before until {_words(key)} runs"
+            leave(parameters, lambda _, where=where: where, keeps_gradient=True, arrive=self._arrive)  # type: ignore[misc]
+
+    def flush(self) -> None:
+        """Do all that is left of a step, in its order; where updated parameters are given out all ranks do."""
+        if not self._todo:
+            return
+        with at_work():
+            for action in self.actions:
+                self.perform(action)
+            if self._gather is not None:
+                self._gather.finish()
+        self.rest()
         # From here on anybody may look at state, and write into it.
         self.settle()
 
     def perform(self, action: Action) -> None:
-        """Do one action of the update."""
+        """Do one action of the update, if it was asked for and was not done yet."""
         assert action.unit is not None
-        self._do[action.kind]((action.stage, action.unit))
+        if action not in self._todo:
+            return
+        self._todo.remove(action)
+        key = action.stage, action.unit
+        # Wherever it happens, the user's precision is for the user's step.
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            if action.kind is ActionKind.STORE_PARAMETERS:
+                self.arrived(key)
+            self._do[action.kind](key)
+
+    def _arrive(self) -> None:
+        """Somebody uses a parameter."""
+        if not self.is_watched:
+            return
+        if self._gather is not None:
+            # Giving out takes all ranks: it cannot be done when one of them looks.
+            raise PlanError(
+                "a parameter is used before the layer that owns it runs, while the optimizer's step is taken layer by "
+                "layer in the next batch's forward: with offload and zero_stage 1 or 2 its new value is not here yet; "
+                "use zero_stage=0 or 3, or offload nothing but activations"
+            )
+        # Whatever watches the user's step must not see what is done here.
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            self.flush()
+
+    def arrived(self, key: UnitKey) -> None:
+        """Wait for what other ranks have updated of a unit."""
+        if self._gather is not None:
+            self._gather.end(key)
+
+    def rest(self) -> None:
+        """Let go of what was needed for a step that is done."""
+        if self._todo:
+            return
+        self._steps.thaw()
+        self._free(self._leaving)
+        if self._shards is not None:
+            self._shards.settle()
 
     def settle(self) -> None:
         """Wait until all state in host memory has its values: before anybody reads it."""
@@ -106,7 +187,12 @@ class OffloadedState:
                 let_go(home)
 
     def end(self) -> None:
-        """Let the optimizer step as it did before; its state stays where it is."""
+        """Let the optimizer step as it did before; its state stays where it is.
+
+        A step that is left over is taken, for this rank alone: after an error peers may be gone.
+        """
+        self._todo -= {action for action in self._todo if action.kind is ActionKind.GATHER_PARAMETERS}
+        self.flush()
         self.settle()
         self._steps.end()
 
@@ -119,6 +205,8 @@ class OffloadedState:
         self._arriving[key] = event, dict(zip(homes, views, strict=True))
 
     def _update(self, key: UnitKey) -> None:
+        if self._stale is not None:
+            come_back(self._stale[key].values() if self._gather is None else self._units.get(key, ()))
         event, views = self._arriving.pop(key, (None, {}))
         self._lanes.wait(event)
         if self._shards is not None:
@@ -180,6 +268,10 @@ class OffloadedState:
     def _set(self, place: _Place, value: Tensor) -> None:
         parameter, name = place
         self._optimizer.state[parameter][name] = value
+
+
+def _words(key: UnitKey) -> str:
+    return f"the {UNIT_NAMES[key[1]]}" if key[1] in UNIT_NAMES else f"layer {key[1]}"
 
 
 def _is_like(home: Tensor | None, value: Tensor) -> bool:

@@ -5,14 +5,16 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mist.plan import ModuleMap
+from lightning_mist.plan import ModuleMap, ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.offload.host_pool import HostPool
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState
 from lightning_mist.runtime.shards import UnitKey, UnitShards
+from lightning_mist.runtime.transport import Transport
+from lightning_mist.runtime.unit_gather import UnitGather
 from lightning_mist.schedule.moves import check_update, update_actions
-from lightning_mist.schedule.units import moved_parameters, shard_units
+from lightning_mist.schedule.units import defers_update, moved_parameters, shard_units
 
 
 def updated_units(mesh: Mesh, module_map: ModuleMap) -> Iterator[tuple[UnitKey, tuple[str, ...]]]:
@@ -34,6 +36,7 @@ def offload_optimizer_state(
     lanes: Lanes,
     pool: HostPool,
     shards: UnitShards | None,
+    transport: Transport,
 ) -> OffloadedState | None:
     """Let an optimizer step unit by unit where the plan moves what it needs; None if that is nothing.
 
@@ -45,6 +48,7 @@ def offload_optimizer_state(
         lanes: Copies between its device and the host.
         pool: The host memory.
         shards: The values of parameters that are not on the device all the time.
+        transport: Connects the ranks.
     """
     plan, ratios = mesh.plan, mesh.plan.stages[mesh.stage].offload
     if not (ratios.optimizer or ratios.parameters):
@@ -56,7 +60,10 @@ def offload_optimizer_state(
         kind: frozenset(key for key, of_unit in units.items() if not names.isdisjoint(of_unit))
         for kind, names in {"O": state, "P": values}.items()
     }
-    actions = update_actions(list(units), moved)
+    defers = defers_update(plan, module_map, mesh.stage)
+    is_shared = mesh.is_sharded and plan.stages[mesh.stage].zero_stage < ZeroStage.PARAMETERS
+    gather = UnitGather(mesh, parameters, units, transport) if defers and is_shared else None
+    actions = update_actions(list(units), moved, gathers=gather is not None)
     check_update(actions, units, moved)
     owned = {item.name for item in mesh.owned}
     return OffloadedState(
@@ -67,4 +74,6 @@ def offload_optimizer_state(
         lanes=lanes,
         pool=pool,
         shards=shards if ratios.parameters else None,
+        gather=gather,
+        stale={key: {name: parameters[name] for name in of_unit} for key, of_unit in units.items()} if defers else None,
     )

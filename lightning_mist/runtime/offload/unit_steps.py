@@ -4,15 +4,32 @@ A step of the user's optimizer begins wherever Lightning or a gradient scaler ca
 Behind the closure, in place of its update of everything, comes its update of one unit after another: each a call of the
 class's own ``step`` while the groups hold that unit's parameters only. Hooks around the step run once, as without
 units, and so does what a learning-rate scheduler has put around it.
+
+A step may be *frozen*: gradients and options are kept as they are when it is asked for, and units are updated with them
+later, whatever a scheduler, a gradient scaler or ``zero_grad`` does meanwhile.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Frozen:
+    """A step that was asked for: options of every group, the optimizer's own attributes, and gradients.
+
+    Attributes are also what a gradient scaler lends an optimizer that unscales gradients itself.
+    """
+
+    options: tuple[dict[str, Any], ...]
+    attributes: dict[str, Any]
+    gradients: dict[nn.Parameter, Tensor]
 
 
 class UnitSteps:
@@ -30,6 +47,7 @@ class UnitSteps:
         self._step: Callable[[Any], Any] = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
         self._is_inside = False
         self._whole: list[list[nn.Parameter]] | None = None
+        self._frozen: _Frozen | None = None
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._behind),
@@ -42,9 +60,49 @@ class UnitSteps:
             parameters: Some of those in the groups.
         """
         chosen = set(parameters)
-        with self._groups(lambda whole: [parameter for parameter in whole if parameter in chosen]):
+        with ExitStack() as stack:
+            stack.enter_context(self._groups(lambda whole: [item for item in whole if item in chosen]))
+            if self._frozen is not None:
+                stack.enter_context(self._as_frozen(self._frozen, chosen))
             if any(parameter.grad is not None for parameter in chosen):
                 self._step(self._optimizer)
+
+    def freeze(self) -> None:
+        """Keep gradients, which parameters lose, and options as they are for all calls of :meth:`of` to come."""
+        groups = self._optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        self._frozen = _Frozen(
+            tuple({key: _kept(value) for key, value in _options(group)} for group in groups),
+            {key: _kept(value) for key, value in vars(self._optimizer).items() if isinstance(value, _PLAIN)},
+            {parameter: parameter.grad for parameter in parameters if parameter.grad is not None},
+        )
+        for parameter in self._frozen.gradients:
+            parameter.grad = None
+
+    def thaw(self) -> None:
+        """All of what was frozen is done."""
+        self._frozen = None
+
+    @contextmanager
+    def _as_frozen(self, frozen: _Frozen, parameters: Collection[nn.Parameter]) -> Iterator[None]:
+        groups, own = self._optimizer.param_groups, vars(self._optimizer)
+        now = [dict(_options(group)) for group in groups]
+        current = {key: own[key] for key in frozen.attributes if key in own}
+        for group, options in zip(groups, frozen.options, strict=True):
+            group.update(options)
+        own.update(frozen.attributes)
+        for parameter in parameters:
+            parameter.grad = frozen.gradients.pop(parameter, None)
+        try:
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+            for key in frozen.attributes:
+                del own[key]
+            own.update(current)
+            for group, options in zip(groups, now, strict=True):
+                group.update(options)
 
     def end(self) -> None:
         """Let the optimizer step as it did before."""
@@ -102,3 +160,17 @@ class UnitSteps:
         whole, self._whole = self._whole, None
         for group, parameters in zip(self._optimizer.param_groups, whole or (), strict=False):
             group["params"] = parameters
+
+
+_PLAIN = (bool, int, float, str, Tensor)
+
+
+def _options(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((key, value) for key, value in group.items() if key not in ("params", "param_names"))
+
+
+def _kept(value: Any) -> Any:
+    """A value as it is now."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return copy.copy(value) if isinstance(value, (list, dict)) else value

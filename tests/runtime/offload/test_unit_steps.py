@@ -95,6 +95,36 @@ def test_by_units_as_in_one(name, closure):
     assert all(map(torch.equal, mine, wanted))
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_frozen_step_is_that_of_when_it_was_asked_for(name):
+    """Rates, gradients and what a scaler lends may change before it is taken."""
+    cls, options = getattr(torch.optim, name), OPTIMIZERS[name]
+    (wanted, whole), (mine, optimizer) = made(cls, options), made(cls, options)
+
+    def update():
+        by_units.freeze()
+
+    by_units = UnitSteps(optimizer, update)
+    generator = torch.Generator().manual_seed(5)
+    for number in range(4):
+        for p, other in zip(mine, wanted, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator)
+            other.grad = p.grad.clone()
+        for item in (whole, optimizer):
+            item.step()
+            item.zero_grad(set_to_none=number % 2 == 0)
+            for group in item.param_groups:
+                group["lr"] *= 0.5
+        assert all(p.grad is None for p in mine)
+        for p in mine:
+            p.grad = torch.full_like(p, torch.nan)
+            by_units.of([p])
+            assert p.grad is None
+        by_units.thaw()
+        assert all(map(torch.equal, mine, wanted))
+    assert optimizer.state_dict()["param_groups"] == whole.state_dict()["param_groups"]
+
+
 def test_a_skipped_step_updates_nothing():
     mine, optimizer = made(torch.optim.AdamW, {"fused": True})
     by_units = UnitSteps(optimizer, lambda: [by_units.of([p]) for p in mine])

@@ -1,0 +1,69 @@
+"""Updated parameters under ZeRO-1 and ZeRO-2, given out by their owners unit by unit.
+
+That is done where units are updated one after the other beside computation; otherwise
+:class:`~lightning_mist.runtime.reducer.GradientReducer` gives out all at once.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mist.plan.mesh import Mesh
+from lightning_mist.runtime.absent import come_back
+from lightning_mist.runtime.buckets import Bucket
+from lightning_mist.runtime.shards import UnitKey
+from lightning_mist.runtime.transport import Transport, Work
+
+
+class UnitGather:
+    """Gives out what a stage's ranks have updated.
+
+    Args:
+        mesh: The rank's place.
+        parameters: Its stages' parameters by canonical name.
+        units: Names of what is updated of each unit.
+        transport: Connects the ranks.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Mapping[str, nn.Parameter],
+        units: Mapping[UnitKey, Sequence[str]],
+        transport: Transport,
+    ) -> None:
+        self._mesh, self._transport = mesh, transport
+        owners = {item.name: item.owner(mesh.stage) for item in mesh.held}
+        self._of: dict[UnitKey, list[Bucket]] = {}
+        for key, names in units.items():
+            together: dict[tuple[int, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+            for name in names:
+                p = parameters[name]
+                together.setdefault((owners[name], p.dtype, p.device), []).append((name, p))
+            self._of[key] = [Bucket.of(items, owner) for (owner, *_), items in together.items()]
+        self._under_way: dict[UnitKey, list[tuple[Bucket, Tensor, Work]]] = {}
+
+    def begin(self, key: UnitKey) -> None:
+        """Start to give out a unit's parameters, which are updated where they are owned."""
+        group = tuple(sorted(self._mesh.peers))
+        for bucket in self._of[key]:
+            assert bucket.owner is not None
+            flat = bucket.empty()
+            if bucket.owner == self._mesh.data_index:
+                torch._foreach_copy_(bucket.views(flat), [p.detach() for p in bucket.parameters])
+            work = self._transport.broadcast(flat, self._mesh.peers[bucket.owner], group)
+            self._under_way.setdefault(key, []).append((bucket, flat, work))
+
+    def finish(self) -> None:
+        """Wait for everything that is under way."""
+        for key in list(self._under_way):
+            self.end(key)
+
+    def end(self, key: UnitKey) -> None:
+        """Wait for a unit's parameters, and take over those of others."""
+        for bucket, flat, work in self._under_way.pop(key, ()):
+            work.wait()
+            come_back(bucket.parameters)
+            if bucket.owner != self._mesh.data_index:
+                torch._foreach_copy_([p.detach() for p in bucket.parameters], bucket.views(flat))

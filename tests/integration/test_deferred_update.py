@@ -1,0 +1,180 @@
+"""The optimizer's step, taken layer by layer in the next batch's forward, is the step taken at once, to the bit."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.parity.cell import on_all_ranks, subject, train_batch
+from benchmarks.parity.plans import Group, Layout, make_plan
+from lightning_mist.plan import OffloadRatios
+from lightning_mist.runtime.absent import AbsentParameter
+from lightning_mist.runtime.transport import complete
+from lightning_mist.strategy.precision import _AgreeingScaler, _extend
+from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
+from tests.tiers import tiered
+
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.usefixtures("ended_streams"),
+]
+
+STEPS = 20
+STATE = OffloadRatios(optimizer=1.0)
+SOME = OffloadRatios(optimizer=0.3, parameters=0.3)
+ALL = OffloadRatios(parameters=1.0, optimizer=1.0, activations=1.0)
+
+PLANS = {
+    "one device": Layout(groups=(Group(offload=STATE),)),
+    "one device, all": Layout(groups=(Group(offload=ALL, checkpointed=1),), parts=2),
+    "data parallel": Layout(groups=(Group(dp=2, offload=SOME),), parts=2),
+    "ZeRO 1": Layout(groups=(Group(dp=2, zero=1, offload=STATE),)),
+    "ZeRO 2": Layout(groups=(Group(dp=2, zero=2, offload=SOME),), parts=2),
+    "ZeRO 3": Layout(groups=(Group(dp=2, zero=3, offload=ALL),), parts=2),
+    "tensor parallel": Layout(groups=(Group(tp=2, offload=STATE),)),
+    "pipeline": Layout(groups=(Group(offload=STATE), Group(dp=2, zero=1, offload=ALL))),
+    "chunks": Layout(groups=(Group(offload=ALL),) * 2, schedule="interleaved-1f1b", chunks=2),
+    "zero bubble": Layout(groups=(Group(offload=STATE),) * 2, schedule="zb-h1", parts=2),
+}
+FIRST = ("one device", "ZeRO 1", "ZeRO 3", "pipeline")
+
+OPTIMIZERS = {
+    "AdamW": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3),
+    "fused AdamW": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, fused=True),
+    "rate in a tensor": lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(1e-2), eps=1e-3, foreach=False),
+    "SGD": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "Adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+}
+
+
+def make_optimizer(module, name):
+    matrices, rest = ([p for p in module.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+    return OPTIMIZERS[name]([{"params": matrices, "weight_decay": 0.1}, {"params": rest, "lr": torch.tensor(3e-3)}])
+
+
+def at_once():
+    return mock.patch("lightning_mist.runtime.offload.placing.defers_update", return_value=False)
+
+
+def clip(engine, optimizer, scaler):
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    engine.clip_by_norm(optimizer, 0.05)
+
+
+def overflow(engine, optimizer):
+    """One gradient of one rank is not finite."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if engine.rank == 0:
+        gradients[-1].fill_(torch.inf)
+
+
+def train(layout, optimizer="AdamW", *, scaled=False, accumulated=1, sets_to_none=True, each=None):
+    """Losses and values of clipped steps with a rate that changes in each, and what ``each`` gave after every step."""
+    model = subject("nano_even", torch.float32 if scaled else torch.float64)
+    plan = make_plan(layout, len(model.module_map.blocks))
+
+    def work(engine):
+        made = make_optimizer(engine.module, optimizer)
+        engine.take_optimizer(made)
+        engine.hollow()
+        rates = torch.optim.lr_scheduler.CyclicLR(made, 1e-4, 1e-2, step_size_up=3, cycle_momentum=False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+        if scaled:
+            _extend(scaler, _AgreeingScaler)
+            scaler._mist_engine = engine
+        losses, seen, skipped = [], [], 0
+        for step in range(STEPS):
+            for part in range(accumulated):
+                batch = model.batches[(step + part) % 2][engine.rank]
+                if not scaled:
+                    losses.append(train_batch(engine, batch))
+                    continue
+                scale = scaler.scale(torch.ones(()))
+                result, loss = engine.train_batch(batch, lambda b: engine.module.training_step(b, 0), loss_scale=scale)
+                scaler.scale(loss).backward()
+                losses.append(result.loss.detach())
+                if step % 5 == 3:
+                    overflow(engine, made)
+            clip(engine, made, scaler if scaled else None)
+            before = scaler.get_scale()
+            scaler.step(made) if scaled else made.step()
+            if scaled:
+                scaler.update()
+                skipped += scaler.get_scale() < before
+            complete(engine.executor.gather_parameters())
+            rates.step()
+            made.zero_grad(set_to_none=sets_to_none)
+            seen.append(None if each is None else each(engine))
+        assert skipped > 2 or not scaled
+        return losses, engine.module_values(), seen
+
+    return on_all_ranks(model, plan, work)
+
+
+def assert_same(found, wanted):
+    for (losses, values, seen), (wanted_losses, expected, others) in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, losses, wanted_losses))
+        assert values.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in values.items())
+        assert seen == others
+
+
+def compare(layout, *args, **kwargs):
+    found = train(layout, *args, **kwargs)
+    with at_once():
+        assert_same(found, train(layout, *args, **kwargs))
+
+
+@pytest.mark.parametrize("label", tiered(PLANS, FIRST))
+def test_curves_are_those_of_steps_taken_at_once(label):
+    compare(PLANS[label])
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("label", ["one device, all", "ZeRO 2"])
+def test_whatever_the_optimizer(label, optimizer):
+    compare(PLANS[label], optimizer)
+
+
+@pytest.mark.parametrize("optimizer", tiered(["AdamW", "fused AdamW"], ["AdamW"]))
+@pytest.mark.parametrize("label", tiered(["one device", "data parallel", "ZeRO 3"], ["one device"]))
+def test_steps_that_a_scaler_skips(label, optimizer):
+    compare(PLANS[label], optimizer, scaled=True)
+
+
+@pytest.mark.parametrize("label", tiered(["one device, all", "ZeRO 1", "pipeline"], ["ZeRO 1"]))
+def test_gradients_of_several_batches(label):
+    compare(PLANS[label], accumulated=2)
+    compare(PLANS[label], sets_to_none=False)
+
+
+def checkpoint(engine):
+    values = {name: value.double().sum().item() for name, value in engine.module_values().items()}
+    state = engine.optimizer_state()
+    moments = {number: entry["exp_avg"].sum().item() for number, entry in state.get("state", {}).items()}
+    return values, moments
+
+
+@pytest.mark.parametrize("label", tiered(PLANS, ("ZeRO 1", "pipeline")))
+def test_a_checkpoint_between_steps_is_that_of_the_last_step(label):
+    compare(PLANS[label], each=checkpoint)
+
+
+def look(engine):
+    return sum(float(p.detach().square().sum()) for p in engine.module.parameters())
+
+
+@pytest.mark.parametrize("label", ["one device", "tensor parallel"])
+def test_who_looks_has_the_step_taken(label):
+    compare(PLANS[label], each=look)
+
+
+def test_a_step_is_left_to_the_next_batch():
+    def count(engine):
+        return sum(type(p) is AbsentParameter for p in engine.module.parameters())
+
+    ((_, _, seen),) = train(PLANS["one device"], each=count)
+    assert min(seen) == len(list(subject("nano_even", torch.float64).module.parameters()))
