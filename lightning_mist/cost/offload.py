@@ -178,10 +178,13 @@ def staying_needs(
         "optimizer step": {"gradient_bytes": owned.resident_K},
         "parameter gathering": {**gathered, "gradient_bytes": owned.resident_K},
     }
+    is_reduced_K = (plain.zero_stage_K >= ZeroStage.GRADIENTS) & (slot.data_parallel_degree > 1)
+    # The one that is made, and those that are on their way to the ranks that update them.
+    under_way_K = gradients.single_K + gradients.shared_K * is_reduced_K
     kept_K = np.where(plain.zero_stage_K >= ZeroStage.GRADIENTS, gradients.resident_K, found.gradients_K)
     return replace(
         found,
-        always={**whole.always, "offload_bytes": BUFFERS * gradients.largest_K},
+        always={**whole.always, "offload_bytes": BUFFERS * gradients.largest_K + under_way_K},
         gradients_K=kept_K,
         weight_backward_K=whole.weight_backward_K,
         update=tuple((name, changed.get(name, terms)) for name, terms in found.update),
@@ -291,11 +294,17 @@ def in_flight(phases: Sequence[Phase]) -> int:
     return max(phase.others + (phase.kind != "transfer") for phase in phases)
 
 
+def adds_in_host(slot: StageSlot) -> bool:
+    """Whether moved gradients add up in host memory, also those that other ranks will have under ZeRO-1."""
+    return slot.num_microbatches > 1
+
+
 def host_state_bytes(model: OffloadingModel, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
     """Host memory of what a device moves of parameters, gradients and optimizer state."""
     plain, offload = _plain(candidates)
     parameters = parameter_shares(model, slot, plain, offload.parameters_K)
-    gradients = gradient_shares(model, slot, plain, offload.gradients_K, ZeroStage.GRADIENTS)
+    since = ZeroStage.GRADIENTS if adds_in_host(slot) else ZeroStage.OPTIMIZER
+    gradients = gradient_shares(model, slot, plain, offload.gradients_K, since)
     optimizer = optimizer_shares(model, slot, plain, offload.optimizer_K)
     state = model.spec.optimizer.state_bytes_per_parameter_byte
     moved_K: FloatArray = parameters.moved_K + gradients.moved_K + state * optimizer.moved_K

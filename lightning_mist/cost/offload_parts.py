@@ -28,6 +28,7 @@ from lightning_mist.cost.needs import PeakParts
 from lightning_mist.cost.offload import (
     BUFFERS,
     OffloadingModel,
+    adds_in_host,
     in_flight,
     largest_trained,
     staying_needs,
@@ -156,7 +157,7 @@ class OffloadParts:
             optimizer_BO=state * (optimizer.resident_K + BUFFERS * optimizer.largest_K),
             step_BO=step_bytes(model, optimizer, largest_trained(whole)[:, None]),
             host_parameters_BP=parameters.moved_K,
-            host_gradients_BG=found.gradients.moved_K,
+            host_gradients_BG=(found.gradients if adds_in_host(slot) else found.owned).moved_K,
             host_optimizer_BO=state * optimizer.moved_K,
             host_activations_K=whole.saved_K[of_K] - stays.saved_K,
         )

@@ -59,12 +59,16 @@ class Shares:
         moved_K: What is in host memory.
         largest_K: The largest moved part of one unit: the size of a buffer.
         unit_K: The largest unit, moved or not.
+        shared_K: The largest moved part of one unit of all ranks together.
+        single_K: The largest parameter that is moved.
     """
 
     resident_K: FloatArray
     moved_K: FloatArray
     largest_K: FloatArray
     unit_K: FloatArray
+    shared_K: FloatArray
+    single_K: FloatArray
 
     def take(self, index_J: IntArray) -> "Shares":
         """Those of some candidates, or of some with ratios, one after another."""
@@ -164,12 +168,11 @@ class StateShares:
         ranks_K = np.where(shards_K, ranks, 1)
         width = self._holdings.table.uses_PR.shape[1]
         questions, inverse_K = distinct_rows(low_K * width + high_K, ranks_K, ratio_K)
-        found = np.empty((len(questions), 4))
+        found = np.empty((len(questions), len(Shares.__slots__)))
         for row, (code, count, ratio) in enumerate(questions.tolist()):
             low, high = divmod(int(code), width)
             found[row] = self._row(low, high, int(count), (ratio,), trained)[0]
-        resident_K, moved_K, largest_K, unit_K = found.T[:, inverse_K]
-        return Shares(resident_K=resident_K, moved_K=moved_K, largest_K=largest_K, unit_K=unit_K)
+        return Shares(**dict(zip(Shares.__slots__, found.T[:, inverse_K], strict=True)))
 
     def of_ratios(
         self,
@@ -194,19 +197,20 @@ class StateShares:
         if not is_shared or shards_K.all():
             found = self._of_ranks(low_K, high_K, ranks if is_shared else 1, values, trained)
         else:
-            found = np.empty((4, len(low_K), len(values)))
+            found = np.empty((len(Shares.__slots__), len(low_K), len(values)))
             for count, at_J in ((ranks, np.flatnonzero(shards_K)), (1, np.flatnonzero(~shards_K))):
                 found[:, at_J] = self._of_ranks(low_K[at_J], high_K[at_J], count, values, trained)
-        return Shares(resident_K=found[0], moved_K=found[1], largest_K=found[2], unit_K=found[3])
+        return Shares(**dict(zip(Shares.__slots__, found, strict=True)))
 
     def _of_ranks(
         self, low_K: IntArray, high_K: IntArray, ranks: int, values: tuple[float, ...], trained: bool
     ) -> FloatArray:
         """The figures of :class:`Shares` with every ratio; axes figure, ``K`` and ``V``."""
         trained, count = trained or self._is_trained, len(values)
+        figures = len(Shares.__slots__)
         key = ranks, values, trained
         if key not in self._ranges:
-            self._ranges[key] = ByRange(self._holdings.table.uses_PR.shape[1], 4 * count)
+            self._ranges[key] = ByRange(self._holdings.table.uses_PR.shape[1], figures * count)
 
         def make(_: int, low_U: IntArray, high_U: IntArray) -> FloatArray:
             ranges = zip(low_U.tolist(), high_U.tolist(), strict=True)
@@ -214,7 +218,7 @@ class StateShares:
             return np.stack([row.T.reshape(-1) for row in rows], axis=1)
 
         found_XK = self._ranges[key].of(low_K, high_K, make)
-        result: FloatArray = found_XK.reshape(4, count, -1).transpose(0, 2, 1)
+        result: FloatArray = found_XK.reshape(figures, count, -1).transpose(0, 2, 1)
         return result
 
     def _row(self, low: int, high: int, ranks: int, values: tuple[float, ...], trained: bool) -> FloatArray:
@@ -235,8 +239,9 @@ class StateShares:
         moved_VH = bytes_H * np.stack([self.moved(ratio, trained=trained)[held_P] for ratio in values])
         all_U, away_VU = _summed(bytes_H[None], at_H, len(code_U)), _summed(moved_VH, at_H, len(code_U))
         kept_VJ, away_VJ = (_summed(cells_VU, code_U // width, ranks) for cells_VU in (all_U - away_VU, away_VU))
-        found = np.empty((len(values), 4))
-        for figure, cells in enumerate((kept_VJ, away_VJ, away_VU, all_U)):
+        shared_VU = _summed(away_VU, code_U % width, width)
+        found = np.empty((len(values), len(Shares.__slots__)))
+        for figure, cells in enumerate((kept_VJ, away_VJ, away_VU, all_U, shared_VU, moved_VH)):
             found[:, figure] = cells.max(axis=1, initial=0.0)
         return found
 

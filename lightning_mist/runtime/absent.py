@@ -105,6 +105,34 @@ class AbsentParameter(nn.Parameter):
         return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+class AbsentGradient(Tensor):
+    """Stands in for a gradient whose values are in host memory: nobody but the package may look at them."""
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> "AbsentGradient":
+        """The stand-in for a parameter's gradient."""
+        one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        return one.expand(parameter.shape).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer what is asked of its form, and refuse what is asked of its values.
+
+        Raises:
+            PlanError: Naming the way out.
+        """
+        name = _name_of(func)
+        if name not in _FORM and name != "grad =" and _package(sys._getframe(1)) != _OURS:
+            raise PlanError(
+                f"{name} of a gradient while its values are in host memory: read gradients, or clear them other than "
+                "by zero_grad(set_to_none=True), under a plan with offload.gradients = 0"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 def leave(
     parameters: Mapping[str, nn.Parameter],
     where: Callable[[str], str],

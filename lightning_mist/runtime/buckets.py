@@ -74,14 +74,10 @@ class Bucket:
         present = [gradient is not None for gradient in gradients]
         flat = self.empty(extra=len(present))
         views = self.views(flat)
-        for name, gradient, view in zip(self.names, gradients, views, strict=True):
+        check_dense(self, ranks)
+        for gradient, view in zip(gradients, views, strict=True):
             if gradient is None:
                 view.zero_()
-            elif gradient.layout is not torch.strided:
-                raise PlanError(
-                    f"the gradient of {name} is {gradient.layout}: only dense gradients are reduced over the {ranks} "
-                    "data-parallel ranks; set sparse=False in its module"
-                )
         pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
@@ -93,6 +89,24 @@ class Bucket:
         for parameter in self.parameters:
             parameter.grad = None
         return flat, present
+
+
+def check_dense(bucket: Bucket, ranks: int) -> None:
+    """Refuse gradients that cannot be put into a flat buffer.
+
+    Args:
+        bucket: The parameters.
+        ranks: How many ranks the gradients are reduced over, for the error message.
+
+    Raises:
+        PlanError: If a gradient is not dense.
+    """
+    for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise PlanError(
+                f"the gradient of {name} is {parameter.grad.layout}: only dense gradients are reduced over the {ranks} "
+                "data-parallel ranks, or offloaded; set sparse=False in its module"
+            )
 
 
 def padded_numel(tensors: Sequence[Tensor], alignment: int) -> int:

@@ -5,7 +5,7 @@ runs over ``torch.distributed`` and over many ranks in one thread. What travels 
 the cut, sliced by rows where the data-parallel degrees differ, and the random state where it follows a batch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class Executor:
         stages: The parts of the module that this rank computes, and their parameters.
         reducer: Reduces gradients, gathers parameters.
         shards: Values of parameters that are with their owners only, under ZeRO-3.
+        gradients: Gradients that are in host memory.
         outputs: Per microbatch what the step returned, on the last stage; None elsewhere and for parts without rows.
         random_states: Per microbatch the state of the generators after the last stage's forward, where it travelled.
         recorder: Measures the actions while it is on.
@@ -104,9 +105,13 @@ class Executor:
             if Action(stage.index, ActionKind.BACKWARD_INPUT, 0) in self.actions:
                 stage.deferral = WeightGradients(stage.parameters)
         gradients = None if self._walk is None else self._walk.gradients
+        self.gradients = None if self._walk is None else self._walk.moved
         self.reducer = GradientReducer(
-            self.mesh, self.parameters, transport, gradients, parts_of(plan, rank, module_map)
+            *(self.mesh, self.parameters, transport, gradients, parts_of(plan, rank, module_map)),
+            moved=() if self.gradients is None else self.gradients.names,
         )
+        tied = {item.name for item in self.mesh.held if len(item.stages) > 1}
+        self._tied = frozenset() if self.gradients is None else self.gradients.names & tied
         self.outputs: list[Any] = []
         self.random_states: list[Tensor | None] = []
         self.recorder = Recorder(device)
@@ -131,7 +136,12 @@ class Executor:
         return self.stages.parameters
 
     def run(
-        self, microbatches: Sequence[Microbatch], step: Callable[[Microbatch], Any], *, loss_scale: float | Tensor = 1.0
+        self,
+        microbatches: Sequence[Microbatch],
+        step: Callable[[Microbatch], Any],
+        *,
+        loss_scale: float | Tensor = 1.0,
+        earlier: Collection[nn.Parameter] = (),
     ) -> Iterator[Work]:
         """Run all actions of one batch but the optimizer's step and what follows it.
 
@@ -144,6 +154,7 @@ class Executor:
             microbatches: This rank's microbatches by index.
             step: The user's step on a microbatch: returns a loss, a dictionary with ``"loss"``, or None.
             loss_scale: Factor on every loss before its backward; a tensor of one element stays on its device.
+            earlier: Parameters that have a gradient of earlier batches in host memory, which is to be kept.
 
         Raises:
             ValueError: If the microbatches are not those of the plan, or a parameter already has a gradient.
@@ -155,6 +166,9 @@ class Executor:
         )
         self.outputs, self.random_states = batch.outputs, batch.random_states
         self.engage()
+        if self.gradients is not None:
+            self.gradients.checks = isinstance(loss_scale, Tensor)
+            self.gradients.begin(earlier)
         try:
             with self._place.casts.batch(), self.stages.attached():
                 for position, action in enumerate(self.actions):
@@ -168,9 +182,17 @@ class Executor:
             self.reducer.disarm()
         if self._walk is not None:
             self._walk.end()
+        if self.gradients is not None:
+            self.gradients.finish()
 
     def _perform(self, batch: BatchRun, action: Action, names: frozenset[str]) -> Iterator[Work]:
         """Run one action, after which the gradients of ``names`` are complete."""
+        if action.kind is ActionKind.REDUCE_TIED and self._tied:
+            assert self.gradients is not None
+            self.gradients.lend(self._tied)
+            yield from batch.perform(action)
+            self.gradients.take_back(self._tied)
+            return
         self.reducer.expect(names)
         if action.kind is ActionKind.BACKWARD_WEIGHT:
             self.reducer.complete(names - self._deferred(action))
@@ -194,6 +216,8 @@ class Executor:
         """Free the values of parameters that other ranks own (ZeRO-3), or that are in host memory."""
         if self._walk is not None:
             self.reducer.keep_layouts()
+            if self.gradients is not None:
+                self.gradients.keep_layouts()
             self._walk.engage()
 
     def home_values(self) -> dict[str, Tensor]:

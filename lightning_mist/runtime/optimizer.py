@@ -10,6 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -301,6 +302,7 @@ def global_grad_norm(
     *,
     names: Sequence[str] | None = None,
     norm_type: float = 2.0,
+    known: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Generator[Work, None, Tensor]:
     """Norm of the gradients of the whole model, as ``torch.nn.utils.get_total_norm`` gives it in a single process.
 
@@ -316,6 +318,7 @@ def global_grad_norm(
         transport: Connects the ranks.
         names: Whose gradients count, in this order, equal on all ranks; every trained parameter if None.
         norm_type: Order of the norm, above 0; may be infinite.
+        known: Norms of gradients that are elsewhere, by name.
 
     Returns:
         A 0-dimensional tensor, the same on every rank.
@@ -327,7 +330,11 @@ def global_grad_norm(
         return torch.tensor(0.0, device=device)
     # One column for every part of every parameter.
     columns = [(name, rank) for name in chosen for rank in speakers[name].ranks]
-    vector = _norms([parameters[name].grad if rank == mesh.rank else None for name, rank in columns], norm_type, device)
+    here = [parameters[name].grad if rank == mesh.rank and name not in known else None for name, rank in columns]
+    vector = _norms(here, norm_type, device)
+    for position, (name, rank) in enumerate(columns):
+        if rank == mesh.rank and name in known:
+            vector[position] = known[name]
     if mesh.plan.world_size > 1:
         yield transport.all_reduce(vector, tuple(range(mesh.plan.world_size)))
     # Back in the gradients' own types, as a single process has them; the way through float64 is exact.

@@ -32,6 +32,7 @@ class GradientReducer:
         transport: Connects the ranks.
         units: Reduces gradients unit by unit while backwards run (ZeRO-2, ZeRO-3); what it does is not done here.
         parts: Of which of the parameters this rank has a part.
+        moved: Names of the parameters whose gradients are in host memory, and are not reduced here.
     """
 
     def __init__(
@@ -41,13 +42,16 @@ class GradientReducer:
         transport: Transport,
         units: UnitGradients | None = None,
         parts: Mapping[str, Part] = MappingProxyType({}),
+        moved: Collection[str] = (),
     ) -> None:
         self._mesh, self._parameters, self._transport, self._units = mesh, parameters, transport, units
         self._parts = parts
         self._group = tuple(sorted(mesh.peers))
         # Backward reaches the last parameters first, so their buckets fill first.
         trained = [item for item in reversed(mesh.held) if item.requires_grad]
-        self.buckets = make_buckets([(item.name, parameters[item.name], _bucket_owner(mesh, item)) for item in trained])
+        self.buckets = _buckets_of(mesh, parameters, trained)
+        staying = [item for item in trained if item.name not in moved]
+        self._reduced = self.buckets if len(staying) == len(trained) else _buckets_of(mesh, parameters, staying)
         self._trained = {item.name for item in trained}
         self._tied = [item for item in mesh.held if item.requires_grad and len(item.stages) > 1]
         self._launched: list[tuple[Bucket, Tensor, list[bool], Work]] = []
@@ -98,7 +102,7 @@ class GradientReducer:
         if self._units is not None:
             yield from self._units.finish()
             return
-        for bucket in self.buckets[len(self._launched) :]:
+        for bucket in self._reduced[len(self._launched) :]:
             self._launch(bucket)
         for bucket, flat, present, work in self._launched:
             yield work
@@ -156,7 +160,9 @@ class GradientReducer:
     def keep_layouts(self) -> None:
         """Remember the shapes and strides of the parameters, of which some may lose their memory now."""
         if not self.buckets or not self.buckets[0].layouts:
-            self.buckets = tuple(bucket.with_layouts() for bucket in self.buckets)
+            self.buckets, self._reduced = (
+                tuple(bucket.with_layouts() for bucket in buckets) for buckets in (self.buckets, self._reduced)
+            )
 
     def gather_parameters(self, home: Mapping[str, Tensor] = MappingProxyType({})) -> Iterator[Work]:
         """Give every data-parallel rank the parameters that their owners updated (ZeRO-1, ZeRO-2).
@@ -193,8 +199,8 @@ class GradientReducer:
 
     def _launch_ready(self) -> None:
         # Buckets leave in one order on every rank, whatever the order in which they fill.
-        while len(self._launched) < len(self.buckets):
-            bucket = self.buckets[len(self._launched)]
+        while len(self._launched) < len(self._reduced):
+            bucket = self._reduced[len(self._launched)]
             if not self._ready.issuperset(bucket.parameters):
                 return
             self._launch(bucket)
@@ -248,6 +254,12 @@ def _values(bucket: Bucket, home: Mapping[str, Tensor]) -> list[Tensor]:
         home[name] if name in home else parameter.detach()
         for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
     ]
+
+
+def _buckets_of(
+    mesh: Mesh, parameters: Mapping[str, nn.Parameter], items: Sequence[HeldParameter]
+) -> tuple[Bucket, ...]:
+    return make_buckets([(item.name, parameters[item.name], _bucket_owner(mesh, item)) for item in items])
 
 
 def _bucket_owner(mesh: Mesh, item: HeldParameter) -> int | None:

@@ -21,9 +21,6 @@ def restriction_notes(offload: Sequence[str] | None) -> tuple[str, ...]:
     return ("nothing is offloaded: the runtime does not do it yet",) if offload else ()
 
 
-_OFFLOADED = ("gradients",)
-
-
 def check_supported(plan: Plan, module_map: ModuleMap) -> None:
     """Refuse a plan that asks for something the runtime cannot do.
 
@@ -58,9 +55,6 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
     for index, stage in enumerate(plan.stages):
         if stage.mesh.context_parallel_degree > 1:
             stages_of.setdefault("context_parallel_degree above 1", []).append(index)
-        for name in _OFFLOADED:
-            if getattr(stage.offload, name) > 0.0:
-                stages_of.setdefault(f"{name} in host memory", []).append(index)
     many = plan.num_stages > 1
     found += [f"{what}{_on(stages) if many else ''}" for what, stages in stages_of.items()]
     return tuple(found)
@@ -81,19 +75,12 @@ def _check_stage(index: int, stage: StagePlan) -> None:
             f"stages[{index}].context_parallel_degree = {mesh.context_parallel_degree}: the runtime needs 1; use "
             f"data_parallel_degree={len(mesh.devices)} or more stages for these {len(mesh.devices)} devices"
         )
-    for name in _OFFLOADED:
-        ratio = getattr(stage.offload, name)
-        if ratio > 0.0:
-            raise PlanError(
-                f"stages[{index}].offload.{name} = {ratio}: the runtime keeps all of them on the device, so the ratio "
-                "must be 0; use checkpointed_layers or more stages to save memory"
-            )
 
 
 def _check_units(index: int, stage: StagePlan, module_map: ModuleMap) -> None:
     """Refuse to move state of modules whose parameters are not known by layers."""
     why = "; ".join(module_map.excludes("shards"))
-    for name in ("parameters", "optimizer", "activations"):
+    for name in ("parameters", "gradients", "optimizer", "activations"):
         ratio = getattr(stage.offload, name)
         if why and ratio > 0.0:
             raise PlanError(

@@ -15,6 +15,7 @@ from lightning_mist.devices import read
 from lightning_mist.errors import ScheduleError
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.buckets import Bucket
+from lightning_mist.runtime.offload.gradients import OffloadedGradients
 from lightning_mist.runtime.shards import UnitKey
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.schedule.units import ShardUnit
@@ -45,6 +46,7 @@ class UnitGradients:
         parameters: Its stages' parameters by canonical name.
         units: The units of its stages, by stage and unit.
         transport: Connects the ranks.
+        moved: Takes what is in host memory of them.
     """
 
     def __init__(
@@ -53,16 +55,18 @@ class UnitGradients:
         parameters: Mapping[str, nn.Parameter],
         units: Mapping[UnitKey, ShardUnit],
         transport: Transport,
+        moved: OffloadedGradients | None = None,
     ) -> None:
-        self._mesh, self._transport = mesh, transport
+        self._mesh, self._transport, self._moved = mesh, transport, moved
+        names = frozenset[str]() if moved is None else moved.names
         self._group = tuple(sorted(mesh.peers))
         owners = {item.name: item.owner(mesh.stage) for item in mesh.held}
         self._of: dict[UnitKey, tuple[Bucket, ...]] = {}
         for key, unit in units.items():
-            together: dict[tuple[int, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+            together: dict[tuple[int, bool, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
             for name in unit.reduced:
                 p = parameters[name]
-                together.setdefault((owners[name], p.dtype, p.device), []).append((name, p))
+                together.setdefault((owners[name], name in names, p.dtype, p.device), []).append((name, p))
             self._of[key] = tuple(Bucket.of(items, owner) for (owner, *_), items in together.items())
         self._under_way: list[tuple[Bucket, Tensor, list[bool], Work]] = []
         self._sums: dict[int, tuple[Bucket, _Sum]] = {}
@@ -73,7 +77,7 @@ class UnitGradients:
 
     def reduce(self, key: UnitKey) -> None:
         """Start to reduce a unit's gradients, which the parameters lose, once those before have arrived."""
-        self._settle()
+        self.settle()
         for bucket in self._of[key]:
             scale = 1.0 / self._mesh.plan.world_size
             flat, present = bucket.take_gradients(scale=scale, ranks=len(self._group))
@@ -91,7 +95,7 @@ class UnitGradients:
         """
         for *_, work in self._under_way:
             yield work
-        self._settle()
+        self.settle()
         for buckets in self._of.values():
             for bucket in buckets:
                 for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
@@ -118,10 +122,12 @@ class UnitGradients:
         self._under_way.clear()
         self._sums.clear()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for what is under way, and add it up where it is owned."""
         for bucket, flat, present, work in self._under_way:
             work.wait()
-            if bucket.owner == self._mesh.data_index:
+            if bucket.owner != self._mesh.data_index:
+                continue
+            if self._moved is None or not self._moved.arrived(bucket, flat, present):
                 self._sums.setdefault(id(bucket), (bucket, _Sum()))[1].add(flat, present)
         self._under_way.clear()

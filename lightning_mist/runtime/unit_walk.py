@@ -9,7 +9,7 @@ and whether or not it needs a gradient.
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -25,16 +25,18 @@ from lightning_mist.plan import ModuleMap, ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.glue import Glue
 from lightning_mist.runtime.offload.activations import OffloadedActivations
+from lightning_mist.runtime.offload.gradients import OffloadedGradients
 from lightning_mist.runtime.offload.host_pool import HostPool
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState
 from lightning_mist.runtime.patches import SharedPatch
-from lightning_mist.runtime.shards import UnitShards
+from lightning_mist.runtime.shards import UnitKey, UnitShards
 from lightning_mist.runtime.transport import Transport
 from lightning_mist.runtime.unit_gradients import UnitGradients
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import COMPUTATIONS, HEAD, INPUT_BACKWARDS, TAIL
 from lightning_mist.schedule.units import (
+    ShardUnit,
     StageUnits,
     check_units,
     expand,
@@ -56,10 +58,12 @@ class UnitWalk:
         last_layer: Position of the module's last layer, behind which its tail begins.
         glue: Watches the step between layers.
         activations: What layers keep for backward, if that is moved.
+        moved: Gradients that are in host memory.
 
     Attributes:
         shards: The values of parameters, under ZeRO-3.
         gradients: Their gradients, from ZeRO-2 on.
+        moved: Gradients that are in host memory.
         update: The optimizer's step, if it may be taken in the next batch.
     """
 
@@ -75,6 +79,7 @@ class UnitWalk:
         last_layer: int,
         glue: Glue | None = None,
         activations: OffloadedActivations | None = None,
+        moved: OffloadedGradients | None = None,
     ) -> None:
         self._lines_of, self._lines = lines_of, lines_of(())
         self.shards, self.gradients, self._updating = shards, gradients, self._lines
@@ -86,7 +91,7 @@ class UnitWalk:
         self._unit: int | None = None
         self._marker: Tensor | None = None
         self._glue, self._is_guarded = glue or Glue({}), False
-        self._activations = activations
+        self._activations, self.moved = activations, moved
 
     def take_update(self, update: OffloadedState) -> None:
         """From now on the optimizer's step may be left to the next batch."""
@@ -107,8 +112,7 @@ class UnitWalk:
             marks: Whether it is a forward whose backward will come.
         """
         self._watch(False)
-        is_pending = self.update is not None and self.update.is_pending
-        self._left = deque((self._updating if is_pending else self._lines).get(action, ()))
+        self._left = deque((self._updating if self._is_updating() else self._lines).get(action, ()))
         self._units, self._unit = {line.unit for line in self._left if _computes(line)}, None
         marks = marks and bool(self._left) and action.stage in self._marked
         self._marker = torch.zeros((), device=self._device, requires_grad=True) if marks else None
@@ -179,6 +183,8 @@ class UnitWalk:
         self.end()
         if self.gradients is not None:
             self.gradients.forget()
+        if self.moved is not None:
+            self.moved.forget()
         if self.shards is not None:
             self.shards.abandon()
 
@@ -224,15 +230,33 @@ class UnitWalk:
             self.update.arrived((action.stage, unit))
         if self.shards is not None and unit is not None:
             self.shards.ready((action.stage, unit))
+        if self.moved is not None and unit is not None and action.kind is ActionKind.BACKWARD:
+            self.moved.open((action.stage, unit))
         if self._activations is not None:
             self._activations.reach(action, moves=any(line.unit == unit for line in self._left if _stores(line)))
+
+    def _is_updating(self) -> bool:
+        return self.update is not None and self.update.is_pending
+
+    def _move_gradients(self, kind: ActionKind, key: UnitKey) -> None:
+        assert self.moved is not None
+        if kind is ActionKind.LOAD_GRADIENTS:
+            self.moved.load(key)
+            return
+        if self.gradients is not None and not self.moved.is_there(key):
+            self.gradients.settle()
+        self.moved.store(key)
 
     def _perform(self, action: Action) -> None:
         assert action.unit is not None
         key = action.stage, action.unit
         if action.kind is ActionKind.REDUCE_GRADIENTS:
-            assert self.gradients is not None
-            self.gradients.reduce(key)
+            reduces = self.gradients or self.moved
+            assert reduces is not None
+            reduces.reduce(key)
+            return
+        if action.kind in (ActionKind.LOAD_GRADIENTS, ActionKind.STORE_GRADIENTS) and not self._is_updating():
+            self._move_gradients(action.kind, key)
             return
         if action.microbatch is not None:
             assert self._activations is not None
@@ -283,17 +307,37 @@ def make_walk(
     moved = moved_parameters(plan, module_map, mesh.stage, ratio, trained=False)
     is_needed = any(item.sharded for item in units.values())
     shards = UnitShards(mesh, parameters, by_key, transport, moved, lanes, pools[1]) if is_needed else None
+    moved_gradients = _moved_gradients(mesh, module_map, parameters, by_key, actions, lanes, pools[0], transport)
     reduces = mesh.is_sharded and plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
     ratios = {stage: plan.stages[stage].offload.activations for stage, item in units.items() if item.activations}
     return UnitWalk(
         partial(_lines_of, actions, units),
         shards,
-        UnitGradients(mesh, parameters, by_key, transport) if reduces else None,
+        UnitGradients(mesh, parameters, by_key, transport, moved_gradients) if reduces else None,
         device=device,
         last_layer=len(module_map.blocks) - 1,
         glue=None if shards is None else Glue(shards.away),
         activations=OffloadedActivations(ratios, held, lanes, pools[0]) if ratios else None,
+        moved=moved_gradients,
     )
+
+
+def _moved_gradients(
+    mesh: Mesh,
+    module_map: ModuleMap,
+    parameters: Mapping[str, nn.Parameter],
+    units: Mapping[UnitKey, ShardUnit],
+    actions: Sequence[Action],
+    lanes: Lanes,
+    pool: HostPool,
+    transport: Transport,
+) -> OffloadedGradients | None:
+    ratio = mesh.plan.stages[mesh.stage].offload.gradients
+    backwards = Counter(a.stage for a in actions if a.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT))
+    if ratio == 0.0 or not backwards:
+        return None
+    moved = moved_parameters(mesh.plan, module_map, mesh.stage, ratio, trained=True)
+    return OffloadedGradients(mesh, parameters, units, moved, backwards, lanes=lanes, pool=pool, transport=transport)
 
 
 def _lines_of(

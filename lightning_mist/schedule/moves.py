@@ -16,6 +16,12 @@ behind the last one it is waited for. In backward a layer's arrives while the un
 
     0F0:0 0STORE_A0:0 0F0:1 0STORE_A0:1 0DROP_A0:0 0F0:tail 0DROP_A0:1
     0LOAD_A0:1 0B0:tail 0LOAD_A0:0 0B0:1 0B0:0
+
+A unit's gradients are needed where they are added to: behind its backward, beside which what there is of them is
+fetched. They leave when that is done, or, where ranks reduce them first, when those of the next unit are on their way::
+
+    0LOAD_G:1 0B1:1 0STORE_G:1 0LOAD_G:0 0B1:0 0STORE_G:0
+    0LOAD_G:1 0B1:1 0REDUCE:1 0LOAD_G:0 0B1:0 0REDUCE:0 0STORE_G:1 0STORE_G:0
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -224,6 +230,84 @@ def with_activations(
         if leaving is not None and line.unit == order[-1]:
             result.append(leaving)
     return result
+
+
+def with_gradients(
+    lines: Sequence[Action], order: Sequence[int], moved: Collection[int], *, is_first: bool, is_reduced: bool
+) -> list[Action]:
+    """Put the moves of gradients between the lines of one action.
+
+    Args:
+        lines: The computations of a stage's units, and what comes between.
+        order: The stage's units in the order of forward.
+        moved: Those of them that move something.
+        is_first: Whether it is the first backward of a batch, before which there is nothing to fetch.
+        is_reduced: Whether ranks reduce gradients behind it.
+    """
+    result: list[Action] = []
+    leaving: list[Action] = []
+    for line in lines:
+        # Where backward is split the weights' half makes the gradients of all units.
+        key = line.stage, line.unit or 0
+        is_whole = line.kind is ActionKind.BACKWARD_WEIGHT
+        is_added = line.kind is (ActionKind.BACKWARD if lines[0].kind is not ActionKind.BACKWARD_WEIGHT else _REDUCE)
+        if line.unit in moved and is_added and not is_first:
+            result.append(_of(key, ActionKind.LOAD_GRADIENTS))
+        result.append(line)
+        if line.unit in moved and line.kind is _REDUCE:
+            result += leaving
+            leaving = [_of(key, ActionKind.STORE_GRADIENTS)]
+        if is_reduced:
+            continue
+        for unit in reversed(order) if is_whole else [line.unit] if line.kind is ActionKind.BACKWARD else []:
+            if unit in moved and unit is not None:
+                key = line.stage, unit
+                result += [_of(key, ActionKind.LOAD_GRADIENTS)] * (is_whole and not is_first)
+                result.append(_of(key, ActionKind.STORE_GRADIENTS))
+    return result + leaving
+
+
+_REDUCE = ActionKind.REDUCE_GRADIENTS
+
+
+def check_gradients(flat: Sequence[Action], moved: Mapping[int, Collection[int]]) -> None:
+    """Check that sums of gradients are fetched before they are added to, in rooms that are free, and are home at last.
+
+    Args:
+        flat: A rank's expanded list, without updates.
+        moved: Units of each stage that move something.
+
+    Raises:
+        ScheduleError: At the first broken rule, with the actions up to the offending one.
+    """
+    there: set[Key] = set()
+    owed: set[Key] = set()
+    known: set[Key] = set()
+    for position, action in enumerate(flat):
+        unit, stage = action.unit, action.stage
+        units = moved.get(stage, ())
+        made = (
+            {unit} if action.kind is ActionKind.BACKWARD else units if action.kind is ActionKind.BACKWARD_WEIGHT else ()
+        )
+        for key in ((stage, item) for item in made if item is not None and item in units):
+            if key in owed:
+                _fail(flat, position, "gradients of an earlier backward of this unit have not left")
+            owed.add(key)
+        if unit is None or unit not in units:
+            continue
+        key = stage, unit
+        if action.kind is ActionKind.LOAD_GRADIENTS:
+            there.add(key)
+            if len(there) > ROOMS:
+                _fail(flat, position, f"there are {ROOMS} rooms, and none is free")
+        elif action.kind is ActionKind.STORE_GRADIENTS:
+            if key not in owed or (key in known) != (key in there):
+                _fail(flat, position, "these gradients are not there to leave")
+            owed.remove(key)
+            there.discard(key)
+            known.add(key)
+    for key in owed:
+        _fail(flat, len(flat) - 1, f"{_of(key, ActionKind.STORE_GRADIENTS)} is missing at the end of the list")
 
 
 def check_activations(flat: Sequence[Action], moved: Mapping[int, Collection[int]]) -> None:

@@ -22,7 +22,15 @@ from lightning_mist.errors import ScheduleError
 from lightning_mist.plan import Feature, ModuleMap, ParameterUse, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.mesh import itemsize
 from lightning_mist.schedule.action import HEAD, INPUT_BACKWARDS, TAIL, Action, ActionKind
-from lightning_mist.schedule.moves import check_activations, check_deferred, moved_names, with_activations, with_update
+from lightning_mist.schedule.moves import (
+    check_activations,
+    check_deferred,
+    check_gradients,
+    moved_names,
+    with_activations,
+    with_gradients,
+    with_update,
+)
 
 _USES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 """Kinds that compute with parameters."""
@@ -56,17 +64,21 @@ class StageUnits:
         reduced: Those of them whose gradients are reduced in every microbatch.
         sharded: Those of them whose parameters are fetched, from other ranks or from host memory.
         activations: Those of them of which something that they keep for backward is moved to host memory meanwhile.
+        gradients: Those of them whose gradients are added up in host memory.
+        is_averaged: Whether ranks average these behind the last backward.
     """
 
     order: tuple[int, ...]
     reduced: frozenset[int] = frozenset()
     sharded: frozenset[int] = frozenset()
     activations: frozenset[int] = frozenset()
+    gradients: frozenset[int] = frozenset()
+    is_averaged: bool = False
 
     @property
     def is_expanded(self) -> bool:
         """Whether anything comes between the units, the optimizer's update left aside."""
-        return bool(self.reduced or self.sharded or self.activations)
+        return bool(self.reduced or self.sharded or self.activations or self.gradients)
 
 
 def shard_units(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stage: int) -> tuple[ShardUnit, ...]:
@@ -99,7 +111,11 @@ def shard_units(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stag
 
 
 def stage_units(
-    units: Sequence[ShardUnit], stage: StagePlan, order: Sequence[int], moved: Collection[str] = ()
+    units: Sequence[ShardUnit],
+    stage: StagePlan,
+    order: Sequence[int],
+    moved: Collection[str] = (),
+    gradients: Collection[str] = (),
 ) -> StageUnits:
     """The units of a stage as the expansion needs them.
 
@@ -108,6 +124,7 @@ def stage_units(
         stage: The stage.
         order: All its units; see :func:`unit_order`.
         moved: Names of parameters whose values are in host memory.
+        gradients: Names of parameters whose gradients are.
     """
     shards = stage.zero_stage if stage.data_parallel_degree > 1 else ZeroStage.NONE
     found = {unit.unit: unit for unit in units}
@@ -121,6 +138,8 @@ def stage_units(
             if shards >= ZeroStage.PARAMETERS or not set(moved).isdisjoint(unit.names)
         ),
         activations=frozenset(unit for unit in order if unit not in (HEAD, TAIL)) if moves else frozenset(),
+        gradients=frozenset(key for key, unit in found.items() if not set(gradients).isdisjoint(unit.reduced)),
+        is_averaged=stage.data_parallel_degree > 1 and shards < ZeroStage.GRADIENTS,
     )
 
 
@@ -148,7 +167,7 @@ def walked_stages(plan: Plan, module_map: ModuleMap, group: int) -> tuple[int, .
     return tuple(
         index
         for index in plan.chunks(group)
-        if max((stage := plan.stages[index]).offload.activations, stage.offload.parameters) > 0.0
+        if max((item := (stage := plan.stages[index]).offload).activations, item.parameters, item.gradients) > 0.0
         or (stage.zero_stage >= ZeroStage.GRADIENTS and stage.data_parallel_degree > 1)
         or defers_update(plan, module_map, index)
     )
@@ -181,6 +200,7 @@ def expanded_units(
             plan.stages[stage],
             unit_order(module_map, plan.bounds, stage),
             moved_parameters(plan, module_map, stage, plan.stages[stage].offload.parameters, trained=False),
+            moved_parameters(plan, module_map, stage, plan.stages[stage].offload.gradients, trained=True),
         )
         for stage, units in found.items()
     }
@@ -232,6 +252,7 @@ def expand(
         with everything sharded.
     """
     trained = {action.stage for action in actions if action.kind in INPUT_BACKWARDS}
+    ends = _ends(actions)
     updated = {action.stage for action in update}
     lines: list[list[Action]] = []
     for action in actions:
@@ -239,7 +260,9 @@ def expand(
         is_expanded = action.stage in units and (units[action.stage].is_expanded or is_first)
         updated -= {action.stage} if is_first else set()
         lines.append(
-            _lines(action, units[action.stage], is_trained=action.stage in trained) if is_expanded else [action]
+            _lines(action, units[action.stage], is_trained=action.stage in trained, ends=ends[action.stage])
+            if is_expanded
+            else [action]
         )
     lines = _with_parameters(lines, units)
     return tuple(tuple(part) for part in (with_update(lines, update) if update else lines))
@@ -255,6 +278,8 @@ def check_units(lines: Sequence[Sequence[Action]], units: Mapping[int, StageUnit
     _check_parameters(flat, units)
     _check_gradients(flat, units)
     check_activations(flat, {stage: of_stage.activations for stage, of_stage in units.items()})
+    without = [action for part in lines for action in part if not any(x.kind is ActionKind.UPDATE for x in part)]
+    check_gradients(without, {stage: of_stage.gradients for stage, of_stage in units.items()})
     check_deferred(flat)
 
 
@@ -293,6 +318,8 @@ def _check_gradients(flat: Sequence[Action], units: Mapping[int, StageUnits]) ->
         elif action.kind is ActionKind.BACKWARD and action.unit in of_stage.reduced and action.unit is not None:
             owed.append((action.stage, action.unit))
         elif action.kind is ActionKind.REDUCE_GRADIENTS and action.unit is not None:
+            if action.unit not in of_stage.reduced:
+                continue
             if (action.stage, action.unit) not in owed:
                 message = f"{action}: no backward of this unit has run since its gradients were reduced"
                 _fail(flat, position, message)
@@ -333,12 +360,28 @@ def _lies_in(module_name: str, block: str) -> bool:
     return f"{module_name}.".startswith(f"{block}.")
 
 
-def _lines(action: Action, units: StageUnits, *, is_trained: bool) -> list[Action]:
-    computations = _computations(action, units)
-    return with_activations(computations, units.order, units.activations, is_trained=is_trained)
+def _ends(actions: Sequence[Action]) -> dict[int, tuple[Action | None, Action | None]]:
+    """The first and the last action of every stage that makes gradients of weights."""
+    ends: dict[int, tuple[Action | None, Action | None]] = {action.stage: (None, None) for action in actions}
+    for action in actions:
+        if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+            ends[action.stage] = (ends[action.stage][0] or action, action)
+    return ends
 
 
-def _computations(action: Action, units: StageUnits) -> list[Action]:
+def _lines(
+    action: Action, units: StageUnits, *, is_trained: bool, ends: tuple[Action | None, Action | None]
+) -> list[Action]:
+    first, last = ends
+    is_averaged = units.is_averaged and action == last
+    lines = _computations(action, units, units.reduced | units.gradients if is_averaged else units.reduced)
+    if units.gradients and action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+        is_reduced = is_averaged or bool(units.reduced)
+        lines = with_gradients(lines, units.order, units.gradients, is_first=action == first, is_reduced=is_reduced)
+    return with_activations(lines, units.order, units.activations, is_trained=is_trained)
+
+
+def _computations(action: Action, units: StageUnits, reduced: Collection[int]) -> list[Action]:
     if action.kind is ActionKind.FORWARD:
         return [Action(action.stage, action.kind, action.microbatch, unit) for unit in units.order]
     computes = action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
@@ -347,7 +390,7 @@ def _computations(action: Action, units: StageUnits) -> list[Action]:
     for unit in reversed(units.order):
         if computes:
             lines.append(Action(action.stage, action.kind, action.microbatch, unit))
-        if reduces and unit in units.reduced:
+        if reduces and unit in reduced:
             lines.append(Action(action.stage, ActionKind.REDUCE_GRADIENTS, None, unit))
     return lines
 

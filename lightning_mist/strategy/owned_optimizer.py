@@ -49,15 +49,15 @@ class OwnedOptimizer:
     ) -> None:
         parameters, mesh = executor.stages.parameters, executor.mesh
         ratios = mesh.plan.stages[mesh.stage].offload
-        for name, ratio in (("optimizer", ratios.optimizer), ("parameters", ratios.parameters)):
-            if ratio > 0.0 and (why := counting_reason(optimizer)) is not None:
+        for name in ("optimizer", "parameters", "gradients"):
+            if (ratio := getattr(ratios, name)) > 0.0 and (why := counting_reason(optimizer)) is not None:
                 raise PlanError(f"stages[{mesh.stage}].offload.{name} = {ratio}: {why}; use offload.{name} = 0")
         owned = [parameters[item.name] for item in mesh.owned]
         self.cut = restrict_optimizer(optimizer, owned, {parameters[name]: part for name, part in parts.items()})
         self._transport, self._device = executor.transport, device
         self._offloaded = offload_optimizer_state(
             *(optimizer, mesh, module_map, parameters, executor.lanes, executor.state_pool, executor.shards),
-            executor.transport,
+            *(executor.gradients, executor.transport),
         )
         if self._offloaded is not None:
             executor.take_update(self._offloaded)

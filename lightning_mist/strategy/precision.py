@@ -20,15 +20,24 @@ class _Clipping:
         else:
             self._mist_engine.clip_by_norm(optimizer, clip_val)
 
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        if self._mist_engine is None:
+            super().clip_grad_by_value(optimizer, clip_val)  # type: ignore[misc]
+        else:
+            self._mist_engine.clip_by_value(optimizer, clip_val)
+
 
 class _AgreeingScaler:
     """Every rank skips a step if any rank saw a gradient that is not finite; mixed into the scaler's class."""
 
     _mist_engine: Engine | None
 
-    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
-        found = super()._unscale_grads_(*args, **kwargs)  # type: ignore[misc]
-        return found if self._mist_engine is None else self._mist_engine.agree_on_overflow(found)
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._mist_engine is None:
+            return super()._unscale_grads_(optimizer, inv_scale, *args, **kwargs)  # type: ignore[misc]
+        with self._mist_engine.unscaling(optimizer, inv_scale):
+            found = super()._unscale_grads_(optimizer, inv_scale, *args, **kwargs)  # type: ignore[misc]
+        return self._mist_engine.agree_on_overflow(found)
 
 
 def _extend(instance: Any, mixin: type) -> None:

@@ -135,7 +135,7 @@ def _train(
     lanes, pool = rank.executor.lanes, rank.executor.pool
     moved = offload_optimizer_state(
         *(optimizer, rank.executor.mesh, module_map, stages.parameters, lanes, pool, rank.executor.shards),
-        rank.executor.transport,
+        *(rank.executor.gradients, rank.executor.transport),
     )
     if moved is not None:
         rank.executor.take_update(moved)
@@ -154,6 +154,8 @@ def _train(
 
 def _step(rank: Rank, optimizer: torch.optim.Optimizer, parts: Sequence[Microbatch]) -> Iterator[Work]:
     yield from rank.run(parts)
+    if rank.executor.gradients is not None:
+        rank.executor.gradients.install(torch.ones(()))
     optimizer.step()
     yield from rank.executor.gather_parameters()
 

@@ -23,7 +23,7 @@ pytestmark = [
 STEPS = 20
 STATE = OffloadRatios(optimizer=1.0)
 SOME = OffloadRatios(optimizer=0.3, parameters=0.3)
-ALL = OffloadRatios(parameters=1.0, optimizer=1.0, activations=1.0)
+ALL = OffloadRatios(parameters=1.0, gradients=1.0, optimizer=1.0, activations=1.0)
 
 PLANS = {
     "one device": Layout(groups=(Group(offload=STATE),)),

@@ -18,13 +18,14 @@ pytestmark = pytest.mark.usefixtures("ended_streams")
 
 ROWS = 8
 
-UNDER, OVER, MEAN = 0.01, 0.05, 0.02
+UNDER, OVER, MEAN = 0.01, 0.06, 0.02
 """How far a prediction may be below and above what is metered, and the largest mean, relative to that. As without
 offloading, sharding of networks as small as these is told less exactly than of large ones; and for parameters the model
 has two rooms of the largest unit's size, where the runtime takes what the two units that are there need."""
 
-HOST = 0.05
-"""The same of host memory for activations: what a later stage receives stays, and two layers keep little else."""
+HOST = {"activations": 0.05, "gradients": 0.01}
+"""The same of host memory. Of activations: what a later stage receives stays, and two layers keep little else. Of
+gradients: where ranks reduce them a number for each of these small parameters comes with them."""
 
 PLANS = {
     "one device": {"layers": [4]},
@@ -40,7 +41,9 @@ RATIOS = [
     {"optimizer": 1.0},
     {"activations": 0.3},
     {"parameters": 1.0},
-    {"activations": 1.0, "optimizer": 1.0, "parameters": 1.0},
+    {"gradients": 0.3},
+    {"gradients": 1.0},
+    {"activations": 1.0, "gradients": 1.0, "optimizer": 1.0, "parameters": 1.0},
 ]
 
 
@@ -62,7 +65,7 @@ def test_predicted_equals_metered(model):
             metered = measure(module, spec.module_map, plan, [make_batch(ROWS) for _ in range(plan.world_size)])
             for stage, (use, predicted) in enumerate(zip(metered, stage_memory(spec, plan), strict=True)):
                 host = abs(predicted.host_bytes - use.host) / use.host
-                assert host <= (HOST if "activations" in ratios else 0.0), (name, ratios, host)
+                assert host <= max((HOST[kind] for kind in HOST if kind in ratios), default=0.0), (name, ratios, host)
                 found[name, str(ratios), stage] = (predicted.peak_bytes - use.device) / use.device
     assert min(found.values()) >= -UNDER, found
     assert max(found.values()) <= OVER, found

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_mist.errors import PlanError, TraceError
-from lightning_mist.plan import OffloadRatios
+from lightning_mist.plan import StageMesh
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.ghosts import GhostStage
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
@@ -139,12 +139,12 @@ def test_an_error_in_the_step_reaches_the_caller_and_leaves_the_module_usable():
 
 def test_a_plan_that_cannot_run_is_refused():
     plan = make_plan([4], degrees=[2])
-    stages = tuple(replace(stage, offload=OffloadRatios(gradients=0.5)) for stage in plan.stages)
-    plan = replace(plan, stages=stages)
+    mesh = StageMesh(devices=(0, 1), context_parallel_degree=2)
+    plan = replace(plan, stages=(replace(plan.stages[0], mesh=mesh, microbatch_size=8),))
     module, make_batch = zoo.make("plain")
     module_map = map_of(module, make_batch(4))
     stage = GhostStage(module, module_map, plan.bounds, 0)
-    with pytest.raises(PlanError, match=r"stages\[0\]\.offload\.gradients = 0\.5"):
+    with pytest.raises(PlanError, match=r"stages\[0\]\.context_parallel_degree = 2"):
         Executor(plan, 0, [stage], module_map, InMemoryWorld(2).transports[0], actions_of(plan, module_map, 0))
 
 

@@ -9,6 +9,7 @@ parameters have the values of the step before: whoever uses one has the whole st
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_mist.errors import PlanError
 from lightning_mist.runtime.absent import at_work, come_back, leave
+from lightning_mist.runtime.offload.gradients import OffloadedGradients
 from lightning_mist.runtime.offload.host_pool import HostPool, is_host, let_go
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.offload.rooms import Rooms
@@ -43,6 +45,7 @@ class OffloadedState:
         lanes: Copies between the device and the host.
         pool: The host memory.
         shards: The values of parameters, if some are in host memory.
+        gradients: Gradients that are in host memory.
         gather: Gives updated parameters to other ranks unit by unit, where that is to be done.
         stale: If the step is deferred: by unit and name, the parameters whose values are old until then.
 
@@ -64,6 +67,7 @@ class OffloadedState:
         lanes: Lanes,
         pool: HostPool,
         shards: UnitShards | None = None,
+        gradients: OffloadedGradients | None = None,
         gather: UnitGather | None = None,
         stale: Mapping[UnitKey, Mapping[str, nn.Parameter]] | None = None,
     ) -> None:
@@ -87,6 +91,9 @@ class OffloadedState:
         }
         if shards is not None:
             self._do |= {ActionKind.LOAD_PARAMETERS: shards.fetch, ActionKind.STORE_PARAMETERS: shards.store}
+        self._gradients = gradients
+        if gradients is not None:
+            self._do[ActionKind.LOAD_GRADIENTS] = partial(gradients.load, owned=True)
         if gather is not None:
             self._do[ActionKind.GATHER_PARAMETERS] = gather.begin
         self.send_home(moved)
@@ -194,6 +201,8 @@ class OffloadedState:
         self._todo -= {action for action in self._todo if action.kind is ActionKind.GATHER_PARAMETERS}
         self.flush()
         self.settle()
+        if self._gradients is not None:
+            self._gradients.end()
         self._steps.end()
 
     def _load(self, key: UnitKey) -> None:
@@ -215,7 +224,11 @@ class OffloadedState:
             self._set(place, view)
         parameters = self._units.get(key, ())
         self._lanes.uses([p.grad for p in parameters if p.grad is not None], [*parameters, *views.values()])
-        self._steps.of(parameters)
+        if self._gradients is None:
+            self._steps.of(parameters)
+            return
+        self._steps.of(parameters, self._gradients.take(key))
+        self._gradients.done(key)
 
     def _store(self, key: UnitKey) -> None:
         fresh = self._fresh(self._units.get(key, ()))

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from lightning_mist.plan import ModuleMap, ZeroStage
 from lightning_mist.plan.mesh import Mesh
+from lightning_mist.runtime.offload.gradients import OffloadedGradients
 from lightning_mist.runtime.offload.host_pool import HostPool
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState
@@ -36,6 +37,7 @@ def offload_optimizer_state(
     lanes: Lanes,
     pool: HostPool,
     shards: UnitShards | None,
+    gradients: OffloadedGradients | None,
     transport: Transport,
 ) -> OffloadedState | None:
     """Let an optimizer step unit by unit where the plan moves what it needs; None if that is nothing.
@@ -48,17 +50,18 @@ def offload_optimizer_state(
         lanes: Copies between its device and the host.
         pool: The host memory.
         shards: The values of parameters that are not on the device all the time.
+        gradients: Gradients that are in host memory.
         transport: Connects the ranks.
     """
     plan, ratios = mesh.plan, mesh.plan.stages[mesh.stage].offload
-    if not (ratios.optimizer or ratios.parameters):
+    if not (ratios.optimizer or ratios.parameters or ratios.gradients):
         return None
     state = moved_parameters(plan, module_map, mesh.stage, ratios.optimizer, trained=True)
     values = moved_parameters(plan, module_map, mesh.stage, ratios.parameters, trained=False)
     units = dict(updated_units(mesh, module_map))
     moved = {
         kind: frozenset(key for key, of_unit in units.items() if not names.isdisjoint(of_unit))
-        for kind, names in {"O": state, "P": values}.items()
+        for kind, names in {"O": state, "P": values, "G": frozenset() if gradients is None else gradients.names}.items()
     }
     defers = defers_update(plan, module_map, mesh.stage)
     is_shared = mesh.is_sharded and plan.stages[mesh.stage].zero_stage < ZeroStage.PARAMETERS
@@ -74,6 +77,7 @@ def offload_optimizer_state(
         lanes=lanes,
         pool=pool,
         shards=shards if ratios.parameters else None,
+        gradients=gradients,
         gather=gather,
         stale={key: {name: parameters[name] for name in of_unit} for key, of_unit in units.items()} if defers else None,
     )

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mist.runtime.absent import AbsentGradient
+
 
 @dataclass(frozen=True, slots=True)
 class _Frozen:
@@ -53,30 +55,34 @@ class UnitSteps:
             optimizer.register_step_post_hook(self._behind),
         ]
 
-    def of(self, parameters: Collection[nn.Parameter]) -> None:
+    def of(self, parameters: Collection[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """Update these parameters alone.
 
         Args:
             parameters: Some of those in the groups.
+            gradients: Gradients of some of them, which have stand-ins in their place.
         """
         chosen = set(parameters)
         with ExitStack() as stack:
             stack.enter_context(self._groups(lambda whole: [item for item in whole if item in chosen]))
             if self._frozen is not None:
                 stack.enter_context(self._as_frozen(self._frozen, chosen))
+            for parameter, gradient in (gradients or {}).items():
+                parameter.grad = gradient
+                stack.callback(setattr, parameter, "grad", None)
             if any(parameter.grad is not None for parameter in chosen):
                 self._step(self._optimizer)
 
     def freeze(self) -> None:
         """Keep gradients, which parameters lose, and options as they are for all calls of :meth:`of` to come."""
         groups = self._optimizer.param_groups
-        parameters = [parameter for group in groups for parameter in group["params"]]
+        given = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
         self._frozen = _Frozen(
             tuple({key: _kept(value) for key, value in _options(group)} for group in groups),
             {key: _kept(value) for key, value in vars(self._optimizer).items() if isinstance(value, _PLAIN)},
-            {parameter: parameter.grad for parameter in parameters if parameter.grad is not None},
+            {parameter: gradient for parameter, gradient in given.items() if type(gradient) is not AbsentGradient},
         )
-        for parameter in self._frozen.gradients:
+        for parameter in given:
             parameter.grad = None
 
     def thaw(self) -> None:
