@@ -78,11 +78,16 @@ class AcceleratorOps:
         if self.device.type != "cuda" or nbytes == 0:
             return self.host_memory(nbytes)
         found = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-        runtime, address = self._module.cudart(), found.data_ptr()
-        self._module.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))
+        address = found.data_ptr()
+        self._module.check_error(int(self._module.cudart().cudaHostRegister(address, nbytes, 0)))
         # When the process ends there is nothing left to unlock, and the driver may be gone.
-        weakref.finalize(found.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
+        weakref.finalize(found.untyped_storage(), self._unlock, address).atexit = False
         return found
+
+    def _unlock(self, address: int) -> None:
+        # Streams have waited for the copies, the host has not.
+        torch.accelerator.synchronize(self.device)
+        self._module.cudart().cudaHostUnregister(address)
 
     def memory(self) -> MemoryUse:
         """See :class:`DeviceOps`."""

@@ -155,7 +155,7 @@ class ParameterGatherer:
         values = [self._values(segment, transfer) for transfer in transfers]
         for name, *parts in zip(segment.names, *values, strict=True):
             part = self.speakers[name].part
-            sink(name, parts[0] if part is None else part.join(parts))
+            sink(name, parts[0] if part is None else part.join([value.to(parts[0].device) for value in parts]))
 
     def _values(self, segment: _Segment, transfer: _Transfer) -> list[Tensor]:
         if transfer.flat is None or self._rank == transfer.speaker:

@@ -160,6 +160,8 @@ class OffloadedActivations:
 
     def forget(self) -> None:
         """A batch has ended: what no backward has asked for is gone with its graph."""
+        for event in self._loaded.values():
+            self._lanes.wait(event)  # An error came before its backward: the copy writes where others will.
         for key, moved in self._moved.items():
             self._give_back(key, moved)
         self._moved.clear()

@@ -111,7 +111,9 @@ class OffloadedState:
     def update(self) -> None:
         """Update everything, unit by unit; or, of a deferred step, keep what it needs until then."""
         self.flush()
-        self._rooms.ensure([list(self._at_home(self._units[key]).values()) for key in self._movers()])
+        if self._rooms.ensure([list(self._at_home(self._units[key]).values()) for key in self._movers()]):
+            # Their memory was another's until all that was launched so far has run.
+            self._left = dict.fromkeys(range(ROOMS), self._lanes.ops.record())
         self._todo.update(self.actions)
         if self._stale is None:
             self.flush()

@@ -20,13 +20,19 @@ class Rooms:
         self._device, self._size = device, 0
         self._buffers: list[Tensor] = []
 
-    def ensure(self, units: Sequence[Sequence[Tensor]]) -> None:
-        """Make rooms in which any of the units has its place, if they are not as large; nothing may be in them."""
+    def ensure(self, units: Sequence[Sequence[Tensor]]) -> bool:
+        """Make rooms in which any of the units has its place, if they are not as large; nothing may be in them.
+
+        Returns:
+            Whether they are new.
+        """
         size = max(map(room_for, units), default=0)
-        if size > self._size:
-            self._buffers.clear()
-            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(ROOMS)]
-            self._size = size
+        if size <= self._size:
+            return False
+        self._buffers.clear()
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(ROOMS)]
+        self._size = size
+        return True
 
     def views(self, index: int, like: Sequence[Tensor]) -> list[Tensor]:
         """Views into a room, like the tensors that are to come there."""

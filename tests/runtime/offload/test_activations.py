@@ -213,6 +213,22 @@ def test_layers_take_no_memory_of_the_device_until_their_backward():
     assert walk.pool.nbytes == pytest.approx(walk.lanes.stored_bytes / 2, rel=0.05)
 
 
+def test_what_arrives_when_a_batch_fails_is_waited_for():
+    races = HappensBefore()
+    ops = HostOps(seed=1, observer=races)
+    walk = Walk(make_layers(), ops)
+    y = walk.forward(inputs())
+    whole = []
+    load = walk.lanes.load
+    walk.lanes.load = lambda targets, sources, after: (whole.extend(targets), load(targets, sources, after))[1]
+    walk.activations.perform(Action(0, ActionKind.LOAD_ACTIVATIONS, 0, 1))
+    walk.activations.forget()
+    ops.launch(lambda: None, writes=whole)
+    assert whole
+    assert races.races == []
+    del y
+
+
 def test_host_memory_is_used_again():
     walk = Walk(make_layers(), HostOps())
     for number in range(4):

@@ -12,6 +12,7 @@ from lightning_mist.runtime.meter import StorageMeter
 from lightning_mist.runtime.offload.host_pool import HostPool, is_host
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState
+from lightning_mist.runtime.offload.rooms import Rooms
 from lightning_mist.schedule.moves import update_actions
 from tests.devices.happens_before import HappensBefore
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
@@ -83,6 +84,22 @@ def test_what_the_optimizer_made_is_kept_until_it_has_left():
 def test_nothing_but_events_orders_the_copies(moved):
     races = HappensBefore()
     train(HostOps(seed=1, observer=races), moved=moved)
+    assert races.races == []
+
+
+def test_rooms_are_made_where_memory_may_be_in_use():
+    """An allocator gives out at once what computing has used last, and may not have begun to use."""
+    races = HappensBefore()
+    ops, ensure = HostOps(seed=1, observer=races), Rooms.ensure
+
+    def made(rooms, units):
+        before = list(map(id, rooms._buffers))
+        result = ensure(rooms, units)
+        ops.launch(lambda: None, writes=[room for room in rooms._buffers if id(room) not in before])
+        return result
+
+    with mock.patch.object(Rooms, "ensure", made):
+        train(ops)
     assert races.races == []
 
 
