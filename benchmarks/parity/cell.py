@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from benchmarks.parity.plans import ROWS, Layout, make_plan
 from lightning_mist.errors import PlanError
@@ -82,16 +83,17 @@ class Outcome:
 
 
 @cache
-def subject(name: str, dtype: torch.dtype) -> Subject:
+def subject(name: str, dtype: torch.dtype, device: torch.device = CPU) -> Subject:
     """A model, where it can be cut and how it can be split, and batches for as many ranks and steps as any plan needs.
 
     Args:
         name: Name in the zoo.
         dtype: Precision of its parameters and batches.
+        device: Where they are.
     """
     module, _ = zoo.make(name)
-    module.to(dtype)
-    batches = make_batches(name, dtype)
+    module.to(device, dtype)
+    batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), make_batches(name, dtype))
     module_map = map_of(module, batches[0][0])
     with precision_of(module):
         module_map = derive_splits(
@@ -113,7 +115,8 @@ def on_all_ranks(subject: Subject, plan: Plan, work: Callable[[Engine], T]) -> l
 
     def rank(transport: Any) -> Any:
         module = copy.deepcopy(subject.module)
-        engine = make_engine(module, plan, subject.module_map, transport, device=CPU)
+        device = next(module.parameters()).device
+        engine = make_engine(module, plan, subject.module_map, transport, device=device)
         return work(engine)
         yield  # what the rank waits for it waits for inside
 

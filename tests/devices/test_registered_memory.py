@@ -10,8 +10,7 @@ import torch
 from lightning_mist.devices.accelerator import AcceleratorOps
 from lightning_mist.runtime.offload.host_pool import HostPool, is_host
 from lightning_mist.runtime.offload.lanes import Lanes
-
-CARD = torch.device("cuda", 0)
+from tests.devices.kinds import CARD
 
 
 class Calls:

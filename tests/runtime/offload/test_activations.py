@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.devices import HostOps
+from lightning_mist.devices import HostOps, ops_of
 from lightning_mist.errors import TraceError
 from lightning_mist.runtime.meter import StorageMeter
 from lightning_mist.runtime.offload.activations import OffloadedActivations
@@ -16,6 +16,7 @@ from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.moves import with_activations
 from tests.devices.happens_before import HappensBefore
+from tests.devices.kinds import DEVICES
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.runtime.offload.weak import weak_copies
 
@@ -96,13 +97,13 @@ def make_layers(count=4, cls=Fused):
     return [cls() for _ in range(count)]
 
 
-def inputs():
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(6), requires_grad=True)
+def inputs(device=None):
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(6)).to(device).requires_grad_()
 
 
-def gradients(layers, *, ops=None, ratio=1.0, microbatches=2):
+def gradients(layers, *, ops=None, ratio=1.0, microbatches=2, device=None):
     walk = None if ops is None else Walk(layers, ops, ratio=ratio)
-    x, losses = inputs(), []
+    x, losses = inputs(device), []
     for number in range(microbatches):
         if walk is None:
             y = x * (number + 1)
@@ -130,6 +131,14 @@ def test_delays_change_no_bit(first_seed, ratio):
     with weak_copies():
         for seed in range(first_seed, first_seed + 20):
             assert all(map(torch.equal, gradients(layers, ops=HostOps(seed=seed), ratio=ratio), wanted)), seed
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+def test_each_device_does_it(ratio, device):
+    layers = [layer.to(device) for layer in make_layers(12)]
+    found = gradients(layers, ops=ops_of(device), ratio=ratio, microbatches=4, device=device)
+    assert all(map(torch.equal, found, gradients(layers, microbatches=4, device=device)))
 
 
 @pytest.mark.parametrize("ratio", [0.3, 1.0])

@@ -1,13 +1,14 @@
 """Optimizer state in host memory: the same bits whatever the delays, and every wait is needed."""
 
 import copy
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_mist.devices import HostOps
+from lightning_mist.devices import HostOps, ops_of
 from lightning_mist.runtime.meter import StorageMeter
 from lightning_mist.runtime.offload.host_pool import HostPool, is_host
 from lightning_mist.runtime.offload.lanes import Lanes
@@ -15,6 +16,7 @@ from lightning_mist.runtime.offload.optimizer_state import OffloadedState
 from lightning_mist.runtime.offload.rooms import Rooms
 from lightning_mist.schedule.moves import update_actions
 from tests.devices.happens_before import HappensBefore
+from tests.devices.kinds import DEVICES
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.runtime.offload.weak import weak_copies
 
@@ -23,9 +25,9 @@ pytestmark = pytest.mark.usefixtures("ended_streams")
 UNITS, STEPS = 5, 4
 
 
-def make(side=4):
+def make(side=4, device=None):
     generator = torch.Generator().manual_seed(1)
-    return [nn.Parameter(torch.randn(side, side, generator=generator)) for _ in range(UNITS)]
+    return [nn.Parameter(torch.randn(side, side, generator=generator).to(device)) for _ in range(UNITS)]
 
 
 def offloaded(parameters, optimizer, ops, *, moved=None, pool=None):
@@ -41,11 +43,11 @@ def offloaded(parameters, optimizer, ops, *, moved=None, pool=None):
 def give_gradients(parameters, number):
     generator = torch.Generator().manual_seed(number)
     for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
 
 
-def train(ops=None, *, steps=STEPS, moved=None, optimizer=torch.optim.AdamW):
-    parameters = make()
+def train(ops=None, *, steps=STEPS, moved=None, optimizer=torch.optim.AdamW, side=4, device=None):
+    parameters = make(side, device)
     made = optimizer(parameters, lr=1e-2)
     state = None if ops is None else offloaded(parameters, made, ops, moved=moved and [parameters[i] for i in moved])
     for number in range(steps):
@@ -170,6 +172,23 @@ def test_state_that_is_replaced_leaves_from_where_it_is():
     races = HappensBefore()
     assert_same(train(HostOps(seed=1, observer=races), optimizer=Replacing), train(None, optimizer=Replacing))
     assert races.races == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["foreach", "fused", "loop", "Adafactor", "Replacing"])
+def test_each_device_does_it(name, device):
+    optimizer = {
+        "foreach": partial(torch.optim.AdamW, foreach=True),
+        "fused": partial(torch.optim.AdamW, fused=True),
+        "loop": partial(torch.optim.AdamW, foreach=False),
+        "Adafactor": torch.optim.Adafactor,
+        "Replacing": Replacing,
+    }[name]
+    found = train(ops_of(device), optimizer=optimizer, side=256, device=device)
+    assert_same(found, train(None, optimizer=optimizer, side=256, device=device))
+    large = [value for state in found[1].state.values() for value in state.values() if value.numel() > 1]
+    assert large
+    assert all(is_host(value.untyped_storage()) for value in large)
 
 
 def test_the_device_holds_two_units_of_state():
