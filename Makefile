@@ -5,6 +5,7 @@
 #   make lint    formatting, types, import contracts
 #   make bench   the benchmarks that run on a CPU
 #   make gpu     on a machine with a card: the tests that need one, and short runs by plans of every kind
+#   make gpu-offload  on a machine with a card: models that it does not hold, against other ways to train them there
 # PYTHON=python3.12 chooses the interpreter, VENV=dir the environment's place.
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: install demo test test-all lint bench gpu clean
+.PHONY: install demo test test-all lint bench gpu gpu-offload clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -72,6 +73,11 @@ GPU_ARGS ?=
 
 gpu:
 	$(GPU_PYTHON) -m benchmarks.card $(GPU_ARGS)
+
+# Models of 2.7 and 7 billion parameters under caps of 24 and 40 GiB, for hours, and with 12 bytes or more of host
+# memory for each parameter. DeepSpeed is tried if it is installed. GPU_ARGS="--sizes 2.7b --caps 24 --pairs 1" for less.
+gpu-offload:
+	$(GPU_PYTHON) -m benchmarks.throughput.offload $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV)
