@@ -89,17 +89,18 @@ def subject(name: str, dtype: torch.dtype, device: torch.device = CPU) -> Subjec
     Args:
         name: Name in the zoo.
         dtype: Precision of its parameters and batches.
-        device: Where they are.
+        device: Where they are, once the map is made.
     """
     module, _ = zoo.make(name)
-    module.to(device, dtype)
-    batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), make_batches(name, dtype))
+    module.to(dtype)
+    batches = make_batches(name, dtype)
     module_map = map_of(module, batches[0][0])
     with precision_of(module):
         module_map = derive_splits(
             module, lambda batch: module.training_step(batch, 0), batches[0][0], module_map, DEGREES
         )
-    return Subject(name=name, module=module, module_map=module_map, batches=batches, dtype=dtype)
+    batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), batches)
+    return Subject(name=name, module=module.to(device), module_map=module_map, batches=batches, dtype=dtype)
 
 
 def make_batches(name: str, dtype: torch.dtype, *, seed: int = 7, rows: int = ROWS) -> tuple[tuple[Any, ...], ...]:

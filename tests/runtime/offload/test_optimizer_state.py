@@ -62,7 +62,7 @@ def assert_same(found, wanted):
     for p, other in zip(found[0], wanted[0], strict=True):
         assert torch.equal(p, other)
         for key, value in wanted[1].state[other].items():
-            assert torch.equal(found[1].state[p][key], value), key
+            assert torch.equal(found[1].state[p][key].to(value.device), value), key
 
 
 @pytest.mark.parametrize("first_seed", range(0, 200, 20))
