@@ -374,7 +374,9 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, total_norm
 
 def clip_by_value(parameters: Iterable[nn.Parameter], clip_value: float) -> None:
     """Clamp every entry of this rank's gradients to ``[-clip_value, clip_value]``, in place."""
-    torch.nn.utils.clip_grad_value_(_with_gradient(parameters), clip_value)
+    # torch refuses to clip nothing.
+    if having := _with_gradient(parameters):
+        torch.nn.utils.clip_grad_value_(having, clip_value)
 
 
 def _with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

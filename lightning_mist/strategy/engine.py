@@ -208,8 +208,9 @@ class Engine:
     @works
     def release_optimizer(self) -> Callable[[Transport], dict[str, Any]] | None:
         """Give the optimizer all its parameters back; see :meth:`OwnedOptimizer.release`. ``None`` if there is none."""
+        state = None if self._optimizer is None else self._optimizer.release()
         come_back(self.stages.every.values())
-        return None if self._optimizer is None else self._optimizer.release()
+        return state
 
     @works
     def begin(self, initial: InitialValues | None) -> None:

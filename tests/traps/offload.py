@@ -72,6 +72,25 @@ class GradientsRead(pl.Callback):
         self.seen.append(float(sum(p.grad.square().sum() for p in module.blocks[0].parameters() if p.grad is not None)))
 
 
+class GradientsReadSomehow(pl.Callback):
+    """Reads gradients before the optimizer's step, in a way that is not plain from its source."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        read = __import__("operator").attrgetter("grad")
+        found = [read(p) for p in __import__("operator").methodcaller("parameters")(module)]
+        self.seen.append(float(sum(g.square().sum() for g in found if g is not None)))
+
+
+class Zeroed(Project):
+    """Gradients are zeros between steps, and not gone."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
 class Penalised(Project):
     """A gradient penalty: the step runs a backward of its own, through all layers."""
 
@@ -198,6 +217,13 @@ TRAPS = {
     "accumulated and clipped": Trap(
         trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}, plans=MOVED, equal=MOVED
     ),
+    "accumulated and clipped by value": Trap(
+        trainer={"accumulate_grad_batches": 3, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        plans=MOVED,
+        equal=MOVED,
+    ),
+    "zeroed, not cleared": Trap(module=Zeroed, plans=MOVED, equal=("movedstate", "moved0")),
+    "gradients read somehow": Trap(callbacks=lambda: [GradientsReadSomehow()], plans=MOVED),
     "in place": Trap(module=InPlace, plans=MOVED),
     "counting optimizer": Trap(module=CountingOptimizer, plans=MOVED, reason="Counted"),
 }

@@ -284,6 +284,9 @@ class OffloadedGradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for parameter in self._at:
+            if type(parameter.grad) is AbsentGradient:
+                parameter.grad = None
 
     def _in_room(self, key: UnitKey) -> list[tuple[Tensor, _Sum]]:
         if key not in self._of:
