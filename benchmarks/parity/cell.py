@@ -156,6 +156,8 @@ def gradients_of(subject: Subject, engine: Engine) -> Gradients:
     engine.hollow()
     losses = [train_batch(engine, step[engine.rank]) for step in subject.batches]
     owned = [item.name for item in engine.executor.mesh.owned]
+    if (moved := engine.executor.gradients) is not None:
+        moved.lend(moved.names)
     return losses, {name: engine.stages.parameters[name].grad for name in owned}
 
 

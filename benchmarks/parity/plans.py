@@ -101,12 +101,7 @@ def _same(count: int, **options: int | bool) -> tuple[Group, ...]:
     return (Group(**options),) * count  # type: ignore[arg-type]
 
 
-_MOVED = OffloadRatios(parameters=1.0, optimizer=1.0, activations=1.0)
-_SOME = OffloadRatios(parameters=0.3, optimizer=0.3, activations=0.3)
-
-
-def _offloading(count: int, ratios: OffloadRatios, **options: int) -> tuple[Group, ...]:
-    return tuple(replace(group, offload=ratios) for group in _same(count, **options))
+_ALL = OffloadRatios(parameters=1.0, gradients=1.0, optimizer=1.0, activations=1.0)
 
 
 def _layouts(groups: Sequence[Group], **options: object) -> Layout:
@@ -136,16 +131,42 @@ LAYOUTS: dict[str, Layout] = {
     "zero bubble, pp 2": _layouts(_same(2), schedule="zb-h1", parts=2),
     "zero bubble, pp 3 x dp 2, ZeRO 1": _layouts(_same(3, dp=2, zero=1), schedule="zb-h1"),
     "zero bubble, pp 2 x tp 2": _layouts(_same(2, tp=2), schedule="zb-h1"),
-    "one device, all offloaded": _layouts([Group(offload=_MOVED)], parts=2),
-    "one device, some offloaded, some recomputed": _layouts([Group(offload=_SOME, checkpointed=2)], parts=2),
-    "dp 2, ZeRO 1, some offloaded": _layouts(_offloading(1, _SOME, dp=2, zero=1), parts=2),
-    "dp 2, ZeRO 2, all offloaded": _layouts(_offloading(1, _MOVED, dp=2, zero=2), parts=2),
-    "dp 2, ZeRO 3, all offloaded, some recomputed": _layouts(_offloading(1, _MOVED, dp=2, zero=3, checkpointed=1)),
-    "pp 2 x dp 2, all offloaded": _layouts(_offloading(2, _MOVED, dp=2), parts=2),
-    "tp 2, some offloaded": _layouts(_offloading(1, _SOME, tp=2)),
-    "zero bubble, pp 2, all offloaded": _layouts(_offloading(2, _MOVED), schedule="zb-h1", parts=2),
+    "zero bubble, pp 2, all offloaded": _layouts([Group(offload=_ALL)] * 2, schedule="zb-h1", parts=2),
+    "interleaved, all offloaded": _layouts([Group(offload=_ALL)] * 2, schedule="interleaved-1f1b", chunks=2),
     "all of it together": _layouts(
         [Group(dp=2, tp=2, zero=3, checkpointed=1, sequence=True), Group(dp=4, zero=2)], parts=2
     ),
 }
 """Every way to train that the table holds against a single process; ranks of one stage follow one another."""
+
+_OFFLOADING: dict[str, Layout] = {
+    "one device": _layouts(_same(1), parts=2),
+    "one device, some recomputed": _layouts(_same(1, checkpointed=2), parts=2),
+    "dp 2, ZeRO 0": _layouts(_same(1, dp=2), parts=2),
+    "dp 2, ZeRO 1": _layouts(_same(1, dp=2, zero=1), parts=2),
+    "dp 2, ZeRO 2": _layouts(_same(1, dp=2, zero=2), parts=2),
+    "dp 2, ZeRO 3, some recomputed": _layouts(_same(1, dp=2, zero=3, checkpointed=1), parts=2),
+    "pp 2 x dp 2": _layouts(_same(2, dp=2), parts=2),
+    "tp 2": _layouts(_same(1, tp=2), parts=2),
+}
+_RATIOS = (0.0, 0.3, 1.0)
+
+
+def _offloading() -> dict[str, Layout]:
+    """Layouts with ratios such that any two kinds' ratios, and any ratio and layout, occur together."""
+    found = {}
+    for number, (name, layout) in enumerate(_OFFLOADING.items(), start=1):
+        # Two numbers of 0, 1 and 2; their multiples and sums are all pairs of shifts between kinds.
+        first, second = divmod(number, 3)
+        for index in range(3):
+            p, g, o, a = (_RATIOS[(index + shift) % 3] for shift in (0, first, second, first + second))
+            offload = OffloadRatios(parameters=p, gradients=g, optimizer=o, activations=a)
+            groups = tuple(replace(group, offload=offload) for group in layout.groups)
+            found[f"{name}, offload {p:g} {g:g} {o:g} {a:g}"] = replace(layout, groups=groups)
+    return found
+
+
+OFFLOADING = _offloading()
+"""What of these is offloaded: parameters, gradients, optimizer state, activations."""
+
+LAYOUTS |= OFFLOADING

@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.parity.cell import compare_curves, on_all_ranks, subject, train_batch
-from benchmarks.parity.plans import Group, Layout, make_plan
+from benchmarks.parity.cell import compare_curves, compare_gradients, on_all_ranks, subject, train_batch
+from benchmarks.parity.plans import OFFLOADING, Group, Layout, make_plan
 from lightning_mist.devices import HostOps
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.offload.lanes import Lanes
@@ -91,6 +91,13 @@ def test_curves(name, label):
     outcome = compare_curves(model, plan)
     assert outcome.differing == ""
     assert outcome.gradient < 1e-12
+
+
+@pytest.mark.parametrize("label", tiered(OFFLOADING, [name for name in OFFLOADING if "ZeRO" in name][:6:2]))
+def test_gradients_of_several_batches(label):
+    model = subject("nano_even", torch.float64)
+    outcome = compare_gradients(model, make_plan(OFFLOADING[label], len(model.module_map.blocks)))
+    assert outcome.differing == ""
 
 
 DELAYED = {
