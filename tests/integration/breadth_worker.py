@@ -14,10 +14,12 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader
 
 from lightning_mist import MistStrategy
-from tests.integration.equality_worker import Project, Tokens, plan
+from tests.integration.equality_worker import ALL, Project, Tokens, plan
 
 PIPELINE = plan([(2, [1]), (2, [0])], rows=4, microbatches=2)
 SHARDED = plan([(4, [0, 1])], rows=4, microbatches=1, zero=1, checkpointed=2)
+MOVED = plan([(4, [0, 1])], rows=4, microbatches=1, zero=3, offload=ALL)
+MOVED_STAGES = plan([(2, [1]), (2, [0])], rows=4, microbatches=2, offload=ALL)
 ROWS = 48
 
 
@@ -65,6 +67,9 @@ def scaled():
 CASES = {
     "scaler": (Project, PIPELINE, scaled),
     "scaler sharded": (Project, SHARDED, scaled),
+    "scaler moved": (Project, MOVED, lambda: {**scaled(), "gradient_clip_val": 0.3}),
+    "scaler moved stages": (Project, MOVED_STAGES, scaled),
+    "frozen moved": (Frozen, MOVED, dict),
     "plateau": (Plateau, PIPELINE, dict),
     "accumulation schedule": (
         Project,

@@ -123,7 +123,7 @@ def plan(layout, *, rows, microbatches, zero=0, checkpointed=0, tensor=1, offloa
 
 
 ALL = {"parameters": 1.0, "gradients": 1.0, "optimizer": 1.0, "activations": 1.0}
-SOME = {"parameters": 0.3, "optimizer": 0.3, "activations": 0.3}
+SOME = {"parameters": 0.3, "gradients": 0.3, "optimizer": 0.3, "activations": 0.3}
 
 TWO = {
     "auto": {"plan": "auto"},

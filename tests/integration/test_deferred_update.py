@@ -63,11 +63,8 @@ def clip(engine, optimizer, scaler):
     engine.clip_by_norm(optimizer, 0.05)
 
 
-def overflow(engine, optimizer):
-    """One gradient of one rank is not finite."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if engine.rank == 0:
-        gradients[-1].fill_(torch.inf)
+def scaled_step(engine, factor, batch):
+    return engine.module.training_step(batch, 0) * factor
 
 
 def train(layout, optimizer="AdamW", *, scaled=False, accumulated=1, sets_to_none=True, each=None):
@@ -91,12 +88,13 @@ def train(layout, optimizer="AdamW", *, scaled=False, accumulated=1, sets_to_non
                 if not scaled:
                     losses.append(train_batch(engine, batch))
                     continue
-                scale = scaler.scale(torch.ones(()))
-                result, loss = engine.train_batch(batch, lambda b: engine.module.training_step(b, 0), loss_scale=scale)
+                # In some steps one rank's gradients are not finite.
+                factor = torch.inf if step % 5 == 3 and engine.rank == 0 else 1.0
+                step_of = partial(scaled_step, engine, factor)
+                result, loss = engine.train_batch(batch, step_of, loss_scale=scaler.scale(torch.ones(())))
                 scaler.scale(loss).backward()
-                losses.append(result.loss.detach())
-                if step % 5 == 3:
-                    overflow(engine, made)
+                if factor == 1.0:
+                    losses.append(result.loss.detach())
             clip(engine, made, scaler if scaled else None)
             before = scaler.get_scale()
             scaler.step(made) if scaled else made.step()

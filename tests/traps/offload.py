@@ -1,5 +1,6 @@
 """Who looks at what is in host memory, or changes it: between steps, in the step, and while it is on its way."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -51,6 +52,25 @@ class WeightsReadSomehow(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         read = __import__("operator").methodcaller("parameters")
         self.seen.append(sum(float(weight.detach().square().sum()) for weight in read(module)))
+
+
+class SavedBetweenSteps(pl.Callback):
+    """Saves a checkpoint after every second batch, and looks at what is in it."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            return
+        path = Path(trainer.default_root_dir) / "between.ckpt"
+        trainer.save_checkpoint(path)
+        if trainer.is_global_zero:
+            saved = torch.load(path, weights_only=False)
+            (optimizer,) = saved["optimizer_states"]
+            self.seen += [float(weight.square().sum()) for weight in saved["state_dict"].values()]
+            self.seen += [float(entry["exp_avg_sq"].sum()) for entry in optimizer["state"].values()]
+            self.seen += [group["lr"] for group in optimizer["param_groups"]]
 
 
 class WeightsClamped(pl.Callback):
@@ -207,6 +227,9 @@ TRAPS = {
     "weights clamped": Trap(callbacks=lambda: [WeightsClamped()], plans=MOVED),
     "gradients read": Trap(callbacks=lambda: [GradientsRead()], plans=MOVED),
     "weights read somehow": Trap(callbacks=lambda: [WeightsReadSomehow()], plans=MOVED),
+    "saved between steps": Trap(
+        module=SeveralGroups, callbacks=lambda: [SavedBetweenSteps()], plans=MOVED, equal=MOVED
+    ),
     "penalised later": Trap(module=PenalisedLater, plans=MOVED),
     "peeking later": Trap(module=PeekingLater, plans=MOVED, equal=("moved0",)),
     "gradient penalty": Trap(module=Penalised, plans=MOVED),

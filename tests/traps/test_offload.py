@@ -6,7 +6,7 @@ from tests.tiers import asked_for
 from tests.traps import offload
 from tests.traps.run import cases, check, run_apart
 
-FIRST = ("state halved", "weights clamped")
+FIRST = ("state halved", "weights clamped", "saved between steps")
 
 
 @pytest.fixture(scope="module")
