@@ -72,10 +72,16 @@ class HostStream:
         self.number = number
         self.errors: list[BaseException] = []
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        threading.Thread(
+        self._thread = threading.Thread(
             target=_work_off, args=(self._work, delays, self.errors), name=f"stream {number}", daemon=True
-        ).start()
+        )
+        self._thread.start()
         weakref.finalize(self, self._work.put, None)
+
+    @property
+    def works(self) -> bool:
+        """Whether its thread is there: a copy of the process has none of its streams."""
+        return self._thread.is_alive()
 
     def put(self, work: _Work) -> None:
         """Let it be done behind everything else."""
@@ -169,7 +175,8 @@ class HostOps:
             BaseException: What work on a stream raised.
         """
         self.synchronizations += 1
-        for last in [event] if event is not None else [self.record(stream) for stream in self._streams]:
+        streams = [stream for stream in self._streams if stream.works]
+        for last in [event] if event is not None else [self.record(stream) for stream in streams]:
             if self._observer is not None:
                 self._observer.waited(last.number, None)
             last.wait()

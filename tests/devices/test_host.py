@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_mist.devices import HostOps, MemoryUse, ops_of, read, used_generators
+from lightning_mist.model.apart import run_apart
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("ended_streams")
@@ -83,6 +84,13 @@ def test_what_work_raises_reaches_who_waits(how):
     with pytest.raises(KeyError, match="broken"):
         getattr(ops, how)(event)
     ops.synchronize()  # once
+
+
+def test_a_copy_of_the_process_does_not_wait_for_streams_that_it_has_not():
+    ops = HostOps()
+    stream = ops.stream()
+    assert run_apart(ops.synchronize, method="fork", limit_seconds=20.0) is None
+    assert stream.works
 
 
 def test_waits_of_the_host_are_counted():
