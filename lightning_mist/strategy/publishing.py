@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.plan import ModuleMap, Plan, render, save, split_notes
+from lightning_mist.schedule.ratios import ratio_notes
 from lightning_mist.units import format_seconds
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def publish(
         progress.details(render(plan))
     else:
         progress.show(render(plan))
-    for note in split_notes(plan, found):
+    moved = (note for group in range(plan.num_groups) for note in ratio_notes(plan, found, group))
+    for note in (*split_notes(plan, found), *dict.fromkeys(moved)):
         progress.say(note)
     if estimate is not None:
         progress.tell(estimate.headline())

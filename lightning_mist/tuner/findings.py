@@ -15,6 +15,7 @@ from lightning_mist.cost.channels import copy_rates
 from lightning_mist.cost.chunks import group_memory, plan_memory
 from lightning_mist.cost.estimate_data import WORDS
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
+from lightning_mist.schedule.ratios import ratio_notes
 from lightning_mist.tuner.changed_plan import changed_stage
 from lightning_mist.tuner.explanation import Finding, Version
 from lightning_mist.tuner.result import LEAST_SHARE
@@ -106,6 +107,10 @@ def findings_of(
             host_limit = float("inf") if host_limits is None else host_limits[group]
             found.append(_host_memory(model, costs, group, host_limit, ratios))
             found.append(_host_link(model, plan, group))
+            found += [
+                Finding(stage=group, limit="host memory", binds=False, values=(), text=f"{_stage(plan, group)}: {note}")
+                for note in ratio_notes(plan, model.spec.module_map, group)
+            ]
     return tuple(found)
 
 

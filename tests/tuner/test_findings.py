@@ -216,3 +216,13 @@ def test_other_numbers_of_microbatches_say_what_they_take_and_lack():
     assert not batch_finding(plan, [(8, Version(plan=slower))]).binds
     assert batch_finding(plan, []).text.endswith("on these stages no other number is possible")
     assert "8 cannot be: too many" in batch_finding(plan, [(8, Version(plan=None, reason="too many"))]).text
+
+
+def test_a_ratio_that_moves_nothing_of_a_unit_is_told():
+    model, offload = on_device(), replace(OFFLOADING.stages[0].offload, optimizer=0.25)
+    plan = replace(OFFLOADING, stages=(replace(OFFLOADING.stages[0], offload=offload),))
+    texts = [item.text for item in findings_of(model, predicted(model, plan), limits=(1e9,))]
+    assert [text for text in texts if "offload.optimizer" in text] == [
+        "The only stage: offload.optimizer = 0.25 moves 1%: whole parameters move, and all of the head and the "
+        "tail are larger than their unit's share"
+    ]
