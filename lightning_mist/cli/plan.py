@@ -170,16 +170,16 @@ def _search(
     request: _Request, options: SearchOptions, memory_limit: str | None, host_memory_limit: str | None, *, compare: bool
 ) -> _Found:
     """Describe the network and the machine, and search."""
-    from lightning_mist.runtime.support import EXECUTED, restriction_notes
+    from lightning_mist.runtime.support import executed_offload
     from lightning_mist.tuner import Planner
     from lightning_mist.tuner.budget import check_memory_limit
 
     limit, host_limit = (None if text is None else parse_bytes(text) for text in (memory_limit, host_memory_limit))
     search, restricted = options.space(), tuple[str, ...]()
-    if is_local(request.cluster):
-        restricted = restriction_notes(search.offload)
-        search = replace(search, **EXECUTED)  # A plan for this machine is to be executed.
     machine = open_cluster(request.cluster)
+    if is_local(request.cluster):  # A plan for this machine is to be executed.
+        kinds, restricted = executed_offload(search.offload, machine.kind, has_files=False)
+        search = replace(search, offload=kinds)
     check_memory_limit(machine, limit)
     rows = rows_of_each(request.global_batch_size, machine)
     spec = describe_network(

@@ -29,8 +29,7 @@ class SearchOptions:
         checkpointing: Whether layers may be recomputed in backward.
         checkpointed_shares: Which parts of each stage's layers may be recomputed, such as 0,1; null for any number.
         offload: What may be in host memory, such as optimizer, of parameters, gradients, optimizer and activations;
-            null for all of them, [] for nothing. For forecasts only: the runtime does not execute it yet, so that plans
-            for this machine have none.
+            null for all of them on devices with memory of their own, [] for nothing.
         offload_ratios: Which parts of each of these may be there.
         schedules: Pipeline schedules to choose from, of 1f1b, gpipe, interleaved-1f1b and zb-h1.
         chunks: The numbers of stages on one group of devices that are tried under interleaved-1f1b.

@@ -1,7 +1,8 @@
 """What a device's channels do beside each other, and how fast bytes go between it and the host.
 
 * On a CPU there are no separate channels: computing, communicating and copying use the same cores and take turns. What
-  would go to a host is copied within memory, which reads and writes every byte.
+  would go to a host is copied to files, whose rates were measured, or else within memory, which reads and writes every
+  byte.
 * On a device they run beside each other and slow each other down as the profile says. What is not known of a device
   counts as free of interference.
 * Copies of a device cannot be faster than its part of what its node copies altogether, all of its devices copying.
@@ -47,11 +48,11 @@ def copy_rates(profile: HardwareProfile, cluster: Cluster) -> CopyRates:
     Raises:
         ProfileError: If nothing is known of a device's copies.
     """
+    rates = profile.host_to_device_bytes_per_second, profile.device_to_host_bytes_per_second
     if cluster.device.kind != "cuda":
         # Every byte is read once and written once.
         within = profile.memory_bytes_per_second / 2
-        return CopyRates(to_device=within, to_host=within)
-    rates = profile.host_to_device_bytes_per_second, profile.device_to_host_bytes_per_second
+        return CopyRates(to_device=rates[0] or within, to_host=rates[1] or within)
     if min(rates) <= 0:
         raise ProfileError(
             f"the profile of {profile.device} copies {rates[0]:g} bytes/s from the host and {rates[1]:g} to it: "

@@ -251,8 +251,6 @@ def check_plan_for(spec: ModelSpec, cluster: AnyCluster, plan: Plan) -> None:
 def what_is_not_run(plan: Plan) -> tuple[str, ...]:
     """Why the runtime would not execute a plan."""
     found = []
-    if any(stage.offload.gradients for stage in plan.stages):
-        found.append("offloading gradients is planned and not run yet: buffers and host memory are those of the plan")
     if any(stage.mesh.context_parallel_degree > 1 for stage in plan.stages):
         found.append("context parallelism is planned and not run yet")
     try:

@@ -160,8 +160,9 @@ class HardwareProfile:
             matrix products with as many operations.
         operator_seconds: Overhead of launching one operator from Python.
         collectives: Fitted collectives.
-        host_to_device_bytes_per_second: Pinned copies to the device; 0 where there is no separate device.
-        device_to_host_bytes_per_second: Pinned copies from the device; 0 where there is no separate device.
+        host_to_device_bytes_per_second: Pinned copies to the device; 0 where there is no separate device, or what a
+            CPU copies from the files that offloaded state is in.
+        device_to_host_bytes_per_second: The same of the other direction.
         host_bytes_per_second_per_node: What all devices of a node together copy in one direction; 0 if nothing is known
             beyond the rates of one device. Rates that were measured with all devices copying contain it already.
         interference: How far computation, communication and copies slow each other down; None where they take turns.

@@ -6,8 +6,9 @@ head), region ``k`` is block ``k`` together with what runs between it and the ne
 tail.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from lightning_mist.errors import PlanError
@@ -22,11 +23,26 @@ Feature = Literal[
     "sharded_gradients",
     "sharded_parameters",
     "shards",
+    "offloaded_parameters",
+    "offloaded_gradients",
+    "offloaded_optimizer",
+    "offloaded_activations",
 ]
 """What an exclusion rules out: cutting into stages, cutting a batch, recomputing blocks, tensor parallelism, sequence
 parallelism, leaving gradients or optimizer state to one rank each (every ZeRO stage from 1 on), leaving parameters to
-one rank each (ZeRO-3), having parameters only while their layer computes (ZeRO-3 then treats the module as one unit).
+one rank each (ZeRO-3), having parameters only while their layer computes (ZeRO-3 then treats the module as one unit,
+and nothing is offloaded), and leaving a kind of state to host memory.
 """
+
+OFFLOADS: Mapping[str, Feature] = MappingProxyType(
+    {
+        "parameters": "offloaded_parameters",
+        "gradients": "offloaded_gradients",
+        "optimizer": "offloaded_optimizer",
+        "activations": "offloaded_activations",
+    }
+)
+"""By kind of state, what has it in host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +171,10 @@ class ModuleMap:
     def excludes(self, feature: Feature) -> tuple[str, ...]:
         """The reasons for which a feature is ruled out; empty if it is allowed."""
         return tuple(item.reason for item in self.exclusions if item.feature == feature)
+
+    def excludes_offload(self, kind: str) -> tuple[str, ...]:
+        """The reasons for which a kind of state has to stay on the device; empty if it may be offloaded."""
+        return tuple(dict.fromkeys((*self.excludes("shards"), *self.excludes(OFFLOADS[kind]))))
 
     @property
     def largest_zero_stage(self) -> int:

@@ -1,24 +1,31 @@
 """What this version can run; everything else a plan may say is refused."""
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Sequence
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import ModuleMap, Plan, StagePlan, check_split
+from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.plan.render import ranges
 
-EXECUTED: Mapping[str, Any] = MappingProxyType({"offload": ()})
-"""Fields of a search space, and what plans that are to be executed may use of them: nothing is offloaded by itself."""
+_IN_FILES = ("parameters", "optimizer")
+"""Kinds of state that ``offload_directory`` takes."""
 
 
-def restriction_notes(offload: Sequence[str] | None) -> tuple[str, ...]:
-    """What a search space allows that plans to be executed do not use, for people.
+def executed_offload(
+    offload: Sequence[str] | None, device_kind: str, *, has_files: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The kinds of state that plans to be executed here may offload, and what to say of others, for people.
 
     Args:
-        offload: The kinds of state that it allows in host memory; None where that was left to the devices.
+        offload: The kinds that were asked for; None where that was left to the devices.
+        device_kind: ``"cuda"``, or ``"cpu"``, whose own memory is the host's.
+        has_files: Whether there is a folder for what is offloaded.
     """
-    return ("nothing is offloaded: the runtime does not do it yet",) if offload else ()
+    possible = tuple(OFFLOADS) if device_kind == "cuda" else _IN_FILES if has_files else ()
+    left = tuple(name for name in possible if offload is None or name in offload)
+    missing = ", ".join(name for name in offload or () if name not in left)
+    why = "a CPU's own memory is the host's, and offload_directory takes parameters and optimizer state to files"
+    return left, (f"not offloaded: {missing}; {why}",) if missing else ()
 
 
 def check_supported(plan: Plan, module_map: ModuleMap) -> None:
@@ -78,12 +85,8 @@ def _check_stage(index: int, stage: StagePlan) -> None:
 
 
 def _check_units(index: int, stage: StagePlan, module_map: ModuleMap) -> None:
-    """Refuse to move state of modules whose parameters are not known by layers."""
-    why = "; ".join(module_map.excludes("shards"))
-    for name in ("parameters", "gradients", "optimizer", "activations"):
-        ratio = getattr(stage.offload, name)
+    """Refuse to move what the module, its optimizer or its hooks need on the device."""
+    for name in OFFLOADS:
+        ratio, why = getattr(stage.offload, name), "; ".join(module_map.excludes_offload(name))
         if why and ratio > 0.0:
-            raise PlanError(
-                f"stages[{index}].offload.{name} = {ratio}: {why}; what is offloaded is moved layer by layer, so the "
-                "ratio must be 0"
-            )
+            raise PlanError(f"stages[{index}].offload.{name} = {ratio}: {why}; use offload.{name} = 0")

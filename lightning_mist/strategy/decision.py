@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import disk_usage
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,18 @@ class PlanRequest:
     correct_profile: bool
     self_check: bool
     verbose: bool = False
+
+    @property
+    def host_limit(self) -> int | None:
+        """Bytes of each node that what is offloaded may take; with a folder what is free where its files are to be.
+
+        None for what plans use by default of the hosts' memory.
+        """
+        if self.offload_directory is None:
+            return self.host_memory_limit
+        folder = Path(self.offload_directory).absolute()
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        return disk_usage(there).free
 
     def host_of_each(self, processes: int, device: torch.device) -> HostPlace:
         """Where each of a node's processes may keep what it offloads.

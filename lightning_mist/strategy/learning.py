@@ -23,7 +23,7 @@ from lightning_mist.hardware import (
 from lightning_mist.model import ModelSpec
 from lightning_mist.plan import Exclusion, Feature, Plan, Predicted, save
 from lightning_mist.plan.naming import short_name
-from lightning_mist.runtime.support import EXECUTED, restriction_notes
+from lightning_mist.runtime.support import executed_offload
 from lightning_mist.strategy.observing import observe
 from lightning_mist.strategy.report import Better
 from lightning_mist.strategy.stage_times import Measured
@@ -52,6 +52,8 @@ class Basis:
         cluster: Its devices.
         global_batch_size: Rows that one batch brings over all devices.
         memory_limit: Bytes of each device that may be used, if the user said so.
+        host_limit: Bytes of each node that may be taken for what is offloaded, if that is known.
+        has_files: Whether that is in files.
         search: What the plan is chosen from.
         store: Where what is learned of the machine is kept; None to learn nothing.
         corrections: What earlier runs have taught.
@@ -63,6 +65,8 @@ class Basis:
     global_batch_size: int
     memory_limit: int | None
     search: SearchSpace
+    host_limit: int | None = None
+    has_files: bool = False
     store: CorrectionStore | None = None
     corrections: tuple[Correction, ...] = ()
 
@@ -73,16 +77,18 @@ class Basis:
         return replace(self, spec=replace(self.spec, module_map=replace(found, exclusions=(*found.exclusions, more))))
 
     def tune(self) -> TuneResult:
-        """The best plan by what is known."""
+        """The best plan by what is known, of those that can be executed here."""
+        kinds, notes = executed_offload(self.search.offload, self.cluster.kind, has_files=self.has_files)
         found = tune(
             self.spec,
             self.cluster,
             profile=corrected(self.profile, self.corrections),
             global_batch_size=self.global_batch_size,
             memory_limit=self.memory_limit,
-            search=replace(self.search, **EXECUTED),  # The plan is to be executed here.
+            host_memory_limit=self.host_limit,
+            search=replace(self.search, offload=kinds),
         )
-        return replace(found, notes=(*found.notes, *restriction_notes(self.search.offload)))
+        return replace(found, notes=(*found.notes, *notes))
 
     def predict(self, plan: Plan) -> Predicted:
         """What is known of a plan."""

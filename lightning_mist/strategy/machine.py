@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_mist.devices import ops_of
 from lightning_mist.hardware import (
     AnyCluster,
     Cluster,
@@ -18,9 +21,10 @@ from lightning_mist.hardware import (
     parse_cluster,
     save_profile,
 )
+from lightning_mist.runtime.offload.host_pool import HostPool, let_go
 from lightning_mist.strategy.overheads import measure_overheads
 from lightning_mist.strategy.progress import Progress
-from lightning_mist.strategy.together import cluster_of_ranks
+from lightning_mist.strategy.together import cluster_of_ranks, of_all_ranks
 
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
 """Element type of matrix products by the first part of Lightning's precision names; all others compute in float32."""
@@ -29,6 +33,9 @@ _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
 MACHINE_SECONDS = 9.0
 """What measuring the machine may take. The runtime itself takes up to 6 s more on two CPU processes, and the layers
 5 s, so that everything that a first fit measures takes 20 s."""
+
+_FILE_BYTES, _FILE_SAMPLES = 2**25, 3
+"""Of a file whose copies are timed: more than caches hold, and a few hundredths of a second each."""
 
 MACHINE_PART = 0.7
 """The part of measuring, in time, that is the machine's and not the runtime's."""
@@ -112,6 +119,34 @@ def machine_profile(
     if dist.get_rank() == 0:
         _keep(profile, directory, cluster, progress, is_fresh=is_fresh)
     return profile
+
+
+def with_files(profile: HardwareProfile, directory: Path, device: torch.device) -> HardwareProfile:
+    """A profile that knows how fast memory is copied from and to files in a folder; all ranks copy at once.
+
+    They are copied as what is offloaded is: the kernel keeps in memory what it has room for, and writes behind. State
+    that is larger than the memory which is free for that is as slow as the disk.
+
+    Args:
+        profile: The machine.
+        directory: The folder.
+        device: This rank's device, a CPU.
+    """
+    file, memory = (
+        HostPool(ops_of(device), directory=directory).take_bytes(_FILE_BYTES),
+        torch.ones(_FILE_BYTES, dtype=torch.uint8),
+    )
+    file.zero_()
+    seconds: list[list[float]] = [[], []]
+    for _ in range(_FILE_SAMPLES):
+        for direction, (source, target) in enumerate(((file, memory), (memory, file))):
+            dist.barrier()
+            began = perf_counter()
+            target.copy_(source)
+            let_go(file)
+            seconds[direction].append(perf_counter() - began)
+    there, back = (_FILE_BYTES / max(of_all_ranks(median(item))) for item in seconds)
+    return replace(profile, host_to_device_bytes_per_second=there, device_to_host_bytes_per_second=back)
 
 
 def _kept(

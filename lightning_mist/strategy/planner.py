@@ -21,14 +21,12 @@ from lightning_mist.model import (
     time_layers,
     time_update,
     trace_model,
-    whole_tensor_reason,
 )
 from lightning_mist.model.compiled import compiled_exclusions
 from lightning_mist.model.initial import InitialValues, blocks_alike, is_hollow
 from lightning_mist.model.step_bytes import step_bytes
 from lightning_mist.plan import (
     Exclusion,
-    Feature,
     Fingerprint,
     ModuleMap,
     Plan,
@@ -45,6 +43,7 @@ from lightning_mist.strategy.estimating import Budget, estimate_made
 from lightning_mist.strategy.kept_plans import keep_plan, kept_path, kept_plan, key_of
 from lightning_mist.strategy.learning import Basis, with_corrections
 from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.restrictions import BUT_PLAIN, optimizer_reasons
 from lightning_mist.strategy.room import Room, everywhere_unless_out_of_memory
 from lightning_mist.strategy.simplest import (
     fits_plainly,
@@ -65,16 +64,6 @@ from lightning_mist.tuner import TuneResult
 from lightning_mist.tuner.budget import tensor_share
 
 T = TypeVar("T")
-
-_FEATURES: tuple[Feature, ...] = (
-    "pipeline",
-    "microbatches",
-    "checkpointing",
-    "tensor",
-    "sequence",
-    "sharded_gradients",
-    "sharded_parameters",
-)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -174,13 +163,13 @@ class Planner:
             found, told = tried(learn, self.strategy.root_device)
             self.call.know(told)
         if self.plain is not None:
-            extra = tuple(Exclusion(feature=feature, reason=self.plain) for feature in _FEATURES)
+            extra = tuple(Exclusion(feature=feature, reason=self.plain) for feature in BUT_PLAIN)
             found = replace(found, exclusions=found.exclusions + extra)
         found = replace(found, exclusions=(*found.exclusions, *compiled_exclusions(self.module, found.blocks)))
         for optimizer in self.strategy.optimizers:
-            reason = self.tried(partial(whole_tensor_reason, optimizer))
-            if reason is not None:
-                found = replace(found, exclusions=(*found.exclusions, Exclusion(feature="tensor", reason=reason)))
+            reasons = self.tried(partial(optimizer_reasons, optimizer))
+            extra = tuple(Exclusion(feature=feature, reason=reason) for feature, reason in reasons)
+            found = replace(found, exclusions=found.exclusions + extra)
         return found
 
     def with_user_code(self, found: ModuleMap) -> ModuleMap:
@@ -299,6 +288,8 @@ class Planner:
             global_batch_size=(batch_rows(self.batch) or 1) * cluster.world_size,
             memory_limit=request.memory_limit,
             search=request.search,
+            host_limit=request.host_limit,
+            has_files=request.offload_directory is not None,
         )
         if request.correct_profile:
             directory, precision = machine.directory_of(request.profile_directory), str(self.trainer.precision)
@@ -373,6 +364,8 @@ class Planner:
         others = (
             self.cluster,
             request.memory_limit,
+            request.host_memory_limit,
+            request.offload_directory,
             request.search,
             request.blocks,
             request.correct_profile,

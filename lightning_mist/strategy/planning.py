@@ -77,6 +77,7 @@ def decide(
         TraceError: If the module would train wrongly under the plan.
     """
     started = perf_counter()
+    request.host_of_each(strategy.num_processes, strategy.root_device)  # refused before anything else
     progress = Progress(enabled=strategy.is_global_zero, verbose=request.verbose)
     is_auto, reason = request.plan == "auto", None
     if is_auto and initial is None:
@@ -220,7 +221,7 @@ def _check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
 def _estimate(planner: Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate | None:
     """What the plan needs of every device; refuses a given one that needs too much. On rank 0."""
     request = planner.request
-    budget = Budget(cluster=planner.cluster, asked=request.memory_limit, host_asked=request.host_memory_limit)
+    budget = Budget(cluster=planner.cluster, asked=request.memory_limit, host_asked=request.host_limit)
     if planner.spec is not None:
         return estimate_made(planner.spec, plan, budget)
     changed = differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found))
@@ -270,6 +271,8 @@ def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | No
         machine.directory_of(request.profile_directory),
         planner.progress,
     )
+    if request.offload_directory is not None:
+        profile = machine.with_files(profile, Path(request.offload_directory), planner.strategy.root_device)
     seconds, update = planner.seconds(found), everywhere(planner.update_seconds)
     is_open, enough = is_free(request.search), None
     degrees = degrees_to_try(request.search, planner.alike.devices_per_node)

@@ -5,10 +5,24 @@ from typing import Any
 import torch
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model import coupling_reason
+from lightning_mist.model import counting_reason, coupling_reason, whole_tensor_reason
+from lightning_mist.plan import Feature
+from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.strategy.trials import tried
 
 _HOST = torch.device("cpu")
+
+BUT_PLAIN: tuple[Feature, ...] = (
+    "pipeline",
+    "microbatches",
+    "checkpointing",
+    "tensor",
+    "sequence",
+    "sharded_gradients",
+    "sharded_parameters",
+    *OFFLOADS.values(),
+)
+"""All that plans can do beside plain data parallelism."""
 
 _WHOLE_MODULE_CALLBACKS = {
     "WeightAveraging": "it averages the whole module on every rank",
@@ -42,6 +56,15 @@ def _optimizer_reason(optimizers: list[Any], device: torch.device) -> str | None
         return tried(lambda: coupling_reason(optimizers[0]), device)
     except TraceError as error:
         return f"whether {type(optimizers[0]).__name__} looks at several parameters cannot be found out: {error}"
+
+
+def optimizer_reasons(optimizer: Any) -> list[tuple[Feature, str]]:
+    """What an optimizer rules out beside that, and why."""
+    whole, counting = whole_tensor_reason(optimizer), counting_reason(optimizer)
+    reasons: list[tuple[Feature, str]] = [] if whole is None else [("tensor", whole)]
+    # Whatever of it is in host memory, an update goes unit by unit.
+    updated = () if counting is None else ("parameters", "gradients", "optimizer")
+    return reasons + [(OFFLOADS[kind], str(counting)) for kind in updated]
 
 
 def refuse_what_is_not_there(save_distributed_checkpoint: bool) -> None:

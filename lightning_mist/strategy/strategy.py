@@ -51,7 +51,7 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
             what the device has, less a reserve.
         host_memory_limit: The same of each node's host memory, for what a plan offloads; by default 80 %.
         offload_directory: Folder whose files hold offloaded optimizer state and parameters; with CPUs only.
-        search: What the planner may choose from; by default everything that the runtime supports.
+        search: What the planner may choose from; by default everything.
         cluster: The cluster to plan for, as a ``Cluster`` or as text such as ``"2x8xL4"``; by default this one,
             detected. It must have as many devices as there are processes.
         blocks: Qualified name of the container of the repeated blocks, if they are not found by themselves.

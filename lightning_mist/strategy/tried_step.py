@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.reach import Reach, is_users
 from lightning_mist.model.surroundings import Surroundings
 from lightning_mist.plan import Exclusion, Feature, ModuleMap
+from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.runtime import processes
 from lightning_mist.strategy.surveying import Survey
 from lightning_mist.strategy.together import of_all_ranks
@@ -27,8 +29,11 @@ _SHARED: tuple[Feature, ...] = ("pipeline", "tensor")
 _ONCE: tuple[Feature, ...] = (*_SHARED, "microbatches")
 """What lets a rank run the step another number of times than once for every batch of its own."""
 
-_ENGINE: tuple[Feature, ...] = (*_ONCE, "checkpointing", "sharded_gradients")
+_ENGINE: tuple[Feature, ...] = (*_ONCE, "checkpointing", "sharded_gradients", *OFFLOADS.values())
 """Everything but plain data parallelism."""
+
+_BEHIND: tuple[Feature, ...] = ("sharded_parameters", "offloaded_parameters", "offloaded_activations")
+"""What is not on the device any more when a layer's forward is over, where a backward inside the step asks for it."""
 
 _LOGGED = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "SLURM_PROCID", "SLURM_LOCALID")
@@ -43,12 +48,14 @@ class _Found:
         talk: What they said to other processes, in words; empty if nothing.
         asked: Where they asked which process they run in.
         is_steady: Whether they left everything as it was.
+        differentiates: Whether they ran a backward of their own.
     """
 
     changed: tuple[tuple[str, bool], ...]
     talk: str
     asked: str
     is_steady: bool
+    differentiates: bool
 
 
 class TriedStep:
@@ -70,7 +77,7 @@ class TriedStep:
         self._survey = Survey(self.reach)
         self._surroundings: Surroundings | None = None
         self._found: _Found | None = None
-        self.talk, self._asked = "", ""
+        self.talk, self._asked, self._differentiates = "", "", False
 
     def __call__(self, batch: Any) -> Any:
         """Run the step."""
@@ -79,7 +86,8 @@ class TriedStep:
             return self._call(batch)
         around.begin_run()
         try:
-            return self._call(batch)
+            with _seen_backward(self._saw_backward):
+                return self._call(batch)
         finally:
             around.end_run()
 
@@ -94,7 +102,9 @@ class TriedStep:
             (f"{name} ({space.label})", not blocks or any(reach.has(name, space) for reach in reaches))
             for name, space in changed
         )
-        return found, _Found(changed=told, talk=self.talk, asked=self._asked, is_steady=is_steady)
+        return found, _Found(
+            changed=told, talk=self.talk, asked=self._asked, is_steady=is_steady, differentiates=self._differentiates
+        )
 
     def know(self, found: _Found) -> None:
         """Remember what runs told, perhaps in a copy of this process."""
@@ -144,6 +154,8 @@ class TriedStep:
         for name, child in self._module.named_modules():
             if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
                 yield f"{name} (sparse=True) has sparse gradients, which only plain data parallelism reduces", _ENGINE
+        if any(of_all_ranks(self._found is not None and self._found.differentiates)):
+            yield "the step runs a backward of its own (torch.autograd.grad or Tensor.backward)", _BEHIND
         talks = [text for text in of_all_ranks(self.talk) if text]
         if talks:
             self.talk = self.talk or talks[0]
@@ -161,6 +173,9 @@ class TriedStep:
         for name in _different(of_all_ranks(self._survey.details())):
             yield f"the step reads {name}, which is another on every rank", _SHARED
 
+    def _saw_backward(self) -> None:
+        self._differentiates = True
+
     def _noticed(self, kind: processes.Talk, what: str) -> bool:
         if kind == "rank":
             self._asked = self._asked or what
@@ -169,6 +184,23 @@ class TriedStep:
         if self._found is not None and is_new:
             raise TraceError(f"the step talks to other processes itself ({what}), which it did not when it was traced")
         return True
+
+
+@contextmanager
+def _seen_backward(tell: Callable[[], None]) -> Iterator[None]:
+    """Inside, backwards are told; ``torch.autograd`` has no hook for them."""
+    module: Any = torch.autograd
+    original = module._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tell()
+        return original(*args, **kwargs)
+
+    module._engine_run_backward = run
+    try:
+        yield
+    finally:
+        module._engine_run_backward = original
 
 
 def roots_of(trainer: Any) -> Mapping[str, tuple[dict[str, Any], frozenset[str]]]:

@@ -18,11 +18,13 @@ from lightning_mist.plan import Exclusion, Feature
 from lightning_mist.strategy.reach import Everything, Known, is_lightnings, mentions_gradients, names_of
 from lightning_mist.strategy.reading import ReachedError, Reader
 
-PARAMETERS_AWAY: tuple[Feature, ...] = ("pipeline", "tensor", "sharded_parameters")
-"""What leaves a rank without some parameters while it trains."""
+PARAMETERS_AWAY: tuple[Feature, ...] = ("pipeline", "tensor", "sharded_parameters", "offloaded_parameters")
+"""What leaves a rank's device without some parameters while it trains."""
 
-GRADIENTS_AWAY: tuple[Feature, ...] = (*PARAMETERS_AWAY, "sharded_gradients")
-"""What leaves a rank without some averaged gradients between backward and step."""
+GRADIENTS_AWAY: tuple[Feature, ...] = (*PARAMETERS_AWAY, "sharded_gradients", "offloaded_gradients")
+"""What leaves a rank's device without some averaged gradients between backward and step."""
+
+_STATE_AWAY: tuple[Feature, ...] = (*GRADIENTS_AWAY, "offloaded_optimizer")
 
 _HOOKED: tuple[Feature, ...] = (*PARAMETERS_AWAY, "microbatches")
 """What gives hooks on single parameters other gradients than those of a whole batch on this rank."""
@@ -79,7 +81,7 @@ _IN_VALIDATION = (
 """Hooks that find all parameters on every rank, under any plan, but not all gradients."""
 
 
-_EVERY: tuple[Feature, ...] = (*GRADIENTS_AWAY, "microbatches", "checkpointing")
+_EVERY: tuple[Feature, ...] = (*_STATE_AWAY, "offloaded_activations", "microbatches", "checkpointing")
 """All that plans can do beside plain data parallelism."""
 
 _FEATURES: Mapping[str, tuple[Feature, ...]] = MappingProxyType(
@@ -89,7 +91,7 @@ _FEATURES: Mapping[str, tuple[Feature, ...]] = MappingProxyType(
         "parameters between a batch's forward and backward": _EVERY,
         "gradients": GRADIENTS_AWAY,
         "gradients as they are accumulated": _EVERY,
-        "optimizer state": GRADIENTS_AWAY,
+        "optimizer state": _STATE_AWAY,
     }
 )
 """By what of the whole module is used, what is ruled out."""
@@ -115,7 +117,7 @@ class _Looks:
     @property
     def reason(self) -> str:
         """Why plans that leave a rank a part are ruled out, for people."""
-        return f"{self.where} may use {self.whole} ({self.what}), of which each rank would have only a part"
+        return f"{self.where} may use {self.whole} ({self.what}), which would not all be on every rank's device"
 
 
 def user_exclusions(trainer: Any, optimizers: list[Any]) -> tuple[Exclusion, ...]:

@@ -99,7 +99,7 @@ class Planner:
         found = search_space.apply(
             search or SearchSpace(), self.spec, self.cluster.world_size, global_batch_size, devices_per_node=near
         )
-        return with_offload(found, self.cluster, profiles_of(self.model))
+        return with_offload(found, self.cluster, profiles_of(self.model), self.spec.module_map)
 
     def stages(
         self,

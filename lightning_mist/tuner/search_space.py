@@ -54,8 +54,8 @@ class SearchSpace:
             in chunks.
         offload: Which kinds of state may be in host memory: of ``"parameters"``, ``"gradients"``, ``"optimizer"`` and
             ``"activations"``; ``None`` for all of them on devices with memory of their own whose copies from and to the
-            host have known rates, and for none on others. The runtime does not execute any of it yet, so that plans
-            which are to be executed are searched for with none.
+            host have known rates, and for none on others. In training on CPUs, whose memory is the host's, parameters
+            and optimizer state may be in files where the strategy has an ``offload_directory``, and nothing elsewhere.
         offload_ratios: Which parts of each of these may be there, fractions in [0, 1]; 0 is always among them.
         schedules: Pipeline schedules to choose from. The search is exact for ``"1f1b"`` and ``"gpipe"`` (which is never
             faster and keeps more); ``"interleaved-1f1b"`` and ``"zb-h1"`` are tried on the pipelines that it finds.

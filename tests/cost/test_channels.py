@@ -19,8 +19,14 @@ def test_channels_of_a_cpu_take_turns_and_those_of_a_device_do_not():
 
 
 def test_a_cpu_copies_within_memory():
-    rates = copy_rates(COPYING, cluster(kind="cpu"))
+    without = dataclasses.replace(COPYING, host_to_device_bytes_per_second=0.0, device_to_host_bytes_per_second=0.0)
+    rates = copy_rates(without, cluster(kind="cpu"))
     assert (rates.to_device, rates.to_host) == (2e9, 2e9)
+
+
+def test_a_cpu_copies_from_and_to_files_as_measured():
+    rates = copy_rates(COPYING, cluster(kind="cpu"))
+    assert (rates.to_device, rates.to_host) == (3e9, 1e9)
 
 
 @pytest.mark.parametrize(("per_node", "expected"), [(0.0, (3e9, 1e9)), (8e9, (2e9, 1e9)), (2e9, (5e8, 5e8))])

@@ -4,8 +4,8 @@ import pytest
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Exclusion, OffloadRatios, Plan, SequenceSplit, StageMesh, StagePlan, ZeroStage
-from lightning_mist.runtime.support import EXECUTED, check_supported, restriction_notes, unsupported
-from lightning_mist.tuner import SearchSpace
+from lightning_mist.plan.module_map import OFFLOADS
+from lightning_mist.runtime.support import check_supported, executed_offload, unsupported
 from tests.plan.test_mesh import make_map
 
 STAGE = StagePlan(layers=(0, 2), mesh=StageMesh(devices=(0, 1), data_parallel_degree=2), microbatch_size=1)
@@ -70,13 +70,28 @@ def test_state_is_moved_where_layers_are_known():
     plan = _plan(replace(STAGE, offload=OffloadRatios(optimizer=0.5)))
     check_supported(plan, make_map(2))
     excluded = replace(make_map(2), exclusions=(Exclusion(feature="shards", reason="used between layers"),))
-    with pytest.raises(
-        PlanError, match=r"offload\.optimizer = 0\.5: used between layers; what is offloaded is moved layer by layer"
-    ):
+    with pytest.raises(PlanError, match=r"offload\.optimizer = 0\.5: used between layers; use offload\.optimizer = 0"):
         check_supported(plan, excluded)
 
 
-def test_a_search_space_can_be_kept_to_what_is_executed():
-    assert replace(SearchSpace(offload=("optimizer",)), **EXECUTED).offload == ()
-    assert restriction_notes(("optimizer",)) == ("nothing is offloaded: the runtime does not do it yet",)
-    assert restriction_notes(()) == ()
+@pytest.mark.parametrize("kind", OFFLOADS)
+def test_what_has_to_stay_on_the_device_is_refused(kind):
+    excluded = replace(make_map(2), exclusions=(Exclusion(feature=OFFLOADS[kind], reason="a hook reads it"),))
+    for name in OFFLOADS:
+        plan = _plan(replace(STAGE, offload=OffloadRatios(**{name: 0.5})))
+        if name == kind:
+            with pytest.raises(PlanError, match=rf"offload\.{name} = 0\.5: a hook reads it; use offload\.{name} = 0"):
+                check_supported(plan, excluded)
+        else:
+            check_supported(plan, excluded)
+
+
+def test_plans_to_be_executed_offload_where_that_frees_memory():
+    assert executed_offload(None, "cuda", has_files=False) == (tuple(OFFLOADS), ())
+    assert executed_offload(("optimizer",), "cuda", has_files=False) == (("optimizer",), ())
+    assert executed_offload(None, "cpu", has_files=False) == ((), ())
+    assert executed_offload(None, "cpu", has_files=True) == (("parameters", "optimizer"), ())
+    kinds, (note,) = executed_offload(("optimizer", "activations"), "cpu", has_files=True)
+    assert kinds == ("optimizer",)
+    assert note.startswith("not offloaded: activations; a CPU's own memory is the host's")
+    assert executed_offload(("optimizer",), "cpu", has_files=False)[1][0].startswith("not offloaded: optimizer; ")

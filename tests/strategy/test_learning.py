@@ -130,9 +130,22 @@ def test_a_better_plan_is_found_and_written(tmp_path):
 def test_what_is_not_executed_is_not_searched_and_that_is_said():
     basis = make_basis()
     wish = replace(basis, search=replace(basis.search, offload=("optimizer",)))
-    note = "nothing is offloaded: the runtime does not do it yet"
-    assert note in wish.tune().explain()
+    (note,) = (
+        line for line in wish.tune().explain() if line.startswith("not offloaded: optimizer; a CPU's own memory")
+    )
     assert note not in replace(basis, search=replace(basis.search, offload=())).tune().explain()
+
+
+def test_a_node_with_files_offloads_within_their_room():
+    """What does not fit goes there, as long as there is room."""
+    basis = replace(make_basis(), has_files=True, host_limit=10**12)
+    least = min(item.peak_bytes for item in basis.tune().predicted.stages)
+    tight = replace(basis, memory_limit=least // 2, search=SearchSpace(num_stages=(1,)))
+    assert any(stage.offload.any for stage in tight.tune().plan.stages)
+    with pytest.raises(InfeasibleError, match="host's memory"):
+        replace(tight, host_limit=1).tune()
+    with pytest.raises(InfeasibleError):
+        replace(tight, has_files=False).tune()
 
 
 def test_a_good_plan_stays(tmp_path):

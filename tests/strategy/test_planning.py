@@ -64,7 +64,7 @@ class Searching:
     """A planner that finds cut plans until they are ruled out."""
 
     def __init__(self, *exclusions, enough=None):
-        self.request = SimpleNamespace(search=SearchSpace(), profile_directory=None)
+        self.request = SimpleNamespace(search=SearchSpace(), profile_directory=None, offload_directory=None)
         self.strategy = SimpleNamespace(root_device=None)
         self.trainer = SimpleNamespace(precision="32-true")
         self.alike = SimpleNamespace(devices_per_node=4)

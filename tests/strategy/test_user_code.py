@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback,
 from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import nn
 
-from lightning_mist.strategy.user_code import GRADIENTS_AWAY, PARAMETERS_AWAY, user_exclusions
+from lightning_mist.strategy.user_code import _EVERY, GRADIENTS_AWAY, PARAMETERS_AWAY, user_exclusions
 
 PATH = []
 
@@ -225,7 +225,7 @@ def test_hooks_that_are_put_on_parameters_later_count_as_those_that_are_there():
         module.head.weight.register_post_accumulate_grad_hook(print)
 
     assert found(_callback("on_fit_start", put))[0] == {*PARAMETERS_AWAY, "microbatches"}
-    assert found(_callback("on_fit_start", accumulated))[0] == {*GRADIENTS_AWAY, "microbatches", "checkpointing"}
+    assert found(_callback("on_fit_start", accumulated))[0] == {*_EVERY}
 
 
 def test_an_average_kept_by_hand_leaves_gradients_to_their_owners():
@@ -236,7 +236,7 @@ def test_an_average_kept_by_hand_leaves_gradients_to_their_owners():
 
 def test_what_is_changed_between_forward_and_backward_leaves_plain_data_parallelism():
     features, reason = found(_callback("on_before_zero_grad", lambda self, trainer, module, *_: _Ema().update(module)))
-    assert features == {*GRADIENTS_AWAY, "microbatches", "checkpointing"}
+    assert features == {*_EVERY}
     assert "between a batch's forward and backward" in reason
 
 
@@ -284,7 +284,7 @@ class Steps(Net):
         (Skips, GRADIENTS_AWAY),
         (Teacher, PARAMETERS_AWAY),
         (Augments, PARAMETERS_AWAY),
-        (Steps, GRADIENTS_AWAY),
+        (Steps, (*GRADIENTS_AWAY, "offloaded_optimizer")),
         (QuietNet, ()),
     ],
 )

@@ -29,7 +29,24 @@ GPUS, CPUS = cluster(2, kind="cuda"), cluster(2)
 )
 def test_what_is_offloaded_by_default_is_what_there_are_hosts_for(machine, profiles, asked, settled, noted):
     space = apply(SearchSpace(offload=asked), spec(4), machine.world_size, 8)
-    found = with_offload(space, machine, profiles)
+    found = with_offload(space, machine, profiles, spec(4).module_map)
     assert found.search.offload == settled
     assert any("how fast devices copy" in note for note in found.notes) == noted
     assert replace(found, search=space.search, notes=space.notes) == space
+
+
+@pytest.mark.parametrize(
+    ("feature", "left"),
+    [
+        ("shards", ()),
+        ("offloaded_parameters", ("gradients", "optimizer", "activations")),
+        ("offloaded_activations", ("parameters", "gradients", "optimizer")),
+        ("pipeline", OFFLOADED),
+    ],
+)
+def test_what_has_to_stay_on_the_device_is_not_looked_at_elsewhere(feature, left):
+    network = spec(4, exclusions=[(feature, "a hook reads it")])
+    found = with_offload(apply(SearchSpace(), network, 2, 8), GPUS, (COPYING,), network.module_map)
+    assert found.search.offload == left
+    missing = ", ".join(kind for kind in OFFLOADED if kind not in left)
+    assert (f"without offload of {missing}: a hook reads it" in found.notes) == bool(missing)
