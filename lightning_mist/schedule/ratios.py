@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.plan.moved import moved_of_unit
 from lightning_mist.plan.render import ranges
 from lightning_mist.schedule.action import HEAD, TAIL
-from lightning_mist.schedule.units import owned_by_units, unit_order
+from lightning_mist.schedule.units import moved_parameters, shard_units, unit_order
 
 _WHOLE_PARAMETERS = {"parameters": False, "gradients": True, "optimizer": True}
 """Kinds of state that move by whole parameters, and whether only trained ones have it."""
@@ -21,23 +20,20 @@ def ratio_notes(plan: Plan, module_map: ModuleMap, group: int) -> Iterator[str]:
         group: The group; its chunks agree in their ratios.
     """
     mine = {unit for stage in plan.chunks(group) for unit in unit_order(module_map, plan.bounds, stage)}
+    frozen = {use.name for use in module_map.parameters if not use.requires_grad}
     for kind, trained in _WHOLE_PARAMETERS.items():
         ratio = getattr(plan.stages[group].offload, kind)
-        if not 0.0 < ratio < 1.0:
-            continue  # At 1 everything moves.
-        idle, total, moved = list[int](), 0, 0
-        for unit, owned in owned_by_units(plan, module_map, group, trained=trained):
-            sizes = [size for _, size in owned]
-            if unit not in mine or not sum(sizes):
-                continue
-            here = sum(sizes[index] for index in moved_of_unit(sizes, ratio))
-            total, moved = total + sum(sizes), moved + here
-            if not here:
-                idle.append(unit)
+        moved = moved_parameters(plan, module_map, group, ratio, trained=trained)
+        idle, known = list[int](), frozen if trained else set[str]()
+        for unit in shard_units(module_map, ((0, len(module_map.blocks)),), 0):
+            owned = set(unit.names) - known
+            known = known | owned
+            if ratio and owned and unit.unit in mine and owned.isdisjoint(moved):
+                idle.append(unit.unit)
         if idle:
             yield (
-                f"offload.{kind} = {ratio:g} moves {moved / total:.0%}: whole parameters move, and all of "
-                f"{_named(idle)} are larger than their unit's share"
+                f"offload.{kind} = {ratio:g} moves nothing of {_named(idle)}: whole parameters move, and each there "
+                "is a larger share of its unit"
             )
 
 

@@ -220,20 +220,6 @@ def moved_parameters(plan: Plan, module_map: ModuleMap, stage: int, ratio: float
     """
     if ratio == 0.0:
         return frozenset()
-    return moved_names([unit for _, unit in owned_by_units(plan, module_map, stage, trained=trained)], ratio)
-
-
-def owned_by_units(
-    plan: Plan, module_map: ModuleMap, stage: int, *, trained: bool
-) -> tuple[tuple[int, tuple[tuple[str, int], ...]], ...]:
-    """Every unit of the whole module, with names and bytes of the parameters that belong to it on a stage's devices.
-
-    Args:
-        plan: The plan.
-        module_map: Where parameters are used.
-        stage: The stage.
-        trained: Whether only trained parameters count.
-    """
     degree = plan.stages[stage].mesh.tensor_parallel_degree
     parts = {split.name: split for split in module_map.split(degree).parameters}
     sizes: dict[str, int] = {}
@@ -241,12 +227,13 @@ def owned_by_units(
         shape = parts[use.name].local_shape(use.shape, degree) if use.name in parts else use.shape
         if use.requires_grad or not trained:
             sizes[use.name] = prod(shape) * itemsize(use.dtype)
-    units, known = [], set[str]()
+    units: list[list[tuple[str, int]]] = []
+    known: set[str] = set()
     for unit in shard_units(module_map, ((0, len(module_map.blocks)),), 0):
         first = {name for name in unit.names if name not in known}
         known |= first
-        units.append((unit.unit, tuple((name, size) for name, size in sizes.items() if name in first)))
-    return tuple(units)
+        units.append([(name, size) for name, size in sizes.items() if name in first])
+    return moved_names(units, ratio)
 
 
 def expand(
