@@ -15,7 +15,7 @@ _Place = tuple[int, str]
 """Number of a space and a name in it."""
 
 
-class _Snapshot:
+class Snapshot:
     """Everything that a step can reach, at one time."""
 
     def __init__(self, reach: Reach, *, is_start: bool) -> None:
@@ -29,7 +29,7 @@ class _Snapshot:
                     self.values[number, name] = value
                     self.frozen[number, name] = self._contents.freeze(value)
 
-    def differs(self, later: "_Snapshot") -> Iterator[_Place]:
+    def differs(self, later: "Snapshot") -> Iterator[_Place]:
         """Places whose values are others in a later snapshot."""
         for place in {**self.frozen, **later.frozen}:
             if self.frozen.get(place) != later.frozen.get(place):
@@ -73,15 +73,15 @@ class Surroundings:
     def __init__(self, reach: Reach) -> None:
         self.reach = reach
         self._iterators: list[tuple[Any, Any, Replayed]] = []
-        self._start: _Snapshot | None = None
-        self._after: list[_Snapshot] = []
+        self._start: Snapshot | None = None
+        self._after: list[Snapshot] = []
         self.is_steady, self._is_settled = False, False
 
     def hold(self) -> None:
         """Remember everything as it is now."""
         for space in self.reach.spaces:
             self._hold_iterators(space)
-        self._start = _Snapshot(self.reach, is_start=True)
+        self._start = Snapshot(self.reach, is_start=True)
 
     def release(self) -> None:
         """Put everything back as it was; iterators give again what runs have taken from them."""
@@ -104,7 +104,7 @@ class Surroundings:
     def end_run(self) -> None:
         """A run of the step has ended, well or not."""
         if not self._is_settled:
-            self._after.append(_Snapshot(self.reach, is_start=False))
+            self._after.append(Snapshot(self.reach, is_start=False))
 
     def settle(self) -> tuple[tuple[str, Space], ...]:
         """What the runs so far have changed beside the module; from here on every run begins as the first."""

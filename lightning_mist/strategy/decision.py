@@ -1,10 +1,10 @@
 """What a fit asks of planning, and what it gets."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import disk_usage
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -84,6 +84,10 @@ class Decision:
         basis: What the plan follows from, on rank 0, if it was made here.
         search_seconds: How long it was searched, on rank 0.
         kept_at: Where rank 0 keeps the plan for later runs of the same question, if it made one.
+        asked_at: Where plans of this question are kept, on every rank, if there are any.
+        needs: The least ``memory_limit`` that the plan was to keep within, as far as that is known; None for plans that
+            were not made here.
+        again: Makes another plan within so many bytes of each device for a batch, if this process is the only one.
         signature: What this rank's batch looked like that the plan was made for.
         reach: What the step's code can reach beside its batch.
         rules: How batches are cut, if that was proved.
@@ -99,6 +103,9 @@ class Decision:
     search_seconds: float = 0.0
     signature: Hashable = None
     kept_at: Path | None = None
+    asked_at: Path | None = None
+    needs: int | None = None
+    again: "Callable[[int, Any], Decision] | None" = None
     reach: Reach | None = None
     rules: CutRules | None = None
 

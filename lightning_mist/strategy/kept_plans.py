@@ -107,6 +107,33 @@ def kept_plan(directory: Path, key: str) -> tuple[Plan | None, str | None]:
         return None, f"the plan kept in {path} is not used: {error}"
 
 
+def remembered_limit(path: Path) -> int | None:
+    """The ``memory_limit`` to plan with where the plan of a question ran out of memory; None if it did not.
+
+    Args:
+        path: Where the plan is kept.
+    """
+    try:
+        return int(path.with_suffix(".limit").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def remember_limit(path: Path, limit: int) -> None:
+    """Plan with less memory from now on: the plan that is kept there, or would be, ran out of it.
+
+    Args:
+        path: Where the plan is kept.
+        limit: The ``memory_limit`` to plan with.
+
+    Raises:
+        OSError: If that cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".limit").write_text(str(limit))
+    path.unlink(missing_ok=True)
+
+
 def keep_plan(directory: Path, key: str, plan: Plan) -> str | None:
     """Keep a plan for the next time; why it could not be kept, or None."""
     path = kept_path(directory, key)

@@ -40,10 +40,10 @@ from lightning_mist.strategy import machine
 from lightning_mist.strategy.cut_proof import agree, prove_here
 from lightning_mist.strategy.decision import PlanRequest
 from lightning_mist.strategy.estimating import Budget, estimate_made
-from lightning_mist.strategy.kept_plans import keep_plan, kept_path, kept_plan, key_of
+from lightning_mist.strategy.kept_plans import keep_plan, kept_path, kept_plan, key_of, remembered_limit
 from lightning_mist.strategy.learning import Basis, with_corrections
 from lightning_mist.strategy.progress import Progress
-from lightning_mist.strategy.restrictions import BUT_PLAIN, optimizer_reasons
+from lightning_mist.strategy.restrictions import BUT_PLAIN, optimizer_exclusions
 from lightning_mist.strategy.room import Room, everywhere_unless_out_of_memory
 from lightning_mist.strategy.simplest import (
     fits_plainly,
@@ -62,6 +62,7 @@ from lightning_mist.strategy.tried_step import TriedStep
 from lightning_mist.strategy.user_code import user_exclusions
 from lightning_mist.tuner import TuneResult
 from lightning_mist.tuner.budget import tensor_share
+from lightning_mist.units import format_bytes
 
 T = TypeVar("T")
 
@@ -82,6 +83,9 @@ class Planner:
     spec: ModelSpec | None = None
     basis: Basis | None = None
     kept_at: Path | None = None
+    asked_at: Path | None = None
+    is_scarce: bool = False
+    wished: PlanRequest | None = None
     rules: CutRules | None = None
     step_bytes: list[int | None] = field(default_factory=list)
 
@@ -162,15 +166,12 @@ class Planner:
             learn = partial(self.call.learn, partial(made, blocks=self.request.blocks))
             found, told = tried(learn, self.strategy.root_device)
             self.call.know(told)
-        if self.plain is not None:
-            extra = tuple(Exclusion(feature=feature, reason=self.plain) for feature in BUT_PLAIN)
-            found = replace(found, exclusions=found.exclusions + extra)
-        found = replace(found, exclusions=(*found.exclusions, *compiled_exclusions(self.module, found.blocks)))
+        plain = self.plain
+        extra = [Exclusion(feature=feature, reason=plain) for feature in BUT_PLAIN if plain is not None]
+        extra += compiled_exclusions(self.module, found.blocks)
         for optimizer in self.strategy.optimizers:
-            reasons = self.tried(partial(optimizer_reasons, optimizer))
-            extra = tuple(Exclusion(feature=feature, reason=reason) for feature, reason in reasons)
-            found = replace(found, exclusions=found.exclusions + extra)
-        return found
+            extra += self.tried(partial(optimizer_exclusions, optimizer))
+        return replace(found, exclusions=(*found.exclusions, *extra))
 
     def with_user_code(self, found: ModuleMap) -> ModuleMap:
         """The map, with what hooks, callbacks and optimizers of any rank rule out."""
@@ -333,17 +334,23 @@ class Planner:
     def kept(self, found: ModuleMap) -> Plan | None:
         """The plan that was made for the same question before, if there is one; the same on every rank."""
 
-        def look() -> str | None:
-            plan, warning = kept_plan(self._directory, self._key(found))
+        def look() -> tuple[str | None, Path, int | None]:
+            key = self._key(found)
+            plan, warning = kept_plan(self._directory, key)
             if warning is not None:
                 self.progress.say(warning)
-            return None if plan is None else to_json(plan)
+            path = kept_path(self._directory, key)
+            return None if plan is None else to_json(plan), path, remembered_limit(path)
 
-        text = on_rank_zero(look)
-        if text is None:
-            return None
-        self.progress.say("the plan was made by an earlier run of the same module on this machine")
-        return from_json(text)
+        text, self.asked_at, limit = on_rank_zero(look)
+        if limit is not None and limit < Budget(cluster=self.cluster, asked=self.request.memory_limit).limit:
+            self.progress.tell(f"an earlier run was out of memory: planning within {format_bytes(limit)} per device")
+            self.wished = self.wished or self.request
+            self.request = replace(self.request, memory_limit=limit)
+            return self.kept(found)
+        if text is not None:
+            self.progress.say("the plan was made by an earlier run of the same module on this machine")
+        return None if text is None else from_json(text)
 
     def keep(self, found: ModuleMap, plan: Plan) -> None:
         """Keep a plan that was made here."""

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_mist.cost import MemoryEstimate
-from lightning_mist.errors import MistError, PlanError, TraceError
+from lightning_mist.errors import InfeasibleError, MistError, PlanError, TraceError
 from lightning_mist.model.initial import InitialValues
 from lightning_mist.model.isolate import isolated
 from lightning_mist.plan import (
@@ -49,6 +50,7 @@ from lightning_mist.strategy.splitting import degrees_of
 from lightning_mist.strategy.together import everywhere, of_all_ranks, on_rank_zero, same_everywhere
 from lightning_mist.strategy.tried_step import TriedStep
 from lightning_mist.tuner import TuneResult, degrees_to_try
+from lightning_mist.tuner.budget import tensor_share
 from lightning_mist.units import format_bytes
 
 
@@ -145,12 +147,23 @@ def _decided(
     _tell_of_equal_batches(planner)
     # Trials log nothing; the loader and its hooks are asked for good, so that what they must not log is refused.
     with silent(module):
-        return _made(planner, started)
+        return _made(planner, names, started)
 
 
-def _made(planner: Planner, started: float) -> Decision:
+def _again(planner: Planner, names: Namespace, limit: int, batch: Any) -> Decision:
+    """Another decision, within so many bytes of each device; the whole module is in place."""
+    planner.request, planner.batch = replace(planner.request, memory_limit=limit), batch
+    planner.is_scarce = True
+    planner.progress.tell(f"out of memory: planning again, within {format_bytes(limit)} per device")
+    with names.isolate_rng(), torch.compiler.set_stance("force_eager"), planner.progress, silent(planner.module):
+        return _made(planner, names, perf_counter())
+
+
+def _made(planner: Planner, names: Namespace, started: float) -> Decision:
     """The decision for a batch."""
-    call = planner.call
+    call, is_auto = planner.call, planner.request.plan == "auto"
+    # A model that no device holds whole cannot be made whole to plan for it again.
+    is_alone = is_auto and planner.strategy.world_size == 1 and planner.initial is None
     found = call.rule_out(everywhere(planner.map))
     same_everywhere(found)
     found = planner.with_user_code(found)
@@ -174,9 +187,28 @@ def _made(planner: Planner, started: float) -> Decision:
         search_seconds=0.0 if made is None else made.stats.seconds,
         signature=batch_signature(planner.batch),
         kept_at=planner.kept_at,
+        asked_at=planner.asked_at,
+        needs=_needs(planner, plan) if is_auto else None,
+        again=partial(_again, planner, names) if is_alone else None,
         reach=call.reach,
         rules=planner.rules,
     )
+
+
+def _needs(planner: Planner, plan: Plan) -> int:
+    """The least ``memory_limit`` that a plan was made for: by its prediction, or else the one at hand."""
+    limit = Budget(cluster=planner.cluster, asked=planner.request.memory_limit).limit
+    peaks = [] if plan.predicted is None else [stage.peak_bytes for stage in plan.predicted.stages]
+    return min(limit, ceil(max(peaks) / tensor_share(planner.cluster))) if peaks else limit
+
+
+def _forget_limit(planner: Planner) -> bool:
+    """Plan with what the user asked for where no plan keeps within what an earlier run left; on every rank."""
+    if planner.wished is None:
+        return False
+    planner.progress.tell("no plan needs so little: planning as if there had been no earlier run")
+    planner.request, planner.wished = planner.wished, None
+    return True
 
 
 def _look(trainer: Any, strategy: Any, names: Namespace) -> Any:
@@ -247,7 +279,8 @@ def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, 
         return plan, None, planner.split(found, degrees_of(plan))
     if planner.call.talk:
         raise PlanError(f"the step talks to other processes itself ({planner.call.talk})")
-    enough = on_rank_zero(planner.plain_is_enough) if is_free(planner.request.search) else None
+    is_open = is_free(planner.request.search) and not planner.is_scarce
+    enough = on_rank_zero(planner.plain_is_enough) if is_open else None
     if enough is not None:
         planner.progress.tell(f"plain data parallelism: {enough}")
         rows = on_rank_zero(lambda: batch_rows(planner.batch))
@@ -256,7 +289,12 @@ def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, 
     if kept is not None:
         _refuse_unsafe_cuts(planner, found, kept)
         return kept, None, planner.split(found, degrees_of(kept))
-    plan, made, split = _searched(planner, found)
+    try:
+        plan, made, split = _searched(planner, found)
+    except InfeasibleError:
+        if not _forget_limit(planner):
+            raise
+        plan, made, split = _searched(planner, found)
     planner.keep(found, plan)  # asked for before the module is split
     return plan, made, split
 
@@ -274,7 +312,7 @@ def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | No
     if request.offload_directory is not None:
         profile = machine.with_files(profile, Path(request.offload_directory), planner.strategy.root_device)
     seconds, update = planner.seconds(found), everywhere(planner.update_seconds)
-    is_open, enough = is_free(request.search), None
+    is_open, enough = is_free(request.search) and not planner.is_scarce, None
     degrees = degrees_to_try(request.search, planner.alike.devices_per_node)
     if is_open:
         enough, useful = on_rank_zero(lambda: planner.worthwhile(found, profile, seconds, update, degrees))

@@ -6,7 +6,7 @@ import torch
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model import counting_reason, coupling_reason, whole_tensor_reason
-from lightning_mist.plan import Feature
+from lightning_mist.plan import Exclusion, Feature
 from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.strategy.trials import tried
 
@@ -58,13 +58,14 @@ def _optimizer_reason(optimizers: list[Any], device: torch.device) -> str | None
         return f"whether {type(optimizers[0]).__name__} looks at several parameters cannot be found out: {error}"
 
 
-def optimizer_reasons(optimizer: Any) -> list[tuple[Feature, str]]:
+def optimizer_exclusions(optimizer: Any) -> tuple[Exclusion, ...]:
     """What an optimizer rules out beside that, and why."""
     whole, counting = whole_tensor_reason(optimizer), counting_reason(optimizer)
     reasons: list[tuple[Feature, str]] = [] if whole is None else [("tensor", whole)]
     # Whatever of it is in host memory, an update goes unit by unit.
     updated = () if counting is None else ("parameters", "gradients", "optimizer")
-    return reasons + [(OFFLOADS[kind], str(counting)) for kind in updated]
+    reasons += [(OFFLOADS[kind], str(counting)) for kind in updated]
+    return tuple(Exclusion(feature=feature, reason=reason) for feature, reason in reasons)
 
 
 def refuse_what_is_not_there(save_distributed_checkpoint: bool) -> None:

@@ -22,6 +22,9 @@ SETS = 2
 what a step keeps."""
 
 
+_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+"""What torch's allocator on a CPU says, in a RuntimeError (c10/core/impl/alloc_cpu.cpp)."""
+
 AMPLE = 0.1
 """Share of the memory that may be used, below which parameters and gradients leave room for whatever a step keeps of
 the few rows that it is tried on: that is not counted, which takes half a second."""
@@ -64,7 +67,7 @@ class Room:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or what it comes from, is that memory has run out."""
     while error is not None:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _CPU_ALLOCATOR in str(error):
             return True
         error = error.__cause__
     return False
@@ -82,7 +85,7 @@ def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | Non
     """
     try:
         return work()
-    except (TraceError, torch.OutOfMemoryError, MemoryError) as error:
+    except (TraceError, RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
     # Outside of the handler: the traceback held what the work had made.

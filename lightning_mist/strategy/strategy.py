@@ -2,38 +2,35 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from lightning_mist.hardware import Cluster
 from lightning_mist.model.initial import InitialValues
 from lightning_mist.plan import Plan
-from lightning_mist.runtime.caches import no_caches
 from lightning_mist.runtime.transport import complete
 from lightning_mist.strategy import checkpoint_io, deferred, publishing, together
 from lightning_mist.strategy.accumulation import gradients_are_about_to_go
-from lightning_mist.strategy.acting import ActingRank, guarded
+from lightning_mist.strategy.acting import ActingRank
 from lightning_mist.strategy.answers import Answers
 from lightning_mist.strategy.decision import PlanRequest
 from lightning_mist.strategy.engine import Engine
-from lightning_mist.strategy.evaluation import WholeEvaluation, as_wrapped, broadcasts_buffers
-from lightning_mist.strategy.monitor import Monitor
+from lightning_mist.strategy.first_steps import FirstSteps
+from lightning_mist.strategy.installing import Installs
 from lightning_mist.strategy.namespace import Namespace, namespace
 from lightning_mist.strategy.precision import attach_engine
 from lightning_mist.strategy.restrictions import refuse_what_is_not_there, whole_module_reason
 from lightning_mist.strategy.stage_times import FORWARD
-from lightning_mist.strategy.starting import later, start_engine
+from lightning_mist.strategy.starting import later
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.units import parse_bytes
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MistBase(ActingRank, Answers, WholeEvaluation):
+class MistBase(ActingRank, Answers, Installs):
     """Trains as DDP would, on a plan that fits and is fast.
 
     At the first ``fit`` the model and the machine are profiled, a plan is chosen (pipeline stages, data and tensor
@@ -179,55 +176,12 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
             self._decision = decide(
                 trainer, self, self._names, self._request, plain=self._why_plain(trainer), initial=self._initial
             )
-        if self._decision.is_plain:
-            if self._initial is not None:
-                self._initial.give(self._initial.names)
-            given, found = self._find_unused_parameters, self._decision.has_unused_parameters
-            self._ddp_kwargs["find_unused_parameters"] = found if given is None else given
-            self.configure_ddp()
-            self._fitting.enter_context(no_caches(module, self._decision.module_map))
-            if isinstance(self._ddp_comm_state, PostLocalSGDState):
-                self._enable_model_averaging()
-        else:
-            self._engine = start_engine(
-                *(module, self._decision.plan, self._decision.module_map),
-                device=self.root_device,
-                timeout=self._timeout,
-                rules=self._decision.rules,
-                host=self._request.host_of_each(self.num_processes, self.root_device),
-            )
-            self._engine.buffers.is_enabled = broadcasts_buffers(self._ddp_kwargs)
-            self._engine.guard = guarded(self, module, self._decision)
-            self._engine.take_optimizer(self.optimizers[0])
-            self._fitting.enter_context(as_wrapped(module))
-            if self._initial is not None:
-                self._engine.begin(self._initial)
+        self._first_steps = FirstSteps(self, self._decision)
+        self._install(module)
         if self._initial is not None:
             self._initial.forget()
-        # Only the engine's guard needs it; it leads to what cannot be pickled, and trainers can be after a fit.
-        self._decision = replace(self._decision, reach=None)
         self.setup_precision_plugin()
-        attach_engine(self.precision_plugin, self._engine)
-        self._start_monitor(module)
-
-    def _start_monitor(self, module: Any) -> None:
-        assert self._decision is not None
-        self._monitor = Monitor(
-            self._decision,
-            device=self.root_device,
-            module=module,
-            report_path=self._report_path,
-            recorder=None if self._engine is None else self._engine.executor.recorder,
-            verbose=self._request.verbose,
-        )
-
-    @contextmanager
-    def _planning(self) -> Iterator[None]:
-        self._is_planning = True
-        try:
-            yield
-        finally:
-            self._is_planning = False
+        self._watch(module)
 
     def _why_plain(self, trainer: Any) -> str | None:
         """Why only plain data parallelism can honour what the user asked for, if so."""
@@ -284,7 +238,11 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
         batch, *rest = (*args, *kwargs.values())
         assert self._monitor is not None
         self._monitor.saw(batch)
+        return self._first_steps.batch(lambda: self._trained(batch, rest, args, kwargs), batch)
+
+    def _trained(self, batch: Any, rest: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._engine is None:
+            assert self._monitor is not None
             with self._monitor.recorder.phase(FORWARD):
                 return super().training_step(*args, **kwargs)
         module, context = self.lightning_module, self.precision_plugin.train_step_context
@@ -310,12 +268,18 @@ class MistBase(ActingRank, Answers, WholeEvaluation):
         self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
         """Step the owned parameters and, under ZeRO-1 and ZeRO-2, distribute what was updated."""
+
+        def step() -> Any:
+            assert self._monitor is not None
+            with self._monitor.step(optimizer, closure) as timed:
+                output = super(MistBase, self).optimizer_step(optimizer, timed, model, **kwargs)
+                if self._engine is not None:
+                    with self.all_take_part():
+                        complete(self._engine.executor.gather_parameters())
+            return output
+
+        output = self._first_steps.step(step)
         assert self._monitor is not None
-        with self._monitor.step(optimizer, closure) as timed:
-            output = super().optimizer_step(optimizer, timed, model, **kwargs)
-            if self._engine is not None:
-                with self.all_take_part():
-                    complete(self._engine.executor.gather_parameters())
         self._monitor.after_step()
         return output
 

@@ -223,3 +223,15 @@ def test_json_says_how_sure_the_plan_is(capsys):
     assert any(note.startswith("HiGHS certifies") for note in found["notes"])
     assert found["search"]["stats"]["candidates"] > 0
     assert "mist: searching plans for 24 layers on 2 devices\nmist: that took " in shown.err
+
+
+def test_a_network_of_seven_billion_parameters_is_planned_for_one_card(tmp_path, capsys):
+    """What it needs beside the card goes to the host, and it is said why."""
+    out = tmp_path / "plan.json"
+    asked = {"model": "llama-7b", "cluster": "1xL4", "seq_len": 2048, "precision": "bf16-true", "out": out}
+    run(*plan_arguments(**asked))
+    (stage,) = load(out).stages
+    assert stage.offload.optimizer == 1.0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "offload of optimizer state" in text
+    assert "host_memory_limit is 76.8 GiB per node, 80% of the catalog's 96.0 GiB" in text

@@ -75,7 +75,7 @@ class Searching:
         self.count = lambda *_: self.done.append("count")
         self.simplest = lambda made: made.plan
         self.plainest = lambda: pipeline((2,), 1)
-        self.rule_out_cuts = self.done.append
+        self.rule_out_cuts, self.is_scarce = self.done.append, False
         self.fingerprint = lambda found: SimpleNamespace(pairs=tuple)
 
     def worthwhile(self, found, profile, seconds, update, degrees):

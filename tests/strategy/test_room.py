@@ -43,6 +43,10 @@ def test_microbatches_are_timed_that_fit_beside_the_parameters():
 
 def test_running_out_of_memory_is_told_from_other_errors():
     assert is_out_of_memory(MemoryError())
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(refused.value)
+    assert not is_out_of_memory(RuntimeError("shapes"))
     with pytest.raises(TraceError) as caught:
         raise TraceError("trying it failed") from torch.OutOfMemoryError("2 GiB")
     assert is_out_of_memory(caught.value)

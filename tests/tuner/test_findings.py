@@ -223,6 +223,6 @@ def test_a_ratio_that_moves_nothing_of_a_unit_is_told():
     plan = replace(OFFLOADING, stages=(replace(OFFLOADING.stages[0], offload=offload),))
     texts = [item.text for item in findings_of(model, predicted(model, plan), limits=(1e9,))]
     assert [text for text in texts if "offload.optimizer" in text] == [
-        "The only stage: offload.optimizer = 0.25 moves nothing of the head and the tail: whole parameters move, and each "
-        "there is a larger share of its unit"
+        "The only stage: offload.optimizer = 0.25 moves nothing of the head and the tail: whole parameters move, and "
+        "each there is a larger share of its unit"
     ]

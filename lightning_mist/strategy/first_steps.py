@@ -1,0 +1,191 @@
+"""Out of memory in the first steps: another plan that needs less trains the same batch, or the next start makes one.
+
+Predictions can be wrong, and something else can take memory of a device. Nobody has seen anything yet of a batch whose
+forward, or whose whole schedule under a plan that the runtime executes, ran out of memory: its values, random numbers
+and what it logged are put back, and it runs once more under the next plan. Where several processes would have to turn
+around together, inside of collectives or not, and where hooks have seen the batch already, training ends with what to
+ask for; the next start of the same training plans with less by itself.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from lightning_mist.errors import InfeasibleError
+from lightning_mist.model.attributes import Generators, ModuleState
+from lightning_mist.model.surroundings import Snapshot
+from lightning_mist.strategy.accumulation import gradients_are_about_to_go
+from lightning_mist.strategy.decision import Decision
+from lightning_mist.strategy.kept_plans import remember_limit
+from lightning_mist.strategy.logging import recorded_logs, replay
+from lightning_mist.strategy.room import is_out_of_memory
+from lightning_mist.units import format_bytes
+
+T = TypeVar("T")
+
+WATCHED_STEPS = 2
+"""Optimizer steps after which memory has been at its peak: the first makes the optimizer's state, the second has it."""
+
+MOST_PLANS = 3
+"""How often another plan is tried."""
+
+TIGHTER = 0.9
+"""Of what a plan that ran out of memory was predicted to need: what the next one may need. Predictions that were far
+lower than what was needed are rare (docs/memory-estimates.md), and three times this is 0.73."""
+
+
+class _AnotherPlanError(Exception):
+    """The way from inside of an optimizer's step to around it."""
+
+    def __init__(self, batch: Any) -> None:
+        super().__init__("out of memory")
+        self.batch = batch
+
+
+class FirstSteps:
+    """What happens when memory runs out in the first steps of a plan that was made here.
+
+    Args:
+        strategy: The strategy.
+        decision: Its plan.
+    """
+
+    def __init__(self, strategy: Any, decision: Decision) -> None:
+        self._strategy, self._again, self._reach = strategy, decision.again, decision.reach
+        self._tries, self._is_stepping, self._asked_at = 0, False, decision.asked_at
+        self._left = 0 if decision.needs is None else WATCHED_STEPS
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Trainers can be pickled after a fit, and what plans cannot.
+        return {**vars(self), "_strategy": None, "_again": None, "_reach": None, "_left": 0}
+
+    def step(self, work: Callable[[], T]) -> T:
+        """An optimizer step, its batch included.
+
+        Raises:
+            InfeasibleError: If memory runs out and no other plan can be taken.
+        """
+        if not self._left:
+            return work()
+        hook, self._is_stepping = self._module._current_fx_name, True
+        try:
+            while True:
+                try:
+                    result = work()
+                    break
+                except _AnotherPlanError as error:
+                    batch = error.batch
+                except Exception as error:
+                    if isinstance(error, InfeasibleError) or not is_out_of_memory(error):
+                        raise
+                    raise self._ended(error) from error
+                self._module._current_fx_name = hook
+                self._take_another(batch)
+        finally:
+            self._is_stepping = False
+        self._left -= 1
+        if not self._left:
+            self._again = self._reach = None
+        return result
+
+    def batch(self, work: Callable[[], T], batch: Any) -> T:
+        """What the strategy does for one batch.
+
+        Raises:
+            InfeasibleError: If memory runs out and no other plan can be taken.
+        """
+        while self._left:
+            before = None if self._again is None else self._now()
+            # A plan that the engine runs logs behind its batch in any case.
+            is_plain = before is not None and self._strategy._engine is None
+            try:
+                with recorded_logs(self._module) if is_plain else nullcontext() as log:
+                    result = work()
+                if log is not None:
+                    replay(self._module, log.take())
+                return result
+            except Exception as error:
+                if not is_out_of_memory(error) or (before is None and self._is_stepping):
+                    raise
+                if before is None:
+                    raise self._ended(error) from error
+            # Outside of the handler: the traceback held what the batch had made.
+            before()
+            if self._is_stepping:
+                raise _AnotherPlanError(batch)
+            self._take_another(batch)
+        return work()
+
+    @property
+    def _module(self) -> Any:
+        return self._strategy.lightning_module
+
+    def _now(self) -> Callable[[], None]:
+        """Puts everything that a batch changes back as it is now."""
+        keeps = not gradients_are_about_to_go(self._module)
+        gradients = [(p, p.grad if keeps else None) for p in self._module.parameters()]
+        states: list[Any] = [ModuleState(self._module, with_contents=True), Generators()]
+        states += [] if self._reach is None else [Snapshot(self._reach, is_start=True)]
+
+        def restore() -> None:
+            for state in states:
+                state.restore()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+        return restore
+
+    def _take_another(self, batch: Any) -> None:
+        """Put the next plan that needs less in place."""
+        failed, again = self._strategy._decision, self._again
+        if again is None or self._tries == MOST_PLANS:
+            plans = f"{self._tries + 1} plans, each for less than the one before"
+            raise InfeasibleError(f"out of memory in the first steps under {plans}{self._asking(failed)}")
+        self._tries += 1
+        gradients = [(p, p.grad) for p in self._module.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        try:
+            self._strategy.replace_plan(partial(_other, again, failed, batch))
+        except InfeasibleError as error:
+            raise InfeasibleError(f"out of memory, and no plan needs less: {error}") from error
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        self._remember(self._strategy._decision.needs)
+
+    def _remember(self, limit: int) -> None:
+        """Let later runs plan within so many bytes; training goes on where that cannot be written."""
+        if self._asked_at is not None:
+            with suppress(OSError):
+                remember_limit(self._asked_at, limit)
+
+    def _ended(self, error: Exception) -> Exception:
+        """The error to end with where memory ran out: what to ask for."""
+        decision = self._strategy._decision
+        self._remember(_tighter(decision))
+        rank = self._strategy.global_rank
+        return InfeasibleError(f"rank {rank} ran out of memory in its first steps ({error}){self._asking(decision)}")
+
+    def _asking(self, decision: Decision) -> str:
+        """What to ask for."""
+        limit = _tighter(decision)
+        by_itself = "" if self._asked_at is None else ", as the next start does by itself"
+        limit_words = f"memory_limit={limit} ({format_bytes(limit)})"
+        return f": plan with {limit_words}{by_itself}; smaller batches or more devices help as well"
+
+
+def _other(again: Callable[[int, Any], Decision], failed: Decision, batch: Any) -> Decision:
+    """Another decision; of a plan that was not predicted, what it needs is known only now."""
+    try:
+        found = again(_tighter(failed), batch)
+    except InfeasibleError:
+        assert failed.needs is not None
+        found = again(failed.needs - 1, batch)  # whatever needs less at all
+    return found if found.plan.stages != failed.plan.stages else again(_tighter(found), batch)
+
+
+def _tighter(decision: Decision) -> int:
+    """Bytes of each device within which the plan of a decision is not made."""
+    assert decision.needs is not None
+    return int(TIGHTER * decision.needs)
