@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.model.attributes import Generators, ModuleState
 from lightning_mist.model.surroundings import Snapshot
+from lightning_mist.runtime.absent import at_work
 from lightning_mist.strategy.accumulation import gradients_are_about_to_go
 from lightning_mist.strategy.decision import Decision
 from lightning_mist.strategy.kept_plans import remember_limit
@@ -121,18 +122,22 @@ class FirstSteps:
     def _module(self) -> Any:
         return self._strategy.lightning_module
 
-    def _now(self) -> Callable[[], None]:
-        """Puts everything that a batch changes back as it is now."""
+    def _now(self) -> Callable[[], None] | None:
+        """Puts everything that a batch changes back as it is now; None if that cannot be done."""
         keeps = not gradients_are_about_to_go(self._module)
-        gradients = [(p, p.grad if keeps else None) for p in self._module.parameters()]
+        if keeps and any(stage.offload.gradients for stage in self._strategy.plan.stages):
+            return None  # a batch adds to those in host memory
+        with at_work():
+            gradients = [(p, p.grad if keeps else None) for p in self._module.parameters()]
         states: list[Any] = [ModuleState(self._module, with_contents=True), Generators()]
         states += [] if self._reach is None else [Snapshot(self._reach, is_start=True)]
 
         def restore() -> None:
             for state in states:
                 state.restore()
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            with at_work():
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
 
         return restore
 

@@ -2,7 +2,7 @@ import json
 from dataclasses import replace
 
 from lightning_mist.cli.compare import comparison_json, render_comparison
-from lightning_mist.plan import OffloadRatios, from_json
+from lightning_mist.plan import OffloadRatios, StageMesh, from_json
 from lightning_mist.tuner.baseline_plans import Baseline
 from lightning_mist.tuner.comparison import compare_plans
 from tests.tuner.test_comparison import plan
@@ -10,7 +10,8 @@ from tests.tuner.test_comparison import plan
 
 def moved():
     made = plan(4.0, tokens=16)
-    first = replace(made.stages[0], offload=OffloadRatios(gradients=1.0))
+    ring = StageMesh(devices=(1, 2), context_parallel_degree=2)
+    first = replace(made.stages[0], mesh=ring, offload=OffloadRatios(gradients=1.0))
     return replace(made, stages=(first, made.stages[1]))
 
 
@@ -30,7 +31,7 @@ def test_table():
     assert "1.000" in lines["this plan"]
     assert "2 stages; 2 microbatches of 4 rows" in lines["this plan"]
     assert "the same plan " in lines["same"]
-    for words in ("4 s", "2.000", "32", "2.9 KiB", "on the host: gradients"):
+    for words in ("4 s", "2.000", "32", "2.9 KiB", "1 with context 2"):
         assert words in lines["moved *"]
     assert "the same plan as moved" in lines["again *"]
     assert "does not fit: needs 3 GiB of 2 GiB per device (to know)" in lines["none"]
@@ -56,5 +57,5 @@ def test_json():
     assert [item["name"] for item in found] == ["this plan", "same", "moved", "again", "none"]
     assert from_json(json.dumps(found[2]["plan"])) == moved()
     assert found[2]["ratio"] == 2.0
-    assert found[2]["not_executed"] == ["gradients in host memory (stage 0)"]
+    assert found[2]["not_executed"] == ["context_parallel_degree above 1 (stage 0)"]
     assert (found[4]["plan"], found[4]["reason"]) == (None, "does not fit: needs 3 GiB of 2 GiB per device")

@@ -4,7 +4,7 @@ from functools import lru_cache
 import pytest
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import OffloadRatios
+from lightning_mist.plan import OffloadRatios, StageMesh
 from lightning_mist.report.frontier import memory_frontier
 from lightning_mist.report.report import Report, check_report, headline, render_report, write_report
 from lightning_mist.tuner import Planner, SearchSpace, baselines, explain_plan
@@ -111,9 +111,19 @@ def test_a_plan_alone_is_enough():
 
 def test_what_is_not_executed_yet_is_said_first():
     plan = predicted(2, 4, devices=4, offload=OffloadRatios(gradients=0.5))
+    assert "A forecast" not in render_report(Report(title="t", plan=plan))
+    stages = tuple(
+        dataclasses.replace(
+            stage,
+            mesh=StageMesh(devices=stage.devices, context_parallel_degree=2),
+            microbatch_size=2 * stage.microbatch_size,
+        )
+        for stage in plan.stages
+    )
+    plan = dataclasses.replace(plan, stages=stages)
     _, text = sections(render_report(Report(title="t", plan=plan)))
     assert "this version does not execute all of this plan yet" in text
-    assert "gradients in host memory" in text
+    assert "context_parallel_degree above 1" in text
     assert text.index("A forecast") < text.index("The plan")
 
 
