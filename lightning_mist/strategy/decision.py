@@ -10,11 +10,13 @@ import torch
 
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster
+from lightning_mist.hardware.detect import host_memory_bytes
 from lightning_mist.model.reach import Reach
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.cutting.rules import CutRules
 from lightning_mist.runtime.offload.host_pool import HostPlace
 from lightning_mist.tuner import SearchSpace
+from lightning_mist.tuner.budget import USABLE_HOST_MEMORY
 
 if TYPE_CHECKING:
     from lightning_mist.cost import MemoryEstimate
@@ -66,8 +68,9 @@ class PlanRequest:
                 "page-locked memory, which files have not; leave it out, and what is offloaded is in host memory"
             )
         limit, folder = self.host_memory_limit, self.offload_directory
-        budget = None if limit is None else limit // processes
-        return HostPlace(budget=budget, directory=None if folder is None else Path(folder))
+        # Never more than the node has, or its control group.
+        limit = int(USABLE_HOST_MEMORY * host_memory_bytes()) if limit is None else limit
+        return HostPlace(budget=limit // processes, directory=None if folder is None else Path(folder))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

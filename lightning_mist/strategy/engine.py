@@ -388,7 +388,7 @@ class Engine:
 
     def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
         """Whether any rank found a gradient that is not finite; the same answer on all ranks."""
-        flag = found.get(self.device, torch.zeros(1, device=self.device))
+        flag = found.get(self.device, torch.zeros((), device=self.device))
         moved = self.executor.gradients
         if moved is not None and moved.found is not None:
             flag = flag + moved.found

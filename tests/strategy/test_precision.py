@@ -1,3 +1,5 @@
+from contextlib import contextmanager
+
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -14,6 +16,10 @@ class Engine:
 
     def clip_by_norm(self, optimizer, max_norm):
         self.clipped.append((optimizer, max_norm))
+
+    @contextmanager
+    def unscaling(self, optimizer, factor):
+        yield
 
     def agree_on_overflow(self, found):
         return {device: value + self.overflow for device, value in found.items()}

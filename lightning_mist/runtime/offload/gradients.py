@@ -310,7 +310,7 @@ class OffloadedGradients:
         self._norms.update(zip(item.bucket.names, torch._foreach_norm(views), strict=True))
         if self.checks:
             if self.found is None:
-                self.found = torch.zeros(1, device=self._lanes.ops.device)
+                self.found = torch.zeros((), device=self._lanes.ops.device)
             one = torch.ones((), device=self._lanes.ops.device)
             torch._amp_foreach_non_finite_check_and_unscale_(views, self.found, one)
 
