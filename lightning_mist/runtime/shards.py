@@ -32,7 +32,7 @@ from lightning_mist.runtime.buckets import Bucket, padded_numel, views_like
 from lightning_mist.runtime.offload.host_pool import HostPool, let_go
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.transport import Transport, Work
-from lightning_mist.schedule.units import ShardUnit
+from lightning_mist.schedule.stage_units import ShardUnit
 
 UnitKey = tuple[int, int]
 """Stage and unit."""

@@ -18,7 +18,7 @@ from lightning_mist.runtime.buckets import Bucket
 from lightning_mist.runtime.offload.gradients import OffloadedGradients
 from lightning_mist.runtime.shards import UnitKey
 from lightning_mist.runtime.transport import Transport, Work
-from lightning_mist.schedule.units import ShardUnit
+from lightning_mist.schedule.stage_units import ShardUnit
 
 
 class _Sum:

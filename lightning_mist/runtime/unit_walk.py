@@ -35,15 +35,8 @@ from lightning_mist.runtime.transport import Transport
 from lightning_mist.runtime.unit_gradients import UnitGradients
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import COMPUTATIONS, HEAD, INPUT_BACKWARDS, TAIL
-from lightning_mist.schedule.units import (
-    ShardUnit,
-    StageUnits,
-    check_units,
-    expand,
-    expanded_units,
-    moved_parameters,
-    plan_units,
-)
+from lightning_mist.schedule.stage_units import ShardUnit, expanded_units, moved_parameters, plan_units
+from lightning_mist.schedule.units import StageUnits, check_units, expand
 
 
 class UnitWalk:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.render import ranges
 from lightning_mist.schedule.action import HEAD, TAIL
-from lightning_mist.schedule.units import moved_parameters, shard_units, unit_order
+from lightning_mist.schedule.stage_units import moved_parameters, shard_units, unit_order
 
 _WHOLE_PARAMETERS = {"parameters": False, "gradients": True, "optimizer": True}
 """Kinds of state that move by whole parameters, and whether only trained ones have it."""

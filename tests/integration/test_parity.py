@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_mist.plan import Plan
 from lightning_mist.runtime.batches import slice_rows
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
-from lightning_mist.schedule.units import shard_units
+from lightning_mist.schedule.stage_units import shard_units
 from tests import zoo
 from tests.integration.parity import (
     assert_equal,

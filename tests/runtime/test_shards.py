@@ -9,7 +9,7 @@ from lightning_mist.plan.parallelism import ZeroStage
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.shards import UnitShards
 from lightning_mist.schedule.action import HEAD, TAIL
-from lightning_mist.schedule.units import ShardUnit
+from lightning_mist.schedule.stage_units import ShardUnit
 from tests.integration.parity import make_plan, map_of
 from tests.zoo import make
 

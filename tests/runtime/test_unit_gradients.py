@@ -6,7 +6,7 @@ from lightning_mist.errors import PlanError, ScheduleError
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.unit_gradients import UnitGradients
-from lightning_mist.schedule.units import ShardUnit
+from lightning_mist.schedule.stage_units import ShardUnit
 from tests.integration.parity import make_plan
 from tests.plan.test_mesh import make_map
 

@@ -10,7 +10,8 @@ from lightning_mist.plan.module_map import Exclusion
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import HEAD, INPUT_BACKWARDS, TAIL
 from lightning_mist.schedule.generate import generate
-from lightning_mist.schedule.units import ShardUnit, StageUnits, check_units, expand, shard_units
+from lightning_mist.schedule.stage_units import ShardUnit, shard_units
+from lightning_mist.schedule.units import StageUnits, check_units, expand
 
 
 def units(*order, zero=3, reduced=None):

@@ -9,7 +9,8 @@ from lightning_mist.hardware import StepOverheads
 from lightning_mist.model import map_module, trace_model
 from lightning_mist.schedule import ActionKind
 from lightning_mist.schedule.lower import lower
-from lightning_mist.schedule.units import expand, expanded_units, plan_units
+from lightning_mist.schedule.stage_units import expanded_units, plan_units
+from lightning_mist.schedule.units import expand
 from lightning_mist.strategy import overheads
 from tests.specs import profile
 

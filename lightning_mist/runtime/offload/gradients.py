@@ -26,7 +26,7 @@ from lightning_mist.runtime.offload.rooms import Rooms
 from lightning_mist.runtime.shards import UnitKey
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.schedule.moves import ROOMS
-from lightning_mist.schedule.units import ShardUnit
+from lightning_mist.schedule.stage_units import ShardUnit
 
 
 class _Sum:

@@ -15,7 +15,7 @@ from lightning_mist.runtime.shards import UnitKey, UnitShards
 from lightning_mist.runtime.transport import Transport
 from lightning_mist.runtime.unit_gather import UnitGather
 from lightning_mist.schedule.moves import check_update, update_actions
-from lightning_mist.schedule.units import defers_update, moved_parameters, shard_units
+from lightning_mist.schedule.stage_units import defers_update, moved_parameters, shard_units
 
 
 def updated_units(mesh: Mesh, module_map: ModuleMap) -> Iterator[tuple[UnitKey, tuple[str, ...]]]:

@@ -1,0 +1,211 @@
+"""The units of a plan's stages: which parameters they have, what of them is sharded, reduced and moved.
+
+What happens between units is said in :mod:`lightning_mist.schedule.units`.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from lightning_mist.plan import Feature, ModuleMap, ParameterUse, Plan, StagePlan, ZeroStage
+from lightning_mist.plan.mesh import itemsize
+from lightning_mist.schedule.action import HEAD, TAIL
+from lightning_mist.schedule.moves import moved_names
+from lightning_mist.schedule.units import StageUnits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardUnit:
+    """One unit of a stage.
+
+    Attributes:
+        unit: Position of its layer, or :data:`HEAD`, or :data:`TAIL`.
+        names: Canonical names of the parameters that it computes with.
+        reduced: Those of them whose gradient is complete when its backward has run: no earlier unit of the stage uses
+            them.
+    """
+
+    unit: int
+    names: tuple[str, ...]
+    reduced: tuple[str, ...]
+
+
+def shard_units(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stage: int) -> tuple[ShardUnit, ...]:
+    """The units of a stage that have parameters, in the order of forward.
+
+    A parameter that no part of the traced step used belongs to the layer it lies in, or else to all units of its stage:
+    another step may use it anywhere. A module without layers, or that uses parameters in ways that are not seen, is one
+    unit, its head.
+
+    Args:
+        module_map: Where parameters are used.
+        bounds: The layer range of every stage.
+        stage: The stage.
+    """
+    order = unit_order(module_map, bounds, stage)
+    owners = module_map.owners(bounds)
+    used: dict[int, list[str]] = {unit: [] for unit in order}
+    reduced: dict[int, list[str]] = {unit: [] for unit in order}
+    for use in module_map.parameters:
+        if stage not in owners[use.name]:
+            continue
+        units = [unit for unit in order if unit in _units_of(module_map, use)] or list(order)
+        for unit in units:
+            used[unit].append(use.name)
+        if use.requires_grad:
+            reduced[units[0]].append(use.name)
+    return tuple(
+        ShardUnit(unit=unit, names=tuple(used[unit]), reduced=tuple(reduced[unit])) for unit in order if used[unit]
+    )
+
+
+def unit_order(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stage: int) -> tuple[int, ...]:
+    """All units of a stage in the order of forward; one, its head, where uses of parameters are not known by layers."""
+    if not module_map.blocks or module_map.excludes("shards"):
+        return (HEAD,)
+    first, end = bounds[stage] if len(bounds) > 1 else (0, len(module_map.blocks))
+    return (*[HEAD] * (stage == 0), *range(first, end), *[TAIL] * (stage == len(bounds) - 1))
+
+
+def _units_of(module_map: ModuleMap, use: ParameterUse) -> set[int]:
+    """The units that compute with a parameter; empty if any may."""
+    blocks = module_map.blocks
+    found: set[int] = set()
+    for module_name, _, regions in use.slots:
+        for region in regions:
+            # The map counts what follows a layer to its region. What follows the last one is a unit of its own.
+            inside = region >= 0 and _lies_in(module_name, blocks[region])
+            found.add(TAIL if region == len(blocks) - 1 and not inside else region)
+    if not found and any(_lies_in(name, block) for name, *_ in use.slots for block in blocks):
+        found.add(module_map.home(use))
+    return found
+
+
+def _lies_in(module_name: str, block: str) -> bool:
+    return f"{module_name}.".startswith(f"{block}.")
+
+
+def stage_units(
+    units: Sequence[ShardUnit],
+    stage: StagePlan,
+    order: Sequence[int],
+    moved: Collection[str] = (),
+    gradients: Collection[str] = (),
+) -> StageUnits:
+    """The units of a stage as the expansion needs them.
+
+    Args:
+        units: Its units that have parameters.
+        stage: The stage.
+        order: All its units; see :func:`unit_order`.
+        moved: Names of parameters whose values are in host memory.
+        gradients: Names of parameters whose gradients are.
+    """
+    shards = stage.zero_stage if stage.data_parallel_degree > 1 else ZeroStage.NONE
+    found = {unit.unit: unit for unit in units}
+    moves = stage.offload.activations > 0.0
+    return StageUnits(
+        order=tuple(order) if moves else tuple(found),
+        reduced=frozenset(key for key, unit in found.items() if unit.reduced and shards >= ZeroStage.GRADIENTS),
+        sharded=frozenset(
+            key
+            for key, unit in found.items()
+            if shards >= ZeroStage.PARAMETERS or not set(moved).isdisjoint(unit.names)
+        ),
+        activations=frozenset(unit for unit in order if unit not in (HEAD, TAIL)) if moves else frozenset(),
+        gradients=frozenset(key for key, unit in found.items() if not set(gradients).isdisjoint(unit.reduced)),
+        is_averaged=stage.data_parallel_degree > 1 and shards < ZeroStage.GRADIENTS,
+    )
+
+
+def defers_update(plan: Plan, module_map: ModuleMap, stage: int) -> bool:
+    """Whether a stage takes the optimizer's step in the first forward of the next batch.
+
+    It does where that hides copies, unless code of the user's may look at gradients or optimizer state behind a step.
+    Who looks at parameters has the step taken first, which one rank alone can do but under ZeRO-1 and ZeRO-2.
+
+    Args:
+        plan: The plan.
+        module_map: What is ruled out.
+        stage: The stage.
+    """
+    item = plan.stages[stage]
+    if max(item.offload.parameters, item.offload.gradients, item.offload.optimizer) == 0.0:
+        return False
+    is_given_out = item.data_parallel_degree > 1 and item.zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
+    seen: tuple[Feature, ...] = ("sharded_gradients", "shards", *(("sharded_parameters",) if is_given_out else ()))
+    return not any(module_map.excludes(feature) for feature in seen)
+
+
+def walked_stages(plan: Plan, module_map: ModuleMap, group: int) -> tuple[int, ...]:
+    """The stages of a group of devices whose computations are expanded: they shard gradients, or move something."""
+    return tuple(
+        index
+        for index in plan.chunks(group)
+        if max((item := (stage := plan.stages[index]).offload).activations, item.parameters, item.gradients) > 0.0
+        or (stage.zero_stage >= ZeroStage.GRADIENTS and stage.data_parallel_degree > 1)
+        or defers_update(plan, module_map, index)
+    )
+
+
+def plan_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[int, tuple[ShardUnit, ...]]:
+    """The units that have parameters of every stage of a group of devices whose computations are expanded.
+
+    Args:
+        plan: The plan.
+        module_map: Where parameters are used.
+        group: The group of devices.
+    """
+    return {stage: shard_units(module_map, plan.bounds, stage) for stage in walked_stages(plan, module_map, group)}
+
+
+def expanded_units(
+    plan: Plan, module_map: ModuleMap, found: Mapping[int, Sequence[ShardUnit]]
+) -> dict[int, StageUnits]:
+    """Units as the expansion needs them.
+
+    Args:
+        plan: The plan.
+        module_map: Where parameters are used.
+        found: What :func:`plan_units` gave.
+    """
+    return {
+        stage: stage_units(
+            units,
+            plan.stages[stage],
+            unit_order(module_map, plan.bounds, stage),
+            moved_parameters(plan, module_map, stage, plan.stages[stage].offload.parameters, trained=False),
+            moved_parameters(plan, module_map, stage, plan.stages[stage].offload.gradients, trained=True),
+        )
+        for stage, units in found.items()
+    }
+
+
+def moved_parameters(plan: Plan, module_map: ModuleMap, stage: int, ratio: float, *, trained: bool) -> frozenset[str]:
+    """Names of the parameters of which a stage moves something: their values, gradients or optimizer state.
+
+    A parameter belongs to the first unit of the whole module that uses it, whatever the stages.
+
+    Args:
+        plan: The plan.
+        module_map: Where parameters are used.
+        stage: The stage.
+        ratio: Share of each unit's bytes that may be moved.
+        trained: Whether only trained parameters count.
+    """
+    if ratio == 0.0:
+        return frozenset()
+    degree = plan.stages[stage].mesh.tensor_parallel_degree
+    parts = {split.name: split for split in module_map.split(degree).parameters}
+    sizes: dict[str, int] = {}
+    for use in module_map.parameters:
+        shape = parts[use.name].local_shape(use.shape, degree) if use.name in parts else use.shape
+        if use.requires_grad or not trained:
+            sizes[use.name] = prod(shape) * itemsize(use.dtype)
+    units: list[list[tuple[str, int]]] = []
+    known: set[str] = set()
+    for unit in shard_units(module_map, ((0, len(module_map.blocks)),), 0):
+        first = {name for name in unit.names if name not in known}
+        known |= first
+        units.append([(name, size) for name, size in sizes.items() if name in first])
+    return moved_names(units, ratio)
