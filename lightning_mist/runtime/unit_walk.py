@@ -8,7 +8,6 @@ has run, the gradients there are complete, and nothing before it has begun; what
 and whether or not it needs a gradient.
 """
 
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
@@ -29,7 +27,7 @@ from lightning_mist.runtime.offload.gradients import OffloadedGradients
 from lightning_mist.runtime.offload.host_pool import HostPool
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState
-from lightning_mist.runtime.patches import SharedPatch
+from lightning_mist.runtime.own_backward import refused_backward
 from lightning_mist.runtime.shards import UnitKey, UnitShards
 from lightning_mist.runtime.transport import Transport
 from lightning_mist.runtime.unit_gradients import UnitGradients
@@ -139,7 +137,7 @@ class UnitWalk:
     def _guarded(self, ghosts: FakeTensorMode | None) -> Iterator[None]:
         self._is_guarded = True
         try:
-            with _refused_backward(), self._glue.watched(ghosts):
+            with refused_backward(), self._glue.watched(ghosts):
                 yield
         finally:
             self._is_guarded = False
@@ -339,46 +337,6 @@ def _lines_of(
     lines = expand(actions, units, update)
     check_units(lines, units)
     return {action: part for action, part in zip(actions, lines, strict=True) if part != (action,)}
-
-
-_HERE = threading.local()
-
-
-@contextmanager
-def _refused_backward() -> Iterator[None]:
-    _HERE.is_in_step = True
-    try:
-        with _GUARDED:
-            yield
-    finally:
-        _HERE.is_in_step = False
-
-
-@contextmanager
-def _guarded_backward() -> Iterator[None]:
-    """Inside, a thread that runs a user's step may not run a backward; ``torch.autograd`` has no hook for it."""
-    module: Any = torch.autograd
-    original = module._engine_run_backward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # A compiler that traces a part of the step differentiates what it has traced, on tensors without values.
-        is_compiling = TracingContext.try_get() is not None
-        if getattr(_HERE, "is_in_step", False) and not is_compiling:
-            raise TraceError(
-                "the step runs a backward of its own (torch.autograd.grad or Tensor.backward): under zero_stage 3, and "
-                "where parameters are offloaded, those of the layers behind it are freed by then; use zero_stage=2 and "
-                "offload.parameters=0"
-            )
-        return original(*args, **kwargs)
-
-    module._engine_run_backward = run
-    try:
-        yield
-    finally:
-        module._engine_run_backward = original
-
-
-_GUARDED = SharedPatch(_guarded_backward)
 
 
 def _computes(action: Action) -> bool:

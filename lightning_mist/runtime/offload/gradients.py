@@ -20,49 +20,14 @@ from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.absent import AbsentGradient
 from lightning_mist.runtime.buckets import Bucket, check_dense
+from lightning_mist.runtime.offload.gradient_sum import GradientSum
 from lightning_mist.runtime.offload.host_pool import HostPool, let_go
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.offload.rooms import Rooms
 from lightning_mist.runtime.shards import UnitKey
-from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.runtime.transport import Transport
 from lightning_mist.schedule.moves import ROOMS
 from lightning_mist.schedule.stage_units import ShardUnit
-
-
-class _Sum:
-    """Gradients of parameters that one rank updates, of one unit.
-
-    Attributes:
-        form: Like the flat tensor that holds them; where ranks reduce them, behind them one number for each that says
-            how many ranks had one.
-        is_mine: Whether they end on this rank.
-        home: The flat tensor in host memory.
-        present: Which of them this rank had.
-        earlier, earlier_present: The same of earlier batches, to which this one's will be added.
-        flat: The flat tensor in a room, while it is there.
-        work: Their way to other ranks.
-    """
-
-    __slots__ = ("bucket", "earlier", "earlier_present", "flat", "form", "home", "is_mine", "present", "work")
-
-    def __init__(self, bucket: Bucket, *, is_mine: bool) -> None:
-        self.bucket, self.is_mine = bucket, is_mine
-        self.form = torch.empty(0)
-        self.home: Tensor | None = None
-        self.earlier: Tensor | None = None
-        self.flat: Tensor | None = None
-        self.present: list[bool] = []
-        self.earlier_present: list[bool] = []
-        self.work: Work | None = None
-
-    def lay_out(self, *, is_reduced: bool) -> None:
-        self.bucket = self.bucket.with_layouts()
-        size, dtype = self.bucket.numel + is_reduced * len(self.bucket.names), self.bucket.parameters[0].dtype
-        self.form = torch.empty(size, dtype=dtype, device="meta")
-
-    def views(self) -> list[Tensor]:
-        assert self.flat is not None
-        return self.bucket.views(self.flat)
 
 
 class OffloadedGradients:
@@ -106,7 +71,7 @@ class OffloadedGradients:
         # What several chunks of this rank use has several sums, and stays.
         often = Counter(name for unit in units.values() for name in unit.reduced)
         owners = {item.name: item.owner(mesh.stage) if mesh.is_sharded else None for item in mesh.held}
-        self._of: dict[UnitKey, list[_Sum]] = {}
+        self._of: dict[UnitKey, list[GradientSum]] = {}
         for key, unit in units.items():
             together: dict[tuple[int | None, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
             for name in unit.reduced:
@@ -116,7 +81,7 @@ class OffloadedGradients:
                 is_mine = owner in (None, mesh.data_index)
                 # From ZeRO-2 on others' gradients never stay.
                 if is_mine or not self._shares:
-                    self._of.setdefault(key, []).append(_Sum(Bucket.of(items, owner), is_mine=is_mine))
+                    self._of.setdefault(key, []).append(GradientSum(Bucket.of(items, owner), is_mine=is_mine))
         self.names = frozenset(name for unit in units.values() for name in unit.reduced if often[name] == 1) & set(
             moved
         )
@@ -192,7 +157,7 @@ class OffloadedGradients:
                 if self._stored[key] == 0 and not is_present:
                     view.zero_()
 
-    def _add(self, key: UnitKey, item: _Sum, index: int) -> None:
+    def _add(self, key: UnitKey, item: GradientSum, index: int) -> None:
         parameter, view = item.bucket.parameters[index], item.views()[index]
         gradient = parameter.grad
         check_dense(item.bucket, len(self._group))
@@ -288,7 +253,7 @@ class OffloadedGradients:
             if type(parameter.grad) is AbsentGradient:
                 parameter.grad = None
 
-    def _in_room(self, key: UnitKey) -> list[tuple[Tensor, _Sum]]:
+    def _in_room(self, key: UnitKey) -> list[tuple[Tensor, GradientSum]]:
         if key not in self._of:
             return []
         views = self._rooms.views(self._room_of[key], [item.form for item in self._of[key]])
@@ -305,7 +270,7 @@ class OffloadedGradients:
             if begins and self._stored[key] == 0:
                 item.present = [False] * len(item.bucket.names)
 
-    def _look(self, item: _Sum, views: list[Tensor]) -> None:
+    def _look(self, item: GradientSum, views: list[Tensor]) -> None:
         """Take norms, and see whether all is finite."""
         self._norms.update(zip(item.bucket.names, torch._foreach_norm(views), strict=True))
         if self.checks:
@@ -405,13 +370,13 @@ class OffloadedGradients:
                 (self._norms[item.bucket.names[index]],) = torch._foreach_norm([parameter.grad])
             parameter.grad = None
 
-    def _named(self, names: Collection[str]) -> Iterator[tuple[_Sum, int]]:
+    def _named(self, names: Collection[str]) -> Iterator[tuple[GradientSum, int]]:
         return ((item, index) for _, item, index in self._at.values() if item.bucket.names[index] in names)
 
-    def _mine(self) -> Iterator[_Sum]:
+    def _mine(self) -> Iterator[GradientSum]:
         return (item for _, item in self._place_of.values() if item.is_mine)
 
-    def _there(self, item: _Sum) -> list[bool]:
+    def _there(self, item: GradientSum) -> list[bool]:
         """Which of the parameters have a gradient, on any rank."""
         return self._there_in(item.home, item.present)
 
