@@ -1,0 +1,94 @@
+"""Gradients of the whole model: clipped, unscaled and looked at, wherever they are."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mist.plan import Plan
+from lightning_mist.runtime.absent import AbsentGradient, works
+from lightning_mist.runtime.executor import Executor
+from lightning_mist.runtime.gather import ParameterGatherer
+from lightning_mist.runtime.optimizer import clip_by_norm, clip_by_value, global_grad_norm
+from lightning_mist.runtime.transport import Transport, complete
+from lightning_mist.strategy.owned_optimizer import OwnedOptimizer
+
+
+class WholeGradients(ABC):
+    """The part of an engine that knows of gradients of the whole model."""
+
+    plan: Plan
+    device: torch.device
+    executor: Executor
+    transport: Transport
+    gatherer: ParameterGatherer
+    _names: dict[nn.Parameter, str]
+
+    @property
+    @abstractmethod
+    def optimizer(self) -> OwnedOptimizer:
+        """The optimizer over what this rank owns."""
+
+    @works
+    def clip_by_norm(self, optimizer: Any, max_norm: float) -> None:
+        """Clip this rank's gradients by the norm of the whole model's."""
+        every = {name: parameter for parameter, name in self._names.items()}
+        order = [self._names[parameter] for group in self.optimizer.cut.groups for parameter in group]
+        speakers = self.gatherer.speakers
+        moved = self.executor.gradients
+        known = {} if moved is None else moved.norms()
+        norm = complete(global_grad_norm(self.executor.mesh, every, speakers, self.transport, names=order, known=known))
+        clip_by_norm(_here(optimizer), max_norm, norm)
+        if moved is not None:
+            # As torch.nn.utils.clip_grads_with_norm_ has it.
+            moved.multiply(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+    @works
+    def clip_by_value(self, optimizer: Any, clip_value: float) -> None:
+        """Clamp every entry of this rank's gradients."""
+        clip_by_value(_here(optimizer), clip_value)
+        if self.executor.gradients is not None:
+            self.executor.gradients.change(lambda gradients: _clamp(gradients, clip_value))
+
+    @contextmanager
+    def unscaling(self, optimizer: Any, factor: Tensor) -> Iterator[None]:
+        """While gradients are multiplied by a factor: those in host memory are hidden, and will be."""
+        moved = self.executor.gradients
+        hidden = [] if moved is None else [p for p in _parameters(optimizer) if type(p.grad) is AbsentGradient]
+        kept = [parameter.grad for parameter in hidden]
+        for parameter in hidden:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(hidden, kept, strict=True):
+                parameter.grad = gradient
+        if moved is not None:
+            moved.multiply(factor)
+
+    def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+        """Whether any rank found a gradient that is not finite; the same answer on all ranks."""
+        flag = found.get(self.device, torch.zeros((), device=self.device))
+        moved = self.executor.gradients
+        if moved is not None and moved.found is not None:
+            flag = flag + moved.found
+        if self.plan.world_size > 1:
+            self.transport.all_reduce(flag, tuple(range(self.plan.world_size))).wait()
+        return {self.device: flag.clamp(max=1.0)}
+
+
+def _parameters(optimizer: Any) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _here(optimizer: Any) -> list[nn.Parameter]:
+    """What an optimizer updates whose gradients are here."""
+    return [parameter for parameter in _parameters(optimizer) if type(parameter.grad) is not AbsentGradient]
+
+
+def _clamp(gradients: list[Tensor], value: float) -> None:
+    torch._foreach_clamp_min_(gradients, -value)
+    torch._foreach_clamp_max_(gradients, value)
