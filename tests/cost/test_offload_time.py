@@ -243,7 +243,7 @@ def test_unit_by_unit(layers, zero, ranks, checkpointed, wo, go, oo, ao, down, m
 
 def test_on_a_cpu_copies_take_turns_with_everything_else():
     some = candidates(parameters=1.0, gradients=1.0, optimizer=1.0, activations=1.0)
-    walk = Walk(network(), machine(), slot(), some, None, kind="cpu")
+    walk = Walk(network(), machine(to_device=0.0, to_host=0.0), slot(), some, None, kind="cpu")
     assert walk.found() == pytest.approx(walk.terms(), rel=1e-9, abs=1e-12)
     # 1e9 bytes/s of memory: a copy reads and writes.
     everything = sum(map(sum, walk.sizes.values()))

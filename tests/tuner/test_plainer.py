@@ -47,7 +47,7 @@ def test_what_nothing_is_lost_by_is_left_out(schedule):
 
 
 def test_what_memory_asks_for_stays():
-    plan = saving(zero=1, offload={"optimizer": 1.0})
+    plan = saving(zero=1, offload={"gradients": 1.0})
     assert plainer(MODEL, plan, within(plan), EVERY) is plan
 
 
