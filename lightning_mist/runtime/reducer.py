@@ -47,6 +47,8 @@ class GradientReducer:
         self._mesh, self._parameters, self._transport, self._units = mesh, parameters, transport, units
         self._parts = parts
         self._group = tuple(sorted(mesh.peers))
+        # Beside reductions by units buckets would leave at another moment on every rank.
+        self._leaves_early = len(self._group) > 1 and units is None and not moved
         # Backward reaches the last parameters first, so their buckets fill first.
         trained = [item for item in reversed(mesh.held) if item.requires_grad]
         self.buckets = _buckets_of(mesh, parameters, trained)
@@ -63,7 +65,7 @@ class GradientReducer:
 
         Call before the action in which they are accumulated last.
         """
-        if len(self._group) > 1 and self._units is None:
+        if self._leaves_early:
             self._hooks += [
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
                 for name in names
@@ -72,7 +74,7 @@ class GradientReducer:
 
     def complete(self, names: Collection[str]) -> None:
         """These parameters get no more gradients in this batch, whether they got any or not."""
-        if len(self._group) > 1 and self._units is None and names:
+        if self._leaves_early and names:
             self._ready.update(self._parameters[name] for name in names)
             self._launch_ready()
 

@@ -274,10 +274,10 @@ class OffloadedGradients:
         """Take norms, and see whether all is finite."""
         self._norms.update(zip(item.bucket.names, torch._foreach_norm(views), strict=True))
         if self.checks:
-            if self.found is None:
-                self.found = torch.zeros((), device=self._lanes.ops.device)
-            one = torch.ones((), device=self._lanes.ops.device)
-            torch._amp_foreach_non_finite_check_and_unscale_(views, self.found, one)
+            found, one = torch.zeros((), device=views[0].device), torch.ones((), device=views[0].device)
+            torch._amp_foreach_non_finite_check_and_unscale_(views, found, one)
+            found = found.to(self._lanes.ops.device)
+            self.found = found if self.found is None else self.found + found
 
     # Between batches -------------------------------------------------------------------------------------------------
 
@@ -314,7 +314,10 @@ class OffloadedGradients:
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply all gradients, when they are fetched."""
-        self._norms = {name: norm * factor.to(norm.device) for name, norm in self._norms.items()}
+        if self._norms:
+            norms = list(self._norms.values())
+            scaled = torch._foreach_mul(norms, factor.to(norms[0].device))
+            self._norms = dict(zip(self._norms, scaled, strict=True))
         self.change(lambda gradients: torch._foreach_mul_(gradients, factor.to(gradients[0].device)))
 
     def change(self, change: Callable[[list[Tensor]], object]) -> None:
