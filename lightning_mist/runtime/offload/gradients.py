@@ -272,12 +272,13 @@ class OffloadedGradients:
 
     def _look(self, item: GradientSum, views: list[Tensor]) -> None:
         """Take norms, and see whether all is finite."""
-        self._norms.update(zip(item.bucket.names, torch._foreach_norm(views), strict=True))
+        device, there = self._lanes.ops.device, views[0].device
+        norms = [norm.to(device) for norm in torch._foreach_norm(views)]
+        self._norms.update(zip(item.bucket.names, norms, strict=True))
         if self.checks:
-            found, one = torch.zeros((), device=views[0].device), torch.ones((), device=views[0].device)
-            torch._amp_foreach_non_finite_check_and_unscale_(views, found, one)
-            found = found.to(self._lanes.ops.device)
-            self.found = found if self.found is None else self.found + found
+            found = torch.zeros((), device=there)
+            torch._amp_foreach_non_finite_check_and_unscale_(views, found, torch.ones((), device=there))
+            self.found = found.to(device) if self.found is None else self.found + found.to(device)
 
     # Between batches -------------------------------------------------------------------------------------------------
 
@@ -315,8 +316,7 @@ class OffloadedGradients:
     def multiply(self, factor: Tensor) -> None:
         """Multiply all gradients, when they are fetched."""
         if self._norms:
-            norms = list(self._norms.values())
-            scaled = torch._foreach_mul(norms, factor.to(norms[0].device))
+            scaled = torch._foreach_mul(list(self._norms.values()), factor)
             self._norms = dict(zip(self._norms, scaled, strict=True))
         self.change(lambda gradients: torch._foreach_mul_(gradients, factor.to(gradients[0].device)))
 
