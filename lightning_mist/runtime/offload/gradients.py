@@ -70,21 +70,19 @@ class OffloadedGradients:
         self._shares = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
         # What several chunks of this rank use has several sums, and stays.
         often = Counter(name for unit in units.values() for name in unit.reduced)
+        self.names = frozenset(name for name, count in often.items() if count == 1 and name in moved)
         owners = {item.name: item.owner(mesh.stage) if mesh.is_sharded else None for item in mesh.held}
         self._of: dict[UnitKey, list[GradientSum]] = {}
         for key, unit in units.items():
             together: dict[tuple[int | None, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
             for name in unit.reduced:
-                if name in moved and often[name] == 1:
+                if name in self.names:
                     together.setdefault((owners[name], parameters[name].dtype), []).append((name, parameters[name]))
             for (owner, _), items in together.items():
                 is_mine = owner in (None, mesh.data_index)
                 # From ZeRO-2 on others' gradients never stay.
                 if is_mine or not self._shares:
                     self._of.setdefault(key, []).append(GradientSum(Bucket.of(items, owner), is_mine=is_mine))
-        self.names = frozenset(name for unit in units.values() for name in unit.reduced if often[name] == 1) & set(
-            moved
-        )
         self._place_of = {item.bucket.names: (key, item) for key, sums in self._of.items() for item in sums}
         self._at = {
             parameter: (key, item, index)
