@@ -207,8 +207,8 @@ class UnitWalk:
         self._unit = unit
         if not any(_computes(action) and action.unit == unit for action in self._left):
             raise TraceError(
-                f"layer {unit} was called after a later one, or twice: under zero_stage 2 and 3, and where something is "
-                "offloaded, blocks must run in the order of the trace, each once; use zero_stage=1 and no offload"
+                f"layer {unit} was called after a later one, or twice: under zero_stage 2 and 3, and with offload, "
+                "blocks must run in the order of the trace, each once; use zero_stage=1 and no offload"
             )
         while True:
             action = self._left.popleft()
