@@ -1,8 +1,7 @@
 """How tensors get from rank to rank: a protocol, its implementation over torch.distributed, and how to drive it.
 
 Work that spans ranks is written as a generator that yields each :class:`Work` it must wait for. In a process of its
-own :func:`complete` runs it by blocking; :mod:`~lightning_mist.runtime.turns` runs the generators of many ranks in one
-process.
+own :func:`complete` runs it by blocking; tests run the generators of many ranks in one process.
 """
 
 import pickle

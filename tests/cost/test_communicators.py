@@ -12,12 +12,12 @@ from lightning_mist.cost.communicators import Communicator, communicators_by_deg
 from lightning_mist.model import derive_splits
 from lightning_mist.plan import ModuleMap, Plan, plan_of
 from lightning_mist.runtime.gather import ParameterGatherer
-from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.optimizer import global_grad_norm
 from lightning_mist.runtime.random import get_random_state
 from lightning_mist.strategy.data import BatchExchange
 from tests import zoo
 from tests.integration.parity import Rank, make_plan, map_of, microbatches
+from tests.memory_transport import InMemoryWorld, drive
 from tests.plan.test_mesh import make_map
 
 CPU = torch.device("cpu")

@@ -4,10 +4,10 @@ import torch
 from lightning_mist.cost.replay_rank import ALIGNMENT_BYTES, RankView
 from lightning_mist.model import trace_model
 from lightning_mist.runtime import shards
-from lightning_mist.runtime.memory_transport import InMemoryWorld
 from tests import zoo
 from tests.cost.events import with_events
 from tests.integration.parity import Rank, make_plan, map_of
+from tests.memory_transport import InMemoryWorld
 from tests.specs import spec
 from tests.tiers import tiered
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.meter import StorageMeter
 from tests.integration import metered
+from tests.memory_transport import InMemoryWorld, drive
 
 
 @dataclass(frozen=True, slots=True)

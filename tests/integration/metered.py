@@ -16,12 +16,12 @@ from lightning_mist.plan import ModuleMap, Plan, row_slice
 from lightning_mist.runtime.batches import batch_rows
 from lightning_mist.runtime.caches import no_caches
 from lightning_mist.runtime.executor import Microbatch
-from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.meter import StorageMeter
 from lightning_mist.runtime.offload.placing import offload_optimizer_state
 from lightning_mist.runtime.optimizer import restrict_optimizer
 from lightning_mist.runtime.transport import Transport, Work
 from tests.integration.parity import Rank, loss_of, microbatches
+from tests.memory_transport import InMemoryWorld, drive
 
 STEPS = 2
 """The first step makes the optimizer's state; the second one is measured, or the third where state is moved: through

@@ -31,13 +31,13 @@ from lightning_mist.plan import (
 from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gather import ParameterGatherer
-from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.optimizer import clip_by_norm, gather_optimizer_state, global_grad_norm, restrict_optimizer
 from lightning_mist.runtime.parts import Part, parts_of
 from lightning_mist.runtime.stages import make_stages
 from lightning_mist.runtime.transport import Transport, Work
 from lightning_mist.schedule import Action
 from lightning_mist.schedule.lower import lower
+from tests.memory_transport import InMemoryWorld, drive
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest difference of a gradient from the reference, relative to the largest entry of any gradient or to 1."""

@@ -10,7 +10,6 @@ import torch
 
 from lightning_mist.plan import Plan, row_slice
 from lightning_mist.plan.messages import message_pairs
-from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.optimizer import global_grad_norm
 from lightning_mist.runtime.random import get_random_state
 from lightning_mist.strategy.data import BatchExchange
@@ -18,6 +17,7 @@ from tests.integration import test_parity_tensor as tensor
 from tests.integration.nccl_rules import Call, Recording, by_direction, by_pair, replay
 from tests.integration.parity import Rank
 from tests.integration.test_parity import PLANS, plan_for, prepared
+from tests.memory_transport import InMemoryWorld, drive
 
 # Torch hides this one itself when a ghost meets a tensor of the stage, but cannot where warnings are errors.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from lightning_mist.plan import Plan
 from lightning_mist.runtime.batches import slice_rows
-from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.schedule.stage_units import shard_units
 from tests import zoo
 from tests.integration.parity import (
@@ -25,6 +24,7 @@ from tests.integration.parity import (
     train,
     train_reference,
 )
+from tests.memory_transport import InMemoryWorld, drive
 from tests.plans import plans
 from tests.tiers import examples, tiered
 

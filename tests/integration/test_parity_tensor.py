@@ -12,10 +12,10 @@ from torch import nn
 from lightning_mist.errors import PlanError
 from lightning_mist.model.splits import derive_splits
 from lightning_mist.runtime.batches import slice_rows
-from lightning_mist.runtime.memory_transport import InMemoryWorld
 from tests import zoo
 from tests.integration.parity import Rank, assert_equal, map_of, precision_of, reference, run_plan
 from tests.integration.test_parity import plan_for, prepared
+from tests.memory_transport import InMemoryWorld
 from tests.plans import plans
 from tests.tiers import examples, tiered
 

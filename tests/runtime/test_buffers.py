@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lightning_mist.runtime.buffers import BufferSync
-from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
+from tests.memory_transport import InMemoryWorld, drive
 
 
 class Net(nn.Module):

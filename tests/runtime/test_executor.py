@@ -8,11 +8,11 @@ from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import StageMesh
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.ghosts import GhostStage
-from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.weight_gradients import WeightGradients
 from lightning_mist.schedule import ActionKind
 from tests import zoo
 from tests.integration.parity import Rank, actions_of, loss_of, make_plan, map_of, microbatches
+from tests.memory_transport import InMemoryWorld, drive
 
 FORWARD_ONLY = {
     ActionKind.RECV_ACTIVATION,

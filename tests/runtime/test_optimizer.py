@@ -6,7 +6,6 @@ from torch import nn
 
 from lightning_mist.plan import ParameterSplit
 from lightning_mist.plan.mesh import make_mesh
-from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.optimizer import (
     clip_by_norm,
     clip_by_value,
@@ -18,6 +17,7 @@ from lightning_mist.runtime.optimizer import (
     restrict_optimizer,
 )
 from lightning_mist.runtime.parts import Part, parts_of, speakers_of
+from tests.memory_transport import InMemoryWorld, drive
 from tests.plan.test_mesh import make_map, make_plan
 from tests.runtime.test_parts import split_map, split_plan
 

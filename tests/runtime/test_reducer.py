@@ -4,9 +4,9 @@ from torch import nn
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.mesh import make_mesh
-from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.parts import parts_of
 from lightning_mist.runtime.reducer import GradientReducer
+from tests.memory_transport import InMemoryWorld, drive
 from tests.plan.test_mesh import make_map, make_plan
 
 SHAPES = {"w0": (10, 1), "w1": (10, 2), "tied": (7,), "frozen": (99,), "unused": (3,)}

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.tensor_group import TransportGroup
+from tests.memory_transport import InMemoryWorld, drive
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (2, 0, 1)])

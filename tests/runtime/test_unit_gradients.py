@@ -4,10 +4,10 @@ from torch import nn
 
 from lightning_mist.errors import PlanError, ScheduleError
 from lightning_mist.plan.mesh import make_mesh
-from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.unit_gradients import UnitGradients
 from lightning_mist.schedule.stage_units import ShardUnit
 from tests.integration.parity import make_plan
+from tests.memory_transport import InMemoryWorld, drive
 from tests.plan.test_mesh import make_map
 
 SHAPES = {"w0": (10, 1), "w1": (10, 2), "tied": (7,), "frozen": (99,), "unused": (3,)}

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.meter import StorageMeter
 from lightning_mist.runtime.unit_walk import UnitWalk
 from lightning_mist.schedule import Action
@@ -13,6 +12,7 @@ from lightning_mist.schedule.action import HEAD
 from tests import zoo
 from tests.integration.metered import Elsewhere
 from tests.integration.parity import Rank, assert_equal, cast, make_plan, map_of, microbatches, reference, run_plan
+from tests.memory_transport import InMemoryWorld, drive
 
 
 class Recorder:

@@ -8,12 +8,12 @@ from torch import nn
 from lightning_mist.errors import TraceError
 from lightning_mist.model import derive_splits, map_module
 from lightning_mist.plan.grid import plan_of
-from lightning_mist.runtime.memory_transport import InMemoryWorld
 from lightning_mist.schedule import lower
 from lightning_mist.strategy import overheads
 from lightning_mist.strategy.engine import Engine
 from lightning_mist.strategy.starting import start_engine
 from tests.integration.parity import make_plan, map_of
+from tests.memory_transport import InMemoryWorld
 
 CPU = torch.device("cpu")
 ROWS = 4

@@ -1,7 +1,7 @@
 import torch
 
-from lightning_mist.runtime.memory_transport import InMemoryWorld
 from lightning_mist.strategy.starting import make_engine
+from tests.memory_transport import InMemoryWorld
 from tests.strategy.test_engine import ROWS, Net, make_plan, map_of
 
 

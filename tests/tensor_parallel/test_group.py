@@ -2,9 +2,9 @@
 
 import torch
 
-from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
 from lightning_mist.runtime.tensor_group import TransportGroup
 from lightning_mist.tensor_parallel import CountingGroup, run_ranks
+from tests.memory_transport import InMemoryWorld, drive
 
 
 def results(group):

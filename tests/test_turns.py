@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_mist.errors import ScheduleError
-from lightning_mist.runtime.memory_transport import InMemoryWorld
-from lightning_mist.runtime.turns import drive, wait_in_turn
+from tests.memory_transport import InMemoryWorld
+from tests.turns import drive, wait_in_turn
 
 
 class _Sum(torch.autograd.Function):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_mist.errors import ScheduleError
-from lightning_mist.runtime.memory_transport import InMemoryWorld, drive
+from tests.memory_transport import InMemoryWorld, drive
 
 
 def test_messages_match_by_tag_and_keep_their_order():

@@ -1,6 +1,6 @@
 """Many ranks in one process: a transport whose works complete when every peer has posted its part.
 
-:func:`~lightning_mist.runtime.turns.drive` runs the ranks.
+:func:`~tests.turns.drive` runs the ranks.
 """
 
 from collections import defaultdict, deque
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_mist.errors import ScheduleError
 from lightning_mist.runtime.transport import TensorWork, Work, check_contiguous, check_entries
-from lightning_mist.runtime.turns import drive, wait_in_turn
 from lightning_mist.tensor_parallel.group import Reduction
+from tests.turns import drive, wait_in_turn
 
 __all__ = ["InMemoryTransport", "InMemoryWorld", "drive"]
 
