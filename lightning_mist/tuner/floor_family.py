@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.tuner.choices import SlotChoices
 from lightning_mist.tuner.space import common_unit
 from lightning_mist.tuner.tables import ROOM
 
@@ -45,20 +44,6 @@ class StageFloors:
     devices_V: IntArray
     steady_V: FloatArray
     reach_V: FloatArray
-
-    @classmethod
-    def of(cls, choices: SlotChoices) -> "StageFloors":
-        """Of choices that are known, which are all that there are.
-
-        Args:
-            choices: The choices.
-        """
-        return cls(
-            layers_V=choices.layers_K,
-            devices_V=choices.devices_K,
-            steady_V=choices.steady_K,
-            reach_V=choices.steady_K + np.maximum(choices.boundary_K, 0.0),
-        )
 
     def __len__(self) -> int:
         """Number of choices."""

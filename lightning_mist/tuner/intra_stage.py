@@ -16,7 +16,6 @@ stage itself by ``d' - d``, those of stages behind it by ``x``, those before it 
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -26,12 +25,10 @@ from lightning_mist.cost.phases import stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.families import KnownGrids
-from lightning_mist.tuner.floor_family import StageFloors
 from lightning_mist.tuner.known_runs import AllRuns
-from lightning_mist.tuner.moved import Mover, Narrow
+from lightning_mist.tuner.moved import Mover
 from lightning_mist.tuner.moved_known import Knowledge
 from lightning_mist.tuner.moved_ratios import Ratios
-from lightning_mist.tuner.narrowing import Narrowing
 from lightning_mist.tuner.pieces import PieceKey, Pieces, piece_key
 from lightning_mist.tuner.places import FrontierKey, Place, TableKey, slot_of
 from lightning_mist.tuner.space import Shape, Space
@@ -213,7 +210,6 @@ class IntraStage:
         slowest: float = np.inf,
         *,
         with_ahead: bool = False,
-        narrowing: Narrowing | None = None,
     ) -> None:
         """Work out what frontiers of several slots need at once.
 
@@ -222,13 +218,10 @@ class IntraStage:
             num_microbatches: Number of microbatches.
             slowest: The most steady seconds.
             with_ahead: Whether to count bytes also of stages that may be asked about next.
-            narrowing: What the slots can be; is narrowed when more is known of them.
         """
         every: dict[FrontierKey, tuple[Place, Stage]] = {}
         for item in asked:
             key, phases = self._frontier_key(item[:3], num_microbatches)
-            if narrowing is not None:
-                narrowing.keys[item[:2]] = key
             # What is kept has to be enough for all places that share it.
             among_NL = either(item[3], every[key][1].among_NL) if key in every else item[3]
             every[key] = item[:3], Stage(phases=phases, behind=key[1], among_NL=among_NL)
@@ -238,24 +231,14 @@ class IntraStage:
             if pace * ROOM < slowest or not covers(known_NL, found[1].among_NL):
                 wanted.setdefault(key[0], {})[key] = found
         self._make_tables({key: list(some.values()) for key, some in wanted.items()}, num_microbatches, slowest)
-        open_, narrow = [], None
-        if narrowing is not None:
-            keys, others = [tuple(some) for some in wanted.values()], self._frontiers
-            narrow = partial(narrowing.leave_out, keys, lambda key: StageFloors.of(others[key][2]))
+        open_ = []
         for table_key, some in wanted.items():
             items, table = some.values(), self._tables[table_key]
             ahead = [stage for item in items if with_ahead for stage in self._ahead(*item, num_microbatches)]
             open_.append(unmoved(self._mover, table, [stage for _, stage in items], slowest, ahead=ahead))
-        for some, frontiers in zip(wanted.values(), self._with_moved(open_, narrow), strict=True):
+        for some, frontiers in zip(wanted.values(), self._with_moved(open_), strict=True):
             for (key, (_, stage)), choices in zip(some.items(), frontiers, strict=True):
                 self._frontiers[key] = slowest, stage.among_NL, choices
-        if narrowing is not None and narrowing.is_narrowed:
-            # Of what was left out not all is known.
-            for key, left_NL in narrowing.left(key for some in wanted.values() for key in some).items():
-                _, among_NL, choices = self._frontiers[key]
-                both_NL, pace = left_NL if among_NL is None else among_NL & left_NL, narrowing.found.slowest
-                kept_K = both_NL[choices.devices_K, choices.layers_K] & (choices.steady_K <= pace)
-                self._frontiers[key] = min(slowest, pace), both_NL, choices.take(kept_K)
 
     def _frontier_key(self, place: Place, num_microbatches: int) -> tuple[FrontierKey, Situations]:
         """What tells the frontiers of a slot from others, and its situations."""
@@ -277,12 +260,12 @@ class IntraStage:
             return []
         return stages_ahead(*place[:2], num_microbatches, self.space, stage.among_NL)
 
-    def _with_moved(self, items: Sequence[Unmoved], narrow: Narrow | None = None) -> list[list[SlotChoices]]:
+    def _with_moved(self, items: Sequence[Unmoved]) -> list[list[SlotChoices]]:
         """The frontiers of the stages of every table, with what they may move."""
         asked = [item.asked for item in items if item.asked is not None]
         if not asked:
             return [item.alone() for item in items]
-        moved, evaluated = self._mover.of(asked, narrow)
+        moved, evaluated = self._mover.of(asked)
         self.evaluated += evaluated
         return [item.frontiers(more) for item, more in zip(items, moved, strict=True)]
 

@@ -35,10 +35,9 @@ Array axes
     O  kinds of state, in the order of ``OFFLOADED``
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TypeAlias
 
 import numpy as np
 
@@ -48,17 +47,13 @@ from lightning_mist.cost.offload_parts import OffloadParts, moved_shares
 from lightning_mist.tuner.moved_kept import Kept, arranged, floors_of, in_blocks, kept
 from lightning_mist.tuner.moved_known import Arranged, Knowledge, Known, Moved
 from lightning_mist.tuner.moved_ratios import Ratios
-from lightning_mist.tuner.moved_settled import FEW, Unsettled, counted_seconds, learn_seconds, next_ones
+from lightning_mist.tuner.moved_settled import Unsettled, counted_seconds, learn_seconds, next_ones
 from lightning_mist.tuner.pareto import not_beaten
 from lightning_mist.tuner.stage_points import Situations, StagePoints
 from lightning_mist.tuner.tables import ROOM, Table
 
 AT_ONCE = 1 << 14
 """Candidates that are evaluated together: enough to be fast, and few enough to take little memory."""
-
-
-Narrow: TypeAlias = Callable[[Sequence[Unsettled]], None]
-"""Leaves out of candidates of the stages of several tables what no pipeline that is fast enough can have."""
 
 
 class TimeIsUpError(Exception):
@@ -108,12 +103,11 @@ class Mover:
     deadline: float = np.inf
     knowledge: Knowledge = field(default_factory=Knowledge)
 
-    def of(self, asked: Sequence[Asked], narrow: Narrow | None = None) -> tuple[list[Moved], int]:
+    def of(self, asked: Sequence[Asked]) -> tuple[list[Moved], int]:
         """What some candidates of stages may move, as far as it is of use, and how much has been looked at.
 
         Args:
             asked: The candidates of the stages of every table, each once, and what they have to be better than.
-            narrow: Says what the stages can be, when more is known of what they take.
 
         Raises:
             TimeIsUpError: If there is no time left to evaluate them.
@@ -131,7 +125,7 @@ class Mover:
         more_Q = self._kept(asked, every, new)
         found_Q = [Kept.in_order(pair, len(self.ratios)) for pair in zip(before_Q, more_Q, strict=True)]
         self._settle(
-            [self._unsettled(item, known, own) for item, known, own in zip(asked, every, found_Q, strict=True)], narrow
+            [self._unsettled(item, known, own) for item, known, own in zip(asked, every, found_Q, strict=True)]
         )
         count, found = len(self.ratios), []
         for item, known, own in zip(asked, every, found_Q, strict=True):
@@ -206,14 +200,11 @@ class Mover:
             weight=asked.weight,
         )
 
-    def _settle(self, every: Sequence[Unsettled], narrow: Narrow | None = None) -> None:
+    def _settle(self, every: Sequence[Unsettled]) -> None:
         """Evaluate whatever may be better than what is known to fit, of all stages the most promising first."""
         while unsettled := [item for item in every if item.narrow()]:
             if perf_counter() > self.deadline:
                 raise TimeIsUpError
-            if narrow is not None and sum(len(item.open_J) for item in unsettled) > FEW:
-                narrow(every)
-                unsettled = [item for item in unsettled if len(item.open_J)]
             learn_seconds(self.model, self.ratios, next_ones(unsettled))
 
     def has_looked(self, table: Table, phases: Situations) -> bool:

@@ -14,17 +14,14 @@ import numpy as np
 
 from lightning_mist.cost import CostModel, StageCandidates, StageSlot
 from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_loads import Beforehand
 from lightning_mist.cost.together import seconds_of_stages
-from lightning_mist.tuner.floor_family import StageFloors
 from lightning_mist.tuner.moved_known import Known
 from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.pareto import not_beaten
 from lightning_mist.tuner.search_space import OFFLOADED
-from lightning_mist.tuner.stage_points import cells_of
-from lightning_mist.tuner.tables import ROOM
 
 Points = tuple[IntArray, FloatArray, FloatArray]
 """Groups, and two values in which smaller is better."""
@@ -104,34 +101,6 @@ class Unsettled:
             self.open_J = self.open_J[~done_J]
         self.open_J = self.open_J[not_beaten(*self._points(), self.fitting)]
         return len(self.open_J) > 0
-
-    def floors(self, stages: int) -> list[StageFloors]:
-        """What the stages of the table take at least, by what is known to fit and what may be better.
-
-        Args:
-            stages: How many share the table.
-        """
-        group, steady, whole = (np.concatenate(pair) for pair in zip(self.fitting, self._points(), strict=True))
-        stage, devices, layers = cells_of(self.known.table, group)
-        # Nothing that comes once per batch takes time away.
-        reach = np.maximum(whole, steady)
-        found = []
-        for number in range(stages):
-            at = np.flatnonzero(stage == number)
-            places = {"layers_V": layers[at], "devices_V": devices[at]}
-            found.append(StageFloors(**places, steady_V=steady[at], reach_V=reach[at]))
-        return found
-
-    def leave_out(self, among_SNL: BoolArray, slowest: float) -> None:
-        """Keep those whose stages can have their devices and layers, and be so slow.
-
-        Args:
-            among_SNL: The devices and layers that the stages of the table can have.
-            slowest: The most steady seconds.
-        """
-        group, steady, _ = self._points()
-        kept = among_SNL[cells_of(self.known.table, group)] & (steady <= slowest * ROOM)
-        self.open_J = self.open_J[kept]
 
     def promising(self) -> IntArray:
         """The places of those that no other promises to beat by far."""

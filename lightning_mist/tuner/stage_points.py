@@ -87,7 +87,9 @@ class StagePoints:
             if stage.among_NL is not None:
                 inside[row] = stage.among_NL[devices_K, layers_K]
         stage_P, index_P = np.nonzero(inside)
-        size, places = _sizes(table)
+        # By how much groups differ from one run of layers to the next, and from one stage to the next.
+        size = int(table.devices_K.max(initial=0)) + 1
+        places = len(table.windows) * size
         place_K = window_K * size + devices_K
         later_P = np.array([stage.behind for stage in stages])[stage_P] * table.again_K[index_P]
         steady_P = table.steady_K[index_P] + later_P
@@ -122,25 +124,6 @@ class StagePoints:
         """Peak bytes."""
         parts = self.table.parts.take(self.index_P)
         return self.of_each(np.arange(len(self)), lambda cut, phases: parts.take(cut).peaks(phases))
-
-
-def cells_of(table: Table, group_J: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """The stages of some candidates, their numbers of devices and of layers, by their groups.
-
-    Args:
-        table: The table that the stages share.
-        group_J: The groups.
-    """
-    size, places = _sizes(table)
-    stage_J, place_J = np.divmod(group_J, places)
-    window_J, devices_J = np.divmod(place_J, size)
-    return stage_J, devices_J, table.windows.layers_W[window_J]
-
-
-def _sizes(table: Table) -> tuple[int, int]:
-    """By how much groups differ from one run of layers to the next, and from one stage to the next."""
-    size = int(table.devices_K.max(initial=0)) + 1
-    return size, len(table.windows) * size
 
 
 def stages_ahead(

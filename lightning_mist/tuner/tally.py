@@ -10,7 +10,6 @@ import numpy as np
 from lightning_mist.cost.compile import BoolArray
 from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.narrowing import Narrowing
 from lightning_mist.tuner.past import Found
 from lightning_mist.tuner.problem import PRECISION, Family, InterStageProblem, places_behind
 from lightning_mist.tuner.space import Space
@@ -123,15 +122,8 @@ def family_of(tally: Tally, counts: Sequence[int], num_microbatches: int, below:
     if below == np.inf:
         frontier = partial(tally.intra.frontier, num_microbatches=num_microbatches)
         return Family.of(*sizes, num_microbatches, counts, frontier)
-    narrowing = Narrowing(
-        sizes=(tally.space.num_layers, tally.space.world_size, num_microbatches),
-        below=below,
-        found=tally.floors.narrowed(counts, num_microbatches, below),
-    )
-    asked = [(*place, (), narrowing.found.of(*place)) for place in narrowing.places]
-    tally.intra.prepare(asked, num_microbatches, narrowing.found.slowest, narrowing=narrowing)
-    known = narrowing.found
-    return _of_stages(tally, known.counts, num_microbatches, known.slowest, known.of)
+    found = tally.floors.narrowed(counts, num_microbatches, below)
+    return _of_stages(tally, found.counts, num_microbatches, found.slowest, found.of)
 
 
 def family_like(tally: Tally, num_stages: int, num_microbatches: int, pace: float, among_NL: BoolArray) -> Family:

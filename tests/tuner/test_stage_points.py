@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost.phases import stage_phases
-from lightning_mist.tuner.stage_points import Stage, StagePoints, cells_of, covers, either, stages_ahead, widened
+from lightning_mist.tuner.stage_points import Stage, StagePoints, covers, either, stages_ahead, widened
 from tests.tuner.test_moved import make, table_of
 
 
@@ -33,17 +33,6 @@ def test_stages_have_the_candidates_that_they_may_be():
     assert (
         len(set(keys)) == len(set(points.group_P.tolist())) == len(set(zip(keys, points.group_P.tolist(), strict=True)))
     )
-
-
-def test_groups_say_which_stage_has_which_devices_and_layers():
-    found = table()
-    stages = [Stage(phases=stage_phases(0, count, 4)) for count in (2, 3)]
-    for slowest in (float(found.steady_K[len(found) // 2]), np.inf):
-        points = StagePoints.of(found, stages, slowest)
-        stage, devices, layers = cells_of(found, points.group_P)
-        assert stage.tolist() == points.stage_P.tolist()
-        assert devices.tolist() == found.devices_K[points.index_P].tolist()
-        assert layers.tolist() == found.windows.layers_W[found.window_K[points.index_P]].tolist()
 
 
 def test_peaks_are_those_of_the_situations_of_each_stage():
