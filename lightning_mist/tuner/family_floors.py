@@ -26,13 +26,6 @@ from lightning_mist.tuner.tables import ROOM
 _MORE = 1.04
 """Multiple of the pace asked for up to which floors are worked out: plans near the best are asked about next."""
 
-MANY = 16000
-"""Runs of layers from which on bounds are first found of those that are folded."""
-
-CLEARLY = 0.94
-"""Share of what would be enough below which no better bound is looked for: more than what that of runs that are folded
-is mostly too low by."""
-
 SlotOf = Callable[[int, int, int, Shape], StageSlot]
 """A slot, by stage, number of stages and of microbatches, and arrangement of its devices."""
 
@@ -44,19 +37,15 @@ class _Bound:
     Attributes:
         bound: Step seconds that no pipeline goes below.
         asked: Seconds up to which it was asked for.
-        is_rough: Whether it is that of runs that are folded.
     """
 
     bound: float
     asked: float
-    is_rough: bool = False
 
     def may_be_more(self, enough: float) -> bool:
         """Whether a better bound than this may be found, and is of use, if so many seconds are enough."""
-        if self.bound >= enough:
-            return False
         # One below what was asked for is that of the problem, whatever is asked for.
-        return self.bound >= self.asked or (self.is_rough and self.bound >= enough * CLEARLY)
+        return self.asked <= self.bound < enough
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,9 +69,7 @@ class FamilyFloors:
     kinds: frozenset[str] = frozenset()
     _found: dict[tuple[frozenset[str], tuple[int, ...], int], _Bound] = field(default_factory=dict)
     _arranged: dict[int, tuple[dict[Hashable, StageSlot], float]] = field(default_factory=dict)
-    _stages: dict[tuple[frozenset[str], int, bool], dict[Situation, tuple[float, StageFloors]]] = field(
-        default_factory=dict
-    )
+    _stages: dict[tuple[frozenset[str], int], dict[Situation, tuple[float, StageFloors]]] = field(default_factory=dict)
 
     def bound(
         self,
@@ -99,8 +86,7 @@ class FamilyFloors:
             num_microbatches: Number of microbatches.
             below: Seconds from which on it does not matter; finite.
             deadline: Value of ``perf_counter()`` at which to stop with what has been found.
-            enough: Seconds, at most ``below``, that need not be exceeded by much; where a bound that is cheap to find
-                is clearly below them, and families are large, nothing better is looked for.
+            enough: Seconds, at most ``below``, that need not be exceeded by much.
         """
         key = self.kinds, counts, num_microbatches
         known = self._found.get(key)
@@ -124,38 +110,27 @@ class FamilyFloors:
     def _solve(
         self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float, enough: float
     ) -> "_Bound":
-        slots, _ = self._slots(num_microbatches)
-        count = self.runs.count(self.model, self.space, slots, below / num_microbatches * ROOM)
-        if count > MANY:
-            family = self._family(counts, num_microbatches, below, folded=True)
-            rough = below if family is None else floor_bound(family, below, deadline, enough, enough * CLEARLY)
-            if not enough * CLEARLY <= rough < enough:
-                return _Bound(bound=rough, asked=enough, is_rough=True)
         family = self._family(counts, num_microbatches, below)
         # A pipeline with a stage that is left out takes at least as long.
         known = below if family is None else floor_bound(family, below, deadline, enough)
         return _Bound(bound=known, asked=enough)
 
-    def _family(
-        self, counts: Sequence[int], num_microbatches: int, below: float, folded: bool = False
-    ) -> FloorFamily | None:
+    def _family(self, counts: Sequence[int], num_microbatches: int, below: float) -> FloorFamily | None:
         """The problem of pipelines that take fewer seconds than ``below``, if there can be any."""
         pace = below / num_microbatches * ROOM
         slots, batch_bytes = self._slots(num_microbatches)
-        known = self.runs.up_to(self.model, self.space, slots, pace, folded)
+        known = self.runs.up_to(self.model, self.space, slots, pace)
         if not len(known.runs):
             return None
-        rates = copy_rates(self.model.profile, self.model.cluster) if self.kinds else None
-        moves = Moves(kinds=self.kinds, rates=rates, num_microbatches=num_microbatches)
+        moves = None
+        if self.kinds:
+            rates = copy_rates(self.model.profile, self.model.cluster)
+            moves = Moves(kinds=self.kinds, rates=rates, num_microbatches=num_microbatches)
         placed = {place: known.at(place, moves, pace) for place in PLACES}
         limit = self.memory_limit - batch_bytes
         longest, shortest = max(counts), min(counts)
 
         def situation(stage_index: int, num_stages: int) -> Situation:
-            found = precisely(stage_index, num_stages)
-            return found.roughly if folded else found
-
-        def precisely(stage_index: int, num_stages: int) -> Situation:
             place = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
             if self.space.schedule == "1f1b":
                 return Situation.in_1f1b(place, num_stages - 1 - stage_index, num_microbatches)
@@ -167,7 +142,7 @@ class FamilyFloors:
 
         tails = [behind(count) for count in range(longest - 1)]
         heads = {count: situation(0, count) for count in counts}
-        found = self._stages_of(placed, (num_microbatches, folded), limit, pace, [*tails, *heads.values()])
+        found = self._stages_of(placed, num_microbatches, limit, pace, [*tails, *heads.values()])
         stages = {item: floors.within(pace) for item, floors in found.items()}
         family = FloorFamily.of(
             (self.space.num_layers, self.space.world_size, num_microbatches),
@@ -179,13 +154,13 @@ class FamilyFloors:
     def _stages_of(
         self,
         placed: Mapping[str, PlacedRuns],
-        which: tuple[int, bool],
+        num_microbatches: int,
         limit: float,
         pace: float,
         asked: Sequence[Situation],
     ) -> dict[Situation, StageFloors]:
         """What stages take at least in some situations, up to a pace at least."""
-        known = self._stages.setdefault((self.kinds, *which), {})
+        known = self._stages.setdefault((self.kinds, num_microbatches), {})
         for place, runs in placed.items():
             here = dict.fromkeys(item for item in asked if item.place == place)
             new = [item for item in here if item not in known or known[item][0] < pace]

@@ -19,9 +19,7 @@ from lightning_mist.tuner.floor_family import FloorFamily, FloorWalks
 from lightning_mist.tuner.problem import PRECISION
 
 
-def floor_bound(
-    family: FloorFamily, below: float, deadline: float = np.inf, enough: float = np.inf, least: float = -np.inf
-) -> float:
+def floor_bound(family: FloorFamily, below: float, deadline: float = np.inf, enough: float = np.inf) -> float:
     """Step seconds that no pipeline of a family goes below, as far as they are less than ``below``.
 
     Args:
@@ -29,7 +27,6 @@ def floor_bound(
         below: Seconds from which on it does not matter; finite.
         deadline: Value of ``perf_counter()`` at which to stop with what has been found.
         enough: Seconds from which on it does not matter much.
-        least: Seconds below which it does not matter either.
     """
     walks, others = FloorWalks(family, below), family.num_microbatches - 1
     # A pipeline takes at least G times the steady time of any of its stages.
@@ -52,7 +49,7 @@ def floor_bound(
     while heap:
         bound, begin, end, sums = heapq.heappop(heap)
         is_found = bound >= min(known, below, enough) * (1 - PRECISION)
-        if is_found or known < least or perf_counter() > deadline:
+        if is_found or perf_counter() > deadline:
             return min(bound, below)
         # Between the paces, not between their numbers.
         middle = int(np.searchsorted(paces_K, (paces_K[begin] + paces_K[end]) / 2, "right")) - 1

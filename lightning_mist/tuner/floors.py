@@ -27,21 +27,17 @@ Array axes
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.phases import Phase
 from lightning_mist.tuner.floor_family import StageFloors
-from lightning_mist.tuner.placed_runs import Again, Copies, PlacedRuns
+from lightning_mist.tuner.placed_runs import Copies, PlacedRuns
 
 _TOLD_APART = 3
 """Leading binary digits of numbers of microbatches that are told apart."""
-
-_ROUGHLY = 2
-"""The same where little has to be told apart."""
 
 _AT_ONCE = 1 << 16
 """Runs, of all situations, that are looked at together."""
@@ -49,20 +45,8 @@ _AT_ONCE = 1 << 16
 _NEXT_TO_NOTHING = 1e-9
 """Share of the bytes that have to be freed which is less than rounding."""
 
-Pairs: TypeAlias = slice | FloatArray
-"""Some pairs of weights, or weighted means of the first four, each of which is as good as any."""
-
-
-def _between(shares: Sequence[float], known: Sequence[float]) -> FloatArray:
-    """Means of the first four pairs: some shares of computing, in a forward and in a backward, that are not known."""
-    every = [(first, then) for first in shares for then in shares if not {first, then} <= {*known}]
-    return np.array([((1 - a) * (1 - b), a * b, (1 - a) * b, a * (1 - b)) for a, b in every])
-
-
 _PAIRS = slice(1), slice(1, 2), slice(2, None)
-_BETWEEN = _between((0, 0.5, 1), (0, 1)), _between((0, 0.25, 0.5, 0.75, 1), (0, 0.5, 1))
-"""Where bytes are freed by computing as well as by copies, no pair says much of both."""
-
+"""Pairs of weights that are looked at together, one after another."""
 
 _BEST_AFTER = 0, 2
 """After which of them the most promising runs are looked at to the end, which rules out most others."""
@@ -109,15 +93,10 @@ class Situation:
         others = min(behind, max(0, num_microbatches - 2))
         return cls(place=place, others=_told_apart(others), has_gradients=num_microbatches > 1)
 
-    @property
-    def roughly(self) -> "Situation":
-        """One that finds no more, of which there are fewer."""
-        return replace(self, others=_told_apart(self.others, _ROUGHLY))
 
-
-def _told_apart(others: int, digits: int = _TOLD_APART) -> int:
+def _told_apart(others: int) -> int:
     """A number that is not more, of which there are few; what takes at least so long with fewer does with more."""
-    step = 1 << max(0, others.bit_length() - digits)
+    step = 1 << max(0, others.bit_length() - _TOLD_APART)
     return others // step * step
 
 
@@ -185,15 +164,14 @@ class _Asked:
         """
         in_M, at_M = np.nonzero(lacks_HR)
         lacking = self._useful(_Lacking(in_M=in_M, at_M=at_M, found_M=self.placed.steady_R[at_M]))
-        every: tuple[Pairs, ...] = _PAIRS if copies.again is None else (*_PAIRS, *_BETWEEN)
-        for index, pairs in enumerate(every):
+        for index, pairs in enumerate(_PAIRS):
             lacking = self._useful(self._told(lacking, copies, pairs))
             if not len(lacking):
                 return
             if index in _BEST_AFTER:
                 best_M = _least_of_each(self._cells(lacking), lacking.found_M)
                 best, lacking = lacking.take(best_M), lacking.take(~best_M)
-                for others in every[index + 1 :]:
+                for others in _PAIRS[index + 1 :]:
                     best = self._told(best, copies, others)
                 self._learn(best)
                 lacking = self._useful(lacking)
@@ -214,7 +192,7 @@ class _Asked:
         np.minimum.at(self.steady_F, cell_M, found_M)
         np.minimum.at(self.reach_F, cell_M, np.maximum(found_M, self.placed.reach_R[lacking.at_M]))
 
-    def _told(self, lacking: "_Lacking", copies: Copies, pairs: Pairs) -> "_Lacking":
+    def _told(self, lacking: "_Lacking", copies: Copies, pairs: slice) -> "_Lacking":
         """The same with what some pairs of weights say; infinite if moving everything is too little.
 
         The cheapest way to free ``e`` bytes, of kinds ``i`` that free at most ``f_i`` at ``p_i`` seconds per byte,
@@ -228,43 +206,16 @@ class _Asked:
         gradients_M = copies.free_gradients_R[at_M] * self.gradients_H[in_M]
         parameters_M = copies.free_parameters_R[at_M]
         loads_WM, all_WM, by_gradients_WM, by_parameters_WM = (
-            _taken(values_WR, pairs, at_M)
+            np.take(values_WR[pairs], at_M, axis=1)
             for values_WR in (self.placed.loads_WR, copies.activations_WR, copies.gradients_WR, copies.parameters_WR)
         )
         by_activations_WM = all_WM / np.where(activations_M > 0, activations_M, np.inf)
-        fetched = [(by_gradients_WM, gradients_M), (by_parameters_WM, parameters_M)]
-        if copies.again is None:
-            freed_M = activations_M + gradients_M + parameters_M
-            kept = [(by_activations_WM, activations_M)]
-        else:
-            again_M, both_M, by_again_WM = self._again(lacking, copies.again, pairs)
-            both_M = np.minimum(both_M, again_M + activations_M)
-            freed_M = both_M + gradients_M + parameters_M
-            # What both could free is freed by the cheaper one.
-            is_cheaper_WM = by_again_WM < by_activations_WM
-            again_WM = np.where(is_cheaper_WM, again_M, np.maximum(both_M - activations_M, 0.0))
-            kept = [(by_activations_WM, both_M - again_WM), (by_again_WM, again_WM)]
-        wanted_M = np.minimum(excess_M, freed_M)
-        copies_WM = _cheapest([*kept, *fetched], wanted_M)
+        freed_M = activations_M + gradients_M + parameters_M
+        kinds = (by_activations_WM, activations_M), (by_gradients_WM, gradients_M), (by_parameters_WM, parameters_M)
+        copies_WM = _cheapest(kinds, np.minimum(excess_M, freed_M))
         found_M = np.maximum((loads_WM + copies_WM).max(axis=0), lacking.found_M)
         is_enough_M = freed_M >= excess_M * (1 - _NEXT_TO_NOTHING)
         return _Lacking(in_M=in_M, at_M=at_M, found_M=np.where(is_enough_M, found_M, np.inf))
-
-    def _again(self, lacking: "_Lacking", again: Again, pairs: Pairs) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Bytes that recomputing frees, and that it frees with copies of activations, and its seconds per byte."""
-        others_M, at_M = self.others_H[lacking.in_M], lacking.at_M
-        freed_M = again.freed_R[at_M] + others_M * again.freed_saved_R[at_M]
-        both_M = again.both_R[at_M] + others_M * again.both_saved_R[at_M]
-        rate_M = again.rate_R[at_M] + others_M * again.rate_saved_R[at_M]
-        return freed_M, both_M, _taken(again.second_WR, pairs, at_M) / np.where(rate_M > 0, rate_M, np.inf)
-
-
-def _taken(values_WR: FloatArray, pairs: Pairs, at_M: IntArray) -> FloatArray:
-    """What some pairs of weights, or means of pairs, say of some runs."""
-    if isinstance(pairs, slice):
-        return np.take(values_WR[pairs], at_M, axis=1)
-    found: FloatArray = pairs @ np.take(values_WR[: pairs.shape[1]], at_M, axis=1)
-    return found
 
 
 def _cheapest(kinds: Sequence[tuple[FloatArray, FloatArray]], wanted_M: FloatArray) -> FloatArray:

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_mist.cost import StageCostModel, StageSlot
-from lightning_mist.tuner.least_runs import FoldedRuns, LeastRuns, SlotRuns, joined_runs, slot_runs
+from lightning_mist.tuner.least_runs import LeastRuns, SlotRuns, joined_runs, slot_runs
 from lightning_mist.tuner.placed_runs import Moves, PlacedRuns, placed_runs, with_copies
 from lightning_mist.tuner.space import Space
 from lightning_mist.tuner.tables import ROOM
@@ -47,8 +47,6 @@ class KnownRuns:
                 before they free anything.
             pace: The most seconds of a microbatch.
         """
-        if moves is not None and not moves.kinds and not isinstance(self.runs, FoldedRuns):
-            moves = None
         key = place, None if moves is None else moves.kinds
         every = self.placed.get(key, ())
         known = min((item for item in every if item.pace >= pace), key=lambda item: item.pace, default=None)
@@ -82,7 +80,6 @@ class AllRuns:
         space: Space,
         slots: Mapping[Hashable, StageSlot],
         pace: float,
-        folded: bool = False,
     ) -> KnownRuns:
         """Runs of some arrangements of devices up to a pace at least.
 
@@ -91,13 +88,12 @@ class AllRuns:
             space: The search space.
             slots: A slot of every arrangement, by all that its runs depend on but the pace.
             pace: Seconds of a microbatch.
-            folded: Whether those that differ only in how many layers are recomputed are one.
         """
-        key = folded, *slots
+        key = tuple(slots)
         known = self.of.pop(key, None)
         if known is None or known.runs.pace * ROOM < pace:
             every = self._slots_up_to(model, space, slots, pace)
-            known = KnownRuns(runs=joined_runs(model, space.num_layers, every, folded))
+            known = KnownRuns(runs=joined_runs(model, space.num_layers, every))
         self.of[key] = known
         count = sum(len(item.runs) for item in self.of.values())
         while len(self.of) > 1 and count > _MOST:
@@ -105,17 +101,6 @@ class AllRuns:
         while len(self.of_slots) > max(_SLOTS, len(slots)):
             del self.of_slots[next(iter(self.of_slots))]
         return known
-
-    def count(self, model: StageCostModel, space: Space, slots: Mapping[Hashable, StageSlot], pace: float) -> int:
-        """Number of runs of some arrangements of devices that are known once they are up to a pace.
-
-        Args:
-            model: The cost model.
-            space: The search space.
-            slots: A slot of every arrangement, by all that its runs depend on but the pace.
-            pace: Seconds of a microbatch.
-        """
-        return sum(len(item) for item in self._slots_up_to(model, space, slots, pace))
 
     def _slots_up_to(
         self, model: StageCostModel, space: Space, slots: Mapping[Hashable, StageSlot], pace: float

@@ -30,7 +30,6 @@ from lightning_mist.cost.shards import UnitSeconds, unit_seconds
 from lightning_mist.cost.time import collective_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
 from lightning_mist.plan import ZeroStage
-from lightning_mist.tuner.folded import folded
 from lightning_mist.tuner.load_weights import load_weights
 from lightning_mist.tuner.space import Shape, Space
 from lightning_mist.tuner.tables import ROOM
@@ -110,29 +109,6 @@ class LeastRuns:
         return len(self.layers_K)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoldedRuns(LeastRuns):
-    """The same with runs that differ only in how many layers are recomputed as one, of the fewest.
-
-    Recomputing more is one more way to free bytes; see :mod:`lightning_mist.tuner.folded`.
-
-    Attributes:
-        freed_XK: Bytes of a moment of a backward that it frees at most.
-        freed_saved_K: Bytes of every other microbatch that it frees at most.
-        rate_XK: Bytes of a moment of a backward that a second of it frees at most.
-        rate_saved_K: Bytes of every other microbatch that a second of it frees at most.
-        both_XK: Bytes of a moment of a backward that it and copies of activations together free at most.
-        both_saved_K: Bytes of every other microbatch that both free at most.
-    """
-
-    freed_XK: FloatArray
-    freed_saved_K: FloatArray
-    rate_XK: FloatArray
-    rate_saved_K: FloatArray
-    both_XK: FloatArray
-    both_saved_K: FloatArray
-
-
 def least_sums(values_L: FloatArray) -> FloatArray:
     """The least sum over any run of layers, by its length from none to all.
 
@@ -167,12 +143,10 @@ class SlotRuns:
     Attributes:
         pace: Seconds per microbatch; runs that compute for longer are missing.
         of_zeros: What :class:`LeastRuns` has of them, by ZeRO stage.
-        folded: What :class:`~lightning_mist.tuner.folded.FoldedRuns` has of them, by ZeRO stage.
     """
 
     pace: float
     of_zeros: tuple[Mapping[str, Any], ...]
-    folded: tuple[Mapping[str, Any], ...]
 
     def __len__(self) -> int:
         """Number of runs."""
@@ -190,33 +164,31 @@ def slot_runs(model: StageCostModel, space: Space, slot: StageSlot, pace: float)
     """
     of_shape = _OfShape(model, space, slot, pace)
     if not len(of_shape.layers_K):
-        return SlotRuns(pace=pace, of_zeros=(), folded=())
+        return SlotRuns(pace=pace, of_zeros=())
     zeros = sorted(set(space.search.zero_stages)) if slot.data_parallel_degree > 1 else [0]
     whatever_zero = of_shape.whatever_zero()
     of_zeros = tuple({**whatever_zero, **of_shape.runs(zero_stage)} for zero_stage in zeros)
-    return SlotRuns(pace=pace, of_zeros=of_zeros, folded=folded(of_zeros, of_shape.again_K))
+    return SlotRuns(pace=pace, of_zeros=of_zeros)
 
 
-def joined_runs(model: StageCostModel, num_layers: int, slots: Sequence[SlotRuns], folded: bool = False) -> LeastRuns:
+def joined_runs(model: StageCostModel, num_layers: int, slots: Sequence[SlotRuns]) -> LeastRuns:
     """The runs of several arrangements of devices, up to the pace to which all are there.
 
     Args:
         model: The cost model.
         num_layers: Layers of the network.
         slots: The runs of every arrangement.
-        folded: Whether those that differ only in how many layers are recomputed are one.
     """
-    found = [of_zero for item in slots for of_zero in (item.folded if folded else item.of_zeros)]
-    kind = FoldedRuns if folded else LeastRuns
+    found = [of_zero for item in slots for of_zero in item.of_zeros]
     arrays: dict[str, Any] = {
         item.name: np.concatenate([runs[item.name] for runs in found], axis=-1) if found else np.empty(0)
-        for item in fields(kind)
+        for item in fields(LeastRuns)
         if item.name.endswith("K") and item.name not in ("cell_K", "order_K")
     }
     interference = interference_of(model.profile, model.cluster)
     weights_NWC = np.stack([load_weights(interference, across_nodes) for across_nodes in (False, True)])
     cell_K = arrays["devices_K"] * num_layers + arrays["layers_K"]
-    return kind(
+    return LeastRuns(
         pace=min((item.pace for item in slots), default=np.inf),
         cell_K=cell_K,
         order_K=np.argsort(cell_K, kind="stable"),

@@ -20,7 +20,7 @@ import numpy as np
 from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.offload import BUFFERS
-from lightning_mist.tuner.least_runs import PLACES, FoldedRuns, LeastRuns
+from lightning_mist.tuner.least_runs import PLACES, LeastRuns
 from lightning_mist.tuner.load_weights import COMPUTE, NETWORK, TO_DEVICE, TO_HOST
 
 _WEIGHTED = (
@@ -41,37 +41,14 @@ class Moves:
     """What stages may move to host memory.
 
     Attributes:
-        kinds: Kinds of state that may be in host memory.
-        rates: How fast devices copy; not asked for where nothing may be moved.
+        kinds: Kinds of state that may be in host memory, at least one.
+        rates: How fast devices copy.
         num_microbatches: Microbatches per batch.
     """
 
     kinds: frozenset[str]
-    rates: CopyRates | None
+    rates: CopyRates
     num_microbatches: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
-    """What recomputing more layers frees, and what that takes, of runs that are folded.
-
-    Attributes:
-        freed_R: Bytes that it frees at most.
-        freed_saved_R: Bytes of every other microbatch that it frees at most.
-        rate_R: Bytes that a second of it frees at most.
-        rate_saved_R: Bytes of every other microbatch that a second of it frees at most.
-        both_R: Bytes that it and copies of activations together free at most.
-        both_saved_R: Bytes of every other microbatch that both free at most.
-        second_WR: Weighted seconds of a second of it.
-    """
-
-    freed_R: FloatArray
-    freed_saved_R: FloatArray
-    rate_R: FloatArray
-    rate_saved_R: FloatArray
-    both_R: FloatArray
-    both_saved_R: FloatArray
-    second_WR: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +64,6 @@ class Copies:
         activations_WR: Weighted seconds of copying all activations of a microbatch.
         gradients_WR: Weighted seconds per byte of gradients that is freed.
         parameters_WR: Weighted seconds per byte of parameters that is freed.
-        again: What recomputing frees, of runs that are folded.
     """
 
     kinds: frozenset[str]
@@ -98,12 +74,11 @@ class Copies:
     activations_WR: FloatArray
     gradients_WR: FloatArray
     parameters_WR: FloatArray
-    again: Again | None = None
 
     @property
     def is_any(self) -> bool:
         """Whether there is anything that frees bytes."""
-        return self.again is not None or bool(self.kinds & {"activations", "gradients", "parameters"})
+        return bool(self.kinds & {"activations", "gradients", "parameters"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +214,7 @@ def with_copies(placed: PlacedRuns, runs: LeastRuns, moves: Moves) -> PlacedRuns
     Args:
         placed: The runs.
         runs: All runs.
-        moves: What they may move, at least something unless runs are folded.
+        moves: What they may move.
     """
     at, run_R = placed.place, placed.run_R
     # The head or the tail is a unit of its own.
@@ -254,34 +229,14 @@ def with_copies(placed: PlacedRuns, runs: LeastRuns, moves: Moves) -> PlacedRuns
         free_gradients_R=placed.gradients_R * free_R * may("gradients"),
         free_parameters_R=parameters_R * may("parameters"),
         **_prices(placed, runs, moves, free_R),
-        again=_again(runs, at, run_R, moves) if isinstance(runs, FoldedRuns) else None,
     )
     freed_R = runs.optimizer_XK[at][run_R] * free_R * may("optimizer")
     return replace(placed, needed_R=placed.needed_R - freed_R, copies=copies)
 
 
-def _again(runs: FoldedRuns, place: int, run_R: IntArray, moves: Moves) -> Again:
-    """What recomputing more layers frees."""
-    _, backward_NWC = _weights(runs)
-    freed_R, freed_saved_R = runs.freed_XK[place][run_R], runs.freed_saved_K[run_R]
-    may = "activations" in moves.kinds
-    return Again(
-        freed_R=freed_R,
-        freed_saved_R=freed_saved_R,
-        rate_R=runs.rate_XK[place][run_R],
-        rate_saved_R=runs.rate_saved_K[run_R],
-        both_R=runs.both_XK[place][run_R] if may else freed_R,
-        both_saved_R=runs.both_saved_K[run_R] if may else freed_saved_R,
-        second_WR=_weighted(runs, run_R, [backward_NWC[..., COMPUTE]], [np.ones(len(run_R))]),
-    )
-
-
 def _prices(placed: PlacedRuns, runs: LeastRuns, moves: Moves, free_R: FloatArray) -> dict[str, FloatArray]:
     """Weighted seconds of moving every kind of state, of activations all, of the others a byte that is freed."""
     run_R, rates = placed.run_R, moves.rates
-    if rates is None:
-        none_WR = np.zeros((len(placed.loads_WR), len(run_R)))
-        return dict.fromkeys(("activations_WR", "gradients_WR", "parameters_WR"), none_WR)
     to_device, to_host = 1 / rates.to_device, 1 / rates.to_host
     forward_NWC, backward_NWC = _weights(runs)
     alone_NW = np.ones(forward_NWC.shape[:2])

@@ -18,9 +18,7 @@ def test_the_bound_is_what_trying_everything_finds(seed):
     assert floor_bound(family, best / 2) == best / 2
     assert floor_bound(family, 2 * best, deadline=-np.inf) <= best * (1 + 1e-9)
     assert floor_bound(family, 2 * best, enough=1.5 * best) == pytest.approx(best, rel=1e-8)
-    assert floor_bound(family, 2 * best, least=best * (1 - 1e-9)) == pytest.approx(best, rel=1e-8)
     assert 0.9 * best * (1 - 1e-6) <= floor_bound(family, 2 * best, enough=0.9 * best) <= best * (1 + 1e-9)
-    assert floor_bound(family, 2 * best, least=1.5 * best) <= best * (1 + 1e-9)
 
 
 ALIKE = [seed for seed in small_seeds(120) if len(random_problem(seed).num_devices) == 1]

@@ -6,11 +6,8 @@ from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.known_runs import AllRuns, KnownRuns
 from lightning_mist.tuner.least_runs import joined_runs, slot_runs, slots_of
 from lightning_mist.tuner.pieces import piece_key
-from lightning_mist.tuner.placed_runs import Moves
 from lightning_mist.tuner.space import apply
 from tests.specs import cluster, profile, spec
-
-NOTHING = Moves(kinds=frozenset(), rates=None, num_microbatches=4)
 
 
 def known(pace=np.inf, devices=4):
@@ -22,13 +19,13 @@ def known(pace=np.inf, devices=4):
 
 
 def test_what_is_known_is_not_worked_out_again_unless_it_is_far_too_much():
-    every = known().at("first", NOTHING, np.inf)
+    every = known().at("first", None, np.inf)
     pace = float(np.median(every.steady_R))
     runs = known(pace)
-    first = runs.at("first", NOTHING, pace)
-    assert runs.at("first", NOTHING, 0.9 * pace) is first
-    assert len(runs.at("first", NOTHING, 0.5 * pace)) < len(first)
-    assert len(runs.at("first", NOTHING, pace)) == len(first)
+    first = runs.at("first", None, pace)
+    assert runs.at("first", None, 0.9 * pace) is first
+    assert len(runs.at("first", None, 0.5 * pace)) < len(first)
+    assert len(runs.at("first", None, pace)) == len(first)
 
 
 def test_runs_are_worked_out_once_whatever_the_batch():
