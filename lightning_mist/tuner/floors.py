@@ -48,9 +48,6 @@ _NEXT_TO_NOTHING = 1e-9
 _PAIRS = slice(1), slice(1, 2), slice(2, None)
 """Pairs of weights that are looked at together, one after another."""
 
-_BEST_AFTER = 0, 2
-"""After which of them the most promising runs are looked at to the end, which rules out most others."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
@@ -159,22 +156,12 @@ class _Asked:
     def _move(self, lacks_HR: BoolArray, copies: Copies) -> None:
         """Look at what has to be moved by runs that do not fit.
 
-        Moving is of use only to what is faster than what fits. What one pair of weights says of all runs tells which
-        are the most promising; what these take rules out most others.
+        Moving is of use only to what is faster than what fits: what one pair of weights rules out needs no other.
         """
         in_M, at_M = np.nonzero(lacks_HR)
         lacking = self._useful(_Lacking(in_M=in_M, at_M=at_M, found_M=self.placed.steady_R[at_M]))
-        for index, pairs in enumerate(_PAIRS):
+        for pairs in _PAIRS:
             lacking = self._useful(self._told(lacking, copies, pairs))
-            if not len(lacking):
-                return
-            if index in _BEST_AFTER:
-                best_M = _least_of_each(self._cells(lacking), lacking.found_M)
-                best, lacking = lacking.take(best_M), lacking.take(~best_M)
-                for others in _PAIRS[index + 1 :]:
-                    best = self._told(best, copies, others)
-                self._learn(best)
-                lacking = self._useful(lacking)
         self._learn(lacking)
 
     def _cells(self, lacking: "_Lacking") -> IntArray:
@@ -244,18 +231,6 @@ class _Lacking:
     at_M: IntArray
     found_M: FloatArray
 
-    def __len__(self) -> int:
-        """Number of runs."""
-        return len(self.at_M)
-
     def take(self, kept_M: BoolArray) -> "_Lacking":
         """Those where a mask is true."""
         return _Lacking(in_M=self.in_M[kept_M], at_M=self.at_M[kept_M], found_M=self.found_M[kept_M])
-
-
-def _least_of_each(cell_M: IntArray, found_M: FloatArray) -> BoolArray:
-    """Which of some runs, by cell, take the least seconds of their cell."""
-    begins = np.flatnonzero(np.diff(cell_M, prepend=-1))
-    least = np.repeat(np.minimum.reduceat(found_M, begins), np.diff(begins, append=len(cell_M)))
-    found: BoolArray = found_M <= least
-    return found
