@@ -106,11 +106,6 @@ class IntraStage:
             knowledge=Knowledge() if knowledge is None else knowledge,
         )
 
-    @property
-    def is_warm(self) -> bool:
-        """Whether candidates have been evaluated already, for this search or another."""
-        return bool(self._tables)
-
     def try_ratios(self, ratios: Sequence[float], deadline: float = np.inf) -> None:
         """Let frontiers have what moves these parts of state to host memory.
 
@@ -268,29 +263,6 @@ class IntraStage:
         moved, evaluated = self._mover.of(asked)
         self.evaluated += evaluated
         return [item.frontiers(more) for item, more in zip(items, moved, strict=True)]
-
-    def rough_seconds(self, num_stages: int, num_microbatches: int) -> float:
-        """Step seconds of about the best pipeline of equal stages; infinite if there is none that fits.
-
-        It is that of a pipeline whose stages all take what a first stage does that has a fair share of the layers.
-        """
-        count, rest = divmod(self.space.world_size, num_stages)
-        shapes = [shape for shape in self.space.shapes(num_microbatches) if shape.devices == count and not rest]
-        if not shapes:
-            return float("inf")
-        slots = [self.slot(0, num_stages, num_microbatches, shape) for shape in shapes]
-        layers = -(-self.space.num_layers // num_stages)
-        settled = self.space.cuts(num_stages) is not None
-        windows = fixed_window(0, layers) if settled else self._windows_of(0, num_stages)
-        # Among the runs of layers of all first stages, so that it need not be evaluated again with them.
-        chosen_W, keys = windows.layers_W == layers, self._piece_keys(slots, windows)
-        wanted = Wanted(slots=slots, windows=windows, chosen_W=chosen_W, keys=keys)
-        (table,), evaluated = make_tables(self.model, self.space, [wanted], np.inf, pieces=self._pieces)
-        self.evaluated += evaluated
-        phases = stage_phases(0, num_stages, num_microbatches, self.space.schedule)
-        fits_K = table.parts.peaks(phases) <= self.memory_limit
-        steady = float(table.steady_K[fits_K].min(initial=np.inf))
-        return (num_microbatches - 1 + num_stages) * steady
 
     def choices(self, slot: StageSlot) -> SlotChoices:
         """Everything that a slot may be without offload, whether it fits or not."""

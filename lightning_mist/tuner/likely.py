@@ -1,28 +1,15 @@
-"""What pipelines take before any of them is solved: at least, and probably.
+"""What pipelines take at least, before any of them is solved.
 
 Array axes
     N  arrangements of devices
     R  regions
 """
 
-from collections.abc import Mapping
-from time import perf_counter
-from types import MappingProxyType
-
 import numpy as np
 
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.past import Precedent
 from lightning_mist.tuner.space import Space
-
-GUESSED = 1.15
-"""Multiple of the step seconds of equal stages that a plan is assumed to take first: a little more than the best takes,
-whose stages differ, and whose edges are longer than what the estimate counts."""
-
-
-LIKE = 1.02
-"""Multiple of the step seconds of a pipeline found for an earlier question that one like it probably stays below."""
 
 
 def quick_bounds(intra: IntraStage, space: Space) -> dict[tuple[int, int], float]:
@@ -57,30 +44,3 @@ def _region_seconds(intra: IntraStage, space: Space, num_microbatches: int) -> t
         for shape in shapes
     ]
     return np.array([shape.devices for shape in shapes]), np.stack([s.forward_R + s.backward_R for s in seconds])
-
-
-def likely_seconds(
-    intra: IntraStage,
-    lower: Mapping[tuple[int, int], float],
-    precedents: Mapping[int, Precedent] = MappingProxyType({}),
-    deadline: float = np.inf,
-) -> float:
-    """Step seconds that the best pipeline probably stays below; infinite if none fits.
-
-    They are those of what was found for an earlier question, else of a pipeline of equal stages.
-
-    Args:
-        intra: Evaluates stages.
-        lower: By numbers of stages and of microbatches what no plan goes below.
-        precedents: By number of stages a pipeline that was found for an earlier question.
-        deadline: Value of ``perf_counter()`` at which to stop.
-    """
-    like = (item.seconds for count, item in precedents.items() if (count, item.num_microbatches) in lower)
-    found = min(like, default=np.inf) * LIKE
-    if found < np.inf:
-        return found
-    for key in sorted(lower, key=lambda item: (lower[item], item)):
-        if lower[key] >= found or perf_counter() > deadline:
-            break
-        found = min(found, intra.rough_seconds(*key) * GUESSED)
-    return found

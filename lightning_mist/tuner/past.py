@@ -86,27 +86,22 @@ class Precedent:
         layers: Layers of every stage.
         devices: Devices of every stage.
         slowest: Steady seconds of the slowest stage.
-        seconds: Step seconds, if it takes the same per microbatch now.
     """
 
     num_microbatches: int
     layers: tuple[int, ...]
     devices: tuple[int, ...]
     slowest: float
-    seconds: float
 
     @classmethod
     def of(cls, found: Found, num_microbatches: int) -> "Precedent":
         """An answer, with as many microbatches as it would have now."""
         picked = list(zip(found.problem.slots, found.answer.chosen, strict=True))
-        slowest = max(float(slot.steady_K[index]) for slot, index in picked)
-        more = num_microbatches - found.problem.num_microbatches
         return cls(
             num_microbatches=num_microbatches,
             layers=tuple(int(slot.layers_K[index]) for slot, index in picked),
             devices=tuple(int(slot.devices_K[index]) for slot, index in picked),
-            slowest=slowest,
-            seconds=found.answer.objective + more * slowest,
+            slowest=max(float(slot.steady_K[index]) for slot, index in picked),
         )
 
 

@@ -10,8 +10,8 @@ from that answer. All this is about the closed form of the step (:mod:`lightning
 A single stage is looked at first, with everything that it may have in host memory. Of pipelines those that may be
 faster are first solved without: the more has to be beaten, the less is worth evaluating.
 
-Before there is a plan that a family would have to beat, one is assumed: a little slower than the best of equal stages,
-or where candidates are known already little above the lower bound of all; if none is found below it, ever slower ones.
+Before there is a plan that a family would have to beat, one is assumed, little above the lower bound of all; if none is
+found below it, ever slower ones.
 So stages that are far too slow are never evaluated.
 """
 
@@ -29,7 +29,7 @@ from lightning_mist.tuner.beside import compared, look_beside
 from lightning_mist.tuner.checked import Checked, check
 from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.likely import likely_seconds, quick_bounds
+from lightning_mist.tuner.likely import quick_bounds
 from lightning_mist.tuner.moved import TimeIsUpError
 from lightning_mist.tuner.past import Found, Past, Precedent, known_answers, raised
 from lightning_mist.tuner.problem import PRECISION
@@ -40,8 +40,7 @@ FIRST_SECONDS = 1.0
 """Seconds that a search may take until it has a plan, however little time it is given: with less it says nothing."""
 
 ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
-"""Multiples of the lower bound of all pipelines that a plan is assumed to take, until one is found. Where there is a
-guess it stands in place of the first, and the others are as many times it as they are times the first."""
+"""Multiples of the lower bound of all pipelines that a plan is assumed to take, until one is found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +109,6 @@ def search_pipelines(
         patience=patience,
         bounds=dict(lower),
         floors=floors_of(intra, space),
-        is_warm=intra.is_warm,
     )
     for item in (known := known_answers(pasts, limits)):
         tally.note(item)
@@ -119,7 +117,7 @@ def search_pipelines(
     # One stage has so few choices that all are looked at; what it takes is to be beaten.
     intra.try_ratios(space.offload_ratios, patience)
     search_families(tally, [group for group in groups if group[0] == (1,)], np.inf)
-    _look(tally, [group for group in groups if group[0] != (1,)], precedents)
+    _look(tally, [group for group in groups if group[0] != (1,)])
     bound = min(tally.bounds.values(), default=np.inf)
     if not tally.best:
         return _outcome(tally, None, bound)
@@ -152,22 +150,18 @@ def floors_of(intra: IntraStage, space: Space) -> FamilyFloors:
     )
 
 
-def _look(tally: Tally, groups: list[Group], precedents: Mapping[int, Precedent]) -> None:
+def _look(tally: Tally, groups: list[Group]) -> None:
     """Search families of pipelines, with a plan to beat assumed as long as there is none or only one that is slow.
 
     Args:
         tally: What has been found.
         groups: The pipelines to look at.
-        precedents: By number of stages a pipeline that was found for an earlier question.
     """
     groups = _open(tally, groups, tally.least)
     if not groups:
         return
-    lower = {(count, group[1]): tally.lower[count, group[1]] for group in groups for count in group[0]}
-    # Where candidates are known already, trying is cheaper than guessing.
-    guess = np.inf if tally.is_warm else likely_seconds(tally.intra, lower, precedents, tally.deadline)
-    start = min(lower.values()) * ASSUMED[0] if guess == np.inf else guess
-    every = [start * factor / ASSUMED[0] if start else np.inf for factor in ASSUMED]
+    lowest = min(tally.lower[count, group[1]] for group in groups for count in group[0])
+    every = [lowest * factor if lowest else np.inf for factor in ASSUMED]
     for assumed in every if tally.space.offload_ratios else ():
         _search_unmoved(tally, groups, assumed)
         if tally.least < assumed or tally.is_late:

@@ -143,23 +143,20 @@ class Wanted:
         slots: A slot of the role for every arrangement of devices.
         windows: The runs of layers of the role.
         keys: What tells the pieces of every slot from others; none if nothing is kept.
-        chosen_W: Which of the runs to look at; all if ``None``.
         among_NL: Which numbers of devices and layers to look at; all if ``None``.
     """
 
     slots: Sequence[StageSlot]
     windows: Windows
     keys: Sequence[PieceKey] = ()
-    chosen_W: BoolArray | None = None
     among_NL: BoolArray | None = None
 
     def inside(self, slot: StageSlot) -> BoolArray:
         """Which of the runs to look at on the devices of a slot."""
-        inside_W = np.ones(len(self.windows), dtype=bool) if self.chosen_W is None else self.chosen_W
         if self.among_NL is None:
-            return inside_W
+            return np.ones(len(self.windows), dtype=bool)
         devices = slot.data_parallel_degree * slot.tensor_parallel_degree
-        found_W: BoolArray = inside_W & self.among_NL[devices, self.windows.layers_W]
+        found_W: BoolArray = self.among_NL[devices, self.windows.layers_W]
         return found_W
 
 

@@ -38,7 +38,6 @@ class Tally:
         bounds: The same by what has been proven.
         floors: Bounds of families that know the memory.
         proven: Step seconds that no plan of a pipeline goes below, by bounds of all that may be moved.
-        is_warm: Whether candidates had been evaluated before.
         best: The best answer of every number of stages.
         found: The best answer of every pipeline.
         solved: Pipelines that were solved.
@@ -52,7 +51,6 @@ class Tally:
     patience: float
     bounds: dict[tuple[int, int], float]
     floors: FamilyFloors
-    is_warm: bool
     best: dict[int, Found] = field(default_factory=dict)
     found: dict[tuple[int, int], Found] = field(default_factory=dict)
     solved: set[tuple[int, int]] = field(default_factory=set)

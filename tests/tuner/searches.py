@@ -37,6 +37,4 @@ def tally_of(stages):
     lower = quick_bounds(stages, stages.space)
     floors = search.floors_of(stages, stages.space)
     limits = {"deadline": np.inf, "patience": np.inf}
-    return Tally(
-        intra=stages, space=stages.space, lower=lower, bounds=dict(lower), floors=floors, is_warm=False, **limits
-    )
+    return Tally(intra=stages, space=stages.space, lower=lower, bounds=dict(lower), floors=floors, **limits)

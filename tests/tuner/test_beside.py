@@ -57,7 +57,7 @@ def test_precedents_that_are_no_pipelines_of_the_space_are_left_out():
     stages = stages_of(memory=700_000)
     alone = search.search_pipelines(stages, stages.space, np.inf)
     counts = beside.compared(stages.space, alone.winner)
-    none = Precedent(num_microbatches=7, layers=(1, 1), devices=(1, 3), slowest=1.0, seconds=9.0)
+    none = Precedent(num_microbatches=7, layers=(1, 1), devices=(1, 3), slowest=1.0)
     precedents = dict.fromkeys(counts, none)
     found = search.search_pipelines(stages_of(memory=700_000), stages.space, np.inf, (), precedents)
     assert set(counts) > {1}

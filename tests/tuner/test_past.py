@@ -104,7 +104,6 @@ def test_pipelines_of_other_batches_are_precedents_with_the_same_rows_per_microb
         assert sum(precedent.layers) == NETWORK.num_layers
         assert sum(precedent.devices) == 4
         assert precedent.slowest > 0
-        assert precedent.seconds >= precedent.num_microbatches * precedent.slowest
         assert precedent.num_microbatches in now.microbatch_counts()
     both = {count for count in like if known[count].num_microbatches % 2 == 0}
     assert any(like[count].num_microbatches * 2 == known[count].num_microbatches for count in both)

@@ -109,29 +109,6 @@ def test_lines_are_all_ways_to_recompute_each_window(zero_stages):
         assert all(least[kept] <= steady for kept, steady in zip(table.checkpointed_K, table.steady_K, strict=True))
 
 
-@pytest.mark.parametrize("search", [{}, {"layer_cuts": (2,)}])
-def test_a_rough_estimate_is_evaluated_once_with_the_table_of_first_stages(search):
-    maker, fresh = intra(4, **search), intra(4, **search)
-    rough = maker.rough_seconds(2, 8)
-    slots = [maker.slot(0, 2, 8, shape) for shape in maker.space.shapes(8) if shape.devices == 4]
-    # Everything fits, so that the fastest way to run half of the five layers counts.
-    wanted = Wanted(slots=slots, windows=fixed_window(0, 3))
-    (table,), evaluated = make_tables(MODEL, maker.space, [wanted], np.inf)
-    assert rough == (8 - 1 + 2) * table.steady_K.min()
-    assert maker.evaluated == evaluated > 0
-    for one in (maker, fresh):
-        asked(one, 0, 2, 8, np.inf)
-    assert maker.evaluated == fresh.evaluated + (evaluated if search else 0)
-
-
-def test_only_chosen_runs_are_looked_at():
-    maker = intra(4)
-    windows, slot = maker._windows_of(0, 2), maker.slot(0, 2, 8, maker.space.shapes(8)[0])
-    wanted = Wanted(slots=[slot], windows=windows, chosen_W=windows.layers_W == 2)
-    (table,), _ = make_tables(MODEL, maker.space, [wanted], np.inf)
-    assert set(windows.layers_W[table.window_K].tolist()) == {2}
-
-
 def test_tables_of_several_roles_ask_about_each_arrangement_once(monkeypatch):
     maker, calls = intra(4), []
     shapes = maker.space.shapes(8)[:2]
