@@ -5,13 +5,14 @@ What happens between units is said in :mod:`lightning_mist.schedule.units`.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 from lightning_mist.plan import Feature, ModuleMap, ParameterUse, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.mesh import itemsize
-from lightning_mist.schedule.action import HEAD, TAIL
-from lightning_mist.schedule.moves import moved_names
-from lightning_mist.schedule.units import StageUnits
+from lightning_mist.schedule.action import HEAD, TAIL, Action
+from lightning_mist.schedule.moves import Key, check_update, moved_names, update_actions
+from lightning_mist.schedule.units import StageUnits, expand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,3 +210,62 @@ def moved_parameters(plan: Plan, module_map: ModuleMap, stage: int, ratio: float
         known |= first
         units.append([(name, size) for name, size in sizes.items() if name in first])
     return moved_names(units, ratio)
+
+
+def updated_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[Key, tuple[str, ...]]:
+    """What the ranks of a group update of each unit together; each parameter with its first.
+
+    Args:
+        plan: The plan.
+        module_map: Where parameters are used.
+        group: The group of devices.
+    """
+    known: set[str] = set()
+    found: dict[Key, tuple[str, ...]] = {}
+    for stage in plan.chunks(group):
+        for unit in shard_units(module_map, plan.bounds, stage):
+            names = tuple(name for name in unit.reduced if name not in known)
+            known.update(names)
+            if names:
+                found[stage, unit.unit] = names
+    return found
+
+
+def stage_update(plan: Plan, module_map: ModuleMap, group: int) -> tuple[Action, ...]:
+    """The optimizer's step of a group of devices unit by unit; empty where it moves nothing that a step needs.
+
+    Args:
+        plan: The plan.
+        module_map: Where parameters are used.
+        group: The group of devices.
+    """
+    stage, units = plan.stages[group], updated_units(plan, module_map, group)
+    kinds = {
+        "O": moved_parameters(plan, module_map, group, stage.offload.optimizer, trained=True),
+        "P": moved_parameters(plan, module_map, group, stage.offload.parameters, trained=False),
+        "G": moved_parameters(plan, module_map, group, stage.offload.gradients, trained=True),
+    }
+    if max(stage.offload.parameters, stage.offload.gradients, stage.offload.optimizer) == 0.0:
+        return ()
+    moved = {
+        kind: [key for key, of_unit in units.items() if not names.isdisjoint(of_unit)] for kind, names in kinds.items()
+    }
+    is_shared = ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS and stage.data_parallel_degree > 1
+    actions = update_actions(list(units), moved, gathers=is_shared and defers_update(plan, module_map, group))
+    check_update(actions, units, moved)
+    return actions
+
+
+def batch_lines(plan: Plan, module_map: ModuleMap, group: int, actions: Sequence[Action]) -> tuple[Action, ...]:
+    """All that a group of devices does for one batch of many, by units.
+
+    Args:
+        plan: The plan.
+        module_map: Where parameters are used.
+        group: The group of devices.
+        actions: Its lowered list.
+    """
+    units = expanded_units(plan, module_map, plan_units(plan, module_map, group))
+    update, defers = stage_update(plan, module_map, group), defers_update(plan, module_map, group)
+    lines = expand(actions, units, update if defers else ())
+    return (*chain.from_iterable(lines), *(() if defers else update))

@@ -1,32 +1,21 @@
 """What of a rank's state is in host memory by its plan."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mist.plan import ModuleMap, ZeroStage
+from lightning_mist.plan import ModuleMap
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.offload.gradients import OffloadedGradients
 from lightning_mist.runtime.offload.host_pool import HostPool
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState
-from lightning_mist.runtime.shards import UnitKey, UnitShards
+from lightning_mist.runtime.shards import UnitShards
 from lightning_mist.runtime.transport import Transport
 from lightning_mist.runtime.unit_gather import UnitGather
-from lightning_mist.schedule.moves import check_update, update_actions
-from lightning_mist.schedule.stage_units import defers_update, moved_parameters, shard_units
-
-
-def updated_units(mesh: Mesh, module_map: ModuleMap) -> Iterator[tuple[UnitKey, tuple[str, ...]]]:
-    """What the ranks of a stage, or of its chunks, update of each unit together; each parameter with its first."""
-    known: set[str] = set()
-    for stage in mesh.plan.chunks(mesh.stage):
-        for unit in shard_units(module_map, mesh.plan.bounds, stage):
-            names = tuple(name for name in unit.reduced if name not in known)
-            known.update(names)
-            if names:
-                yield (stage, unit.unit), names
+from lightning_mist.schedule import ActionKind
+from lightning_mist.schedule.stage_units import defers_update, moved_parameters, stage_update, updated_units
 
 
 def offload_optimizer_state(
@@ -57,17 +46,10 @@ def offload_optimizer_state(
     if not (ratios.optimizer or ratios.parameters or ratios.gradients):
         return None
     state = moved_parameters(plan, module_map, mesh.stage, ratios.optimizer, trained=True)
-    values = moved_parameters(plan, module_map, mesh.stage, ratios.parameters, trained=False)
-    units = dict(updated_units(mesh, module_map))
-    moved = {
-        kind: frozenset(key for key, of_unit in units.items() if not names.isdisjoint(of_unit))
-        for kind, names in {"O": state, "P": values, "G": frozenset() if gradients is None else gradients.names}.items()
-    }
-    defers = defers_update(plan, module_map, mesh.stage)
-    is_shared = mesh.is_sharded and plan.stages[mesh.stage].zero_stage < ZeroStage.PARAMETERS
-    gather = UnitGather(mesh, parameters, units, transport) if defers and is_shared else None
-    actions = update_actions(list(units), moved, gathers=gather is not None)
-    check_update(actions, units, moved)
+    units = updated_units(plan, module_map, mesh.stage)
+    actions, defers = stage_update(plan, module_map, mesh.stage), defers_update(plan, module_map, mesh.stage)
+    is_given_out = any(action.kind is ActionKind.GATHER_PARAMETERS for action in actions)
+    gather = UnitGather(mesh, parameters, units, transport) if is_given_out else None
     owned = {item.name for item in mesh.owned}
     return OffloadedState(
         optimizer,

@@ -1,0 +1,130 @@
+"""The clock's copies are those of the executor: the same ones, of as many bytes, in the same order."""
+
+from itertools import groupby
+
+import pytest
+import torch
+
+from benchmarks.parity.cell import on_all_ranks, subject, train_batch
+from benchmarks.parity.plans import make_plan
+from lightning_mist.plan import ZeroStage
+from lightning_mist.runtime.transport import complete
+from lightning_mist.schedule import ActionKind
+from lightning_mist.schedule.copies import run_copies
+from lightning_mist.schedule.stage_units import batch_lines, moved_parameters, shard_units, updated_units
+from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
+from tests.integration.parity import make_optimizer
+from tests.integration.test_parity_offload import FIRST, PLANS
+from tests.tiers import tiered
+
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.usefixtures("ended_streams"),
+]
+
+STEPS = 4
+"""In the first there is no update, in the second the optimizer makes its state."""
+
+
+def recorded(engine, batches):
+    """What lanes copied in every batch, by the action that began it."""
+    executor, found, now = engine.executor, [], []
+    optimizer = make_optimizer(engine.module)
+    engine.take_optimizer(optimizer)
+    engine.hollow()
+    lanes, walk = executor.lanes, executor._walk
+    copy = lanes._copy
+
+    def copied(stream, targets, sources, after):
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in sources)
+        found[-1].append((now[-1], stream is lanes._load, nbytes))
+        return copy(stream, targets, sources, after)
+
+    def noted(perform):
+        def performed(action):
+            now.append(action)
+            perform(action)
+            now.pop()
+
+        return performed
+
+    lanes._copy, walk._perform = copied, noted(walk._perform)
+    if executor._update is not None:
+        executor._update.perform = noted(executor._update.perform)
+    for step in range(STEPS):
+        found.append([])
+        optimizer.zero_grad()
+        train_batch(engine, batches[step % 2][engine.rank])
+        optimizer.step()
+        complete(engine.executor.gather_parameters())
+    copies = list(found[-1])
+    executor.flush()
+    del lanes._copy, walk._perform
+    if executor._update is not None:
+        del executor._update.perform
+    # What one action copies in several pieces is one copy on the clock, and nothing is none.
+    groups = groupby((item for item in copies if item[2] > 0), key=lambda item: item[:2])
+    return [(*same, sum(nbytes for *_, nbytes in items)) for same, items in groups]
+
+
+def bytes_of(engine, module_map):
+    """Bytes that each action of a rank copies; of activations, which a map does not know, some."""
+    mesh = engine.executor.mesh
+    plan, stage = mesh.plan, mesh.plan.stages[mesh.stage]
+    sizes = {name: p.numel() * p.element_size() for name, p in engine.stages.parameters.items()}
+    mine = {item.name for item in mesh.owned}
+    here = {item.name for item in mesh.held if not mesh.is_sharded or item.owner(mesh.stage) == mesh.data_index}
+    values, sums, state = (
+        moved_parameters(plan, module_map, mesh.stage, getattr(stage.offload, kind), trained=kind != "parameters")
+        for kind in ("parameters", "gradients", "optimizer")
+    )
+    stages = plan.chunks(mesh.stage)
+    units = {(at, unit.unit): unit for at in stages for unit in shard_units(module_map, plan.bounds, at)}
+    updated = updated_units(plan, module_map, mesh.stage)
+
+    def total(names):
+        return sum(sizes[name] for name in names)
+
+    def nbytes(action, is_final):
+        key = action.stage, action.unit
+        kind = action.kind
+        if kind is ActionKind.UNSHARD:
+            given = here if stage.zero_stage >= ZeroStage.PARAMETERS else sizes
+            return total(values & set(units[key].names) & set(given))
+        if kind in (ActionKind.LOAD_PARAMETERS, ActionKind.STORE_PARAMETERS):
+            given = mine if stage.zero_stage >= ZeroStage.PARAMETERS else sizes
+            return total(values & set(updated[key]) & set(given))
+        if kind in (ActionKind.LOAD_OPTIMIZER_STATE, ActionKind.STORE_OPTIMIZER_STATE):
+            return 2 * total(state & set(updated[key]) & mine)
+        if kind in (ActionKind.LOAD_GRADIENTS, ActionKind.STORE_GRADIENTS):
+            names = sums & set(units[key].reduced)
+            if is_final or stage.zero_stage >= ZeroStage.GRADIENTS:
+                names &= mine
+            # With a number for each that says which ranks had one.
+            return total(names) + 8 * len(names) * (len(mesh.peers) > 1)
+        return 1.0
+
+    return nbytes
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize("name", ["nano_even", "lora_llama"])
+@pytest.mark.parametrize("label", tiered(PLANS, FIRST))
+def test_copies_are_those_of_the_executor(name, label):
+    model = subject(name, torch.float64)
+    plan = make_plan(PLANS[label], len(model.module_map.blocks))
+
+    def work(engine):
+        found, executor = recorded(engine, model.batches), engine.executor
+        lines = batch_lines(plan, model.module_map, executor.mesh.stage, executor.actions)
+        times = run_copies([lines, lines], lambda action: 1.0, bytes_of(engine, model.module_map), (1.0, 1.0))
+        return found, times.copies[-1]
+
+    ranks = on_all_ranks(model, plan, work)
+    assert any(found for found, _ in ranks)
+    for found, copies in ranks:
+        assert [item[:2] for item in found] == [(copy.action, copy.is_load) for copy in copies]
+        for (action, _, nbytes), copy in zip(found, copies, strict=True):
+            if action.microbatch is None:
+                # Parameters lie in one piece, each where vector loads may begin.
+                assert 0 <= nbytes - copy.nbytes <= 16 * len(model.module_map.parameters), action
