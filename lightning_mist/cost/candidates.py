@@ -134,10 +134,10 @@ class OffloadCandidates:
         )
 
     @property
-    def is_deferred_K(self) -> BoolArray:
-        """Whether an update waits for the next forward: where parameters, gradients or optimizer state are moved."""
-        deferred_K: BoolArray = (self.parameters_K > 0) | (self.gradients_K > 0) | (self.optimizer_K > 0)
-        return deferred_K
+    def is_updated_by_units_K(self) -> BoolArray:
+        """Whether units are updated one after another: where parameters, gradients or optimizer state are moved."""
+        updated_K: BoolArray = (self.parameters_K > 0) | (self.gradients_K > 0) | (self.optimizer_K > 0)
+        return updated_K
 
     @classmethod
     def joined(cls, items: Sequence["OffloadCandidates"]) -> "OffloadCandidates":

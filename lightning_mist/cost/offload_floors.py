@@ -55,11 +55,12 @@ class CopyFloors:
             or not.
         part_BP, part_BG, owned_part_BG, part_BO: What part of moved state the rank that has most moves; of gradients
             also of what it owns.
-        parameters_BP, parameters_end_BP: Fetching parameters in a forward.
-        again_BP, again_end_BP: Fetching them in a backward.
+        deferring_B: Whether the update waits for the next forward, if it may be done by units at all; 1 or 0.
+        parameters_BP, parameters_end_BP: Fetching parameters in a forward; ``_end`` in the first one only.
+        again_BP: Fetching them in a backward.
         written_BP: Writing back what an update changed of them.
-        gradients_BG, gradients_end_BG: Fetching gradients.
-        returned_BG, returned_end_BG: Writing them back.
+        gradients_BG: Fetching gradients.
+        returned_BG: Writing them back.
         stepped_BG, stepped_end_BG: Fetching them for an update.
         state_BO, state_end_BO: Fetching optimizer state.
         stored_BO: Writing it back.
@@ -86,15 +87,13 @@ class CopyFloors:
     part_BG: FloatArray
     owned_part_BG: FloatArray
     part_BO: FloatArray
+    deferring_B: FloatArray
     parameters_BP: FloatArray
     parameters_end_BP: FloatArray
     again_BP: FloatArray
-    again_end_BP: FloatArray
     written_BP: FloatArray
     gradients_BG: FloatArray
-    gradients_end_BG: FloatArray
     returned_BG: FloatArray
-    returned_end_BG: FloatArray
     stepped_BG: FloatArray
     stepped_end_BG: FloatArray
     state_BO: FloatArray
@@ -165,12 +164,12 @@ class CopyFloors:
             copies, averaging gradients and giving out parameters.
         """
         p, g, o = ((row_J, place_J) for place_J in place_JX.T)
-        is_deferred_J = (place_JX > 0).any(axis=1)
+        is_deferred_J = (place_JX > 0).any(axis=1) & (self.deferring_B[row_J] > 0)
         away_J, away_end_J, back_J, back_end_J = activations_J * self.away_BX[row_J].T
         alone_J, alone_first_J, alone_backward_J, alone_last_J = self.alone_BX[row_J].T
         computed_J, update_J = self.forward_B[row_J], self.update_B[row_J]
         fetched_J, unshard_J = self.parameters_BP[p], self.unshard_B[row_J]
-        end_J = self.unshard_end_B[row_J] + self.parameters_end_BP[p] + away_end_J
+        end_J = self.unshard_end_B[row_J] + away_end_J
         forward_J = least_seconds(weights, computed_J, unshard_J, fetched_J, away_J) + end_J
         first_J = least_seconds(
             weights,
@@ -180,10 +179,10 @@ class CopyFloors:
             away_J + self.stored_BO[o] + self.written_BP[p],
         )
         first_J = first_J + end_J + self.gather_end_B[row_J] + self.state_end_BO[o] + self.stepped_end_BG[g]
+        first_J = first_J + self.parameters_end_BP[p]
         loads = self.again_BP[p] + self.gradients_BG[g] + back_J, self.returned_BG[g]
         computed_J, network_J = self.backward_B[row_J], self.network_B[row_J]
-        end_J = self.network_end_B[row_J] + self.again_end_BP[p] + self.gradients_end_BG[g]
-        end_J = end_J + back_end_J + self.returned_end_BG[g]
+        end_J = self.network_end_B[row_J] + back_end_J
         backward_J = least_seconds(weights, computed_J, network_J, *loads) + end_J
         last_J = least_seconds(weights, computed_J, network_J + self.reduce_B[row_J], *loads) + end_J
         last_J = last_J + self.reduce_end_B[row_J]

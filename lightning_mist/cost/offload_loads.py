@@ -24,7 +24,7 @@ from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_rows
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.offload_ranks import RankParts, parts_of_ranks, ratios_of
+from lightning_mist.cost.offload_ranks import RankParts, defers_K, parts_of_ranks, ratios_of
 from lightning_mist.cost.offload_shares import MovedBytes
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.shards import UnitSeconds
@@ -133,6 +133,13 @@ class Moving:
     candidates: StageCandidates
     before: Beforehand
 
+    @property
+    def is_deferred_K(self) -> BoolArray:
+        """Whether an update waits for the next batch's first forward."""
+        slots = [place.slot for place in self.places]
+        deferred_K: BoolArray = defers_K(self.places[0].memory.spec, slots, self.place_K, self.candidates)
+        return deferred_K & ratios_of(self.candidates).is_updated_by_units_K
+
     def take(self, index_J: IntArray) -> "Moving":
         """Some of the stages."""
         return Moving(
@@ -152,6 +159,7 @@ NAMES = (
     "reduce",
     "gather",
     "parameters_in",
+    "frozen_in",
     "gradients_in",
     "gradients_out",
     "state_in",
@@ -176,32 +184,35 @@ class Loads:
         Giving out its parameters, and reducing its gradients, in every microbatch.
     ``reduce``, ``gather``
         Averaging its gradients after the last microbatch, and giving out its updated parameters.
-    ``parameters_in``, ``gradients_in``, ``gradients_out``
-        Fetching its moved parameters and gradients, and writing the latter back.
+    ``parameters_in``, ``frozen_in``, ``gradients_in``, ``gradients_out``
+        Fetching its moved parameters, those of them that no update fetches, and gradients, and writing these back.
     ``state_in``, ``state_out``
-        Fetching what its update needs (optimizer state and gradients), and writing back what it changed (optimizer
-        state and parameters).
+        Fetching what its update needs (optimizer state, gradients and parameters), and writing back what it changed
+        (optimizer state and parameters).
     ``saved_in``, ``saved_out``, ``kept_in``, ``kept_out``
         Fetching and moving away the activations of a layer that is not recomputed, and of one that is.
 
     Attributes:
         seconds_NQR: Them all; axes: what (:data:`NAMES`), ``Q``, ``R``.
+        waits_Q: Whether computing waits for parameters that are fetched, to give them out (ZeRO-3); 1 or 0.
     """
 
     seconds_NQR: FloatArray
+    waits_Q: FloatArray
 
     @classmethod
-    def of(cls, seconds: Mapping[str, FloatArray], shape: tuple[int, int]) -> "Loads":
+    def of(cls, seconds: Mapping[str, FloatArray], shape: tuple[int, int], waits_Q: FloatArray) -> "Loads":
         """Seconds by name as loads.
 
         Args:
             seconds: Seconds of every unit, of each question or of all alike.
             shape: Numbers of questions and of units.
+            waits_Q: As the attribute.
         """
         found = np.zeros((len(NAMES), shape[0], shape[1] + BEFORE + BEHIND))
         for place, name in enumerate(NAMES):
             found[place, :, BEFORE:-BEHIND] = seconds[name]
-        return cls(found)
+        return cls(found, waits_Q)
 
     def __len__(self) -> int:
         """Number of questions."""
@@ -219,7 +230,7 @@ class Loads:
 
     def take(self, row_U: IntArray) -> "Loads":
         """The loads of some questions."""
-        return Loads(self.seconds_NQR.take(row_U, axis=1))
+        return Loads(self.seconds_NQR.take(row_U, axis=1), self.waits_Q[row_U])
 
     def table(self, unit_X: IntArray) -> FloatArray:
         """All seconds of some padded units; axes: which, ``Q``, ``X``."""
@@ -245,9 +256,9 @@ def loads_of(moving: Moving, rates: CopyRates) -> tuple[Loads, IntArray]:
     trained_MR = np.stack([memory.holdings.table.trained_R for memory in memories])
     prefix_MR, memory_K = prefix_sums(trained_MR), memory_S[moving.place_K]
     trained_K = prefix_MR[memory_K, high_K] - prefix_MR[memory_K, low_K]
-    # What waits for the first forward happens there.
-    update_K, gather_K = (values_K * offload.is_deferred_K for values_K in (before.update_K, before.gather_K))
-    totals = update_K, before.reduce_K, gather_K
+    # Parameters are given out unit by unit where they are updated beside the first forward.
+    update_K = before.update_K * offload.is_updated_by_units_K
+    totals = update_K, before.reduce_K, before.gather_K * moving.is_deferred_K
     rows_MR = np.stack([memory.holdings.table.reduced_row_R for memory in memories])
     columns = (
         moving.place_K,
@@ -309,16 +320,18 @@ class _Questions:
             "reduce": reduce_Q * trained_QR,
             "gather": gather_Q * trained_QR,
             "parameters_in": part_Q * moved_QR / to_device,
+            "frozen_in": part_Q * (moved_QR - changed_QR) / to_device,
             "gradients_in": again_Q * gradient_Q * graded_QR / to_device,
             "gradients_out": gradient_Q * graded_QR / to_host,
-            "state_in": (state_QR + owned_Q * graded_QR) / to_device,
+            "state_in": (state_QR + owned_Q * graded_QR + part_Q * changed_QR) / to_device,
             "state_out": (state_QR + part_Q * changed_QR) / to_host,
             "saved_in": saved_QR / to_device,
             "saved_out": saved_QR / to_host,
             "kept_in": kept_QR / to_device,
             "kept_out": kept_QR / to_host,
         }
-        return Loads.of(found, trained_QR.shape)
+        ranks_Q = np.array([place.slot.shard_degree for place in self.places])[self.place_Q]
+        return Loads.of(found, trained_QR.shape, ((zero_Q >= ZeroStage.PARAMETERS) & (ranks_Q > 1)).astype(np.float64))
 
     def _communicated(self, width: int) -> tuple[FloatArray, FloatArray]:
         """Giving out parameters, and reducing gradients, of every unit."""

@@ -152,24 +152,46 @@ class Passes:
             else:
                 total_K += update_K
         if way.copies:
-            total_K = total_K + self._at("parameters_in", low_K) + self._activations("out", last_K)
+            total_K = total_K + self._activations("out", last_K)
+            if way.edge:
+                total_K += self._at("frozen_in", low_K)
         return total_K
+
+    def update(self) -> FloatArray:
+        """Seconds of updating all units behind the last backward, and of what only a first forward fetches."""
+        low_K, last_K = self.low_K, self.last_K
+        values = tuple(self.loads[name] for name in ("update", "state_in", "state_out"))
+        update_QR, in_QR, out_QR = values
+        none_QR = np.zeros_like(update_QR)
+        ahead_QR, behind_QR = (np.roll(values_QR, by, axis=1) for values_QR, by in ((in_QR, -1), (out_QR, 1)))
+        middle, first, last, alone = (
+            prefix_sums(self.concurrent(update_QR, none_QR, copies))[:, BEFORE:]
+            for copies in ((ahead_QR, behind_QR), (ahead_QR, none_QR), (none_QR, behind_QR), (none_QR, none_QR))
+        )
+        many_K = self._between(first, low_K, low_K + 1) + self._between(middle, low_K + 1, last_K)
+        many_K += self._between(last, last_K, self.high_K)
+        total_K = np.where(last_K > low_K, many_K, self._between(alone, low_K, self.high_K))
+        total_K += self._at("state_in", low_K) + self._at("state_out", last_K) + self._at("parameters_in", low_K)
+        beside_K = self._at("parameters_in", low_K + 1) * (last_K > low_K)
+        return total_K + np.maximum(beside_K - self._at("forward", low_K), 0.0)
 
     def _forward(self, way: Way) -> FloatArray:
         """Seconds of forwards of units: neighbourhoods; the first unit, the last but one and the last of each."""
         asked, at = self.forwards, self._behind(self.forwards.place_I)
-        compute, network, copies = at("forward"), at("unshard", 1), None
+        compute, network = at("forward"), at("unshard", 1)
         if way.edge:
             compute, network = compute + at("update", 1) * asked.next_I, network + at("gather", 1)
         network *= asked.next_I
-        if way.copies:
-            to_device = at("parameters_in", 1) * asked.next_I
-            to_host = np.where(asked.kept_I, at("kept_out", -1), at("saved_out", -1)) * asked.below_I
-            if way.edge:
-                to_device += at("state_in", 2) * asked.second_I
-                to_host += at("state_out")
-            copies = to_device, to_host
-        return self.concurrent(compute, network, copies)
+        if not way.copies:
+            return self.concurrent(compute, network, None)
+        # But at the beginning of a batch the two outermost units are there still.
+        is_away_I = asked.next_I if way.edge else asked.next_I * asked.below_I
+        to_device, waited = self._parameters("frozen_in" if way.edge else "parameters_in", 1, asked, is_away_I)
+        to_host = np.where(asked.kept_I, at("kept_out", -1), at("saved_out", -1)) * asked.below_I
+        if way.edge:
+            to_device += at("state_in", 2) * asked.second_I
+            to_host += at("state_out")
+        return self.concurrent(compute, network, (to_device, to_host)) + waited
 
     @cached_property
     def forwards(self) -> _Asked:
@@ -201,8 +223,7 @@ class Passes:
         if way.edge:
             total_K = total_K + self._at("reduce", low_K)
         if way.copies:
-            total_K = total_K + self._at("parameters_in", last_K) + self._at("gradients_in", last_K)
-            total_K += self._activations("in", last_K) + self._at("gradients_out", low_K)
+            total_K = total_K + self._activations("in", last_K)
         return total_K
 
     def _backward(self, way: Way) -> FloatArray:
@@ -214,12 +235,20 @@ class Passes:
         asked, at = self.backwards, self._behind(self.backwards.place_I)
         compute = at("backward") + at("forward") * asked.again_I
         above = at("scatter", 1) + at("reduce", 1) if way.edge else at("scatter", 1)
-        network, copies = at("unshard", -1) * asked.below_I + above * asked.next_I, None
-        if way.copies:
-            activations = np.where(asked.kept_I, at("kept_in", -1), at("saved_in", -1))
-            to_device = (at("parameters_in", -1) + at("gradients_in", -1) + activations) * asked.below_I
-            copies = to_device, at("gradients_out", 1) * asked.next_I
-        return self.concurrent(compute, network, copies)
+        network = at("unshard", -1) * asked.below_I + above * asked.next_I
+        if not way.copies:
+            return self.concurrent(compute, network, None)
+        to_device, waited = self._parameters("parameters_in", -1, asked, asked.below_I * asked.next_I)
+        to_device += np.where(asked.kept_I, at("kept_in", -1), at("saved_in", -1)) * asked.below_I + at("gradients_in")
+        return self.concurrent(compute, network, (to_device, at("gradients_out") * asked.below_I)) + waited
+
+    def _parameters(
+        self, name: str, offset: int, asked: _Asked, is_there_I: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """Fetching parameters of a neighbour: what happens beside computing, and what computing waits for."""
+        fetched_I = self._behind(asked.place_I)(name, offset) * is_there_I
+        waited_I = fetched_I * self.loads.waits_Q.take(asked.place_I // self.width)
+        return fetched_I - waited_I, waited_I
 
     @cached_property
     def backwards(self) -> _Asked:

@@ -1,4 +1,4 @@
-"""What part of every kind of moved state the rank that has most moves.
+"""What part of every kind of moved state the rank that has most moves, and when it is updated.
 
 Array axes
     K  candidates
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_rows
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.sums import prefix_sums
+from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
 
 
@@ -49,6 +50,26 @@ def ratios_of(candidates: StageCandidates) -> OffloadCandidates:
     if candidates.offload is None:
         raise ValueError("candidates.offload = None: nothing is offloaded, so there are no copies")
     return candidates.offload
+
+
+def defers_K(spec: ModelSpec, slots: Sequence[StageSlot], place_K: IntArray, candidates: StageCandidates) -> BoolArray:
+    """Whether stages that update unit by unit do it in the next first forward: nobody may look before.
+
+    As of :func:`lightning_mist.schedule.stage_units.defers_update`.
+
+    Args:
+        spec: The network.
+        slots: Their places.
+        place_K: Which of them each is at.
+        candidates: The stages.
+    """
+    rules, zero_K = spec.module_map, candidates.zero_stage_K
+    if rules.excludes("sharded_gradients") or rules.excludes("shards"):
+        return np.zeros(len(zero_K), dtype=bool)
+    is_shared_K = np.array([slot.shard_degree > 1 for slot in slots])[place_K]
+    is_given_K = is_shared_K & (zero_K >= ZeroStage.OPTIMIZER) & (zero_K < ZeroStage.PARAMETERS)
+    deferred_K: BoolArray = ~(is_given_K & bool(rules.excludes("sharded_parameters")))
+    return deferred_K
 
 
 def parts_of_ranks(memory: MemoryModel, ranks_K: IntArray, candidates: StageCandidates) -> RankParts:

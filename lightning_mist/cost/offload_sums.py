@@ -18,6 +18,7 @@ from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_parts import MovedShares, Ratios, moved_shares
+from lightning_mist.cost.offload_ranks import defers_K
 from lightning_mist.cost.offload_shares import Shares
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.sums import prefix_sums
@@ -202,15 +203,13 @@ def _states(
         "part_BG": graded_BG,
         "owned_part_BG": owned_BG,
         "part_BO": state_BO,
-        "parameters_BP": part_BP * sums.within(whole, low_B + 1, high_B) / to_device,
+        "deferring_B": defers_K(memory.spec, [slot], np.zeros_like(low_B), sums.candidates).astype(np.float64),
+        "parameters_BP": part_BP * sums.within(whole, low_B + 2, high_B) / to_device,
         "parameters_end_BP": part_BP * whole_XR[:, low_B].T / to_device,
-        "again_BP": part_BP * sums.within(whole, low_B, last_B) / to_device,
-        "again_end_BP": part_BP * whole_XR[:, last_B].T / to_device,
+        "again_BP": part_BP * sums.within(whole, low_B, last_B - 1) / to_device,
         "written_BP": part_BP * sums.within(changed, low_B, high_B) / to_host,
-        "gradients_BG": again * graded_BG * sums.within(graded, low_B, last_B) / to_device,
-        "gradients_end_BG": again * graded_BG * graded_XR[:, last_B].T / to_device,
+        "gradients_BG": again * graded_BG * sums.within(graded, low_B, high_B) / to_device,
         "returned_BG": graded_BG * sums.within(graded, low_B + 1, high_B) / to_host,
-        "returned_end_BG": graded_BG * graded_XR[:, low_B].T / to_host,
         "stepped_BG": owned_BG * sums.within(graded, low_B + 1, high_B) / to_device,
         "stepped_end_BG": owned_BG * graded_XR[:, low_B].T / to_device,
         "state_BO": state_BO * sums.within(stored, low_B + 1, high_B) / to_device,

@@ -6,8 +6,8 @@ neighbours do. With ``C`` the channels' concurrent seconds (:mod:`lightning_mist
 exchange, to copy to the device and to the host, the unit ``r`` of a stage ``[low, high)`` takes
 
     forward        C(f_r, u_{r+1}, p_{r+1}, a_{r-1})
-    first forward  C(f_r + o_{r+1}, u_{r+1} + e_{r+1}, p_{r+1} + s_{r+2}, a_{r-1} + w_r)
-    backward       C(b_r, u_{r-1} + g_{r+1}, p_{r-1} + q_{r-1} + a_{r-1}, z_{r+1})
+    first forward  C(f_r + o_{r+1}, u_{r+1} + e_{r+1}, p'_{r+1} + s_{r+2}, a_{r-1} + w_r)
+    backward       C(b_r, u_{r-1} + g_{r+1}, p_{r-1} + q_r + a_{r-1}, z_r)
     last backward  the same with the averaging m_{r+1} of gradients beside it
 
 where what lies outside the stage is nothing, and
@@ -15,17 +15,31 @@ where what lies outside the stage is nothing, and
     f, b  computing forward and backward, of recomputed layers with another forward; o the update
     u, g  unsharding parameters (ZeRO-3), reducing gradients in every microbatch (from ZeRO-2 on)
     m, e  averaging gradients after the last microbatch, giving out updated parameters (up to ZeRO-2)
-    p     fetching moved parameters;  q, z  fetching moved gradients and writing them back
+    p     fetching moved parameters, p' those that are not trained;  q, z  fetching moved gradients, writing them back
     a     moving activations away behind a layer, and back ahead of its backward
-    s, w  fetching what an update needs (state, gradients), writing back what it changed (state, parameters)
+    s, w  fetching what an update needs (state, gradients, parameters), writing back what it changed
 
-At the ends there is nothing to hide behind: a forward begins with ``u + p`` of its first unit and ends when ``a`` of
-its last has gone, a backward begins with ``u + p + q + a`` of its last unit and ends when ``g`` (``m``) and ``z`` of
-its first have gone. If parameters, gradients or optimizer state are moved, the update of a batch happens unit by unit
-in the first forward of the next: ``s`` and ``p`` of the first unit come first, then its update, beside which the second
-unit's state comes. No more is on the device then than in a backward at the same unit: activations of the units before
-it, gradients of those behind it. Gradients that the first microbatch makes are fetched like those of others, which is
-at most too much by one fetch per batch; with one microbatch there is nothing to fetch.
+Under ZeRO-3 the rank that has parameters gives them out when they have arrived, and computes nothing until then: there
+``p`` is beside nothing. At the ends there is nothing to hide behind: a forward begins with ``u`` of its first unit and
+ends when ``a`` of its last has gone, a backward begins with ``u + a`` of its last unit and ends when ``g`` (``m``) of
+its first has gone. Parameters of the two outermost units stay where a backward follows a forward, or a forward a
+backward: they are fetched in the first forward of a batch only. Gradients leave behind their unit's backward, but
+nobody waits for them until the unit after the next needs their room: ``z`` counts beside the unit itself, and that of
+the first unit not at all.
+
+If parameters, gradients or optimizer state are moved, the update of a batch happens unit by unit in the first forward
+of the next: ``s`` and ``p'`` of the first unit come first, then its update, beside which the second unit's ``s`` comes.
+No more is on the device then than in a backward at the same unit: activations of the units before it, gradients of
+those behind it. Where code of the user's may look at gradients or state, the update is behind the last backward,
+
+    update         C(o_r, 0, s_{r+1}, w_{r-1})
+
+with ``s`` of the first unit before and ``w`` of the last behind it, and the next batch begins with ``p`` of the first
+unit. Gradients that the first microbatch makes are fetched like those of others, which is at most too much by one fetch
+per batch; with one microbatch there is nothing to fetch.
+
+All of this is what the lists of :mod:`lightning_mist.schedule.units` do on the clock of
+:mod:`lightning_mist.schedule.copies`, whose copies are the runtime's.
 
 Array axes
     K  candidates
@@ -123,7 +137,7 @@ def _moves(candidates: StageCandidates) -> IntArray:
     ratios = candidates.offload
     if ratios is None:
         return np.empty(0, dtype=np.int64)
-    return np.flatnonzero(ratios.is_deferred_K | (ratios.activations_K > 0))
+    return np.flatnonzero(ratios.is_updated_by_units_K | (ratios.activations_K > 0))
 
 
 def _at_once(asked: Sequence[int], moved: Sequence[IntArray]) -> Iterator[list[int]]:
@@ -206,7 +220,7 @@ def moving_seconds(
     """
     candidates = moving.candidates
     ratios = ratios_of(candidates)
-    is_deferred_K = ratios.is_deferred_K
+    is_deferred_K = moving.is_deferred_K
     loads, question_K = loads_of(moving, rates)
 
     def concurrent(compute: FloatArray, network: FloatArray, copies: Copies | None) -> FloatArray:
@@ -260,16 +274,20 @@ def _terms(
     middle = around.passes(loads, question_K, candidates, (base_K, parameters_K, activations_K))
     behind = around.passes(loads, question_K, candidates, (base_K, parameters_K, gradients_K, activations_K))
     whole = around.passes(loads, question_K, candidates, None)
-    update_K = around.before.update_K * around.is_deferred_K
+    update_K = around.before.update_K * offload.is_updated_by_units_K
     moving, moving_edge = Way(copies=True, edge=False), Way(copies=True, edge=True)
     moving_forward_K, moving_backward_K = middle.forward(moving), behind.backward(moving)
     forward_copies_K = np.maximum(moving_forward_K - forward_K, 0.0)
     gather_K = np.maximum(first_K - forward_K - update_K, 0.0)
     reduce_K = behind.backward(moving_edge) - moving_backward_K - (last_K - backward_K)
+    update_copies_K = whole.forward(moving_edge) - moving_forward_K - update_K - gather_K
+    is_eager_K = offload.is_updated_by_units_K & ~around.is_deferred_K
+    if is_eager_K.any():
+        update_copies_K = np.where(is_eager_K, whole.update() - update_K, update_copies_K)
     return {
         "copies": forward_copies_K + np.maximum(moving_backward_K - backward_K, 0.0),
         "forward_copies": forward_copies_K,
-        "update_copies": np.maximum(whole.forward(moving_edge) - moving_forward_K - update_K - gather_K, 0.0),
+        "update_copies": np.maximum(update_copies_K, 0.0),
         "gather": gather_K,
         "reduce": reduce_K,
     }
@@ -309,10 +327,12 @@ class _Around:
         known_XK = self.before.alone_XK
         if known_XK is not None:
             forward_K, first_K, backward_K, last_K = known_XK
-            return forward_K, np.where(self.is_deferred_K, first_K, forward_K), backward_K, last_K
-        plain = self.passes(loads, question_K, candidates, (base_K, self.is_deferred_K.astype(np.int64)))
-        still, edge = Way(copies=False, edge=False), Way(copies=False, edge=True)
-        return plain.forward(still), plain.forward(edge), plain.backward(still), plain.backward(edge)
+        else:
+            plain = self.passes(loads, question_K, candidates, (base_K, self.is_deferred_K.astype(np.int64)))
+            still, edge = Way(copies=False, edge=False), Way(copies=False, edge=True)
+            forward_K, first_K = plain.forward(still), plain.forward(edge)
+            backward_K, last_K = plain.backward(still), plain.backward(edge)
+        return forward_K, np.where(self.is_deferred_K, first_K, forward_K), backward_K, last_K
 
     def passes(
         self,
@@ -356,4 +376,9 @@ class _Shared:
     def backward(self, way: Way) -> FloatArray:
         """Seconds of one backward."""
         found_U = self.distinct.backward(way)
+        return found_U if self.of_K is None else found_U[self.of_K]
+
+    def update(self) -> FloatArray:
+        """Seconds of an update behind the last backward."""
+        found_U = self.distinct.update()
         return found_U if self.of_K is None else found_U[self.of_K]

@@ -93,6 +93,7 @@ def run_copies(
             run.is_final = position in finals
             run.perform(action)
         run.wait(*run.leaving.values())
+        run.give_back()
         found.append(tuple(run.copies[begin:]))
         ends.append(run.lanes["compute"])
     return CopyTimes(copies=tuple(found), ends=tuple(ends), computed=tuple(run.computed))
@@ -122,6 +123,7 @@ class _Run:
         self.leaving: dict[str, float] = {}
         self._arriving: dict[_What, float] = {}
         self._fetched: dict[_What, float] = {}
+        self._unsharded: set[_What] = set()
         self._left: dict[_What | tuple[str, int], float] = {}
         self._reduced = 0.0
         self._room: dict[_What, tuple[str, int]] = {}
@@ -134,6 +136,10 @@ class _Run:
     def wait(self, *times: float) -> None:
         """Let what is computed from here on wait."""
         self.lanes["compute"] = max(self.lanes["compute"], *times, 0.0)
+
+    def give_back(self) -> None:
+        """What was fetched for the update and is not used yet has left, and its memory is given back."""
+        self._fetched = {what: count for what, count in self._fetched.items() if what in self._unsharded}
 
     def perform(self, action: Action) -> None:
         """Run one action."""
@@ -151,6 +157,7 @@ class _Run:
         elif verb in ("DROP", "RESHARD"):
             self.wait(self._left.pop(what, 0.0))
             self._fetched.pop(what, None)
+            self._unsharded.discard(what)
         elif action.kind is ActionKind.REDUCE_GRADIENTS:
             self.wait(self._reduced)
             self._reduced = self._exchange(action)
@@ -174,6 +181,7 @@ class _Run:
     def _unshard(self, action: Action, what: _What) -> None:
         # What was fetched for the update is there still.
         end = self._copy(action, "load", less=self._fetched.get(what, 0.0))
+        self._unsharded.add(what)
         if self._seconds(action) > 0.0:
             self.wait(end, self._arriving.pop(what, 0.0))
             end = self._exchange(action)

@@ -34,7 +34,8 @@ def test_everything_that_is_moved_is_fetched_and_what_has_changed_is_written_bac
     assert found["parameters_in"][row].sum() * RATES.to_device == pytest.approx(total)
     assert found["gradients_in"][row].sum() * RATES.to_device == pytest.approx(trained)
     assert found["gradients_out"][row].sum() * RATES.to_host == pytest.approx(trained)
-    assert found["state_in"][row].sum() * RATES.to_device == pytest.approx(state + trained)
+    assert found["state_in"][row].sum() * RATES.to_device == pytest.approx(state + 2 * trained)
+    assert found["frozen_in"][row].sum() * RATES.to_device == pytest.approx(total - trained)
     assert found["state_out"][row].sum() * RATES.to_host == pytest.approx(state + trained)
     assert found["saved_in"][row].sum() == 0
 

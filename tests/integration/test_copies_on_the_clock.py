@@ -1,5 +1,6 @@
 """The clock's copies are those of the executor: the same ones, of as many bytes, in the same order."""
 
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from benchmarks.parity.cell import on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import make_plan
-from lightning_mist.plan import ZeroStage
+from lightning_mist.plan import Exclusion, ZeroStage
 from lightning_mist.runtime.transport import complete
 from lightning_mist.schedule import ActionKind
 from lightning_mist.schedule.copies import run_copies
@@ -48,9 +49,11 @@ def recorded(engine, batches):
 
         return performed
 
-    lanes._copy, walk._perform = copied, noted(walk._perform)
-    if executor._update is not None:
-        executor._update.perform = noted(executor._update.perform)
+    lanes._copy = copied
+    actors = [(walk, "_perform"), (executor._update, "perform")]
+    actors = [(actor, name) for actor, name in actors if actor is not None]
+    for actor, name in actors:
+        setattr(actor, name, noted(getattr(actor, name)))
     for step in range(STEPS):
         found.append([])
         optimizer.zero_grad()
@@ -59,9 +62,9 @@ def recorded(engine, batches):
         complete(engine.executor.gather_parameters())
     copies = list(found[-1])
     executor.flush()
-    del lanes._copy, walk._perform
-    if executor._update is not None:
-        del executor._update.perform
+    del lanes._copy
+    for actor, name in actors:
+        delattr(actor, name)
     # What one action copies in several pieces is one copy on the clock, and nothing is none.
     groups = groupby((item for item in copies if item[2] > 0), key=lambda item: item[:2])
     return [(*same, sum(nbytes for *_, nbytes in items)) for same, items in groups]
@@ -111,8 +114,18 @@ def bytes_of(engine, module_map):
 @pytest.mark.parametrize("name", ["nano_even", "lora_llama"])
 @pytest.mark.parametrize("label", tiered(PLANS, FIRST))
 def test_copies_are_those_of_the_executor(name, label):
-    model = subject(name, torch.float64)
-    plan = make_plan(PLANS[label], len(model.module_map.blocks))
+    compare(subject(name, torch.float64), PLANS[label])
+
+
+@pytest.mark.parametrize("label", ["one device", "parameters", "parameters, ZeRO 0", "gradients, chunks"])
+def test_so_they_are_where_nothing_waits_for_the_next_batch(label):
+    model = subject("nano_even", torch.float64)
+    looked_at = (Exclusion(feature="sharded_gradients", reason="a hook reads gradients"),)
+    compare(replace(model, module_map=replace(model.module_map, exclusions=looked_at)), PLANS[label])
+
+
+def compare(model, layout):
+    plan = make_plan(layout, len(model.module_map.blocks))
 
     def work(engine):
         found, executor = recorded(engine, model.batches), engine.executor
