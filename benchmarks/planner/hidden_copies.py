@@ -1,30 +1,67 @@
 """How much of what plans copy between device and host is copied while the device computes: simulated.
 
 python -m benchmarks.planner.hidden_copies
+
+The plan that is recommended for one device, with all kinds of state allowed in host memory, on a clock: the lists that
+the runtime would run, with the seconds and bytes of the cost model. Nothing here was measured on a card.
 """
 
+import argparse
 from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.planner.apart import PRECISION, spec_of
+from benchmarks.record import Sample, make_record, write_record
+from lightning_mist.cli.search import SearchOptions
 from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.candidates import OffloadCandidates, slots_of
-from lightning_mist.cost.channels import copy_rates
+from lightning_mist.cost.channels import copy_rates, interference_of
 from lightning_mist.cost.offload_loads import BEFORE, Beforehand, CopyPlace, Loads, Moving, loads_of
+from lightning_mist.hardware import catalog_profile, parse_cluster
+from lightning_mist.model.presets import PRESETS
 from lightning_mist.plan import OffloadRatios, Plan
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import HEAD, TAIL
 from lightning_mist.schedule.copies import CopyTimes, run_copies
 from lightning_mist.schedule.lower import lower
 from lightning_mist.schedule.stage_units import batch_lines
+from lightning_mist.tuner import tune
+
+CASES = [
+    (f"{family}-{size}", device)
+    for size, devices in (("7b", ("L4", "A100-40")), ("13b", ("L4", "A100-40", "A100-80")))
+    for family in ("gpt3", "llama")
+    for device in devices
+]
+"""Presets, and the one device that trains them."""
+
+BATCHES = (8, 32, 128)
+"""Rows between two steps of the optimizer: 16 thousand to 262 thousand tokens."""
+
+LENGTH = 2048
+"""Tokens per row."""
+
+HOST_BYTES = 1 << 39
+"""Host memory that plans may use: 512 GiB."""
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 
 
-def steady_times(model: StageCostModel, plan: Plan, group: int = 0, batches: int = 3) -> CopyTimes:
+def steady_times(
+    model: StageCostModel, plan: Plan, group: int = 0, *, batches: int = 3, crowded: bool = True
+) -> CopyTimes:
     """A group of devices of a plan on the clock for some batches, with the seconds and bytes of the cost model.
 
     Transfers between stages take no time.
+
+    Args:
+        model: The network and the machine.
+        plan: The plan.
+        group: The group of devices.
+        batches: How many batches.
+        crowded: Whether copies are as slow as if the other direction and computing never paused, or as if these were
+            not there.
     """
     stage = plan.stages[group]
     slot, some = slots_of(plan, model.cluster)[group]
@@ -59,7 +96,11 @@ def steady_times(model: StageCostModel, plan: Plan, group: int = 0, batches: int
         names = {ActionKind.UPDATE: "update", ActionKind.UNSHARD: "unshard", ActionKind.GATHER_PARAMETERS: "gather"}
         return at(of_all, names[kind], unit)
 
-    rates = copy_rates(model.profile, model.cluster)
+    rates, slow = copy_rates(model.profile, model.cluster), interference_of(model.profile, model.cluster)
+    to_device, to_host = rates.to_device, rates.to_host
+    if crowded and slow is not None:
+        to_device /= 1.0 + slow.compute_to_device + slow.to_device_to_host
+        to_host /= 1.0 + slow.compute_to_host + slow.to_device_to_host
 
     def nbytes(action: Action, is_final: bool) -> float:
         kind, unit = action.kind, action.unit or 0
@@ -78,7 +119,7 @@ def steady_times(model: StageCostModel, plan: Plan, group: int = 0, batches: int
         return at(of_one[moved], name, unit) * (rates.to_device if name.endswith("in") else rates.to_host)
 
     lines = batch_lines(plan, model.spec.module_map, group, lower(plan, tied=False)[group])
-    return run_copies([lines] * batches, seconds, nbytes, (rates.to_device, rates.to_host))
+    return run_copies([lines] * batches, seconds, nbytes, (to_device, to_host))
 
 
 def _loads(model: StageCostModel, plan: Plan, group: int, kinds: tuple[str, ...]) -> Loads:
@@ -92,3 +133,57 @@ def _loads(model: StageCostModel, plan: Plan, group: int, kinds: tuple[str, ...]
         before=Beforehand(update_K=known.update_K, reduce_K=known.reduce_K, gather_K=known.gather_K),
     )
     return loads_of(moving, copy_rates(model.profile, model.cluster))[0]
+
+
+def recommended(name: str, device: str, rows: int) -> tuple[StageCostModel, Plan]:
+    """The plan that is recommended for one device, and what it was chosen with."""
+    cluster = parse_cluster(f"1x1x{device}")
+    spec = spec_of(PRESETS[name], name, f"1x1x{device}", rows=rows, sequence_length=LENGTH)
+    found = tune(spec, cluster, global_batch_size=rows, search=SearchOptions().space(), host_memory_limit=HOST_BYTES)
+    return StageCostModel(spec, catalog_profile(cluster), cluster), found.plan
+
+
+def hidden_part(times: CopyTimes) -> float:
+    """The part of the bytes that a batch between others copies while the device computes."""
+    return times.hidden_bytes(1) / sum(copy.nbytes for copy in times.copies[1])
+
+
+def simulate(name: str, device: str, rows: int) -> Sample:
+    """The plan that is recommended, on the clock."""
+    model, plan = recommended(name, device, rows)
+    stage, times = plan.stages[0], steady_times(model, plan)
+    return {
+        "model": name,
+        "device": device,
+        "rows": rows,
+        "microbatches": plan.num_microbatches,
+        "recomputed": stage.checkpointing.layers,
+        **{kind: getattr(stage.offload, kind) for kind in KINDS},
+        "copied_bytes": sum(copy.nbytes for copy in times.copies[1]),
+        "predicted_step_seconds": plan.predicted.step_seconds if plan.predicted else None,
+        "simulated_step_seconds": times.ends[2] - times.ends[1],
+        "simulated_hidden_at_least": hidden_part(times),
+        "simulated_hidden_at_most": hidden_part(steady_times(model, plan, crowded=False)),
+    }
+
+
+def main() -> None:
+    """Simulate all cases and write the record."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    samples = []
+    for name, device in CASES:
+        for rows in BATCHES:
+            samples.append(simulate(name, device, rows))
+            print(samples[-1], flush=True)
+    notes = (
+        f"Simulated, not measured on a card: {PRECISION}, AdamW, {LENGTH} tokens per row, devices as the catalog has "
+        "them. Rows are those between two steps of the optimizer; from parameters to activations, what part of each "
+        "may be in host memory; hidden, the part of the copied bytes during which the device computes: at least, if "
+        "copies are as slow as if the other direction and computing never paused, which the step is of, and at most, "
+        "if they are as fast as alone."
+    )
+    print(write_record(make_record("hidden-copies", samples, notes=notes)))
+
+
+if __name__ == "__main__":
+    main()
