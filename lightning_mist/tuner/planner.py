@@ -25,7 +25,6 @@ from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, host_notes, usable_bytes
 from lightning_mist.tuner.choose import choose, make_plan
-from lightning_mist.tuner.collection import collection_paused
 from lightning_mist.tuner.copies import search_copies
 from lightning_mist.tuner.families import KnownGrids
 from lightning_mist.tuner.grid_ends import KnownEnds
@@ -170,7 +169,6 @@ class Planner:
             del self._tables[next(iter(self._tables))]
         return tables
 
-    @collection_paused()
     def tune(
         self,
         *,
