@@ -120,7 +120,8 @@ def run(seed: int, models: tuple[str, ...]) -> tuple[str, Layout, Outcome]:
     found = attempt(compare_gradients, drawn, layout, rows)
     if not (found.differing or found.refused) and any(group.offload.any for group in layout.groups):
         # What is offloaded is updated in another way too.
-        found = attempt(compare_curves, drawn, layout, rows)
+        curves = attempt(compare_curves, drawn, layout, rows)
+        found = curves if curves.differing else found
     return name, layout, found
 
 

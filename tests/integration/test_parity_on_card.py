@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from lightning_mist.runtime import turns
+from tests import turns
 from tests.integration import test_parity as single
 from tests.integration import test_parity_tensor as shared
 from tests.integration.parity import assert_equal, map_of, reference, run_plan

@@ -49,7 +49,11 @@ def test_the_record_has_a_line_per_model(monkeypatch, capsys):
     records = []
     monkeypatch.setattr(parity_random, "write_record", records.append)
     outcomes = iter([Outcome(gradient=1e-15), Outcome(refused="no"), Outcome(gradient=3e-16)])
-    monkeypatch.setattr(parity_random, "attempt", lambda *_: next(outcomes))
+
+    def attempt(compare, *_):
+        return next(outcomes) if compare is parity_random.compare_gradients else Outcome()
+
+    monkeypatch.setattr(parity_random, "attempt", attempt)
     assert parity_random.main(["--seeds", "3", "--models", "plain"]) == 0
     (row,) = records[0].samples
     assert (row["model"], row["plans"], row["refused"], row["differing"]) == ("plain", 2, 1, 0)
