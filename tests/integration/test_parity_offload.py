@@ -1,5 +1,6 @@
 """What is kept in host memory changes nothing: curves are those of a single process, whatever is moved."""
 
+from contextlib import nullcontext, suppress
 from functools import cache
 from unittest import mock
 
@@ -114,8 +115,8 @@ def undelayed(label):
     return trained(DELAYED[label], HostOps())
 
 
-def trained(layout, ops):
-    """Losses and values of three clipped steps."""
+def trained(layout, ops, holding=weak_copies):
+    """Losses and values of three clipped steps; copies hold nothing by default."""
     model = subject("nano_even", torch.float64)
     plan = make_plan(layout, len(model.module_map.blocks))
 
@@ -132,7 +133,7 @@ def trained(layout, ops):
             complete(engine.executor.gather_parameters())
         return losses, engine.module_values()
 
-    with mock.patch("lightning_mist.runtime.executor.ops_of", return_value=ops), weak_copies():
+    with mock.patch("lightning_mist.runtime.executor.ops_of", return_value=ops), holding():
         return on_all_ranks(model, plan, work)
 
 
@@ -173,6 +174,8 @@ BROKEN = {
 def test_every_wait_is_needed(what, label):
     name, broken = BROKEN[what]
     races = HappensBefore()
-    with mock.patch.object(Lanes, name, broken):
-        trained(PLANS[label], HostOps(observer=races))
+    # Values that are not there may end the run, once that is known.
+    with mock.patch.object(Lanes, name, broken), suppress(Exception):
+        # What is copied is held: memory that is freed too early would end the run before it is reported.
+        trained(PLANS[label], HostOps(observer=races), nullcontext)
     assert races.races
