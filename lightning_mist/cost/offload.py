@@ -117,7 +117,8 @@ def _staying(model: OffloadingModel, pairs_VX: FloatArray) -> OffloadingModel:
 
     def build() -> tuple[VariantHoldings, Adjustment]:
         ratios_W, network_V = np.unique(pairs_VX[:, 1], return_inverse=True)
-        holdings = VariantHoldings([model.parted(float(ratio)) for ratio in ratios_W], network_V.reshape(-1))
+        parted, whole = [model.parted(float(ratio)) for ratio in ratios_W], model.parted(0.0)
+        holdings = VariantHoldings(parted, network_V.reshape(-1), whole.table.trained_R)
         return holdings, partial(offloaded_activations, ratio_V=pairs_VX[:, 0])
 
     return model.variants(tuple((a, g) for a, g in pairs_VX.tolist()), build)
@@ -178,13 +179,10 @@ def staying_needs(
         "optimizer step": {"gradient_bytes": owned.resident_K},
         "parameter gathering": {**gathered, "gradient_bytes": owned.resident_K},
     }
-    is_reduced_K = (plain.zero_stage_K >= ZeroStage.GRADIENTS) & (slot.data_parallel_degree > 1)
-    # The one that is made, and those that are on their way to the ranks that update them.
-    under_way_K = gradients.single_K + gradients.shared_K * is_reduced_K
     kept_K = np.where(plain.zero_stage_K >= ZeroStage.GRADIENTS, gradients.resident_K, found.gradients_K)
     return replace(
         found,
-        always={**whole.always, "offload_bytes": BUFFERS * gradients.largest_K + under_way_K},
+        always={**whole.always, "offload_bytes": BUFFERS * gradients.largest_K + gradients.single_K},
         gradients_K=kept_K,
         weight_backward_K=whole.weight_backward_K,
         update=tuple((name, changed.get(name, terms)) for name, terms in found.update),

@@ -59,7 +59,6 @@ class Shares:
         moved_K: What is in host memory.
         largest_K: The largest moved part of one unit: the size of a buffer.
         unit_K: The largest unit, moved or not.
-        shared_K: The largest moved part of one unit of all ranks together.
         single_K: The largest parameter that is moved.
     """
 
@@ -67,7 +66,6 @@ class Shares:
     moved_K: FloatArray
     largest_K: FloatArray
     unit_K: FloatArray
-    shared_K: FloatArray
     single_K: FloatArray
 
     def take(self, index_J: IntArray) -> "Shares":
@@ -239,9 +237,8 @@ class StateShares:
         moved_VH = bytes_H * np.stack([self.moved(ratio, trained=trained)[held_P] for ratio in values])
         all_U, away_VU = _summed(bytes_H[None], at_H, len(code_U)), _summed(moved_VH, at_H, len(code_U))
         kept_VJ, away_VJ = (_summed(cells_VU, code_U // width, ranks) for cells_VU in (all_U - away_VU, away_VU))
-        shared_VU = _summed(away_VU, code_U % width, width)
         found = np.empty((len(values), len(Shares.__slots__)))
-        for figure, cells in enumerate((kept_VJ, away_VJ, away_VU, all_U, shared_VU, moved_VH)):
+        for figure, cells in enumerate((kept_VJ, away_VJ, away_VU, all_U, moved_VH)):
             found[:, figure] = cells.max(axis=1, initial=0.0)
         return found
 

@@ -23,19 +23,21 @@ class VariantHoldings(Holdings):
     Args:
         each: Parameters of the networks.
         network_V: Which of them each variant is.
+        reduced_R: Bytes of gradients that are reduced behind the backward of each region, in all of them: where they
+            stay afterwards is another question.
 
     Attributes:
         table: Parameters of the first network, with ``single_R`` and ``trained_R`` of every variant.
     """
 
-    def __init__(self, each: Sequence[Holdings], network_V: IntArray) -> None:
+    def __init__(self, each: Sequence[Holdings], network_V: IntArray, reduced_R: FloatArray) -> None:
         super().__init__(each[0].spec, each[0].table, len(each))
         self._each, self._network_V = tuple(each), network_V
         tables = [holdings.table for holdings in self._each]
         self.table = replace(
             self.table,
             single_R=np.stack([table.single_R for table in tables])[network_V],
-            trained_R=np.stack([table.trained_R for table in tables])[network_V],
+            trained_R=np.repeat(reduced_R[None], len(network_V), axis=0),
         )
 
     def held_of(self, network: int, low_U: IntArray, high_U: IntArray) -> FloatArray:
