@@ -27,6 +27,7 @@ ALL = OffloadRatios(parameters=1.0, gradients=1.0, optimizer=1.0, activations=1.
 
 PLANS = {
     "one device": Layout(groups=(Group(offload=STATE),)),
+    "one device, gradients": Layout(groups=(Group(offload=OffloadRatios(gradients=1.0)),), parts=2),
     "one device, all": Layout(groups=(Group(offload=ALL, checkpointed=1),), parts=2),
     "data parallel": Layout(groups=(Group(dp=2, offload=SOME),), parts=2),
     "ZeRO 1": Layout(groups=(Group(dp=2, zero=1, offload=STATE),)),
@@ -67,13 +68,15 @@ def scaled_step(engine, factor, batch):
     return engine.module.training_step(batch, 0) * factor
 
 
-def train(layout, optimizer="AdamW", *, scaled=False, accumulated=1, sets_to_none=True, each=None):
+def train(layout, optimizer="AdamW", *, scaled=False, accumulated=1, sets_to_none=True, each=None, hook=None):
     """Losses and values of clipped steps with a rate that changes in each, and what ``each`` gave after every step."""
     model = subject("nano_even", torch.float32 if scaled else torch.float64)
     plan = make_plan(layout, len(model.module_map.blocks))
 
     def work(engine):
         made = make_optimizer(engine.module, optimizer)
+        if hook is not None:
+            made.register_step_post_hook(partial(hook, engine))
         engine.take_optimizer(made)
         engine.hollow()
         rates = torch.optim.lr_scheduler.CyclicLR(made, 1e-4, 1e-2, step_size_up=3, cycle_momentum=False)
@@ -168,6 +171,24 @@ def look(engine):
 @pytest.mark.parametrize("label", ["one device", "tensor parallel"])
 def test_who_looks_has_the_step_taken(label):
     compare(PLANS[label], each=look)
+
+
+def clamp_module(engine, *_):
+    for parameter in engine.module.parameters():
+        parameter.detach().clamp_(-0.05, 0.05)
+
+
+def clamp_groups(_, optimizer, *__):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.detach().clamp_(-0.05, 0.05)
+
+
+@pytest.mark.parametrize("hook", [clamp_module, clamp_groups])
+@pytest.mark.parametrize("label", ["one device", "one device, gradients"])
+def test_a_hook_of_the_step_finds_it_taken(label, hook):
+    found = train(PLANS[label], hook=hook)
+    assert_same(found, train(Layout(groups=(Group(),), parts=PLANS[label].parts), hook=hook))
 
 
 def test_a_step_is_left_to_the_next_batch():

@@ -1,6 +1,6 @@
 """What is kept in host memory changes nothing: curves are those of a single process, whatever is moved."""
 
-from functools import cache
+from functools import cache, partial
 from unittest import mock
 
 import pytest
@@ -10,8 +10,10 @@ from benchmarks.parity.cell import compare_curves, compare_gradients, on_all_ran
 from benchmarks.parity.plans import OFFLOADING, Group, Layout, make_plan
 from lightning_mist.devices import HostOps
 from lightning_mist.plan import OffloadRatios
+from lightning_mist.runtime.offload.host_pool import HostPlace
 from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.transport import complete
+from lightning_mist.strategy.starting import make_engine
 from tests.devices.happens_before import HappensBefore
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.integration.parity import make_optimizer
@@ -97,6 +99,15 @@ def test_curves(name, label):
 def test_gradients_of_several_batches(label):
     model = subject("nano_even", torch.float64)
     outcome = compare_gradients(model, make_plan(OFFLOADING[label], len(model.module_map.blocks)))
+    assert outcome.differing == ""
+
+
+@pytest.mark.parametrize("label", tiered(PLANS, ["ZeRO 1", "parameters, ZeRO 3"]))
+def test_curves_with_state_in_files(label, tmp_path):
+    model = subject("nano_even", torch.float64)
+    in_files = partial(make_engine, host=HostPlace(directory=tmp_path))
+    with mock.patch("benchmarks.parity.cell.make_engine", in_files):
+        outcome = compare_curves(model, make_plan(PLANS[label], len(model.module_map.blocks)))
     assert outcome.differing == ""
 
 

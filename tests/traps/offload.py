@@ -194,6 +194,41 @@ class SeveralGroups(Project):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class HookedOptimizer(Project):
+    """Hooks of the optimizer's step scale gradients before it, and keep weights small behind it."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+        def before(optimizer: Any, *_: Any) -> None:
+            for weight in optimizer.param_groups[0]["params"]:
+                weight.grad.mul_(0.5)
+
+        def behind(optimizer: Any, *_: Any) -> None:
+            for weight in optimizer.param_groups[0]["params"]:
+                weight.detach().clamp_(-0.3, 0.3)
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(behind)
+        return optimizer
+
+
+class ClampingOptimizer(torch.optim.AdamW):
+    """Keeps weights small in its own step."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.detach().clamp_(-0.3, 0.3)
+        return loss
+
+
+class Clamping(Project):
+    def configure_optimizers(self) -> Any:
+        return ClampingOptimizer(self.parameters(), lr=1e-2, eps=1e-3)
+
+
 class InPlace(Project):
     """Activations are changed in place where autograd allows it."""
 
@@ -247,6 +282,8 @@ TRAPS = {
     ),
     "zeroed, not cleared": Trap(module=Zeroed, plans=MOVED, equal=("movedstate", "moved0")),
     "gradients read somehow": Trap(callbacks=lambda: [GradientsReadSomehow()], plans=MOVED),
+    "hooks of the step": Trap(module=HookedOptimizer, plans=MOVED),
+    "step that clamps": Trap(module=Clamping, plans=MOVED),
     "in place": Trap(module=InPlace, plans=MOVED),
     "counting optimizer": Trap(module=CountingOptimizer, plans=MOVED, reason="Counted"),
 }

@@ -8,6 +8,7 @@ A deferred step is pending until the next batch's first forward has come through
 parameters have the values of the step before: whoever uses one has the whole step taken first.
 """
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -72,6 +73,7 @@ class OffloadedState:
         stale: Mapping[UnitKey, Mapping[str, nn.Parameter]] | None = None,
     ) -> None:
         self._gather, self._stale, self._todo = gather, stale, set[Action]()
+        self._process = os.getpid()
         self._optimizer, self._units, self.actions = optimizer, units, tuple(actions)
         self.moved = frozenset(moved)
         self._device, self._lanes, self._pool = lanes.ops.device, lanes, pool
@@ -153,6 +155,11 @@ class OffloadedState:
         """Somebody uses a parameter."""
         if not self.is_watched:
             return
+        if os.getpid() != self._process:
+            raise PlanError(
+                "a parameter is used in a process that was forked while the optimizer's step is left to the next "
+                "batch's forward: its value is not here, nor are the streams that bring it; copy it before the fork"
+            )
         if self._gather is not None:
             # Giving out takes all ranks: it cannot be done when one of them looks.
             raise PlanError(

@@ -54,6 +54,9 @@ class UnitSteps:
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._behind),
         ]
+        # The user's own find the groups as they were.
+        behind: Any = optimizer._optimizer_step_post_hooks
+        behind.move_to_end(self._hooks[1].id, last=False)
 
     def of(self, parameters: Collection[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """Update these parameters alone.
@@ -121,7 +124,8 @@ class UnitSteps:
     def _groups(self, choose: Callable[[Sequence[nn.Parameter]], list[nn.Parameter]]) -> Iterator[None]:
         groups = self._optimizer.param_groups
         kept = [group["params"] for group in groups]
-        for group, whole in zip(groups, kept, strict=True):
+        # A hook of the step itself may ask, while the groups are empty.
+        for group, whole in zip(groups, self._whole or kept, strict=True):
             group["params"] = choose(whole)
         self._is_inside = True
         try:
