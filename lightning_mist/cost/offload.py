@@ -9,7 +9,7 @@ the first of them. Everything moves unit by unit, one unit ahead of its use, thr
   ZeRO is not changed by that: of what it owns, it moves what is to be moved.
 * *Parameters* that are moved are on the device from one unit ahead of their unit's forward until it has run, and again
   around its backward. Under ZeRO-3 it is their owner that has them in host memory, and fetches them to give them out.
-* *Gradients* that are moved are fetched ahead of their unit's backward, added to, and written back behind it.
+* *Gradients* that are moved are fetched beside their unit's backward, added to, and written back behind it.
 * *Optimizer state*: with any of it moved the step runs unit by unit; a unit's moved state is fetched while the unit
   before is stepped, and written back while the next one is.
 * *Buffers*: for each of these kinds two, each as large as the largest that one rank moves of one unit. They exist from

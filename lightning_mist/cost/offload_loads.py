@@ -195,29 +195,24 @@ class Loads:
     Attributes:
         seconds_NQR: Them all; axes: what (:data:`NAMES`), ``Q``, ``R``.
         waits_Q: Whether computing waits for parameters that are fetched, to give them out (ZeRO-3); 1 or 0.
-        reduces_Q: Whether gradients are reduced before they are added to what is fetched (from ZeRO-2 on); 1 or 0.
     """
 
     seconds_NQR: FloatArray
     waits_Q: FloatArray
-    reduces_Q: FloatArray
 
     @classmethod
-    def of(
-        cls, seconds: Mapping[str, FloatArray], shape: tuple[int, int], waits_Q: FloatArray, reduces_Q: FloatArray
-    ) -> "Loads":
+    def of(cls, seconds: Mapping[str, FloatArray], shape: tuple[int, int], waits_Q: FloatArray) -> "Loads":
         """Seconds by name as loads.
 
         Args:
             seconds: Seconds of every unit, of each question or of all alike.
             shape: Numbers of questions and of units.
             waits_Q: As the attribute.
-            reduces_Q: Likewise.
         """
         found = np.zeros((len(NAMES), shape[0], shape[1] + BEFORE + BEHIND))
         for place, name in enumerate(NAMES):
             found[place, :, BEFORE:-BEHIND] = seconds[name]
-        return cls(found, waits_Q, reduces_Q)
+        return cls(found, waits_Q)
 
     def __len__(self) -> int:
         """Number of questions."""
@@ -235,7 +230,7 @@ class Loads:
 
     def take(self, row_U: IntArray) -> "Loads":
         """The loads of some questions."""
-        return Loads(self.seconds_NQR.take(row_U, axis=1), self.waits_Q[row_U], self.reduces_Q[row_U])
+        return Loads(self.seconds_NQR.take(row_U, axis=1), self.waits_Q[row_U])
 
     def table(self, unit_X: IntArray) -> FloatArray:
         """All seconds of some padded units; axes: which, ``Q``, ``X``."""
@@ -335,10 +330,8 @@ class _Questions:
             "kept_in": kept_QR / to_device,
             "kept_out": kept_QR / to_host,
         }
-        is_shared_Q = np.array([place.slot.shard_degree > 1 for place in self.places])[self.place_Q]
-        since = ZeroStage.PARAMETERS, ZeroStage.GRADIENTS
-        flags = (((zero_Q >= stage) & is_shared_Q).astype(np.float64) for stage in since)
-        return Loads.of(found, trained_QR.shape, *flags)
+        ranks_Q = np.array([place.slot.shard_degree for place in self.places])[self.place_Q]
+        return Loads.of(found, trained_QR.shape, ((zero_Q >= ZeroStage.PARAMETERS) & (ranks_Q > 1)).astype(np.float64))
 
     def _communicated(self, width: int) -> tuple[FloatArray, FloatArray]:
         """Giving out parameters, and reducing gradients, of every unit."""

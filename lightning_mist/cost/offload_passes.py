@@ -224,7 +224,6 @@ class Passes:
             total_K = total_K + self._at("reduce", low_K)
         if way.copies:
             total_K = total_K + self._activations("in", last_K)
-            total_K += self._at("gradients_in", last_K) * (1.0 - self.loads.reduces_Q[self.question_K])
         return total_K
 
     def _backward(self, way: Way) -> FloatArray:
@@ -240,13 +239,8 @@ class Passes:
         if not way.copies:
             return self.concurrent(compute, network, None)
         to_device, waited = self._parameters("parameters_in", -1, asked, asked.below_I * asked.next_I)
-        reduces_I = self.loads.reduces_Q.take(asked.place_I // self.width)
-        ahead, left = at("gradients_in", -1) * asked.below_I * (1.0 - reduces_I), at("gradients_out", 1) * asked.next_I
-        kept = np.where(asked.kept_I, at("kept_in", -1), at("saved_in", -1)) * asked.below_I
-        fetched = to_device + ahead + reduces_I * at("gradients_in") + kept
-        # What is fetched ahead comes where what is left of the unit above has been.
-        in_turn = np.where(ahead > 0.0, np.maximum(to_device, left) + ahead + kept, 0.0)
-        return np.maximum(self.concurrent(compute, network, (fetched, left)), in_turn) + waited
+        to_device += np.where(asked.kept_I, at("kept_in", -1), at("saved_in", -1)) * asked.below_I + at("gradients_in")
+        return self.concurrent(compute, network, (to_device, at("gradients_out") * asked.below_I)) + waited
 
     def _parameters(
         self, name: str, offset: int, asked: _Asked, is_there_I: FloatArray

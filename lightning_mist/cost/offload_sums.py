@@ -208,7 +208,7 @@ def _states(
         "parameters_end_BP": part_BP * whole_XR[:, low_B].T / to_device,
         "again_BP": part_BP * sums.within(whole, low_B, last_B - 1) / to_device,
         "written_BP": part_BP * sums.within(changed, low_B, high_B) / to_host,
-        "gradients_BG": again * graded_BG * sums.within(graded, low_B, last_B) / to_device,
+        "gradients_BG": again * graded_BG * sums.within(graded, low_B, high_B) / to_device,
         "returned_BG": graded_BG * sums.within(graded, low_B + 1, high_B) / to_host,
         "stepped_BG": owned_BG * sums.within(graded, low_B + 1, high_B) / to_device,
         "stepped_end_BG": owned_BG * graded_XR[:, low_B].T / to_device,

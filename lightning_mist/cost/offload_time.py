@@ -7,7 +7,7 @@ exchange, to copy to the device and to the host, the unit ``r`` of a stage ``[lo
 
     forward        C(f_r, u_{r+1}, p_{r+1}, a_{r-1})
     first forward  C(f_r + o_{r+1}, u_{r+1} + e_{r+1}, p'_{r+1} + s_{r+2}, a_{r-1} + w_r)
-    backward       C(b_r, u_{r-1} + g_{r+1}, p_{r-1} + q_{r-1} + a_{r-1}, z_{r+1})
+    backward       C(b_r, u_{r-1} + g_{r+1}, p_{r-1} + q_r + a_{r-1}, z_r)
     last backward  the same with the averaging m_{r+1} of gradients beside it
 
 where what lies outside the stage is nothing, and
@@ -19,15 +19,13 @@ where what lies outside the stage is nothing, and
     a     moving activations away behind a layer, and back ahead of its backward
     s, w  fetching what an update needs (state, gradients, parameters), writing back what it changed
 
-A unit's gradients come where those of the unit after the next were, of which there are ``z`` left: a backward that has
-any to wait for takes at least ``max(p_{r-1}, z_{r+1}) + q_{r-1} + a_{r-1}``. From ZeRO-2 on they are needed only when
-the unit's own ones have been reduced, two units later: there ``q_r`` comes beside its own unit. Under ZeRO-3 the rank
-that has parameters gives them out when they have arrived, and computes nothing until then: ``p`` is beside nothing.
-
-At the ends there is nothing to hide behind: a forward begins with ``u`` of its first unit and ends when ``a`` of its
-last has gone, a backward begins with ``u + q + a`` of its last unit (from ZeRO-2 on without ``q``) and ends when ``g``
-(``m``) of its first has gone. Parameters of the two outermost units stay where a backward follows a forward, or a
-forward a backward: they are fetched in the first forward of a batch only. Nobody waits for ``z`` of the first unit.
+Under ZeRO-3 the rank that has parameters gives them out when they have arrived, and computes nothing until then: there
+``p`` is beside nothing. At the ends there is nothing to hide behind: a forward begins with ``u`` of its first unit and
+ends when ``a`` of its last has gone, a backward begins with ``u + a`` of its last unit and ends when ``g`` (``m``) of
+its first has gone. Parameters of the two outermost units stay where a backward follows a forward, or a forward a
+backward: they are fetched in the first forward of a batch only. Gradients leave behind their unit's backward, but
+nobody waits for them until the unit after the next needs their room: ``z`` counts beside the unit itself, and that of
+the first unit not at all.
 
 If parameters, gradients or optimizer state are moved, the update of a batch happens unit by unit in the first forward
 of the next: ``s`` and ``p'`` of the first unit come first, then its update, beside which the second unit's ``s`` comes.

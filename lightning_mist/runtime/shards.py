@@ -259,8 +259,8 @@ class UnitShards:
                     shard.work = self._transport.broadcast(shard.flat, source, self._group)
 
     def ready(self, key: UnitKey) -> None:
-        """Wait until the parameters of an unsharded unit have their values."""
-        for shard in self._of[key]:
+        """Wait until the parameters of an unsharded unit, if it has any, have their values."""
+        for shard in self._of.get(key, ()):
             self._settle(shard)
             if not shard.is_resident:
                 shard.attach()

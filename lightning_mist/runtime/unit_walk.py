@@ -220,8 +220,6 @@ class UnitWalk:
             self.update.arrived((action.stage, unit))
         if self.shards is not None and unit is not None:
             self.shards.ready((action.stage, unit))
-        if self.moved is not None and unit is not None and action.kind is ActionKind.BACKWARD:
-            self.moved.open((action.stage, unit))
         if self._activations is not None:
             self._activations.reach(action, moves=any(line.unit == unit for line in self._left if _stores(line)))
 

@@ -88,9 +88,9 @@ def run_copies(
     ends: list[float] = []
     for actions in batches:
         begin = len(run.copies)
-        finals, adding = _marked(actions)
+        finals = _finals(actions)
         for position, action in enumerate(actions):
-            run.is_final, run.is_adding = position in finals, position in adding
+            run.is_final = position in finals
             run.perform(action)
         run.wait(*run.leaving.values())
         run.give_back()
@@ -105,7 +105,6 @@ class _Run:
     Attributes:
         lanes: When each is free.
         is_final: Whether gradients are complete at the action that is performed.
-        is_adding: Whether it is a backward whose gradients are added to sums in a room as they are made.
         leaving: When updated state and parameters have left, of each the last that did.
     """
 
@@ -116,8 +115,7 @@ class _Run:
         nbytes: Callable[[Action, bool], float],
         rates: tuple[float, float],
     ) -> None:
-        self._seconds, self._nbytes = seconds, nbytes
-        self.is_final = self.is_adding = False
+        self._seconds, self._nbytes, self.is_final = seconds, nbytes, False
         self._rate = {"load": rates[0], "store": rates[1]}
         self.lanes = dict.fromkeys(("compute", "network", "load", "store"), 0.0)
         self.copies: list[Copy] = []
@@ -126,7 +124,6 @@ class _Run:
         self._arriving: dict[_What, float] = {}
         self._fetched: dict[_What, float] = {}
         self._unsharded: set[_What] = set()
-        self._entered: set[_What] = set()
         self._left: dict[_What | tuple[str, int], float] = {}
         self._reduced = 0.0
         self._room: dict[_What, tuple[str, int]] = {}
@@ -173,8 +170,6 @@ class _Run:
             self.wait(self._arriving.pop((kind, *key, None), 0.0))
         if action.kind is not ActionKind.FORWARD:
             self.wait(self._arriving.pop(("A", *key, action.microbatch), 0.0))
-        if self.is_adding:
-            self._enter(("G", *key, None))
         if (duration := self._seconds(action)) > 0.0:
             start = self.lanes["compute"]
             self.lanes["compute"] = start + duration
@@ -197,21 +192,13 @@ class _Run:
         if kind == "P":
             self.wait(self.leaving.get("P", 0.0), self._arriving.pop(("GATHER", *key, None), 0.0))
         elif kind == "G":
-            self._enter(what)
-            self._entered.remove(what)
-            self.wait(self._reduced)
+            self.wait(self._arriving.pop(what, 0.0), self._reduced)
         end = self._copy(action, "store")
         self._left[self._room.get(what, what)] = end
         if kind == "O":
             self.wait(self.leaving.get("O", 0.0))
         if kind in ("O", "P"):
             self.leaving[kind] = end
-
-    def _enter(self, what: _What) -> None:
-        """Wait for the sums of gradients that were fetched, or for what was in their room."""
-        if what not in self._entered:
-            self.wait(self._arriving.pop(what, self._left.get(self._room.get(what, what), 0.0)))
-        self._entered.add(what)
 
     def _copy(self, action: Action, lane: str, after: float = 0.0, less: float = 0.0) -> float:
         """Start a copy; when it ends."""
@@ -228,12 +215,9 @@ class _Run:
         return end
 
 
-def _marked(actions: Sequence[Action]) -> tuple[set[int], set[int]]:
-    """Positions where a unit's gradients are complete, and of backwards whose gradients are added as they are made.
-
-    Complete are those that are written back for the last time, or fetched for the update.
-    """
-    found, adding, later = set[int](), set[int](), dict[tuple[ActionKind, int, int | None], int]()
+def _finals(actions: Sequence[Action]) -> set[int]:
+    """Positions of the last writing back of every unit's gradients, and of fetching them for its update."""
+    found, later = set[int](), dict[tuple[ActionKind, int, int | None], int]()
     for position in range(len(actions) - 1, -1, -1):
         action, none = actions[position], len(actions)
         stage, unit = action.stage, action.unit
@@ -242,11 +226,8 @@ def _marked(actions: Sequence[Action]) -> tuple[set[int], set[int]]:
             found |= {position} if later.get((ActionKind.UPDATE, stage, unit), none) < stored else set()
         elif action.kind is ActionKind.STORE_GRADIENTS:
             found |= set() if (action.kind, stage, unit) in later else {position}
-        elif action.kind is ActionKind.BACKWARD:
-            reduced = later.get((ActionKind.REDUCE_GRADIENTS, stage, unit), none)
-            adding |= {position} if later.get((ActionKind.STORE_GRADIENTS, stage, unit), none) < reduced else set()
         later[action.kind, stage, unit] = position
-    return found, adding
+    return found
 
 
 def _what(action: Action) -> _What:

@@ -17,11 +17,10 @@ behind the last one it is waited for. In backward a layer's arrives while the un
     0F0:0 0STORE_A0:0 0F0:1 0STORE_A0:1 0DROP_A0:0 0F0:tail 0DROP_A0:1
     0LOAD_A0:1 0B0:tail 0LOAD_A0:0 0B0:1 0B0:0
 
-What there is of a unit's gradients is needed in its backward, as soon as that makes the first of them, and is fetched
-while the unit above computes; where ranks reduce them first it is needed behind the backward. They leave when they have
-been added to, or when those of the next unit are on their way to other ranks::
+A unit's gradients are needed where they are added to: behind its backward, beside which what there is of them is
+fetched. They leave when that is done, or, where ranks reduce them first, when those of the next unit are on their way::
 
-    0LOAD_G:1 0LOAD_G:0 0B1:1 0STORE_G:1 0B1:0 0STORE_G:0
+    0LOAD_G:1 0B1:1 0STORE_G:1 0LOAD_G:0 0B1:0 0STORE_G:0
     0LOAD_G:1 0B1:1 0REDUCE:1 0LOAD_G:0 0B1:0 0REDUCE:0 0STORE_G:1 0STORE_G:0
 """
 
@@ -247,22 +246,13 @@ def with_gradients(
     """
     result: list[Action] = []
     leaving: list[Action] = []
-    computing = [line.unit for line in lines if line.unit in moved and line.kind is ActionKind.BACKWARD]
-    ahead = [_of((lines[0].stage, unit or 0), ActionKind.LOAD_GRADIENTS) for unit in computing]
-    if is_first or is_reduced:
-        ahead = []
-    result += ahead[:1]
-    del ahead[:1]
     for line in lines:
         # Where backward is split the weights' half makes the gradients of all units.
         key = line.stage, line.unit or 0
         is_whole = line.kind is ActionKind.BACKWARD_WEIGHT
         is_added = line.kind is (ActionKind.BACKWARD if lines[0].kind is not ActionKind.BACKWARD_WEIGHT else _REDUCE)
-        if line.unit in moved and is_added and is_reduced and not is_first:
+        if line.unit in moved and is_added and not is_first:
             result.append(_of(key, ActionKind.LOAD_GRADIENTS))
-        elif line.unit in moved and is_added:
-            result += ahead[:1]
-            del ahead[:1]
         result.append(line)
         if line.unit in moved and line.kind is _REDUCE:
             result += leaving

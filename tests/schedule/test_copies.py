@@ -57,27 +57,17 @@ def test_activations_leave_beside_the_next_unit_and_come_back_ahead():
     assert times.hidden_bytes(0) == 4.0
 
 
-def test_gradients_come_ahead_of_the_backward_that_adds_to_them():
-    text = "0LOAD_G:1 0LOAD_G:0 0B1:1 0STORE_G:1 0B1:0 0STORE_G:0"
-    nbytes = {"0LOAD_G:1": 0.5, "0STORE_G:1": 1.0, "0LOAD_G:0": 2.0, "0STORE_G:0": 1.0}
-    times = times_of(text, nbytes=nbytes)
+def test_gradients_come_beside_the_backward_that_adds_to_them():
+    text = "0LOAD_G:1 0B1:1 0STORE_G:1 0LOAD_G:0 0B1:0 0STORE_G:0"
+    times = times_of(text, nbytes={"0LOAD_G:1": 3.0, "0STORE_G:1": 1.0, "0LOAD_G:0": 0.5, "0STORE_G:0": 1.0})
     assert spans(times) == [
-        ("0LOAD_G:1", 0.0, 0.5),
-        ("0LOAD_G:0", 0.5, 2.5),
-        ("0STORE_G:1", 1.5, 2.5),
-        ("0STORE_G:0", 3.5, 4.5),
+        ("0LOAD_G:1", 0.0, 3.0),
+        ("0STORE_G:1", 3.0, 4.0),
+        ("0LOAD_G:0", 3.0, 3.5),
+        ("0STORE_G:0", 4.0, 5.0),
     ]
-    # Nobody waits for gradients that leave, until the next batch needs their room.
-    assert times.ends == (3.5,)
-    assert times.hidden_bytes(0) == pytest.approx(1.0)
-
-
-def test_gradients_that_are_reduced_first_are_needed_behind_their_backward():
-    seconds = {"0B1:1": 1.0, "0B1:0": 1.0, "0REDUCE:1": 0.5, "0REDUCE:0": 0.5}
-    text = "0LOAD_G:1 0B1:1 0REDUCE:1 0LOAD_G:0 0B1:0 0REDUCE:0 0STORE_G:1 0STORE_G:0"
-    times = times_of(text, seconds=seconds, rates=(0.4, 1.0))
-    assert spans(times)[:3] == [("0LOAD_G:1", 0.0, 2.5), ("0LOAD_G:0", 2.5, 5.0), ("0STORE_G:1", 2.5, 3.5)]
-    assert times.computed == ((0.0, 1.0), (1.0, 2.0))
+    assert times.ends == (4.0,)
+    assert times.hidden_bytes(0) == pytest.approx(1.0 + 1.0 + 0.5)
 
 
 def test_what_was_fetched_for_the_update_is_not_fetched_again():

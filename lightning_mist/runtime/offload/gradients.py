@@ -6,10 +6,8 @@ update; norms are taken before they leave. Which actions come when the schedule 
 :mod:`lightning_mist.schedule.moves`.
 """
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -89,11 +87,6 @@ class OffloadedGradients:
             for key, item in self._place_of.values()
             for index, parameter in enumerate(item.bucket.parameters)
         }
-        self._open: UnitKey | None = None
-        self._hooks: list[Any] = [
-            parameter.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self)))  # type: ignore[no-untyped-call]
-            for parameter in (() if self._shares else self._at)
-        ]
         self._room_of = {key: index % ROOMS for index, key in enumerate(self._of)}
         self._rooms = Rooms(lanes.ops.device)
         self._left: dict[int, Any] = {}
@@ -133,38 +126,21 @@ class OffloadedGradients:
             targets, sources = zip(*pairs, strict=True)
             self._arriving[key] = self._lanes.load(targets, sources, after=[self._left.get(self._room_of[key])])
 
-    def open(self, key: UnitKey) -> None:
-        """A unit's backward begins: what it makes is added to its sums as it comes."""
-        self._open = key
-
-    def made(self, parameter: nn.Parameter) -> None:
-        """A parameter has got a gradient."""
-        key, item, index = self._at[parameter]
-        if key == self._open:
-            self._enter(key)
-            self._add(key, item, index)
-
     def add(self, key: UnitKey) -> None:
         """Add the gradients that a unit's parameters have, and lose, to its sums."""
         self._enter(key)
         for item in self._of.get(key, ()):
-            for index, parameter in enumerate(item.bucket.parameters):
-                if parameter.grad is not None:
-                    self._add(key, item, index)
-            for view, is_present in zip(item.views(), item.present, strict=True):
-                if self._stored[key] == 0 and not is_present:
-                    view.zero_()
-
-    def _add(self, key: UnitKey, item: GradientSum, index: int) -> None:
-        parameter, view = item.bucket.parameters[index], item.views()[index]
-        gradient = parameter.grad
-        check_dense(item.bucket, len(self._group))
-        assert gradient is not None
-        self._lanes.uses([gradient], [view])
-        is_new = self._stored[key] == 0 and not item.present[index]
-        view.copy_(gradient) if is_new else view.add_(gradient)
-        item.present[index] = True
-        parameter.grad = None
+            check_dense(item.bucket, len(self._group))
+            for index, (parameter, view) in enumerate(zip(item.bucket.parameters, item.views(), strict=True)):
+                gradient, is_first = parameter.grad, self._stored[key] == 0
+                if gradient is None:
+                    if is_first:
+                        view.zero_()
+                    continue
+                self._lanes.uses([gradient], [view])
+                view.copy_(gradient) if is_first else view.add_(gradient)
+                item.present[index] = True
+                parameter.grad = None
 
     def arrived(self, bucket: Bucket, fresh: Tensor, present: list[bool]) -> bool:
         """Add what ranks have reduced to this one; False if that is not moved."""
@@ -227,7 +203,6 @@ class OffloadedGradients:
         Raises:
             ScheduleError: If a parameter got a gradient after those of its unit had left.
         """
-        self._open = None
         for parameter, (_, item, index) in self._at.items():
             if parameter.grad is not None:
                 raise ScheduleError(
@@ -237,16 +212,12 @@ class OffloadedGradients:
 
     def forget(self) -> None:
         """Leave everything where a batch ended in an error."""
-        self._open = None
         self._arriving.clear()
         for _, item in self._place_of.values():
             item.flat, item.work = None, None
 
     def end(self) -> None:
         """Leave gradients where they are made from now on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
         for parameter in self._at:
             if type(parameter.grad) is AbsentGradient:
                 parameter.grad = None
@@ -387,12 +358,6 @@ class OffloadedGradients:
         # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
         self._lanes.settle()
         return [count > 0 for count in home[len(home) - len(present) :].tolist()]
-
-
-def _on_gradient(gradients: "weakref.ref[OffloadedGradients]", parameter: nn.Parameter) -> None:
-    # Autograd holds hooks where no garbage collector looks.
-    if (found := gradients()) is not None:
-        found.made(parameter)
 
 
 def _either(one: list[bool], other: list[bool]) -> list[bool]:
