@@ -5,8 +5,7 @@ import dataclasses
 import sympy
 
 from lightning_mist.hardware import Cluster, CollectiveCost, ComputeRate, Device, HardwareProfile
-from lightning_mist.model.layer_costs import not_recomputed
-from lightning_mist.model.spec import (
+from lightning_mist.model.spec.model_spec import (
     CollectiveSpec,
     LayerSeconds,
     LayerSpec,
@@ -17,7 +16,8 @@ from lightning_mist.model.spec import (
     SplitSpec,
     TensorSpec,
 )
-from lightning_mist.model.symbols import MICROBATCH as b
+from lightning_mist.model.spec.symbols import MICROBATCH as b
+from lightning_mist.model.trace.layer_costs import not_recomputed
 from lightning_mist.plan import Exclusion, ModuleMap, ParameterUse
 
 ADAMW = OptimizerSpec(

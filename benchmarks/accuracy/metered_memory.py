@@ -28,7 +28,7 @@ from lightning_mist.cost import stage_memory
 from lightning_mist.cost.replay import replay_plan
 from lightning_mist.errors import PlanError
 from lightning_mist.model import derive_splits, trace_model
-from lightning_mist.model.spec import ModelSpec
+from lightning_mist.model.spec.model_spec import ModelSpec
 from lightning_mist.plan import Plan
 from tests import zoo
 from tests.integration.metered import measure_peaks, measure_plain_peak

@@ -47,7 +47,7 @@ from lightning_mist.cost.stage import StageCostModel, StageSeconds
 from lightning_mist.errors import MistError
 from lightning_mist.hardware import HardwareProfile
 from lightning_mist.model import trace_model
-from lightning_mist.model.spec import ModelSpec, OptimizerSpec
+from lightning_mist.model.spec.model_spec import ModelSpec, OptimizerSpec
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.schedule import StepRules
 

@@ -18,8 +18,8 @@ from lightning_mist.hardware.capability import capability_of
 from lightning_mist.tuner import Planner, SearchSpace, degrees_to_try
 
 if TYPE_CHECKING:
-    from lightning_mist.model.shapes import LanguageModelShape
-    from lightning_mist.model.spec import ModelSpec
+    from lightning_mist.model.presets.shapes import LanguageModelShape
+    from lightning_mist.model.spec.model_spec import ModelSpec
 
 PRECISION = "bf16-true"
 
@@ -92,7 +92,7 @@ def spec_of(
     Raises:
         ValueError: If networks of its family would have to be traced for such devices.
     """
-    from lightning_mist.model.preset_spec import KNOWN_OPTIMIZERS, preset_spec
+    from lightning_mist.model.presets.preset_spec import KNOWN_OPTIMIZERS, preset_spec
 
     cluster = parse_cluster(cluster_text)
     found = preset_spec(

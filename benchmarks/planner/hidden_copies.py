@@ -19,7 +19,7 @@ from lightning_mist.cost.candidates import OffloadCandidates, slots_of
 from lightning_mist.cost.channels import copy_rates, interference_of
 from lightning_mist.cost.offload_loads import BEFORE, Beforehand, CopyPlace, Loads, Moving, loads_of
 from lightning_mist.hardware import catalog_profile, parse_cluster
-from lightning_mist.model.presets import PRESETS
+from lightning_mist.model.presets.named_models import PRESETS
 from lightning_mist.plan import OffloadRatios, Plan
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import HEAD, TAIL

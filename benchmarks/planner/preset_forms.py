@@ -1,4 +1,5 @@
-"""Make the files of :mod:`lightning_mist.model.forms`: trace language models of three sizes, find the sums.
+"""Make the files of :mod:`lightning_mist.model.presets.parametric_specs`: trace language models of three sizes, find
+the sums.
 
     python -m benchmarks.planner.preset_forms [--family gpt3] [--precision bf16-true] [--device cuda80]
 
@@ -21,17 +22,17 @@ from typing import Any
 import sympy
 import torch
 
-import lightning_mist.model.forms as package
+import lightning_mist.model.presets.parametric_specs as package
 from benchmarks.planner.lattice import reduced
 from lightning_mist.model import device_operators, map_module, trace_model
-from lightning_mist.model.forms import FAMILIES, PRECISIONS, VERSION, widths
-from lightning_mist.model.polynomial import Polynomial
-from lightning_mist.model.preset_map import preset_map
-from lightning_mist.model.reference import LanguageModel, hollow
-from lightning_mist.model.shapes import LanguageModelShape
-from lightning_mist.model.sources import parameter_dtype, precision_context
-from lightning_mist.model.spec import LayerSpec, ModelSpec
-from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.presets.parametric_specs import FAMILIES, PRECISIONS, VERSION, widths
+from lightning_mist.model.presets.preset_map import preset_map
+from lightning_mist.model.presets.shapes import LanguageModelShape
+from lightning_mist.model.sources.open_model import parameter_dtype, precision_context
+from lightning_mist.model.sources.reference_decoder import LanguageModel, hollow
+from lightning_mist.model.spec.model_spec import LayerSpec, ModelSpec
+from lightning_mist.model.spec.polynomial import Polynomial
+from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
 
 ROWS = 8
 DEGREES = (2, 8)

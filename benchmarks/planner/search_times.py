@@ -16,7 +16,7 @@ from benchmarks.planner.apart import PRECISION, Question, Session, ask_apart, sp
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.cli.search import SearchOptions
 from lightning_mist.hardware import parse_cluster
-from lightning_mist.model.presets import PRESETS
+from lightning_mist.model.presets.named_models import PRESETS
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.budget import USABLE_MEMORY
 from lightning_mist.tuner.search_space import OFFLOADED

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.model import ModelSpec, run_apart, trace_model
-from lightning_mist.model.reference import LanguageModel, LanguageModelShape, hollow
+from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape, hollow
 
 SIZES = {"hidden": 4096, "ffn": 14336, "heads": 32, "key_value_heads": 8, "vocabulary": 128256}
 """Llama 3 8B (arXiv:2407.21783, table 3)."""

@@ -52,7 +52,7 @@ def _run(name: str, function: Callable[..., None], values: Mapping[str, Any]) ->
         print(f"lightning-mist {name}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     except Exception as error:
-        from lightning_mist.model.apart import RemoteTraceback
+        from lightning_mist.model.child_process import RemoteTraceback
 
         if not isinstance(error.__cause__, RemoteTraceback):
             raise

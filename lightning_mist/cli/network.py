@@ -51,15 +51,14 @@ def describe_network(request: NetworkRequest) -> "ModelSpec":
     Raises:
         ValueError: If it names nothing, or something needed is missing.
     """
-    from lightning_mist.model.names import check_length, check_name, check_precision
-    from lightning_mist.model.presets import PRESETS
+    from lightning_mist.model.presets import PRESETS, check_length, check_name, check_precision
 
     check_precision(request.precision)
     if ":" not in request.model:
         check_name(request.model)
     if request.trace or request.model not in PRESETS:
         return trace_network(request)
-    from lightning_mist.model.preset_spec import KNOWN_OPTIMIZERS, preset_spec
+    from lightning_mist.model.presets import KNOWN_OPTIMIZERS, preset_spec
 
     length = check_length(request.model, request.seq_len)
     name = request.optimizer or "AdamW"
@@ -107,7 +106,7 @@ def trace_network(request: NetworkRequest) -> "ModelSpec":
     Args:
         request: The network.
     """
-    from lightning_mist.model.apart import run_apart
+    from lightning_mist.model.child_process import run_apart
 
     with told("looking at the network, in a process of its own"):
         return run_apart(_trace, request, tell=say)
@@ -161,7 +160,7 @@ def closed_network(request: NetworkRequest) -> "ModelSpec":
         ValueError: If nothing states them.
     """
     from lightning_mist.cost.estimate_closed import closed_spec
-    from lightning_mist.model.names import check_length, check_name
+    from lightning_mist.model.presets import check_length, check_name
 
     model = request.model
     if ":" not in model:

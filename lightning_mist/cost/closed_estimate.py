@@ -10,8 +10,7 @@ from lightning_mist.cost.closed_spec import ClosedForm, closed_form_spec
 from lightning_mist.cost.dims import TransformerDims
 from lightning_mist.cost.memory import StageMemory
 from lightning_mist.errors import PlanError
-from lightning_mist.model.spec import ModelSpec
-from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec import MICROBATCH, SEQUENCE, ModelSpec
 from lightning_mist.plan import Plan
 
 

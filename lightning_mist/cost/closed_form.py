@@ -24,7 +24,7 @@ from typing import Literal
 import sympy
 
 from lightning_mist.cost.dims import TransformerDims
-from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec import MICROBATCH, SEQUENCE
 
 Share = Literal["none", "sequence", "tensor"]
 """How ranks share a tensor: every one has it whole, under sequence parallelism a part, always a part."""

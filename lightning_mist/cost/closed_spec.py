@@ -21,8 +21,16 @@ import sympy
 from lightning_mist.cost.closed_form import CUDA, LayerForm, OperatorSet, Split, layer_form, norm_kept
 from lightning_mist.cost.closed_work import TOKENS, PartWork, head_work, layer_work, tail_work
 from lightning_mist.cost.dims import TransformerDims
-from lightning_mist.model.spec import LayerSpec, ModelSpec, OptimizerSpec, ParameterSpec, SplitSpec, TensorSpec
-from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec import (
+    MICROBATCH,
+    SEQUENCE,
+    LayerSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ParameterSpec,
+    SplitSpec,
+    TensorSpec,
+)
 from lightning_mist.plan import LiveTensor, ModuleMap, ParameterUse
 
 _ITEMSIZES = {"16": 2, "bf16": 2, "32": 4, "64": 8}

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 import sympy
 
 from lightning_mist.cost.closed_form import Split, attention_kind
-from lightning_mist.model.spec import OperatorCost
-from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
-from lightning_mist.model.work_kinds import OperatorKind
+from lightning_mist.model.spec import MICROBATCH, SEQUENCE, OperatorCost, OperatorKind
 
 if TYPE_CHECKING:
     from lightning_mist.cost.closed_spec import ClosedForm

@@ -26,7 +26,7 @@ from lightning_mist.model import (
     optimizer_to_describe,
     trace_model,
 )
-from lightning_mist.model.batches import batch_rows, resize_batch, sequence_length
+from lightning_mist.model.fakes import batch_rows, resize_batch, sequence_length
 from lightning_mist.model.sources import parameter_dtype, precision_context
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, StageMesh, StagePlan, load

@@ -9,7 +9,7 @@ from lightning_mist.cost.closed_form import CPU, CUDA, OperatorSet
 from lightning_mist.cost.closed_spec import ClosedForm, closed_form_spec
 from lightning_mist.cost.dims import TransformerDims, dims_of
 from lightning_mist.errors import PlanError
-from lightning_mist.model.shapes import LanguageModelShape
+from lightning_mist.model.presets import LanguageModelShape
 from lightning_mist.model.spec import ModelSpec, OptimizerSpec
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def module_dims(module: "nn.Module", sequence_length: int) -> TransformerDims | 
         module: Any module.
         sequence_length: Tokens per row.
     """
-    from lightning_mist.model.reference import LanguageModel
+    from lightning_mist.model.sources import LanguageModel
 
     for part in module.modules():
         try:

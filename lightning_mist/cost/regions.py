@@ -22,9 +22,15 @@ import sympy
 
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray, compile_expressions
 from lightning_mist.cost.context_parallel import part_of_sequence, with_ring
-from lightning_mist.model.spec import CollectiveSpec, LayerSpec, ModelSpec, TensorSpec
-from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
-from lightning_mist.model.work_kinds import OperatorKind
+from lightning_mist.model.spec import (
+    MICROBATCH,
+    SEQUENCE,
+    CollectiveSpec,
+    LayerSpec,
+    ModelSpec,
+    OperatorKind,
+    TensorSpec,
+)
 from lightning_mist.plan.mesh import itemsize
 
 _LAYER_FIELDS = (

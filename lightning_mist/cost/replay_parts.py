@@ -1,10 +1,10 @@
 """What one microbatch does inside a stage: the events of its parts, stacked.
 
-Events of a network are templates of its parts (:mod:`lightning_mist.model.events`): what a part allocates, and when it
-lets go of what it was given. Stacked in the order of a stage they say what each of its forwards and backwards allocates
-and frees, part by part. What comes from beyond the stage's ends is not there: received tensors belong to the walk over
-the schedule. What would be freed beyond its ends is listed, for the walk to free: outputs when they have been sent,
-the rest when the stage is left.
+Events of a network are templates of its parts (:mod:`lightning_mist.model.spec.allocation_events`): what a part
+allocates, and when it lets go of what it was given. Stacked in the order of a stage they say what each of its forwards
+and backwards allocates and frees, part by part. What comes from beyond the stage's ends is not there: received tensors
+belong to the walk over the schedule. What would be freed beyond its ends is listed, for the walk to free: outputs when
+they have been sent, the rest when the stage is left.
 
 Parts are regions: 0 is the head, ``1 .. L`` the layers, ``L + 1`` the tail. Stages after the first run the head too,
 as far as the batch alone determines it (masks, tables).

@@ -6,8 +6,7 @@ from functools import cached_property, lru_cache
 
 import sympy
 
-from lightning_mist.model.spec import ModelSpec
-from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec import MICROBATCH, SEQUENCE, ModelSpec
 from lightning_mist.plan import Plan, ZeroStage, row_slice
 from lightning_mist.plan.mesh import (
     HeldParameter,

@@ -12,9 +12,17 @@ import numpy as np
 from lightning_mist.cost.replay_rank import bytes_at
 from lightning_mist.cost.replay_tape import Label, Slots
 from lightning_mist.errors import PlanError
-from lightning_mist.model.events import Allocation, LayerEvents, Moment, PartEvents, Release
-from lightning_mist.model.polynomial import values_at
-from lightning_mist.model.spec import LayerSpec, ModelSpec, TensorSpec
+from lightning_mist.model.spec import (
+    Allocation,
+    LayerEvents,
+    LayerSpec,
+    ModelSpec,
+    Moment,
+    PartEvents,
+    Release,
+    TensorSpec,
+    values_at,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,33 +6,33 @@ What traces modules needs torch: the modules of names that do are imported when 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_mist.model.apart import run_apart
-from lightning_mist.model.events import Allocation, LayerEvents, Moment, PartEvents, Release
-from lightning_mist.model.polynomial import Polynomial
+from lightning_mist.model.child_process import run_apart
 from lightning_mist.model.spec import (
+    MICROBATCH,
+    SEQUENCE,
+    Allocation,
+    LayerEvents,
     LayerSeconds,
     LayerSpec,
     ModelSpec,
+    Moment,
     OperatorCost,
+    OperatorKind,
     OptimizerSpec,
     ParameterSpec,
+    PartEvents,
+    Polynomial,
+    Release,
     TensorSpec,
 )
-from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
-from lightning_mist.model.work_kinds import OperatorKind
 
 if TYPE_CHECKING:
-    from lightning_mist.model.blocks import find_blocks
-    from lightning_mist.model.cuts import map_module
-    from lightning_mist.model.device_table import DeviceOperators, device_operators
-    from lightning_mist.model.elementwise import counting_reason, coupling_reason, whole_tensor_reason
-    from lightning_mist.model.memory_rules import register_memory_rule
-    from lightning_mist.model.optimizer import describe_optimizer, optimizer_class
-    from lightning_mist.model.own_optimizer import optimizer_to_describe
-    from lightning_mist.model.splits import derive_splits
-    from lightning_mist.model.timing import attach_seconds, measured_sizes, time_layers
-    from lightning_mist.model.trace import trace_model
-    from lightning_mist.model.update_timing import time_update
+    from lightning_mist.model.cuts import find_blocks, map_module
+    from lightning_mist.model.device import DeviceOperators, device_operators
+    from lightning_mist.model.operators import register_memory_rule
+    from lightning_mist.model.split import counting_reason, coupling_reason, derive_splits, whole_tensor_reason
+    from lightning_mist.model.timing import attach_seconds, measured_sizes, time_layers, time_update
+    from lightning_mist.model.trace import describe_optimizer, optimizer_class, optimizer_to_describe, trace_model
 
 __all__ = [
     "MICROBATCH",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_mist.model.isolate import isolated
+from lightning_mist.model.fakes import isolated
 from lightning_mist.runtime.cutting.classes import Way
 from lightning_mist.runtime.cutting.proof import prove
 from lightning_mist.runtime.cutting.results import Result, best_way

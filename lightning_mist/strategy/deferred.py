@@ -12,10 +12,10 @@ from torch import nn
 
 from lightning_mist.devices import ops_of
 from lightning_mist.errors import PlanError
-from lightning_mist.model.construction import deferred_construction
-from lightning_mist.model.initial import (
+from lightning_mist.model.initialization import (
     InitialValues,
     OnRankZero,
+    deferred_construction,
     empty_out,
     find_sources,
     is_hollow,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_mist.devices import Homeward, ops_of
 from lightning_mist.errors import PlanError, TraceError
-from lightning_mist.model.initial import InitialValues
+from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import names_with_values
 from lightning_mist.runtime.absent import AbsentGradient, at_work, come_back, held_at, leave, works

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lightning_mist.errors import InfeasibleError
-from lightning_mist.model.attributes import Generators, ModuleState
-from lightning_mist.model.surroundings import Snapshot
+from lightning_mist.model.user_code import Generators, ModuleState, Snapshot
 from lightning_mist.runtime.absent import at_work
 from lightning_mist.strategy.accumulation import gradients_are_about_to_go
 from lightning_mist.strategy.decision import Decision

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_mist.errors import PlanError
-from lightning_mist.model.reach import Reach
+from lightning_mist.model.user_code import Reach
 from lightning_mist.plan import Plan, replica_of, replica_ranks, row_slice
 from lightning_mist.runtime import processes
 from lightning_mist.runtime.executor import Microbatch

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from lightning_mist.devices import ops_of
-from lightning_mist.model.initial import InitialValues
+from lightning_mist.model.initialization import InitialValues
 from lightning_mist.runtime.caches import no_caches
 from lightning_mist.strategy import publishing
 from lightning_mist.strategy.acting import guarded

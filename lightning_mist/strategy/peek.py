@@ -17,8 +17,8 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.attributes import Generators
-from lightning_mist.model.batches import batch_tensors
+from lightning_mist.model.fakes import batch_tensors
+from lightning_mist.model.user_code import Generators
 from lightning_mist.strategy.logging import recorded_logs
 from lightning_mist.strategy.namespace import Namespace
 

@@ -22,9 +22,9 @@ from lightning_mist.model import (
     time_update,
     trace_model,
 )
-from lightning_mist.model.compiled import compiled_exclusions
-from lightning_mist.model.initial import InitialValues, blocks_alike, is_hollow
-from lightning_mist.model.step_bytes import step_bytes
+from lightning_mist.model.cuts import compiled_exclusions
+from lightning_mist.model.initialization import InitialValues, blocks_alike, is_hollow
+from lightning_mist.model.trace import step_bytes
 from lightning_mist.plan import (
     Exclusion,
     Fingerprint,

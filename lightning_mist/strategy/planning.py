@@ -11,8 +11,8 @@ import torch
 
 from lightning_mist.cost import MemoryEstimate
 from lightning_mist.errors import InfeasibleError, MistError, PlanError, TraceError
-from lightning_mist.model.initial import InitialValues
-from lightning_mist.model.isolate import isolated
+from lightning_mist.model.fakes import isolated
+from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import (
     Fingerprint,
     ModuleMap,

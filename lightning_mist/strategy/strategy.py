@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from lightning_mist.hardware import Cluster
-from lightning_mist.model.initial import InitialValues
+from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import Plan
 from lightning_mist.runtime.transport import complete
 from lightning_mist.strategy import checkpoint_io, deferred, publishing, together

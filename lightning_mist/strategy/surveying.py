@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.devices import read
-from lightning_mist.model.contents import SIMPLE, Replayed, is_iterator, is_users_object
-from lightning_mist.model.reach import Reach, Space
+from lightning_mist.model.user_code import SIMPLE, Reach, Replayed, Space, is_iterator, is_users_object
 
 _ITEMS = 32
 """Entries of a container that are looked at."""

@@ -12,7 +12,7 @@ import torch
 
 from lightning_mist.errors import MistError, TraceError
 from lightning_mist.model import run_apart
-from lightning_mist.model.apart import can_fork
+from lightning_mist.model.child_process import can_fork
 
 T = TypeVar("T")
 

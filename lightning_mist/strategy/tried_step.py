@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.reach import Reach, is_users
-from lightning_mist.model.surroundings import Surroundings
+from lightning_mist.model.user_code import Reach, Surroundings, is_users
 from lightning_mist.plan import Exclusion, Feature, ModuleMap
 from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.runtime import processes

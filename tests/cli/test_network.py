@@ -3,7 +3,7 @@ import json
 import pytest
 
 from lightning_mist.cli.network import NetworkRequest, closed_network, trace_network
-from lightning_mist.model.presets import PRESETS
+from lightning_mist.model.presets.named_models import PRESETS
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8}
 CONFIGURATION = {**SIZES, "vocab_size": 96, "rms_norm_eps": 1e-6}

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from lightning_mist.model.events import Allocation, LayerEvents, Moment, PartEvents, Release
-from lightning_mist.model.polynomial import Polynomial
+from lightning_mist.model.spec.allocation_events import Allocation, LayerEvents, Moment, PartEvents, Release
+from lightning_mist.model.spec.polynomial import Polynomial
 from lightning_mist.plan import LiveTensor
 
 WIDTH = 1000

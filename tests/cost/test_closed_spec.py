@@ -11,7 +11,7 @@ from lightning_mist.cost import stage_memory
 from lightning_mist.cost.closed_form import CPU, CUDA
 from lightning_mist.cost.closed_spec import LOSSES, ClosedForm, closed_form_spec
 from lightning_mist.model import trace_model
-from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
 from tests.cost.test_memory import make_plan
 from tests.cost.transformers import GPT, LLAMA, Transformer, step, tokens
 from tests.specs import ADAMW

@@ -6,8 +6,8 @@ import pytest
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_memory
 from lightning_mist.cost.context_parallel import RING_STATES, part_of_sequence, with_ring
 from lightning_mist.errors import PlanError
-from lightning_mist.model.spec import LayerSpec
-from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec.model_spec import LayerSpec
+from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
 from lightning_mist.plan import Plan, StageMesh, StagePlan, ZeroStage
 from tests.specs import spec
 

@@ -8,7 +8,7 @@ from lightning_mist.cost import estimate, stage_memory
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model import trace_model
-from lightning_mist.model.reference import LanguageModel, LanguageModelShape, hollow
+from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape, hollow
 from lightning_mist.plan import plan_of, save
 from tests.cli.networks import make_net, make_own, make_wide
 from tests.specs import spec

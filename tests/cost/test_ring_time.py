@@ -7,7 +7,7 @@ from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
 from lightning_mist.cost.channels import FREE
 from lightning_mist.cost.ring_time import KEY_VALUE_STATES, ring_nodes, ring_seconds
 from lightning_mist.errors import PlanError
-from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
 from tests.cost.test_context_parallel import sequences
 from tests.specs import cluster, profile, spec
 

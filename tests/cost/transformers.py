@@ -9,11 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.cost.dims import TransformerDims
 from lightning_mist.model import derive_splits, map_module
-from lightning_mist.model.device_table import device_operators
-from lightning_mist.model.fakes import quiet_fakes
-from lightning_mist.model.isolate import isolated, substitute_parameters
-from lightning_mist.model.split_step import RankView, present_parts
-from lightning_mist.model.step import Subject, count_step
+from lightning_mist.model.device.operator_table import device_operators
+from lightning_mist.model.fakes.fake_parameters import quiet_fakes
+from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
+from lightning_mist.model.trace.counted_step import Subject, count_step
+from lightning_mist.model.trace.rank_step import RankView, present_parts
 from lightning_mist.tensor_parallel import functions_of_wholes
 
 LLAMA = TransformerDims(hidden=128, ffn=352, layers=2, heads=16, key_value_heads=8, vocabulary=96)

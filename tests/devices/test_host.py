@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_mist.devices import HostOps, MemoryUse, ops_of, read, used_generators
-from lightning_mist.model.apart import run_apart
+from lightning_mist.model.child_process import run_apart
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("ended_streams")

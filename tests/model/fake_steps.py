@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_mist.model.device_table import DeviceOperators
-from lightning_mist.model.saved import Ledger
+from lightning_mist.model.device.operator_table import DeviceOperators
+from lightning_mist.model.trace.ledger import Ledger
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model import trace_model
-from lightning_mist.model.apart import RemoteTraceback, can_fork, run_apart
+from lightning_mist.model.child_process import RemoteTraceback, can_fork, run_apart
 
 
 def step_gradients(size: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_mist.model.attributes import Generators, ModuleState
+from lightning_mist.model.user_code.module_state import Generators, ModuleState
 
 
 class Meter:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mist.model.batches import batch_rows, batch_tensors, copy_containers, resize_batch, sequence_length
-from lightning_mist.model.fit import BILINEAR, CONSTANT, QUADRATIC
-from lightning_mist.model.sweep import bases, sized
+from lightning_mist.model.fakes.batches import batch_rows, batch_tensors, copy_containers, resize_batch, sequence_length
+from lightning_mist.model.spec.polynomial_fit import BILINEAR, CONSTANT, QUADRATIC
+from lightning_mist.model.trace.sizes import bases, sized
 
 Pair = namedtuple("Pair", "x y")
 

@@ -4,8 +4,8 @@ from torch import Tensor
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model import find_blocks
-from lightning_mist.model.block_calls import call_blocks, small_batches
-from lightning_mist.model.reference import LanguageModel, LanguageModelShape, hollow
+from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape, hollow
+from lightning_mist.model.split.block_calls import call_blocks, small_batches
 from tests import zoo
 
 

@@ -2,7 +2,7 @@ import pytest
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.blocks import container_of, find_blocks
+from lightning_mist.model.cuts.blocks import container_of, find_blocks
 from tests import zoo
 
 

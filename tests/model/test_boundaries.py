@@ -1,9 +1,9 @@
 import sympy
 
-from lightning_mist.model.boundaries import boundary_specs
-from lightning_mist.model.fit import BILINEAR, CONSTANT, Basis
-from lightning_mist.model.symbols import MICROBATCH as B
-from lightning_mist.model.symbols import SEQUENCE as S
+from lightning_mist.model.spec.polynomial_fit import BILINEAR, CONSTANT, Basis
+from lightning_mist.model.spec.symbols import MICROBATCH as B
+from lightning_mist.model.spec.symbols import SEQUENCE as S
+from lightning_mist.model.trace.boundaries import boundary_specs
 from lightning_mist.plan import LiveTensor, ModuleMap
 
 BASIS = Basis(BILINEAR, tuple((b, s) for s in (8, 4, 2) for b in (2, 4)), (6, 6))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_mist.model.compare import Result, difference, sizes_of
+from lightning_mist.model.split.compare_ranks import Result, difference, sizes_of
 from lightning_mist.plan.tensor_split import ParameterSplit
 
 WEIGHT = torch.arange(24.0, dtype=torch.float64).view(6, 4) + 1

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.model.compiled import compiled_exclusions
+from lightning_mist.model.cuts.compiled_parts import compiled_exclusions
 
 
 class Net(nn.Module):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mist.model.cuts import map_module
+from lightning_mist.model.cuts.module_map import map_module
 from lightning_mist.runtime.batches import slice_rows
 from tests import zoo
 

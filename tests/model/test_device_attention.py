@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_mist.model.device_attention import attention_backend
-from lightning_mist.model.device_table import device_operators
+from lightning_mist.model.device.attention import attention_backend
+from lightning_mist.model.device.operator_table import device_operators
 from tests.model.fake_steps import fakes, kept_by
 
 CUDA = device_operators("cuda", "2.13")

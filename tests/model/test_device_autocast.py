@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_mist.model import device_autocast
-from lightning_mist.model.device_table import device_operators
+from lightning_mist.model.device import autocast as device_autocast
+from lightning_mist.model.device.operator_table import device_operators
 from tests.model.fake_steps import fakes, kept_by
 
 CUDA = device_operators("cuda")

@@ -3,7 +3,7 @@ import threading
 import torch
 import torch.nn.functional as F
 
-from lightning_mist.model.device_kernel import Kernel, KernelRegistry, Target, overload_of
+from lightning_mist.model.device.kernels import Kernel, KernelRegistry, Target, overload_of
 from tests.model.fake_steps import fakes
 
 TARGET = Target(torch_version=(2, 13), capability=(8, 0))

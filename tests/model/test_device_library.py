@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_mist.model.device_library import fused_operators
+from lightning_mist.model.device.library import fused_operators
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

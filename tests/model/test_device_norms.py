@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_mist.model.device_table import device_operators
+from lightning_mist.model.device.operator_table import device_operators
 from tests.model.fake_steps import fakes, kept_by
 
 CPU, CUDA = device_operators("cpu"), device_operators("cuda", "2.13")

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mist.model import MICROBATCH, SEQUENCE, trace_model
-from lightning_mist.model.device_table import device_operators
-from lightning_mist.model.reference import hollow
+from lightning_mist.model.device.operator_table import device_operators
+from lightning_mist.model.sources.reference_decoder import hollow
 
 
 class Attention(nn.Module):

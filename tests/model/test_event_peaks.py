@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_mist.model import trace_model
-from lightning_mist.model.event_peaks import part_peaks
+from lightning_mist.model.events.event_peaks import part_peaks
 from tests import zoo
 
 NAMES = ("forward", "backward", "first_backward", "recompute_backward", "first_recompute_backward")

@@ -1,7 +1,7 @@
 import pickle
 
-from lightning_mist.model.events import Allocation, LayerEvents, Moment, PartEvents
-from lightning_mist.model.polynomial import Polynomial
+from lightning_mist.model.spec.allocation_events import Allocation, LayerEvents, Moment, PartEvents
+from lightning_mist.model.spec.polynomial import Polynomial
 
 
 def part(count: int) -> PartEvents:

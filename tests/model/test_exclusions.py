@@ -2,10 +2,10 @@ import re
 
 import pytest
 
-from lightning_mist.model.blocks import container_of, find_blocks
-from lightning_mist.model.exclusions import find_exclusions, structure_problems
-from lightning_mist.model.recording import Record
-from lightning_mist.model.runs import run_twice
+from lightning_mist.model.cuts.blocks import container_of, find_blocks
+from lightning_mist.model.cuts.exclusions import find_exclusions, structure_problems
+from lightning_mist.model.cuts.fake_runs import run_twice
+from lightning_mist.model.cuts.recorder import Record
 from lightning_mist.runtime.batches import slice_rows
 from tests import zoo
 

@@ -1,9 +1,16 @@
 import pytest
 from sympy import Integer
 
-from lightning_mist.model.forms import FAMILIES, PRECISIONS, device_class, family_of, load_forms, widths
-from lightning_mist.model.presets import PRESETS
-from lightning_mist.model.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.presets.named_models import PRESETS
+from lightning_mist.model.presets.parametric_specs import (
+    FAMILIES,
+    PRECISIONS,
+    device_class,
+    family_of,
+    load_forms,
+    widths,
+)
+from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
 from tests.model.test_preset_spec import shape_of
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_mist.model.imitate import imitate, intercepted, record_answer
+from lightning_mist.model.trace.twins import imitate, intercepted, record_answer
 
 
 class Pair(nn.Module):

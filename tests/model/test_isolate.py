@@ -4,7 +4,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lightning_mist.model.isolate import OwnFunction, isolated, substitute_parameters
+from lightning_mist.model.fakes.isolate import OwnFunction, isolated, substitute_parameters
 
 
 class Tied(nn.Module):

@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from lightning_mist.model import map_module, trace_model
-from lightning_mist.model.kinds import group, module_key, trained_beside
+from lightning_mist.model.trace.block_kinds import group, module_key, trained_beside
 
 
 def test_equal_keys_are_one_kind_and_labels_are_unique() -> None:

@@ -6,13 +6,13 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_mist.model.fit import QUADRATIC, Basis, MisfitError
-from lightning_mist.model.isolate import isolated, substitute_parameters
-from lightning_mist.model.kinds import Example
-from lightning_mist.model.layer_costs import layer_specs, not_recomputed
-from lightning_mist.model.step import Subject
-from lightning_mist.model.symbols import MICROBATCH
-from lightning_mist.model.ways import run_ways
+from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
+from lightning_mist.model.spec.polynomial_fit import QUADRATIC, Basis, MisfitError
+from lightning_mist.model.spec.symbols import MICROBATCH
+from lightning_mist.model.trace.block_kinds import Example
+from lightning_mist.model.trace.counted_step import Subject
+from lightning_mist.model.trace.layer_costs import layer_specs, not_recomputed
+from lightning_mist.model.trace.modes import run_ways
 from tests.model.test_step import Chain
 
 BASIS = Basis(powers=QUADRATIC, points=((2, 1), (3, 1), (5, 1)), check=(7, 1))

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_mist.model.linears import LinearCall, LinearMode, read_linear
+from lightning_mist.model.operators.linear_calls import LinearCall, LinearMode, read_linear
 
 WEIGHT = nn.Parameter(torch.randn(6, 4))
 SQUARE = nn.Parameter(torch.randn(4, 4))

@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 import lightning_mist
 from lightning_mist.model import MICROBATCH, trace_model
-from lightning_mist.model.memory_rules import memory_rules, register_memory_rule, workspace_bytes
-from lightning_mist.model.reference import hollow
+from lightning_mist.model.operators.memory_rules import memory_rules, register_memory_rule, workspace_bytes
+from lightning_mist.model.sources.reference_decoder import hollow
 from tests.model.fake_steps import fakes
 
 

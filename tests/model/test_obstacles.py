@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model import map_module, trace_model
-from lightning_mist.model.obstacles import find_obstacle
-from lightning_mist.model.reference import hollow
+from lightning_mist.model.fakes.trace_failures import find_obstacle
+from lightning_mist.model.sources.reference_decoder import hollow
 
 
 @torch.library.custom_op("mist_tests::double", mutates_args=())

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_mist.model.device_library import fused_operators
-from lightning_mist.model.operator_kinds import kind_of
-from lightning_mist.model.operators import computes, tensors_in
-from lightning_mist.model.work_kinds import KINDS
+from lightning_mist.model.device.library import fused_operators
+from lightning_mist.model.operators.operator_costs import computes, tensors_in
+from lightning_mist.model.operators.operator_kinds import kind_of
+from lightning_mist.model.spec.work_kinds import KINDS
 from tests.model.test_operators import Calls
 
 X = torch.randn(2, 3, 8, 8)

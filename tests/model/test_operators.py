@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mist.model.operators import computes, flops, moved_bytes, tensors_in
+from lightning_mist.model.operators.operator_costs import computes, flops, moved_bytes, tensors_in
 
 
 class Calls(TorchDispatchMode):

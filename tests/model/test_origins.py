@@ -3,8 +3,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mist.model.origins import Origins
-from lightning_mist.model.saved import Ledger
+from lightning_mist.model.fakes.origins import Origins
+from lightning_mist.model.trace.ledger import Ledger
 
 
 class Inner(nn.Module):

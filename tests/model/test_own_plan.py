@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_mist.model.own_plan import compare_with_own_plan
+from lightning_mist.model.split.own_plan import compare_with_own_plan
 from lightning_mist.plan.tensor_split import ParameterSplit
 from tests import zoo
 

@@ -3,9 +3,9 @@ from math import prod
 import pytest
 
 from lightning_mist.model import derive_splits, map_module
-from lightning_mist.model.preset_map import divides, parameters, preset_map
-from lightning_mist.model.presets import PRESETS
-from lightning_mist.model.sources import open_model
+from lightning_mist.model.presets.named_models import PRESETS
+from lightning_mist.model.presets.preset_map import divides, parameters, preset_map
+from lightning_mist.model.sources.open_model import open_model
 from tests.model.test_preset_spec import shape_of
 
 

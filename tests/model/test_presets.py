@@ -1,7 +1,7 @@
 import pytest
 
-from lightning_mist.model.presets import PRESETS
-from lightning_mist.model.reference import LanguageModel, hollow
+from lightning_mist.model.presets.named_models import PRESETS
+from lightning_mist.model.sources.reference_decoder import LanguageModel, hollow
 
 BLOCK_AND_TOTAL = {  # parameters of a block, and of all blocks and the two token tables
     "gpt3-1.3b": (50339840, 1414201344),

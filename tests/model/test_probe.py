@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mist.model.probe import probe
+from lightning_mist.model.split.probe import probe
 
 
 def probed(block, *shape, **kwargs):

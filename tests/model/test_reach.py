@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from lightning_mist.model.reach import Reach, Space, is_users
+from lightning_mist.model.user_code.reach import Reach, Space, is_users
 
 HELD = {"count": 0}
 OTHER = {"count": 0}

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_mist.model.reads import READS, guess_read
+from lightning_mist.model.fakes.reads import READS, guess_read
 
 
 @pytest.mark.parametrize("name", sorted(READS - {"__array__", "__contains__", "__index__"}))

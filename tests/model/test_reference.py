@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.model.reference import LanguageModel, LanguageModelShape, hollow
+from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape, hollow
 
 TINY = LanguageModelShape(hidden=16, ffn=24, layers=2, heads=4, vocabulary=11)
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_mist.model.runs import run_twice
+from lightning_mist.model.cuts.fake_runs import run_twice
 
 BLOCKS = ("blocks.0", "blocks.1")
 

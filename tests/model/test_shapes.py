@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
-from lightning_mist.model.presets import PRESETS
-from lightning_mist.model.shapes import LanguageModelShape
+from lightning_mist.model.presets.named_models import PRESETS
+from lightning_mist.model.presets.shapes import LanguageModelShape
 
 SHAPE = LanguageModelShape(hidden=96, ffn=256, layers=2, heads=4, vocabulary=100)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.model.names import PRECISIONS
-from lightning_mist.model.sources import open_model
+from lightning_mist.model.presets.names import PRECISIONS
+from lightning_mist.model.sources.open_model import open_model
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

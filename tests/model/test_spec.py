@@ -4,9 +4,9 @@ import pickle
 import pytest
 import sympy
 
-from lightning_mist.model.spec import TensorSpec
-from lightning_mist.model.symbols import MICROBATCH as b
-from lightning_mist.model.symbols import SEQUENCE as s
+from lightning_mist.model.spec.model_spec import TensorSpec
+from lightning_mist.model.spec.symbols import MICROBATCH as b
+from lightning_mist.model.spec.symbols import SEQUENCE as s
 from tests.specs import spec
 
 

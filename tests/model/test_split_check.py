@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mist.model.block_calls import BlockCall
-from lightning_mist.model.split_check import check, prepare
+from lightning_mist.model.split.block_calls import BlockCall
+from lightning_mist.model.split.split_check import check, prepare
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 
 SEQUENCE = SequenceSplit(position=0, leaf=0, dim=1)

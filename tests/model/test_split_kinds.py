@@ -1,7 +1,7 @@
 import torch
 
-from lightning_mist.model.split_check import Outcome
-from lightning_mist.model.split_kinds import EXACT_ENTRIES, Checks, check_type, memory_limit, too_large
+from lightning_mist.model.split.block_splits import EXACT_ENTRIES, Checks, check_type, memory_limit, too_large
+from lightning_mist.model.split.split_check import Outcome
 from lightning_mist.plan.tensor_split import ParameterSplit
 
 SPLITS = (ParameterSplit(name="weight", dim=0, factors=((8, True),)),)

@@ -2,7 +2,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lightning_mist.model.split_step import RankView, WatchedGroup, dims_of, parts_of, present_parts
+from lightning_mist.model.trace.rank_step import RankView, WatchedGroup, dims_of, parts_of, present_parts
 from lightning_mist.plan import ModuleMap, ParameterSplit, ParameterUse, SequenceSplit, TensorSplit
 from lightning_mist.tensor_parallel import SplitTensor
 

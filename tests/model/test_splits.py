@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mist.model import map_module
-from lightning_mist.model.reference import LanguageModel, LanguageModelShape, hollow
-from lightning_mist.model.splits import derive_splits
+from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape, hollow
+from lightning_mist.model.split.derive_splits import derive_splits
 from lightning_mist.plan import Exclusion
 from lightning_mist.runtime.batches import slice_rows
 from tests import zoo
@@ -232,7 +232,7 @@ def test_a_model_without_values_is_checked_with_random_ones():
 
 
 def test_what_does_not_fit_into_memory_is_not_guessed(monkeypatch):
-    monkeypatch.setattr("lightning_mist.model.split_kinds.memory_limit", lambda: 1000)
+    monkeypatch.setattr("lightning_mist.model.split.block_splits.memory_limit", lambda: 1000)
     found = of_zoo("nano", (2,))
     (reason,) = found.excludes("tensor")
     assert "it could not be checked: that takes" in reason
@@ -290,7 +290,7 @@ def test_the_whole_step_is_checked_where_blocks_by_themselves_are_not_enough(mon
     (reason,) = derived(Wrong(), zoo.xy_batch(4), (2,)).excludes("tensor")
     assert reason.startswith("the whole step shared out over 2 ranks is not the same: the ")
 
-    monkeypatch.setattr("lightning_mist.model.split_kinds.memory_limit", lambda: 4 * 8 * 4000)
+    monkeypatch.setattr("lightning_mist.model.split.block_splits.memory_limit", lambda: 4 * 8 * 4000)
     (reason,) = derived(Leaky(), zoo.xy_batch(4), (2,)).excludes("tensor")
     assert reason.startswith("values inside of blocks are read from outside, and the step as a whole: it could not be ")
 

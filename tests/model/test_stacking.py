@@ -7,12 +7,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model import trace_model
-from lightning_mist.model.batches import resize_batch
-from lightning_mist.model.events import Moment
-from lightning_mist.model.isolate import isolated, substitute_parameters
-from lightning_mist.model.saved import PhaseCount
-from lightning_mist.model.stacking import place_step, step_parts, target_part, timeline_of
-from lightning_mist.model.step import Subject, count_step
+from lightning_mist.model.events.event_stacking import place_step, step_parts, target_part, timeline_of
+from lightning_mist.model.fakes.batches import resize_batch
+from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
+from lightning_mist.model.spec.allocation_events import Moment
+from lightning_mist.model.trace.counted_step import Subject, count_step
+from lightning_mist.model.trace.ledger import PhaseCount
 from tests import zoo
 from tests.tiers import tiered
 

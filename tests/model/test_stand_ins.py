@@ -3,8 +3,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_mist.model.reference import hollow
-from lightning_mist.model.stand_ins import (
+from lightning_mist.model.fakes.trial_values import (
     WithoutDropout,
     convert_plain_tensors,
     filled,
@@ -14,6 +13,7 @@ from lightning_mist.model.stand_ins import (
     slots_of,
     thin,
 )
+from lightning_mist.model.sources.reference_decoder import hollow
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.isolate import isolated, substitute_parameters
-from lightning_mist.model.step import StepCount, Subject, count_step
-from lightning_mist.model.walk import loss_of
+from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
+from lightning_mist.model.trace.counted_step import StepCount, Subject, count_step
+from lightning_mist.model.trace.part_hooks import loss_of
 
 
 class Chain(nn.Module):

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.model.reach import Reach
-from lightning_mist.model.surroundings import Surroundings
+from lightning_mist.model.user_code.reach import Reach
+from lightning_mist.model.user_code.surroundings import Surroundings
 
 HELD = {"count": 0}
 NUMBERS = itertools.count()

@@ -2,10 +2,10 @@ import pytest
 import sympy
 import torch
 
-from lightning_mist.model.fit import BILINEAR, CONSTANT, QUADRATIC
-from lightning_mist.model.sweep import bases, sized
-from lightning_mist.model.symbols import MICROBATCH as b
-from lightning_mist.model.symbols import SEQUENCE as s
+from lightning_mist.model.spec.polynomial_fit import BILINEAR, CONSTANT, QUADRATIC
+from lightning_mist.model.spec.symbols import MICROBATCH as b
+from lightning_mist.model.spec.symbols import SEQUENCE as s
+from lightning_mist.model.trace.sizes import bases, sized
 
 TOKENS = torch.zeros(4, 100, dtype=torch.int64)
 IMAGES = torch.zeros(3, 1, 2, 2)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from lightning_mist.model import MICROBATCH, trace_model
-from lightning_mist.model.events import Allocation, Moment, PartEvents
-from lightning_mist.model.kinds import Example
-from lightning_mist.model.templates import layer_events
-from lightning_mist.model.ways import run_ways
+from lightning_mist.model.spec.allocation_events import Allocation, Moment, PartEvents
+from lightning_mist.model.trace.block_kinds import Example
+from lightning_mist.model.trace.event_templates import layer_events
+from lightning_mist.model.trace.modes import run_ways
 from tests import zoo
 from tests.model.test_layer_costs import BASIS, subject_of
 from tests.model.test_step import Chain

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model import LayerSeconds, ModelSpec, attach_seconds, map_module, time_layers, trace_model
-from lightning_mist.model.timing import measured_sizes, robust_median
+from lightning_mist.model.timing.layer_timing import measured_sizes, robust_median
 from tests import zoo
 
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ from torch import nn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model import MICROBATCH, SEQUENCE, LayerSpec, ModelSpec, OperatorCost, trace_model
-from lightning_mist.model.batches import resize_batch
-from lightning_mist.model.isolate import isolated, substitute_parameters
-from lightning_mist.model.saved import PhaseCount
-from lightning_mist.model.step import StepCount, Subject, count_step
+from lightning_mist.model.fakes.batches import resize_batch
+from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
+from lightning_mist.model.trace.counted_step import StepCount, Subject, count_step
+from lightning_mist.model.trace.ledger import PhaseCount
 from tests import zoo
 from tests.tiers import tiered
 
@@ -291,7 +291,7 @@ def test_events_that_do_not_make_up_the_whole_step_are_not_handed_out(monkeypatc
     whole = trace_model(Stack(), torch.randn(6, 4), optimizer=torch.optim.SGD)
     assert whole.notes == ()
     assert all(part.events is not None for part in parts(whole))
-    monkeypatch.setattr("lightning_mist.model.trace.timeline_of", lambda *_: [])
+    monkeypatch.setattr("lightning_mist.model.trace.trace_model.timeline_of", lambda *_: [])
     spec = trace_model(Stack(), torch.randn(6, 4), optimizer=torch.optim.SGD)
     assert spec.notes[0].startswith("allocations are known in sum and not one by one")
     assert all(part.events is None for part in parts(spec))

@@ -3,8 +3,8 @@ import torch
 from torch.nn import functional as F
 
 from lightning_mist.model import find_blocks
-from lightning_mist.model.block_calls import call_blocks
-from lightning_mist.model.vocabulary import Table, check_glue, find_tables, prepare_glue
+from lightning_mist.model.split.block_calls import call_blocks
+from lightning_mist.model.split.vocabulary import Table, check_glue, find_tables, prepare_glue
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from tests import zoo
 
@@ -109,7 +109,7 @@ def test_a_table_shared_out_in_the_wrong_order_is_found(nano, monkeypatch):
     module, (calls, names) = nano
     glue = prepare_glue(module, zoo.step(module), calls, names, torch.float64, answer=True)
     monkeypatch.setattr(
-        "lightning_mist.model.split_check.part_of",
+        "lightning_mist.model.split.split_check.part_of",
         lambda full, split, rank, degree: full.chunk(degree)[degree - 1 - rank],
     )
     assert "differs by" in check_glue(glue, (SPLIT,), 2, ()).reason

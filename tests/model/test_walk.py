@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.walk import Walk, loss_of
+from lightning_mist.model.trace.part_hooks import Walk, loss_of
 
 
 class Opaque(nn.Module):

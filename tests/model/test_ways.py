@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.model.fit import CONSTANT, Basis, MisfitError
-from lightning_mist.model.ways import run_ways
+from lightning_mist.model.spec.polynomial_fit import CONSTANT, Basis, MisfitError
+from lightning_mist.model.trace.modes import run_ways
 from tests.model.test_layer_costs import BASIS, subject_of
 from tests.model.test_step import Chain
 

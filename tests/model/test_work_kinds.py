@@ -2,9 +2,9 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from lightning_mist.model import work_kinds
-from lightning_mist.model.forms import FAMILIES
-from lightning_mist.model.work_kinds import KINDS, OperatorKind
+from lightning_mist.model.presets.parametric_specs import FAMILIES
+from lightning_mist.model.spec.model_spec import work_kinds
+from lightning_mist.model.spec.work_kinds import KINDS, OperatorKind
 from tests.model.test_preset_spec import of, shape_of
 
 

@@ -1,6 +1,6 @@
 import torch
 
-from lightning_mist.model.cuts import map_module
+from lightning_mist.model.cuts.module_map import map_module
 from lightning_mist.runtime.caches import no_caches
 from tests import zoo
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.cuts import map_module
+from lightning_mist.model.cuts.module_map import map_module
 from lightning_mist.runtime.batches import slice_rows
 from lightning_mist.runtime.meter import StorageMeter, state_tensors
 from lightning_mist.runtime.selfcheck import check_stages, loss_of, refuse_unchecked

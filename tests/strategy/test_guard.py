@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import PlanError
-from lightning_mist.model.reach import Reach
+from lightning_mist.model.user_code.reach import Reach
 from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan
 from lightning_mist.runtime.executor import Microbatch
 from lightning_mist.strategy.guard import StepGuard

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.initial import empty_out
+from lightning_mist.model.initialization.initial_values import empty_out
 from lightning_mist.plan import ModuleMap
 from lightning_mist.strategy import planner as planner_module
 from lightning_mist.strategy.planner import Planner

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.model.reach import Reach
+from lightning_mist.model.user_code.reach import Reach
 from lightning_mist.strategy.surveying import Survey, changed
 
 HELD = SimpleNamespace(value=None)

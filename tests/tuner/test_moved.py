@@ -9,7 +9,7 @@ from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.cost.offload import host_bytes
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.hardware import catalog_profile, parse_cluster
-from lightning_mist.model.spec import ParameterSpec
+from lightning_mist.model.spec.model_spec import ParameterSpec
 from lightning_mist.plan import ParameterUse
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.choices import ANYWHERE

@@ -22,7 +22,7 @@ from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.cost.offload import host_bytes
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.hardware import AnyCluster, HardwareProfile
-from lightning_mist.model.spec import ModelSpec
+from lightning_mist.model.spec.model_spec import ModelSpec
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.budget import USABLE_HOST_MEMORY, USABLE_MEMORY
 from lightning_mist.tuner.space import OFFLOADED

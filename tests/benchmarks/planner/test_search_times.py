@@ -6,7 +6,7 @@ from benchmarks.planner.apart import PRECISION, Question, Reply, Session, ask_ap
 from benchmarks.planner.search_times import CASES, questions_of, sample_of, spaces
 from lightning_mist.cli.network import NetworkRequest, describe_network
 from lightning_mist.hardware import parse_cluster
-from lightning_mist.model.presets import PRESETS
+from lightning_mist.model.presets.named_models import PRESETS
 from lightning_mist.tuner import SearchSpace
 from tests.specs import spec
 

@@ -1,0 +1,7 @@
+"""Where a module can be cut into layers, and why not elsewhere."""
+
+from lightning_mist.model.cuts.blocks import find_blocks
+from lightning_mist.model.cuts.compiled_parts import compiled_exclusions
+from lightning_mist.model.cuts.module_map import map_module
+
+__all__ = ["compiled_exclusions", "find_blocks", "map_module"]

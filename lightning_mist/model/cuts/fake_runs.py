@@ -1,0 +1,151 @@
+"""Running the user's step twice on fake parameters, and putting everything back."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_mist.model.cuts.recorder import Record, Recorder, Refused
+from lightning_mist.model.fakes import (
+    address_of,
+    batch_rows,
+    batch_tensors,
+    fake_parameters,
+    find_obstacle,
+    quiet_fakes,
+)
+from lightning_mist.model.user_code import Generators, ModuleState
+
+Call = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Two runs of a step, and what they left behind.
+
+    Attributes:
+        records: What each run did; empty if one of them failed.
+        failure: Why, in words.
+        rows: Rows of each run's batch, None where they cannot be told.
+        states: The module before, between and after the runs.
+        outside: Names of the generators outside torch that were drawn from.
+        batch_changed: Whether the step wrote into a tensor of its batch.
+    """
+
+    records: tuple[Record, ...]
+    failure: str
+    rows: tuple[int | None, ...]
+    states: tuple[ModuleState, ...]
+    outside: tuple[str, ...]
+    batch_changed: bool
+
+
+def run_twice(module: nn.Module, call: Call, batches: tuple[Any, Any], candidates: tuple[str, ...]) -> Runs:
+    """Run the step on copies of two batches, all parameters being fakes.
+
+    Where the step reads an unknown truth value it is told False, and if it then fails, True.
+
+    Args:
+        module: The user's module; left as it was.
+        call: Runs its step on a batch.
+        batches: The batches of the two runs.
+        candidates: Names of the modules to watch as blocks.
+    """
+    before, generators = ModuleState(module, with_contents=True), Generators()
+    rows = tuple(batch_rows(batch) for batch in batches)
+    failures = []
+    for guess in (False, True):
+        recorders: list[Recorder] = []
+        try:
+            with quiet_fakes():
+                runs = _attempt(module, call, batches, candidates, recorders, guess=guess, before=before, rows=rows)
+        finally:
+            for recorder in reversed(recorders):
+                recorder.undo()
+            before.restore()
+            generators.restore()
+        if runs.records:
+            return runs
+        failures.append(runs)
+        if not any(recorder.record.reads for recorder in recorders):
+            break
+    return failures[0]
+
+
+def _attempt(
+    module: nn.Module,
+    call: Call,
+    batches: tuple[Any, Any],
+    candidates: tuple[str, ...],
+    recorders: list[Recorder],
+    *,
+    guess: bool,
+    before: ModuleState,
+    rows: tuple[int | None, ...],
+) -> Runs:
+    generators = Generators()
+    originals = {id(parameter): name for name, parameter in module.named_parameters()}
+    buffers = {address_of(b): name for name, b in module.named_buffers(remove_duplicate=False) if b.numel()}
+    slots = fake_parameters(module, FakeTensorMode(allow_non_fake_inputs=True))
+    records: list[Record] = []
+    states = [before]
+    failure, batch_changed = "", False
+    for attempt, batch in enumerate(batches):
+        recorder = Recorder(slots=slots, originals=originals, buffers=buffers, guess=guess, attempt=attempt)
+        recorders.append(recorder)
+        own = copy.deepcopy(batch)
+        versions = [(tensor, tensor._version) for tensor in batch_tensors(own)]
+        failure = _run(module, call, own, recorder, candidates)
+        if failure:
+            records = []
+            break
+        batch_changed = batch_changed or any(tensor._version != version for tensor, version in versions)
+        records.append(recorder.record)
+        states.append(ModuleState(module))
+    return Runs(
+        records=tuple(records),
+        failure=failure,
+        rows=rows,
+        states=tuple(states),
+        outside=tuple(generators.outside_torch(Generators())),
+        batch_changed=batch_changed,
+    )
+
+
+def _run(module: nn.Module, call: Call, batch: Any, recorder: Recorder, candidates: tuple[str, ...]) -> str:
+    """One run; the reason for which it failed, or nothing."""
+    modules = dict(module.named_modules())
+    wrapped = []
+    try:
+        for name in candidates:
+            space = modules[name].__dict__
+            wrapped.append((space, space.get("forward")))
+            space["forward"] = recorder.wrap(name, modules[name].forward)
+        recorder.know(batch_tensors(batch))
+        with recorder:
+            output = call(batch)
+        recorder.finish(output)
+    except (Exception, Refused) as error:
+        return _failure(recorder.record, error, module)
+    finally:
+        for space, forward in wrapped:
+            space.pop("forward")
+            if forward is not None:
+                space["forward"] = forward
+    return ""
+
+
+def _failure(record: Record, error: BaseException, module: nn.Module) -> str:
+    """Why a run ended, with what the step read before, since a guess may have led there."""
+    obstacle = None if isinstance(error, Refused) else find_obstacle(error, module)
+    if obstacle is not None:
+        return f"{obstacle}; {obstacle.ways_out}"
+    text = f"{type(error).__name__}: {error}" if not isinstance(error, Refused) else str(error)
+    reads = [read for read in record.reads if read.source == "parameters"]
+    if not reads:
+        return text
+    what = f"{reads[-1].function} at {reads[-1].line} reads a value that depends on parameters"
+    return f"{what} ({text})" if text else what

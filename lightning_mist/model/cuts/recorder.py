@@ -1,0 +1,400 @@
+"""Watching one run of the user's step in which everything that depends on parameters is a fake tensor.
+
+A fake tensor has a shape but no values, so a run costs no arithmetic, and "depends on a parameter" is tracked exactly:
+an operator on a fake gives a fake. Numbers drawn by torch are followed beside that. The record says which blocks ran in
+which order, where every such value was made and last used, which parameter was used where, and what the step did that a
+cut module could not do: reading a value into Python, changing a buffer, talking to other processes.
+
+Where a fake's value is read into Python the run goes on with a guess. Whether that matters depends on where it
+happened: the stage that computes what comes after the last block has the real values.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from lightning_mist.model.fakes import (
+    READS,
+    Guesses,
+    Read,
+    address_of,
+    become,
+    fake_like,
+    guess_read,
+    state_of,
+    storage_of,
+)
+from lightning_mist.plan.calls import (
+    ValueNames,
+    block_value,
+    call_signature,
+    is_simple,
+    leaves_of,
+    results,
+    select,
+    user_line,
+    without_caches,
+)
+from lightning_mist.plan.module_map import BlockOutput
+
+_INDEXING = frozenset(("__getitem__", "__setitem__", "masked_select"))
+_UNIFORM = frozenset(("rand", "rand_like", "uniform_"))
+_EFFECTS = frozenset(("__set__", "backward"))
+"""Functions that use their arguments though they return no tensor, besides reads and item assignment."""
+
+_AUGMENTED = ("iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+_IN_PLACE = frozenset(f"__{name}__" for name in _AUGMENTED) | {"__setitem__"}
+
+
+class Refused(BaseException):
+    """Ends a run that cannot go on; passes the user's ``except Exception``."""
+
+
+@dataclass(slots=True)
+class Value:
+    """A tensor that a run made: the tensor itself, the regions of its definition and of its last use.
+
+    Whether it requires a gradient, and its storage, are known at the end of the run only.
+    """
+
+    tensor: Tensor
+    defined: int
+    last_used: int = -2
+    requires_grad: bool = False
+    storage: int = 0
+
+
+@dataclass(slots=True)
+class Record:
+    """What one run of the step did. Regions are positions of blocks in the order in which they were entered."""
+
+    order: list[str] = field(default_factory=list)
+    outputs: list[BlockOutput] = field(default_factory=list)
+    values: dict[Hashable, Value] = field(default_factory=dict)
+    parameter_uses: dict[tuple[str, str], set[int]] = field(default_factory=lambda: defaultdict(set))
+    leaking: set[int] = field(default_factory=set)
+    reads: list[Read] = field(default_factory=list)
+    buffers: dict[str, str] = field(default_factory=dict)
+    written_parameters: dict[str, str] = field(default_factory=dict)
+    stray_parameters: dict[str, str] = field(default_factory=dict)
+    writes: list[tuple[int, int]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    repeated: dict[str, str] = field(default_factory=dict)
+    nested: dict[str, str] = field(default_factory=dict)
+    closures: dict[str, str] = field(default_factory=dict)
+    indexes_by_mask: bool = False
+
+
+class _Operators(TorchDispatchMode):
+    """Sees what torch functions do underneath: random numbers and collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise Refused(
+                f"the step talks to other processes itself ({func._schema.name} at {user_line()}): the stages of a "
+                "pipeline would wait for one another in different orders"
+            )
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.is_random = True
+        return func(*args, **(kwargs or {}))
+
+
+class Recorder(TorchFunctionMode):
+    """Fills a :class:`Record` while it is entered.
+
+    Args:
+        slots: Module name and attribute of every fake parameter by ``id``.
+        originals: Names of the real parameters by ``id``, to notice references past the slots.
+        buffers: Names of the buffers by the address of their storage.
+        guess: What reads of unknown truth values answer in this run.
+        attempt: Number of this run; guessed numbers and the ends of drawn ones differ between runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: dict[int, tuple[str, str]],
+        originals: dict[int, str],
+        buffers: dict[int, str],
+        guess: bool,
+        attempt: int,
+    ) -> None:
+        super().__init__()
+        self.record = Record()
+        self._slots, self._originals, self._buffers = slots, originals, buffers
+        self._guess, self._attempt = guess, attempt
+        self._names, self._guesses = ValueNames(), Guesses()
+        self._operators = _Operators()
+        self._keys: dict[int, Hashable] = {}
+        self._blocks: dict[int, int | None] = {}
+        self._random: set[int] = set()
+        self._arguments: set[int] = set()
+        self._kept: list[Any] = []
+        self._became: list[tuple[Tensor, Tensor]] = []
+        self._region = -1
+        self._inside: int | None = None
+
+    def __enter__(self) -> "Recorder":
+        self._operators.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._operators.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def finish(self, output: Any) -> Record:
+        """Count what the step returned as used, and hand over the record."""
+        for leaf in tree_flatten(output)[0]:
+            if isinstance(leaf, Tensor):
+                self._use(leaf)
+        for value in self.record.values.values():
+            value.requires_grad = value.tensor.requires_grad
+            value.storage = storage_of(value.tensor)
+        return self.record
+
+    def undo(self) -> None:
+        """Give tensors that turned into fakes their contents back."""
+        while self._became:
+            become(*self._became.pop())
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Remember tensors of the batch: a block that reads one which is not its argument cannot run again later."""
+        self._blocks.update((id(tensor), None) for tensor in tensors)
+
+    def _is_unknown(self, tensor: Any) -> bool:
+        """Whether a stage that lacks some parameters or random numbers does not have this value."""
+        return isinstance(tensor, FakeTensor) or id(tensor) in self._random
+
+    def _is_known_mask(self, item: Any) -> bool:
+        return isinstance(item, Tensor) and item.dtype == torch.bool and not isinstance(item, FakeTensor)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", type(func).__name__)
+        tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_fake = any(isinstance(t, FakeTensor) for t in tensors)
+        if name in READS or (name == "where" and len(args) == 1):
+            if is_fake:
+                return self._guessed(name, args, tensors)
+            if any(id(t) in self._random for t in tensors):
+                return self._read_random(name, func, args, kwargs, tensors)
+        if is_fake:
+            if name in _INDEXING:
+                func, args = self._index(name, func, args)
+            if isinstance(args[0] if args else None, Tensor) and not isinstance(args[0], FakeTensor):
+                self._before_write(name, args[0], tensors)
+        return self._call(name, func, args, kwargs, tensors)
+
+    def _call(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        versions = [-1 if t.is_inference() else t._version for t in tensors]
+        self._operators.is_random = False
+        try:
+            output = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            self._note_read(name, "parameters", None)
+            raise Refused from error
+        written = [t for t, v in zip(tensors, versions, strict=True) if v >= 0 and t._version != v]
+        made = [leaf for leaf in results(name, args, output) if isinstance(leaf, Tensor)]
+        if made or written or name in _EFFECTS or name in READS:
+            for tensor in tensors:
+                self._use(tensor)
+        for tensor in written:
+            self._written(tensor)
+        if name in ("batch_norm", "instance_norm"):
+            self._normalised(name, args, kwargs)
+        if made:
+            self._made(name, made, is_random=self._operators.is_random or any(id(t) in self._random for t in tensors))
+        return output
+
+    def _made(self, name: str, made: list[Tensor], *, is_random: bool) -> None:
+        # Counted whether or not a result matters here: on a stage other values are known than in this run.
+        base = self._names.next("glue" if self._inside is None else "inner", self._region, name)
+        for leaf, tensor in enumerate(made):
+            if id(tensor) in self._slots or id(tensor) in self._originals:
+                continue
+            if not isinstance(tensor, FakeTensor):
+                if not is_random:
+                    self._kept.append(tensor)
+                    self._blocks[id(tensor)] = self._inside
+                    continue
+                self._random.add(id(tensor))
+                if name in _UNIFORM and self._attempt:
+                    # The other end of what may be drawn: a decision that depends on it then shows.
+                    with torch.no_grad():
+                        tensor.zero_()
+            self._define(tensor, (*base, leaf))
+
+    def _define(self, tensor: Tensor, key: Hashable) -> None:
+        self._kept.append(tensor)
+        self._keys[id(tensor)] = key
+        self._blocks[id(tensor)] = self._inside
+        self.record.values[key] = Value(tensor, self._region)
+
+    def _use(self, tensor: Tensor) -> None:
+        slot = self._slots.get(id(tensor))
+        if slot is not None:
+            self.record.parameter_uses[slot].add(self._region)
+            return
+        if id(tensor) in self._originals:
+            self.record.stray_parameters.setdefault(self._originals[id(tensor)], user_line())
+            return
+        home = self._blocks.get(id(tensor), self._inside)
+        if self._inside is not None and home != self._inside and id(tensor) not in self._arguments:
+            self.record.closures.setdefault(self.record.order[self._inside], user_line())
+        key = self._keys.get(id(tensor))
+        if key is None:
+            if not isinstance(tensor, FakeTensor):
+                return
+            # Made where no function was seen, in a custom autograd function for example.
+            key = ("unseen", self._region, len(self.record.values), user_line())
+            self._define(tensor, key)
+        value = self.record.values[key]
+        value.last_used = max(value.last_used, self._region)
+        if home is not None and home != self._inside:
+            self.record.leaking.add(home)
+
+    def _read_random(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        output = self._call(name, func, args, kwargs, tensors)
+        shown = output if isinstance(output, (bool, int, float, complex, str)) else repr(output)
+        self._note_read(name, "random numbers", shown)
+        return output
+
+    def _guessed(self, name: str, args: Any, tensors: list[Tensor]) -> Any:
+        """What a read of unknown values answers."""
+        for tensor in tensors:
+            self._use(tensor)
+        self._note_read(name, "parameters", None)
+        endless = self._guesses.note(len(self.record.values))
+        if endless:
+            raise Refused(endless)
+        return guess_read(name, args, tensors[0], truth=self._guess, number=1.0 + self._attempt / 4)
+
+    def _index(self, name: str, func: Any, args: Any) -> tuple[Any, Any]:
+        """The same indexing with masks as positions: those of a known mask, or all of them where it is not known."""
+        items = args[1] if isinstance(args[1], tuple) else (args[1],)
+        masks = [item for item in items if isinstance(item, Tensor) and item.dtype == torch.bool]
+        for mask in masks:
+            self._use(mask)
+        if not masks or (name == "__setitem__" and any(self._is_unknown(mask) for mask in masks)):
+            return func, args
+        if any(self._is_unknown(mask) for mask in masks):
+            self._note_read("indexing by a mask", "parameters", None)
+        else:
+            self.record.indexes_by_mask = True
+        known = tuple(torch.ones(i.shape, dtype=torch.bool) if self._is_mask_to_guess(i) else i for i in items)
+        args = (args[0], known if isinstance(args[1], tuple) else known[0], *args[2:])
+        return select(name, func, args, self._is_known_mask)
+
+    def _is_mask_to_guess(self, item: Any) -> bool:
+        return isinstance(item, Tensor) and item.dtype == torch.bool and self._is_unknown(item)
+
+    def _note_read(self, name: str, source: str, value: Any) -> None:
+        shown = name if " " in name else f"{name}()" if name.startswith("__") else f".{name}()"
+        self.record.reads.append(Read(shown, user_line(), self._region, self._inside is not None, source, value))
+
+    def _before_write(self, name: str, target: Tensor, tensors: list[Tensor]) -> None:
+        """A real tensor into which a fake is about to be written depends on parameters from here on."""
+        if not (name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))):
+            return
+        buffer = self._buffers.get(address_of(target))
+        if buffer is not None:
+            self.record.buffers.setdefault(buffer, user_line())
+        elif target._is_view():
+            self.record.problems.append(
+                f"a value that depends on parameters is written into a part of another tensor ({name} at {user_line()})"
+            )
+        else:
+            fake = fake_like(next(t for t in tensors if isinstance(t, FakeTensor)), target)
+            become(target, fake)
+            self._became.append((target, fake))
+
+    def _written(self, tensor: Tensor) -> None:
+        slot = self._slots.get(id(tensor))
+        if slot is not None:
+            self.record.written_parameters.setdefault(".".join(filter(None, slot)), user_line())
+        elif self._is_unknown(tensor):
+            self.record.writes.append((storage_of(tensor), self._region))
+        elif address_of(tensor) in self._buffers:
+            self.record.buffers.setdefault(self._buffers[address_of(tensor)], user_line())
+        elif self._inside is not None:
+            # A block that is skipped would not do this to a tensor that others read.
+            self.record.leaking.add(self._inside)
+
+    def _normalised(self, name: str, args: Any, kwargs: Any) -> None:
+        """Batch statistics are written where no version counter shows it."""
+        positional = ("input", "running_mean", "running_var", "weight", "bias", "training")
+        values = {**dict(zip(positional, args, strict=False)), **kwargs}
+        is_written = values.get("use_input_stats" if name == "instance_norm" else "training", values.get("training"))
+        mean = values.get("running_mean")
+        if is_written and mean is not None and address_of(mean) in self._buffers:
+            self.record.buffers.setdefault(self._buffers[address_of(mean)], user_line())
+
+    def wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A block's ``forward`` that records entry, output and exit."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._inside is not None:
+                outer = self.record.order[self._inside]
+                if outer != name:
+                    self.record.nested.setdefault(name, outer)
+                return original(*args, **kwargs)
+            if name in self.record.order:
+                self.record.repeated.setdefault(name, user_line())
+                return original(*args, **kwargs)
+            args, kwargs = without_caches(args, kwargs)
+            return self._run_block(name, original, args, kwargs)
+
+        return forward
+
+    def _run_block(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._region += 1
+        position = self._region
+        self.record.order.append(name)
+        inputs = tree_flatten((args, kwargs))[0]
+        for leaf in inputs:
+            if isinstance(leaf, Tensor):
+                self._use(leaf)
+        before = [state_of(leaf) for leaf in inputs]
+        reads = len(self.record.reads)
+        self._inside, self._arguments = position, {id(leaf) for leaf in inputs}
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            self._inside = None
+        after = tree_flatten((args, kwargs))[0]
+        leaves, structure = tree_flatten(output)
+        described = tuple(_describe(leaf, inputs) for leaf in leaves)
+        self.record.outputs.append(BlockOutput(signature=call_signature(inputs), leaves=described, structure=structure))
+        has_value = any(kind == "value" and rest[0] is not None for kind, *rest in described)
+        if [state_of(leaf) for leaf in after] != before or (has_value and len(self.record.reads) > reads):
+            self.record.leaking.add(position)
+        if any(kind == "opaque" or (kind == "tensor" and not rest[-1]) for kind, *rest in described):
+            self.record.leaking.add(position)
+        passed = {id(leaf) for leaf in inputs if isinstance(leaf, Tensor)} | self._slots.keys()
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and id(leaf) not in passed and self._is_unknown(leaf):
+                self._define(leaf, block_value(position, index))
+        return output
+
+
+def _describe(leaf: Any, inputs: list[Any]) -> tuple[Any, ...]:
+    """How a leaf of a block's output can be given again; see :class:`BlockOutput`."""
+    if not isinstance(leaf, Tensor):
+        return ("value", leaf) if is_simple(leaf) else ("opaque", type(leaf).__qualname__)
+    for index, other in enumerate(inputs):
+        if other is leaf:
+            return ("input", index)
+    return ("tensor", tuple(leaf.shape), tuple(leaf.stride()), str(leaf.dtype), isinstance(leaf, FakeTensor))

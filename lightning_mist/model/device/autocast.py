@@ -1,0 +1,208 @@
+"""What CUDA's autocast casts, for fake tensors on the CPU, whose autocast has other lists.
+
+Which operators are on CUDA's lists is read from the installed torch, which registers its CUDA casts in every build; how
+each is cast is in the tables below, from torch's header ``ATen/autocast_mode.h`` (``AT_FORALL_*``). Operators on the
+CPU's list alone are cast there to 32 bits; while a step is traced for CUDA they are not.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_mist.model.device.kernels import Kernel, Target, overload_of
+
+_SOURCE = "torch/include/ATen/autocast_mode.h"
+
+_HALF = (torch.float16, torch.bfloat16)
+
+FP32 = frozenset(
+    (
+        "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
+        "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm",
+        "native_layer_norm", "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim",
+        "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d",
+        "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
+        "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
+        "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d",
+        "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d",
+        "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
+        "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+    )
+)  # fmt: skip
+"""Computed in 32 bits: ``AT_FORALL_FP32``."""
+
+FP32_RESULT = frozenset(
+    (
+        "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+        "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+    )
+)  # fmt: skip
+"""Given 32 bits as the type of the result, unless the caller named one: ``AT_FORALL_FP32_SET_OPT_DTYPE``."""
+
+APPENDED = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+"""Called as the overload that takes a type, with 32 bits: ``AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE``."""
+
+PROMOTE = frozenset(
+    (
+        "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+        "scatter_add",
+    )
+)  # fmt: skip
+"""Computed in the widest type among the inputs: ``AT_FORALL_PROMOTE``."""
+
+LOWER = frozenset(
+    (
+        "_convolution.deprecated", "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
+        "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "cudnn_convolution",
+        "cudnn_convolution_transpose", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv",
+        "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
+        "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+        "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
+    )
+)  # fmt: skip
+"""Computed in the lower precision: ``AT_FORALL_LOWER_PRECISION_FP``."""
+
+REFUSED = frozenset(("binary_cross_entropy",))
+"""CUDA's autocast raises for it; the CPU's casts it. Left to the CPU's."""
+
+_SAME_RESULT = frozenset(
+    (
+        "conv1d.padding", "conv2d.padding", "conv3d.padding", "_addmm_activation", "_native_multi_head_attention",
+        "mkldnn_rnn_layer", "cat", "stack", "index_copy",
+    )
+)  # fmt: skip
+"""On the CPU's list alone, but computed in the same types without it: made of listed ones, or promoting anyhow."""
+
+
+def _registered(key: str) -> frozenset[str]:
+    """The operators of ``aten`` that autocast knows on a device."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return frozenset(name.removeprefix("aten::") for name in names if name.startswith("aten::"))
+
+
+def _eligible(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return tree_map(lambda leaf: leaf.to(dtype) if _eligible(leaf) and leaf.dtype != dtype else leaf, value)
+
+
+def _outside_autocast(operator: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        return operator(*args, **kwargs)
+
+
+def _in(operator: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        args, kwargs = _cast((args, kwargs), dtype)
+        return operator(*args, **kwargs)
+
+
+def _lower(operator: Any, target: Target | None, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented if target is None else _in(operator, torch.get_autocast_dtype("cpu"), args, kwargs)
+
+
+def _fp32(operator: Any, target: Target | None, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented if target is None else _in(operator, torch.float32, args, kwargs)
+
+
+def _promote(operator: Any, target: Target | None, *args: Any, **kwargs: Any) -> Any:
+    if target is None:
+        return NotImplemented
+    types = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _eligible(leaf)}
+    wide = torch.float32 if torch.float32 in types or len(types) > 1 else next(iter(types), torch.float32)
+    return _in(operator, wide, args, kwargs)
+
+
+def _fp32_result(operator: Any, target: Target | None, *args: Any, **kwargs: Any) -> Any:
+    if target is None:
+        return NotImplemented
+    place = next(index for index, item in enumerate(operator._schema.arguments) if item.name == "dtype")
+    is_keyword = operator._schema.arguments[place].kwarg_only
+    given = kwargs.get("dtype") if is_keyword or len(args) <= place else args[place]
+    if given is None and _eligible(args[0]):
+        kwargs = {**kwargs, "dtype": torch.float32}
+        args = args if is_keyword else args[:place]
+    return _outside_autocast(operator, args, kwargs)
+
+
+def _appended(operator: Any, longer: Any, target: Target | None, *args: Any, **kwargs: Any) -> Any:
+    if target is None:
+        return NotImplemented
+    if not _eligible(args[0]):
+        return _outside_autocast(operator, args, kwargs)
+    defaults = [item.default_value for item in operator._schema.arguments]
+    return _outside_autocast(longer, (*args, *defaults[len(args) :]), {**kwargs, "dtype": torch.float32})
+
+
+def _cpu_fp32(operator: Any, policy: Callable[..., Any], target: Target | None, *args: Any, **kwargs: Any) -> Any:
+    """An operator that the CPU casts to 32 bits: so for threads that do not trace, as on CUDA for one that does."""
+    return _in(operator, torch.float32, args, kwargs) if target is None else policy(target, *args, **kwargs)
+
+
+def _uncast(target: Target | None, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented
+
+
+def _policy(name: str) -> tuple[Callable[..., Any], str] | None:
+    """How CUDA's autocast treats an operator that it knows."""
+    operator = overload_of(name)
+    if name in APPENDED:
+        return partial(_appended, operator, overload_of(APPENDED[name])), "32 bits"
+    for names, policy, what in (
+        (LOWER, _lower, "the lower precision"),
+        (FP32, _fp32, "32 bits"),
+        (FP32_RESULT, _fp32_result, "32 bits"),
+        (PROMOTE, _promote, "the widest type"),
+    ):
+        if name in names:
+            return partial(policy, operator), what
+    return None
+
+
+def kernels() -> tuple[Kernel, ...]:
+    """The casts that differ between the CPU and CUDA in the installed torch."""
+    here, there = _registered("AutocastCPU"), _registered("AutocastCUDA")
+    made = []
+    for name in sorted(there - here):
+        found = _policy(name)
+        if found is not None:
+            made.append(_kernel(name, found[0], f"computed in {found[1]}"))
+    for name in sorted(here & there & FP32_RESULT):
+        operator = overload_of(name)
+        compute = partial(_cpu_fp32, operator, partial(_fp32_result, operator))
+        made.append(_kernel(name, compute, "given in 32 bits"))
+    for name in sorted(here - there - _SAME_RESULT):
+        made.append(_kernel(name, partial(_cpu_fp32, overload_of(name), _uncast), "not cast"))
+    return tuple(made)
+
+
+def _kernel(name: str, compute: Callable[..., Any], what: str) -> Kernel:
+    return Kernel(operator=name, key="AutocastCPU", compute=compute, keeps=f"under autocast {what}", source=_SOURCE)
+
+
+@contextmanager
+def named(kind: str) -> Iterator[None]:
+    """Inside, ``torch.autocast(kind)`` casts fake tensors on the CPU.
+
+    The class itself is changed: user code refers to it by several names, and torch knows no other way in.
+    """
+    cls = torch.amp.autocast_mode.autocast
+    original = cls.__init__
+
+    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        if device_type == kind:
+            device_type, dtype = "cpu", torch.get_autocast_dtype(kind) if dtype is None else dtype
+        original(self, device_type, dtype, enabled, cache_enabled)
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        cls.__init__ = original  # type: ignore[method-assign]

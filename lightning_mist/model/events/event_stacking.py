@@ -1,0 +1,131 @@
+"""Events of parts stacked into a whole step on one device: who is alive when."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from lightning_mist.model.spec import Allocation, Direction, ModelSpec, Moment, PartEvents, values_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """An allocation in a step.
+
+    Attributes:
+        allocation: What is allocated.
+        part: By which part.
+        born: Number of the first reading at which it is alive, among all of the step.
+        dies: Number of the first one at which it is not any more; that of all readings if it outlives the step.
+    """
+
+    allocation: Allocation
+    part: int
+    born: int
+    dies: int
+
+
+class Clock:
+    """Numbers the readings of a step: every part's entry and operators, forward from head to tail and backward again.
+
+    Args:
+        parts: Head, layers, tail.
+    """
+
+    def __init__(self, parts: Sequence[PartEvents]) -> None:
+        self._parts = parts
+        self._starts: dict[tuple[int, Direction], int] = {}
+        self.readings = 0
+        for part, events in enumerate(parts):
+            self._begin(part, "forward", events.forward_positions)
+        for part in reversed(range(len(parts))):
+            self._begin(part, "backward", parts[part].backward_positions)
+
+    def _begin(self, part: int, direction: Direction, positions: int) -> None:
+        self._starts[part, direction] = self.readings
+        self.readings += positions + 1
+
+    def at(self, part: int, direction: Direction, position: int) -> int:
+        """The reading of a position, which may be one past the last."""
+        events = self._parts[part]
+        positions = events.forward_positions if direction == "forward" else events.backward_positions
+        return self._starts[part, direction] + min(position, positions + 1)
+
+
+def place_step(parts: Sequence[PartEvents]) -> tuple[Placed, ...]:
+    """The allocations of a step of these parts, in the order in which they are made.
+
+    Args:
+        parts: Head, layers, tail, each in the way in which it is run.
+    """
+    clock = Clock(parts)
+    placed = []
+    for part, events in enumerate(parts):
+        for allocation in (*events.forward, *events.backward):
+            born = clock.at(part, allocation.born.direction, allocation.born.position)
+            dies = _death(parts, clock, part, allocation)
+            placed.append(Placed(allocation=allocation, part=part, born=born, dies=dies))
+    return tuple(sorted(placed, key=lambda item: item.born))
+
+
+def _death(parts: Sequence[PartEvents], clock: Clock, part: int, allocation: Allocation) -> int:
+    dies = allocation.dies
+    if dies is None:
+        return clock.readings
+    target = target_part(part, dies, len(parts))
+    if allocation.slot is not None:
+        is_gradient = allocation.born.direction == "backward"
+        releases = parts[target].arriving if is_gradient else parts[target].entering
+        for release in releases:
+            if release.slot == allocation.slot:
+                return clock.at(target + release.dies.part, release.dies.direction, release.dies.position)
+    return clock.at(target, dies.direction, dies.position)
+
+
+def target_part(part: int, moment: Moment, num_parts: int) -> int:
+    """Index of the part that a moment is in.
+
+    Args:
+        part: Index of the part whose moment it is.
+        moment: The moment.
+        num_parts: Parts of the step.
+    """
+    start = {"own": part, "head": 0, "tail": num_parts - 1}[moment.anchor]
+    return min(max(start + moment.part, 0), num_parts - 1)
+
+
+def step_parts(spec: ModelSpec, *, recomputed_layers: int = 0, first: bool = False) -> tuple[PartEvents, ...]:
+    """Events of head, layers and tail.
+
+    Args:
+        spec: The network, with events.
+        recomputed_layers: How many layers, the first ones, are recomputed in backward.
+        first: Whether gradients of parameters do not exist yet.
+
+    Raises:
+        ValueError: If the network has no events.
+    """
+    items = (spec.head, *(spec.layers[kind] for kind in spec.kinds), spec.tail)
+    parts = []
+    for index, item in enumerate(items):
+        if item.events is None:
+            raise ValueError(f"{spec.name}: allocations of the {item.kind} are not known one by one")
+        is_end = index in (0, len(items) - 1)
+        recomputed = recomputed_layers > 0 if is_end else index <= recomputed_layers
+        parts.append(item.events.way(recomputed=recomputed, first=first))
+    return tuple(parts)
+
+
+def timeline_of(parts: Sequence[PartEvents], rows: int, length: int = 1) -> list[int]:
+    """Bytes alive on entry of every part and after every operator of one step of these parts on one device.
+
+    Args:
+        parts: Head, layers, tail, each in the way in which it is run.
+        rows: Rows of the microbatch.
+        length: Its sequence length.
+    """
+    changes = [0] * (Clock(parts).readings + 1)
+    placed = place_step(parts)
+    for item, size in zip(placed, values_at([p.allocation.size for p in placed], rows, length), strict=True):
+        changes[item.born] += size
+        changes[item.dies] -= size
+    return list(accumulate(changes))[:-1]

@@ -1,0 +1,82 @@
+"""Modules and batches without values, on which steps are run to look at them."""
+
+from lightning_mist.model.fakes.batches import (
+    batch_rows,
+    batch_tensors,
+    convert_batch,
+    copy_containers,
+    device_of,
+    resize_batch,
+    sequence_length,
+)
+from lightning_mist.model.fakes.fake_parameters import (
+    address_of,
+    become,
+    fake_like,
+    fake_parameters,
+    has_values,
+    quiet_fakes,
+    renew_flat_weights,
+    state_of,
+    storage_of,
+)
+from lightning_mist.model.fakes.guesses import Guesses, describe_guesses, guess
+from lightning_mist.model.fakes.isolate import OwnFunction, isolated, substitute_parameters
+from lightning_mist.model.fakes.origins import NOWHERE, Origin, Origins
+from lightning_mist.model.fakes.reads import READS, Read, guess_read
+from lightning_mist.model.fakes.trace_failures import find_obstacle, refusal
+from lightning_mist.model.fakes.trial_values import (
+    Slot,
+    WithoutDropout,
+    convert,
+    convert_plain_tensors,
+    filled,
+    is_hollow,
+    kept_slots,
+    put,
+    slots_of,
+    thin,
+)
+
+__all__ = [
+    "NOWHERE",
+    "READS",
+    "Guesses",
+    "Origin",
+    "Origins",
+    "OwnFunction",
+    "Read",
+    "Slot",
+    "WithoutDropout",
+    "address_of",
+    "batch_rows",
+    "batch_tensors",
+    "become",
+    "convert",
+    "convert_batch",
+    "convert_plain_tensors",
+    "copy_containers",
+    "describe_guesses",
+    "device_of",
+    "fake_like",
+    "fake_parameters",
+    "filled",
+    "find_obstacle",
+    "guess",
+    "guess_read",
+    "has_values",
+    "is_hollow",
+    "isolated",
+    "kept_slots",
+    "put",
+    "quiet_fakes",
+    "refusal",
+    "renew_flat_weights",
+    "resize_batch",
+    "sequence_length",
+    "slots_of",
+    "state_of",
+    "storage_of",
+    "substitute_parameters",
+    "thin",
+]

@@ -1,0 +1,123 @@
+"""Fake tensors in the place of parameters, and tensor objects that turn into others."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from lightning_mist.model.operators import memory_rules
+from lightning_mist.plan.calls import is_simple
+
+
+def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, tuple[str, str]]:
+    """Put a fake in the place of every parameter, another one for each slot, so that uses of tied slots differ.
+
+    Parameters without storage of their own (expanded from one element) are understood as contiguous.
+
+    Args:
+        module: Its parameter dictionaries are changed; putting the parameters back is the caller's.
+        mode: Makes the fakes.
+
+    Returns:
+        Module name and attribute of each fake by its ``id``. The module keeps the fakes alive.
+    """
+    found = [
+        (module_name, child, name, parameter)
+        for module_name, child in module.named_modules()
+        for name, parameter in child._parameters.items()
+        if parameter is not None
+    ]
+    with mode:
+        data = [form_of(parameter, parameter.device) for *_, parameter in found]
+    slots: dict[int, tuple[str, str]] = {}
+    for (module_name, child, name, parameter), tensor in zip(found, data, strict=True):
+        fake = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        child._parameters[name] = fake
+        slots[id(fake)] = (module_name, name)
+    renew_flat_weights(module)
+    return slots
+
+
+def renew_flat_weights(module: nn.Module) -> None:
+    """Let recurrent layers, which keep their weights in a list besides, know what their parameter slots hold now."""
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase):
+            child.__dict__["_flat_weights"] = [child._parameters.get(name) for name in child._flat_weights_names]
+
+
+def has_values(module: nn.Module) -> bool:
+    """Whether every parameter has numbers of its own."""
+    return not any(p.is_meta or _is_hollow(p) for p in module.parameters())
+
+
+def _is_hollow(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
+
+
+def form_of(tensor: Tensor, device: torch.device) -> Tensor:
+    """An uninitialised tensor of the same form; contiguous if the original has no storage of its own."""
+    if _is_hollow(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Inside, torch neither warns about the gradients of tensors that meet a fake nor logs what a fake cannot do.
+
+    It looks at ``.grad`` of a real tensor when making its fake, and hides its own warning only where warnings are shown
+    and not where they are errors. An operator that fails on fakes is in the reason that the map gives; one that there
+    is a rule for follows it.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    is_disabled, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
+            with memory_rules():
+                yield
+    finally:
+        log.disabled = is_disabled
+
+
+def fake_like(fake: FakeTensor, tensor: Tensor) -> Tensor:
+    """A fake of the same mode as ``fake`` with the form of ``tensor``."""
+    with fake.fake_mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def become(target: Tensor, source: Tensor) -> None:
+    """Turn the object ``target`` into the tensor ``source``, wherever it is referred to, and the other way round.
+
+    torch.utils.swap_tensors refuses objects with weak references; the ones here lead from a fake tensor mode's memory
+    to an object that is not used under its old meaning again.
+    """
+    target.__class__, source.__class__ = source.__class__, target.__class__
+    target.__dict__, source.__dict__ = source.__dict__, target.__dict__
+    torch._C._swap_tensor_impl(target, source)
+
+
+def address_of(tensor: Tensor) -> int:
+    """Address of a real tensor's storage; 0 for a fake."""
+    if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Identity of a tensor's storage, fake or not."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def state_of(leaf: Any) -> Any:
+    """Something that differs after an argument was changed in a way that others can see."""
+    if isinstance(leaf, Tensor):
+        return id(leaf), 0 if isinstance(leaf, FakeTensor) or leaf.is_inference() else leaf._version
+    if is_simple(leaf):
+        return leaf
+    return id(leaf), tuple((name, id(value)) for name, value in getattr(leaf, "__dict__", {}).items())

@@ -1,0 +1,120 @@
+"""Run a user's step without leaving a trace in the module: all but gradients, which the caller keeps, comes back."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_mist.model.fakes.fake_parameters import form_of, renew_flat_weights
+from lightning_mist.model.user_code import Generators, ModuleState
+
+_HOST = torch.device("cpu")
+
+
+class OwnFunction:
+    """A function whose checkpoint is ours, not the user's."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self._function(*args, **kwargs)
+
+
+class _Direct:
+    """Stands in for the reentrant checkpoint: runs the function as it is."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+@contextmanager
+def _neutral_checkpointing() -> Iterator[None]:
+    """Inside, ``torch.utils.checkpoint`` runs functions as they are, except an :class:`OwnFunction`.
+
+    Plans say which blocks are recomputed, so that is what is counted. Users and libraries refer to ``checkpoint``
+    itself, which looks these two names up at each call; there is no other place that reaches them all.
+    """
+    module = torch.utils.checkpoint
+    generator, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+
+    def neutral(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        if isinstance(fn, OwnFunction):
+            yield from generator(fn, *args, **kwargs)
+        else:
+            yield
+
+    module._checkpoint_without_reentrant_generator = neutral
+    module.CheckpointFunction = _Direct  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = generator
+        module.CheckpointFunction = function  # type: ignore[misc]
+
+
+@contextmanager
+def isolated(module: nn.Module) -> Iterator[None]:
+    """Whatever happens to the module inside the ``with`` is undone at its end.
+
+    Covers attributes of every submodule, buffers, hooks, training flags, parameters put into other slots, and random
+    state. Inside, compiled functions run eagerly, so that operators stay visible, and the user's own activation
+    checkpointing is off.
+    """
+    state, generators = ModuleState(module, with_contents=True), Generators()
+    try:
+        with _neutral_checkpointing(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        state.restore()
+        generators.restore()
+
+
+def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode, home: torch.device) -> torch.Tensor:
+    """A fake tensor of the same form, at home if the original is on meta."""
+    with mode:
+        return form_of(tensor, home if tensor.is_meta else tensor.device)
+
+
+def substitute_parameters(
+    module: nn.Module,
+    mode: FakeTensorMode | None,
+    owners: Mapping[tuple[str, str], object],
+    home: torch.device = _HOST,
+) -> dict[str, nn.Parameter]:
+    """Put stand-ins into every parameter slot, inside :func:`isolated` only.
+
+    Args:
+        module: The module.
+        mode: Makes fake stand-ins; ``None`` for stand-ins that share the real values.
+        owners: For a slot ``(module name, attribute name)``, who uses it: slots of one parameter with different owners
+            get different stand-ins. Slots that are not named count as one owner.
+        home: Where fake stand-ins of parameters on meta are.
+
+    Returns:
+        The stand-ins by ``"module name.attribute name"`` of the first slot that got them.
+    """
+    made: dict[tuple[int, object], nn.Parameter] = {}
+    named: dict[str, nn.Parameter] = {}
+    for name, item in module.named_modules(remove_duplicate=True):
+        for attribute, parameter in item._parameters.items():
+            if parameter is None:
+                continue
+            key = (id(parameter), owners.get((name, attribute)))
+            if key not in made:
+                data = _fake_like(parameter, mode, home) if mode is not None else parameter.detach()
+                made[key] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                named[f"{name}.{attribute}" if name else attribute] = made[key]
+            item._parameters[attribute] = made[key]
+        if mode is not None:
+            for attribute, buffer in item._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    item._buffers[attribute] = _fake_like(buffer, mode, home)
+    renew_flat_weights(module)
+    return named

@@ -1,0 +1,23 @@
+"""Modules made without memory, and their values as the user's code would have made them."""
+
+from lightning_mist.model.initialization.deferred import deferred_construction
+from lightning_mist.model.initialization.initial_values import (
+    InitialValues,
+    OnRankZero,
+    blocks_alike,
+    empty_out,
+    find_sources,
+    is_hollow,
+    load_hollow,
+)
+
+__all__ = [
+    "InitialValues",
+    "OnRankZero",
+    "blocks_alike",
+    "deferred_construction",
+    "empty_out",
+    "find_sources",
+    "is_hollow",
+    "load_hollow",
+]

@@ -1,0 +1,16 @@
+"""Networks that are known by name: language models by their sizes, and their specs without a trace."""
+
+from lightning_mist.model.presets.named_models import PRESETS
+from lightning_mist.model.presets.names import check_length, check_name, check_precision
+from lightning_mist.model.presets.preset_spec import KNOWN_OPTIMIZERS, preset_spec
+from lightning_mist.model.presets.shapes import LanguageModelShape
+
+__all__ = [
+    "KNOWN_OPTIMIZERS",
+    "PRESETS",
+    "LanguageModelShape",
+    "check_length",
+    "check_name",
+    "check_precision",
+    "preset_spec",
+]

@@ -1,0 +1,301 @@
+"""What presets cost, without a trace: traces of language models as expressions in all of their sizes.
+
+A trace says what a module of certain sizes costs, as polynomials in rows and length. Their coefficients are sums of
+products of the module's widths, and, of one tensor-parallel rank, of such over the degree. Those sums were found once,
+from traces of networks of three sizes, and lie beside this module, one file for each family of blocks, precision, and
+kind of device (:mod:`benchmarks.planner.preset_forms` makes them). Put in a preset's own widths, and what comes out is
+the trace of that preset, every allocation of it.
+
+One thing depends on sizes in another way: with one head of keys and values on each tensor-parallel rank torch makes two
+copies of keys and values fewer. Forms count them, which is less than 2 % of a layer's seconds.
+"""
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from importlib.resources import files
+from math import lcm
+from typing import Any
+
+import sympy
+
+from lightning_mist.model.events import PartPeaks, part_peaks
+from lightning_mist.model.presets.shapes import LanguageModelShape
+from lightning_mist.model.spec import (
+    Allocation,
+    CollectiveSpec,
+    LayerEvents,
+    LayerSpec,
+    Moment,
+    OperatorCost,
+    PartEvents,
+    Polynomial,
+    Release,
+)
+
+VERSION = 1
+"""Of the files' layout."""
+
+_GPT = {"feed_forward": "gelu", "norm": "layernorm", "parallel": False, "rotary_fraction": 0.0, "grouped": False}
+_LLAMA = {"feed_forward": "swiglu", "norm": "rmsnorm", "parallel": False, "rotary_fraction": 0.25, "grouped": False}
+
+FAMILIES: Mapping[str, Mapping[str, object]] = {
+    "gpt3": _GPT,
+    "falcon": {**_GPT, "parallel": True, "rotary_fraction": 0.25},
+    "llama": _LLAMA,
+    "llama3": {**_LLAMA, "rotary_fraction": 1.0, "grouped": True},
+}
+"""Choices that make blocks run other operators, by the name that files go by."""
+
+PRECISIONS: Mapping[str, Mapping[str, str]] = {
+    "cuda80": {
+        "32-true": "32-true",
+        "bf16-true": "bf16-true",
+        "16-true": "bf16-true",
+        "bf16-mixed": "bf16-mixed",
+        "16-mixed": "bf16-mixed",
+    },
+}
+"""By class of device, precisions, and under which name their files lie: from compute capability 8.0 on both types of 16
+bits run the same operators."""
+
+
+def family_of(shape: LanguageModelShape) -> str | None:
+    """The family of a model's blocks; None if there is no such file."""
+    choices = {
+        "feed_forward": shape.feed_forward,
+        "norm": shape.norm,
+        "parallel": shape.parallel,
+        "rotary_fraction": shape.rotary_fraction,
+        "grouped": shape.key_value_heads is not None,
+    }
+    return next((name for name, found in FAMILIES.items() if found == choices and not shape.tied), None)
+
+
+def widths(shape: LanguageModelShape, length: int) -> dict[str, int]:
+    """The numbers that coefficients are made of, by the letters that files use."""
+    return {
+        "h": shape.hidden,
+        "f": shape.ffn,
+        "a": shape.heads,
+        "g": shape.key_value_heads or shape.heads,
+        "k": shape.key_value_width,
+        "w": shape.head_width,
+        "v": shape.vocabulary,
+        "p": length,
+        # Attention's backward sums up gradients of queries in rows that are rounded up: of flash attention to 32, of
+        # the memory-efficient one to 64 entries.
+        "x": shape.heads * -(-shape.head_width // 32) * 32,
+        "y": shape.heads * -(-shape.head_width // 64) * 64,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What head, layer and tail cost, whole or as one rank's part."""
+
+    head: LayerSpec
+    layer: LayerSpec
+    tail: LayerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forms:
+    """A file of forms.
+
+    Attributes:
+        data: Its content.
+        half: The element type of 16 bits that takes the place of the one that was traced.
+    """
+
+    data: Mapping[str, Any]
+    half: str
+
+    def shared(self, shape: LanguageModelShape, length: int) -> sympy.Expr:
+        """:attr:`~lightning_mist.model.spec.model_spec.ModelSpec.shared_saved_bytes`."""
+        return _Filled(self, widths(shape, length), 1).expression(self.data["shared"])
+
+    def parts(
+        self, shape: LanguageModelShape, length: int, *, degree: int = 1, sequence_parallel: bool = False
+    ) -> Parts:
+        """What a model of certain sizes costs.
+
+        Args:
+            shape: Its sizes.
+            length: Tokens per row.
+            degree: Tensor-parallel ranks, of which it is one.
+            sequence_parallel: Whether they share activations along the sequence too.
+        """
+        name = "whole" if degree == 1 else "sequence" if sequence_parallel else "split"
+        filled = _Filled(self, widths(shape, length), degree)
+        data = self.data["variants"][name]
+        events = [filled.events(data[part]["ways"]) for part in ("head", "layer", "tail")]
+        peaks = part_peaks(events[0], events[1], events[2])
+        found = [
+            filled.part(data[part], *both)
+            for part, both in zip(("head", "layer", "tail"), zip(events, peaks, strict=True), strict=True)
+        ]
+        return Parts(head=found[0], layer=found[1], tail=found[2])
+
+
+def load_forms(shape: LanguageModelShape, precision: str, device_class: str) -> Forms | None:
+    """The forms of a model's family.
+
+    Args:
+        shape: The model.
+        precision: Lightning's name of the precision.
+        device_class: As :func:`device_class` says.
+
+    Returns:
+        None if there are none.
+    """
+    family, kept = family_of(shape), PRECISIONS.get(device_class, {}).get(precision)
+    if family is None or kept is None:
+        return None
+    place = files("lightning_mist.model") / "data" / f"{family}_{kept}_{device_class}.json.gz"
+    if not place.is_file():
+        return None
+    data = json.loads(gzip.decompress(place.read_bytes()))
+    return Forms(data=data, half="float16" if precision.startswith("16") else "bfloat16")
+
+
+def device_class(kind: str, capability: tuple[int, int] | None) -> str:
+    """Devices that run the same operators.
+
+    Args:
+        kind: ``"cpu"`` or ``"cuda"``.
+        capability: CUDA's compute capability; an A100's where it is not known.
+    """
+    return kind if kind != "cuda" else "cuda80" if (capability or (8, 0)) >= (8, 0) else "cuda70"
+
+
+class _Filled:
+    """Forms with numbers in place of letters."""
+
+    def __init__(self, forms: Forms, numbers: Mapping[str, int], degree: int) -> None:
+        self._half, self._texts = forms.half, forms.data["texts"]
+        monomials = [_monomial(text, numbers, degree) for text in forms.data["monomials"]]
+        self._polynomials = [_polynomial(form, monomials) for form in forms.data["forms"]]
+        self._expressions: dict[int, sympy.Expr] = {}
+
+    def expression(self, form: int) -> sympy.Expr:
+        """A form for sympy."""
+        if form not in self._expressions:
+            self._expressions[form] = self._polynomials[form].expression
+        return self._expressions[form]
+
+    def part(self, data: Mapping[str, Any], events: LayerEvents, peaks: PartPeaks) -> LayerSpec:
+        """What a part costs."""
+        fill = self.expression
+        return LayerSpec(
+            kind=data["kind"],
+            example=data["example"],
+            forward_work=self._work(data["forward_work"]),
+            backward_work=self._work(data["backward_work"]),
+            saved_bytes=fill(data["saved"]),
+            checkpointed_saved_bytes=fill(data["checkpointed"]),
+            forward_peak_bytes=peaks.forward,
+            backward_peak_bytes=peaks.backward,
+            first_backward_peak_bytes=peaks.first_backward,
+            recompute_backward_peak_bytes=peaks.recompute_backward,
+            first_recompute_backward_peak_bytes=peaks.first_recompute_backward,
+            weight_flops=fill(data["weight_flops"]),
+            weight_bytes=fill(data["weight_bytes"]),
+            forward_collectives=self._collectives(data["forward_collectives"]),
+            backward_collectives=self._collectives(data["backward_collectives"]),
+            events=events,
+        )
+
+    def _work(self, data: Sequence[Any]) -> tuple[OperatorCost, ...]:
+        """Products of one size are one entry: sizes may be equal in one network and not in another."""
+        found: dict[tuple[Any, ...], OperatorCost] = {}
+        for kind, flops, moved, calls in data:
+            item = OperatorCost(
+                kind=kind, flops=self.expression(flops), moved_bytes=self.expression(moved), calls=calls
+            )
+            key = (kind, item.flops / calls, item.moved_bytes / calls)
+            if key in found:
+                before = found[key]
+                item = OperatorCost(
+                    kind=kind,
+                    flops=before.flops + item.flops,
+                    moved_bytes=before.moved_bytes + item.moved_bytes,
+                    calls=before.calls + calls,
+                )
+            found[key] = item
+        return tuple(found.values())
+
+    def _collectives(self, data: Sequence[Any]) -> tuple[CollectiveSpec, ...]:
+        return tuple(
+            CollectiveSpec(operation=operation, calls=calls, bytes=self.expression(size))
+            for operation, calls, size in data
+        )
+
+    def events(self, ways: Sequence[Any]) -> LayerEvents:
+        """Every allocation of a part, in the four ways to run it; a number stands for a way that was told before."""
+        found: list[PartEvents] = []
+        for way in ways:
+            found.append(found[way] if isinstance(way, int) else self._way(way))
+        return LayerEvents(first=found[0], later=found[1], recomputed_first=found[2], recomputed_later=found[3])
+
+    def _way(self, data: Mapping[str, Any]) -> PartEvents:
+        texts = self._texts
+        return PartEvents(
+            forward=tuple(self._allocation("forward", item) for item in data["forward"]),
+            backward=tuple(self._allocation("backward", item) for item in data["backward"]),
+            forward_positions=data["positions"][0],
+            backward_positions=data["positions"][1],
+            entering=tuple(self._release(item) for item in data["entering"]),
+            arriving=tuple(self._release(item) for item in data["arriving"]),
+            reading=tuple(texts[item] for item in data["reading"]),
+        )
+
+    def _allocation(self, direction: Any, data: Sequence[Any]) -> Allocation:
+        size, born, dies, slot, *words, weights = data
+        role, parameter, module, operator, dtype = (self._texts[item] for item in words)
+        return Allocation(
+            size=self._polynomials[size],
+            born=Moment(direction=direction, position=born),
+            dies=None if dies is None else self._moment(dies),
+            slot=slot,
+            role=role,
+            parameter=parameter,
+            weights=tuple(self._texts[item] for item in weights),
+            module=module,
+            operator=operator,
+            line="",
+            dtype=self._half if dtype == "bfloat16" else dtype,
+        )
+
+    def _release(self, data: Sequence[Any]) -> Release:
+        slot, dies, weights = data
+        return Release(slot=slot, dies=self._moment(dies), weights=tuple(self._texts[item] for item in weights))
+
+    def _moment(self, data: Sequence[Any]) -> Moment:
+        part, anchor, direction, position = data
+        return Moment(part=part, anchor=self._texts[anchor], direction=self._texts[direction], position=position)
+
+
+def _monomial(text: str, numbers: Mapping[str, int], degree: int) -> Fraction:
+    """The value of a product of widths such as ``"h h"``, or of one rank's part of it, ``"h h /t"``."""
+    value = Fraction(1)
+    for factor in text.split():
+        value = value / degree if factor == "/t" else value * numbers[factor]
+    return value
+
+
+def _polynomial(form: Sequence[Any], monomials: Sequence[Fraction]) -> Polynomial:
+    """The polynomial in rows and length of a form, whose coefficients are sums of ``[monomial, over, under]``."""
+    terms = []
+    for rows, length, products in form:
+        value = sum((monomials[index] * Fraction(over, under) for index, over, under in products), Fraction(0))
+        if value:
+            terms.append(((rows, length), value))
+    if not terms:
+        return Polynomial.constant(0)
+    denominator = lcm(*(value.denominator for _, value in terms))
+    return Polynomial(
+        tuple(powers for powers, _ in terms), tuple(int(value * denominator) for _, value in terms), denominator
+    )

@@ -1,0 +1,181 @@
+"""A module and a batch to plan for, from a short text: a preset, a Hugging Face configuration, a user's function."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lightning_mist.model.presets import PRESETS, check_length, check_name, check_precision
+from lightning_mist.model.sources.reference_decoder import LanguageModel, hollow
+
+_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """What to trace.
+
+    Attributes:
+        name: For people.
+        module: The module.
+        batch: A batch for its step.
+        call: Its step as a function of the batch, in the precision asked for.
+    """
+
+    name: str
+    module: nn.Module
+    batch: Any
+    call: Callable[[Any], Any]
+
+
+def open_model(text: str, *, batch_rows: int, sequence_length: int | None, precision: str) -> ModelSource:
+    """The module and batch that a text names.
+
+    Args:
+        text: The name of a preset, such as ``"gpt3-22b"``; the path of a Hugging Face ``config.json``; or
+            ``"package.module:function"``, whose function returns a module with a ``training_step`` and a batch.
+        batch_rows: Rows of the batch to make.
+        sequence_length: Tokens of each row; presets and configurations need it, functions make their own batch.
+        precision: Lightning's name of the precision.
+
+    Raises:
+        ValueError: If the text names nothing, or something needed is missing.
+    """
+    context, kept = precision_context(precision), parameter_dtype(precision)
+    if ":" in text:
+        return _from_function(text, context, kept)
+    check_name(text)
+    sequence_length = check_length(text, sequence_length)
+    tokens = torch.zeros(batch_rows, sequence_length, dtype=torch.long)
+    if text.endswith(".json"):
+        return _from_configuration(Path(text), tokens, context, kept)
+    module = hollow(lambda: LanguageModel(PRESETS[text], sequence_length), dtype=kept)
+    return ModelSource(name=text, module=module, batch=(tokens, tokens.clone()), call=_step(module, context))
+
+
+def precision_context(precision: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the context in which a step runs in a precision, by Lightning's name of it.
+
+    Raises:
+        ValueError: If the precision is not known.
+    """
+    check_precision(precision)
+    dtype, _, mixed = precision.partition("-")
+    if mixed != "mixed":
+        # What a step makes out of nothing is in that precision too.
+        return nullcontext if dtype == "32" else partial(_default_type, _DTYPES[dtype])
+    # As under Lightning, which keeps no cast weights from one operator to the next.
+    return partial(torch.autocast, "cpu", _DTYPES[dtype], cache_enabled=False)
+
+
+@contextmanager
+def _default_type(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, floating-point tensors are made in a type, as in Lightning's half and double precision."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def parameter_dtype(precision: str) -> torch.dtype | None:
+    """What a precision makes of floating-point parameters; None where they stay as they are."""
+    dtype, _, mixed = precision.partition("-")
+    return None if mixed == "mixed" or dtype == "32" else _DTYPES[dtype]
+
+
+def _step(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
+    def call(batch: Any) -> Any:
+        with context():
+            return module.training_step(batch, 0)  # type: ignore[operator]
+
+    return call
+
+
+def _from_function(
+    text: str, context: Callable[[], AbstractContextManager[Any]], dtype: torch.dtype | None
+) -> ModelSource:
+    name, _, attribute = text.partition(":")
+    try:
+        function = getattr(importlib.import_module(name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model {text!r} cannot be imported ({error}): write package.module:function") from error
+    made = function()
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ValueError(
+            f"model {text!r} returned {type(made).__name__}: it must return a module and a batch, "
+            "`return module, batch`"
+        )
+    module, batch = made
+    if not callable(getattr(module, "training_step", None)):
+        raise ValueError(f"model {text!r} returned a {type(module).__name__} without training_step: give it one")
+    return ModelSource(
+        name=type(module).__name__,
+        module=module if dtype is None else module.to(dtype),
+        batch=batch if dtype is None else tree_map(lambda leaf: _in_type(leaf, dtype), batch),
+        call=_step(module, context),
+    )
+
+
+def _in_type(leaf: Any, dtype: torch.dtype) -> Any:
+    """A leaf of a batch as Lightning's precision plugin hands it to the step."""
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+class _CausalStep(nn.Module):
+    """A ``training_step`` around a Hugging Face model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+
+def _from_configuration(
+    path: Path,
+    tokens: Tensor,
+    context: Callable[[], AbstractContextManager[Any]],
+    dtype: torch.dtype | None,
+) -> ModelSource:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"model '{path}' needs Hugging Face transformers: pip install transformers") from error
+    if not path.is_file():
+        raise ValueError(f"model '{path}': there is no such file; give the path of a config.json")
+    try:
+        configuration = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model '{path}' is not a configuration that transformers knows: {error}") from error
+    longest = getattr(configuration, "max_position_embeddings", None)
+    if isinstance(longest, int) and tokens.shape[1] > longest:
+        raise ValueError(
+            f"seq_len = {tokens.shape[1]}: '{path}' has at most {longest} positions; give --seq-len {longest}"
+        )
+    names = getattr(configuration, "architectures", None) or ()
+    language = [name for name in names if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM"))]
+    if names and not language:
+        raise ValueError(
+            f"model '{path}' is a {names[0]}: only language models can be made from a configuration; write "
+            "package.module:function for others"
+        )
+    cls = getattr(transformers, language[0]) if language else None
+
+    def build() -> nn.Module:
+        make: Any = cls if cls is not None else transformers.AutoModelForCausalLM.from_config
+        return _CausalStep(make(configuration))
+
+    module = hollow(build, dtype=dtype)
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    return ModelSource(name=str(path), module=module.train(), batch=batch, call=_step(module, context))

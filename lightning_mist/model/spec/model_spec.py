@@ -1,0 +1,327 @@
+"""What a network costs, as data: one specification per kind of layer, expressions in microbatch rows and length.
+
+Bytes are attributed to the part of the step that allocates them: every storage counts once, for the head, the layer or
+the tail in whose forward it was made. All expressions are exact polynomials (or ``Max`` of such) in
+:data:`~lightning_mist.model.spec.symbols.MICROBATCH` and :data:`~lightning_mist.model.spec.symbols.SEQUENCE`.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import sympy
+
+from lightning_mist.errors import PlanError
+from lightning_mist.model.spec.allocation_events import LayerEvents
+from lightning_mist.model.spec.work_kinds import OperatorKind
+from lightning_mist.plan import ModuleMap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """A tensor with a symbolic shape.
+
+    Attributes:
+        shape: Sizes as expressions.
+        dtype: Name of the element type, for example ``"float32"``.
+        itemsize: Bytes of one element.
+        requires_grad: Whether a gradient flows through it.
+        batch_dim: Dimension that grows with the batch, if any.
+    """
+
+    shape: tuple[sympy.Expr, ...]
+    dtype: str
+    itemsize: int
+    requires_grad: bool
+    batch_dim: int | None
+
+    @property
+    def bytes(self) -> sympy.Expr:
+        """Its size in bytes."""
+        return sympy.Mul(sympy.Integer(self.itemsize), *self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """One parameter: qualified name, element count, bytes, and whether it is trained."""
+
+    name: str
+    numel: int
+    bytes: int
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveSpec:
+    """What tensor-parallel ranks exchange in one direction of one part.
+
+    Attributes:
+        operation: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
+        calls: How often.
+        bytes: Bytes of the whole tensors, over all calls.
+    """
+
+    operation: str
+    calls: int
+    bytes: sympy.Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCost:
+    """What some operators of one kind do in one direction of one part.
+
+    Matrix products and convolutions of one size have an entry of their own, as how fast they are depends on their size;
+    of any other kind there is one entry.
+
+    Attributes:
+        kind: What kind of work it is.
+        flops: Floating-point operations of all of them together (a multiply-add is two).
+        moved_bytes: Bytes read and written.
+        calls: How many they are.
+    """
+
+    kind: OperatorKind
+    flops: sympy.Expr
+    moved_bytes: sympy.Expr
+    calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One kind of layer (or the head, or the tail).
+
+    Part of a layer is what runs between it and the next one. The peaks are *increments over saved bytes*, so that peaks
+    of parts add up without knowing what the neighbours left behind: with ``saved(i)`` the saved bytes of part ``i``
+    (head, layers, tail, in execution order), the bytes alive in the forward of part ``k`` of a lone microbatch are at
+    most ``sum(saved(i) for i < k) + forward_peak(k)``, those in its backward at most
+    ``sum(saved(i) for i <= k) + backward_peak(k)``, each time beside parameters, the batch, and gradients that exist
+    already. What one part hands to the next (the activation that enters, the gradient that comes back) is thereby
+    counted: do not add it again. What a *stage* keeps longer than plain execution does (an output kept until its
+    gradient arrives) is not.
+
+    A parameter that two parts use (tied weights) is treated as if each part had its own. Where both parts lie on one
+    stage, autograd holds one more gradient of it from the backward of the later part to that of the earlier one if its
+    gradient exists already.
+
+    Attributes:
+        kind: ``"head"``, ``"tail"``, or a label of the block kind such as ``"GPT2Block"`` (unique in the model).
+        example: Qualified name of the block that was traced; empty for head and tail.
+        forward_work, backward_work: What its operators that compute or copy do, by kind (views cost nothing).
+        saved_bytes: Bytes allocated in its forward and still alive when the forward of the whole step has ended.
+        checkpointed_saved_bytes: The same if the layer is recomputed in backward; it is what it hands on.
+        forward_peak_bytes: Largest number of bytes alive during its forward beyond the saved bytes of all parts before
+            it. Its own saved bytes are included.
+        backward_peak_bytes: Largest number of bytes alive during its backward beyond the saved bytes of all parts
+            before it and its own, parameter gradients being there already and not counted. Saved bytes that are freed
+            on the way may make this negative.
+        first_backward_peak_bytes: The same when its parameter gradients do not exist yet and are made here: they count.
+            Gradients made by later parts do not.
+        recompute_backward_peak_bytes: Largest number of bytes alive during recomputation and backward beyond the saved
+            bytes of all parts before it and its own checkpointed ones, gradients being there already and not counted.
+        first_recompute_backward_peak_bytes: The same when its parameter gradients do not exist yet and are made here.
+        weight_flops: Floating-point operations of the gradients of its matrices, part of :attr:`backward_flops`: what a
+            zero-bubble schedule puts off.
+        weight_bytes: Bytes that are kept for them meanwhile: inputs of its linear operations and gradients of outputs.
+        forward_collectives, backward_collectives: What tensor-parallel ranks exchange in either direction.
+        events: Every allocation, of which the bytes above are sums and peaks; ``None`` where allocations at different
+            sizes cannot be matched one by one.
+
+    Head and tail are never recomputed: their recompute expressions equal the others. The head's
+    ``checkpointed_saved_bytes`` exceeds its ``saved_bytes`` by what only the recomputed layers keep alive (masks that
+    they are called with): count it once, per microbatch in flight, on every stage with recomputed layers.
+    """
+
+    kind: str
+    example: str
+    forward_work: tuple[OperatorCost, ...]
+    backward_work: tuple[OperatorCost, ...]
+    saved_bytes: sympy.Expr
+    checkpointed_saved_bytes: sympy.Expr
+    forward_peak_bytes: sympy.Expr
+    backward_peak_bytes: sympy.Expr
+    first_backward_peak_bytes: sympy.Expr
+    recompute_backward_peak_bytes: sympy.Expr
+    first_recompute_backward_peak_bytes: sympy.Expr
+    weight_flops: sympy.Expr = sympy.S.Zero
+    weight_bytes: sympy.Expr = sympy.S.Zero
+    forward_collectives: tuple[CollectiveSpec, ...] = ()
+    backward_collectives: tuple[CollectiveSpec, ...] = ()
+    events: LayerEvents | None = None
+
+    @property
+    def forward_flops(self) -> sympy.Expr:
+        """Floating-point operations of its forward."""
+        return sympy.Add(*(item.flops for item in self.forward_work))
+
+    @property
+    def backward_flops(self) -> sympy.Expr:
+        """Floating-point operations of its backward."""
+        return sympy.Add(*(item.flops for item in self.backward_work))
+
+    @property
+    def forward_moved_bytes(self) -> sympy.Expr:
+        """Bytes that all operators of its forward read and write."""
+        return sympy.Add(*(item.moved_bytes for item in self.forward_work))
+
+    @property
+    def backward_moved_bytes(self) -> sympy.Expr:
+        """Bytes that all operators of its backward read and write, gradients being there already."""
+        return sympy.Add(*(item.moved_bytes for item in self.backward_work))
+
+    @property
+    def forward_operators(self) -> int:
+        """Number of operators of its forward."""
+        return sum(item.calls for item in self.forward_work)
+
+    @property
+    def backward_operators(self) -> int:
+        """Number of operators of its backward."""
+        return sum(item.calls for item in self.backward_work)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitSpec:
+    """What one tensor-parallel rank of a network costs.
+
+    Attributes:
+        degree: Tensor-parallel ranks.
+        sequence_parallel: Whether activations between split operations are shared out along the sequence.
+        head, layers, tail, boundaries: As in :class:`ModelSpec`, for one rank.
+        parameter_bytes: Bytes of one rank's part of each parameter, in the order of :attr:`ModelSpec.parameters`.
+    """
+
+    degree: int
+    sequence_parallel: bool
+    head: LayerSpec
+    layers: tuple[LayerSpec, ...]
+    tail: LayerSpec
+    boundaries: tuple[tuple[TensorSpec, ...], ...]
+    parameter_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSeconds:
+    """Measured seconds of one kind of layer at a number of microbatch sizes, for interpolation between them.
+
+    Attributes:
+        kind: The :attr:`LayerSpec.kind`.
+        rows: Microbatch rows, ascending.
+        forward: Median seconds of one forward at each size.
+        backward: Median seconds of one backward at each size, without recomputation.
+        spread: Median absolute deviation over median, the worst of all sizes and both directions.
+        layers: Positions of the layers of this kind; empty for head and tail.
+    """
+
+    kind: str
+    rows: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    spread: float
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """What the optimizer keeps and needs.
+
+    Attributes:
+        name: Class name, for example ``"AdamW"``.
+        state_bytes_per_parameter_byte: Bytes of state kept per byte of a trained parameter (AdamW in fp32: 2).
+        step_peak_bytes_per_parameter_byte: Temporary bytes of its step per byte of all parameters it updates at once
+            (the foreach implementations).
+        step_peak_bytes_per_largest: Temporary bytes of its step per byte of the largest parameter (loop
+            implementations), when those of a parameter as large are left.
+        step_moved_bytes_per_parameter_byte: Bytes read and written by one step per byte of parameters.
+        step_left_bytes_per_parameter_byte: Of the temporaries of a loop those that are left until the next parameter's
+            have been made, per byte of the parameter that left them.
+        step_seconds_per_parameter_byte: Seconds of one step per byte of parameters, measured; 0 if it was not.
+    """
+
+    name: str
+    state_bytes_per_parameter_byte: float
+    step_peak_bytes_per_parameter_byte: float
+    step_peak_bytes_per_largest: float
+    step_moved_bytes_per_parameter_byte: float
+    step_left_bytes_per_parameter_byte: float = 0.0
+    step_seconds_per_parameter_byte: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A network for the cost model.
+
+    Attributes:
+        name: For people.
+        module_map: Blocks, cuts, parameter uses and exclusions.
+        head: What runs before the first block (and the whole step if there are no blocks).
+        layers: The distinct kinds of blocks.
+        kinds: For every layer position, the index of its kind in :attr:`layers`.
+        tail: What runs after the last block.
+        boundaries: For each layer position ``k`` in ``1 .. L-1`` at index ``k - 1``, the tensors crossing the cut.
+        parameters: Every parameter once, in the order of ``module.parameters()``.
+        buffer_bytes: Bytes of all buffers, and of tensors that the module keeps as plain attributes from its first step
+            on (every stage keeps them).
+        batch_bytes: Bytes of a batch of ``b`` rows.
+        batch_rows: Rows per rank of the traced batch.
+        sequence_length: Length of the traced batch, if it has a sequence dimension.
+        optimizer: What the optimizer keeps; AdamW's needs are assumed, and noted, where none was given.
+        precision: Lightning's name of the precision, for example ``"bf16-mixed"``.
+        device_kind: Kind of the device that the costs are for, ``"cpu"`` or ``"cuda"``.
+        seconds: Measured seconds of layers on the machine at hand; empty if nothing was measured.
+        shared_saved_bytes: The part of the head's saved bytes that depends on the batch alone, not on parameters
+            (masks, position tables): every stage after the first computes and keeps it too, per microbatch in flight.
+        splits: What one rank costs under tensor parallelism, one entry per degree and kind that is known.
+        notes: What could not be expressed or had to be assumed, in words for the user.
+    """
+
+    name: str
+    module_map: ModuleMap
+    head: LayerSpec
+    layers: tuple[LayerSpec, ...]
+    kinds: tuple[int, ...]
+    tail: LayerSpec
+    boundaries: tuple[tuple[TensorSpec, ...], ...]
+    parameters: tuple[ParameterSpec, ...]
+    buffer_bytes: int
+    batch_bytes: sympy.Expr
+    batch_rows: int
+    sequence_length: int | None
+    optimizer: OptimizerSpec
+    precision: str = "32-true"
+    device_kind: str = "cpu"
+    seconds: tuple[LayerSeconds, ...] = field(default=())
+    shared_saved_bytes: sympy.Expr = field(default=sympy.S.Zero)
+    splits: tuple[SplitSpec, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """Number of repeated blocks."""
+        return len(self.kinds)
+
+    def split(self, degree: int, sequence_parallel: bool = False) -> "ModelSpec":
+        """One tensor-parallel rank's part as a network by itself; measured seconds stay those of the whole.
+
+        Raises:
+            PlanError: If its costs are not known.
+        """
+        if degree == 1 and not sequence_parallel:
+            return self
+        for found in self.splits:
+            if (found.degree, found.sequence_parallel) == (degree, sequence_parallel):
+                parts = zip(self.parameters, found.parameter_bytes, strict=True)
+                return replace(
+                    self,
+                    head=found.head,
+                    layers=found.layers,
+                    tail=found.tail,
+                    boundaries=found.boundaries,
+                    parameters=tuple(
+                        replace(item, numel=item.numel * part // max(1, item.bytes), bytes=part) for item, part in parts
+                    ),
+                    splits=(),
+                )
+        known = sorted({1, *(item.degree for item in self.splits if item.sequence_parallel == sequence_parallel)})
+        with_sequence = " with sequence_parallel" if sequence_parallel else ""
+        raise PlanError(
+            f"tensor_parallel_degree = {degree}{with_sequence}: what that costs is not known for {self.name}; use "
+            f"{' or '.join(map(str, known))}"
+        )

@@ -1,0 +1,81 @@
+"""Exact polynomials in microbatch rows and sequence length: sizes of which there are hundreds per layer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import sympy
+
+from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
+
+Powers = tuple[int, int]
+"""Exponents of rows and length in a monomial."""
+
+_ONE: tuple[Powers, ...] = ((0, 0),)
+
+
+@dataclass(frozen=True, slots=True)
+class Polynomial:
+    """A sum of monomials with rational coefficients over one denominator; cheap to make, to compare and to evaluate.
+
+    Attributes:
+        powers: Exponents of rows and length of each monomial.
+        coefficients: Its coefficient times :attr:`denominator`.
+        denominator: What all coefficients are divided by.
+    """
+
+    powers: tuple[Powers, ...]
+    coefficients: tuple[int, ...]
+    denominator: int = 1
+
+    @classmethod
+    def constant(cls, value: int) -> "Polynomial":
+        """The same for all sizes."""
+        return cls(_ONE, (value,))
+
+    @property
+    def expression(self) -> sympy.Expr:
+        """As a sympy expression in :data:`MICROBATCH` and :data:`SEQUENCE`."""
+        terms = (
+            sympy.Rational(c, self.denominator) * MICROBATCH**i * SEQUENCE**j
+            for c, (i, j) in zip(self.coefficients, self.powers, strict=True)
+            if c
+        )
+        return sympy.Add(*terms)
+
+    def at(self, rows: int, length: int = 1) -> int:
+        """Its value for ``rows`` rows of ``length`` positions.
+
+        Raises:
+            ValueError: If that is no whole number, so that no tensor can have this size there.
+        """
+        value = self.exactly_at(rows, length)
+        if value.denominator != 1:
+            raise ValueError(f"rows = {rows}, length = {length}: {self.expression} is {value} there, no whole number")
+        return value.numerator
+
+    def exactly_at(self, rows: int, length: int = 1) -> Fraction:
+        """Its value, which need not be whole between the sizes that a network allows."""
+        total = sum(c * rows**i * length**j for c, (i, j) in zip(self.coefficients, self.powers, strict=True) if c)
+        return Fraction(total, self.denominator)
+
+
+def values_at(polynomials: Sequence[Polynomial], rows: int, length: int = 1) -> list[int]:
+    """Values of many polynomials, which mostly share their monomials, at one size.
+
+    Raises:
+        ValueError: If one of them is no whole number there.
+    """
+    known: dict[tuple[tuple[Powers, ...], tuple[int, ...], int], int] = {}
+    monomials: dict[tuple[Powers, ...], tuple[int, ...]] = {}
+    values = []
+    for item in polynomials:
+        key = (item.powers, item.coefficients, item.denominator)
+        if key not in known:
+            if item.powers not in monomials:
+                monomials[item.powers] = tuple(rows**i * length**j for i, j in item.powers)
+            total = sum(c * m for c, m in zip(item.coefficients, monomials[item.powers], strict=True))
+            value, rest = divmod(total, item.denominator)
+            known[key] = value if not rest else item.at(rows, length)
+        values.append(known[key])
+    return values

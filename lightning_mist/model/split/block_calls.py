@@ -1,0 +1,193 @@
+"""How a step calls its blocks: the arguments of one call of every kind, on a batch as small as it will take."""
+
+import copy
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_mist.errors import TraceError
+from lightning_mist.model.fakes import (
+    batch_rows,
+    batch_tensors,
+    convert,
+    is_hollow,
+    isolated,
+    put,
+    resize_batch,
+    sequence_length,
+    slots_of,
+    thin,
+)
+from lightning_mist.model.operators import LinearCall, LinearMode
+from lightning_mist.model.trace import Answer, Kinds, group, imitate, intercepted, module_key, record_answer
+from lightning_mist.plan.calls import call_signature, without_caches
+
+_ROWS = 2
+"""Rows of the batch that a step is tried on: two, so that they can be told apart from a broadcast."""
+
+Call = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCall:
+    """One call of a block.
+
+    Attributes:
+        block: The block.
+        args: Its positional arguments, detached.
+        kwargs: Its named arguments, detached.
+        depends: For every leaf of the arguments whether a gradient flows back into it.
+        answer: What it returned, if that can be described.
+        hidden: Index among the leaves of the tensor that the block transforms: of the shape of its first result.
+    """
+
+    block: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    depends: tuple[bool, ...]
+    answer: Answer | None
+    hidden: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCalls:
+    """One call of every kind of block.
+
+    Attributes:
+        kinds: Which blocks are alike: in parameters, and in the arguments they get.
+        examples: A call of the first block of every kind.
+        batch: The small batch.
+    """
+
+    kinds: Kinds
+    examples: tuple[BlockCall, ...]
+    batch: Any
+
+
+class _Over(BaseException):
+    """Leaves the step when all blocks have been called; user code that catches Exception does not catch it."""
+
+
+class _HollowLinears(LinearMode):
+    """Inside, products with parameters that have no values give random numbers."""
+
+    def answer(self, call: LinearCall, compute: Callable[[], Any]) -> Any:
+        if call.input.is_meta or not is_hollow(call.weight):
+            return compute()
+        made = torch.randn(call.output_shape, dtype=call.input.dtype, device=call.input.device)
+        return made.requires_grad_(torch.is_grad_enabled()).clone()
+
+
+def small_batches(batch: Any, length: int) -> Iterator[Any]:
+    """A small batch of that length, then larger ones up to the given one: steps may need all rows, or full length."""
+    if batch_rows(batch) is not None:
+        if sequence_length(batch) is not None:
+            yield resize_batch(batch, _ROWS, length)
+        yield resize_batch(batch, _ROWS, None)
+    yield batch
+
+
+def call_blocks(module: nn.Module, call: Call, batch: Any, names: tuple[str, ...], length: int = 8) -> BlockCalls:
+    """Run the user's step until all blocks were called, the first block of every kind with its own computation.
+
+    Args:
+        module: The user's module; left as it was. Parameters may be without values.
+        call: Runs its step on a batch.
+        batch: A batch; smaller ones are tried first.
+        names: The blocks in execution order.
+        length: Length of the sequences of the small batch, if the batch has sequences longer than that.
+
+    Raises:
+        TraceError: If the step fails on every batch.
+    """
+    failure: Exception | None = None
+    for small in small_batches(batch, length):
+        try:
+            return _call_blocks(module, call, small, names)
+        except Exception as error:
+            failure = error
+    raise TraceError(f"the step cannot be run on a small batch: {type(failure).__name__}: {failure}") from failure
+
+
+def _call_blocks(module: nn.Module, call: Call, batch: Any, names: tuple[str, ...]) -> BlockCalls:
+    blocks = tuple(module.get_submodule(name) for name in names)
+    keys: dict[int, Hashable] = {}
+    examples: dict[Hashable, BlockCall] = {}
+
+    def handler(position: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = without_caches(args, kwargs)
+        leaves = tree_flatten((args, kwargs))[0]
+        key = (module_key(blocks[position]), call_signature(leaves))
+        keys[position] = key
+        known = examples.get(key)
+        if known is not None and known.answer is not None:
+            output = imitate(known.answer, blocks[position], args, kwargs, None)
+        else:
+            kept = _detached(leaves)
+            output = forward(*args, **kwargs)
+            examples.setdefault(key, _example(blocks[position], (args, kwargs), kept, leaves, output))
+        if len(keys) == len(blocks):
+            raise _Over
+        return output
+
+    with isolated(module), valued(module, batch) as parameters:
+        torch.manual_seed(0)
+        # Blocks that others answer for do not run; the first of every kind does, its hollow layers aside.
+        with intercepted(blocks, handler), torch.enable_grad(), _HollowLinears(parameters), suppress(_Over):
+            call(copy.deepcopy(batch))
+    if len(keys) < len(blocks):
+        raise TraceError(f"the step called {len(keys)} of {len(blocks)} blocks")
+    kinds = group([type(block).__name__ for block in blocks], [keys[i] for i in range(len(blocks))])
+    return BlockCalls(kinds=kinds, examples=tuple(examples[keys[i]] for i in kinds.examples), batch=batch)
+
+
+def _detached(leaves: list[Any]) -> list[Any]:
+    return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _example(block: nn.Module, given: Any, kept: list[Any], leaves: list[Any], output: Any) -> BlockCall:
+    args, kwargs = tree_unflatten(kept, tree_flatten(given)[1])
+    results = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    depends = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    alike = [
+        index
+        for index, leaf in enumerate(leaves)
+        if results and isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape == results[0].shape
+    ]
+    return BlockCall(
+        block=block,
+        args=args,
+        kwargs=kwargs,
+        depends=depends,
+        answer=record_answer(given[0], given[1], output, keep_values=True),
+        hidden=next((index for index in alike if depends[index]), alike[0] if alike else None),
+    )
+
+
+@contextmanager
+def valued(module: nn.Module, batch: Any) -> Iterator[dict[int, Tensor]]:
+    """Give parameters without values a row of random numbers each, inside :func:`isolated` only.
+
+    Yields:
+        What the parameter slots hold, by ``id``.
+    """
+    device = next((tensor.device for tensor in batch_tensors(batch)), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    held: dict[int, Tensor] = {}
+    for parameter, slots in slots_of(module).values():
+        value: Tensor = parameter
+        if is_hollow(parameter) and parameter.is_floating_point():
+            made = thin(parameter, parameter.dtype, generator).to(device if parameter.is_meta else parameter.device)
+            value = nn.Parameter(made, requires_grad=parameter.requires_grad)
+            put(slots, value)
+        held[id(value)] = value
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                child._buffers[name] = convert(buffer, buffer.dtype, device)
+    yield held

@@ -1,0 +1,309 @@
+"""How the blocks of one kind can be shared out: candidates by probing, accepted if they pass the check with numbers."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from lightning_mist.model.fakes import convert_plain_tensors, filled, kept_slots, put, slots_of, thin
+from lightning_mist.model.split.block_calls import BlockCall, BlockCalls
+from lightning_mist.model.split.probe import Probe, SharedLayers, probe
+from lightning_mist.model.split.split_check import CPU, Outcome, Trial, arguments, check, prepare
+from lightning_mist.plan.module_map import ModuleMap
+from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
+from lightning_mist.units import format_bytes
+
+EXACT_ENTRIES = 2**24
+"""Parts of a module with more parameters are checked in 32-bit numbers: 64-bit ones of a block of GPT-3 22B would take
+14 GiB together with their gradients and parts."""
+
+_COPIES = 4
+"""A check holds the whole parameters and their gradients, and the parts and theirs."""
+
+_SMALL = 2**20
+"""Parameters with more entries are not copied for probing, which needs the values of norms only."""
+
+Splits = tuple[ParameterSplit, ...]
+
+NOTHING = "no two linear layers with only elementwise work or attention heads between them were found"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """How one kind of block is shared out over one number of ranks.
+
+    Attributes:
+        splits: Its parameters that are shared out, by names inside the block.
+        entry: How it is entered in parts along the sequence, if that can be; for the position of the kind's example.
+        leaves: Results that then come in parts, as ``(leaf, dim)``.
+        whole_sequence: Why it must be entered with whole sequences, if so.
+        notes: What stays whole and why, and what is slow.
+    """
+
+    splits: Splits = ()
+    entry: SequenceSplit | None = None
+    leaves: tuple[tuple[int, int], ...] = ()
+    whole_sequence: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Checks:
+    """Checks of one part of a module; what is large is checked over the most ranks only, for which it takes minutes.
+
+    A split says how factors of dimensions are shared out, which does not depend on the number of ranks.
+
+    Args:
+        run: Checks splits over a number of ranks, entered in parts along the sequence or not.
+        is_large: Whether a check is not repeated for fewer ranks.
+    """
+
+    def __init__(self, run: Callable[[Splits, int, bool], Outcome], *, is_large: bool) -> None:
+        self._run, self._is_large = run, is_large
+        self._known: dict[tuple[Splits, bool], tuple[int, Outcome]] = {}
+
+    def __call__(self, splits: Splits, degree: int, *, in_parts: bool) -> Outcome:
+        """Check splits, or recall the check over a multiple of these ranks."""
+        checked, outcome = self._known.get((splits, in_parts), (1, Outcome(reason=None)))
+        if self._is_large and checked > degree and checked % degree == 0:
+            return outcome
+        outcome = self._run(splits, degree, in_parts)
+        if outcome.reason is None:
+            self._known[splits, in_parts] = degree, outcome
+        return outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subject:
+    """One kind of block, ready for any degree.
+
+    Attributes:
+        label: Its name for the user.
+        probe: What depends on what.
+        check: Checks splits.
+        free: Names of parameters that nothing but its own block uses.
+        entry: How it would be entered in parts along the sequence, or why it cannot be.
+        length: Length of the sequence in the user's batch.
+        tried: Length in the small batch.
+    """
+
+    label: str
+    probe: Probe
+    check: Checks
+    free: frozenset[str]
+    entry: SequenceSplit | str
+    length: int
+    tried: int
+
+
+def split_kind(module_map: ModuleMap, calls: BlockCalls, kind: int, degrees: Sequence[int]) -> dict[int, Found]:
+    """How the blocks of a kind can be shared out over each number of ranks.
+
+    Args:
+        module_map: The module's blocks and parameters.
+        calls: How its blocks are called; inside of ``isolated``.
+        kind: Index of the kind.
+        degrees: Numbers of ranks.
+    """
+    label = type(calls.examples[kind].block).__name__
+    subject = _study(module_map, calls, kind)
+    if isinstance(subject, str):
+        return {degree: Found(whole_sequence=subject, notes=(f"{label} stays whole: {subject}",)) for degree in degrees}
+    # Most ranks first: large blocks are then not checked again for fewer.
+    found = {degree: _split(subject, degree) for degree in sorted(degrees, reverse=True)}
+    return {degree: found[degree] for degree in degrees}
+
+
+def memory_limit() -> int:
+    """Bytes that a check may take: half of this host's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def check_type(entries: int) -> torch.dtype:
+    """The floating-point type for a check of a part with so many parameters."""
+    return torch.float64 if entries <= EXACT_ENTRIES else torch.float32
+
+
+def too_large(entries: int, dtype: torch.dtype) -> str | None:
+    """Why a part with so many parameters cannot be checked on this host, if so."""
+    needed, limit = entries * dtype.itemsize * _COPIES, memory_limit()
+    if needed <= limit:
+        return None
+    return (
+        f"it could not be checked: that takes {format_bytes(needed)} of host memory, of which this host has "
+        f"{format_bytes(2 * limit)} and half may be used; plan on a host with {format_bytes(2 * needed)}"
+    )
+
+
+def _study(module_map: ModuleMap, calls: BlockCalls, kind: int) -> _Subject | str:
+    """Probe a kind and run it whole; or why that cannot be."""
+    call = calls.examples[kind]
+    entries = sum(parameter.numel() for parameter in call.block.parameters())
+    first = check_type(entries)
+    reason = too_large(entries, first)
+    if reason is not None:
+        return reason
+    failure: Exception | None = None
+    # Code that names an element type fails in another one than the user's.
+    for dtype in dict.fromkeys((first, torch.float32)):
+        try:
+            made = _probe(call, dtype)
+            trial = prepare(call, dtype)
+        except Exception as error:
+            failure = failure or error
+            continue
+        entry, length, tried = _entry(module_map, calls, kind)
+        checks = Checks(partial(_check, trial, entry), is_large=entries > EXACT_ENTRIES)
+        return _Subject(
+            label=type(call.block).__name__,
+            probe=made,
+            check=checks,
+            free=_free(module_map, calls, kind),
+            entry=entry,
+            length=length,
+            tried=tried,
+        )
+    return f"it cannot be run by itself on the CPU: {type(failure).__name__}: {failure}"
+
+
+def _check(trial: Trial, entry: SequenceSplit | str, splits: Splits, degree: int, in_parts: bool) -> Outcome:
+    return check(trial, splits, degree, entry if in_parts and isinstance(entry, SequenceSplit) else None)
+
+
+def _probe(call: BlockCall, dtype: torch.dtype) -> Probe:
+    generator = torch.Generator().manual_seed(0)
+    with kept_slots(call.block):
+        held: dict[str, Tensor] = {}
+        for name, (parameter, slots) in slots_of(call.block).items():
+            if parameter.numel() > _SMALL and parameter.is_floating_point():
+                held[name] = thin(parameter, dtype, generator)
+            else:
+                held[name] = filled(parameter, dtype, generator)
+            if held[name].is_floating_point():
+                held[name].requires_grad_()
+            put(slots, held[name])
+        convert_plain_tensors(call.block, dtype, CPU)
+        args, kwargs, _ = arguments(call, dtype, generator)
+        hidden = None if call.hidden is None else tree_flatten((args, kwargs))[0][call.hidden]
+        return probe(lambda: call.block(*args, **kwargs), held, hidden)
+
+
+def _free(module_map: ModuleMap, calls: BlockCalls, kind: int) -> frozenset[str]:
+    """Parameters, by names inside the block, that in every block of the kind belong to that block alone."""
+    names: set[str] | None = None
+    for position in calls.kinds.members(kind):
+        block = module_map.blocks[position]
+        own = {
+            ".".join(filter(None, (owner.removeprefix(block).removeprefix("."), attribute)))
+            for use in module_map.parameters
+            if all(owner == block or owner.startswith(f"{block}.") for owner, _, _ in use.slots)
+            for owner, attribute, _ in use.slots
+        }
+        names = own if names is None else names & own
+    return frozenset(names or ())
+
+
+def _entry(module_map: ModuleMap, calls: BlockCalls, kind: int) -> tuple[SequenceSplit | str, int, int]:
+    """How a kind of block is entered in parts along the sequence, the real length and the tried one."""
+    call, position = calls.examples[kind], calls.kinds.examples[kind]
+    if call.hidden is None:
+        return "it returns a tensor of another shape than any it takes", 0, 0
+    hidden = tree_flatten((call.args, call.kwargs))[0][call.hidden]
+    cuts = [module_map.cuts[p - 1] for p in calls.kinds.members(kind) if p > 0]
+    alike = [
+        live
+        for cut in cuts
+        for live in cut
+        if len(live.shape) == hidden.dim() and live.shape[-1:] == tuple(hidden.shape[-1:]) and live.requires_grad
+    ]
+    rows = alike[0].batch_dim if alike and alike[0].batch_dim is not None else 0
+    dims = [dim for dim in range(hidden.dim() - 1) if dim != rows and hidden.shape[dim] > 1]
+    if not dims:
+        return f"its hidden states of shape {tuple(hidden.shape)} have no dimension but rows and features", 0, 0
+    length = alike[0].shape[dims[0]] if alike else hidden.shape[dims[0]]
+    return SequenceSplit(position=position, leaf=call.hidden, dim=dims[0]), length, hidden.shape[dims[0]]
+
+
+def _split(subject: _Subject, degree: int) -> Found:
+    """The most of a kind's layers that can be shared out over ``degree`` ranks."""
+    candidates = [
+        layers for layers in subject.probe.layers(degree) if all(split.name in subject.free for split in layers.splits)
+    ]
+    notes = [f"{subject.label}: {note}" for note in subject.probe.why_whole(degree)]
+    tied = [layers for layers in subject.probe.layers(degree) if layers not in candidates]
+    notes += [
+        f"{subject.label}: {', '.join(layers.inner)} stays whole: others use its parameters too" for layers in tied
+    ]
+    splits, outcome, troubles = _largest(subject, candidates, degree)
+    notes += troubles
+    if not splits:
+        reason = NOTHING if not (candidates or notes) else "none of its layers are shared out"
+        return Found(whole_sequence=reason, notes=tuple(notes or [f"{subject.label} stays whole: {NOTHING}"]))
+    notes += [
+        f"{subject.label} puts parts together for {operation} ({count} times per run): right, but slower"
+        for operation, count in outcome.gathered
+    ]
+    found = Found(splits=splits, notes=tuple(notes))
+    return _with_sequence(subject, found, degree)
+
+
+def _largest(subject: _Subject, candidates: Sequence[SharedLayers], degree: int) -> tuple[Splits, Outcome, list[str]]:
+    """All candidates together if they pass the check, else those that pass alone."""
+    nothing: Splits = ()
+    troubles: list[str] = []
+    outcome = Outcome(reason=None)
+    chosen = list(candidates)
+    while chosen:
+        splits = tuple(split for layers in chosen for split in layers.splits)
+        outcome = subject.check(splits, degree, in_parts=False)
+        if outcome.reason is None:
+            return splits, outcome, troubles
+        if len(chosen) == 1 or len(chosen) < len(candidates):
+            troubles.append(_differs(subject, chosen, degree, outcome))
+            break
+        alone = [(layers, subject.check(layers.splits, degree, in_parts=False)) for layers in chosen]
+        troubles += [_differs(subject, [layers], degree, each) for layers, each in alone if each.reason is not None]
+        passing = [layers for layers, each in alone if each.reason is None]
+        # Each passes, together they do not: keep the largest.
+        chosen = passing if len(passing) < len(chosen) else passing[:1]
+    return nothing, outcome, troubles
+
+
+def _differs(subject: _Subject, layers: Sequence[SharedLayers], degree: int, outcome: Outcome) -> str:
+    names = ", ".join(name for each in layers for name in each.inner)
+    return (
+        f"{subject.label}: {names} and what feeds it stay whole: shared out over {degree} ranks it is not the same: "
+        f"{outcome.reason}"
+    )
+
+
+def _with_sequence(subject: _Subject, found: Found, degree: int) -> Found:
+    """The same with the way to enter it in parts along the sequence, or the reason why there is none."""
+    reason: str | None = None
+    outcome = Outcome(reason=None)
+    if isinstance(subject.entry, str):
+        reason = subject.entry
+    elif subject.length % degree:
+        reason = f"the sequence has {subject.length} positions, which {degree} does not divide"
+    elif subject.tried % degree:
+        reason = f"it could be tried with {subject.tried} positions only, which {degree} does not divide"
+    else:
+        outcome = subject.check(found.splits, degree, in_parts=True)
+        reason = outcome.reason
+        if reason is None and not outcome.sequence_leaves:
+            reason = "its results come whole"
+    if reason is not None or isinstance(subject.entry, str):
+        return Found(splits=found.splits, whole_sequence=reason, notes=found.notes)
+    notes = [
+        f"{subject.label} puts parts of sequences together for {operation} ({count} times per run): right, but slower"
+        for operation, count in outcome.gathered
+    ]
+    return Found(
+        splits=found.splits,
+        entry=subject.entry,
+        leaves=outcome.sequence_leaves,
+        notes=(*found.notes, *notes),
+    )

@@ -1,0 +1,280 @@
+"""Which linear layers of a block can be shared out, found from what depends on what, without names or a graph.
+
+The block runs once. The output of every linear layer is replaced by random numbers in a fresh leaf, so that nothing is
+multiplied and gradients stop there. The inputs of a layer are cut into one group per rank; random gradients of one
+group, sent back, arrive at exactly the outputs of earlier layers that this rank would need. If no two ranks need the
+same output and all are needed by someone, the earlier layers can be shared out along their outputs (column-parallel)
+and this one along its inputs (row-parallel; Shoeybi et al., 2019), with nothing to communicate in between.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mist.model.operators import LinearCall, LinearMode
+from lightning_mist.plan.tensor_split import Factors, ParameterSplit
+
+_OUTER = (1, 2, 3, 4, 5, 6, 8)
+"""Into how many equal parts a layer's inputs may fall, each of which is shared out: one, unless a layer reads several
+results side by side (fused attention and feed-forward, for example)."""
+
+_PRIMES = (2, 3, 5, 7)
+"""Factors of numbers of heads; the next, 11, is larger than any degree that is tried."""
+
+_MOST_GROUPS = 128
+"""The most independent groups that are told apart for messages; attention has rarely more heads."""
+
+_LEAST_SHARE = 0.02
+"""The least part of a block's weights for which sharing out is worth a collective of its own: a choice, far below the
+third or two thirds that attention and feed-forward have, above what adapters have."""
+
+_UNSEEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """One call of a linear layer, whose output was replaced by ``leaf``."""
+
+    call: LinearCall
+    leaf: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedLayers:
+    """Linear layers that can be shared out together, by the names of their weights inside the block.
+
+    Attributes:
+        inner: The layers shared out along their inputs.
+        splits: How these, the layers that feed them, and their biases are shared out.
+    """
+
+    inner: tuple[str, ...]
+    splits: tuple[ParameterSplit, ...]
+
+
+class _Sites(LinearMode):
+    """Replaces the outputs of linear layers by leaves."""
+
+    def __init__(self, parameters: Mapping[int, Tensor], generator: torch.Generator) -> None:
+        super().__init__(parameters)
+        self._generator = generator
+        self.found: list[_Site] = []
+
+    def answer(self, call: LinearCall, compute: Callable[[], Any]) -> Any:
+        leaf = torch.randn(call.output_shape, dtype=call.input.dtype, generator=self._generator).requires_grad_()
+        self.found.append(_Site(call, leaf))
+        return leaf.clone()
+
+
+@dataclass(slots=True, kw_only=True)
+class Probe:
+    """One run of a block, of which to ask how it can be shared out.
+
+    Attributes:
+        sites: The calls of every weight, in order.
+        names: Names of parameters by ``id``.
+        hidden: The block's input that it transforms, if known; a layer that sees it directly is not shared out along
+            its inputs, which every rank has anyway.
+        generator: Makes random gradients.
+    """
+
+    sites: dict[str, list[_Site]]
+    names: dict[int, str]
+    hidden: Tensor | None
+    generator: torch.Generator
+    _groups: dict[str, int] = field(default_factory=dict)
+
+    def layers(self, degree: int) -> tuple[SharedLayers, ...]:
+        """What can be shared out over ``degree`` ranks, as independent sets of layers."""
+        # Large matrices first, so that small ones beside them (adapters) follow their division and not the reverse.
+        order = list(self.sites)[::-1]
+        order.sort(key=lambda name: -self._size(name))
+        chosen: dict[str, ParameterSplit] = {}
+        sets: list[tuple[set[str], set[str]]] = []
+        for inner in order:
+            feeds = None if inner in chosen else self._feeds(inner, degree)
+            if feeds is None:
+                continue
+            outer, factors = feeds
+            splits = {name: self._along_outputs(name, each) for name, each in factors.items()}
+            if any(chosen.get(name, split) != split for name, split in splits.items()):
+                continue
+            chosen |= splits
+            chosen[inner] = self._along_inputs(inner, outer)
+            touching = [item for item in sets if item[1] & splits.keys()]
+            sets = [item for item in sets if item not in touching]
+            inners = {inner}.union(*(item[0] for item in touching))
+            sets.append((inners, {inner, *splits}.union(*(item[1] for item in touching))))
+        total = sum(self._size(name) for name in self.sites)
+        return tuple(
+            SharedLayers(
+                inner=tuple(name for name in self.sites if name in inners),
+                splits=tuple(
+                    split for name in self.sites if name in members for split in self._with_bias(chosen[name], inners)
+                ),
+            )
+            for inners, members in sets
+            if sum(map(self._size, members)) >= _LEAST_SHARE * total
+        )
+
+    def _size(self, name: str) -> int:
+        return self.sites[name][0].call.weight.numel()
+
+    def why_whole(self, degree: int) -> tuple[str, ...]:
+        """For layers that could be shared out but not over ``degree`` ranks, why not."""
+        notes = []
+        for name, sites in self.sites.items():
+            groups = self._num_groups(name)
+            if groups > 1 and groups % degree and any(name in layers.inner for layers in self.layers(groups)):
+                notes.append(
+                    f"{name} and what feeds it stay whole: their {sites[0].call.width} values fall into {groups} "
+                    f"groups (heads, for example), which {degree} does not divide"
+                )
+            elif groups == 1 and (mixed := self._of_mixed_sizes(name, degree)):
+                notes.append(
+                    f"{name} and what feeds it stay whole: a rank would need parts of different sizes side by side in "
+                    f"{mixed} (query heads beside fewer key heads, for example), which a plan cannot say"
+                )
+        return tuple(notes)
+
+    def _of_mixed_sizes(self, inner: str, degree: int) -> str | None:
+        """The first layer of which ranks need different outputs, but not in equal parts that alternate."""
+        owners = self._owners(inner, degree, 1) if self.sites[inner][0].call.width % degree == 0 else None
+        return next((name for name, owner in (owners or {}).items() if _factors(owner, degree) is None), None)
+
+    def _num_groups(self, inner: str) -> int:
+        """Into how many independent groups a layer's inputs fall; 1 if each depends on all."""
+        if inner not in self._groups:
+            groups = 1
+            while groups < _MOST_GROUPS:
+                finer = next((groups * p for p in _PRIMES if self._feeds(inner, groups * p) is not None), None)
+                if finer is None:
+                    break
+                groups = finer
+            self._groups[inner] = groups
+        return self._groups[inner]
+
+    def _feeds(self, inner: str, degree: int) -> tuple[int, dict[str, Factors]] | None:
+        """Of how many parts a layer's inputs consist, and how the layers that feed it are shared out with them."""
+        width = self.sites[inner][0].call.width
+        for outer in _OUTER:
+            if width % (outer * degree) == 0:
+                owners = self._owners(inner, degree, outer)
+                if owners:
+                    factors = {name: _factors(owner, degree) for name, owner in owners.items()}
+                    if all(each is not None for each in factors.values()):
+                        return outer, {name: each for name, each in factors.items() if each is not None}
+        return None
+
+    def _owners(self, inner: str, degree: int, outer: int) -> dict[str, Tensor] | None:
+        """Which rank needs which output of which earlier layer; None if two need the same."""
+        calls = [site.call for site in self.sites[inner]]
+        if not all(call.input.requires_grad for call in calls):
+            return None
+        others = [(name, site) for name, sites in self.sites.items() if name != inner for site in sites]
+        chunk = calls[0].width // (outer * degree)
+        rank_of = torch.arange(calls[0].width) // chunk % degree
+        owners: dict[str, Tensor] = {}
+        for rank in range(degree):
+            gradients = self._send_back(calls, rank_of == rank, [site.leaf for _, site in others])
+            if gradients is None:
+                return None
+            for (name, site), gradient in zip(others, gradients, strict=True):
+                if gradient is None:
+                    continue
+                needed = (gradient != 0).reshape(-1, gradient.shape[-1]).any(0)
+                if not needed.any():
+                    continue
+                size = site.call.weight.shape[site.call.output_dim]
+                owner = owners.setdefault(name, torch.full((size,), _UNSEEN))
+                part = owner[site.call.first_row : site.call.first_row + site.call.rows]
+                if ((part != _UNSEEN) & (part != rank) & needed).any():
+                    return None
+                part[needed] = rank
+        return owners
+
+    def _send_back(
+        self, calls: list[LinearCall], mask: Tensor, leaves: list[Tensor]
+    ) -> tuple[Tensor | None, ...] | None:
+        """Gradients of the leaves for random gradients of some inputs; None if the block's own input gets one too."""
+        inputs = [call.input for call in calls]
+        given = [torch.randn(x.shape, dtype=x.dtype, generator=self.generator) * mask for x in inputs]
+        wanted = leaves if self.hidden is None else [*leaves, self.hidden]
+        gradients = torch.autograd.grad(inputs, wanted, given, retain_graph=True, allow_unused=True)
+        if self.hidden is not None:
+            *gradients, direct = gradients  # type: ignore[assignment]
+            if direct is not None and direct.any():
+                return None
+        return tuple(gradients)
+
+    def _along_outputs(self, name: str, factors: Factors) -> ParameterSplit:
+        return ParameterSplit(name=name, dim=self.sites[name][0].call.output_dim, factors=factors)
+
+    def _along_inputs(self, name: str, outer: int) -> ParameterSplit:
+        call = self.sites[name][0].call
+        return ParameterSplit(name=name, dim=call.input_dim, factors=_product(outer, call.width))
+
+    def _with_bias(self, split: ParameterSplit, inner: set[str]) -> tuple[ParameterSplit, ...]:
+        """A layer's split, and that of its bias, which only follows outputs."""
+        biases = {id(b): b for b in (_root(site.call.bias) for site in self.sites[split.name]) if b is not None}
+        if split.name in inner or len(biases) != 1:
+            return (split,)
+        ((key, bias),) = biases.items()
+        if key not in self.names or tuple(bias.shape) != (split.size,):
+            return (split,)
+        return split, ParameterSplit(name=self.names[key], dim=0, factors=split.factors)
+
+
+def probe(run: Callable[[], Any], parameters: Mapping[str, Tensor], hidden: Tensor | None, seed: int = 0) -> Probe:
+    """Run a block once and remember what depends on what.
+
+    Args:
+        run: Runs the block on the host, on inputs that require gradients.
+        parameters: What its parameter slots hold, by name; their values are not used by linear layers.
+        hidden: The input that the block transforms.
+        seed: Seeds the random numbers in place of the layers' outputs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    mode = _Sites({id(tensor): tensor for tensor in parameters.values()}, generator)
+    with torch.enable_grad(), mode:
+        run()
+    names = {id(tensor): name for name, tensor in parameters.items()}
+    sites: dict[str, list[_Site]] = {}
+    for site in mode.found:
+        sites.setdefault(names[id(site.call.weight)], []).append(site)
+    dims = {name: {site.call.output_dim for site in found} for name, found in sites.items()}
+    return Probe(
+        sites={name: found for name, found in sites.items() if len(dims[name]) == 1},
+        names=names,
+        hidden=hidden,
+        generator=generator,
+    )
+
+
+def _root(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None or tensor._base is None else tensor._base
+
+
+def _product(outer: int, size: int) -> Factors:
+    """One dimension of ``outer`` equal parts, each shared out."""
+    return ((size, True),) if outer == 1 else ((outer, False), (size // outer, True))
+
+
+def _factors(owner: Tensor, degree: int) -> Factors | None:
+    """A dimension's factors such that every rank gets what it needs; None if there are none.
+
+    Entries that nobody needs (behind a rectifier that passed nothing, for example) go with their neighbours.
+    """
+    size = len(owner)
+    known = owner != _UNSEEN
+    if size % degree or 2 * int(known.sum()) < size:
+        return None
+    for outer in range(1, size // degree + 1):
+        if size % (outer * degree) == 0:
+            expected = torch.arange(size) // (size // (outer * degree)) % degree
+            if torch.equal(expected[known], owner[known]):
+                return _product(outer, size)
+    return None

@@ -1,0 +1,280 @@
+"""Is a block that is shared out the same function as the whole one? Asked with numbers before any plan relies on it.
+
+The block runs whole, and once more by as many ranks (threads of this process) as would share it: results, gradients of
+its inputs and of every parameter must be equal up to rounding.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_mist.model.fakes import (
+    Slot,
+    WithoutDropout,
+    convert,
+    convert_plain_tensors,
+    filled,
+    kept_slots,
+    put,
+    slots_of,
+)
+from lightning_mist.model.split.block_calls import BlockCall
+from lightning_mist.model.split.compare_ranks import COARSE_TOLERANCE, TOLERANCES, Result, difference, part_of, sizes_of
+from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
+from lightning_mist.tensor_parallel import (
+    Reduction,
+    SplitContext,
+    SplitTensor,
+    TensorGroup,
+    enter_sequence,
+    functions_of_wholes,
+    present,
+    run_ranks,
+    whole,
+)
+
+CPU = torch.device("cpu")
+
+Values = dict[str, tuple[Tensor, tuple[Slot, ...]]]
+"""A parameter's values and slots by its name."""
+
+
+class SlotKeeper:
+    """A group whose rank finds its own tensors in the module's slots again after every wait for others.
+
+    The ranks of :func:`run_ranks` share one module, and take turns only when they communicate.
+
+    Args:
+        group: The group.
+        install: Puts this rank's tensors into the slots.
+    """
+
+    def __init__(self, group: TensorGroup, install: Callable[[], None]) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._group, self._install = group, install
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
+        """The sum or maximum over ranks."""
+        result = self._group.all_reduce(tensor, reduction)
+        self._install()
+        return result
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks, stacked."""
+        result = self._group.all_gather(tensor)
+        self._install()
+        return result
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks of this rank's entry."""
+        result = self._group.reduce_scatter(tensor)
+        self._install()
+        return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a check found.
+
+    Attributes:
+        reason: Why the shared-out computation may not be used; None if it may.
+        gathered: Operations that worked on whole tensors for want of a rule for parts, with how often.
+        sequence_leaves: Index and dimension of the results that lie on the ranks in parts.
+    """
+
+    reason: str | None
+    gathered: tuple[tuple[str, int], ...] = ()
+    sequence_leaves: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A block with numbers, and what it makes of them when it is whole.
+
+    Attributes:
+        call: The block and how it is called.
+        values: Its parameters.
+        dtype: The floating-point type it runs in.
+        tolerance: The largest relative difference.
+        expected: The whole block's run.
+        sizes: Largest entries of its tensors.
+    """
+
+    call: BlockCall
+    values: Values
+    dtype: torch.dtype
+    tolerance: float
+    expected: Result
+    sizes: dict[str, float]
+
+
+def prepare(call: BlockCall, dtype: torch.dtype) -> Trial:
+    """Give a block numbers and run it whole. Any error of the block itself is raised."""
+    generator = torch.Generator().manual_seed(1)
+    values = {
+        name: (filled(parameter, dtype, generator), slots) for name, (parameter, slots) in slots_of(call.block).items()
+    }
+    with kept_slots(call.block):
+        convert_plain_tensors(call.block, dtype, CPU)
+        tensors = _leaves(values)
+        for name, (_, slots) in values.items():
+            put(slots, tensors[name])
+        expected, _, coarsest = run_block(call, dtype, tensors, None)
+    tolerance = TOLERANCES.get(coarsest, COARSE_TOLERANCE)
+    return Trial(
+        call=call, values=values, dtype=dtype, tolerance=tolerance, expected=expected, sizes=sizes_of(expected)
+    )
+
+
+def check(trial: Trial, splits: Sequence[ParameterSplit], degree: int, sequence: SequenceSplit | None) -> Outcome:
+    """Compare the block, shared out over ranks, with the whole one.
+
+    Args:
+        trial: The block.
+        splits: Which of its parameters are shared out, by names inside the block.
+        degree: Number of ranks.
+        sequence: How it is entered with its input in parts along the sequence; None for whole inputs.
+    """
+    with kept_slots(trial.call.block):
+        convert_plain_tensors(trial.call.block, trial.dtype, CPU)
+        try:
+            with functions_of_wholes():
+                ranks = run_ranks(degree, lambda group: _run_rank(trial, splits, group, sequence))
+        except Exception as error:
+            return Outcome(reason=f"{type(error).__name__}: {error}")
+    _, gathered, leaves = ranks[0]
+    results = [result for result, _, _ in ranks]
+    reason = difference(trial.expected, trial.sizes, results, splits, trial.tolerance)
+    return Outcome(reason=reason, gathered=gathered, sequence_leaves=leaves)
+
+
+def _leaves(values: Values) -> dict[str, Tensor]:
+    return {name: value.detach().requires_grad_(value.is_floating_point()) for name, (value, _) in values.items()}
+
+
+def _run_rank(
+    trial: Trial, splits: Sequence[ParameterSplit], group: TensorGroup, sequence: SequenceSplit | None
+) -> tuple[Result, tuple[tuple[str, int], ...], tuple[tuple[int, int], ...]]:
+    """One rank's run."""
+    tensors, shown, context = share_out(trial.values, splits, group, sequence_parallel=sequence is not None)
+    install(trial.values, shown)
+    result, leaves, _ = run_block(trial.call, trial.dtype, tensors, (context, sequence))
+    return result, tuple(sorted(context.gathered.items())), leaves
+
+
+def share_out(
+    values: Values,
+    splits: Sequence[ParameterSplit],
+    group: TensorGroup,
+    *,
+    sequence_parallel: bool,
+    also: Callable[[], object] = lambda: None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], SplitContext]:
+    """One rank's leaves by parameter name, what its slots shall hold, and the context of its parts.
+
+    Args:
+        values: The whole parameters.
+        splits: Which of them are shared out.
+        group: The ranks.
+        sequence_parallel: Whether activations between shared-out layers are in parts too.
+        also: Called whenever this rank's turn begins, besides filling the slots.
+    """
+    tensors = _leaves(values)
+    shown = dict(tensors)
+
+    def begin_turn() -> None:
+        install(values, shown)
+        also()
+
+    keeper = SlotKeeper(group, begin_turn)
+    context = SplitContext(keeper, sequence_parallel=sequence_parallel)
+    for split in splits:
+        full = values[split.name][0]
+        # Looks into the whole where it can: a copy of large layers would take as long as computing with them.
+        local = split.local_shape(tuple(full.shape), group.size)
+        part = part_of(full, split, group.rank, group.size).reshape(local).detach()
+        part.requires_grad_(full.is_floating_point())
+        tensors[split.name] = part
+        shown[split.name] = present(part, split, context)
+    return tensors, shown, context
+
+
+def install(values: Values, shown: Mapping[str, Tensor]) -> None:
+    """Put one rank's tensors into the slots."""
+    for name, (_, slots) in values.items():
+        put(slots, shown[name])
+
+
+def run_block(
+    call: BlockCall,
+    dtype: torch.dtype,
+    tensors: Mapping[str, Tensor],
+    split: tuple[SplitContext, SequenceSplit | None] | None,
+) -> tuple[Result, tuple[tuple[int, int], ...], torch.dtype]:
+    """Forward and backward of a block whose slots are filled.
+
+    Returns:
+        The run, the results that came in parts as ``(leaf, dim)``, and the coarsest type that was computed in.
+    """
+    generator = torch.Generator().manual_seed(2)
+    torch.manual_seed(2)
+    args, kwargs, inputs = arguments(call, dtype, generator)
+    leaves: tuple[tuple[int, int], ...] = ()
+    with torch.enable_grad():
+        if split is not None and split[1] is not None:
+            args, kwargs = enter_sequence(args, kwargs, split[1], split[0])
+        with WithoutDropout() as mode:
+            output = call.block(*args, **kwargs)
+        if split is not None:
+            flat = tree_flatten(output)[0]
+            dim = None if split[1] is None else split[1].dim
+            leaves = tuple(
+                (index, leaf.shared_dim)
+                for index, leaf in enumerate(flat)
+                if isinstance(leaf, SplitTensor) and leaf.shared_dim == dim and leaf.shape == _shape(call)
+            )
+            output = whole(output)
+    outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    given = [torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype) for leaf in outputs]
+    names = [name for name, tensor in tensors.items() if tensor.requires_grad]
+    wanted = [*inputs, *(tensors[name] for name in names)]
+    gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+    return (
+        Result(
+            outputs=tuple(leaf.detach() for leaf in outputs),
+            inputs=gradients[: len(inputs)],
+            parameters=dict(zip(names, gradients[len(inputs) :], strict=True)),
+        ),
+        leaves,
+        mode.coarsest,
+    )
+
+
+def _shape(call: BlockCall) -> tuple[int, ...]:
+    """Shape of what a block transforms."""
+    return () if call.hidden is None else tuple(tree_flatten((call.args, call.kwargs))[0][call.hidden].shape)
+
+
+def arguments(
+    call: BlockCall, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+    """A block's arguments on the host in a floating-point type, and those of them that want gradients.
+
+    What the block transforms is disturbed a little: where parameters have no values, all its positions may be equal.
+    """
+    flat, structure = tree_flatten((call.args, call.kwargs))
+    inputs = []
+    for index, leaf in enumerate(flat):
+        if not isinstance(leaf, Tensor):
+            continue
+        flat[index] = convert(leaf, dtype, CPU)
+        if leaf.is_floating_point() and (call.depends[index] or index == call.hidden):
+            flat[index] += 0.5 * torch.randn(leaf.shape, generator=generator).to(dtype)
+            flat[index].requires_grad_()
+            inputs.append(flat[index])
+    args, kwargs = tree_unflatten(flat, structure)
+    return args, kwargs, inputs

@@ -1,0 +1,282 @@
+"""Tables of tokens: embeddings shared out along their rows and output layers whose logits feed a cross entropy.
+
+Found by watching the step, blocks answering without running; checked by running head and tail shared out and whole.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_mist.model.fakes import (
+    WithoutDropout,
+    convert,
+    convert_batch,
+    convert_plain_tensors,
+    filled,
+    isolated,
+    kept_slots,
+    put,
+    slots_of,
+)
+from lightning_mist.model.operators import LinearCall, LinearMode
+from lightning_mist.model.split.block_calls import BlockCalls, Call, valued
+from lightning_mist.model.split.compare_ranks import COARSE_TOLERANCE, TOLERANCES, Result, difference, sizes_of
+from lightning_mist.model.split.split_check import CPU, Outcome, Values, install, share_out
+from lightning_mist.model.trace import echo, intercepted, loss_of
+from lightning_mist.plan.calls import without_caches
+from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
+from lightning_mist.tensor_parallel import (
+    SplitContext,
+    TensorGroup,
+    enter_sequence,
+    functions_of_wholes,
+    run_ranks,
+    whole,
+)
+
+_LOSSES = (functional.cross_entropy, functional.log_softmax, torch.log_softmax, Tensor.log_softmax)
+"""What compares the entries of a row of logits with each other; has a rule for logits in parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A parameter with one row for every token.
+
+    Attributes:
+        name: Its name.
+        dim: The dimension along which rows lie.
+        rows: Their number.
+        bias: A bias of as many entries that is added to the logits, if there is one.
+    """
+
+    name: str
+    dim: int
+    rows: int
+    bias: str | None
+
+    def splits(self) -> tuple[ParameterSplit, ...]:
+        """The table, and its bias, shared out along rows."""
+        factors = ((self.rows, True),)
+        own = ParameterSplit(name=self.name, dim=self.dim, factors=factors)
+        return (own,) if self.bias is None else (own, ParameterSplit(name=self.bias, dim=0, factors=factors))
+
+
+class _Tables(LinearMode):
+    """Watches which parameters are looked up in, and which products reach a cross entropy without another product."""
+
+    def __init__(self, parameters: Mapping[int, Tensor]) -> None:
+        super().__init__(parameters)
+        self._leaves: list[tuple[Tensor, LinearCall]] = []
+        self.heads: dict[int, LinearCall] = {}
+        self.lookups: dict[int, Tensor] = {}
+
+    def answer(self, call: LinearCall, compute: Callable[[], Any]) -> Any:
+        leaf = 0.1 * torch.randn(call.output_shape, dtype=call.input.dtype, device=call.input.device)
+        leaf.requires_grad_()
+        self._leaves.append((leaf, call))
+        return leaf.clone()
+
+    def other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if func is functional.embedding and len(args) > 1 and id(args[1]) in self.parameters:
+            self.lookups[id(args[1])] = args[1]
+        if func in _LOSSES and isinstance(args[0] if args else None, Tensor) and args[0].requires_grad and self._leaves:
+            leaves = [leaf for leaf, _ in self._leaves]
+            touched = torch.autograd.grad(args[0].sum(), leaves, retain_graph=True, allow_unused=True)
+            for gradient, (_, call) in zip(touched, self._leaves, strict=True):
+                if gradient is not None and gradient.any():
+                    self.heads[id(call.weight)] = call
+        return func(*args, **kwargs)
+
+
+def find_tables(
+    module: nn.Module, call: Call, calls: BlockCalls, names: tuple[str, ...], *, answer: bool
+) -> tuple[Table, ...]:
+    """The tables of a module that are worth sharing out: those with more rows than columns, used outside of blocks.
+
+    Args:
+        module: The user's module, inside of ``isolated``.
+        call: Runs its step on a batch.
+        calls: How its blocks are called.
+        names: Its blocks.
+        answer: Whether blocks are answered for and do not run.
+    """
+    blocks = [module.get_submodule(name) for name in names]
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    with isolated(module), valued(module, calls.batch) as parameters:
+        shown = {id(tensors): name for name, (tensors, _) in slots_of(module).items()}
+        mode = _Tables({key: tensor for key, tensor in parameters.items() if key not in inside})
+        with intercepted(blocks, _handler(calls, lambda: None, answer=answer)), torch.enable_grad(), mode:
+            call(copy.deepcopy(calls.batch))
+    tables: dict[str, Table] = {}
+    for linear in mode.heads.values():
+        rows, columns = linear.weight.shape[linear.output_dim], linear.width
+        if rows >= columns and linear.rows == rows:
+            bias = shown.get(id(linear.bias)) if linear.bias is not None and linear.bias.shape == (rows,) else None
+            name = shown[id(linear.weight)]
+            tables[name] = Table(name=name, dim=linear.output_dim, rows=rows, bias=bias)
+    sizes = {table.rows for table in tables.values()}
+    for weight in mode.lookups.values():
+        name = shown[id(weight)]
+        if weight.shape[0] in sizes:
+            tables.setdefault(name, Table(name=name, dim=0, rows=weight.shape[0], bias=None))
+    tied = [tables[shown[key]] for key in mode.lookups if shown[key] in tables]
+    return tuple(table for table in tables.values() if table not in tied or table.dim == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glue:
+    """What runs around the blocks, with numbers, and what it makes of them when it is whole.
+
+    Attributes:
+        module: The user's module, inside of ``isolated``.
+        call: Runs its step on a batch.
+        calls: How its blocks are called.
+        blocks: Its blocks.
+        batch: A small batch.
+        answer: Whether blocks are answered for; else they run, whole.
+        values: The parameters that take part.
+        tolerance: The largest relative difference.
+        expected: The whole run.
+        sizes: Largest entries of its tensors.
+    """
+
+    module: nn.Module
+    call: Call
+    calls: BlockCalls
+    blocks: tuple[nn.Module, ...]
+    batch: Any
+    answer: bool
+    values: Values
+    tolerance: float
+    expected: Result
+    sizes: dict[str, float]
+
+
+def prepare_glue(
+    module: nn.Module,
+    call: Call,
+    calls: BlockCalls,
+    names: tuple[str, ...],
+    dtype: torch.dtype,
+    *,
+    answer: bool,
+) -> Glue:
+    """Give head and tail numbers and run them whole. Any error of the step itself is raised.
+
+    Args:
+        module: The user's module, inside of ``isolated``.
+        call: Runs its step on a batch.
+        calls: How its blocks are called.
+        names: Its blocks.
+        dtype: The floating-point type to run in.
+        answer: Whether blocks are answered for; else they run too.
+    """
+    generator = torch.Generator().manual_seed(3)
+    blocks = tuple(module.get_submodule(name) for name in names)
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    values = {
+        name: (filled(parameter, dtype, generator), slots)
+        for name, (parameter, slots) in slots_of(module).items()
+        if not (answer and id(parameter) in inside)
+    }
+    batch = convert_batch(calls.batch, lambda tensor: convert(tensor, dtype, CPU))
+    glue = Glue(
+        module=module,
+        call=call,
+        calls=calls,
+        blocks=blocks,
+        batch=batch,
+        answer=answer,
+        values=values,
+        tolerance=0.0,
+        expected=Result(outputs=(), inputs=(), parameters={}),
+        sizes={},
+    )
+    with isolated(module), kept_slots(module), valued(module, batch):
+        convert_plain_tensors(module, dtype, CPU)
+        tensors = {
+            name: value.detach().requires_grad_(value.is_floating_point()) for name, (value, _) in values.items()
+        }
+        for name, (_, slots) in values.items():
+            put(slots, tensors[name])
+        with intercepted(blocks, _handler(calls, lambda: None, answer=answer)):
+            expected, coarsest = _run(glue, tensors)
+    tolerance = TOLERANCES.get(coarsest, COARSE_TOLERANCE)
+    return replace(glue, expected=expected, sizes=sizes_of(expected), tolerance=tolerance)
+
+
+def check_glue(glue: Glue, splits: Sequence[ParameterSplit], degree: int, sequence: Sequence[SequenceSplit]) -> Outcome:
+    """Compare head and tail, shared out over ranks, with the whole ones.
+
+    Args:
+        glue: Head and tail.
+        splits: Which of their parameters are shared out.
+        degree: Number of ranks.
+        sequence: How each block is entered in parts along the sequence; empty for whole inputs.
+    """
+    dtype = next((value.dtype for value, _ in glue.values.values() if value.is_floating_point()), torch.float64)
+    current: list[tuple[SplitContext, Sequence[SequenceSplit]] | None] = [None]
+
+    def rank(group: TensorGroup) -> tuple[Result, tuple[tuple[str, int], ...]]:
+        mine: list[SplitContext] = []
+        tensors, shown, context = share_out(
+            glue.values,
+            splits,
+            group,
+            sequence_parallel=bool(sequence),
+            also=lambda: current.__setitem__(0, (mine[0], sequence)),
+        )
+        mine.append(context)
+        current[0] = context, sequence
+        install(glue.values, shown)
+        return _run(glue, tensors)[0], tuple(sorted(context.gathered.items()))
+
+    with isolated(glue.module), kept_slots(glue.module), valued(glue.module, glue.batch):
+        convert_plain_tensors(glue.module, dtype, CPU)
+        with intercepted(glue.blocks, _handler(glue.calls, lambda: current[0], answer=glue.answer)):
+            try:
+                with functions_of_wholes():
+                    ranks = run_ranks(degree, rank)
+            except Exception as error:
+                return Outcome(reason=f"{type(error).__name__}: {error}")
+    reason = difference(glue.expected, glue.sizes, [result for result, _ in ranks], splits, glue.tolerance)
+    return Outcome(reason=reason, gathered=ranks[0][1])
+
+
+def _handler(
+    calls: BlockCalls, current: Callable[[], tuple[SplitContext, Sequence[SequenceSplit]] | None], *, answer: bool
+) -> Callable[..., Any]:
+    """Lets blocks be entered in parts along the sequence, and answers for them unless they are to run."""
+
+    def handler(position: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = without_caches(args, kwargs)
+        known = current()
+        if known is not None and known[1]:
+            args, kwargs = enter_sequence(args, kwargs, known[1][position], known[0])
+        if not answer:
+            return forward(*args, **kwargs)
+        example = calls.examples[calls.kinds.of[position]]
+        if example.answer is None:
+            raise TypeError(f"{type(example.block).__name__} returns what cannot be described")
+        return echo(example.answer, args, kwargs, example.hidden)
+
+    return handler
+
+
+def _run(glue: Glue, tensors: Mapping[str, Tensor]) -> tuple[Result, torch.dtype]:
+    """Forward and backward, and the coarsest type that was computed in."""
+    torch.manual_seed(0)
+    batch = copy.deepcopy(glue.batch)
+    with torch.enable_grad():
+        with WithoutDropout() as mode:
+            output = glue.call(batch)
+        loss = loss_of(whole(output))
+    names = [name for name, tensor in tensors.items() if tensor.requires_grad]
+    gradients = torch.autograd.grad(loss, [tensors[name] for name in names], allow_unused=True)
+    result = Result(outputs=(loss.detach(),), inputs=(), parameters=dict(zip(names, gradients, strict=True)))
+    return result, mode.coarsest

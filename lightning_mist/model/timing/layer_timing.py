@@ -1,0 +1,245 @@
+"""Seconds of forward and backward of every kind of layer, measured on the device at hand inside the real step.
+
+The user's step runs on real numbers at several batch sizes. One block of each kind runs, the others imitate it, so that
+memory holds the head, the tail and one block; gradients are accumulated, as in all microbatches but the first.
+Parts are told apart by timestamps where blocks begin, in backward where their inputs' gradients arrive.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_mist.devices import ops_of
+from lightning_mist.errors import TraceError
+from lightning_mist.model.fakes import copy_containers, isolated, quiet_fakes, substitute_parameters
+from lightning_mist.model.spec import LayerSeconds, ModelSpec
+from lightning_mist.model.trace import Kinds, Subject, Walk, cost_keys, count_step, group, loss_of, module_key
+from lightning_mist.plan import ModuleMap
+
+_MAX_ROUNDS = 15
+_MIN_ROUNDS = 3
+_OUTLIER = 4.0
+"""Samples further above the median than this many median absolute deviations are disturbances (about 2.7 sigma of a
+normal distribution, for which sigma is 1.48 deviations)."""
+
+Samples = dict[tuple[int, bool, int], list[float]]
+"""Seconds by part, direction (whether backward) and rows."""
+
+
+class _Clock:
+    """Moments of work on a device, of which marking makes it wait for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._ops = ops_of(device)
+        self._events: list[Any] = []
+
+    def mark(self) -> None:
+        """Remember this moment."""
+        self._events.append(self._ops.record(timed=True))
+
+    def times(self) -> list[float]:
+        """Seconds since the first moment marked after the last call, at every one of them."""
+        events, self._events = self._events, []
+        self._ops.synchronize()
+        return [self._ops.seconds(events[0], event) for event in events]
+
+
+@dataclass(slots=True)
+class _Timer:
+    """Runs timed steps of one module."""
+
+    blocks: tuple[nn.Module, ...]
+    twins: tuple[int | None, ...]
+    call: Callable[[Any], Any]
+    clock: _Clock
+
+    def step(self, batch: Any) -> Iterator[tuple[int, bool, float]]:
+        """One step; part, direction and seconds of everything between two marks."""
+        marks: list[tuple[int, bool]] = []
+
+        def enter(part: int, backward: bool) -> None:
+            marks.append((part, backward))
+            self.clock.mark()
+
+        walk = Walk(self.blocks, self.twins, enter, recompute=False, mode=None, keep_values=True)
+        with walk.step(), torch.enable_grad():
+            enter(0, False)
+            value = self.call(copy_containers(batch))
+            loss = loss_of(value)
+            walk.begin_backward()
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.clock.mark()
+        times = self.clock.times()
+        for (part, backward), (start, end) in zip(marks, pairwise(times), strict=True):
+            yield part, backward, end - start
+
+
+def _kinds(
+    module: nn.Module, module_map: ModuleMap, blocks: tuple[nn.Module, ...], call: Callable[[Any], Any], batch: Any
+) -> Kinds:
+    """Sort the blocks by what they cost in one step on fake tensors; each for itself if it does not run on those."""
+    names = [type(block).__name__ for block in blocks]
+    if not blocks:
+        return Kinds(labels=(), examples=(), of=())
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with isolated(module), quiet_fakes():
+        parameters = tuple(substitute_parameters(module, mode, {}).values())
+        subject = Subject(
+            module=module, blocks=blocks, parameters=parameters, mode=mode, call=call, context=nullcontext
+        )
+        try:
+            count = count_step(subject, batch, twins=(None,) * len(blocks), recompute=False, gradients_exist=True)
+        except Exception:
+            # Data-dependent steps have no fake run. Taking every block for a kind of its own needs nothing but time.
+            return group(names, [(module_key(block), i) for i, block in enumerate(blocks)])
+    leaking = set(module_map.leaking_blocks)
+    costs = cost_keys(blocks, (count,))
+    # A block whose output or inner values are needed as they are is run itself: a kind of its own.
+    alone = [i if i in leaking or not count.describable[i] else None for i in range(len(blocks))]
+    return group(names, list(zip(costs, alone, strict=True)))
+
+
+def _measure(
+    timer: _Timer,
+    batches: dict[int, Any],
+    budget_seconds: float,
+    progress: Callable[[str, float], None] | None,
+    most_calls: int | None,
+) -> Samples:
+    """Warm up, then go round all sizes again and again until the time or the calls are used up."""
+    rounds = _MAX_ROUNDS if most_calls is None else min(_MAX_ROUNDS, max(1, (most_calls - 1) // len(batches) - 1))
+    samples: Samples = {}
+    start = time.perf_counter()
+    for batch in batches.values():
+        list(timer.step(batch))
+    for done in range(rounds):
+        elapsed = time.perf_counter() - start
+        if done >= _MIN_ROUNDS and elapsed * (done + 2) / (done + 1) > budget_seconds:
+            break
+        if done >= 1 and elapsed > budget_seconds:
+            break
+        if progress is not None:
+            progress("timing the layers", min(0.99, max(elapsed / budget_seconds, done / rounds)))
+        for rows, batch in batches.items():
+            for part, backward, seconds in timer.step(batch):
+                samples.setdefault((part, backward, rows), []).append(seconds)
+    if progress is not None:
+        progress("timing the layers", 1.0)
+    return samples
+
+
+def robust_median(samples: Sequence[float]) -> tuple[float, float]:
+    """Median of samples without outliers above, and their median absolute deviation over the median."""
+    middle = median(samples)
+    deviation = median(abs(x - middle) for x in samples)
+    kept = [x for x in samples if x <= middle + _OUTLIER * deviation] or list(samples)
+    middle = median(kept)
+    return middle, median(abs(x - middle) for x in kept) / middle if middle > 0 else 0.0
+
+
+def _layer_seconds(
+    samples: Samples, rows: tuple[int, ...], kind: str, part: int, layers: tuple[int, ...]
+) -> LayerSeconds:
+    found = [[robust_median(samples.get((part, backward, size), [0.0])) for size in rows] for backward in (False, True)]
+    forward, backward = ([seconds for seconds, _ in line] for line in found)
+    return LayerSeconds(
+        kind=kind,
+        rows=rows,
+        forward=tuple(forward),
+        backward=tuple(backward),
+        spread=max(spread for line in found for _, spread in line),
+        layers=layers,
+    )
+
+
+def time_layers(
+    module: nn.Module,
+    described: ModelSpec | ModuleMap,
+    batch_for_rows: Callable[[int], Any],
+    rows: Sequence[int],
+    call: Callable[[Any], Any],
+    *,
+    device: torch.device,
+    progress: Callable[[str, float], None] | None = None,
+    budget_seconds: float = 5.0,
+    most_calls: int | None = None,
+) -> tuple[LayerSeconds, ...]:
+    """Measure seconds of forward and backward of the head, of every kind of block, and of the tail.
+
+    The module, its gradients, buffers and random state are afterwards as before. Ranks that share a machine should call
+    this at the same time: that they disturb one another is part of the truth.
+
+    Args:
+        module: The module, with real parameters on ``device``.
+        described: Its blocks; kinds are those of a specification, or found here for a map. Match the result to a
+            specification made otherwise by :func:`attach_seconds`.
+        batch_for_rows: Makes a batch of so many rows, on ``device``.
+        rows: The sizes to measure.
+        call: Runs the user's step on a batch and returns what it returns.
+        device: Where the module computes.
+        progress: Told a text and a fraction in [0, 1].
+        budget_seconds: How long to measure, though not less than one warm-up and one round over all sizes.
+        most_calls: How often the step may be called on real numbers, if not as often as there is time for; twice per
+            size at least.
+
+    Raises:
+        TraceError: If the step fails or returns no loss.
+    """
+    module_map = described.module_map if isinstance(described, ModelSpec) else described
+    sizes = tuple(sorted(set(rows)))
+    if not sizes:
+        raise ValueError("rows is empty: at least one size is needed to measure")
+    batches = {size: batch_for_rows(size) for size in sizes}
+    blocks = tuple(module.get_submodule(name) for name in module_map.blocks)
+    kinds = _kinds(module, module_map, blocks, call, batches[sizes[0]])
+    with isolated(module):
+        substitute_parameters(module, None, {})
+        timer = _Timer(blocks=blocks, twins=kinds.twins(), call=call, clock=_Clock(device))
+        try:
+            samples = _measure(timer, batches, budget_seconds, progress, most_calls)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(f"the step failed while it was timed: {type(error).__name__}: {error}") from error
+    parts: list[tuple[str, int, tuple[int, ...]]] = [("head", 0, ())]
+    for index, label in enumerate(kinds.labels):
+        parts.append((label, kinds.examples[index] + 1, kinds.members(index)))
+    parts.append(("tail", len(blocks) + 1, ()))
+    return tuple(_layer_seconds(samples, sizes, kind, part, layers) for kind, part, layers in parts)
+
+
+def measured_sizes(rows: int) -> list[int]:
+    """Which microbatches of a batch of so many rows to measure: its smallest and largest parts and two between."""
+    parts = [size for size in range(1, rows + 1) if rows % size == 0]
+    return sorted({parts[round(number * (len(parts) - 1) / 3)] for number in range(4)})
+
+
+def attach_seconds(spec: ModelSpec, seconds: Sequence[LayerSeconds], update_seconds_per_byte: float = 0.0) -> ModelSpec:
+    """A specification with measured seconds, each of its kinds having those of the kind that its layers were timed in.
+
+    Args:
+        spec: The specification; it may tell more kinds apart than the measurement did.
+        seconds: What :func:`time_layers` measured for the same module.
+        update_seconds_per_byte: What :func:`~lightning_mist.model.timing.optimizer_timing.time_update` measured of the
+            optimizer.
+    """
+    spec = replace(spec, optimizer=replace(spec.optimizer, step_seconds_per_parameter_byte=update_seconds_per_byte))
+    if not seconds:
+        return replace(spec, seconds=())
+    by_name = {item.kind: item for item in seconds}
+    matched = [by_name["head"]]
+    for index, layer in enumerate(spec.layers):
+        position = spec.kinds.index(index)
+        item = next((item for item in seconds if position in item.layers), None)
+        if item is None:
+            raise TraceError(f"layer {position} ({layer.kind}) was not timed: the seconds belong to another module")
+        matched.append(replace(item, kind=layer.kind, layers=tuple(i for i, k in enumerate(spec.kinds) if k == index)))
+    return replace(spec, seconds=(*matched, by_name["tail"]))

@@ -1,0 +1,288 @@
+"""One counted run of a user's step, forward and backward, part by part."""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_mist.errors import TraceError
+from lightning_mist.model.fakes import Origins, copy_containers
+from lightning_mist.model.trace.ledger import Given, Ledger, PhaseCount, Storage
+from lightning_mist.model.trace.part_hooks import InputSignature, Walk, loss_of
+from lightning_mist.model.trace.rank_step import RankView, part_of
+from lightning_mist.model.trace.weight_operators import LinearCounter, WeightOperands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is run: a module in which stand-ins fill the parameter slots, and how.
+
+    Attributes:
+        module: The module.
+        blocks: The repeated blocks in execution order.
+        parameters: The stand-ins.
+        mode: The mode that the stand-ins are fakes of; ``None`` if they are real.
+        call: Runs the user's step on a batch.
+        context: Makes the context that the step's forward runs in (autocast).
+        view: How one of several tensor-parallel ranks sees the step, if it is about one.
+    """
+
+    module: nn.Module
+    blocks: tuple[nn.Module, ...]
+    parameters: tuple[nn.Parameter, ...]
+    mode: FakeTensorMode | None
+    call: Callable[[Any], Any]
+    context: Callable[[], AbstractContextManager[Any]]
+    view: RankView | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCount:
+    """What one step did.
+
+    Indices: 0 is the head, ``1 .. L`` the layers, ``L + 1`` the tail. Without blocks the head is the whole step.
+
+    Attributes:
+        forward, backward: Operators and timelines; bytes alive in absolute numbers.
+        storages: Everything that was allocated, in the order in which it was.
+        saved: Bytes that each part's forward made and that were alive when the step's forward had ended.
+        shared: Those of the head that the batch alone determines.
+        made: Bytes of parameter gradients that each part's backward made and left.
+        inputs: Signature of every block's inputs.
+        entering: Shapes of the tensors that enter every block.
+        guesses: Lines that read values into Python that only real numbers have, and how many each.
+        describable: Whether each block's output can be imitated.
+    """
+
+    forward: tuple[PhaseCount, ...]
+    backward: tuple[PhaseCount, ...]
+    storages: tuple[Storage, ...]
+    saved: tuple[int, ...]
+    shared: int
+    made: tuple[int, ...]
+    inputs: tuple[InputSignature, ...]
+    entering: tuple[tuple[tuple[int, ...], ...], ...]
+    guesses: tuple[tuple[str, int], ...]
+    describable: tuple[bool, ...]
+
+    @property
+    def timeline(self) -> list[int]:
+        """Bytes alive at every reading, from the head's forward to its backward."""
+        return [alive for phase in (*self.forward, *reversed(self.backward)) for alive in phase.timeline]
+
+    def forward_peaks(self, part: int) -> list[int]:
+        """Timeline of the part's forward beyond the saved bytes of all parts before it."""
+        base = sum(self.saved[:part])
+        return [alive - base for alive in self.forward[part].timeline]
+
+    def backward_peaks(self, part: int) -> list[int]:
+        """Timeline of the part's backward beyond saved bytes up to its own and gradients that later parts made."""
+        base = sum(self.saved[: part + 1]) + sum(self.made[part + 1 :])
+        return [alive - base for alive in self.backward[part].timeline]
+
+
+def _check_all_ran(ran: int, blocks: int) -> None:
+    if ran != blocks:
+        raise TraceError(
+            f"the step called blocks {ran} times, but has {blocks} of them: each must run exactly once in every step; "
+            "blocks that are dropped at random have no fixed cost"
+        )
+
+
+def count_step(
+    subject: Subject,
+    batch: Any,
+    *,
+    twins: Sequence[int | None],
+    recompute: bool,
+    gradients_exist: bool,
+    attribute: bool = False,
+) -> StepCount:
+    """Run a step once and count.
+
+    Args:
+        subject: What to run.
+        batch: On what.
+        twins: For every block ``None`` to run it or the position of an earlier block that runs and is imitated.
+        recompute: Whether the blocks that run are checkpointed.
+        gradients_exist: Whether parameters have gradients already, so that backward adds to them.
+        attribute: Whether to find out where allocations come from.
+
+    Raises:
+        TraceError: If the step returns no loss or leaves out a block.
+    """
+    _set_gradients(subject, exist=gradients_exist)
+    names = _parameter_names(subject.module) if attribute else {}
+    origins = Origins(_module_names(subject.module), names) if attribute else None
+    ledger = Ledger(len(subject.blocks) + 2, origins)
+    operands = _weight_operands(subject, ledger, names) if attribute else None
+    walk = _walk(subject, ledger, origins, operands, twins, recompute=recompute)
+    with walk.step(), torch.enable_grad(), ledger, _uncollected(), ExitStack() as stack:
+        stack.enter_context(nullcontext() if operands is None else operands)
+        stack.enter_context(LinearCounter(ledger, subject.parameters))
+        if origins is not None:
+            stack.enter_context(origins.watching())
+            stack.enter_context(_named_gradients(subject, ledger, names))
+        with subject.context():
+            value = subject.call(copy_containers(batch))
+        _forget(subject)
+        _check_all_ran(len(walk.inputs), len(subject.blocks))
+        ledger.end_forward()
+        loss = loss_of(value)
+        describable = tuple(walk.answers.get(i) is not None for i in range(len(subject.blocks)))
+        walk.begin_backward()
+        loss.backward()  # type: ignore[no-untyped-call]
+    made = _made(subject, ledger, names)
+    del value, loss
+    ledger.end()
+    _forget(subject)
+    _set_gradients(subject, exist=False)
+    return StepCount(
+        forward=tuple(ledger.forward),
+        backward=tuple(ledger.backward),
+        storages=tuple(ledger.storages),
+        saved=_sums(len(ledger.forward), (s for s in ledger.storages if s.saved)),
+        shared=sum(s.bytes for s in ledger.storages if s.saved and s.part == 0 and s.shared),
+        made=made,
+        inputs=tuple(walk.inputs),
+        entering=tuple(walk.entering),
+        guesses=ledger.guesses.reads,
+        describable=describable,
+    )
+
+
+def _set_gradients(subject: Subject, *, exist: bool) -> None:
+    """Give the trained parameters gradients of zeros, or take all gradients away."""
+    for parameter in subject.parameters:
+        parameter.grad = torch.zeros_like(parameter) if exist and parameter.requires_grad else None
+
+
+def _forget(subject: Subject) -> None:
+    """As the runtime does behind a step and around what it repeats: what ranks have gathered is not kept for later."""
+    if subject.view is not None:
+        subject.view.context.forget()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, what refers to itself lives on: when Python collects it has nothing to do with the step."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
+def _weight_operands(subject: Subject, ledger: Ledger, names: dict[int, str]) -> WeightOperands:
+    """What notes of which tensors gradients of weights are made."""
+    trained = {id(part_of(parameter)) for parameter in subject.parameters if parameter.requires_grad}
+    modules = _module_names(subject.module)
+    return WeightOperands(
+        ledger,
+        {key: name for key, name in names.items() if key in trained},
+        [modules.get(id(block), "") for block in subject.blocks],
+    )
+
+
+def _walk(
+    subject: Subject,
+    ledger: Ledger,
+    origins: Origins | None,
+    operands: WeightOperands | None,
+    twins: Sequence[int | None],
+    *,
+    recompute: bool,
+) -> Walk:
+    """The way through the step, with the ledger told of what happens on it."""
+
+    def enter(part: int, backward: bool) -> None:
+        ledger.enter(part, backward=backward)
+
+    def given(tensor: torch.Tensor, part: int, is_gradient: bool, slot: int) -> None:
+        ledger.note_given(tensor, Given(part, is_gradient, slot))
+
+    @contextmanager
+    def repeating(block: nn.Module) -> Iterator[None]:
+        _forget(subject)
+        with ledger.recomputing(), ExitStack() as stack:
+            stack.callback(_forget, subject)
+            if origins is not None:
+                stack.enter_context(origins.inside(block))
+            if operands is not None:
+                # Modes do not reach what backward runs.
+                stack.enter_context(operands)
+            yield
+
+    view = subject.view
+    if view is not None:
+        view.group.watcher = ledger.note_collective
+    return Walk(
+        subject.blocks,
+        twins,
+        enter,
+        recompute=recompute,
+        mode=subject.mode,
+        keep_values=False,
+        view=view,
+        given=given,
+        repeating=repeating,
+    )
+
+
+def _sums(num_parts: int, storages: Iterator[Storage]) -> tuple[int, ...]:
+    """Bytes of storages by the part that made them."""
+    sums = [0] * num_parts
+    for storage in storages:
+        sums[storage.part] += storage.bytes
+    return tuple(sums)
+
+
+def _made(subject: Subject, ledger: Ledger, names: dict[int, str]) -> tuple[int, ...]:
+    """Bytes of the parameter gradients that the step made, by part; writes down which parameter each belongs to."""
+    found = {}
+    for parameter in subject.parameters:
+        storage = None if parameter.grad is None else ledger.find(parameter.grad)
+        if storage is not None:
+            storage.parameter = names.get(id(parameter), "")
+            storage.is_gradient = True
+            found[id(storage)] = storage
+    return _sums(len(ledger.forward), iter(found.values()))
+
+
+def _module_names(module: nn.Module) -> dict[int, str]:
+    return {id(item): name for name, item in module.named_modules()}
+
+
+def _parameter_names(module: nn.Module) -> dict[int, str]:
+    """Names of what fills the parameter slots: of split ones this rank's part."""
+    names: dict[int, str] = {}
+    for name, item in module.named_modules():
+        for attribute, parameter in item._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(part_of(parameter)), f"{name}.{attribute}" if name else attribute)
+    return names
+
+
+@contextmanager
+def _named_gradients(subject: Subject, ledger: Ledger, names: dict[int, str]) -> Iterator[None]:
+    """Inside, gradients of parameters are known as such, also those that are only added to others."""
+
+    def note(name: str, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # imitations have none for their parameters
+            ledger.note_gradient(gradient, name)
+
+    trained = [parameter for parameter in subject.parameters if parameter.requires_grad]
+    hooks = [p.register_hook(partial(note, names.get(id(p), ""))) for p in trained]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,140 @@
+"""What the parts of a step cost, as expressions, from the ways in which it was run."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from operator import add
+
+import sympy
+
+from lightning_mist.model.spec import Basis, Coefficients, CollectiveSpec, LayerEvents, LayerSpec, MisfitError
+from lightning_mist.model.trace.block_kinds import Example
+from lightning_mist.model.trace.event_templates import layer_events
+from lightning_mist.model.trace.ledger import PhaseCount, Storage
+from lightning_mist.model.trace.modes import Way, Ways
+from lightning_mist.model.trace.work import fit_work
+
+
+def layer_specs(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> tuple[LayerSpec, ...]:
+    """What parts of a step cost.
+
+    Args:
+        ways: How the step was run.
+        examples: The parts.
+        is_fake: Whether the step ran on fake tensors.
+
+    Raises:
+        MisfitError: If a count is no polynomial of the sizes.
+    """
+    lines = [_Bytes(ways.basis, w) for w in (ways.first, ways.later, ways.recomputed_first, ways.recomputed_later)]
+    events = layer_events(ways, examples, is_fake=is_fake)
+    return tuple(_layer_spec(ways, lines, *pair) for pair in zip(examples, events, strict=True))
+
+
+def _layer_spec(ways: Ways, lines: Sequence["_Bytes"], example: Example, events: LayerEvents) -> LayerSpec:
+    part, kind = example.part, example.label
+    basis, runs, later = ways.basis, ways.first.runs, ways.later
+    kept, kept_later, again, again_later = lines
+
+    def fit(count: Callable[[PhaseCount], int], phases: Sequence[PhaseCount], what: str) -> sympy.Expr:
+        return basis.fit([count(phase) for phase in phases], f"{what} of the {kind}")
+
+    forward, backward = [run.forward[part] for run in runs], [run.backward[part] for run in runs]
+    return LayerSpec(
+        kind=kind,
+        example=example.block,
+        forward_work=fit_work(basis, forward, f"{kind}'s forward"),
+        backward_work=fit_work(basis, backward, f"{kind}'s backward", later=[run.backward[part] for run in later.runs]),
+        saved_bytes=basis.expression(kept.saved[part]),
+        checkpointed_saved_bytes=basis.expression(again.saved[part]),
+        forward_peak_bytes=kept.forward_peak(part),
+        backward_peak_bytes=kept_later.backward_peak(part),
+        first_backward_peak_bytes=kept.backward_peak(part),
+        recompute_backward_peak_bytes=again_later.backward_peak(part),
+        first_recompute_backward_peak_bytes=again.backward_peak(part),
+        weight_flops=fit(lambda phase: phase.weight_flops, forward, "FLOPs of weight gradients"),
+        weight_bytes=fit(lambda phase: phase.weight_bytes, forward, "bytes for weight gradients"),
+        forward_collectives=_collectives(basis, forward, kind),
+        backward_collectives=_collectives(basis, backward, kind),
+        events=events,
+    )
+
+
+def not_recomputed(part: LayerSpec) -> LayerSpec:
+    """The head or the tail. What the head keeps may still depend on whether layers recompute."""
+    return replace(
+        part,
+        recompute_backward_peak_bytes=part.backward_peak_bytes,
+        first_recompute_backward_peak_bytes=part.first_backward_peak_bytes,
+    )
+
+
+class _Bytes:
+    """Bytes alive in one way to run a step: sums over its allocations.
+
+    Attributes:
+        saved: Bytes of each part's allocations that were alive when the step's forward had ended.
+        made: Bytes of parameter gradients that each part's backward made and left.
+    """
+
+    def __init__(self, basis: Basis, way: Way) -> None:
+        self._basis, self._run = basis, way.run
+        self._nothing = basis.constant(0)
+        num_parts = len(way.run.forward)
+        self.saved = [self._sum(way, part, lambda s: s.saved) for part in range(num_parts)]
+        self.made = [self._sum(way, part, lambda s: s.is_gradient) for part in range(num_parts)]
+        self._timeline = self._alive(way)
+
+    def _sum(self, way: Way, part: int, chosen: Callable[[Storage], bool]) -> Coefficients:
+        pairs = zip(way.run.storages, way.sizes, strict=True)
+        return _total(self._nothing, (size for s, size in pairs if s.part == part and chosen(s)))
+
+    def _alive(self, way: Way) -> list[Coefficients]:
+        """Bytes alive at every reading of the step."""
+        changes = [self._nothing] * sum(len(p.timeline) for p in (*way.run.forward, *way.run.backward))
+        for storage, size in zip(way.run.storages, way.sizes, strict=True):
+            if storage.born < len(changes):
+                changes[storage.born] = _sum(changes[storage.born], size)
+            if storage.died is not None and storage.died < len(changes):
+                changes[storage.died] = _difference(changes[storage.died], size)
+        return list(accumulate(changes, _sum))
+
+    def _peak(self, phase: PhaseCount, base: Coefficients) -> sympy.Expr:
+        readings = self._timeline[phase.start : phase.start + len(phase.timeline)] if phase.timeline else [base]
+        return self._basis.peak(_difference(alive, base) for alive in readings)
+
+    def forward_peak(self, part: int) -> sympy.Expr:
+        """The most in a part's forward, beyond the saved bytes of all parts before it."""
+        return self._peak(self._run.forward[part], _total(self._nothing, self.saved[:part]))
+
+    def backward_peak(self, part: int) -> sympy.Expr:
+        """The most in a part's backward, beyond saved bytes up to its own and gradients that later parts made."""
+        base = _total(self._nothing, (*self.saved[: part + 1], *self.made[part + 1 :]))
+        return self._peak(self._run.backward[part], base)
+
+
+def _sum(one: Coefficients, other: Coefficients) -> Coefficients:
+    return tuple(map(add, one, other))
+
+
+def _difference(one: Coefficients, other: Coefficients) -> Coefficients:
+    return tuple(a - b for a, b in zip(one, other, strict=True))
+
+
+def _total(nothing: Coefficients, items: Iterable[Coefficients]) -> Coefficients:
+    return tuple(map(sum, zip(nothing, *items, strict=True)))
+
+
+def _collectives(basis: Basis, phases: Sequence[PhaseCount], kind: str) -> tuple[CollectiveSpec, ...]:
+    """What tensor-parallel ranks exchange in one direction of a part."""
+    calls = [{name: count for name, (count, _) in phase.collectives.items()} for phase in phases]
+    if any(found != calls[0] for found in calls):
+        raise MisfitError(f"the number of collectives of the {kind} depends on the size: {calls}")
+    return tuple(
+        CollectiveSpec(
+            operation=name,
+            calls=count,
+            bytes=basis.fit([phase.collectives[name][1] for phase in phases], f"bytes of {name} of the {kind}"),
+        )
+        for name, count in sorted(calls[0].items())
+    )

@@ -1,0 +1,332 @@
+"""What is alive when: a dispatch mode that sees every operator of a step, forward and backward.
+
+A :class:`Ledger` knows every storage that an operator makes, the part of the step that made it, and when it is gone. It
+counts nothing that existed before: parameters, the batch, gradients.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_mist.errors import TraceError
+from lightning_mist.model.fakes import NOWHERE, Guesses, Origin, Origins, guess
+from lightning_mist.model.operators import (
+    computes,
+    flops,
+    kind_of,
+    moved_bytes,
+    storage_key,
+    tensors_in,
+    workspace_bytes,
+)
+from lightning_mist.model.spec import OperatorKind
+
+Cause = Literal["forward", "recompute", "backward", "accumulate"]
+"""Why an operator ran: as part of the forward, of a forward that is repeated in backward, of backward itself, or to add
+a gradient to a parameter's."""
+
+Work = tuple[OperatorKind, int, int]
+"""Kind, floating-point operations and moved bytes of one operator."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PhaseCount:
+    """What happened in one direction of one part of a step.
+
+    Attributes:
+        work: Kind, floating-point operations, and bytes read and written of every operator that computed.
+        weight_flops: Floating-point operations of linear operations on parameters.
+        weight_bytes: Bytes of their inputs and outputs.
+        collectives: Calls and bytes of whole tensors by collective operation.
+        timeline: Bytes alive on entry and after every operator (counted operators only: views change nothing).
+        start: Number of the first reading of the timeline among all of the step; -1 if the phase never begins.
+        recomputes: Whether a forward was repeated in it.
+    """
+
+    work: list[Work] = field(default_factory=list)
+    weight_flops: int = 0
+    weight_bytes: int = 0
+    collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
+    timeline: list[int] = field(default_factory=list)
+    start: int = -1
+    recomputes: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations."""
+        return sum(flops for _, flops, _ in self.work)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes read and written."""
+        return sum(moved for _, _, moved in self.work)
+
+    @property
+    def operators(self) -> int:
+        """Number of operators that computed."""
+        return len(self.work)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """That a storage entered a part: as an activation in its forward, or as a gradient in its backward.
+
+    Attributes:
+        part: The part.
+        is_gradient: Whether it is the gradient of what the part handed on.
+        slot: Index among the tensors that crossed there.
+    """
+
+    part: int
+    is_gradient: bool
+    slot: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Storage:
+    """A storage that an operator made.
+
+    Attributes:
+        bytes: Its size.
+        part: The part of the step that made it.
+        cause: Why.
+        born: Number of the first reading at which it was alive, among all of the step.
+        died: Number of the first reading at which it was not any more; ``None`` if it outlived the step.
+        saved: Whether it was alive when the step's forward had ended.
+        shared: Whether only the batch shaped it.
+        operator: What made it.
+        dtype: Name of its element type.
+        origin: Module and line that ran the operator.
+        parameter: Name of the parameter that it was a gradient of.
+        is_gradient: Whether it was a parameter's gradient in the end.
+        given: The parts that it entered.
+        weights: Parameters whose gradients are made of it by themselves where a zero-bubble schedule puts them off: the
+            part that multiplies with the parameter, and the parameter's name within it.
+    """
+
+    bytes: int
+    part: int
+    cause: Cause
+    born: int
+    died: int | None = None
+    saved: bool = False
+    shared: bool
+    operator: str
+    dtype: str
+    origin: Origin
+    parameter: str = ""
+    is_gradient: bool = False
+    given: list[Given] = field(default_factory=list)
+    weights: list[tuple[int, str]] = field(default_factory=list)
+
+
+_DEVICE_OF = torch.ops.prim.device.default
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators and live storages, phase by phase, and how often a fake number had to be guessed.
+
+    Parts are numbered in execution order: 0 is the head, ``1 .. L`` the layers, ``L + 1`` the tail. The caller says
+    when a part begins (:meth:`enter`); what happens until then belongs to the part before.
+
+    Args:
+        num_parts: Number of parts.
+        origins: Knows which module and line is at work; ``None`` where that is not wanted.
+    """
+
+    def __init__(self, num_parts: int, origins: Origins | None = None) -> None:
+        """Start in the forward of part 0."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.forward = [PhaseCount() for _ in range(num_parts)]
+        self.backward = [PhaseCount() for _ in range(num_parts)]
+        self.storages: list[Storage] = []
+        self.live_bytes = 0
+        self.guesses = Guesses()
+        self.part = 0
+        self._origins = origins
+        self._live: dict[int, Storage] = {}
+        self._watch: dict[int, weakref.ref[Any]] = {}
+        self._readings = 0
+        self._is_backward = self._recomputes = False
+        self._phase = self.forward[0]
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._phase.start < 0:
+            self._phase.start = self._readings
+        self._read()
+
+    def _read(self) -> None:
+        self._phase.timeline.append(self.live_bytes)
+        self._readings += 1
+
+    def enter(self, part: int, *, backward: bool = False) -> None:
+        """Begin the forward or the backward of a part."""
+        self.part, self._is_backward = part, backward
+        self._phase = (self.backward if backward else self.forward)[part]
+        self._begin()
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Inside, operators repeat a forward."""
+        self._recomputes = self._phase.recomputes = True
+        try:
+            yield
+        finally:
+            self._recomputes = False
+
+    def note_linear(self, *, flops: int, kept_bytes: int) -> None:
+        """A linear operation on a parameter ran in the part at hand."""
+        self._phase.weight_flops += flops
+        self._phase.weight_bytes += kept_bytes
+
+    def note_collective(self, operation: str, size: int) -> None:
+        """Tensor-parallel ranks exchanged a tensor of ``size`` bytes in the part at hand."""
+        calls, known = self._phase.collectives.get(operation, (0, 0))
+        self._phase.collectives[operation] = (calls + 1, known + size)
+
+    def find(self, tensor: torch.Tensor) -> Storage | None:
+        """What is known of a tensor's storage, if an operator of the step made it."""
+        return self._live.get(storage_key(tensor))
+
+    def note_given(self, tensor: torch.Tensor, given: Given) -> None:
+        """A tensor entered a part."""
+        found = self.find(tensor)
+        if found is not None:
+            found.given.append(given)
+
+    def note_weight(self, tensor: torch.Tensor, part: int, name: str) -> None:
+        """The gradient of a parameter is made of a tensor."""
+        found = self.find(tensor)
+        if found is not None and (part, name) not in found.weights:
+            found.weights.append((part, name))
+
+    def note_gradient(self, tensor: torch.Tensor, name: str) -> None:
+        """A tensor is the gradient of a parameter."""
+        found = self.find(tensor)
+        if found is not None:
+            found.parameter = name
+
+    def end_forward(self) -> None:
+        """The step's forward has ended: what is alive now was saved."""
+        for storage in self._live.values():
+            storage.saved = True
+
+    def end(self) -> None:
+        """The step has ended: what is alive now outlives it."""
+        self._live.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator and write down what it did."""
+        kwargs = kwargs or {}
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            # As the tensor itself would answer, which torch asks twice per operator.
+            return args[0].fake_device
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            endless = self.guesses.note(self._readings)
+            if endless:
+                raise TraceError(endless)
+            return guess(args[0].dtype)
+        if self._origins is not None:
+            self._origins.note_operator()
+        result = func(*args, **kwargs)
+        if func.namespace == "prim" or func.is_view:
+            return result
+        outputs = list(tensors_in(result))
+        inputs = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
+        if not computes(func, inputs, outputs):
+            return result
+        phase = self._phase
+        phase.work.append(
+            (
+                kind_of(func, args, kwargs),
+                flops(func, args, kwargs, result),
+                moved_bytes(func, args, kwargs, inputs, outputs),
+            )
+        )
+        self._take_in(func, inputs, outputs)
+        self._use(func, workspace_bytes(func, args, kwargs))
+        self._read()
+        return result
+
+    def _use(self, func: Any, workspace: int) -> None:
+        """An operator needs memory while it runs, beside its results."""
+        if not workspace:
+            return
+        self.live_bytes += workspace
+        made = self._storage(workspace, f"{func} (workspace)", "uint8", shared=False)
+        self.storages.append(made)
+        self._read()
+        made.died = self._readings
+        self.live_bytes -= workspace
+
+    def _take_in(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        existing: set[int] | None = None
+        for tensor in outputs:
+            if tensor.is_meta:
+                continue  # it has a shape and no memory, also where it is a fake
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._live:
+                self._resize(func, tensor, key)
+                continue
+            if existing is None:
+                existing = {storage_key(item) for item in inputs}
+            if key not in existing:
+                self._add(func, tensor, key)
+                self._watch[key] = weakref.ref(storage, self._dropper(key))
+
+    def _add(self, func: Any, tensor: torch.Tensor, key: int) -> None:
+        size, dtype = tensor.untyped_storage().nbytes(), str(tensor.dtype).removeprefix("torch.")
+        self._live[key] = made = self._storage(size, str(func), dtype, shared=not isinstance(tensor, FakeTensor))
+        self.storages.append(made)
+        self.live_bytes += made.bytes
+
+    def _storage(self, size: int, operator: str, dtype: str, *, shared: bool) -> Storage:
+        return Storage(
+            bytes=size,
+            part=self.part,
+            cause=self._cause(),
+            born=self._readings,
+            shared=shared,
+            operator=operator,
+            dtype=dtype,
+            origin=NOWHERE if self._origins is None else self._origins.here(),
+        )
+
+    def _cause(self) -> Cause:
+        if not self._is_backward:
+            return "forward"
+        if self._recomputes:
+            return "recompute"
+        node = torch._C._current_autograd_node()
+        return "accumulate" if type(node).__name__ == "AccumulateGrad" else "backward"
+
+    def _resize(self, func: Any, tensor: torch.Tensor, key: int) -> None:
+        """A storage that has got another size is another one from now on."""
+        old = self._live[key]
+        if old.bytes == tensor.untyped_storage().nbytes():
+            return
+        old.died = self._readings
+        self.live_bytes -= old.bytes
+        self._add(func, tensor, key)
+        made = self._live[key]
+        made.shared, made.given, made.weights = old.shared, old.given, old.weights
+
+    def _dropper(self, key: int) -> Callable[[object], None]:
+        def drop(_: object) -> None:
+            self._watch.pop(key, None)
+            gone = self._live.pop(key, None)
+            if gone is not None:
+                gone.died = self._readings
+                self.live_bytes -= gone.bytes
+
+        return drop

@@ -1,0 +1,200 @@
+"""The ways to run a step, counted at several sizes, with the size of every allocation as a polynomial.
+
+The plain way is run at every size. The others do the same work in another order or another time, so they are run at
+two sizes only, and each of their allocations is found again among those of the plain way; where that fails they are
+run at every size too.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_mist.model.fakes import batch_tensors
+from lightning_mist.model.spec import Basis, Coefficients, MisfitError, Point
+from lightning_mist.model.trace.counted_step import StepCount, Subject, count_step
+from lightning_mist.model.trace.ledger import PhaseCount, Storage
+
+Sized = Callable[[Point], Any]
+"""Makes the batch of a size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to run a step.
+
+    Attributes:
+        runs: What was counted, at every size or at the first and the last only; the first one knows where allocations
+            come from.
+        sizes: Size of every allocation of a run, in their order.
+    """
+
+    runs: tuple[StepCount, ...]
+    sizes: tuple[Coefficients, ...]
+
+    @property
+    def run(self) -> StepCount:
+        """The run at the first size."""
+        return self.runs[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """The four ways to run a step: layers kept or recomputed, gradients to be made or there already.
+
+    Attributes:
+        basis: The sizes.
+        first, later, recomputed_first, recomputed_later: The ways.
+        batch_bytes: Bytes of the batch of each size.
+        twins: For every block ``None`` if it ran, else the position of the block that it imitated.
+    """
+
+    basis: Basis
+    first: Way
+    later: Way
+    recomputed_first: Way
+    recomputed_later: Way
+    batch_bytes: tuple[int, ...]
+    twins: tuple[int | None, ...]
+
+
+def run_ways(subject: Subject, basis: Basis, sized: Sized, twins: Sequence[int | None], *, recomputes: bool) -> Ways:
+    """Run a step in all ways.
+
+    Args:
+        subject: The step.
+        basis: At which sizes.
+        sized: Makes batches of them.
+        twins: Which blocks answer for others; see :func:`count_step`.
+        recomputes: Whether blocks can be recomputed; if not, the ways to recompute are those without.
+
+    Raises:
+        MisfitError: If an allocation is no polynomial of the sizes.
+    """
+    batches = {point: sized(point) for point in basis.sizes}
+    ends = tuple(dict.fromkeys((basis.sizes[0], basis.sizes[-1])))
+
+    usual: list[int] = []
+
+    def run(point: Point, recompute: bool, gradients_exist: bool) -> StepCount:
+        # The first run at a size may fill a cache of the user's module; all but the first step of training find it
+        # there.
+        for _ in range(2):
+            count = count_step(
+                subject,
+                batches[point],
+                twins=twins,
+                recompute=recompute,
+                gradients_exist=gradients_exist,
+                attribute=point == ends[0],
+            )
+            if _operators(count) == usual:
+                break
+        return count
+
+    usual = _operators(run(ends[0], False, False))
+    runs = tuple(run(point, False, False) for point in basis.sizes)
+    first = Way(runs=runs, sizes=_fit_sizes(basis, runs))
+
+    def other(recompute: bool, gradients_exist: bool) -> Way:
+        found = tuple(run(point, recompute, gradients_exist) for point in ends)
+        sizes = _found_again(basis, first, found)
+        if sizes is not None:
+            return Way(runs=found, sizes=sizes)
+        every = tuple(run(point, recompute, gradients_exist) for point in basis.sizes)
+        return Way(runs=every, sizes=_fit_sizes(basis, every))
+
+    later = other(False, True)
+    again = (other(True, False), other(True, True)) if subject.blocks and recomputes else (first, later)
+    return Ways(
+        basis=basis,
+        first=first,
+        later=later,
+        recomputed_first=again[0],
+        recomputed_later=again[1],
+        batch_bytes=tuple(_bytes(batches[point]) for point in basis.sizes),
+        twins=tuple(twins),
+    )
+
+
+def _bytes(batch: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in batch_tensors(batch))
+
+
+def _operators(count: StepCount) -> list[int]:
+    return [phase.operators for phase in count.forward]
+
+
+def _life(storage: Storage) -> tuple[object, ...]:
+    """What must be the same at all sizes."""
+    return storage.part, storage.cause, storage.operator, storage.born, storage.died, storage.saved
+
+
+def _fit_sizes(basis: Basis, runs: Sequence[StepCount]) -> tuple[Coefficients, ...]:
+    """The size of every allocation, matched by their order.
+
+    Raises:
+        MisfitError: If they do not match, or one of them is no polynomial.
+    """
+    counts = [len(run.storages) for run in runs]
+    if len(set(counts)) > 1:
+        raise MisfitError(
+            f"the number of allocations depends on the size: {dict(zip(basis.sizes, counts, strict=True))}"
+        )
+    known: dict[tuple[int, ...], Coefficients] = {}
+    fitted = []
+    for column in zip(*(run.storages for run in runs), strict=True):
+        if len({_life(storage) for storage in column}) > 1:
+            raise MisfitError(
+                f"an allocation by {column[0].operator} in part {column[0].part} is another one at other sizes: "
+                f"{sorted({_life(storage)[2:] for storage in column}, key=str)}"
+            )
+        sizes = tuple(storage.bytes for storage in column)
+        if sizes not in known:
+            known[sizes] = basis.interpolate(sizes, f"the size of an allocation by {column[0].operator}")
+        fitted.append(known[sizes])
+    return tuple(fitted)
+
+
+def _found_again(basis: Basis, first: Way, ends: Sequence[StepCount]) -> tuple[Coefficients, ...] | None:
+    """The sizes of another way's allocations, by finding each among those of the plain one; ``None`` if one is not."""
+    if any(len(run.storages) != len(ends[0].storages) for run in ends):
+        return None
+    phases = zip(*map(_phases, (first.runs[0], ends[0], first.runs[-1], ends[-1])), strict=True)
+    if not all(_differ_alike(*four) for four in phases):
+        return None
+    grouped: dict[tuple[int, str], list[tuple[Storage, Coefficients]]] = defaultdict(list)
+    for storage, size in zip(first.run.storages, first.sizes, strict=True):
+        grouped[storage.part, storage.cause].append((storage, size))
+    sources: dict[tuple[int, str], Iterator[tuple[Storage, Coefficients]]] = {}
+    found = []
+    for mine, other in zip(ends[0].storages, ends[-1].storages, strict=True):
+        if mine.cause == "accumulate":
+            size = basis.constant(mine.bytes)  # as large as the parameter
+        else:
+            cause = "forward" if mine.cause == "recompute" else mine.cause
+            source = sources.setdefault((mine.part, mine.cause), iter(grouped[mine.part, cause]))
+            same, size = next(source, (other, ()))
+            if not size or (same.operator, same.bytes) != (mine.operator, mine.bytes):
+                return None
+            if mine.cause == "recompute":  # repeated inside backward, where callers of blocks are not seen
+                mine.origin = same.origin
+        if _life(mine) != _life(other) or not basis.is_at(size, basis.sizes[-1], other.bytes):
+            return None
+        found.append(size)
+    return tuple(found)
+
+
+def _phases(run: StepCount) -> tuple[PhaseCount, ...]:
+    return run.forward + run.backward
+
+
+def _differ_alike(first: PhaseCount, other: PhaseCount, first_last: PhaseCount, other_last: PhaseCount) -> bool:
+    """Whether another way has as many operators at the last size as at the first, and what it adds moves as much.
+
+    A way that repeats a forward moves more by what depends on the size; it is nowhere said how much.
+    """
+    if other.operators != other_last.operators:
+        return False
+    added, added_last = other.moved_bytes - first.moved_bytes, other_last.moved_bytes - first_last.moved_bytes
+    return added == added_last or other.recomputes

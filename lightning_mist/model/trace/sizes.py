@@ -1,0 +1,75 @@
+"""At which sizes a step is counted: rows and sequence lengths around a real batch."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning_mist.model.fakes import batch_rows, batch_tensors, resize_batch, sequence_length
+from lightning_mist.model.spec import BILINEAR, CONSTANT, QUADRATIC, Basis, MisfitError, Point
+
+Resize = Callable[[Any, int, int | None], Any]
+"""``(batch, rows, length)`` to a batch of that size; the length is ``None`` where it is not to be changed."""
+
+# What depends on the batch alone (masks) is computed for real, and counts are exact at any size: so sizes stay small.
+_LONGEST = 512
+_LONGEST_REAL = 64
+_BATCH_BYTES = 1 << 24
+_SCORES = 1 << 20
+
+
+def _base_rows(batch: Any, rows: int, length: int) -> int:
+    """The whole batch if that is cheap, so that every run sees all of its rows; two otherwise.
+
+    One row is not taken: operators may treat a dimension of size one as a special case.
+    """
+    size = sum(t.numel() * t.element_size() for t in batch_tensors(batch))
+    return rows if rows > 1 and size <= _BATCH_BYTES and rows * length * length <= _SCORES else 2
+
+
+def bases(batch: Any, *, real: bool) -> Iterator[Basis]:
+    """Sets of sizes to try, the most general first.
+
+    Args:
+        batch: A real batch.
+        real: Whether steps run on real numbers, so that sizes must stay smaller still.
+    """
+    rows, full = batch_rows(batch), sequence_length(batch)
+    if rows is None:
+        yield Basis(CONSTANT, ((1, full or 1),), None)
+        return
+    if full is not None and full >= 4:
+        longest = min(full, _LONGEST_REAL if real else _LONGEST)
+        lengths = (longest, longest // 2, longest // 4)
+        b = 2 if real else _base_rows(batch, rows, longest)
+        points: tuple[Point, ...] = tuple((r, s) for s in lengths for r in (b, 2 * b))
+        yield Basis(BILINEAR, points, (3 * b, 3 * longest // 4))
+    b = 2 if real else _base_rows(batch, rows, full or 1)
+    yield Basis(QUADRATIC, tuple((b * i, full or 1) for i in (1, 2, 3)), (4 * b, full or 1))
+    yield Basis(CONSTANT, ((rows, full or 1),), None)
+
+
+def divisible(basis: Basis, degree: int) -> Basis:
+    """A set of sizes like another one whose lengths are multiples of a sequence-parallel degree.
+
+    Every rank has at least two positions: operators treat dimensions of size one as a special case.
+
+    Raises:
+        MisfitError: If the sequence is too short for it, or there is none.
+    """
+    longest = max(length for _, length in basis.sizes)
+    if basis.powers != BILINEAR or longest < 6 * degree:
+        raise MisfitError(f"lengths up to {longest} tell too little of costs that depend on multiples of {degree}")
+    rows = sorted({rows for rows, _ in basis.points})
+    least = 2 * degree
+    unit = longest // (4 * least) * least
+    # Without a fourth multiple the check varies the rows only.
+    lengths, check = ((4 * unit, 2 * unit, unit), 3 * unit) if unit else ((3 * least, 2 * least, least), least)
+    points: tuple[Point, ...] = tuple((r, s) for s in lengths for r in rows)
+    return Basis(BILINEAR, points, (3 * rows[0], check))
+
+
+def sized(batch: Any, basis: Basis, point: Point, resize: Resize | None) -> Any:
+    """The batch at one point of a basis; the batch itself where nothing can be varied."""
+    if basis.powers == CONSTANT:
+        return batch
+    length = point[1] if basis.powers == BILINEAR else None
+    return (resize or resize_batch)(batch, point[0], length)

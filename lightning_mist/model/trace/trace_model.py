@@ -1,0 +1,403 @@
+"""What a network costs, from its real training step and one real batch.
+
+The step runs on fake tensors at a few sizes under a :class:`~lightning_mist.model.trace.ledger.Ledger`; every count
+becomes an exact polynomial in rows and length (:mod:`~lightning_mist.model.spec.polynomial_fit`). Blocks of one kind
+run once per step, the others imitate them. Counts on fake and on real tensors are equal operator by operator, so a step
+that cannot run on fakes (one that reads a value back) is counted on real tensors at small sizes instead.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_mist.errors import TraceError
+from lightning_mist.model.cuts import map_module
+from lightning_mist.model.device import KINDS, DeviceOperators, device_operators
+from lightning_mist.model.events import timeline_of
+from lightning_mist.model.fakes import (
+    batch_rows,
+    describe_guesses,
+    device_of,
+    has_values,
+    isolated,
+    quiet_fakes,
+    refusal,
+    resize_batch,
+    sequence_length,
+    substitute_parameters,
+)
+from lightning_mist.model.operators import storage_key
+from lightning_mist.model.spec import (
+    BILINEAR,
+    CONSTANT,
+    Basis,
+    LayerSpec,
+    MisfitError,
+    ModelSpec,
+    OptimizerSpec,
+    ParameterSpec,
+    SplitSpec,
+    TensorSpec,
+)
+from lightning_mist.model.trace.block_kinds import Kinds, cost_keys, group, is_faithful, trained_beside
+from lightning_mist.model.trace.boundaries import boundary_specs
+from lightning_mist.model.trace.counted_step import StepCount, Subject, count_step
+from lightning_mist.model.trace.layer_costs import layer_specs, not_recomputed
+from lightning_mist.model.trace.modes import Ways, run_ways
+from lightning_mist.model.trace.optimizer import describe_optimizer
+from lightning_mist.model.trace.sizes import Resize, bases, sized
+from lightning_mist.model.trace.split_costs import WholeStep, trace_splits
+from lightning_mist.plan import Exclusion, ModuleMap
+
+_REAL = (
+    Exclusion(
+        feature="tensor",
+        reason="the costs of split layers cannot be traced, because the step does not run on fake tensors",
+    ),
+)
+"""Why tensor parallelism is ruled out for steps that are counted on real numbers."""
+
+
+_UNSTACKABLE = (
+    "allocations are known in sum and not one by one: layers of one kind keep tensors of others for different times"
+)
+"""Said where templates of layers do not add up to the whole step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Blocks:
+    """What whole runs told of the blocks.
+
+    Attributes:
+        kinds: Which of them cost the same.
+        twins: Which of them answer for others.
+        recompute_failure: Why they cannot be recomputed, if so.
+        kept_bytes: Bytes of tensors that the module keeps as plain attributes from its first step on.
+        timeline: Bytes alive at every reading of a whole run at the first size.
+    """
+
+    kinds: Kinds
+    twins: tuple[int | None, ...]
+    recompute_failure: str | None
+    kept_bytes: int
+    timeline: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traced:
+    """Everything that depends on sizes, as expressions."""
+
+    basis: Basis
+    blocks: _Blocks
+    head: LayerSpec
+    layers: tuple[LayerSpec, ...]
+    tail: LayerSpec
+    boundaries: tuple[tuple[TensorSpec, ...], ...]
+    batch_bytes: sympy.Expr
+    shared: sympy.Expr
+    guesses: tuple[tuple[str, int], ...]
+    is_fake: bool
+    notes: tuple[str, ...]
+
+
+def _find_blocks(subject: Subject, batch: Any, module_map: ModuleMap, *, last_alone: bool) -> _Blocks:
+    """Run a whole step, sort the blocks into kinds, and see whether imitation counts the same."""
+    outside = trained_beside(module_map)
+    alone = [last_alone and index == len(outside) - 1 for index in range(len(outside))]
+    whole = (None,) * len(subject.blocks)
+
+    def run(recompute: bool, gradients_exist: bool, twins: tuple[int | None, ...] = whole) -> StepCount:
+        return count_step(subject, batch, twins=twins, recompute=recompute, gradients_exist=gradients_exist)
+
+    plain = run(False, False)
+    kept = _kept_bytes(subject.module)
+    if not subject.blocks:
+        settled = run(False, False).timeline
+        return _Blocks(kinds=group((), ()), twins=(), recompute_failure=None, kept_bytes=kept, timeline=settled)
+    names = [type(block).__name__ for block in subject.blocks]
+    for attempt in range(2):
+        kinds = group(names, list(zip(cost_keys(subject.blocks, [plain]), outside, alone, strict=True)))
+        twins = kinds.twins(surrounded=True)
+        if _can_imitate(subject, batch, plain, kinds, twins):
+            break
+        if not attempt:
+            # The first step of all may have filled a cache of the user's module.
+            plain = run(False, False)
+    else:
+        twins = whole
+    try:
+        run(True, True, twins)
+        failure = None
+    except Exception as error:
+        failure = f"a block cannot be run a second time in backward: {type(error).__name__}: {error}"
+    return _Blocks(kinds=kinds, twins=twins, recompute_failure=failure, kept_bytes=kept, timeline=plain.timeline)
+
+
+def _can_imitate(subject: Subject, batch: Any, plain: StepCount, kinds: Kinds, twins: tuple[int | None, ...]) -> bool:
+    if not all(plain.describable):
+        return False
+    try:
+        brief = count_step(subject, batch, twins=twins, recompute=False, gradients_exist=False)
+    except Exception:
+        # Something reads what happens inside blocks, which imitation does not reproduce. The whole run did not fail.
+        return False
+    return is_faithful(plain, brief, kinds)
+
+
+def _kept_bytes(module: nn.Module) -> int:
+    tensors = (x for item in module.modules() for x in vars(item).values() if isinstance(x, torch.Tensor))
+    own = {storage_key(x): x.untyped_storage().nbytes() for x in tensors if not isinstance(x, nn.Parameter)}
+    return sum(own.values())
+
+
+def _fit(ways: Ways, blocks: _Blocks, module_map: ModuleMap, length: int | None, *, is_fake: bool) -> _Traced:
+    basis, runs = ways.basis, ways.first.runs
+    parts = layer_specs(ways, blocks.kinds.parts(module_map.blocks), is_fake=is_fake)
+    notes: tuple[str, ...] = ()
+    if not _stack_up(parts, blocks, basis):
+        parts = tuple(replace(part, events=None) for part in parts)
+        notes = (_UNSTACKABLE,)
+    head, *layers, tail = parts
+    return _Traced(
+        basis=basis,
+        blocks=blocks,
+        head=not_recomputed(head),
+        layers=tuple(layers),
+        tail=not_recomputed(tail),
+        boundaries=boundary_specs(module_map, basis, [run.entering for run in runs], length),
+        batch_bytes=basis.fit(ways.batch_bytes, "batch bytes"),
+        guesses=runs[0].guesses,
+        is_fake=is_fake,
+        notes=notes,
+        shared=basis.fit([run.shared for run in runs], "saved bytes of masks and tables"),
+    )
+
+
+def _stack_up(parts: Sequence[LayerSpec], blocks: _Blocks, basis: Basis) -> bool:
+    """Whether the events of parts make up those of the whole step."""
+    events = [part.events.first for part in parts if part.events is not None]
+    whole = (events[0], *(events[1 + kind] for kind in blocks.kinds.of), events[-1])
+    return timeline_of(whole, *basis.points[0]) == blocks.timeline
+
+
+def _trace(
+    subject: Subject, batch: Any, module_map: ModuleMap, resize: Resize | None, operators: DeviceOperators
+) -> tuple[_Traced, list[str]]:
+    """Count and fit over the most general set of sizes that the step follows; and why others failed."""
+    failures: list[str] = []
+    for basis in bases(batch, real=subject.mode is None):
+        try:
+            with operators.installed(rounds=basis.powers != BILINEAR):
+                return _count(subject, batch, basis, module_map, resize), failures
+        except MisfitError as error:
+            failures.append(str(error))
+        except Exception as error:
+            if basis.powers == CONSTANT:
+                raise
+            failures.append(f"{type(error).__name__}: {error}")
+    raise TraceError(f"the step of {module_map.step} has no cost expressions: {'; '.join(failures)}")
+
+
+def _count(subject: Subject, batch: Any, basis: Basis, module_map: ModuleMap, resize: Resize | None) -> _Traced:
+    """Count over one set of sizes, and fit.
+
+    The tail's part begins before the caller of the last block has let go of what that was given. Where nothing else
+    keeps it, the last block is a kind of its own.
+    """
+    first = sized(batch, basis, basis.points[0], resize)
+    for last_alone in (False, True):
+        blocks = _find_blocks(subject, first, module_map, last_alone=last_alone)
+        ways = run_ways(
+            subject,
+            basis,
+            partial(sized, batch, basis, resize=resize),
+            blocks.twins,
+            recomputes=blocks.recompute_failure is None,
+        )
+        found = _fit(ways, blocks, module_map, sequence_length(batch), is_fake=subject.mode is not None)
+        if not found.notes or blocks.kinds.of.count(blocks.kinds.of[-1]) == 1:
+            break
+    return found
+
+
+def _traced(
+    module: nn.Module,
+    batch: Any,
+    module_map: ModuleMap,
+    call: Callable[[Any], Any],
+    context: Callable[[], AbstractContextManager[Any]],
+    resize: Resize | None,
+    operators: DeviceOperators,
+) -> tuple[_Traced, list[str]]:
+    """Trace on fake tensors, or on real ones where the step does not run on fakes."""
+    owners = {
+        (name, attribute): regions for use in module_map.parameters for name, attribute, regions in use.slots if regions
+    }
+    blocks = tuple(module.get_submodule(name) for name in module_map.blocks)
+    failures: list[str] = []
+    is_real = has_values(module)
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), None):
+        with isolated(module), quiet_fakes():
+            parameters = tuple(substitute_parameters(module, mode, owners, device_of(batch)).values())
+            subject = Subject(
+                module=module, blocks=blocks, parameters=parameters, mode=mode, call=call, context=context
+            )
+            try:
+                traced, misfits = _trace(subject, batch, module_map, resize, operators)
+            except TraceError:
+                raise
+            except Exception as error:
+                if mode is None or not is_real:
+                    raise TraceError(refusal(error, module, failures, is_fake=mode is not None)) from error
+                failures.append(f"{refusal(error, module, (), is_fake=True)}. It was counted on real tensors instead")
+                if operators.kernels:
+                    failures.append(f"counted on real tensors of the CPU, which keeps other ones than {operators.name}")
+                continue
+        return traced, failures + misfits
+    raise AssertionError("unreachable: the real run returns or raises")
+
+
+def _parameters(module: nn.Module) -> tuple[ParameterSpec, ...]:
+    return tuple(
+        ParameterSpec(name=name, numel=p.numel(), bytes=p.numel() * p.element_size(), trainable=p.requires_grad)
+        for name, p in module.named_parameters()
+    )
+
+
+def _exclusions(module_map: ModuleMap, traced: _Traced, failures: list[str]) -> ModuleMap:
+    """Costs that are known at one size only rule out other sizes; blocks that do not run twice, recomputation."""
+    found = []
+    if traced.basis.powers == CONSTANT and not module_map.excludes("microbatches"):
+        reason = "its costs are known only for whole batches" + (f": {failures[-1]}" if failures else "")
+        found.append(Exclusion(feature="microbatches", reason=reason))
+    if traced.blocks.recompute_failure is not None and not module_map.excludes("checkpointing"):
+        found.append(Exclusion(feature="checkpointing", reason=traced.blocks.recompute_failure))
+    return replace(module_map, exclusions=(*module_map.exclusions, *found)) if found else module_map
+
+
+def trace_model(
+    module: nn.Module,
+    batch: Any,
+    *,
+    call: Callable[[Any], Any] | None = None,
+    module_map: ModuleMap | None = None,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
+    precision: str = "32-true",
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    resize: Resize | None = None,
+    device_kind: str | DeviceOperators | None = None,
+) -> ModelSpec:
+    """Find out what a module's training step costs, as expressions in microbatch rows and sequence length.
+
+    The module, its gradients, buffers and random state are afterwards as before.
+
+    Args:
+        module: Any module with a training step, for example a ``LightningModule``.
+        batch: One batch as the step gets it, on the module's device.
+        call: Runs the step on a batch; ``module.training_step(batch, 0)`` by default.
+        module_map: Blocks and cuts, if they are known already.
+        optimizer: What will train the module: an instance, or a class for its defaults.
+        precision: Lightning's name of the precision, kept in the result.
+        context: Makes the context of the step's forward, for example autocast.
+        resize: Makes batches of other sizes, where repeating rows and cutting sequences is not right.
+        device_kind: Kind of the device that the module will train on, ``"cpu"`` or ``"cuda"``, or a table of its
+            operators; by default where the module is. Tensors that are on a CUDA device are computed as torch does.
+
+    Raises:
+        TraceError: If the step fails, returns no loss, or cannot be counted.
+    """
+    step = call or (lambda item: module.training_step(item, 0))  # type: ignore[operator]
+    module_map = module_map or _mapped(module, batch, step, resize)
+    operators = _operators(module, batch, device_kind)
+    traced, failures = _traced(module, batch, module_map, step, context, resize, operators)
+    optimizer_spec, notes = _optimizer(optimizer, _home(module, batch), operators.name)
+    guesses = (describe_guesses(traced.guesses),) if traced.guesses else ()
+    rows, length = batch_rows(batch), sequence_length(batch)
+    parameters = _parameters(module)
+    splits, unknown = _splits(module, batch, module_map, step, context, resize, traced, parameters, operators)
+    return ModelSpec(
+        name=type(module).__name__,
+        module_map=_exclusions(replace(module_map, exclusions=(*module_map.exclusions, *unknown)), traced, failures),
+        head=traced.head,
+        layers=traced.layers,
+        kinds=traced.blocks.kinds.of,
+        tail=traced.tail,
+        boundaries=traced.boundaries,
+        parameters=parameters,
+        buffer_bytes=traced.blocks.kept_bytes + sum(b.numel() * b.element_size() for b in module.buffers()),
+        batch_bytes=traced.batch_bytes,
+        batch_rows=module_map.batch_rows if rows is None else rows,
+        sequence_length=length if traced.basis.powers == BILINEAR else None,
+        optimizer=optimizer_spec,
+        precision=precision,
+        device_kind=operators.name,
+        shared_saved_bytes=traced.shared,
+        splits=splits,
+        notes=(*failures, *traced.notes, *notes, *guesses),
+    )
+
+
+def _mapped(module: nn.Module, batch: Any, step: Callable[[Any], Any], resize: Resize | None) -> ModuleMap:
+    """Blocks and cuts, found with a batch of other rows besides."""
+    rows = batch_rows(batch)
+    other = None if rows is None else (resize or resize_batch)(batch, rows - 1 if rows > 1 else 2, None)
+    return map_module(module, step, batch, second_batch=other)
+
+
+def _splits(
+    module: nn.Module,
+    batch: Any,
+    module_map: ModuleMap,
+    step: Callable[[Any], Any],
+    context: Callable[[], AbstractContextManager[Any]],
+    resize: Resize | None,
+    traced: _Traced,
+    parameters: tuple[ParameterSpec, ...],
+    operators: DeviceOperators,
+) -> tuple[tuple[SplitSpec, ...], tuple[Exclusion, ...]]:
+    """What each way to share layers costs, and what is ruled out because it cannot be counted."""
+    if not traced.is_fake:
+        return (), _REAL if module_map.splits else ()
+    whole = WholeStep(
+        module=module,
+        batch=batch,
+        module_map=module_map,
+        call=step,
+        context=context,
+        resize=resize,
+        basis=traced.basis,
+        kinds=traced.blocks.kinds,
+        twins=traced.blocks.twins,
+        recomputes=traced.blocks.recompute_failure is None,
+        boundaries=traced.boundaries,
+        operators=operators,
+    )
+    return trace_splits(whole, parameters)
+
+
+def _operators(module: nn.Module, batch: Any, kind: str | DeviceOperators | None) -> DeviceOperators:
+    """The table to trace with; one that replaces nothing where torch computes as on the device by itself."""
+    home = _home(module, batch).type
+    found = kind if isinstance(kind, DeviceOperators) else device_operators(kind or (home if home in KINDS else "cpu"))
+    return found if home == "cpu" else replace(found, kernels=())
+
+
+def _home(module: nn.Module, batch: Any) -> torch.device:
+    """Where the module is; where its batch is, if it is nowhere yet."""
+    return next((p.device for p in module.parameters() if not p.is_meta), device_of(batch))
+
+
+def _optimizer(
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None, home: torch.device, device_kind: str
+) -> tuple[OptimizerSpec, tuple[str, ...]]:
+    if optimizer is not None:
+        return describe_optimizer(optimizer, device_kind=device_kind), ()
+    note = "no optimizer was given: AdamW's needs are assumed"
+    return describe_optimizer(torch.optim.AdamW, device=home, device_kind=device_kind), (note,)

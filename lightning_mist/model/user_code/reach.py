@@ -1,0 +1,253 @@
+"""Which user code a step may run, and what it can reach beside its arguments: found by reading code, not by running it.
+
+From the step on, names in the code of functions are followed: to methods of the module's classes and of other classes
+of the user's, to functions and modules among globals, into closures. What is found holds for branches too that no batch
+has taken yet. Names made up while running (``getattr`` with a computed name) are not followed.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from lightning_mist.model.user_code.contents import is_users_object
+
+_FOREIGN = frozenset(
+    (
+        "torch",
+        "torchvision",
+        "torchmetrics",
+        "lightning",
+        "pytorch_lightning",
+        "lightning_fabric",
+        "lightning_utilities",
+        "lightning_mist",
+        "transformers",
+        "numpy",
+        "scipy",
+        "einops",
+    )
+)
+_MOST_FUNCTIONS = 5_000
+"""Functions that are followed at most: what a step of a large library reaches has been seen by then."""
+
+
+_MAKING = ("__init__", "__new__", "__post_init__", "__init_subclass__")
+"""Methods that run when an object or a class is made."""
+
+
+_Roots = Mapping[str, tuple[dict[str, Any], frozenset[str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A place where values have names.
+
+    Attributes:
+        label: What it is, in words: ``"the module"``, ``"class Net"``, ``"globals of train"``.
+        holder: A dictionary, a class, or the cell of a closure.
+        only: The names that count here; ``None`` for all that the code mentions.
+        is_module: Whether it belongs to the user's module or a part of it.
+    """
+
+    label: str
+    holder: Any
+    only: frozenset[str] | None = None
+    is_module: bool = False
+
+    def values(self) -> Mapping[str, Any]:
+        """What it holds now."""
+        if isinstance(self.holder, CellType):
+            (name,) = self.only or ("",)
+            try:
+                return {name: self.holder.cell_contents}
+            except ValueError:  # not yet set
+                return {}
+        return self.holder if isinstance(self.holder, dict) else vars(self.holder)
+
+    def put(self, name: str, value: Any) -> None:
+        """Let a name hold a value."""
+        if isinstance(self.holder, CellType):
+            self.holder.cell_contents = value
+        elif isinstance(self.holder, dict):
+            self.holder[name] = value
+        else:
+            type.__setattr__(self.holder, name, value)
+
+    def remove(self, name: str) -> None:
+        """Let a name hold nothing."""
+        if isinstance(self.holder, CellType):
+            del self.holder.cell_contents
+        elif isinstance(self.holder, dict):
+            self.holder.pop(name, None)
+        else:
+            type.__delattr__(self.holder, name)
+
+
+class Reach:
+    """What the code of a step can reach.
+
+    Args:
+        module: The user's module.
+        step: The function that is its step.
+        roots: Further dictionaries that it can get at, by what they are, in words: the trainer's, its callbacks'; and
+            the names of which its code must have one to get there.
+
+    Attributes:
+        names: Every name and every string in its code.
+        spaces: Where these names may have values.
+    """
+
+    def __init__(self, module: nn.Module, step: Callable[..., Any], roots: _Roots) -> None:
+        self.names: set[str] = set()
+        self._seen: set[int] = set()
+        self._spaces: dict[int, Space] = {}
+        self._classes: dict[type, None] = {}
+        self._waiting: list[FunctionType] = []
+        self._found = 0
+        for name, child in module.named_modules():
+            self._add_class(type(child))
+            if any(is_users(cls) for cls in type(child).__mro__):
+                self._add(Space(f"module {name}" if name else "the module", vars(child), is_module=True))
+        self._visit(step)
+        for child in module.modules():
+            self._visit(type(child).forward)
+            for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values()):
+                self._visit(hook)
+            if any(is_users(cls) for cls in type(child).__mro__):
+                for value in list(vars(child).values()):
+                    self._visit(value)
+        self._follow()
+        for label, (root, gates) in roots.items():
+            if gates & self.names:
+                self._add(Space(label, root))
+                for value in list(root.values()):
+                    self._visit(value)
+        self._follow()
+        self.spaces = tuple(self._spaces.values())
+
+    def named(self, space: Space) -> Iterator[tuple[str, Any]]:
+        """Names and values of a space that the code mentions."""
+        values = space.values()
+        for name in values.keys() & (self.names if space.only is None else space.only):
+            yield name, values[name]
+
+    def has(self, name: str, space: Space) -> bool:
+        """Whether the code can get at a name of a space."""
+        return name in self.names and id(space.holder) in self._spaces
+
+    def _add(self, space: Space) -> None:
+        self._spaces.setdefault(id(space.holder), space)
+
+    def _add_class(self, cls: type) -> None:
+        for base in cls.__mro__:
+            if is_users(base) and base not in self._classes:
+                self._classes[base] = None
+                self._add(Space(f"class {base.__qualname__}", base))
+
+    def _follow(self) -> None:
+        """Read functions until no new one is found; methods follow from names that other functions mention."""
+        while True:
+            while self._waiting and self._found < _MOST_FUNCTIONS:
+                self._read(self._waiting.pop())
+            for cls in list(self._classes):
+                for name, value in list(vars(cls).items()):
+                    is_special = name.startswith("__") and cls not in (object, type)
+                    # What exists is not made once more, unless code knows the name of its class.
+                    is_making = name in _MAKING and cls.__name__ not in self.names
+                    if name in self.names or (is_special and not is_making):
+                        self._visit_member(value)
+            if not self._waiting or self._found >= _MOST_FUNCTIONS:
+                return
+
+    def _visit_member(self, value: Any) -> None:
+        """What a class may hold: functions, in various covers."""
+        if isinstance(value, property):
+            for function in (value.fget, value.fset):
+                self._visit(function)
+        elif isinstance(value, functools.cached_property):
+            self._visit(value.func)
+        else:
+            self._visit(getattr(value, "__func__", value))
+
+    def _visit(self, value: Any) -> None:
+        if isinstance(value, MethodType):
+            value = value.__func__
+        if isinstance(value, functools.partial):
+            for item in (value.func, *value.args, *value.keywords.values()):
+                self._visit(item)
+            return
+        inner = getattr(value, "__wrapped__", None)
+        if isinstance(inner, (FunctionType, MethodType)) and inner is not value:
+            self._visit(inner)
+        if isinstance(value, FunctionType):
+            if id(value) not in self._seen and is_users(value):
+                self._seen.add(id(value))
+                self._waiting.append(value)
+        elif isinstance(value, type):
+            self._add_class(value)
+        elif is_users_object(value):
+            self._add_class(type(value))
+
+    def _read(self, function: FunctionType) -> None:
+        """Take in the names of a function's code, and what they lead to."""
+        self._found += 1
+        names = set(_names_of(function.__code__))
+        self.names |= names
+        if vars(function):
+            self._add(Space(f"function {function.__qualname__}", vars(function)))
+        self._add(Space(f"globals of {function.__module__}", function.__globals__))
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            space = Space(f"closure of {function.__qualname__}", cell, frozenset((name,)))
+            self._add(space)
+            for value in space.values().values():
+                self._visit(value)
+        defaults = _defaults(function)
+        if defaults:
+            self._add(Space(f"defaults of {function.__qualname__}", defaults, frozenset(defaults)))
+        for name in names & function.__globals__.keys():
+            value = function.__globals__[name]
+            self._visit(value)
+            if isinstance(value, FunctionType) and is_users(value):
+                # Functions may have attributes of their own, now or later.
+                self._add(Space(f"function {value.__qualname__}", vars(value)))
+            if isinstance(value, ModuleType) and is_users(value):
+                self._add(Space(f"globals of {value.__name__}", vars(value)))
+                for inner in names & vars(value).keys():
+                    self._visit(vars(value)[inner])
+
+
+def _defaults(function: FunctionType) -> dict[str, Any]:
+    """Default values of arguments that calls could change."""
+    code, given = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount][code.co_argcount - len(given) :]
+    every = {**dict(zip(names, given, strict=True)), **(function.__kwdefaults__ or {})}
+    return {
+        name: value
+        for name, value in every.items()
+        if isinstance(value, (list, dict, set)) or hasattr(value, "__next__")
+    }
+
+
+def _names_of(code: CodeType) -> Iterator[str]:
+    """Names and strings in a function's code, and in functions inside it."""
+    yield from code.co_names
+    yield from code.co_freevars
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_of(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
+        elif isinstance(constant, (tuple, frozenset)):
+            yield from (item for item in constant if isinstance(item, str) and item.isidentifier())
+
+
+def is_users(item: Any) -> bool:
+    """Whether a function, class or module is the user's own, or a library's that is no part of the machinery."""
+    name = item.__name__ if isinstance(item, ModuleType) else getattr(item, "__module__", None)
+    top = str(name).partition(".")[0]
+    return top not in _FOREIGN and (top not in sys.stdlib_module_names or top in ("__main__", "__mp_main__"))
