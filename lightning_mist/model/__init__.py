@@ -72,17 +72,33 @@ __all__ = [
 ]
 
 _HOMES = {
-    "blocks": ("find_blocks",),
-    "cuts": ("map_module",),
-    "device_table": ("DeviceOperators", "device_operators"),
-    "elementwise": ("counting_reason", "coupling_reason", "whole_tensor_reason"),
-    "memory_rules": ("register_memory_rule",),
-    "optimizer": ("describe_optimizer", "optimizer_class"),
-    "own_optimizer": ("optimizer_to_describe",),
-    "splits": ("derive_splits",),
-    "timing": ("attach_seconds", "measured_sizes", "time_layers"),
-    "trace": ("trace_model",),
-    "update_timing": ("time_update",),
+    "cuts": (
+        "find_blocks",
+        "map_module",
+    ),
+    "device": (
+        "DeviceOperators",
+        "device_operators",
+    ),
+    "operators": ("register_memory_rule",),
+    "split": (
+        "counting_reason",
+        "coupling_reason",
+        "derive_splits",
+        "whole_tensor_reason",
+    ),
+    "timing": (
+        "attach_seconds",
+        "measured_sizes",
+        "time_layers",
+        "time_update",
+    ),
+    "trace": (
+        "describe_optimizer",
+        "optimizer_class",
+        "optimizer_to_describe",
+        "trace_model",
+    ),
 }
 
 

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 
 from lightning_mist.strategy.restrictions import whole_module_reason
-from tests.model.test_elementwise import Coupled
+from tests.model.split.test_optimizer_coupling import Coupled
 
 PARAMETER = torch.nn.Parameter(torch.zeros(1))
 SGD = torch.optim.SGD([PARAMETER], lr=0.1)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.model.test_elementwise import Lamb, Late, Twice
+from tests.model.split.test_optimizer_coupling import Lamb, Late, Twice
 from tests.traps.project import Project, Trap
 
 _EVERYWHERE = ("zero1", "zero3", "pp2", "tp2")

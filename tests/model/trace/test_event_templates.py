@@ -9,8 +9,8 @@ from lightning_mist.model.trace.block_kinds import Example
 from lightning_mist.model.trace.event_templates import layer_events
 from lightning_mist.model.trace.modes import run_ways
 from tests import zoo
-from tests.model.test_layer_costs import BASIS, subject_of
-from tests.model.test_step import Chain
+from tests.model.trace.test_counted_step import Chain
+from tests.model.trace.test_layer_costs import BASIS, subject_of
 
 EXAMPLES = (
     Example(part=0, follower=None, label="head", block=""),

@@ -67,7 +67,7 @@ def test_reading_a_fake_number_is_answered_and_noted_and_a_real_one_is_not_guess
         assert torch.tensor(5.0).item() == 5.0
     ((first, once), (second, again)) = ledger.guesses.reads
     assert (once, again) == (1, 1)
-    assert first.partition("test_saved.py:")[2] < second.partition("test_saved.py:")[2]
+    assert first.partition("test_ledger.py:")[2] < second.partition("test_ledger.py:")[2]
 
 
 def test_what_an_operator_needs_while_it_runs_is_alive_then_only() -> None:
@@ -89,5 +89,5 @@ def test_a_loop_that_waits_for_a_value_is_ended() -> None:
         while value.item() > 0.5:
             value = value / 2
 
-    with Ledger(1), pytest.raises(TraceError, match=r"values into Python \d+ times at \S*test_saved.py:\d+: a loop"):
+    with Ledger(1), pytest.raises(TraceError, match=r"values into Python \d+ times at \S*test_ledger.py:\d+: a loop"):
         wait(fake)

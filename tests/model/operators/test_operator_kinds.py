@@ -8,7 +8,7 @@ from lightning_mist.model.device.library import fused_operators
 from lightning_mist.model.operators.operator_costs import computes, tensors_in
 from lightning_mist.model.operators.operator_kinds import kind_of
 from lightning_mist.model.spec.work_kinds import KINDS
-from tests.model.test_operators import Calls
+from tests.model.operators.test_operator_costs import Calls
 
 X = torch.randn(2, 3, 8, 8)
 ROWS = torch.randn(4, 8)

@@ -13,7 +13,7 @@ from lightning_mist.model.trace.block_kinds import Example
 from lightning_mist.model.trace.counted_step import Subject
 from lightning_mist.model.trace.layer_costs import layer_specs, not_recomputed
 from lightning_mist.model.trace.modes import run_ways
-from tests.model.test_step import Chain
+from tests.model.trace.test_counted_step import Chain
 
 BASIS = Basis(powers=QUADRATIC, points=((2, 1), (3, 1), (5, 1)), check=(7, 1))
 

@@ -308,7 +308,7 @@ def test_a_value_read_for_logging_is_guessed_and_noted() -> None:
     spec = trace_model(Logging(), torch.randn(6, 4), optimizer=torch.optim.SGD)
     (note,) = spec.notes
     assert re.fullmatch(
-        r"the step reads 1 values into Python at \S+test_trace.py:\d+; branches .* for False or 1", note
+        r"the step reads 1 values into Python at \S+test_trace_model.py:\d+; branches .* for False or 1", note
     )
     assert spec.layers == trace_model(Stack(), torch.randn(6, 4), optimizer=torch.optim.SGD).layers
 
@@ -377,5 +377,5 @@ def test_a_loop_that_waits_for_a_value_is_refused() -> None:
                 loss = loss / 2
             return loss
 
-    with pytest.raises(TraceError, match=r"values into Python \d+ times at \S*test_trace.py:\d+: a loop that ends by"):
+    with pytest.raises(TraceError, match=r"values into Python \d+ times at \S*test_trace_model.py:\d+: a loop that ends by"):
         trace_model(Waiting(), torch.randn(6, 4), optimizer=torch.optim.SGD)

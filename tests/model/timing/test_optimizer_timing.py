@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.model import time_update, update_timing
+from lightning_mist.model import time_update
+from lightning_mist.model.timing import optimizer_timing as update_timing
 
 CPU = torch.device("cpu")
 

@@ -98,7 +98,7 @@ def test_a_random_number_that_is_read_is_noted_with_its_value():
     record = Run()(lambda net, x: through(net, x) * torch.full((), 0.5).bernoulli_(1.0).item())
     (read,) = record.reads
     assert (read.function, read.source, read.value, read.region) == (".item()", "random numbers", 1.0, 1)
-    assert "test_recording.py" in read.line
+    assert "test_recorder.py" in read.line
 
 
 def test_reads_of_what_depends_on_parameters_are_guessed():

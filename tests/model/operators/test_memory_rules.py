@@ -76,7 +76,7 @@ def test_the_last_rule_holds_and_rules_end() -> None:
     assert workspace_bytes(operator, (x,), {}) == 0
     with memory_rules():
         assert x.nonzero().shape == (3,)
-    from lightning_mist.model import memory_rules as module
+    from lightning_mist.model.operators import memory_rules as module
 
     module._RULES.clear()
     with memory_rules(), pytest.raises(Exception, match="nonzero"):

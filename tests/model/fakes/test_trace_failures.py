@@ -54,13 +54,13 @@ class Net(nn.Module):
 
 BATCH = torch.ones(4, 4)
 
-IN_INNER = r"in module 'inner' at \S*test_obstacles.py:\d+"
+IN_INNER = r"in module 'inner' at \S*test_trace_failures.py:\d+"
 
 CASES = [
     (double, rf"mist_tests::double {IN_INNER} has no kernel for fake tensors. Give it a fake kernel with "
      r"torch.library.register_fake\('mist_tests::double'\), or say what it returns with "
      r"lightning_mist.register_memory_rule\('mist_tests::double', ...\)"),
-    (keep, r"mist_tests::undo at \S*test_obstacles.py:\d+ has no kernel for fake tensors"),
+    (keep, r"mist_tests::undo at \S*test_trace_failures.py:\d+ has no kernel for fake tensors"),
     (lambda x: x[x.sum(-1) > 0], rf"aten::index.Tensor {IN_INNER} gives a result whose size depends on values. "
      r"Say what it returns with lightning_mist.register_memory_rule\('aten::index.Tensor', ...\), or write that "
      "line without it"),

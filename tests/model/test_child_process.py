@@ -88,8 +88,8 @@ def test_errors_come_back_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("abort", r"fail was ended at .*test_apart.py:\d+ by SIGABRT, as compiled code does that reads what fake"),
-        ("segment", r"fail was ended at .*test_apart.py:\d+ by SIGSEGV"),
+        ("abort", r"fail was ended at .*test_child_process.py:\d+ by SIGABRT, as compiled code does that reads what fake"),
+        ("segment", r"fail was ended at .*test_child_process.py:\d+ by SIGSEGV"),
         ("kill", "fail was ended by SIGKILL, which the system sends when memory runs out"),
         ("exit", "fail ended its process with status 3 and no result"),
         ("leave", "fail ended its process with status 4 and no result.*torch.library.register_fake"),
@@ -111,7 +111,7 @@ def deaf() -> str:
 
 
 def test_the_place_is_known_whoever_had_the_signal_before() -> None:
-    assert "test_apart.py" in run_apart(deaf)
+    assert "test_child_process.py" in run_apart(deaf)
 
 
 def leave_a_group_as_garbage(path: Path) -> None:
