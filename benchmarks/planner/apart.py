@@ -92,7 +92,7 @@ def spec_of(
     Raises:
         ValueError: If networks of its family would have to be traced for such devices.
     """
-    from lightning_mist.model.presets.preset_spec import KNOWN_OPTIMIZERS, preset_spec
+    from lightning_mist.model.presets.specs import KNOWN_OPTIMIZERS, preset_spec
 
     cluster = parse_cluster(cluster_text)
     found = preset_spec(

@@ -17,7 +17,7 @@ from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.model import ModelSpec, trace_model
-from lightning_mist.model.sources.open_model import open_model
+from lightning_mist.model.sources.text_sources import open_model
 
 MODELS = ("gpt3-1.3b", "llama-7b")
 PRECISION, SEQUENCE_LENGTH, BATCH_ROWS = "bf16-true", 2048, 16

@@ -16,7 +16,7 @@ from lightning_mist.cli.search import SearchOptions
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.hardware.capability import capability_of
 from lightning_mist.model import derive_splits, device_operators, map_module, trace_model
-from lightning_mist.model.sources.open_model import open_model
+from lightning_mist.model.sources.text_sources import open_model
 from lightning_mist.runtime.batches import slice_rows
 from lightning_mist.tuner import degrees_to_try, tune
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_mist.cost.dims import TransformerDims
 from lightning_mist.model import derive_splits, map_module
 from lightning_mist.model.device.operator_table import device_operators
-from lightning_mist.model.fakes.fake_parameters import quiet_fakes
+from lightning_mist.model.fakes.fake_modules import quiet_fakes
 from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
 from lightning_mist.model.trace.counted_step import Subject, count_step
 from lightning_mist.model.trace.rank_step import RankView, present_parts

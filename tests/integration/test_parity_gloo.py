@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mist.model.split.derive_splits import derive_splits
+from lightning_mist.model.split.splits import derive_splits
 from lightning_mist.plan.mesh import process_groups
 from lightning_mist.runtime.transport import DistributedTransport, complete
 from tests import zoo

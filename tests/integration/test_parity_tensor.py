@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 from lightning_mist.errors import PlanError
-from lightning_mist.model.split.derive_splits import derive_splits
+from lightning_mist.model.split.splits import derive_splits
 from lightning_mist.runtime.batches import slice_rows
 from tests import zoo
 from tests.integration.parity import Rank, assert_equal, map_of, precision_of, reference, run_plan

@@ -88,7 +88,10 @@ def test_errors_come_back_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("abort", r"fail was ended at .*test_child_process.py:\d+ by SIGABRT, as compiled code does that reads what fake"),
+        (
+            "abort",
+            r"fail was ended at .*test_child_process.py:\d+ by SIGABRT, as compiled code does that reads what fake",
+        ),
         ("segment", r"fail was ended at .*test_child_process.py:\d+ by SIGSEGV"),
         ("kill", "fail was ended by SIGKILL, which the system sends when memory runs out"),
         ("exit", "fail ended its process with status 3 and no result"),

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mist.model.split.derive_splits import derive_splits
+from lightning_mist.model.split.splits import derive_splits
 from lightning_mist.runtime import casts as casts_module
 from lightning_mist.runtime.casts import CastKeeper, can_keep_casts, follow, keeps_casts, kept_casts, no_kept_casts
 from lightning_mist.tensor_parallel import SplitTensor

@@ -9,7 +9,7 @@ from lightning_mist.model.fakes.batches import (
     resize_batch,
     sequence_length,
 )
-from lightning_mist.model.fakes.fake_parameters import (
+from lightning_mist.model.fakes.fake_modules import (
     address_of,
     become,
     fake_like,

@@ -9,7 +9,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_mist.model.fakes.fake_parameters import form_of, renew_flat_weights
+from lightning_mist.model.fakes.fake_modules import form_of, renew_flat_weights
 from lightning_mist.model.user_code import Generators, ModuleState
 
 _HOST = torch.device("cpu")

@@ -2,8 +2,8 @@
 
 from lightning_mist.model.presets.named_models import PRESETS
 from lightning_mist.model.presets.names import check_length, check_name, check_precision
-from lightning_mist.model.presets.preset_spec import KNOWN_OPTIMIZERS, preset_spec
 from lightning_mist.model.presets.shapes import LanguageModelShape
+from lightning_mist.model.presets.specs import KNOWN_OPTIMIZERS, preset_spec
 
 __all__ = [
     "KNOWN_OPTIMIZERS",

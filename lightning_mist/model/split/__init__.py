@@ -1,6 +1,6 @@
 """Tensor parallelism of unmodified blocks: which linear layers are shared out, proved with numbers."""
 
-from lightning_mist.model.split.derive_splits import derive_splits
 from lightning_mist.model.split.optimizer_coupling import counting_reason, coupling_reason, whole_tensor_reason
+from lightning_mist.model.split.splits import derive_splits
 
 __all__ = ["counting_reason", "coupling_reason", "derive_splits", "whole_tensor_reason"]

@@ -5,8 +5,8 @@ from lightning_mist.model.trace.counted_step import Subject, count_step
 from lightning_mist.model.trace.optimizer import describe_optimizer, optimizer_class
 from lightning_mist.model.trace.own_optimizer import optimizer_to_describe
 from lightning_mist.model.trace.part_hooks import Walk, loss_of
-from lightning_mist.model.trace.step_bytes import step_bytes
-from lightning_mist.model.trace.trace_model import trace_model
+from lightning_mist.model.trace.peak_bytes import step_bytes
+from lightning_mist.model.trace.tracing import trace_model
 from lightning_mist.model.trace.twins import Answer, echo, imitate, intercepted, record_answer
 
 __all__ = [

@@ -4,7 +4,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_mist.model.cuts.recorder import Recorder, Refused
-from lightning_mist.model.fakes.fake_parameters import address_of, fake_parameters
+from lightning_mist.model.fakes.fake_modules import address_of, fake_parameters
 from lightning_mist.plan.calls import block_value, is_block_value
 
 A, B = "blocks.0", "blocks.1"

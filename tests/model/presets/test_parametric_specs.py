@@ -11,7 +11,7 @@ from lightning_mist.model.presets.parametric_specs import (
     widths,
 )
 from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
-from tests.model.presets.test_preset_spec import shape_of
+from tests.model.presets.test_specs import shape_of
 
 
 def test_families():

@@ -5,7 +5,7 @@ from typing import get_args
 from lightning_mist.model.presets.parametric_specs import FAMILIES
 from lightning_mist.model.spec import work_kinds
 from lightning_mist.model.spec.work_kinds import KINDS, OperatorKind
-from tests.model.presets.test_preset_spec import of, shape_of
+from tests.model.presets.test_specs import of, shape_of
 
 
 def test_kinds_are_listed_once_and_each_is_explained():

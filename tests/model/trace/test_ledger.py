@@ -4,7 +4,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.operators.memory_rules import register_memory_rule
+from lightning_mist.model.operators.workspace_rules import register_memory_rule
 from lightning_mist.model.trace.ledger import Ledger
 
 

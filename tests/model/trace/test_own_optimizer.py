@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_mist.model.sources.open_model import precision_context
+from lightning_mist.model.sources.text_sources import precision_context
 from lightning_mist.model.trace.optimizer import describe_optimizer
 from lightning_mist.model.trace.own_optimizer import optimizer_to_describe
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lightning_mist.model.fakes.fake_parameters import (
+from lightning_mist.model.fakes.fake_modules import (
     address_of,
     become,
     fake_like,

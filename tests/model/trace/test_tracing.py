@@ -291,7 +291,7 @@ def test_events_that_do_not_make_up_the_whole_step_are_not_handed_out(monkeypatc
     whole = trace_model(Stack(), torch.randn(6, 4), optimizer=torch.optim.SGD)
     assert whole.notes == ()
     assert all(part.events is not None for part in parts(whole))
-    monkeypatch.setattr("lightning_mist.model.trace.trace_model.timeline_of", lambda *_: [])
+    monkeypatch.setattr("lightning_mist.model.trace.tracing.timeline_of", lambda *_: [])
     spec = trace_model(Stack(), torch.randn(6, 4), optimizer=torch.optim.SGD)
     assert spec.notes[0].startswith("allocations are known in sum and not one by one")
     assert all(part.events is None for part in parts(spec))
@@ -308,7 +308,7 @@ def test_a_value_read_for_logging_is_guessed_and_noted() -> None:
     spec = trace_model(Logging(), torch.randn(6, 4), optimizer=torch.optim.SGD)
     (note,) = spec.notes
     assert re.fullmatch(
-        r"the step reads 1 values into Python at \S+test_trace_model.py:\d+; branches .* for False or 1", note
+        r"the step reads 1 values into Python at \S+test_tracing.py:\d+; branches .* for False or 1", note
     )
     assert spec.layers == trace_model(Stack(), torch.randn(6, 4), optimizer=torch.optim.SGD).layers
 
@@ -377,5 +377,7 @@ def test_a_loop_that_waits_for_a_value_is_refused() -> None:
                 loss = loss / 2
             return loss
 
-    with pytest.raises(TraceError, match=r"values into Python \d+ times at \S*test_trace_model.py:\d+: a loop that ends by"):
+    with pytest.raises(
+        TraceError, match=r"values into Python \d+ times at \S*test_tracing.py:\d+: a loop that ends by"
+    ):
         trace_model(Waiting(), torch.randn(6, 4), optimizer=torch.optim.SGD)

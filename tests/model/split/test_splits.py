@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from lightning_mist.model import map_module
 from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape, hollow
-from lightning_mist.model.split.derive_splits import derive_splits
+from lightning_mist.model.split.splits import derive_splits
 from lightning_mist.plan import Exclusion
 from lightning_mist.runtime.batches import slice_rows
 from tests import zoo

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_mist.model.presets.names import PRECISIONS
-from lightning_mist.model.sources.open_model import open_model
+from lightning_mist.model.sources.text_sources import open_model
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -88,7 +88,7 @@ def test_configuration_file_without_an_architecture_is_a_language_model(tmp_path
 
 
 def test_function():
-    source = open_("tests.model.sources.test_open_model:make_net", sequence_length=None, precision="64-true")
+    source = open_("tests.model.sources.test_text_sources:make_net", sequence_length=None, precision="64-true")
     assert source.name == "Net"
     assert source.module.layer.weight.dtype == torch.float64
 
@@ -101,13 +101,13 @@ def test_function():
         ("gpt3-22b", {"precision": "bf16"}, "precision 'bf16': known precisions are 32-true, bf16-mixed"),
         ("none/config.json", {}, "model 'none/config.json': there is no such file"),
         ("no_such_module:make", {}, "cannot be imported .*No module named 'no_such_module'"),
-        ("tests.model.sources.test_open_model:absent", {}, "cannot be imported .*no attribute 'absent'"),
+        ("tests.model.sources.test_text_sources:absent", {}, "cannot be imported .*no attribute 'absent'"),
         (
-            "tests.model.sources.test_open_model:make_module_only",
+            "tests.model.sources.test_text_sources:make_module_only",
             {},
             "returned Net: it must return a module and a batch",
         ),
-        ("tests.model.sources.test_open_model:make_without_step", {}, "returned a Linear without training_step"),
+        ("tests.model.sources.test_text_sources:make_without_step", {}, "returned a Linear without training_step"),
     ],
 )
 def test_what_names_nothing_is_refused(text, changes, message):
