@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lightning_mist.errors import ScheduleError
-from lightning_mist.runtime.transport import Work
+from lightning_mist.runtime.communication.transport import Work
 
 _HERE = threading.local()
 

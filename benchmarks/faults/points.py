@@ -66,7 +66,9 @@ POINTS = {
     "layers": Point(where=f"{_STRATEGY}.planner:time_layers", plans="auto"),
     "search": Point(where=f"{_STRATEGY}.learning:Basis.tune", rank=0, plans="auto"),
     "checks": Point(where=f"{_STRATEGY}.planning:_check"),
-    "groups": Point(where="lightning_mist.runtime.transport:DistributedTransport.__init__", after=True, plans="engine"),
+    "groups": Point(
+        where="lightning_mist.runtime.communication.transport:DistributedTransport.__init__", after=True, plans="engine"
+    ),
     "engine": Point(where=f"{_ENGINE}.begin", plans="engine"),
     "restore": Point(where=f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.restore_training_state"),
     "first forward": Point(where=f"{_PROJECT}.seen_while_training"),

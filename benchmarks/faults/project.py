@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.faults.points import POINTS, Point, arm
 from lightning_mist import MistStrategy, Plan, StagePlan, ZeroStage
 from lightning_mist.plan import StageMesh
-from lightning_mist.runtime import failure
+from lightning_mist.runtime.communication import failure
 from tests.machine import assume_profile
 
 WIDTH, LAYERS, ROWS = 8, 4, 4

@@ -17,8 +17,8 @@ from benchmarks.parity.plans import ROWS, Layout, make_plan
 from lightning_mist.errors import PlanError
 from lightning_mist.model import derive_splits
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.runtime.parts import parts_of
-from lightning_mist.runtime.transport import complete
+from lightning_mist.runtime.communication.transport import complete
+from lightning_mist.runtime.parameters.tensor_parts import parts_of
 from lightning_mist.strategy.engine import Engine
 from lightning_mist.strategy.starting import make_engine
 from tests import zoo

@@ -14,7 +14,7 @@ import torch
 from benchmarks.uses.session import Session, Use
 from lightning_mist import Plan
 from lightning_mist.errors import MistError
-from lightning_mist.runtime import failure
+from lightning_mist.runtime.communication import failure
 
 
 def run(uses: Sequence[Use], plan: Plan | str | None, folder: Path) -> None:

@@ -14,21 +14,15 @@ from torch import Tensor, nn
 from lightning_mist.devices import ops_of
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import make_mesh
-from lightning_mist.runtime.casts import CastKeeper
-from lightning_mist.runtime.ghosts import GhostStage
-from lightning_mist.runtime.neighbours import Microbatch, Neighbours
-from lightning_mist.runtime.offload.host_pool import HostPlace, HostPool
-from lightning_mist.runtime.offload.lanes import Lanes
-from lightning_mist.runtime.offload.optimizer_state import OffloadedState
-from lightning_mist.runtime.parts import parts_of
+from lightning_mist.runtime.communication import Microbatch, Neighbours, Transport, Work
+from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
+from lightning_mist.runtime.host_memory import HostPlace, HostPool, Lanes
+from lightning_mist.runtime.offload import OffloadedState
+from lightning_mist.runtime.parameters import CastKeeper, parts_of
 from lightning_mist.runtime.pipeline import BatchRun, Place
-from lightning_mist.runtime.recorder import Recorder
-from lightning_mist.runtime.reducer import GradientReducer
-from lightning_mist.runtime.stages import RankStages
+from lightning_mist.runtime.recording import Recorder
+from lightning_mist.runtime.stage import GhostStage, RankStages, make_walk
 from lightning_mist.runtime.support import check_supported
-from lightning_mist.runtime.transport import Transport, Work
-from lightning_mist.runtime.unit_walk import make_walk
-from lightning_mist.runtime.weight_gradients import WeightGradients
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, lower
 from lightning_mist.schedule.action import INPUT_BACKWARDS
 
@@ -42,7 +36,7 @@ class Executor:
         plan: The plan.
         rank: This global rank.
         stages: The parts of the module that this rank computes, ascending: one, or its chunks; see
-            :func:`~lightning_mist.runtime.stages.make_stages`.
+            :func:`~lightning_mist.runtime.stage.stages.make_stages`.
         module_map: Where the module can be cut.
         transport: Connects the ranks; its groups must include
             :func:`~lightning_mist.plan.mesh.process_groups` of the plan.

@@ -13,18 +13,12 @@ from torch.utils._pytree import tree_map_only
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import LiveTensor
 from lightning_mist.plan.mesh import Mesh
-from lightning_mist.runtime.boundary import Crossing, GraphEnd, Portion
-from lightning_mist.runtime.casts import CastKeeper
-from lightning_mist.runtime.ghosts import GhostStage
-from lightning_mist.runtime.neighbours import Microbatch, Neighbours
-from lightning_mist.runtime.passing import InputSpec, StageOutput
+from lightning_mist.runtime.checks import batch_signature
+from lightning_mist.runtime.communication import Crossing, GraphEnd, Microbatch, Neighbours, Portion, Transport, Work
+from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
+from lightning_mist.runtime.parameters import CastKeeper
 from lightning_mist.runtime.random import get_random_state, seed_random, set_random_state
-from lightning_mist.runtime.reducer import GradientReducer
-from lightning_mist.runtime.signature import batch_signature
-from lightning_mist.runtime.stages import RankStages
-from lightning_mist.runtime.transport import Transport, Work
-from lightning_mist.runtime.unit_walk import UnitWalk
-from lightning_mist.runtime.weight_gradients import WeightGradients
+from lightning_mist.runtime.stage import GhostStage, InputSpec, RankStages, StageOutput, UnitWalk
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import INPUT_BACKWARDS
 

@@ -8,10 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_mist.model.fakes import isolated
-from lightning_mist.runtime.cutting.classes import Way
-from lightning_mist.runtime.cutting.proof import prove
-from lightning_mist.runtime.cutting.results import Result, best_way
-from lightning_mist.runtime.cutting.rules import CutRules
+from lightning_mist.runtime.cutting import CutRules, Result, Way, best_way, prove
 from lightning_mist.strategy.logging import LogRecord, LogRecorder, recorded_logs
 from lightning_mist.strategy.part_steps import results_of
 

@@ -13,8 +13,8 @@ from lightning_mist.hardware import Cluster
 from lightning_mist.hardware.detect import host_memory_bytes
 from lightning_mist.model.user_code import Reach
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.runtime.cutting.rules import CutRules
-from lightning_mist.runtime.offload.host_pool import HostPlace
+from lightning_mist.runtime.cutting import CutRules
+from lightning_mist.runtime.host_memory import HostPlace
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.budget import USABLE_HOST_MEMORY
 

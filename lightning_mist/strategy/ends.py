@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.errors import PeerError
-from lightning_mist.runtime.failure import FailureWatcher, start_watcher
+from lightning_mist.runtime.communication import FailureWatcher, start_watcher
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base

@@ -19,16 +19,23 @@ from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import names_with_values
-from lightning_mist.runtime.absent import AbsentGradient, at_work, come_back, held_at, leave, works
-from lightning_mist.runtime.buffers import BufferSync
-from lightning_mist.runtime.cutting.rules import CutRules
+from lightning_mist.runtime.communication import Transport, complete
+from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.runtime.executor import Executor, Microbatch
-from lightning_mist.runtime.gather import ParameterGatherer
-from lightning_mist.runtime.offload.host_pool import HostPlace
-from lightning_mist.runtime.parts import parts_of
+from lightning_mist.runtime.host_memory import HostPlace
+from lightning_mist.runtime.parameters import (
+    AbsentGradient,
+    BufferSync,
+    ParameterGatherer,
+    at_work,
+    come_back,
+    held_at,
+    leave,
+    parts_of,
+    works,
+)
 from lightning_mist.runtime.random import get_random_state, set_random_state
-from lightning_mist.runtime.stages import make_stages
-from lightning_mist.runtime.transport import Transport, complete
+from lightning_mist.runtime.stage import make_stages
 from lightning_mist.schedule import Schedule
 from lightning_mist.strategy.data import BatchExchange
 from lightning_mist.strategy.deferred import leave_on_rank_zero

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.model.user_code import Generators, ModuleState, Snapshot
-from lightning_mist.runtime.absent import at_work
+from lightning_mist.runtime.parameters import at_work
 from lightning_mist.strategy.accumulation import gradients_are_about_to_go
 from lightning_mist.strategy.decision import Decision
 from lightning_mist.strategy.kept_plans import remember_limit

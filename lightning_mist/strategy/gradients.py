@@ -9,11 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.plan import Plan
-from lightning_mist.runtime.absent import AbsentGradient, works
+from lightning_mist.runtime.communication import Transport, complete
 from lightning_mist.runtime.executor import Executor
-from lightning_mist.runtime.gather import ParameterGatherer
-from lightning_mist.runtime.optimizer import clip_by_norm, clip_by_value, global_grad_norm
-from lightning_mist.runtime.transport import Transport, complete
+from lightning_mist.runtime.parameters import (
+    AbsentGradient,
+    ParameterGatherer,
+    clip_by_norm,
+    clip_by_value,
+    global_grad_norm,
+    works,
+)
 from lightning_mist.strategy.owned_optimizer import OwnedOptimizer
 
 

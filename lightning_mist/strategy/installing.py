@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 from lightning_mist.devices import ops_of
 from lightning_mist.model.initialization import InitialValues
-from lightning_mist.runtime.caches import no_caches
+from lightning_mist.runtime.stage import no_caches
 from lightning_mist.strategy import publishing
 from lightning_mist.strategy.acting import guarded
 from lightning_mist.strategy.decision import Decision, PlanRequest

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mist.runtime.cutting.classes import Way
-from lightning_mist.runtime.cutting.results import together
-from lightning_mist.runtime.cutting.rules import ResultKey
+from lightning_mist.runtime.cutting import ResultKey, Way, together
 from lightning_mist.tensor_parallel import whole
 
 _ARGUMENTS = (

@@ -19,9 +19,8 @@ from torch import nn
 
 from lightning_mist.devices import ops_of
 from lightning_mist.plan import Plan, ZeroStage, step_rates
-from lightning_mist.runtime.meter import meter_memory, state_tensors
-from lightning_mist.runtime.recorder import Recorder
-from lightning_mist.runtime.signature import batch_signature
+from lightning_mist.runtime.checks import batch_signature
+from lightning_mist.runtime.recording import Recorder, meter_memory, state_tensors
 from lightning_mist.strategy.decision import Decision
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.report import RunReport, StageReport

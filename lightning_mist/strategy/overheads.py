@@ -23,7 +23,7 @@ from lightning_mist.hardware import HardwareProfile, StepOverheads
 from lightning_mist.model import derive_splits, map_module
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.grid import plan_of
-from lightning_mist.runtime.recorder import Recorded
+from lightning_mist.runtime.recording import Recorded
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.strategy.starting import start_engine
 

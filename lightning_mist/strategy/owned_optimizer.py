@@ -9,16 +9,16 @@ from torch import Tensor
 from lightning_mist.errors import PlanError
 from lightning_mist.model import counting_reason
 from lightning_mist.plan import ModuleMap
+from lightning_mist.runtime.communication import Transport, complete
 from lightning_mist.runtime.executor import Executor
-from lightning_mist.runtime.offload.placing import offload_optimizer_state
-from lightning_mist.runtime.optimizer import (
+from lightning_mist.runtime.offload import offload_optimizer_state
+from lightning_mist.runtime.parameters import (
+    Part,
     gather_optimizer_state,
     load_full_optimizer_state,
     local_optimizer_state,
     restrict_optimizer,
 )
-from lightning_mist.runtime.parts import Part
-from lightning_mist.runtime.transport import Transport, complete
 
 
 class OwnedOptimizer:

@@ -7,12 +7,21 @@ from typing import Any
 from torch import Tensor
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.cutting.classes import Way, is_close
-from lightning_mist.runtime.cutting.mode import WAY_OUT, CutMode, check_counts, cutting
-from lightning_mist.runtime.cutting.replay import Values
-from lightning_mist.runtime.cutting.results import Result, alike, leaves_of_result
-from lightning_mist.runtime.cutting.rules import CutRules, ResultKey
-from lightning_mist.runtime.neighbours import Microbatch
+from lightning_mist.runtime.communication import Microbatch
+from lightning_mist.runtime.cutting import (
+    WAY_OUT,
+    CutMode,
+    CutRules,
+    Result,
+    ResultKey,
+    Values,
+    Way,
+    alike,
+    check_counts,
+    cutting,
+    is_close,
+    leaves_of_result,
+)
 from lightning_mist.strategy.data import BatchExchange
 from lightning_mist.strategy.logging import LogRecord
 

@@ -35,7 +35,7 @@ from lightning_mist.plan import (
     to_json,
 )
 from lightning_mist.runtime.batches import batch_rows, slice_rows
-from lightning_mist.runtime.cutting.rules import CutRules
+from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.strategy import machine
 from lightning_mist.strategy.cut_proof import agree, prove_here
 from lightning_mist.strategy.decision import PlanRequest

@@ -25,8 +25,7 @@ from lightning_mist.plan import (
     to_json,
 )
 from lightning_mist.runtime.batches import batch_rows, slice_rows
-from lightning_mist.runtime.selfcheck import check_stages, refuse_unchecked
-from lightning_mist.runtime.signature import batch_signature
+from lightning_mist.runtime.checks import batch_signature, check_stages, refuse_unchecked
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.strategy import machine
 from lightning_mist.strategy.decision import Decision, PlanRequest

@@ -12,10 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_mist.devices import to_device
 from lightning_mist.errors import TraceError
 from lightning_mist.runtime.batches import leaves, rebuild
-from lightning_mist.runtime.cutting.classes import Way
-from lightning_mist.runtime.cutting.results import together
-from lightning_mist.runtime.cutting.rules import ResultKey
-from lightning_mist.runtime.neighbours import Microbatch
+from lightning_mist.runtime.communication import Microbatch
+from lightning_mist.runtime.cutting import ResultKey, Way, together
 from lightning_mist.strategy.logging import LogRecord, combine_records
 
 

@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from statistics import median
 
 from lightning_mist.plan import Plan
-from lightning_mist.runtime.recorder import Recorded
+from lightning_mist.runtime.recording import Recorded
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.seconds import StageSeconds, plan_seconds
 

@@ -10,9 +10,9 @@ from torch import nn
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import process_groups, talking_groups
 from lightning_mist.plan.messages import message_pairs
-from lightning_mist.runtime.cutting.rules import CutRules
-from lightning_mist.runtime.offload.host_pool import HostPlace
-from lightning_mist.runtime.transport import DistributedTransport, Transport
+from lightning_mist.runtime.communication import DistributedTransport, Transport
+from lightning_mist.runtime.cutting import CutRules
+from lightning_mist.runtime.host_memory import HostPlace
 from lightning_mist.schedule import check, lower
 from lightning_mist.strategy.engine import Engine
 

@@ -10,7 +10,7 @@ import torch
 from lightning_mist.hardware import Cluster
 from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import Plan
-from lightning_mist.runtime.transport import complete
+from lightning_mist.runtime.communication import complete
 from lightning_mist.strategy import checkpoint_io, deferred, publishing, together
 from lightning_mist.strategy.accumulation import gradients_are_about_to_go
 from lightning_mist.strategy.acting import ActingRank

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, Cluster, cluster_of
 from lightning_mist.plan import ModuleMap
-from lightning_mist.runtime.buffers import memory_of
+from lightning_mist.runtime.parameters import memory_of
 
 T = TypeVar("T")
 

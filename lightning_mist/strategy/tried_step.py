@@ -16,7 +16,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model.user_code import Reach, Surroundings, is_users
 from lightning_mist.plan import Exclusion, Feature, ModuleMap
 from lightning_mist.plan.module_map import OFFLOADS
-from lightning_mist.runtime import processes
+from lightning_mist.runtime.stage import processes
 from lightning_mist.strategy.surveying import Survey
 from lightning_mist.strategy.together import of_all_ranks
 

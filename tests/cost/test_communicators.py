@@ -11,8 +11,8 @@ import torch
 from lightning_mist.cost.communicators import Communicator, communicators_by_degrees, communicators_of
 from lightning_mist.model import derive_splits
 from lightning_mist.plan import ModuleMap, Plan, plan_of
-from lightning_mist.runtime.gather import ParameterGatherer
-from lightning_mist.runtime.optimizer import global_grad_norm
+from lightning_mist.runtime.parameters.gather import ParameterGatherer
+from lightning_mist.runtime.parameters.optimizer import global_grad_norm
 from lightning_mist.runtime.random import get_random_state
 from lightning_mist.strategy.data import BatchExchange
 from tests import zoo

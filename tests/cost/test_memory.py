@@ -8,7 +8,8 @@ from lightning_mist.cost.candidates import slots_of
 from lightning_mist.cost.memory import BUCKET_BYTES, BUCKETS_IN_FLIGHT, TERMS
 from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.plan.sharding import assign_owners
-from lightning_mist.runtime import buckets, reducer
+from lightning_mist.runtime.gradients import reducer
+from lightning_mist.runtime.parameters import buckets
 from tests.specs import ADAMW, spec
 
 

@@ -3,7 +3,7 @@ import pytest
 from lightning_mist.cost.replay_gradients import BUCKETS_IN_FLIGHT, Gradients
 from lightning_mist.cost.replay_rank import RankView
 from lightning_mist.cost.replay_tape import Label, Tape
-from lightning_mist.runtime import reducer
+from lightning_mist.runtime.gradients import reducer
 from lightning_mist.schedule import Action, ActionKind
 from tests.cost.events import with_events
 from tests.integration.parity import make_plan

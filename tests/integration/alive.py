@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.runtime.meter import StorageMeter
+from lightning_mist.runtime.recording.meter import StorageMeter
 from tests.integration import metered
 from tests.memory_transport import InMemoryWorld, drive
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.faults.worlds import run_worlds
 from lightning_mist import MistStrategy
-from lightning_mist.runtime import failure
+from lightning_mist.runtime.communication import failure
 from tests.integration.equality_worker import Project, Tokens, plan
 from tests.machine import assume_profile
 

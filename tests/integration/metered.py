@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_mist.plan import ModuleMap, Plan, row_slice
 from lightning_mist.runtime.batches import batch_rows
-from lightning_mist.runtime.caches import no_caches
+from lightning_mist.runtime.communication.transport import Transport, Work
 from lightning_mist.runtime.executor import Microbatch
-from lightning_mist.runtime.meter import StorageMeter
 from lightning_mist.runtime.offload.placing import offload_optimizer_state
-from lightning_mist.runtime.optimizer import restrict_optimizer
-from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.runtime.parameters.optimizer import restrict_optimizer
+from lightning_mist.runtime.recording.meter import StorageMeter
+from lightning_mist.runtime.stage.caches import no_caches
 from tests.integration.parity import Rank, loss_of, microbatches
 from tests.memory_transport import InMemoryWorld, drive
 

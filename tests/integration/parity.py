@@ -29,12 +29,17 @@ from lightning_mist.plan import (
     row_slice,
 )
 from lightning_mist.runtime.batches import batch_rows, slice_rows
+from lightning_mist.runtime.communication.transport import Transport, Work
 from lightning_mist.runtime.executor import Executor, Microbatch
-from lightning_mist.runtime.gather import ParameterGatherer
-from lightning_mist.runtime.optimizer import clip_by_norm, gather_optimizer_state, global_grad_norm, restrict_optimizer
-from lightning_mist.runtime.parts import Part, parts_of
-from lightning_mist.runtime.stages import make_stages
-from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.runtime.parameters.gather import ParameterGatherer
+from lightning_mist.runtime.parameters.optimizer import (
+    clip_by_norm,
+    gather_optimizer_state,
+    global_grad_norm,
+    restrict_optimizer,
+)
+from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of
+from lightning_mist.runtime.stage.stages import make_stages
 from lightning_mist.schedule import Action
 from lightning_mist.schedule.lower import lower
 from tests.memory_transport import InMemoryWorld, drive

@@ -14,8 +14,8 @@ import torch
 from benchmarks.parity.cell import on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import Group, Layout, make_plan
 from lightning_mist.plan import OffloadRatios
-from lightning_mist.runtime.offload.lanes import Lanes
-from lightning_mist.runtime.transport import complete
+from lightning_mist.runtime.communication.transport import complete
+from lightning_mist.runtime.host_memory.lanes import Lanes
 from tests.integration.parity import make_optimizer
 
 STEPS = 4

@@ -9,7 +9,7 @@ import torch
 from benchmarks.parity.cell import on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import make_plan
 from lightning_mist.plan import Exclusion, ZeroStage
-from lightning_mist.runtime.transport import complete
+from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.schedule import ActionKind
 from lightning_mist.schedule.copies import run_copies
 from lightning_mist.schedule.stage_units import batch_lines, moved_parameters, shard_units, updated_units

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.runtime.communication.transport import Transport, Work
 from tests.integration.parity import Rank, microbatches, precision_of
 from tests.integration.test_parity import plan_for, prepared
 from tests.memory_transport import InMemoryWorld, drive

@@ -10,7 +10,7 @@ import torch
 
 from lightning_mist.plan import Plan, row_slice
 from lightning_mist.plan.messages import message_pairs
-from lightning_mist.runtime.optimizer import global_grad_norm
+from lightning_mist.runtime.parameters.optimizer import global_grad_norm
 from lightning_mist.runtime.random import get_random_state
 from lightning_mist.strategy.data import BatchExchange
 from tests.integration import test_parity_tensor as tensor
@@ -78,7 +78,7 @@ def recorded(plan: Plan, module: Any, module_map: Any, batches: Any, exchange: A
 
 
 def speakers_of(plan: Plan, rank: int, every: Any, module_map: Any, transport: Any) -> Any:
-    from lightning_mist.runtime.gather import ParameterGatherer
+    from lightning_mist.runtime.parameters.gather import ParameterGatherer
 
     return ParameterGatherer(plan, rank, every, module_map, transport).speakers
 

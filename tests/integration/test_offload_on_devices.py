@@ -13,7 +13,7 @@ from benchmarks.parity.cell import on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import make_plan
 from benchmarks.record import ROOT
 from lightning_mist.plan import OffloadRatios
-from lightning_mist.runtime.transport import complete
+from lightning_mist.runtime.communication.transport import complete
 from tests.devices.kinds import CARD, DEVICES
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.integration.parity import make_optimizer

@@ -7,7 +7,7 @@ import torch
 
 from lightning_mist.model.split.splits import derive_splits
 from lightning_mist.plan.mesh import process_groups
-from lightning_mist.runtime.transport import DistributedTransport, complete
+from lightning_mist.runtime.communication.transport import DistributedTransport, complete
 from tests import zoo
 from tests.integration.parity import assert_trained_equal, cast, make_plan, map_of, precision_of, train, train_reference
 

@@ -10,9 +10,9 @@ from benchmarks.parity.cell import compare_curves, compare_gradients, on_all_ran
 from benchmarks.parity.plans import OFFLOADING, Group, Layout, make_plan
 from lightning_mist.devices import HostOps
 from lightning_mist.plan import OffloadRatios
-from lightning_mist.runtime.offload.host_pool import HostPlace
-from lightning_mist.runtime.offload.lanes import Lanes
-from lightning_mist.runtime.transport import complete
+from lightning_mist.runtime.communication.transport import complete
+from lightning_mist.runtime.host_memory.host_pool import HostPlace
+from lightning_mist.runtime.host_memory.lanes import Lanes
 from lightning_mist.strategy.starting import make_engine
 from tests.devices.happens_before import HappensBefore
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture

@@ -8,7 +8,7 @@ import torch
 from benchmarks.parity.cell import CLIP_NORM, on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import Group, Layout, make_plan
 from lightning_mist.plan import OffloadRatios
-from lightning_mist.runtime.transport import complete
+from lightning_mist.runtime.communication.transport import complete
 from tests.integration.parity import loss_of, make_optimizer, precision_of
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")

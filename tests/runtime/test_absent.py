@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import PlanError
-from lightning_mist.runtime.absent import AbsentParameter, at_work, come_back, held_at, leave, works
+from lightning_mist.runtime.parameters.absent import AbsentParameter, at_work, come_back, held_at, leave, works
 from tests.plan.test_mesh import make_map, make_plan
 
 USES = {

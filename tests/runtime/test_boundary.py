@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.mesh import Overlap, Side
-from lightning_mist.runtime.boundary import Crossing, GraphEnd, span
+from lightning_mist.runtime.communication.boundary import Crossing, GraphEnd, span
 
 
 def crossing(mine=1, theirs=1, *, index=0, batch_dim=0, rows=3, shared=(False, False), sequence_dim=None, length=1):

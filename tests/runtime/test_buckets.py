@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from lightning_mist.runtime.buckets import make_buckets, padded_numel, views_like
+from lightning_mist.runtime.parameters.buckets import make_buckets, padded_numel, views_like
 
 
 def _parameters(*sizes, dtype=torch.float32):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.runtime.buffers import BufferSync
+from lightning_mist.runtime.parameters.buffers import BufferSync
 from tests.memory_transport import InMemoryWorld, drive
 
 

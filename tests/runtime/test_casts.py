@@ -11,8 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mist.model.split.splits import derive_splits
-from lightning_mist.runtime import casts as casts_module
-from lightning_mist.runtime.casts import CastKeeper, can_keep_casts, follow, keeps_casts, kept_casts, no_kept_casts
+from lightning_mist.runtime.parameters import casts as casts_module
+from lightning_mist.runtime.parameters.casts import (
+    CastKeeper,
+    can_keep_casts,
+    follow,
+    keeps_casts,
+    kept_casts,
+    no_kept_casts,
+)
 from lightning_mist.tensor_parallel import SplitTensor
 from tests import zoo
 from tests.integration.parity import make_plan, map_of, run_plan

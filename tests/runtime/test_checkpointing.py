@@ -4,8 +4,8 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mist.plan import ParameterSplit, SequenceSplit, TensorSplit
-from lightning_mist.runtime.checkpointing import checkpoint_block, neutral_checkpointing
-from lightning_mist.runtime.stage_split import StageSplit
+from lightning_mist.runtime.stage.checkpointing import checkpoint_block, neutral_checkpointing
+from lightning_mist.runtime.stage.stage_split import StageSplit
 from lightning_mist.tensor_parallel import present, run_ranks, shard
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_mist.runtime.failure import FailureWatcher, start_watcher
-from lightning_mist.runtime.peers import Peers
+from lightning_mist.runtime.communication.failure import FailureWatcher, start_watcher
+from lightning_mist.runtime.communication.peers import Peers
 
 WAITS_FOREVER = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta
-from lightning_mist.runtime.failure import start_watcher
+from lightning_mist.runtime.communication.failure import start_watcher
 rank = int(sys.argv[1])
 store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), 2, is_master=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600))

@@ -3,9 +3,9 @@ import torch
 from torch import nn
 
 from lightning_mist.plan.mesh import make_mesh
-from lightning_mist.runtime import gather
-from lightning_mist.runtime.gather import ParameterGatherer
-from lightning_mist.runtime.parts import parts_of
+from lightning_mist.runtime.parameters import gather
+from lightning_mist.runtime.parameters.gather import ParameterGatherer
+from lightning_mist.runtime.parameters.tensor_parts import parts_of
 from tests.memory_transport import InMemoryWorld, drive
 from tests.plan.test_mesh import make_map, make_plan
 from tests.runtime.test_parts import split_map, split_plan

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.overrides import TorchFunctionMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.glue import Glue
+from lightning_mist.runtime.stage.glue import Glue
 
 
 class Mode(TorchFunctionMode):

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mist.runtime.meter import (
+from lightning_mist.runtime.recording.meter import (
     AllocatorMeter,
     StorageMeter,
     meter_memory,

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_mist.plan import ParameterSplit
 from lightning_mist.plan.mesh import make_mesh
-from lightning_mist.runtime.optimizer import (
+from lightning_mist.runtime.parameters.optimizer import (
     clip_by_norm,
     clip_by_value,
     full_optimizer_state,
@@ -16,7 +16,7 @@ from lightning_mist.runtime.optimizer import (
     local_optimizer_state,
     restrict_optimizer,
 )
-from lightning_mist.runtime.parts import Part, parts_of, speakers_of
+from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of, speakers_of
 from tests.memory_transport import InMemoryWorld, drive
 from tests.plan.test_mesh import make_map, make_plan
 from tests.runtime.test_parts import split_map, split_plan

@@ -6,7 +6,7 @@ import torch
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import ParameterSplit, Plan, StageMesh, StagePlan, TensorSplit
 from lightning_mist.plan.mesh import held_parameters
-from lightning_mist.runtime.parts import Part, Speakers, parts_of, speakers_of
+from lightning_mist.runtime.parameters.tensor_parts import Part, Speakers, parts_of, speakers_of
 from tests.plan.test_mesh import make_map
 
 

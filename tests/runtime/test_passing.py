@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_mist.runtime.passing import InputSpec, StageOutput
+from lightning_mist.runtime.stage.passing import InputSpec, StageOutput
 from tests.runtime.test_ghosts import Pipeline, calls
 
 

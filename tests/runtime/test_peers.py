@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from lightning_mist.runtime import peers as peers_module
-from lightning_mist.runtime.peers import Peers, second_connection
+from lightning_mist.runtime.communication import peers as peers_module
+from lightning_mist.runtime.communication.peers import Peers, second_connection
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import pytest
 import torch.distributed as dist
 
-from lightning_mist.runtime.processes import watched
+from lightning_mist.runtime.stage.processes import watched
 
 
 class Library:

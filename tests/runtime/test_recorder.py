@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from lightning_mist.devices import host
-from lightning_mist.runtime.recorder import Recorded, Recorder
-from lightning_mist.runtime.transport import complete
+from lightning_mist.runtime.communication.transport import complete
+from lightning_mist.runtime.recording.recorder import Recorded, Recorder
 from lightning_mist.schedule import Action
 from tests.integration.parity import make_plan
 from tests.runtime.test_executor import World

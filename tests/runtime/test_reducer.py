@@ -4,8 +4,8 @@ from torch import nn
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.mesh import make_mesh
-from lightning_mist.runtime.parts import parts_of
-from lightning_mist.runtime.reducer import GradientReducer
+from lightning_mist.runtime.gradients.reducer import GradientReducer
+from lightning_mist.runtime.parameters.tensor_parts import parts_of
 from tests.memory_transport import InMemoryWorld, drive
 from tests.plan.test_mesh import make_map, make_plan
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.plan.parallelism import ZeroStage
-from lightning_mist.runtime.shards import UnitShards
+from lightning_mist.runtime.parameters.shards import UnitShards
 from lightning_mist.schedule.action import HEAD, TAIL
 from lightning_mist.schedule.stage_units import ShardUnit
 from tests.integration.parity import make_plan, map_of

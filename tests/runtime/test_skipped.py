@@ -2,7 +2,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lightning_mist.runtime.skipped import SkippedBlocks
+from lightning_mist.runtime.stage.skipped import SkippedBlocks
 
 
 class Block(nn.Module):

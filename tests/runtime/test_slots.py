@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lightning_mist.runtime.slots import GhostSlots
+from lightning_mist.runtime.stage.slots import GhostSlots
 from tests import zoo
 from tests.integration.parity import map_of
 

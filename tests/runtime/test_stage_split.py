@@ -4,7 +4,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_mist.plan import LiveTensor, ModuleMap, ParameterSplit, ParameterUse, SequenceSplit, TensorSplit
-from lightning_mist.runtime.stage_split import StageSplit
+from lightning_mist.runtime.stage.stage_split import StageSplit
 from lightning_mist.tensor_parallel import Layout, SplitTensor, run_ranks
 
 HIDDEN = LiveTensor(key="h", shape=(2, 6, 4), dtype="float32", requires_grad=True, batch_dim=0, sequence_dim=1)

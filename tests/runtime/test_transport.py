@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_mist.errors import PlanError, ScheduleError
-from lightning_mist.runtime.transport import DistributedTransport, complete
+from lightning_mist.runtime.communication.transport import DistributedTransport, complete
 
 GROUPS = [(0, 1, 2), (0, 2), (1, 2)]
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.meter import StorageMeter
-from lightning_mist.runtime.unit_walk import UnitWalk
+from lightning_mist.runtime.recording.meter import StorageMeter
+from lightning_mist.runtime.stage.unit_walk import UnitWalk
 from lightning_mist.schedule import Action
 from lightning_mist.schedule.action import HEAD
 from tests import zoo

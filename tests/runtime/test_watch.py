@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.watch import StepExit, StepRun, Watcher, become, enter_graph
+from lightning_mist.runtime.stage.watch import StepExit, StepRun, Watcher, become, enter_graph
 
 
 def ghost(*shape):

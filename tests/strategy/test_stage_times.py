@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.cost import predict
-from lightning_mist.runtime.recorder import Recorded
+from lightning_mist.runtime.recording.recorder import Recorded
 from lightning_mist.schedule import Action
 from lightning_mist.strategy.stage_times import (
     Measured,

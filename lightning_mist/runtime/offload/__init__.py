@@ -1,1 +1,8 @@
 """What is kept in host memory and comes to the device for as long as it is used."""
+
+from lightning_mist.runtime.offload.activations import OffloadedActivations
+from lightning_mist.runtime.offload.gradients import OffloadedGradients
+from lightning_mist.runtime.offload.optimizer_state import OffloadedState
+from lightning_mist.runtime.offload.placing import offload_optimizer_state
+
+__all__ = ["OffloadedActivations", "OffloadedGradients", "OffloadedState", "offload_optimizer_state"]

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.offload.host_pool import HostPool, room_for, views_into
-from lightning_mist.runtime.offload.lanes import Lanes
+from lightning_mist.runtime.host_memory import HostPool, Lanes, room_for, views_into
 from lightning_mist.schedule import Action, ActionKind
 
 SMALLEST_BYTES = 1024

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from lightning_mist.runtime.buckets import Bucket
-from lightning_mist.runtime.transport import Work
+from lightning_mist.runtime.communication import Work
+from lightning_mist.runtime.parameters import Bucket
 
 
 class GradientSum:

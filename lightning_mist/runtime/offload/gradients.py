@@ -16,14 +16,10 @@ from torch import Tensor, nn
 from lightning_mist.errors import ScheduleError
 from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
-from lightning_mist.runtime.absent import AbsentGradient
-from lightning_mist.runtime.buckets import Bucket, check_dense
+from lightning_mist.runtime.communication import Transport
+from lightning_mist.runtime.host_memory import HostPool, Lanes, Rooms, let_go
 from lightning_mist.runtime.offload.gradient_sum import GradientSum
-from lightning_mist.runtime.offload.host_pool import HostPool, let_go
-from lightning_mist.runtime.offload.lanes import Lanes
-from lightning_mist.runtime.offload.rooms import Rooms
-from lightning_mist.runtime.shards import UnitKey
-from lightning_mist.runtime.transport import Transport
+from lightning_mist.runtime.parameters import AbsentGradient, Bucket, UnitKey, check_dense
 from lightning_mist.schedule.moves import ROOMS
 from lightning_mist.schedule.stage_units import ShardUnit
 

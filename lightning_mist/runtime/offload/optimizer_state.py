@@ -19,14 +19,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_mist.errors import PlanError
-from lightning_mist.runtime.absent import at_work, come_back, leave
+from lightning_mist.runtime.host_memory import HostPool, Lanes, Rooms, is_host, let_go
 from lightning_mist.runtime.offload.gradients import OffloadedGradients
-from lightning_mist.runtime.offload.host_pool import HostPool, is_host, let_go
-from lightning_mist.runtime.offload.lanes import Lanes
-from lightning_mist.runtime.offload.rooms import Rooms
 from lightning_mist.runtime.offload.unit_steps import UnitSteps
-from lightning_mist.runtime.shards import UnitKey, UnitShards
-from lightning_mist.runtime.unit_gather import UnitGather
+from lightning_mist.runtime.parameters import UnitGather, UnitKey, UnitShards, at_work, come_back, leave
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import UNIT_NAMES
 from lightning_mist.schedule.moves import ROOMS

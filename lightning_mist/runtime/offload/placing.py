@@ -7,13 +7,11 @@ from torch.optim import Optimizer
 
 from lightning_mist.plan import ModuleMap
 from lightning_mist.plan.mesh import Mesh
+from lightning_mist.runtime.communication import Transport
+from lightning_mist.runtime.host_memory import HostPool, Lanes
 from lightning_mist.runtime.offload.gradients import OffloadedGradients
-from lightning_mist.runtime.offload.host_pool import HostPool
-from lightning_mist.runtime.offload.lanes import Lanes
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState
-from lightning_mist.runtime.shards import UnitShards
-from lightning_mist.runtime.transport import Transport
-from lightning_mist.runtime.unit_gather import UnitGather
+from lightning_mist.runtime.parameters import UnitGather, UnitShards
 from lightning_mist.schedule import ActionKind
 from lightning_mist.schedule.stage_units import defers_update, moved_parameters, stage_update, updated_units
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mist.runtime.absent import AbsentGradient
+from lightning_mist.runtime.parameters import AbsentGradient
 
 
 @dataclass(frozen=True, slots=True)

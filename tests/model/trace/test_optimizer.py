@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model import describe_optimizer
-from lightning_mist.runtime.meter import StorageMeter, state_tensors
+from lightning_mist.runtime.recording.meter import StorageMeter, state_tensors
 
 SHAPES = [(32, 48), (48,), (64, 64), (64,)]
 

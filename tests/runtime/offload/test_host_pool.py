@@ -7,9 +7,9 @@ import torch
 
 from lightning_mist.devices import HostOps
 from lightning_mist.errors import PlanError
-from lightning_mist.runtime.meter import StorageMeter
-from lightning_mist.runtime.offload.host_pool import ALIGNMENT_BYTES, HostPool, is_host
-from lightning_mist.runtime.offload.lanes import Lanes
+from lightning_mist.runtime.host_memory.host_pool import ALIGNMENT_BYTES, HostPool, is_host
+from lightning_mist.runtime.host_memory.lanes import Lanes
+from lightning_mist.runtime.recording.meter import StorageMeter
 
 
 def test_views_have_the_forms_of_others_and_begin_at_aligned_places():

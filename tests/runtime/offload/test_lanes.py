@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_mist.devices import ops_of
-from lightning_mist.runtime.offload.host_pool import HostPool
-from lightning_mist.runtime.offload.lanes import Lanes
+from lightning_mist.runtime.host_memory.host_pool import HostPool
+from lightning_mist.runtime.host_memory.lanes import Lanes
 from tests.devices.kinds import DEVICES
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 

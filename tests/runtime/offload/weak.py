@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_mist.runtime.offload.lanes import Lanes
+from lightning_mist.runtime.host_memory.lanes import Lanes
 
 
 class _Weak:

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from lightning_mist.devices import read
 from lightning_mist.errors import ScheduleError
 from lightning_mist.plan.mesh import Mesh
-from lightning_mist.runtime.buckets import Bucket
-from lightning_mist.runtime.offload.gradients import OffloadedGradients
-from lightning_mist.runtime.shards import UnitKey
-from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.runtime.communication import Transport, Work
+from lightning_mist.runtime.offload import OffloadedGradients
+from lightning_mist.runtime.parameters import Bucket, UnitKey
 from lightning_mist.schedule.stage_units import ShardUnit
 
 

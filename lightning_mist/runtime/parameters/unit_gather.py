@@ -1,7 +1,7 @@
 """Updated parameters under ZeRO-1 and ZeRO-2, given out by their owners unit by unit.
 
 That is done where units are updated one after the other beside computation; otherwise
-:class:`~lightning_mist.runtime.reducer.GradientReducer` gives out all at once.
+:class:`~lightning_mist.runtime.gradients.reducer.GradientReducer` gives out all at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.plan.mesh import Mesh
-from lightning_mist.runtime.absent import come_back
-from lightning_mist.runtime.buckets import Bucket
-from lightning_mist.runtime.shards import UnitKey
-from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.runtime.communication import Transport, Work
+from lightning_mist.runtime.parameters.absent import come_back
+from lightning_mist.runtime.parameters.buckets import Bucket
+from lightning_mist.runtime.parameters.shards import UnitKey
 
 
 class UnitGather:

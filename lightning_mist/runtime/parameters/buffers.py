@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.runtime.communication import Transport, Work
 
 _UNVERSIONED = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 """What autograd saved of a buffer stays valid, as under data parallelism."""

@@ -16,11 +16,10 @@ from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import describe_value
 from lightning_mist.plan.module_map import LiveTensor, ModuleMap
 from lightning_mist.runtime.batches import batch_rows, copy_batch, slice_rows
-from lightning_mist.runtime.ghosts import GhostStage
-from lightning_mist.runtime.gradient_differences import FLOOR, GradientDifferences
-from lightning_mist.runtime.passing import StageOutput
+from lightning_mist.runtime.checks.gradient_differences import FLOOR, GradientDifferences
+from lightning_mist.runtime.gradients import WeightGradients
 from lightning_mist.runtime.random import get_random_state, set_random_state
-from lightning_mist.runtime.weight_gradients import WeightGradients
+from lightning_mist.runtime.stage import GhostStage, StageOutput
 
 Call = Callable[[Any], Any]
 

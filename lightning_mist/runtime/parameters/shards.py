@@ -27,11 +27,10 @@ from torch import Tensor, nn
 
 from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
-from lightning_mist.runtime.absent import come_back, leave
-from lightning_mist.runtime.buckets import Bucket, padded_numel, views_like
-from lightning_mist.runtime.offload.host_pool import HostPool, let_go
-from lightning_mist.runtime.offload.lanes import Lanes
-from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.runtime.communication import Transport, Work
+from lightning_mist.runtime.host_memory import HostPool, Lanes, let_go
+from lightning_mist.runtime.parameters.absent import come_back, leave
+from lightning_mist.runtime.parameters.buckets import Bucket, padded_numel, views_like
 from lightning_mist.schedule.stage_units import ShardUnit
 
 UnitKey = tuple[int, int]
@@ -207,7 +206,10 @@ class UnitShards:
         return [shard.flat for shard in self._shards]
 
     def refuse_use(self) -> None:
-        """From now on whoever uses a parameter that is away is told so; see :mod:`~lightning_mist.runtime.absent`."""
+        """From now on whoever uses a parameter that is away is told so.
+
+        See :mod:`~lightning_mist.runtime.parameters.absent`.
+        """
         for shard in self._shards:
             shard.refuses_use = True
 

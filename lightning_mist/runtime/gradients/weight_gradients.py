@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.casts import detached
+from lightning_mist.runtime.parameters import detached
 from lightning_mist.tensor_parallel import SplitTensor
 
 _LINEAR = frozenset({F.linear})

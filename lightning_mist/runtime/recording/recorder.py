@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_mist.devices import ops_of
-from lightning_mist.runtime.transport import Work
+from lightning_mist.runtime.communication import Work
 from lightning_mist.schedule import Action
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mist.plan.mesh import Mesh
-from lightning_mist.runtime.parts import Part, Speakers
-from lightning_mist.runtime.transport import Transport, Work
+from lightning_mist.runtime.communication import Transport, Work
+from lightning_mist.runtime.parameters.tensor_parts import Part, Speakers
 
 _STATE_TAG = 1 << 22
 """First tag of gathered optimizer state; all other tags are smaller."""
@@ -314,7 +314,8 @@ def global_grad_norm(
     Args:
         mesh: This rank's place.
         parameters: Every parameter of the module by canonical name; those of other stages have no gradient here.
-        speakers: Who answers for each parameter; see :func:`~lightning_mist.runtime.parts.speakers_of`.
+        speakers: Who answers for each parameter; see
+            :func:`~lightning_mist.runtime.parameters.tensor_parts.speakers_of`.
         transport: Connects the ranks.
         names: Whose gradients count, in this order, equal on all ranks; every trained parameter if None.
         norm_type: Order of the norm, above 0; may be infinite.

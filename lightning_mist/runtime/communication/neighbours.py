@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_mist.plan import LiveTensor, row_slice
 from lightning_mist.plan.mesh import Mesh, Overlap, overlaps, side_of
-from lightning_mist.runtime.boundary import Crossing
+from lightning_mist.runtime.communication.boundary import Crossing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

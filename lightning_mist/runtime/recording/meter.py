@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lightning_mist.devices import DeviceOps, MemoryUse, ops_of
-from lightning_mist.runtime.offload.host_pool import is_host
+from lightning_mist.runtime.host_memory import is_host
 from lightning_mist.runtime.patches import SharedPatch
 
 

@@ -22,15 +22,23 @@ from torch.utils._pytree import tree_flatten
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import block_value, describe_value, is_block_value, without_caches
 from lightning_mist.plan.module_map import LiveTensor, ModuleMap
-from lightning_mist.runtime.checkpointing import checkpoint_block, neutral_checkpointing
-from lightning_mist.runtime.cutting.mode import inside_block
-from lightning_mist.runtime.passing import InputSpec, StageOutput
+from lightning_mist.runtime.cutting import inside_block
+from lightning_mist.runtime.gradients import WeightGradients
 from lightning_mist.runtime.random import get_random_state, set_random_state
-from lightning_mist.runtime.skipped import SkippedBlocks
-from lightning_mist.runtime.slots import GhostSlots, hollow
-from lightning_mist.runtime.stage_split import StageSplit
-from lightning_mist.runtime.watch import BlockObserver, StepExit, StepRun, Watcher, become, enter_graph, quiet_ghosts
-from lightning_mist.runtime.weight_gradients import WeightGradients
+from lightning_mist.runtime.stage.checkpointing import checkpoint_block, neutral_checkpointing
+from lightning_mist.runtime.stage.passing import InputSpec, StageOutput
+from lightning_mist.runtime.stage.skipped import SkippedBlocks
+from lightning_mist.runtime.stage.slots import GhostSlots, hollow
+from lightning_mist.runtime.stage.stage_split import StageSplit
+from lightning_mist.runtime.stage.watch import (
+    BlockObserver,
+    StepExit,
+    StepRun,
+    Watcher,
+    become,
+    enter_graph,
+    quiet_ghosts,
+)
 
 
 class GhostStage:

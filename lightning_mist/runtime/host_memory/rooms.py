@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_mist.runtime.offload.host_pool import room_for, views_into
+from lightning_mist.runtime.host_memory.host_pool import room_for, views_into
 from lightning_mist.schedule.moves import ROOMS
 
 

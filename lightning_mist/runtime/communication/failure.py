@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_mist.runtime.peers import Peers
+from lightning_mist.runtime.communication.peers import Peers
 
 POLL_SECONDS = 0.5
 """Time between looks at what has been heard."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_mist.devices import DeviceOps
-from lightning_mist.runtime.offload.host_pool import let_go
+from lightning_mist.runtime.host_memory.host_pool import let_go
 
 
 class Lanes:

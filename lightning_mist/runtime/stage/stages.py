@@ -7,11 +7,10 @@ from torch import nn
 
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import make_mesh
-from lightning_mist.runtime.ghosts import GhostStage
-from lightning_mist.runtime.slots import hollow
-from lightning_mist.runtime.stage_split import StageSplit
-from lightning_mist.runtime.tensor_group import TransportGroup
-from lightning_mist.runtime.transport import Transport
+from lightning_mist.runtime.communication import Transport, TransportGroup
+from lightning_mist.runtime.stage.ghosts import GhostStage
+from lightning_mist.runtime.stage.slots import hollow
+from lightning_mist.runtime.stage.stage_split import StageSplit
 
 
 class RankStages:

@@ -21,16 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import ModuleMap, ZeroStage
 from lightning_mist.plan.mesh import Mesh
-from lightning_mist.runtime.glue import Glue
-from lightning_mist.runtime.offload.activations import OffloadedActivations
-from lightning_mist.runtime.offload.gradients import OffloadedGradients
-from lightning_mist.runtime.offload.host_pool import HostPool
-from lightning_mist.runtime.offload.lanes import Lanes
-from lightning_mist.runtime.offload.optimizer_state import OffloadedState
-from lightning_mist.runtime.own_backward import refused_backward
-from lightning_mist.runtime.shards import UnitKey, UnitShards
-from lightning_mist.runtime.transport import Transport
-from lightning_mist.runtime.unit_gradients import UnitGradients
+from lightning_mist.runtime.communication import Transport
+from lightning_mist.runtime.gradients import UnitGradients, refused_backward
+from lightning_mist.runtime.host_memory import HostPool, Lanes
+from lightning_mist.runtime.offload import OffloadedActivations, OffloadedGradients, OffloadedState
+from lightning_mist.runtime.parameters import UnitKey, UnitShards
+from lightning_mist.runtime.stage.glue import Glue
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import COMPUTATIONS, HEAD, INPUT_BACKWARDS, TAIL
 from lightning_mist.schedule.stage_units import ShardUnit, expanded_units, moved_parameters, plan_units

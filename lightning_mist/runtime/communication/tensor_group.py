@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_mist.runtime.transport import Transport
+from lightning_mist.runtime.communication.transport import Transport
 from lightning_mist.tensor_parallel.group import Reduction
 
 

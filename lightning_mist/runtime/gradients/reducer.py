@@ -17,10 +17,9 @@ from lightning_mist.devices import read
 from lightning_mist.errors import PlanError, ScheduleError
 from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import HeldParameter, Mesh, needs_spreading, sums_wholes, tied_groups
-from lightning_mist.runtime.buckets import Bucket, make_buckets
-from lightning_mist.runtime.parts import Part
-from lightning_mist.runtime.transport import TensorWork, Transport, Work
-from lightning_mist.runtime.unit_gradients import UnitGradients
+from lightning_mist.runtime.communication import TensorWork, Transport, Work
+from lightning_mist.runtime.gradients.unit_gradients import UnitGradients
+from lightning_mist.runtime.parameters import Bucket, Part, make_buckets
 
 
 class GradientReducer:

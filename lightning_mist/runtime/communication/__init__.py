@@ -1,0 +1,23 @@
+"""How tensors get from rank to rank, and how one failing rank ends all."""
+
+from lightning_mist.runtime.communication.boundary import Crossing, GraphEnd, Portion
+from lightning_mist.runtime.communication.failure import FailureWatcher, start_watcher
+from lightning_mist.runtime.communication.neighbours import Microbatch, Neighbours
+from lightning_mist.runtime.communication.tensor_group import TransportGroup
+from lightning_mist.runtime.communication.transport import DistributedTransport, TensorWork, Transport, Work, complete
+
+__all__ = [
+    "Crossing",
+    "DistributedTransport",
+    "FailureWatcher",
+    "GraphEnd",
+    "Microbatch",
+    "Neighbours",
+    "Portion",
+    "TensorWork",
+    "Transport",
+    "TransportGroup",
+    "Work",
+    "complete",
+    "start_watcher",
+]

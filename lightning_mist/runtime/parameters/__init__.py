@@ -1,0 +1,49 @@
+"""Parameters and buffers of a rank: sharded, gathered, cast, updated, and absent ones."""
+
+from lightning_mist.runtime.parameters.absent import AbsentGradient, at_work, come_back, held_at, leave, works
+from lightning_mist.runtime.parameters.buckets import Bucket, check_dense, make_buckets
+from lightning_mist.runtime.parameters.buffers import BufferSync, memory_of
+from lightning_mist.runtime.parameters.casts import CastKeeper, detached, no_kept_casts
+from lightning_mist.runtime.parameters.gather import ParameterGatherer
+from lightning_mist.runtime.parameters.optimizer import (
+    clip_by_norm,
+    clip_by_value,
+    gather_optimizer_state,
+    global_grad_norm,
+    load_full_optimizer_state,
+    local_optimizer_state,
+    restrict_optimizer,
+)
+from lightning_mist.runtime.parameters.shards import UnitKey, UnitShards
+from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of
+from lightning_mist.runtime.parameters.unit_gather import UnitGather
+
+__all__ = [
+    "AbsentGradient",
+    "Bucket",
+    "BufferSync",
+    "CastKeeper",
+    "ParameterGatherer",
+    "Part",
+    "UnitGather",
+    "UnitKey",
+    "UnitShards",
+    "at_work",
+    "check_dense",
+    "clip_by_norm",
+    "clip_by_value",
+    "come_back",
+    "detached",
+    "gather_optimizer_state",
+    "global_grad_norm",
+    "held_at",
+    "leave",
+    "load_full_optimizer_state",
+    "local_optimizer_state",
+    "make_buckets",
+    "memory_of",
+    "no_kept_casts",
+    "parts_of",
+    "restrict_optimizer",
+    "works",
+]
