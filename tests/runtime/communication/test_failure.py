@@ -240,7 +240,7 @@ def test_a_rank_in_a_collective_that_never_ends_is_ended():
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            cwd=Path(__file__).parents[2],
+            cwd=Path(__file__).parents[3],
         )
         for rank in range(2)
     )

@@ -8,7 +8,7 @@ from lightning_mist.runtime.parameters.gather import ParameterGatherer
 from lightning_mist.runtime.parameters.tensor_parts import parts_of
 from tests.memory_transport import InMemoryWorld, drive
 from tests.plan.test_mesh import make_map, make_plan
-from tests.runtime.test_parts import split_map, split_plan
+from tests.runtime.parameters.test_tensor_parts import split_map, split_plan
 
 SHAPES = {"w0": (10, 1), "w1": (10, 2), "w2": (10, 3), "tied": (7,), "frozen": (99,), "unused": (3,)}
 
