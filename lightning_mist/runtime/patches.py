@@ -1,8 +1,11 @@
 """Process-wide changes that several users hold at the same time."""
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from torch.overrides import _get_current_function_mode
 
 
 class SharedPatch:
@@ -36,3 +39,53 @@ class SharedPatch:
             if self._users == 0 and self._change is not None:
                 change, self._change = self._change, None
                 change.__exit__(None, None, None)
+
+
+class BlockObserver(Protocol):
+    """A mode that watches calls of torch functions outside of a network's blocks.
+
+    Attributes:
+        is_quiet: Whether nothing is watched now.
+    """
+
+    is_quiet: bool
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, kind: Any, error: Any, trace: Any, /) -> object: ...
+
+
+class _Active(threading.local):
+    mode: BlockObserver | None = None
+
+
+_ACTIVE = _Active()
+
+
+@contextmanager
+def quiet_in_blocks(mode: BlockObserver) -> Iterator[None]:
+    """Let a mode be left inside blocks, see :func:`inside_block`."""
+    before, _ACTIVE.mode = _ACTIVE.mode, mode
+    try:
+        yield
+    finally:
+        _ACTIVE.mode = before
+
+
+@contextmanager
+def inside_block() -> Iterator[None]:
+    """Around a block of the network, which computes as it is: the mode that watches the step costs nothing there."""
+    mode = _ACTIVE.mode
+    if mode is None:
+        yield
+        return
+    is_on_top = _get_current_function_mode() is mode  # type: ignore[no-untyped-call]
+    mode.is_quiet = True
+    if is_on_top:
+        mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        mode.is_quiet = False
+        if is_on_top:
+            mode.__enter__()

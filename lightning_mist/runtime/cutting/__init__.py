@@ -1,7 +1,7 @@
 """Cutting a batch so that the parts train as the whole does: proved from what the step computes, guarded in flight."""
 
 from lightning_mist.runtime.cutting.classes import Way, is_close
-from lightning_mist.runtime.cutting.mode import WAY_OUT, CutMode, check_counts, cutting, inside_block
+from lightning_mist.runtime.cutting.mode import WAY_OUT, CutMode, check_counts, cutting
 from lightning_mist.runtime.cutting.proof import prove
 from lightning_mist.runtime.cutting.replay import Values
 from lightning_mist.runtime.cutting.results import Result, alike, best_way, leaves_of_result, together
@@ -19,7 +19,6 @@ __all__ = [
     "best_way",
     "check_counts",
     "cutting",
-    "inside_block",
     "is_close",
     "leaves_of_result",
     "prove",

@@ -1,13 +1,12 @@
 """Training on a part of a batch: its calls compute what was proved, and anything else ends training."""
 
-import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_mist.errors import TraceError
@@ -18,6 +17,7 @@ from lightning_mist.runtime.cutting.patches import Count, Over, Whole, scaled
 from lightning_mist.runtime.cutting.replay import Values
 from lightning_mist.runtime.cutting.rules import CutRules, Site
 from lightning_mist.runtime.cutting.tape import name_of, occurrence
+from lightning_mist.runtime.patches import quiet_in_blocks
 
 _REDUCTIONS = (
     "sum",
@@ -162,38 +162,8 @@ def check_counts(wrong: Sequence[tuple[Tensor, str]]) -> None:
         )
 
 
-class _Active(threading.local):
-    mode: CutMode | None = None
-
-
-_ACTIVE = _Active()
-
-
 @contextmanager
 def cutting(mode: CutMode) -> Iterator[None]:
     """Around the user's step."""
-    before, _ACTIVE.mode = _ACTIVE.mode, mode
-    try:
-        with mode:
-            yield
-    finally:
-        _ACTIVE.mode = before
-
-
-@contextmanager
-def inside_block() -> Iterator[None]:
-    """Around a block of the network, which computes as it is: the mode that watches the step costs nothing there."""
-    mode = _ACTIVE.mode
-    if mode is None:
+    with quiet_in_blocks(mode), mode:
         yield
-        return
-    is_on_top = _get_current_function_mode() is mode  # type: ignore[no-untyped-call]
-    mode.is_quiet = True
-    if is_on_top:
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        mode.is_quiet = False
-        if is_on_top:
-            mode.__enter__()  # type: ignore[no-untyped-call]

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import block_value, describe_value, is_block_value, without_caches
 from lightning_mist.plan.module_map import LiveTensor, ModuleMap
-from lightning_mist.runtime.cutting import inside_block
 from lightning_mist.runtime.gradients import WeightGradients
+from lightning_mist.runtime.patches import inside_block
 from lightning_mist.runtime.random import get_random_state, set_random_state
 from lightning_mist.runtime.stage.checkpointing import checkpoint_block, neutral_checkpointing
 from lightning_mist.runtime.stage.passing import InputSpec, StageOutput
