@@ -54,7 +54,7 @@ class Point:
 
 
 _PROJECT = "benchmarks.faults.project:Fragile"
-_STRATEGY, _ENGINE = "lightning_mist.strategy", "lightning_mist.strategy.engine:Engine"
+_STRATEGY, _ENGINE = "lightning_mist.strategy", "lightning_mist.strategy.training.engine:Engine"
 
 _LOOPS, _CONNECTORS = "lightning.pytorch.loops", "lightning.pytorch.trainer.connectors"
 

@@ -19,8 +19,8 @@ from lightning_mist.model import derive_splits
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.runtime.parameters.tensor_parts import parts_of
-from lightning_mist.strategy.engine import Engine
-from lightning_mist.strategy.starting import make_engine
+from lightning_mist.strategy.training.engine import Engine
+from lightning_mist.strategy.training.starting import make_engine
 from tests import zoo
 from tests.integration.parity import TOLERANCE, cast, loss_of, make_optimizer, map_of, precision_of
 from tests.memory_transport import InMemoryWorld, drive

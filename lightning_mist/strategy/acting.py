@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_mist.strategy.decision import Decision
-from lightning_mist.strategy.guard import StepGuard
+from lightning_mist.strategy.planning import Decision
+from lightning_mist.strategy.training import StepGuard
 
 
 class ActingRank:

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from lightning_mist.plan import Plan
-from lightning_mist.strategy.decision import Decision
 from lightning_mist.strategy.monitor import Monitor
-from lightning_mist.strategy.report import RunReport
+from lightning_mist.strategy.monitoring import RunReport
+from lightning_mist.strategy.planning import Decision
 
 if TYPE_CHECKING:
     from lightning_mist.cost import MemoryEstimate

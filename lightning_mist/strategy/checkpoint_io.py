@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mist.strategy.engine import Engine
+from lightning_mist.strategy.training import Engine
 
 
 def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:

@@ -15,11 +15,8 @@ from typing import Any, TypeVar
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.model.user_code import Generators, ModuleState, Snapshot
 from lightning_mist.runtime.parameters import at_work
-from lightning_mist.strategy.accumulation import gradients_are_about_to_go
-from lightning_mist.strategy.decision import Decision
-from lightning_mist.strategy.kept_plans import remember_limit
-from lightning_mist.strategy.logging import recorded_logs, replay
-from lightning_mist.strategy.room import is_out_of_memory
+from lightning_mist.strategy.planning import Decision, is_out_of_memory, remember_limit
+from lightning_mist.strategy.training import gradients_are_about_to_go, recorded_logs, replay
 from lightning_mist.units import format_bytes
 
 T = TypeVar("T")

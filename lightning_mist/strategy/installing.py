@@ -13,14 +13,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from lightning_mist.devices import ops_of
 from lightning_mist.model.initialization import InitialValues
 from lightning_mist.runtime.stage import no_caches
-from lightning_mist.strategy import publishing
 from lightning_mist.strategy.acting import guarded
-from lightning_mist.strategy.decision import Decision, PlanRequest
-from lightning_mist.strategy.evaluation import WholeEvaluation, as_wrapped, broadcasts_buffers
 from lightning_mist.strategy.first_steps import FirstSteps
 from lightning_mist.strategy.monitor import Monitor
-from lightning_mist.strategy.precision import attach_engine
-from lightning_mist.strategy.starting import later, start_engine
+from lightning_mist.strategy.planning import Decision, PlanRequest, publishing
+from lightning_mist.strategy.training import (
+    WholeEvaluation,
+    as_wrapped,
+    attach_engine,
+    broadcasts_buffers,
+    later,
+    start_engine,
+)
 
 
 class Installs(WholeEvaluation):

@@ -21,13 +21,12 @@ from lightning_mist.devices import ops_of
 from lightning_mist.plan import Plan, ZeroStage, step_rates
 from lightning_mist.runtime.checks import batch_signature
 from lightning_mist.runtime.recording import Recorder, meter_memory, state_tensors
-from lightning_mist.strategy.decision import Decision
-from lightning_mist.strategy.progress import Progress
-from lightning_mist.strategy.report import RunReport, StageReport
-from lightning_mist.strategy.stage_times import (
+from lightning_mist.strategy.monitoring import (
     CLOSURE,
     STEP,
     Measured,
+    RunReport,
+    StageReport,
     StageTimes,
     over_ranks,
     over_steps,
@@ -35,9 +34,11 @@ from lightning_mist.strategy.stage_times import (
     settled,
     step_times,
 )
+from lightning_mist.strategy.planning import Decision
+from lightning_mist.strategy.progress import Progress
 
 if TYPE_CHECKING:
-    from lightning_mist.strategy.learning import Learner
+    from lightning_mist.strategy.monitoring import Learner
 
 _METERED_STEP = 1
 _FIRST_COMPARISON = 10
@@ -76,7 +77,7 @@ def _learner(decision: Decision, say: Callable[[str], None]) -> "Learner | None"
     """What learns from the run, where its plan was made."""
     if decision.basis is None:
         return None
-    from lightning_mist.strategy.learning import Learner
+    from lightning_mist.strategy.monitoring import Learner
 
     path = decision.plan_path
     return Learner(

@@ -11,19 +11,15 @@ from lightning_mist.hardware import Cluster
 from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import Plan
 from lightning_mist.runtime.communication import complete
-from lightning_mist.strategy import checkpoint_io, deferred, publishing, together
-from lightning_mist.strategy.accumulation import gradients_are_about_to_go
+from lightning_mist.strategy import checkpoint_io, deferred, together
 from lightning_mist.strategy.acting import ActingRank
 from lightning_mist.strategy.answers import Answers
-from lightning_mist.strategy.decision import PlanRequest
-from lightning_mist.strategy.engine import Engine
 from lightning_mist.strategy.first_steps import FirstSteps
 from lightning_mist.strategy.installing import Installs
+from lightning_mist.strategy.monitoring import FORWARD
 from lightning_mist.strategy.namespace import Namespace, namespace
-from lightning_mist.strategy.precision import attach_engine
-from lightning_mist.strategy.restrictions import refuse_what_is_not_there, whole_module_reason
-from lightning_mist.strategy.stage_times import FORWARD
-from lightning_mist.strategy.starting import later
+from lightning_mist.strategy.planning import PlanRequest, publishing, refuse_what_is_not_there, whole_module_reason
+from lightning_mist.strategy.training import Engine, attach_engine, gradients_are_about_to_go, later
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.units import parse_bytes
 

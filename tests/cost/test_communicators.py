@@ -14,7 +14,7 @@ from lightning_mist.plan import ModuleMap, Plan, plan_of
 from lightning_mist.runtime.parameters.gather import ParameterGatherer
 from lightning_mist.runtime.parameters.optimizer import global_grad_norm
 from lightning_mist.runtime.random import get_random_state
-from lightning_mist.strategy.data import BatchExchange
+from lightning_mist.strategy.training.data import BatchExchange
 from tests import zoo
 from tests.integration.parity import Rank, make_plan, map_of, microbatches
 from tests.memory_transport import InMemoryWorld, drive

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import MistStrategy, SearchSpace
 from lightning_mist.runtime.recording.meter import StorageMeter, state_tensors
-from lightning_mist.strategy import planner, planning, trials
+from lightning_mist.strategy.planning import planner, planning, trials
 
 WIDTH, LAYERS, ROWS = 128, 12, 8
 

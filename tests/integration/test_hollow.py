@@ -11,7 +11,7 @@ from lightning_mist.model import map_module
 from lightning_mist.plan import Plan, StageMesh, StagePlan
 from lightning_mist.runtime.parameters.absent import at_work
 from lightning_mist.strategy.checkpoint_io import module_state
-from lightning_mist.strategy.starting import start_engine
+from lightning_mist.strategy.training.starting import start_engine
 
 
 class Net(nn.Module):

@@ -166,6 +166,8 @@ def test_what_has_to_be_on_the_device_is_left_there(tmp_path, profiles, capsys, 
 
 
 def test_no_more_goes_to_files_than_there_is_room_for(tmp_path, profiles, monkeypatch):
-    monkeypatch.setattr("lightning_mist.strategy.decision.disk_usage", lambda path: SimpleNamespace(free=BYTES))
+    monkeypatch.setattr(
+        "lightning_mist.strategy.planning.decision.disk_usage", lambda path: SimpleNamespace(free=BYTES)
+    )
     with pytest.raises(InfeasibleError, match="host"):
         train(limited(tmp_path, profiles, 3.9), Net)

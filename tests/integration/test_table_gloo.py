@@ -9,7 +9,7 @@ from benchmarks.parity.cell import CPU, gradients_of, judge_gradients, subject
 from benchmarks.parity.plans import LAYOUTS, make_plan
 from lightning_mist.plan.mesh import process_groups
 from lightning_mist.runtime.communication.transport import DistributedTransport
-from lightning_mist.strategy.starting import make_engine
+from lightning_mist.strategy.training.starting import make_engine
 from tests.integration.parity import precision_of
 
 CELLS = [

@@ -7,7 +7,7 @@ from transformers import BatchEncoding
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan, StageMesh, StagePlan
-from lightning_mist.strategy.data import BatchExchange, _take_apart
+from lightning_mist.strategy.training.data import BatchExchange, _take_apart
 from tests.memory_transport import InMemoryWorld, drive
 
 CPU = torch.device("cpu")

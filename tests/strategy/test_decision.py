@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_mist.plan import ModuleMap, plan_of
-from lightning_mist.strategy.decision import Decision
+from lightning_mist.strategy.planning.decision import Decision
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import signal
 
 import torch.distributed as dist
 
-from lightning_mist.strategy.ends import Watched
+from lightning_mist.strategy.training.ends import Watched
 
 
 def leave_a_group_as_garbage(path):

@@ -9,9 +9,9 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model import derive_splits, map_module
 from lightning_mist.plan.grid import plan_of
 from lightning_mist.schedule import lower
-from lightning_mist.strategy import overheads
-from lightning_mist.strategy.engine import Engine
-from lightning_mist.strategy.starting import start_engine
+from lightning_mist.strategy.planning import overheads
+from lightning_mist.strategy.training.engine import Engine
+from lightning_mist.strategy.training.starting import start_engine
 from tests.integration.parity import make_plan, map_of
 from tests.memory_transport import InMemoryWorld
 

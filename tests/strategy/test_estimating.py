@@ -6,7 +6,7 @@ from lightning_mist.cost import estimate_memory
 from lightning_mist.errors import InfeasibleError, TraceError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import OffloadRatios, Predicted, PredictedStage, plan_of
-from lightning_mist.strategy.estimating import Budget, estimate_given, estimate_made
+from lightning_mist.strategy.planning.estimating import Budget, estimate_given, estimate_made
 from tests.cost.events import with_events
 from tests.specs import spec
 

@@ -7,7 +7,7 @@ import torch
 
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.strategy.first_steps import TIGHTER, WATCHED_STEPS, FirstSteps
-from lightning_mist.strategy.kept_plans import remember_limit, remembered_limit
+from lightning_mist.strategy.planning.kept_plans import remember_limit, remembered_limit
 
 
 def steps(folder, needs=1000):

@@ -10,7 +10,7 @@ from lightning_mist.errors import PlanError
 from lightning_mist.model.user_code.reach import Reach
 from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan
 from lightning_mist.runtime.executor import Microbatch
-from lightning_mist.strategy.guard import StepGuard
+from lightning_mist.strategy.training.guard import StepGuard
 
 HELD = {"count": 0}
 

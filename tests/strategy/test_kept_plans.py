@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from lightning_mist.strategy.kept_plans import FOLDER, keep_plan, kept_plan, key_of
-from lightning_mist.strategy.simplest import plain_plan
+from lightning_mist.strategy.planning.kept_plans import FOLDER, keep_plan, kept_plan, key_of
+from lightning_mist.strategy.planning.simplest import plain_plan
 
 
 class Net(nn.Module):

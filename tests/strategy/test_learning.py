@@ -7,8 +7,15 @@ from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import Correction, correction_store, factor_of, load_corrections, save_corrections
 from lightning_mist.plan import load
 from lightning_mist.plan.naming import short_name
-from lightning_mist.strategy.learning import LEAST_GAIN, LEAST_STEPS, QUICK_SECONDS, Basis, Learner, with_corrections
-from lightning_mist.strategy.stage_times import Measured, StageTimes, predicted_times
+from lightning_mist.strategy.monitoring.learning import (
+    LEAST_GAIN,
+    LEAST_STEPS,
+    QUICK_SECONDS,
+    Basis,
+    Learner,
+    with_corrections,
+)
+from lightning_mist.strategy.monitoring.stage_times import Measured, StageTimes, predicted_times
 from lightning_mist.tuner import SearchSpace
 from tests.specs import cluster, profile, spec
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 
-from lightning_mist.strategy.logging import LogRecord, LogRecorder, combine_records, recorded_logs, replay
+from lightning_mist.strategy.training.logging import LogRecord, LogRecorder, combine_records, recorded_logs, replay
 from lightning_mist.tensor_parallel import SplitContext, run_ranks, split_sequence
 
 

@@ -3,7 +3,7 @@ import torch
 
 from lightning_mist.hardware import HardwareProfile, StepOverheads, detect
 from lightning_mist.hardware.profile import ComputeRate
-from lightning_mist.strategy import machine
+from lightning_mist.strategy.planning import machine
 from lightning_mist.strategy.progress import Progress
 
 CPU = torch.device("cpu")

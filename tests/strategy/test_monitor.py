@@ -11,10 +11,10 @@ from lightning_mist.cost import Interval, MemoryEstimate, StageEstimate
 from lightning_mist.hardware import Correction
 from lightning_mist.plan import ModuleMap, Plan, Predicted, PredictedStage, StageMesh, StagePlan
 from lightning_mist.runtime.checks.signature import batch_signature
-from lightning_mist.strategy.decision import Decision
 from lightning_mist.strategy.monitor import Monitor
-from lightning_mist.strategy.report import Better
-from lightning_mist.strategy.stage_times import StageTimes
+from lightning_mist.strategy.monitoring.report import Better
+from lightning_mist.strategy.monitoring.stage_times import StageTimes
+from lightning_mist.strategy.planning.decision import Decision
 
 FLOATS = 1000
 

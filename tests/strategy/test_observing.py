@@ -4,8 +4,8 @@ import pytest
 
 from lightning_mist.cost import predict
 from lightning_mist.hardware import Correction, StepOverheads, corrected
-from lightning_mist.strategy.observing import observe
-from lightning_mist.strategy.stage_times import Measured, StageTimes, predicted_times
+from lightning_mist.strategy.monitoring.observing import observe
+from lightning_mist.strategy.monitoring.stage_times import Measured, StageTimes, predicted_times
 from tests.cost.test_memory import make_plan
 from tests.specs import cluster, profile, spec
 

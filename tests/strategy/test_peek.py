@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_mist.errors import PlanError, TraceError
-from lightning_mist.strategy.peek import digest_of, first_batch, on_device
+from lightning_mist.strategy.planning.peek import digest_of, first_batch, on_device
 
 
 class Stream(IterableDataset):

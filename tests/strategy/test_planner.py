@@ -5,7 +5,7 @@ import torch
 
 from lightning_mist.errors import InfeasibleError, TraceError
 from lightning_mist.hardware import parse_cluster
-from lightning_mist.strategy.planner import Planner
+from lightning_mist.strategy.planning.planner import Planner
 
 
 def fits(answer):

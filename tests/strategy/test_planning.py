@@ -6,8 +6,8 @@ import torch
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Exclusion, ModuleMap, Plan, StageMesh, StagePlan
-from lightning_mist.strategy import planning
-from lightning_mist.strategy.planning import _refuse_unsafe_cuts, _searched
+from lightning_mist.strategy.planning import planning
+from lightning_mist.strategy.planning.planning import _refuse_unsafe_cuts, _searched
 from lightning_mist.tuner import SearchSpace
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 from rich.console import Console
 
 from lightning_mist.plan import StepRates
-from lightning_mist.strategy.report import RunReport, StageReport
-from lightning_mist.strategy.stage_times import StageTimes
+from lightning_mist.strategy.monitoring.report import RunReport, StageReport
+from lightning_mist.strategy.monitoring.stage_times import StageTimes
 
 
 def make(predicted=2.0, stage_bytes=2**30):

@@ -9,9 +9,14 @@ from torch import nn
 from lightning_mist.errors import TraceError
 from lightning_mist.model.initialization.initial_values import empty_out
 from lightning_mist.plan import ModuleMap
-from lightning_mist.strategy import planner as planner_module
-from lightning_mist.strategy.planner import Planner
-from lightning_mist.strategy.room import Room, everywhere_unless_out_of_memory, is_out_of_memory, unless_out_of_memory
+from lightning_mist.strategy.planning import planner as planner_module
+from lightning_mist.strategy.planning.planner import Planner
+from lightning_mist.strategy.planning.room import (
+    Room,
+    everywhere_unless_out_of_memory,
+    is_out_of_memory,
+    unless_out_of_memory,
+)
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from lightning_mist.cost.time import collective_seconds
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.model import LayerSeconds
 from lightning_mist.plan import LiveTensor, ModuleMap, Predicted, PredictedStage
-from lightning_mist.strategy.simplest import (
+from lightning_mist.strategy.planning.simplest import (
     at_once_reason,
     fits_plainly,
     gains_too_little,

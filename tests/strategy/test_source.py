@@ -1,6 +1,6 @@
 import functools
 
-from lightning_mist.strategy.source import body_of, loaded_names
+from lightning_mist.strategy.user_code.source import body_of, loaded_names
 
 
 def keep(function):

@@ -5,7 +5,7 @@ import pytest
 from lightning_mist.cost import predict
 from lightning_mist.runtime.recording.recorder import Recorded
 from lightning_mist.schedule import Action
-from lightning_mist.strategy.stage_times import (
+from lightning_mist.strategy.monitoring.stage_times import (
     Measured,
     StageTimes,
     over_ranks,

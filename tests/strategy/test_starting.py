@@ -1,6 +1,6 @@
 import torch
 
-from lightning_mist.strategy.starting import make_engine
+from lightning_mist.strategy.training.starting import make_engine
 from tests.memory_transport import InMemoryWorld
 from tests.strategy.test_engine import ROWS, Net, make_plan, map_of
 

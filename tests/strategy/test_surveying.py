@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_mist.model.user_code.reach import Reach
-from lightning_mist.strategy.surveying import Survey, changed
+from lightning_mist.strategy.user_code.surveying import Survey, changed
 
 HELD = SimpleNamespace(value=None)
 

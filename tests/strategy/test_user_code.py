@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback,
 from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import nn
 
-from lightning_mist.strategy.user_code import _EVERY, GRADIENTS_AWAY, PARAMETERS_AWAY, user_exclusions
+from lightning_mist.strategy.user_code.user_code import _EVERY, GRADIENTS_AWAY, PARAMETERS_AWAY, user_exclusions
 
 PATH = []
 

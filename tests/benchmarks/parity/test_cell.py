@@ -8,7 +8,7 @@ from benchmarks.parity import cell
 from benchmarks.parity.cell import Outcome, attempt, compare_curves, compare_gradients, subject
 from benchmarks.parity.plans import LAYOUTS, Group, Layout, make_plan
 from lightning_mist.runtime.gradients.reducer import GradientReducer
-from lightning_mist.strategy.engine import Engine
+from lightning_mist.strategy.training.engine import Engine
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
 

@@ -25,7 +25,7 @@ from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.grid import plan_of
 from lightning_mist.runtime.recording import Recorded
 from lightning_mist.schedule import Action, ActionKind
-from lightning_mist.strategy.starting import start_engine
+from lightning_mist.strategy.training import start_engine
 
 WARM_UP, TIMED = 3, 9
 """Batches of every plan: the first make shapes known and caches warm, the others are timed."""

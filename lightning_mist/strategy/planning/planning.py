@@ -27,12 +27,11 @@ from lightning_mist.plan import (
 from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.checks import batch_signature, check_stages, refuse_unchecked
 from lightning_mist.runtime.support import check_supported
-from lightning_mist.strategy import machine
-from lightning_mist.strategy.decision import Decision, PlanRequest
-from lightning_mist.strategy.estimating import Budget, estimate_given, estimate_made
-from lightning_mist.strategy.evaluation import check_evaluation
 from lightning_mist.strategy.namespace import Namespace
-from lightning_mist.strategy.peek import (
+from lightning_mist.strategy.planning import machine
+from lightning_mist.strategy.planning.decision import Decision, PlanRequest
+from lightning_mist.strategy.planning.estimating import Budget, estimate_given, estimate_made
+from lightning_mist.strategy.planning.peek import (
     digest_of,
     first_batch,
     forget_first_batch,
@@ -40,14 +39,15 @@ from lightning_mist.strategy.peek import (
     silent,
     step_function,
 )
-from lightning_mist.strategy.planner import Planner
+from lightning_mist.strategy.planning.planner import Planner
+from lightning_mist.strategy.planning.publishing import publish
+from lightning_mist.strategy.planning.room import unless_out_of_memory
+from lightning_mist.strategy.planning.simplest import at_once_reason, is_free, plain_plan
+from lightning_mist.strategy.planning.splitting import degrees_of
+from lightning_mist.strategy.planning.tried_step import TriedStep
 from lightning_mist.strategy.progress import Progress
-from lightning_mist.strategy.publishing import publish
-from lightning_mist.strategy.room import unless_out_of_memory
-from lightning_mist.strategy.simplest import at_once_reason, is_free, plain_plan
-from lightning_mist.strategy.splitting import degrees_of
 from lightning_mist.strategy.together import everywhere, of_all_ranks, on_rank_zero, same_everywhere
-from lightning_mist.strategy.tried_step import TriedStep
+from lightning_mist.strategy.training import check_evaluation
 from lightning_mist.tuner import TuneResult, degrees_to_try
 from lightning_mist.tuner.budget import tensor_share
 from lightning_mist.units import format_bytes

@@ -6,7 +6,7 @@ name; only its class is replaced by a subclass whose clipping asks the engine.
 
 from typing import Any
 
-from lightning_mist.strategy.engine import Engine
+from lightning_mist.strategy.training.engine import Engine
 
 
 class _Clipping:

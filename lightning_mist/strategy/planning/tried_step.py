@@ -17,8 +17,8 @@ from lightning_mist.model.user_code import Reach, Surroundings, is_users
 from lightning_mist.plan import Exclusion, Feature, ModuleMap
 from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.runtime.stage import processes
-from lightning_mist.strategy.surveying import Survey
 from lightning_mist.strategy.together import of_all_ranks
+from lightning_mist.strategy.user_code import Survey
 
 T = TypeVar("T")
 

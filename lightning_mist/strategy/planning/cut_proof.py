@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from lightning_mist.model.fakes import isolated
 from lightning_mist.runtime.cutting import CutRules, Result, Way, best_way, prove
-from lightning_mist.strategy.logging import LogRecord, LogRecorder, recorded_logs
-from lightning_mist.strategy.part_steps import results_of
+from lightning_mist.strategy.training import LogRecord, LogRecorder, recorded_logs, results_of
 
 
 class _Raw(LogRecorder):

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from lightning_mist.strategy.reach import Everything, Groups, Known, Method, Super, is_library, is_lightnings
-from lightning_mist.strategy.resolving import MODULE_METHODS, Resolver, UnreadableError
-from lightning_mist.strategy.source import body_of, loaded_names
+from lightning_mist.strategy.user_code.reach import Everything, Groups, Known, Method, Super, is_library, is_lightnings
+from lightning_mist.strategy.user_code.resolving import MODULE_METHODS, Resolver, UnreadableError
+from lightning_mist.strategy.user_code.source import body_of, loaded_names
 
 _MOST_FUNCTIONS = 200
 

@@ -36,16 +36,15 @@ from lightning_mist.plan import (
 )
 from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.cutting import CutRules
-from lightning_mist.strategy import machine
-from lightning_mist.strategy.cut_proof import agree, prove_here
-from lightning_mist.strategy.decision import PlanRequest
-from lightning_mist.strategy.estimating import Budget, estimate_made
-from lightning_mist.strategy.kept_plans import keep_plan, kept_path, kept_plan, key_of, remembered_limit
-from lightning_mist.strategy.learning import Basis, with_corrections
-from lightning_mist.strategy.progress import Progress
-from lightning_mist.strategy.restrictions import BUT_PLAIN, optimizer_exclusions
-from lightning_mist.strategy.room import Room, everywhere_unless_out_of_memory
-from lightning_mist.strategy.simplest import (
+from lightning_mist.strategy.monitoring import Basis, with_corrections
+from lightning_mist.strategy.planning import machine
+from lightning_mist.strategy.planning.cut_proof import agree, prove_here
+from lightning_mist.strategy.planning.decision import PlanRequest
+from lightning_mist.strategy.planning.estimating import Budget, estimate_made
+from lightning_mist.strategy.planning.kept_plans import keep_plan, kept_path, kept_plan, key_of, remembered_limit
+from lightning_mist.strategy.planning.restrictions import BUT_PLAIN, optimizer_exclusions
+from lightning_mist.strategy.planning.room import Room, everywhere_unless_out_of_memory
+from lightning_mist.strategy.planning.simplest import (
     fits_plainly,
     gains_too_little,
     most_to_save,
@@ -55,10 +54,11 @@ from lightning_mist.strategy.simplest import (
     sharing_seconds,
     steps_to_come,
 )
-from lightning_mist.strategy.splitting import with_splits
+from lightning_mist.strategy.planning.splitting import with_splits
+from lightning_mist.strategy.planning.trials import CALLS, progress_through, timed_apart, told, tried
+from lightning_mist.strategy.planning.tried_step import TriedStep
+from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.together import alike, everywhere, of_all_ranks, on_rank_zero, union
-from lightning_mist.strategy.trials import CALLS, progress_through, timed_apart, told, tried
-from lightning_mist.strategy.tried_step import TriedStep
 from lightning_mist.strategy.user_code import user_exclusions
 from lightning_mist.tuner import TuneResult
 from lightning_mist.tuner.budget import tensor_share

@@ -20,7 +20,7 @@ from lightning_mist.plan import Plan, replica_of, replica_ranks, row_slice
 from lightning_mist.runtime.checks import batch_signature
 from lightning_mist.runtime.executor import Microbatch
 from lightning_mist.runtime.stage import processes
-from lightning_mist.strategy.surveying import Survey, changed
+from lightning_mist.strategy.user_code import Survey, changed
 
 _PATIENCE = 3
 """Batches of new sizes at which the same name may change: what grows with the longest batch is no state."""

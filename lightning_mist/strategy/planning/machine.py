@@ -22,7 +22,7 @@ from lightning_mist.hardware import (
     save_profile,
 )
 from lightning_mist.runtime.host_memory import HostPool, let_go
-from lightning_mist.strategy.overheads import measure_overheads
+from lightning_mist.strategy.planning.overheads import measure_overheads
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.together import cluster_of_ranks, of_all_ranks
 

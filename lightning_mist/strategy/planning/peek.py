@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_unflatten
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import batch_tensors
 from lightning_mist.model.user_code import Generators
-from lightning_mist.strategy.logging import recorded_logs
 from lightning_mist.strategy.namespace import Namespace
+from lightning_mist.strategy.training import recorded_logs
 
 _ENTRIES = 1 << 16
 """Of a tensor that tell one batch from another."""

@@ -19,7 +19,7 @@ from lightning_mist.runtime.parameters import (
     global_grad_norm,
     works,
 )
-from lightning_mist.strategy.owned_optimizer import OwnedOptimizer
+from lightning_mist.strategy.training.owned_optimizer import OwnedOptimizer
 
 
 class WholeGradients(ABC):

@@ -8,7 +8,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model import counting_reason, coupling_reason, whole_tensor_reason
 from lightning_mist.plan import Exclusion, Feature
 from lightning_mist.plan.module_map import OFFLOADS
-from lightning_mist.strategy.trials import tried
+from lightning_mist.strategy.planning.trials import tried
 
 _HOST = torch.device("cpu")
 

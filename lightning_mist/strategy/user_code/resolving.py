@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_mist.strategy.reach import Everything, Groups, Known, Method, Super, is_library, is_lightnings
+from lightning_mist.strategy.user_code.reach import Everything, Groups, Known, Method, Super, is_library, is_lightnings
 
 
 def _words(text: str) -> frozenset[str]:

@@ -14,7 +14,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.runtime.batches import leaves, rebuild
 from lightning_mist.runtime.communication import Microbatch
 from lightning_mist.runtime.cutting import ResultKey, Way, together
-from lightning_mist.strategy.logging import LogRecord, combine_records
+from lightning_mist.strategy.training.logging import LogRecord, combine_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from statistics import mean, pstdev
 
 from lightning_mist.hardware import Correction, Observation, Term, factor_of
 from lightning_mist.plan import Plan
-from lightning_mist.strategy.stage_times import Measured
+from lightning_mist.strategy.monitoring.stage_times import Measured
 
 _DEVIATION = 1.4826 * 1.2533
 """From a median absolute deviation to the standard deviation of a normal distribution, and from that to the standard

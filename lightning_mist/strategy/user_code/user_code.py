@@ -2,7 +2,8 @@
 
 Under DDP every rank has all parameters at any time, and all gradients, averaged, between backward and the next step.
 Where a plan leaves a rank with a part, such code would see the part and take it for the whole. Code counts by what it
-does, not by its name: a hook that only looks at a loss rules nothing out (:mod:`lightning_mist.strategy.reading`).
+does, not by its name: a hook that only looks at a loss rules nothing out
+(:mod:`lightning_mist.strategy.user_code.reading`).
 """
 
 import inspect
@@ -15,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from lightning_mist.plan import Exclusion, Feature
-from lightning_mist.strategy.reach import Everything, Known, is_lightnings, mentions_gradients, names_of
-from lightning_mist.strategy.reading import ReachedError, Reader
+from lightning_mist.strategy.user_code.reach import Everything, Known, is_lightnings, mentions_gradients, names_of
+from lightning_mist.strategy.user_code.reading import ReachedError, Reader
 
 PARAMETERS_AWAY: tuple[Feature, ...] = ("pipeline", "tensor", "sharded_parameters", "offloaded_parameters")
 """What leaves a rank's device without some parameters while it trains."""

@@ -24,9 +24,9 @@ from lightning_mist.model import ModelSpec
 from lightning_mist.plan import Exclusion, Feature, Plan, Predicted, save
 from lightning_mist.plan.naming import short_name
 from lightning_mist.runtime.support import executed_offload
-from lightning_mist.strategy.observing import observe
-from lightning_mist.strategy.report import Better
-from lightning_mist.strategy.stage_times import Measured
+from lightning_mist.strategy.monitoring.observing import observe
+from lightning_mist.strategy.monitoring.report import Better
+from lightning_mist.strategy.monitoring.stage_times import Measured
 from lightning_mist.tuner import SearchSpace, TuneResult, tune
 
 LEAST_GAIN = 0.05

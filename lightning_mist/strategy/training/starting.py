@@ -14,7 +14,7 @@ from lightning_mist.runtime.communication import DistributedTransport, Transport
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.runtime.host_memory import HostPlace
 from lightning_mist.schedule import check, lower
-from lightning_mist.strategy.engine import Engine
+from lightning_mist.strategy.training.engine import Engine
 
 
 def start_engine(

@@ -22,8 +22,8 @@ from lightning_mist.runtime.cutting import (
     is_close,
     leaves_of_result,
 )
-from lightning_mist.strategy.data import BatchExchange
-from lightning_mist.strategy.logging import LogRecord
+from lightning_mist.strategy.training.data import BatchExchange
+from lightning_mist.strategy.training.logging import LogRecord
 
 _SHARE_TOLERANCE = 1e-9
 

@@ -20,7 +20,7 @@ from lightning_mist.tuner.budget import USABLE_HOST_MEMORY
 
 if TYPE_CHECKING:
     from lightning_mist.cost import MemoryEstimate
-    from lightning_mist.strategy.learning import Basis
+    from lightning_mist.strategy.monitoring import Basis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

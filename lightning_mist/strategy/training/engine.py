@@ -37,14 +37,14 @@ from lightning_mist.runtime.parameters import (
 from lightning_mist.runtime.random import get_random_state, set_random_state
 from lightning_mist.runtime.stage import make_stages
 from lightning_mist.schedule import Schedule
-from lightning_mist.strategy.data import BatchExchange
 from lightning_mist.strategy.deferred import leave_on_rank_zero
-from lightning_mist.strategy.gradients import WholeGradients
-from lightning_mist.strategy.guard import StepGuard
-from lightning_mist.strategy.logging import LogRecord, recorded_logs, replay
-from lightning_mist.strategy.owned_optimizer import OwnedOptimizer
-from lightning_mist.strategy.part_steps import PartSteps
-from lightning_mist.strategy.results import BatchResult, Piece, combine, pieces_by_owner, results_in
+from lightning_mist.strategy.training.data import BatchExchange
+from lightning_mist.strategy.training.gradients import WholeGradients
+from lightning_mist.strategy.training.guard import StepGuard
+from lightning_mist.strategy.training.logging import LogRecord, recorded_logs, replay
+from lightning_mist.strategy.training.owned_optimizer import OwnedOptimizer
+from lightning_mist.strategy.training.part_steps import PartSteps
+from lightning_mist.strategy.training.results import BatchResult, Piece, combine, pieces_by_owner, results_in
 
 
 class _InstallGradients(torch.autograd.Function):

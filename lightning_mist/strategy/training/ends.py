@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
     from torch import Tensor
 
-    from lightning_mist.strategy.engine import Engine
+    from lightning_mist.strategy.training.engine import Engine
 else:
     _Base = object
 

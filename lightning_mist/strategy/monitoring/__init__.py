@@ -1,0 +1,34 @@
+"""Predicted against measured, and what a run teaches of its machine."""
+
+from lightning_mist.strategy.monitoring.learning import Basis, Learner, with_corrections
+from lightning_mist.strategy.monitoring.report import RunReport, StageReport
+from lightning_mist.strategy.monitoring.stage_times import (
+    CLOSURE,
+    FORWARD,
+    STEP,
+    Measured,
+    StageTimes,
+    over_ranks,
+    over_steps,
+    predicted_times,
+    settled,
+    step_times,
+)
+
+__all__ = [
+    "CLOSURE",
+    "FORWARD",
+    "STEP",
+    "Basis",
+    "Learner",
+    "Measured",
+    "RunReport",
+    "StageReport",
+    "StageTimes",
+    "over_ranks",
+    "over_steps",
+    "predicted_times",
+    "settled",
+    "step_times",
+    "with_corrections",
+]

@@ -1,0 +1,20 @@
+"""From a user's fit to a plan that every rank has."""
+
+from lightning_mist.strategy.planning.decision import Decision, PlanRequest
+from lightning_mist.strategy.planning.kept_plans import remember_limit
+from lightning_mist.strategy.planning.machine import default_directory, machine_profile
+from lightning_mist.strategy.planning.planning import decide
+from lightning_mist.strategy.planning.restrictions import refuse_what_is_not_there, whole_module_reason
+from lightning_mist.strategy.planning.room import is_out_of_memory
+
+__all__ = [
+    "Decision",
+    "PlanRequest",
+    "decide",
+    "default_directory",
+    "is_out_of_memory",
+    "machine_profile",
+    "refuse_what_is_not_there",
+    "remember_limit",
+    "whole_module_reason",
+]
