@@ -2,7 +2,7 @@ import torch
 
 from lightning_mist.strategy.training.starting import make_engine
 from tests.memory_transport import InMemoryWorld
-from tests.strategy.test_engine import ROWS, Net, make_plan, map_of
+from tests.strategy.training.test_engine import ROWS, Net, make_plan, map_of
 
 
 def test_the_engine_has_the_rank_of_its_transport_and_the_plans_schedule():
