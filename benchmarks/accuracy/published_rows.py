@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.accuracy.published_mist import MistStage, Ratios
 from benchmarks.accuracy.published_mist_model import MistDims
 from lightning_mist.errors import ProfileError
-from lightning_mist.hardware.catalog import find_device
+from lightning_mist.hardware.catalog.devices import find_device
 
 DATA = Path(__file__).parent / "data"
 GIB = 1 << 30

@@ -10,7 +10,7 @@ For files of samples (see ``interference_data``), one for each machine:
 * ``left_out``: what the other machines say of this one, by its two properties that need nothing measured together;
 * ``serial`` and ``free``: the sum and the largest of the loads, to compare with;
 * ``machine``: its kind, and how many samples were left out, by reason;
-* ``causes``: what is fitted to all machines, the constants of ``lightning_mist.hardware.interference_kinds``.
+* ``causes``: what is fitted to all machines, the constants of ``lightning_mist.hardware.catalog.interference_kinds``.
 
 Published tables of further machines take part in the training, and are left out with their family. The two properties
 themselves were chosen with all of these machines in view. Errors are mean
@@ -28,9 +28,14 @@ from scipy.optimize import least_squares
 
 from benchmarks.hardware.interference_data import Machine, families, read_samples, table_machines
 from benchmarks.record import Sample, Value, make_record, write_record
-from lightning_mist.hardware.interference import COEFFICIENTS, Interference
-from lightning_mist.hardware.interference_fit import fit_interference, predicted_seconds, relative_errors, vector_of
-from lightning_mist.hardware.interference_kinds import Causes, interference_of_kind
+from lightning_mist.hardware.catalog.interference_kinds import Causes, interference_of_kind
+from lightning_mist.hardware.measure.interference_fit import (
+    fit_interference,
+    predicted_seconds,
+    relative_errors,
+    vector_of,
+)
+from lightning_mist.hardware.profile.interference import COEFFICIENTS, Interference
 
 COUNTS = (6, 12, 18, 25, 50, 100)
 """Sizes of quick calibrations."""

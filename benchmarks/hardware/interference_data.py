@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from lightning_mist.hardware.interference import CHANNELS
-from lightning_mist.hardware.interference_fit import ConcurrentTimes
-from lightning_mist.hardware.interference_kinds import copies_are_staged, lanes_are_shared
+from lightning_mist.hardware.catalog.interference_kinds import copies_are_staged, lanes_are_shared
+from lightning_mist.hardware.measure.interference_fit import ConcurrentTimes
+from lightning_mist.hardware.profile.interference import CHANNELS
 
 SIZES = ("compute_n", "gpu_gpu_mib", "h2d_mib", "d2h_mib")
 """Columns of the loads, in the order of the channels."""

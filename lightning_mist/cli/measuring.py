@@ -119,7 +119,7 @@ def measure_here(cluster: "Cluster", device: "torch.device", precision: str, *, 
     """
     import torch.distributed as dist
 
-    from lightning_mist.hardware.store import profile_path
+    from lightning_mist.hardware.profile import profile_path
     from lightning_mist.strategy.planning import default_directory, machine_profile
     from lightning_mist.strategy.progress import Progress
 

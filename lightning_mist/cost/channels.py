@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import Cluster, HardwareProfile, Interference
-from lightning_mist.hardware.interference import COEFFICIENTS
+from lightning_mist.hardware.profile import COEFFICIENTS
 
 FREE = Interference(**dict.fromkeys(COEFFICIENTS, 0.0), source="not known, so none")
 """Channels that do not slow each other down."""

@@ -4,14 +4,8 @@ from dataclasses import dataclass
 
 from lightning_mist.cost.allocator_data import MemoryEvent, malloc
 from lightning_mist.cost.communicators import Communicator
+from lightning_mist.hardware.catalog import NOTHING, Overhead, communicator_overhead, context_overhead, workspace_bytes
 from lightning_mist.hardware.cluster import Cluster
-from lightning_mist.hardware.overheads import (
-    NOTHING,
-    Overhead,
-    communicator_overhead,
-    context_overhead,
-    workspace_bytes,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Seconds of loads on several channels that start together and run at the same time.
 
 The model, a fluid whose speeds depend on which channels are active, is that of
-:mod:`lightning_mist.hardware.interference`. Its result is never below the largest load and never above their sum.
+:mod:`lightning_mist.hardware.profile.interference`. Its result is never below the largest load and never above their
+sum.
 
 Array axes
     C  channels, in the order of ``CHANNELS``
@@ -13,7 +14,7 @@ from collections.abc import Set
 import numpy as np
 
 from lightning_mist.cost.compile import FloatArray
-from lightning_mist.hardware.interference import CHANNELS, Channel, Interference, seconds_together, speed_table
+from lightning_mist.hardware.profile import CHANNELS, Channel, Interference, seconds_together, speed_table
 
 
 def speeds(active: Set[Channel], interference: Interference | None, across_nodes: bool) -> dict[Channel, float]:

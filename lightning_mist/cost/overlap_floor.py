@@ -1,9 +1,9 @@
 """The least that loads on several channels take together, as sums that can be put together of parts.
 
 However channels take turns, while the set ``A`` of them is active each channel ``j`` in it advances at most at the
-speed ``v_j(A)`` of :mod:`lightning_mist.hardware.interference`. So the times ``s_A`` that the sets are active satisfy
-``sum over A of s_A v_j(A) >= x_j`` for the loads ``x``, and the loads take at least the least ``sum of s_A`` that does:
-a linear program, whose dual is
+speed ``v_j(A)`` of :mod:`lightning_mist.hardware.profile.interference`. So the times ``s_A`` that the sets are active
+satisfy ``sum over A of s_A v_j(A) >= x_j`` for the loads ``x``, and the loads take at least the least ``sum of s_A``
+that does: a linear program, whose dual is
 
     the largest  y x  with  y >= 0  and  sum over j in A of y_j v_j(A) <= 1  for every set A.
 
@@ -22,7 +22,7 @@ from itertools import combinations
 import numpy as np
 
 from lightning_mist.cost.compile import FloatArray
-from lightning_mist.hardware.interference import CHANNELS, Interference, speed_table
+from lightning_mist.hardware.profile import CHANNELS, Interference, speed_table
 
 
 def corners(interference: Interference | None, across_nodes: bool) -> FloatArray:

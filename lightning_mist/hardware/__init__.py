@@ -5,32 +5,39 @@ What measures it needs torch, and is imported when it is first used.
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_mist.hardware.catalog import catalog_profile
 from lightning_mist.hardware.cluster import Cluster, Device, HostLink, Link
 from lightning_mist.hardware.cluster_mixed import AnyCluster, MixedCluster, cluster_of, single
-from lightning_mist.hardware.correction_store import (
-    CorrectionStore,
-    correction_store,
-    load_corrections,
-    save_corrections,
-)
-from lightning_mist.hardware.corrections import Observation, Term, corrected, factor_of, learn
 from lightning_mist.hardware.describe import parse_cluster
 from lightning_mist.hardware.detect import detect
-from lightning_mist.hardware.from_catalog import catalog_profile
 from lightning_mist.hardware.groups import RankGroup, measuring_groups
 from lightning_mist.hardware.host_memory import host_memory
-from lightning_mist.hardware.interference import CHANNELS, Channel, Interference
-from lightning_mist.hardware.machine_file import read_machine
 from lightning_mist.hardware.profile import (
+    CHANNELS,
+    Channel,
     CollectiveCost,
     ComputeRate,
     Correction,
+    CorrectionStore,
     HardwareProfile,
+    Interference,
     KernelRate,
     MemoryRate,
+    Observation,
     StepOverheads,
+    Term,
+    corrected,
+    correction_store,
+    factor_of,
+    learn,
+    load_corrections,
+    load_profile,
+    read_machine,
+    read_profile,
+    save_corrections,
+    save_profile,
+    write_profile,
 )
-from lightning_mist.hardware.store import load_profile, read_profile, save_profile, write_profile
 
 if TYPE_CHECKING:
     from lightning_mist.hardware.measure import measure_profile

@@ -6,8 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_mist.hardware.cluster import Cluster
-from lightning_mist.hardware.interference import COEFFICIENTS
-from lightning_mist.hardware.profile import HardwareProfile
+from lightning_mist.hardware.profile import COEFFICIENTS, HardwareProfile
 from lightning_mist.units import format_bytes, format_rate, format_seconds
 
 
@@ -159,7 +158,7 @@ _PAIRS = {
     "across_to_device": "communication between nodes and copies from the host",
     "across_to_host": "communication between nodes and copies to the host",
 }
-"""In words, the coefficients of :class:`~lightning_mist.hardware.interference.Interference`."""
+"""In words, the coefficients of :class:`~lightning_mist.hardware.profile.interference.Interference`."""
 
 
 def _together(profile: HardwareProfile) -> Table:

@@ -1,7 +1,7 @@
 """How long loads on several channels take at least, in whatever order they are done.
 
 While the channels ``S`` of a device are active, channel ``i`` advances at ``v_i(S)`` of what it does alone
-(:mod:`lightning_mist.hardware.interference`). Weights with
+(:mod:`lightning_mist.hardware.profile.interference`). Weights with
 
     sum_{i in S} w_i v_i(S) <= 1    for every S
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.hardware import Interference
-from lightning_mist.hardware.interference import CHANNELS, speed_table
+from lightning_mist.hardware.profile import CHANNELS, speed_table
 
 COMPUTE, NETWORK, TO_DEVICE, TO_HOST = range(len(CHANNELS))
 

@@ -9,7 +9,7 @@ from lightning_mist.cost.closed_spec import ClosedForm, closed_form_spec
 from lightning_mist.cost.regions import compile_regions
 from lightning_mist.cost.time import region_seconds
 from lightning_mist.hardware import catalog_profile, parse_cluster
-from lightning_mist.hardware.catalog import find_device
+from lightning_mist.hardware.catalog.devices import find_device
 from lightning_mist.model.presets.named_models import PRESETS
 from tests.cost.test_closed_spec import CASES, GELU, SWIGLU, at, both
 from tests.cost.transformers import GPT

@@ -9,7 +9,7 @@ from lightning_mist.cost.device_need import replayed_need, summed_need
 from lightning_mist.cost.device_total import DeviceOverheads
 from lightning_mist.cost.uncertainty import SPREADS
 from lightning_mist.hardware import Cluster, Device
-from lightning_mist.hardware.overheads import NOTHING, Overhead
+from lightning_mist.hardware.catalog.overheads import NOTHING, Overhead
 
 MIB = 2**20
 

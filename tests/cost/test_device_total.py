@@ -4,7 +4,7 @@ from lightning_mist.cost.allocator import malloc, simulate_allocator
 from lightning_mist.cost.communicators import Communicator
 from lightning_mist.cost.device_total import allocator_capacity, device_overheads, workspaces
 from lightning_mist.hardware import Cluster, Device
-from lightning_mist.hardware.overheads import NOTHING, communicator_overhead, context_overhead
+from lightning_mist.hardware.catalog.overheads import NOTHING, communicator_overhead, context_overhead
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ from lightning_mist.cost.mixed import copy_weights
 from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_parts import Ratios
 from lightning_mist.hardware import catalog_profile, parse_cluster
-from lightning_mist.hardware.corrections import Correction
+from lightning_mist.hardware.profile.corrections import Correction
 from tests.specs import cluster, profile, spec, with_splits
 
 MACHINES = {

@@ -4,7 +4,7 @@ import pytest
 from lightning_mist.cost.overlap import concurrent_seconds
 from lightning_mist.cost.overlap_floor import corners, least_seconds
 from lightning_mist.hardware import catalog_profile, parse_cluster
-from lightning_mist.hardware.interference import COEFFICIENTS, Interference
+from lightning_mist.hardware.profile.interference import COEFFICIENTS, Interference
 
 
 def machines():

@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_mist.errors import ProfileError
-from lightning_mist.hardware.catalog import DEVICES, SOURCES, canonical_name, find_device
+from lightning_mist.hardware.catalog.devices import DEVICES, SOURCES, canonical_name, find_device
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_mist.hardware.catalog import DEVICES, SOURCES
-from lightning_mist.hardware.catalog_rates import CPU_KERNELS, CPU_RATES, EFFICIENCIES
+from lightning_mist.hardware.catalog.devices import DEVICES, SOURCES
+from lightning_mist.hardware.catalog.rates import CPU_KERNELS, CPU_RATES, EFFICIENCIES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "time-model.md"
 

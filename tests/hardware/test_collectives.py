@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mist.errors import ProfileError
-from lightning_mist.hardware.collectives import collective_call, fit_collective, measure_collectives
 from lightning_mist.hardware.groups import RankGroup
-from lightning_mist.hardware.timing import Session
+from lightning_mist.hardware.measure.collectives import collective_call, fit_collective, measure_collectives
+from lightning_mist.hardware.measure.timing import Session
 
 PAYLOADS = [2**12, 2**16, 2**20, 2**24]
 

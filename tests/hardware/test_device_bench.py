@@ -3,10 +3,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mist.hardware.device_bench import DeviceBench, measure_on_device, network_groups
 from lightning_mist.hardware.groups import RankGroup
-from lightning_mist.hardware.interference import COEFFICIENTS
-from lightning_mist.hardware.timing import Session
+from lightning_mist.hardware.measure.device_bench import DeviceBench, measure_on_device, network_groups
+from lightning_mist.hardware.measure.timing import Session
+from lightning_mist.hardware.profile.interference import COEFFICIENTS
 
 HANDLE: Any = object()
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.hardware import Cluster, Device, host_memory, parse_cluster
-from lightning_mist.hardware.catalog import DEVICES
+from lightning_mist.hardware.catalog.devices import DEVICES
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from lightning_mist.hardware.interference import (
+from lightning_mist.hardware.profile.interference import (
     CHANNELS,
     COEFFICIENTS,
     Interference,

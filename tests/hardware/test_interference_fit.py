@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.hardware.interference import COEFFICIENTS, Interference
-from lightning_mist.hardware.interference_fit import (
+from lightning_mist.hardware.catalog.interference_kinds import interference_of_kind
+from lightning_mist.hardware.measure.interference_fit import (
     ConcurrentTimes,
     fit_interference,
     of_vector,
@@ -14,7 +14,7 @@ from lightning_mist.hardware.interference_fit import (
     relative_errors,
     vector_of,
 )
-from lightning_mist.hardware.interference_kinds import interference_of_kind
+from lightning_mist.hardware.profile.interference import COEFFICIENTS, Interference
 from tests.tiers import examples
 
 PRIOR = interference_of_kind(staged=False, shared=True)

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mist.hardware import Cluster, Link, catalog_profile, parse_cluster
-from lightning_mist.hardware.interference import COEFFICIENTS
-from lightning_mist.hardware.interference_kinds import (
+from lightning_mist.hardware.catalog.interference_kinds import (
     CAUSES,
     MEASURED,
     MEASURED_SPREAD,
@@ -18,6 +17,7 @@ from lightning_mist.hardware.interference_kinds import (
     interference_of_kind,
     lanes_are_shared,
 )
+from lightning_mist.hardware.profile.interference import COEFFICIENTS
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 UNIT = st.floats(0.0, 1.0)

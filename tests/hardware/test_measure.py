@@ -10,17 +10,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_mist.errors import ProfileError
-from lightning_mist.hardware import (
-    Cluster,
-    Device,
-    measure,
-    measure_profile,
-    measuring_groups,
-    read_profile,
-    timing,
-    write_profile,
-)
-from lightning_mist.hardware.collectives import OPERATIONS
+from lightning_mist.hardware import Cluster, Device, measure_profile, measuring_groups, read_profile, write_profile
+from lightning_mist.hardware.measure import measure, timing
+from lightning_mist.hardware.measure.collectives import OPERATIONS
 
 CPU = torch.device("cpu")
 WORLD = 3

@@ -1,10 +1,8 @@
 import numpy as np
 import pytest
 
-from lightning_mist.hardware.interference import COEFFICIENTS, Interference, seconds_together, speed_table
-from lightning_mist.hardware.interference_fit import of_vector, vector_of
-from lightning_mist.hardware.interference_kinds import interference_of_kind
-from lightning_mist.hardware.measure_interference import (
+from lightning_mist.hardware.catalog.interference_kinds import interference_of_kind
+from lightning_mist.hardware.measure.interference import (
     LOAD_SECONDS,
     MAX_UNITS,
     Counts,
@@ -12,7 +10,9 @@ from lightning_mist.hardware.measure_interference import (
     kind_of,
     measure_interference,
 )
-from lightning_mist.hardware.profile import CollectiveCost
+from lightning_mist.hardware.measure.interference_fit import of_vector, vector_of
+from lightning_mist.hardware.profile.interference import COEFFICIENTS, Interference, seconds_together, speed_table
+from lightning_mist.hardware.profile.profile import CollectiveCost
 
 PRIOR = interference_of_kind(staged=False, shared=False)
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from lightning_mist.hardware import operators
-from lightning_mist.hardware.operators import kernel_rates, memory_rates
-from lightning_mist.hardware.timing import Session
+from lightning_mist.hardware.measure import operators
+from lightning_mist.hardware.measure.operators import kernel_rates, memory_rates
+from lightning_mist.hardware.measure.timing import Session
 
 SESSION = Session(device=torch.device("cpu"), world=None)
 

@@ -3,8 +3,8 @@
 import pytest
 
 from lightning_mist.hardware import Cluster, Device, Link
-from lightning_mist.hardware.catalog import DEVICES
-from lightning_mist.hardware.overheads import (
+from lightning_mist.hardware.catalog.devices import DEVICES
+from lightning_mist.hardware.catalog.overheads import (
     ARCHITECTURES,
     MIB,
     NOTHING,

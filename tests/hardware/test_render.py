@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.hardware import ComputeRate, Interference, StepOverheads, catalog_profile, parse_cluster
-from lightning_mist.hardware.interference import COEFFICIENTS
-from lightning_mist.hardware.profile import Correction, KernelRate, MemoryRate
+from lightning_mist.hardware.profile.interference import COEFFICIENTS
+from lightning_mist.hardware.profile.profile import Correction, KernelRate, MemoryRate
 from lightning_mist.hardware.render import render_profile
 
 CLUSTER = parse_cluster("2x4xL4")

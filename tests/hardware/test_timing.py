@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mist.hardware.timing import (
+from lightning_mist.hardware.measure.timing import (
     MAX_SAMPLES,
     MIN_SAMPLES,
     MOST_CALLS,

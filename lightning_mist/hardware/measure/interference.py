@@ -3,8 +3,8 @@
 Work comes in units (a matrix product, a collective, a copy). Of each channel as many units are taken as last about
 :data:`LOAD_SECONDS` alone; then sets of channels run their loads together, evenly at first and then one of them with
 twice its load, until the budget ends. Loads are timed alone with the very number of units that they have together. The
-coefficients are fitted to these times (:mod:`lightning_mist.hardware.interference_fit`), starting from what machines
-with such copies and such a network do.
+coefficients are fitted to these times (:mod:`lightning_mist.hardware.measure.interference_fit`), starting from what
+machines with such copies and such a network do.
 """
 
 import statistics
@@ -14,10 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from lightning_mist.hardware.interference import CHANNELS, Channel, Interference
-from lightning_mist.hardware.interference_fit import ConcurrentTimes, fit_interference
-from lightning_mist.hardware.interference_kinds import copies_are_staged, interference_of_kind, lanes_are_shared
-from lightning_mist.hardware.profile import CollectiveCost
+from lightning_mist.hardware.catalog import copies_are_staged, interference_of_kind, lanes_are_shared
+from lightning_mist.hardware.measure.interference_fit import ConcurrentTimes, fit_interference
+from lightning_mist.hardware.profile import CHANNELS, Channel, CollectiveCost, Interference
 
 LOAD_SECONDS = 1e-2
 """Seconds of an even load alone: a thousand times what launching a unit takes."""

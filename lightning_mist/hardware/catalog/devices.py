@@ -1,7 +1,7 @@
 """Devices that need not be at hand: what vendors and measurements say of them.
 
-Every figure has its source beside it or in :data:`SOURCES`. :mod:`lightning_mist.hardware.from_catalog` makes a profile
-of them.
+Every figure has its source beside it or in :data:`SOURCES`. :mod:`lightning_mist.hardware.catalog.profiles` makes a
+profile of them.
 """
 
 import difflib
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from lightning_mist.errors import ProfileError
-from lightning_mist.hardware.catalog_rates import EFFICIENCIES, RATE_SOURCES, Efficiencies
+from lightning_mist.hardware.catalog.rates import EFFICIENCIES, RATE_SOURCES, Efficiencies
 from lightning_mist.hardware.cluster import Link
 
 SOURCES = {

@@ -6,12 +6,12 @@ from typing import Any
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.cluster import Cluster, Device
-from lightning_mist.hardware.profile import HardwareProfile
-from lightning_mist.hardware.store import read_profile
+from lightning_mist.hardware.profile.profile import HardwareProfile
+from lightning_mist.hardware.profile.store import read_profile
 
 
 def read_machine(path: Path) -> tuple[Cluster, HardwareProfile]:
-    """The devices and the profile of a file that :func:`~lightning_mist.hardware.store.write_profile` wrote.
+    """The devices and the profile of a file that :func:`~lightning_mist.hardware.profile.store.write_profile` wrote.
 
     Args:
         path: The file.

@@ -17,10 +17,10 @@ machines' published tables by ``benchmarks.hardware.interference``, which also p
 
 from dataclasses import dataclass
 
-from lightning_mist.hardware.catalog import canonical_name
+from lightning_mist.hardware.catalog.devices import canonical_name
+from lightning_mist.hardware.catalog.overheads import has_nvlink
 from lightning_mist.hardware.cluster import Cluster
-from lightning_mist.hardware.interference import COEFFICIENTS, Interference
-from lightning_mist.hardware.overheads import has_nvlink
+from lightning_mist.hardware.profile import COEFFICIENTS, Interference
 
 STAGED_BYTES_PER_SECOND = 5.05e9
 """Copies below this rate are staged: halfway (as a ratio) between the fastest that take turns with computation, 4.13

@@ -20,8 +20,9 @@
 Its spreads are zero: nothing was measured here.
 """
 
-from lightning_mist.hardware.catalog import SOURCES, CatalogDevice, find_device
-from lightning_mist.hardware.catalog_rates import (
+from lightning_mist.hardware.catalog.devices import SOURCES, CatalogDevice, find_device
+from lightning_mist.hardware.catalog.interference_kinds import catalog_interference
+from lightning_mist.hardware.catalog.rates import (
     CPU_KERNELS,
     CPU_RATES,
     INDEX_BACKWARD,
@@ -31,7 +32,6 @@ from lightning_mist.hardware.catalog_rates import (
 )
 from lightning_mist.hardware.cluster import Cluster, HostLink
 from lightning_mist.hardware.groups import group_shapes
-from lightning_mist.hardware.interference_kinds import catalog_interference
 from lightning_mist.hardware.profile import (
     OPERATIONS,
     CollectiveCost,

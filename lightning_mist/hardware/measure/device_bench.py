@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from lightning_mist.devices import ops_of
 from lightning_mist.hardware.groups import RankGroup
-from lightning_mist.hardware.interference import CHANNELS, Interference
-from lightning_mist.hardware.measure_interference import Counts, kind_of, measure_interference
-from lightning_mist.hardware.profile import CollectiveCost
-from lightning_mist.hardware.timing import Session, synchronize
+from lightning_mist.hardware.measure.interference import Counts, kind_of, measure_interference
+from lightning_mist.hardware.measure.timing import Session, synchronize
+from lightning_mist.hardware.profile import CHANNELS, CollectiveCost, Interference
 
 MATMUL_EDGE = 4096
 """Edge of the products, that of the published measurements (mist): 0.14 TFLOP each."""

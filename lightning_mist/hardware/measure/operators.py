@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
+from lightning_mist.hardware.measure.timing import Session, measure
 from lightning_mist.hardware.profile import KernelRate, MemoryRate
-from lightning_mist.hardware.timing import Session, measure
 
 aten = torch.ops.aten
 

@@ -196,7 +196,7 @@ EFFICIENCIES: Mapping[str, Efficiencies] = {
 def _cpu_memory(
     kind: str, sizes: tuple[int, int, int], forward: tuple[float, ...], backward: tuple[float, ...]
 ) -> MemoryRate:
-    """Sizes of :data:`~lightning_mist.hardware.operators.CPU_SIZES` as they are moved; rates in GB/s."""
+    """Sizes of :data:`~lightning_mist.hardware.measure.operators.CPU_SIZES` as they are moved; rates in GB/s."""
     return MemoryRate(
         kind=kind,
         bytes=tuple(float(size) for size in sizes),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_mist.hardware.interference import Interference
+from lightning_mist.hardware.profile.interference import Interference
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send_recv")
 """Collectives that are measured; sending and receiving only in pairs."""
@@ -130,7 +130,9 @@ class StepOverheads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What runs have taught of one kind of terms of predictions; see :mod:`lightning_mist.hardware.corrections`.
+    """What runs have taught of one kind of terms of predictions.
+
+    See :mod:`lightning_mist.hardware.profile.corrections`.
 
     Attributes:
         term: The kind of terms.

@@ -6,7 +6,8 @@ Coefficients ``a`` are those that a normal prior and the measurements ``t_i`` ma
 
 with ``T_i`` the model's time and ``rho`` SciPy's ``soft_l1``, which grows like a square up to about 1 and like a line
 beyond, so that a disturbed measurement pulls no harder than a good one. A coefficient that nothing was measured of
-keeps the prior's value. The prior is what machines of this kind do (:mod:`lightning_mist.hardware.interference_kinds`).
+keeps the prior's value. The prior is what machines of this kind do
+(:mod:`lightning_mist.hardware.catalog.interference_kinds`).
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from lightning_mist.hardware.interference import CHANNELS, COEFFICIENTS, Interference, seconds_together, speed_table
+from lightning_mist.hardware.profile import CHANNELS, COEFFICIENTS, Interference, seconds_together, speed_table
 
 NOISE = 0.05
 """Relative error that a time of the best coefficients has: 0.03 to 0.06 on three machines (the record

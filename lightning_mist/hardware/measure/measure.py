@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.cluster import Cluster
-from lightning_mist.hardware.collectives import measure_collectives
-from lightning_mist.hardware.device_bench import measure_on_device
 from lightning_mist.hardware.groups import RankGroup
-from lightning_mist.hardware.operators import kernel_rates, memory_rates
+from lightning_mist.hardware.measure.collectives import measure_collectives
+from lightning_mist.hardware.measure.device_bench import measure_on_device
+from lightning_mist.hardware.measure.operators import kernel_rates, memory_rates
+from lightning_mist.hardware.measure.timing import MIN_SAMPLES, Session, measure
 from lightning_mist.hardware.profile import ComputeRate, HardwareProfile
-from lightning_mist.hardware.timing import MIN_SAMPLES, Session, measure
 
 Progress = Callable[[str, float], None]
 """Called with what is being measured and the fraction done, in [0, 1]."""

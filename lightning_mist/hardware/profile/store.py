@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.cluster import Cluster
-from lightning_mist.hardware.interference import COEFFICIENTS, Interference
-from lightning_mist.hardware.profile import (
+from lightning_mist.hardware.profile.interference import COEFFICIENTS, Interference
+from lightning_mist.hardware.profile.profile import (
     CollectiveCost,
     ComputeRate,
     Correction,
@@ -117,7 +117,7 @@ def write_profile(
         path: The file; its directory is created if it is missing.
         key: What the profile depends on, if it is for the cache.
         cluster: The devices that were measured, for
-            :func:`~lightning_mist.hardware.machine_file.read_machine`.
+            :func:`~lightning_mist.hardware.profile.machine_file.read_machine`.
 
     Raises:
         OSError: If it cannot be written.

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.groups import RankGroup
+from lightning_mist.hardware.measure.timing import MIN_SAMPLES, Session, measure
 from lightning_mist.hardware.profile import OPERATIONS, CollectiveCost
-from lightning_mist.hardware.timing import MIN_SAMPLES, Session, measure
 from lightning_mist.units import format_bytes
 
 # torch 2.13 renamed these two and warns of the old names, which older releases need.

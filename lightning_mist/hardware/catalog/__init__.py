@@ -1,0 +1,27 @@
+"""Devices that need not be at hand: what vendors and measurements say of them."""
+
+from lightning_mist.hardware.catalog.devices import CatalogDevice, canonical_name, find_device
+from lightning_mist.hardware.catalog.interference_kinds import copies_are_staged, interference_of_kind, lanes_are_shared
+from lightning_mist.hardware.catalog.overheads import (
+    NOTHING,
+    Overhead,
+    communicator_overhead,
+    context_overhead,
+    workspace_bytes,
+)
+from lightning_mist.hardware.catalog.profiles import catalog_profile
+
+__all__ = [
+    "NOTHING",
+    "CatalogDevice",
+    "Overhead",
+    "canonical_name",
+    "catalog_profile",
+    "communicator_overhead",
+    "context_overhead",
+    "copies_are_staged",
+    "find_device",
+    "interference_of_kind",
+    "lanes_are_shared",
+    "workspace_bytes",
+]
