@@ -19,7 +19,7 @@ from lightning_mist.hardware.catalog.interference_kinds import (
 )
 from lightning_mist.hardware.profile.interference import COEFFICIENTS
 
-RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
+RECORDS = Path(__file__).parents[3] / "benchmarks" / "records"
 UNIT = st.floats(0.0, 1.0)
 GIB = 2**30
 

@@ -6,7 +6,7 @@ import pytest
 from lightning_mist.hardware.catalog.devices import DEVICES, SOURCES
 from lightning_mist.hardware.catalog.rates import CPU_KERNELS, CPU_RATES, EFFICIENCIES
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "time-model.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "time-model.md"
 
 
 def test_every_device_has_efficiencies_and_each_names_its_sources() -> None:
