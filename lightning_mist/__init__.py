@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from lightning_mist import _autoload
 
 if TYPE_CHECKING:
-    from lightning_mist.cost import MemoryEstimate, estimate_memory
     from lightning_mist.errors import (
         InfeasibleError,
         MistError,
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
         ScheduleError,
         TraceError,
     )
+    from lightning_mist.estimate import MemoryEstimate, estimate_memory
     from lightning_mist.hardware import Cluster, HardwareProfile
     from lightning_mist.model import register_memory_rule, trace_model
     from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage, plan_of
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "cost": ("MemoryEstimate", "estimate_memory"),
+    "estimate": ("MemoryEstimate", "estimate_memory"),
     "errors": ("InfeasibleError", "MistError", "PlanError", "ProfileError", "ScheduleError", "TraceError"),
     "hardware": ("Cluster", "HardwareProfile"),
     "model": ("register_memory_rule", "trace_model"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import Sample, make_record, write_record
-from lightning_mist.cost.allocator import (
+from lightning_mist.estimate.allocator.simulation import (
     AllocatorSettings,
     MemoryEvent,
     finish,

@@ -12,9 +12,8 @@ from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import OffloadRatios, Plan, ScheduleName, load, plan_of
 
 if TYPE_CHECKING:
-    from lightning_mist.cost import Estimator
-    from lightning_mist.cost.allocator import AllocatorSettings
-    from lightning_mist.cost.estimate_sweep import SweepPoint
+    from lightning_mist.estimate import Estimator, SweepPoint
+    from lightning_mist.estimate.allocator import AllocatorSettings
     from lightning_mist.hardware import AnyCluster
 
 
@@ -97,9 +96,8 @@ def estimate(
         closed_form: Do not trace: estimate a transformer from its sizes alone, in a moment and less exactly.
         trace: Trace a preset too, which takes longer, instead of describing it by its sizes.
     """
-    from lightning_mist.cost.allocator_text import parse_allocator_settings
-    from lightning_mist.cost.estimate_planned import limit_of
-    from lightning_mist.cost.estimate_sweep import combinations, parse_sweep
+    from lightning_mist.estimate import combinations, limit_of, parse_sweep
+    from lightning_mist.estimate.allocator import parse_allocator_settings
     from lightning_mist.hardware import single
 
     _check_picture(picture, sweep)
@@ -164,7 +162,7 @@ class _Estimators:
 
     def _open(self, seq_len: int | None, rows: int) -> "Estimator":
         """Trace, or take the closed form where that is asked for or nothing else is possible."""
-        from lightning_mist.cost import Estimator
+        from lightning_mist.estimate import Estimator
 
         request = NetworkRequest(
             **self._named,
@@ -274,8 +272,7 @@ def _offload(text: str) -> OffloadRatios:
 
 def _point(open_one: _Estimators, base: Mapping[str, Any], values: tuple[tuple[str, str], ...]) -> "SweepPoint":
     """One combination of a sweep, or why there is none."""
-    from lightning_mist.cost import estimate_plan
-    from lightning_mist.cost.estimate_sweep import SweepPoint
+    from lightning_mist.estimate import SweepPoint, estimate_plan
 
     chosen = {**base, **dict(values)}
     length = None if chosen["seq_len"] is None else _number("seq_len", chosen["seq_len"])
@@ -292,7 +289,7 @@ def _point(open_one: _Estimators, base: Mapping[str, Any], values: tuple[tuple[s
 
 
 def _print_estimate(estimator: "Estimator", plan: Plan, as_json: bool, picture: str | None) -> None:
-    from lightning_mist.cost import estimate_plan, estimate_to_json, render_estimate
+    from lightning_mist.estimate import estimate_plan, estimate_to_json, render_estimate
 
     found = estimate_plan(estimator, plan)
     if as_json:
@@ -302,7 +299,7 @@ def _print_estimate(estimator: "Estimator", plan: Plan, as_json: bool, picture: 
     if found.verdict != "fits" and not estimator.spec.splits and _could_share(estimator):
         say("devices that share layers were not looked at, which takes a longer trace: try --tensor-parallel-degree 2")
     if picture is not None:
-        from lightning_mist.cost.picture import draw_memory
+        from lightning_mist.estimate import draw_memory
 
         draw_memory(found, estimator.timelines(plan), picture)
         say(f"picture written to {picture}")
@@ -315,7 +312,7 @@ def _could_share(estimator: "Estimator") -> bool:
 
 def _check_picture(path: str | None, sweep: str | None) -> None:
     """Refuse a picture that could not be drawn, before anything takes time."""
-    from lightning_mist.cost.picture import check_picture
+    from lightning_mist.estimate import check_picture
 
     if path is None:
         return
@@ -325,7 +322,7 @@ def _check_picture(path: str | None, sweep: str | None) -> None:
 
 
 def _print_sweep(points: list["SweepPoint"], as_json: bool) -> None:
-    from lightning_mist.cost.estimate_sweep import render_sweep, sweep_to_json
+    from lightning_mist.estimate import render_sweep, sweep_to_json
 
     if as_json:
         sys.stdout.write(sweep_to_json(points))

@@ -13,7 +13,7 @@ from lightning_mist.errors import InfeasibleError
 from lightning_mist.units import format_bytes
 
 if TYPE_CHECKING:
-    from lightning_mist.cost.estimate_data import MemoryEstimate
+    from lightning_mist.estimate import MemoryEstimate
     from lightning_mist.plan import Plan
     from lightning_mist.tuner import Planner, TuneResult
 
@@ -88,7 +88,7 @@ def estimate_of(planner: "Planner", found: "Plan", limit: int | None) -> "Memory
         found: The plan.
         limit: Bytes of each device that may be used; by default all that it has.
     """
-    from lightning_mist.cost import Estimator, estimate_plan
+    from lightning_mist.estimate import Estimator, estimate_plan
 
     parts = planner.cluster.parts
     estimator = Estimator(planner.spec, planner.cluster, limit or max(part.device.memory_bytes for part in parts))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lightning_mist.cli.output import say, told
 
 if TYPE_CHECKING:
-    from lightning_mist.cost.dims import TransformerDims
+    from lightning_mist.estimate.closed_form import TransformerDims
     from lightning_mist.model import ModelSpec, OptimizerSpec
 
 
@@ -113,7 +113,7 @@ def trace_network(request: NetworkRequest) -> "ModelSpec":
 
 
 def _trace(request: NetworkRequest, *, tell: Callable[[str], None]) -> "ModelSpec":
-    from lightning_mist.cost.estimate_closed import with_second_opinion
+    from lightning_mist.estimate.closed_form import with_second_opinion
     from lightning_mist.model import (
         derive_splits,
         device_operators,
@@ -159,7 +159,7 @@ def closed_network(request: NetworkRequest) -> "ModelSpec":
     Raises:
         ValueError: If nothing states them.
     """
-    from lightning_mist.cost.estimate_closed import closed_spec
+    from lightning_mist.estimate.closed_form import closed_spec
     from lightning_mist.model.presets import check_length, check_name
 
     model = request.model
@@ -180,8 +180,7 @@ def closed_network(request: NetworkRequest) -> "ModelSpec":
 
 def _dims(model: str, seq_len: int) -> "TransformerDims":
     """The sizes that a preset or a configuration file states."""
-    from lightning_mist.cost.dims import dims_of
-    from lightning_mist.cost.estimate_closed import shape_dims
+    from lightning_mist.estimate.closed_form import dims_of, shape_dims
     from lightning_mist.model.presets import PRESETS
 
     if model in PRESETS:

@@ -57,11 +57,11 @@ def _print_below(text: str) -> None:
 def _check(timeline: str | None, memory: str | None) -> None:
     """Refuse files that cannot be drawn, before anything is shown."""
     if timeline is not None and not timeline.endswith(_TRACE):
-        from lightning_mist.report.figures import check_picture
+        from lightning_mist.estimate import check_picture
 
         check_picture(timeline)
     if memory is not None:
-        from lightning_mist.report.figures import check_picture
+        from lightning_mist.estimate import check_picture
 
         check_picture(memory)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.regions import RegionCosts, parameter_regions, regions_of
-from lightning_mist.cost.replay_parts import InputsTemplate, stack_inputs
+from lightning_mist.model.events import InputsTemplate, stack_inputs
 from lightning_mist.model.spec import ModelSpec, Polynomial, values_at
 
 

@@ -7,7 +7,7 @@ from html import escape
 from io import StringIO
 from typing import Any
 
-from lightning_mist.cost.picture import FORMATS, check_matplotlib, check_picture
+from lightning_mist.estimate import FORMATS, check_matplotlib, check_picture
 from lightning_mist.report.timeline import Window
 
 __all__ = [

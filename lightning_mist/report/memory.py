@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.memory_curve import MemoryCurve, memory_curves
+from lightning_mist.estimate import MemoryCurve, memory_curves
 from lightning_mist.plan import Plan
 from lightning_mist.report.timeline import Timeline, timeline_of
 from lightning_mist.schedule import Simulation, simulate_plan

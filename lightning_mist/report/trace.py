@@ -1,6 +1,6 @@
 """A plan's step as a trace that Perfetto opens: what runs when, and the bytes beside it."""
 
-from lightning_mist.cost.memory_curve import memory_curves
+from lightning_mist.estimate import memory_curves
 from lightning_mist.plan import Plan
 from lightning_mist.report.timeline import rank_text
 from lightning_mist.schedule import Level, Simulation, to_chrome_trace

@@ -8,7 +8,7 @@ from lightning_mist.strategy.monitoring import RunReport
 from lightning_mist.strategy.planning import Decision
 
 if TYPE_CHECKING:
-    from lightning_mist.cost import MemoryEstimate
+    from lightning_mist.estimate import MemoryEstimate
 
 
 class Answers:

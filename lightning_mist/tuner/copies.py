@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_mist.cost.replay_rank import bytes_at
-from lightning_mist.model.spec import ModelSpec
+from lightning_mist.model.spec import ModelSpec, bytes_at
 from lightning_mist.tuner.mixed import Stages
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.search import Outcome

@@ -7,7 +7,7 @@ from textwrap import wrap
 from rich.console import Console
 from rich.table import Table
 
-from lightning_mist.cost.estimate_data import WORDS
+from lightning_mist.estimate import WORDS
 from lightning_mist.plan import Plan
 from lightning_mist.plan.render import fitted
 from lightning_mist.tuner.explain_text import Section, explanation_sections

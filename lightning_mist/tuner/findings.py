@@ -13,7 +13,7 @@ from lightning_mist.cost import CostModel, StageMemory, models_of, step_seconds
 from lightning_mist.cost.candidates import placed_slots_of, slots_of
 from lightning_mist.cost.channels import copy_rates
 from lightning_mist.cost.chunks import group_memory, plan_memory
-from lightning_mist.cost.estimate_data import WORDS
+from lightning_mist.estimate import WORDS
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.schedule.ratios import ratio_notes
 from lightning_mist.tuner.changed_plan import changed_stage

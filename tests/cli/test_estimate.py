@@ -3,8 +3,8 @@ import json
 import pytest
 
 from lightning_mist.cli import estimate as estimate_command
-from lightning_mist.cost import estimate_from_json
 from lightning_mist.errors import TraceError
+from lightning_mist.estimate import estimate_from_json
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import plan_of, save
 from tests.cli.networks import refused, run

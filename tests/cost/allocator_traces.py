@@ -2,7 +2,13 @@
 
 from hypothesis import strategies as st
 
-from lightning_mist.cost.allocator import AllocatorSettings, MemoryEvent, free, malloc, simulate_allocator
+from lightning_mist.estimate.allocator.simulation import (
+    AllocatorSettings,
+    MemoryEvent,
+    free,
+    malloc,
+    simulate_allocator,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
 

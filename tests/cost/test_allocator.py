@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.cost.allocator import (
+from lightning_mist.estimate.allocator.simulation import (
     AllocatorSettings,
     LeastCapacity,
     MemoryEvent,

@@ -1,6 +1,14 @@
 import pytest
 
-from lightning_mist.cost.allocator_data import MIB, AllocatorSettings, MemoryEvent, finish, free, malloc, use
+from lightning_mist.estimate.allocator.allocator_data import (
+    MIB,
+    AllocatorSettings,
+    MemoryEvent,
+    finish,
+    free,
+    malloc,
+    use,
+)
 
 
 def test_events_say_what_is_asked_for() -> None:

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.cost.allocator import (
+from lightning_mist.estimate.allocator.device_allocator import CachingAllocator
+from lightning_mist.estimate.allocator.simulation import (
     AllocatorBytes,
     AllocatorSettings,
     MemoryEvent,
@@ -13,7 +14,6 @@ from lightning_mist.cost.allocator import (
     simulate_allocator,
     use,
 )
-from lightning_mist.cost.allocator_device import CachingAllocator
 from tests.cost.allocator_traces import KIB, MIB, reserved, traces
 from tests.tiers import examples
 

@@ -1,7 +1,7 @@
 import pytest
 
-from lightning_mist.cost.allocator import AllocatorSettings
-from lightning_mist.cost.allocator_text import parse_allocator_settings
+from lightning_mist.estimate.allocator.allocator_settings import parse_allocator_settings
+from lightning_mist.estimate.allocator.simulation import AllocatorSettings
 
 MIB = 2**20
 

@@ -4,9 +4,9 @@ import torch
 
 from lightning_mist.cost.apart import ApartModel
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.replay_parts import stack, stack_inputs
-from lightning_mist.cost.replay_stack import StageShape
 from lightning_mist.model import trace_model
+from lightning_mist.model.events.microbatch_events import stack, stack_inputs
+from lightning_mist.model.events.part_stack import StageShape
 from tests import zoo
 from tests.specs import spec
 

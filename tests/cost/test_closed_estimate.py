@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from lightning_mist.cost import stage_memory
-from lightning_mist.cost.closed_estimate import CrossCheck, closed_form_estimate, cross_check
-from lightning_mist.cost.closed_form import CPU, CUDA
-from lightning_mist.cost.closed_spec import ClosedForm, closed_form_spec
 from lightning_mist.errors import PlanError
+from lightning_mist.estimate.closed_form.closed_estimate import CrossCheck, closed_form_estimate, cross_check
+from lightning_mist.estimate.closed_form.layer_bytes import CPU, CUDA
+from lightning_mist.estimate.closed_form.network_spec import ClosedForm, closed_form_spec
 from lightning_mist.model import trace_model
 from lightning_mist.plan import StageMesh
 from tests.cost.test_closed_spec import SWIGLU, both

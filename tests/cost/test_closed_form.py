@@ -7,9 +7,17 @@ import pytest
 import sympy
 import torch
 
-from lightning_mist.cost.closed_form import CPU, CUDA, MEGATRON, OperatorSet, Split, attention_kind, layer_form
-from lightning_mist.cost.dims import TransformerDims, dims_of
-from lightning_mist.cost.estimate_closed import shape_dims
+from lightning_mist.estimate.closed_form.estimate_closed import shape_dims
+from lightning_mist.estimate.closed_form.layer_bytes import (
+    CPU,
+    CUDA,
+    MEGATRON,
+    OperatorSet,
+    Split,
+    attention_kind,
+    layer_form,
+)
+from lightning_mist.estimate.closed_form.network_sizes import TransformerDims, dims_of
 from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape
 from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
 from tests.cost.transformers import GPT, LENGTH, LLAMA, Transformer, count, mapped

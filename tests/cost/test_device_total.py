@@ -1,8 +1,8 @@
 """From what is reserved to what a device shows as used."""
 
-from lightning_mist.cost.allocator import malloc, simulate_allocator
-from lightning_mist.cost.communicators import Communicator
-from lightning_mist.cost.device_total import allocator_capacity, device_overheads, workspaces
+from lightning_mist.estimate.allocator.simulation import malloc, simulate_allocator
+from lightning_mist.estimate.communicators import Communicator
+from lightning_mist.estimate.device_total import allocator_capacity, device_overheads, workspaces
 from lightning_mist.hardware import Cluster, Device
 from lightning_mist.hardware.catalog.overheads import NOTHING, communicator_overhead, context_overhead
 

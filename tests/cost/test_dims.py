@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_mist.cost.dims import TransformerDims, dims_of
+from lightning_mist.estimate.closed_form.network_sizes import TransformerDims, dims_of
 from tests.cost.transformers import GPT, LLAMA, Transformer
 
 LLAMA_8B = {

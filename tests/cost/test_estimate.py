@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lightning_mist import estimate_memory
-from lightning_mist.cost import estimate, stage_memory
+from lightning_mist.cost import stage_memory
 from lightning_mist.errors import PlanError, TraceError
+from lightning_mist.estimate import estimate_memory as estimate
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model import trace_model
 from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape, hollow

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.cost import Estimator, estimate_memory
-from lightning_mist.cost.estimate_changes import changes_that_fit
+from lightning_mist.estimate import Estimator, estimate_memory
+from lightning_mist.estimate.changes import changes_that_fit
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import plan_of
 from tests.specs import spec, with_splits

@@ -1,7 +1,7 @@
 import pytest
 
-from lightning_mist.cost import Estimator, estimate_plan
-from lightning_mist.cost.estimate_planned import limit_of
+from lightning_mist.estimate import Estimator, estimate_plan
+from lightning_mist.estimate.plan_estimate import limit_of
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import Plan, StageMesh, StagePlan
 from lightning_mist.units import parse_bytes

@@ -1,7 +1,7 @@
 import pytest
 
-from lightning_mist.cost import estimate_prediction
 from lightning_mist.errors import PlanError
+from lightning_mist.estimate import estimate_prediction
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import plan_of
 from tests.specs import spec

@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.cost import Estimator, estimate_from_json, estimate_plan, estimate_to_json
-from lightning_mist.cost.allocator import AllocatorSettings
-from lightning_mist.cost.estimate_data import worst_of
-from lightning_mist.cost.estimate_stages import can_replay, what_is_not_run
-from lightning_mist.cost.replay import replay_plan
+from lightning_mist.estimate import Estimator, estimate_from_json, estimate_plan, estimate_to_json
+from lightning_mist.estimate.allocator.simulation import AllocatorSettings
+from lightning_mist.estimate.estimate_data import worst_of
+from lightning_mist.estimate.replay.replay import replay_plan
+from lightning_mist.estimate.stage_estimates import can_replay, what_is_not_run
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import OffloadRatios, plan_of
 from lightning_mist.units import format_bytes

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.cost.estimate_data import PeakTensor
-from lightning_mist.cost.estimate_table import _part, render_estimate
+from lightning_mist.estimate.estimate_data import PeakTensor
+from lightning_mist.estimate.estimate_table import _part, render_estimate
 from tests.cost.test_estimate_codec import FULL
 from tests.cost.test_estimate_data import ESTIMATE
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import predict
-from lightning_mist.cost.memory_curve import memory_curves
 from lightning_mist.errors import PlanError
+from lightning_mist.estimate.memory_curve import memory_curves
 from lightning_mist.plan import OffloadRatios, from_json, plan_of, to_json
 from lightning_mist.schedule import simulate_plan
 from tests.specs import cluster, profile, spec

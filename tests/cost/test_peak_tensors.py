@@ -1,8 +1,8 @@
 import pytest
 
-from lightning_mist.cost.peak_tensors import SHOWN_TENSORS, phase_in_words, tensors_at_peak
-from lightning_mist.cost.replay import Alive
-from lightning_mist.cost.replay_tape import Label
+from lightning_mist.estimate.peak_tensors import SHOWN_TENSORS, phase_in_words, tensors_at_peak
+from lightning_mist.estimate.replay.replay import Alive
+from lightning_mist.model.events.event_tape import Label
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.cost.allocator import simulate_allocator
-from lightning_mist.cost.allocator_data import AllocatorSettings
 from lightning_mist.cost.memory import TERMS
-from lightning_mist.cost.replay import replay_group, replay_plan, replay_rank
 from lightning_mist.errors import PlanError
+from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings
+from lightning_mist.estimate.allocator.simulation import simulate_allocator
+from lightning_mist.estimate.replay.replay import replay_group, replay_plan, replay_rank
 from tests.cost.events import WIDTH, with_events
 from tests.integration.parity import make_plan
 from tests.plans import plans

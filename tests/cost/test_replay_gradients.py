@@ -1,8 +1,8 @@
 import pytest
 
-from lightning_mist.cost.replay_gradients import BUCKETS_IN_FLIGHT, Gradients
-from lightning_mist.cost.replay_rank import RankView
-from lightning_mist.cost.replay_tape import Label, Tape
+from lightning_mist.estimate.replay.gradient_events import BUCKETS_IN_FLIGHT, Gradients
+from lightning_mist.estimate.replay.rank_state import RankView
+from lightning_mist.model.events.event_tape import Label, Tape
 from lightning_mist.runtime.gradients import reducer
 from lightning_mist.schedule import Action, ActionKind
 from tests.cost.events import with_events

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from lightning_mist.cost.replay_parts import stack
-from lightning_mist.cost.replay_stack import StageShape
+from lightning_mist.model.events.microbatch_events import stack
+from lightning_mist.model.events.part_stack import StageShape
 from tests.cost.events import WIDTH, with_events
 from tests.specs import spec
 

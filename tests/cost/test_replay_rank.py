@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_mist.cost.replay_rank import ALIGNMENT_BYTES, RankView
+from lightning_mist.estimate.replay.rank_state import ALIGNMENT_BYTES, RankView
 from lightning_mist.model import trace_model
 from lightning_mist.runtime.parameters import shards
 from tests import zoo

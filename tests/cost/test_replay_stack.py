@@ -1,7 +1,7 @@
 import pytest
 
-from lightning_mist.cost.replay_stack import Stack, StageShape, layer_events
 from lightning_mist.errors import PlanError
+from lightning_mist.model.events.part_stack import Stack, StageShape, layer_events
 from tests.cost.events import WIDTH, with_events
 from tests.specs import spec
 

@@ -1,6 +1,6 @@
 import numpy as np
 
-from lightning_mist.cost.replay_tape import Chunk, Label, Slots, Tape
+from lightning_mist.model.events.event_tape import Chunk, Label, Slots, Tape
 
 LABEL = Label("working_bytes", "temporary")
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_mist.cost.dims import TransformerDims
+from lightning_mist.estimate.closed_form.network_sizes import TransformerDims
 from lightning_mist.model import derive_splits, map_module
 from lightning_mist.model.device.operator_table import device_operators
 from lightning_mist.model.fakes.fake_modules import quiet_fakes

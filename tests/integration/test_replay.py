@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from lightning_mist.cost import replay_plan
+from lightning_mist.estimate.replay import replay_plan
 from lightning_mist.model import derive_splits, trace_model
 from tests import zoo
 from tests.integration.metered import measure_peaks

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lightning_mist.strategy.monitor as monitor_module
-from lightning_mist.cost import Interval, MemoryEstimate, StageEstimate
+from lightning_mist.estimate import Interval, MemoryEstimate, StageEstimate
 from lightning_mist.hardware import Correction
 from lightning_mist.plan import ModuleMap, Plan, Predicted, PredictedStage, StageMesh, StagePlan
 from lightning_mist.runtime.checks.signature import batch_signature

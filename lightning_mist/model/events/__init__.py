@@ -2,5 +2,30 @@
 
 from lightning_mist.model.events.event_peaks import PartPeaks, part_peaks
 from lightning_mist.model.events.event_stacking import timeline_of
+from lightning_mist.model.events.event_tape import Block, Label, Mark, Tape
+from lightning_mist.model.events.microbatch_events import (
+    InputsTemplate,
+    PartRun,
+    StageTemplate,
+    WeightGradient,
+    stack,
+    stack_inputs,
+)
+from lightning_mist.model.events.part_stack import StageShape
 
-__all__ = ["PartPeaks", "part_peaks", "timeline_of"]
+__all__ = [
+    "Block",
+    "InputsTemplate",
+    "Label",
+    "Mark",
+    "PartPeaks",
+    "PartRun",
+    "StageShape",
+    "StageTemplate",
+    "Tape",
+    "WeightGradient",
+    "part_peaks",
+    "stack",
+    "stack_inputs",
+    "timeline_of",
+]

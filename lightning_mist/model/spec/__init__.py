@@ -32,7 +32,7 @@ from lightning_mist.model.spec.polynomial_fit import (
     Point,
     undominated,
 )
-from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE, bytes_at
 from lightning_mist.model.spec.work_kinds import OperatorKind
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "Role",
     "SplitSpec",
     "TensorSpec",
+    "bytes_at",
     "undominated",
     "values_at",
 ]

@@ -19,7 +19,7 @@ from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.budget import USABLE_HOST_MEMORY
 
 if TYPE_CHECKING:
-    from lightning_mist.cost import MemoryEstimate
+    from lightning_mist.estimate import MemoryEstimate
     from lightning_mist.strategy.monitoring import Basis
 
 

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_mist.cost import Estimator, MemoryEstimate, estimate_plan, estimate_prediction
-from lightning_mist.cost.estimate_stages import stage_device
 from lightning_mist.errors import InfeasibleError, TraceError
+from lightning_mist.estimate import Estimator, MemoryEstimate, estimate_plan, estimate_prediction, stage_device
 from lightning_mist.hardware import AnyCluster
 from lightning_mist.model import ModelSpec
 from lightning_mist.plan import ModuleMap, Plan

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_mist.cost import MemoryEstimate
 from lightning_mist.errors import InfeasibleError, MistError, PlanError, TraceError
+from lightning_mist.estimate import MemoryEstimate
 from lightning_mist.model.fakes import isolated
 from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import (

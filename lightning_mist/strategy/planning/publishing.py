@@ -8,7 +8,7 @@ from lightning_mist.schedule.ratios import ratio_notes
 from lightning_mist.units import format_seconds
 
 if TYPE_CHECKING:
-    from lightning_mist.cost import MemoryEstimate
+    from lightning_mist.estimate import MemoryEstimate
     from lightning_mist.strategy.planning.planner import Planner
     from lightning_mist.tuner import TuneResult
 

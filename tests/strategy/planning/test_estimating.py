@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.cost import estimate_memory
 from lightning_mist.errors import InfeasibleError, TraceError
+from lightning_mist.estimate import estimate_memory
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import OffloadRatios, Predicted, PredictedStage, plan_of
 from lightning_mist.strategy.planning.estimating import Budget, estimate_given, estimate_made

@@ -1,0 +1,55 @@
+"""What a plan will need of every device: replay, allocator, closed form, verdicts.
+
+What takes modules needs torch, and is imported when it is first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_mist.estimate.estimate_codec import estimate_from_json, estimate_to_json
+from lightning_mist.estimate.estimate_data import WORDS, MemoryEstimate, StageEstimate
+from lightning_mist.estimate.estimate_table import render_estimate
+from lightning_mist.estimate.interval import Interval
+from lightning_mist.estimate.memory_curve import MemoryCurve, memory_curves
+from lightning_mist.estimate.picture import FORMATS, check_matplotlib, check_picture, draw_memory
+from lightning_mist.estimate.plan_estimate import estimate_plan, limit_of
+from lightning_mist.estimate.prediction_estimate import estimate_prediction
+from lightning_mist.estimate.stage_estimates import Estimator, stage_device
+from lightning_mist.estimate.sweep import SweepPoint, combinations, parse_sweep, render_sweep, sweep_to_json
+
+if TYPE_CHECKING:
+    from lightning_mist.estimate.module_estimate import estimate_memory
+
+__all__ = [
+    "FORMATS",
+    "WORDS",
+    "Estimator",
+    "Interval",
+    "MemoryCurve",
+    "MemoryEstimate",
+    "StageEstimate",
+    "SweepPoint",
+    "check_matplotlib",
+    "check_picture",
+    "combinations",
+    "draw_memory",
+    "estimate_from_json",
+    "estimate_memory",
+    "estimate_plan",
+    "estimate_prediction",
+    "estimate_to_json",
+    "limit_of",
+    "memory_curves",
+    "parse_sweep",
+    "render_estimate",
+    "render_sweep",
+    "stage_device",
+    "sweep_to_json",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "estimate_memory":
+        from lightning_mist.estimate.module_estimate import estimate_memory
+
+        return estimate_memory
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

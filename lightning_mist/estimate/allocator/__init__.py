@@ -1,0 +1,16 @@
+"""torch's caching allocator, simulated."""
+
+from lightning_mist.estimate.allocator.allocator_data import MIB, AllocatorSettings, MemoryEvent, free, malloc
+from lightning_mist.estimate.allocator.allocator_settings import parse_allocator_settings
+from lightning_mist.estimate.allocator.simulation import least_capacity, simulate_allocator
+
+__all__ = [
+    "MIB",
+    "AllocatorSettings",
+    "MemoryEvent",
+    "free",
+    "least_capacity",
+    "malloc",
+    "parse_allocator_settings",
+    "simulate_allocator",
+]

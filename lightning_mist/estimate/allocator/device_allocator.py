@@ -1,0 +1,289 @@
+"""One device's caching allocator: what it does with a request, step by step as torch's.
+
+After ``DeviceCachingAllocator`` in ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.1 to 2.13, without private pools
+(CUDA graphs).
+"""
+
+from collections.abc import Callable
+
+from lightning_mist.estimate.allocator.allocator_data import AllocatorBytes, AllocatorSettings, StreamBytes
+from lightning_mist.estimate.allocator.expandable_segments import best_fit, grow, unmap
+from lightning_mist.estimate.allocator.pools import BLOCK_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, Block, Pool, split
+
+# kMinBlockSize (small pool, expandable segments) and kSmallSize (large pool) in should_split.
+_SMALL_REST_BYTES = BLOCK_BYTES
+_LARGE_REST_BYTES = SMALL_BYTES + 1
+
+# m_max_non_split_rounding_size: how much larger than a request a block may be that must not be split.
+_OVERSIZE_BYTES = 20 << 20
+
+# Where a device has no limit, expandable segments get as many addresses as a process has (47 bits).
+_ADDRESSES = 1 << 47
+
+
+class CachingAllocator:
+    """Blocks by identity, pools by stream, and what is held.
+
+    Args:
+        settings: How it is set up.
+
+    Attributes:
+        requested: See :class:`AllocatorBytes`; so ``allocated``, ``active`` and ``reserved``.
+        peak_reserved: Largest ``reserved`` so far.
+        flushes: How often everything free was given back because a request did not fit.
+    """
+
+    def __init__(self, settings: AllocatorSettings) -> None:
+        self.requested = self.allocated = self.active = self.reserved = 0
+        self.peak_reserved = 0
+        self.flushes = 0
+        self._settings = settings
+        self._pools: tuple[dict[str, Pool], dict[str, Pool]] = ({}, {})
+        self._living: dict[int, Block | None] = {}
+        self._waiting: list[Block] = []
+        self._next_address = 0
+        self._searches: tuple[list[int], list[int]] = ([0], [0])
+        self._has_finished = False
+        self._least_rest = (
+            _LARGE_REST_BYTES if not settings.expandable_segments else _SMALL_REST_BYTES,
+            _SMALL_REST_BYTES,
+        )
+        divisions = settings.roundup_power2_divisions
+        self._rounded: Callable[[int], int] | None = None
+        if divisions is not None and divisions > 1:
+            self._rounded = lambda nbytes: _rounded_to_divisions(nbytes, divisions)
+
+    def malloc(self, identity: int, nbytes: int, stream: str) -> bool:
+        """Serve a request.
+
+        Args:
+            identity: Name of the allocation.
+            nbytes: Bytes asked for; 0 takes no memory.
+            stream: The stream that asks.
+
+        Returns:
+            False if there is not enough memory; the allocation does not exist then.
+
+        Raises:
+            ValueError: If the identity is in use, or the size negative.
+        """
+        if identity in self._living or nbytes < 0:
+            raise ValueError(f"malloc of {nbytes} bytes as {identity}: sizes are not negative, identities used once")
+        if not nbytes:
+            self._living[identity] = None
+            return True
+        if self._has_finished:
+            self._recover_finished()
+        size = (nbytes + BLOCK_BYTES - 1) & -BLOCK_BYTES if self._rounded is None else self._rounded(nbytes)
+        is_small = size <= SMALL_BYTES
+        pool = self._pools[is_small].get(stream)
+        if pool is None:
+            pool = self._new_pool(stream, is_small)
+        block = self._find(pool, size) or self._take_from_device(pool, size)
+        if block is None:
+            return False
+        if block.size - size >= self._least_rest[is_small] and self._may_split(size):
+            split(block, size)
+        block.requested = nbytes
+        self._living[identity] = block
+        self.requested += nbytes
+        self.allocated += block.size
+        self.active += block.size
+        return True
+
+    def free(self, identity: int) -> None:
+        """Take an allocation back; its memory waits for streams that still use it.
+
+        Raises:
+            ValueError: If there is no such allocation.
+        """
+        block = self._block(identity)
+        del self._living[identity]
+        if block is None:
+            return
+        self.allocated -= block.size
+        if block.streams:
+            self._waiting.append(block)
+        else:
+            self._recover(block)
+
+    def use(self, identity: int, stream: str) -> None:
+        """Another stream works on an allocation.
+
+        Raises:
+            ValueError: If there is no such allocation.
+        """
+        block = self._block(identity)
+        if block is not None and stream != block.pool.stream:
+            block.streams = (block.streams or set()) | {stream}
+
+    def finish(self, stream: str) -> None:
+        """A stream has finished what it had been given; the memory returns to its pool at the next request."""
+        for block in self._waiting:
+            if block.streams is not None:
+                block.streams.discard(stream)
+                self._has_finished |= not block.streams
+
+    def held(self) -> AllocatorBytes:
+        """What is held now."""
+        return AllocatorBytes(
+            requested=self.requested, allocated=self.allocated, active=self.active, reserved=self.reserved
+        )
+
+    def streams_at_peak(self) -> tuple[StreamBytes, ...]:
+        """What each pool had reserved when most was, largest first."""
+        pools = [pool for pools in self._pools for pool in pools.values() if pool.reserved_at_peak]
+        return tuple(
+            StreamBytes(stream=pool.stream, is_small=pool.is_small, reserved=pool.reserved_at_peak)
+            for pool in sorted(pools, key=lambda pool: -pool.reserved_at_peak)
+        )
+
+    def flush(self) -> None:
+        """Wait for all streams and give everything back that is free in whole segments or pages."""
+        for block in self._waiting:
+            block.streams = None
+        self._recover_finished()
+        for pools in self._pools:  # large blocks first
+            for pool in pools.values():
+                for block in pool.blocks():
+                    if self._settings.expandable_segments:
+                        self.reserved -= unmap(block)
+                    elif block.is_whole:
+                        self._give_back(block)
+
+    def _block(self, identity: int) -> Block | None:
+        if identity not in self._living:
+            raise ValueError(f"allocation {identity}: it was never made or is freed already")
+        return self._living[identity]
+
+    def _new_pool(self, stream: str, is_small: bool) -> Pool:
+        pages = SMALL_SEGMENT_BYTES if is_small else self._settings.large_segment_bytes
+        pool = self._pools[is_small][stream] = Pool(stream, is_small, pages, self._searches[is_small])
+        return pool
+
+    def _find(self, pool: Pool, size: int) -> Block | None:
+        """The best free block, if one will do."""
+        limit, is_expandable = self._settings.max_split_bytes, self._settings.expandable_segments
+        pool.searches[0] += 1
+        if limit is None and not is_expandable:
+            return pool.take(size)
+        block = best_fit(pool, size) if is_expandable else pool.smallest(size)
+        if block is None or (limit is not None and block.size >= (limit if size < limit else size + _OVERSIZE_BYTES)):
+            return None
+        pool.remove(block)
+        return block
+
+    def _may_split(self, size: int) -> bool:
+        limit = self._settings.max_split_bytes
+        return limit is None or self._settings.expandable_segments or size <= SMALL_BYTES or size < limit
+
+    def _take_from_device(self, pool: Pool, size: int) -> Block | None:
+        """New memory: as it is, after giving back what might suffice, after giving back all; None if there is none."""
+        if self._settings.garbage_collection_threshold is not None:
+            self._collect(self._settings.garbage_collection_threshold)
+        block = self._new_segment(pool, size)
+        if block is None and self._settings.max_split_bytes is not None and self._release_oversize(pool, size):
+            block = self._new_segment(pool, size)
+        if block is None:
+            self.flush()
+            self.flushes += 1
+            block = self._new_segment(pool, size)
+        return block
+
+    def _new_segment(self, pool: Pool, size: int) -> Block | None:
+        if self._settings.expandable_segments:
+            return grow(pool, size, self._new_range, self._reserve)
+        nbytes = pool.segment_for(size)
+        return self._new_block(pool, nbytes) if self._reserve(pool, nbytes) else None
+
+    def _new_range(self, pool: Pool, size: int) -> Block:
+        capacity, page = self._settings.capacity_bytes, pool.segment_bytes
+        # 1 1/8 of the device's memory: pages may have to be unmapped early in the range and mapped at its end.
+        room = _ADDRESSES if capacity is None else max(capacity + capacity // 8, size)
+        self._next_address = -(-self._next_address // page) * page
+        block = self._new_block(pool, -(-room // page) * page)
+        block.is_mapped = False
+        return block
+
+    def _new_block(self, pool: Pool, nbytes: int) -> Block:
+        block = Block(pool, self._next_address, nbytes)
+        self._next_address += nbytes
+        return block
+
+    def _reserve(self, pool: Pool, nbytes: int) -> bool:
+        capacity = self._settings.capacity_bytes
+        if capacity is not None and self.reserved + nbytes > capacity:
+            return False
+        self.reserved += nbytes
+        pool.reserved += nbytes
+        if self.reserved > self.peak_reserved:
+            self.peak_reserved = self.reserved
+            for pools in self._pools:
+                for each in pools.values():
+                    each.reserved_at_peak = each.reserved
+        return True
+
+    def _recover_finished(self) -> None:
+        self._has_finished = False
+        finished = [block for block in self._waiting if not block.streams]
+        self._waiting = [block for block in self._waiting if block.streams]
+        for block in finished:
+            self._recover(block)
+
+    def _recover(self, block: Block) -> None:
+        """Put a block that nobody uses any more back into its pool."""
+        self.active -= block.size
+        self.requested -= block.requested
+        block.streams = None
+        block.pool.free(block)
+
+    def _give_back(self, block: Block) -> None:
+        """Return a whole segment to the device."""
+        block.pool.remove(block)
+        block.pool.reserved -= block.size
+        self.reserved -= block.size
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Give back blocks that are too large to be split, as many as the request needs; whether that may do."""
+        limit = self._settings.max_split_bytes
+        assert limit is not None
+        if self._settings.expandable_segments:
+            return False
+        wanted = max(size, limit)
+        index = pool.first(wanted)
+        if index < len(pool):
+            self._give_back(pool.at(index))
+            return True
+        released = 0
+        while len(pool) and released < wanted and pool.at(len(pool) - 1).size >= limit:
+            largest = pool.at(len(pool) - 1)
+            released += largest.size
+            self._give_back(largest)
+        return released >= wanted
+
+    def _collect(self, threshold: float) -> None:
+        """Give back whole segments that have been free for longer than the average."""
+        assert self._settings.capacity_bytes is not None
+        excess = self.reserved - int(threshold * self._settings.capacity_bytes)
+        if excess <= 0 or self._settings.expandable_segments:
+            return
+        idle = [block for pool in self._pools[False].values() for block in pool.blocks() if block.is_whole]
+        while excess > 0 and idle:
+            average = sum(_age(block) for block in idle) / len(idle)
+            for block in [block for block in idle if _age(block) >= average]:
+                excess -= block.size
+                idle.remove(block)
+                self._give_back(block)
+
+
+def _age(block: Block) -> int:
+    """How often its pool was searched since the block became free."""
+    return block.pool.searches[0] - block.since
+
+
+def _rounded_to_divisions(nbytes: int, divisions: int) -> int:
+    """The next of ``divisions`` equal steps between powers of two; of 512 bytes where those would be finer."""
+    if nbytes <= BLOCK_BYTES * divisions:
+        return max(-(-nbytes // BLOCK_BYTES), 1) * BLOCK_BYTES
+    step = (1 << (nbytes.bit_length() - 1)) // divisions
+    return -(-nbytes // step) * step

@@ -1,0 +1,318 @@
+"""What would make a plan fit: changes of it, the smallest first, each estimated like the plan itself."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any, TypeAlias
+
+from lightning_mist.errors import PlanError
+from lightning_mist.estimate.estimate_data import Change, verdict_of, worst_of
+from lightning_mist.estimate.stage_estimates import Estimator, what_is_not_run
+from lightning_mist.hardware import Cluster, single
+from lightning_mist.plan import Checkpointing, Feature, Plan, StagePlan, ZeroStage, plan_of
+
+SHOWN = 6
+"""Changes that are kept at most."""
+
+LOOKS = 3
+"""Trials of a ladder that are replayed at most where those that should fit do not."""
+
+MOST_TIMES_AS_MANY = 64
+"""How many times the devices at hand are looked at."""
+
+USUAL_NODE = 8
+"""Devices that one node is taken to hold where a single node is described: those of the machines in the catalog."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """A changed plan in words, and the machine for it."""
+
+    text: str
+    plan: Plan
+    cluster: Cluster
+
+
+OFFLOAD_RATIOS = (0.25, 0.5, 0.75, 1.0)
+"""Shares that are tried."""
+
+Ladder: TypeAlias = Sequence[_Trial]
+"""Trials of one kind, from the smallest change to the largest; each needs no more than the one before."""
+
+
+def changes_that_fit(estimator: Estimator, plan: Plan) -> tuple[Change, ...]:
+    """The smallest change of every kind with which a plan fits, smallest first.
+
+    Kinds are tried alone, then together; more devices are looked at only if nothing helps on those at hand. What is
+    not run yet comes last.
+
+    Args:
+        estimator: Knows network, machine and limit.
+        plan: A plan that does not fit.
+    """
+    plan = replace(plan, predicted=None, fingerprint=())
+    steps = _Steps(estimator, plan)
+    found = [_least(estimator, ladder) for ladder in (steps.recomputed(), steps.cut(), steps.sharded())]
+    if not any(found):
+        found = [next((item for item in (_least(estimator, way) for way in steps.together()) if item), None)]
+    found += [_first(estimator, trials) for trials in steps.regrouped()]
+    found += [_least(estimator, ladder) for ladder in steps.offloaded()]
+    if not any(change is not None and change.runs for change in found):
+        found += [_first(estimator, [trial for trials in steps.larger() for trial in trials])]
+    return tuple(change for change in found if change is not None)[:SHOWN]
+
+
+def _least(estimator: Estimator, ladder: Ladder) -> Change | None:
+    """The first trial of a ladder that fits: found by bisection without replay, then looked at around there."""
+    if not ladder:
+        return None
+    low, high = 0, len(ladder)
+    while low < high:
+        middle = (low + high) // 2
+        if _fits_quickly(estimator, ladder[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    at = min(low, len(ladder) - 1)
+    for index in range(at, min(at + LOOKS, len(ladder))):
+        found = _look(estimator, ladder[index])
+        if found is not None:
+            break
+    else:
+        return None
+    # Without replay a little more is predicted than with it, so that a smaller change may do.
+    smaller = _look(estimator, ladder[at - 1]) if index == at > 0 else None
+    return smaller or found
+
+
+def _first(estimator: Estimator, trials: Sequence[_Trial]) -> Change | None:
+    """The first trial that fits, of trials in no order of what they need."""
+    likely = (trial for trial in trials if _fits_quickly(estimator, trial))
+    return next((found for trial in likely if (found := _look(estimator, trial)) is not None), None)
+
+
+def _there(estimator: Estimator, trial: _Trial) -> Estimator:
+    return estimator if trial.cluster == estimator.cluster else estimator.on(trial.cluster)
+
+
+def _fits_quickly(estimator: Estimator, trial: _Trial) -> bool:
+    """Whether a trial fits without replay; False if the network does not allow it."""
+    try:
+        need = _there(estimator, trial).quick(trial.plan).device_total
+    except PlanError:
+        return False
+    return verdict_of(need, estimator.limit) == "fits"
+
+
+def _look(estimator: Estimator, trial: _Trial) -> Change | None:
+    """A trial that fits; None if it does not, or if the network does not allow it."""
+    try:
+        need = worst_of(_there(estimator, trial).stages(trial.plan, replay="worst")).device_total
+    except PlanError:
+        return None
+    if verdict_of(need, estimator.limit) != "fits":
+        return None
+    return Change(text=trial.text, plan=trial.plan, device_total=need, runs=not what_is_not_run(trial.plan))
+
+
+class _Steps:
+    """The changes of a plan that the network allows.
+
+    Args:
+        estimator: Knows network and machine.
+        plan: The plan.
+    """
+
+    def __init__(self, estimator: Estimator, plan: Plan) -> None:
+        self._plan, self._spec = plan, estimator.spec
+        self._cluster = single(estimator.cluster, "looking for changes that fit")
+
+    def recomputed(self, plan: Plan | None = None, text: str = "") -> Ladder:
+        """More layers recomputed, on every stage as many."""
+        plan = plan or self._plan
+        if self._excludes("checkpointing"):
+            return ()
+        most = max(stage.num_layers for stage in plan.stages)
+        have = min(stage.checkpointing.layers for stage in plan.stages)
+        where = " of every stage" if plan.num_stages > 1 else ""
+        return [
+            self._trial(f"{text}{_layers(n, most)}{where} checkpointed", _recomputing(plan, n))
+            for n in range(have + 1, most + 1)
+        ]
+
+    def cut(self, plan: Plan | None = None, text: str = "") -> Ladder:
+        """Smaller microbatches, more of them."""
+        plan = plan or self._plan
+        if self._excludes("microbatches"):
+            return ()
+        common = gcd(*(stage.microbatch_size for stage in plan.stages))
+        return [
+            self._trial(
+                f"{text}num_microbatches={plan.num_microbatches * parts} of {plan.stages[0].microbatch_size // parts} "
+                "rows",
+                _cut(plan, parts),
+            )
+            for parts in range(2, common + 1)
+            if common % parts == 0
+        ]
+
+    def sharded(self) -> Ladder:
+        """More of the state shared out among data-parallel devices."""
+        if all(stage.data_parallel_degree == 1 for stage in self._plan.stages):
+            return ()
+        have = min(int(stage.zero_stage) for stage in self._plan.stages)
+        return [self._trial(f"zero_stage={level}", _sharded(self._plan, level)) for level in range(have + 1, 4)]
+
+    def together(self) -> Iterator[Ladder]:
+        """Several changes at once, as few as possible."""
+        sharded, cut = self.sharded(), self.cut()
+        for first in (cut[-1:], sharded[-1:]):
+            for trial in first:
+                yield self.recomputed(trial.plan, f"{trial.text} and ")
+        for trial in sharded[-1:]:
+            yield self.cut(trial.plan, f"{trial.text} and ")
+            for both in self.cut(trial.plan, f"{trial.text}, ")[-1:]:
+                yield self.recomputed(both.plan, f"{both.text} and ")
+
+    def regrouped(self) -> Iterator[Sequence[_Trial]]:
+        """The same devices in other degrees: more of them share layers, or there are more stages."""
+        shape = _shape_of(self._plan)
+        if shape is None:
+            return
+        kinds: tuple[tuple[str, Feature], ...] = (("tensor_parallel_degree", "tensor"), ("pipeline_stages", "pipeline"))
+        for name, feature in kinds:
+            if not self._excludes(feature):
+                have = shape[name]
+                yield self._grids(
+                    [{**shape, name: degree} for degree in _doublings(have, self._cluster.world_size)], name
+                )
+
+    def offloaded(self) -> Iterator[Ladder]:
+        """More of optimizer state in host memory, then of everything."""
+        have = min((stage.offload for stage in self._plan.stages), key=lambda ratios: ratios.optimizer)
+        ratios = [ratio for ratio in OFFLOAD_RATIOS if ratio > have.optimizer]
+        yield [
+            self._trial(f"{ratio:.0%} of optimizer state in host memory", _offloading(self._plan, optimizer=ratio))
+            for ratio in ratios
+        ]
+        if not have.activations:
+            yield [
+                self._trial(
+                    f"{ratio:.0%} of the activations in host memory", _offloading(self._plan, activations=ratio)
+                )
+                for ratio in OFFLOAD_RATIOS
+            ]
+
+    def larger(self) -> Iterator[Sequence[_Trial]]:
+        """More devices, with everything that saves memory."""
+        shape = _shape_of(self._plan)
+        if shape is None:
+            return
+        for options in ({"zero_stage": 3}, {"zero_stage": 3, "checkpointed_layers": "all"}):
+            shapes = [
+                {**shape, **options, "world_size": size}
+                for size in _doublings(self._plan.world_size, MOST_TIMES_AS_MANY * self._plan.world_size)
+            ]
+            yield self._grids(shapes, "world_size", "zero_stage", *options)
+
+    def _grids(self, shapes: Sequence[dict[str, Any]], *names: str) -> Sequence[_Trial]:
+        """Plans of equal stages, as many as there are."""
+        found = []
+        for shape in shapes:
+            cluster = _of_size(self._cluster, shape["world_size"])
+            each = shape["global_batch_size"] * _sharing(shape) // shape["world_size"]
+            rows = gcd(each, shape["microbatch_size"])
+            try:
+                plan = plan_of(
+                    self._spec.num_layers,
+                    devices_per_node=cluster.devices_per_node,
+                    **{**shape, "microbatch_size": rows},
+                )
+            except PlanError:
+                continue
+            text = ", ".join(_WORDS_OF.get(name, f"{name}={{}}").format(shape[name]) for name in dict.fromkeys(names))
+            found.append(_Trial(text=text, plan=plan, cluster=cluster))
+        return found
+
+    def _trial(self, text: str, plan: Plan) -> _Trial:
+        return _Trial(text=text, plan=plan, cluster=self._cluster)
+
+    def _excludes(self, feature: Feature) -> bool:
+        return bool(self._spec.module_map.excludes(feature))
+
+
+_WORDS_OF = {"world_size": "{} devices", "checkpointed_layers": "{} layers checkpointed"}
+"""How changes of degrees are said where it is not by their name."""
+
+
+def _layers(count: int, of: int) -> str:
+    if count == of:
+        return "all layers"
+    return f"{count} layer{'s' if count > 1 else ''}"
+
+
+def _with_stages(plan: Plan, change: Callable[[StagePlan], StagePlan]) -> Plan:
+    return replace(plan, stages=tuple(change(stage) for stage in plan.stages))
+
+
+def _recomputing(plan: Plan, layers: int) -> Plan:
+    def change(stage: StagePlan) -> StagePlan:
+        wanted = max(stage.checkpointing.layers, min(layers, stage.num_layers))
+        return replace(stage, checkpointing=Checkpointing(layers=wanted))
+
+    return _with_stages(plan, change)
+
+
+def _cut(plan: Plan, parts: int) -> Plan:
+    stages = tuple(replace(stage, microbatch_size=stage.microbatch_size // parts) for stage in plan.stages)
+    return replace(plan, stages=stages, num_microbatches=plan.num_microbatches * parts)
+
+
+def _sharded(plan: Plan, level: int) -> Plan:
+    return _with_stages(plan, lambda stage: replace(stage, zero_stage=max(stage.zero_stage, ZeroStage(level))))
+
+
+def _offloading(plan: Plan, **ratios: float) -> Plan:
+    return _with_stages(plan, lambda stage: replace(stage, offload=replace(stage.offload, **ratios)))
+
+
+def _shape_of(plan: Plan) -> dict[str, Any] | None:
+    """What :func:`~lightning_mist.plan.plan_of` makes a plan like this one of; None if its stages differ."""
+    stage = plan.stages[0]
+    alike = {(s.num_layers, s.checkpointing, s.zero_stage, s.microbatch_size, s.offload) for s in plan.stages}
+    degrees = {replace(s.mesh, devices=stage.devices) for s in plan.stages}
+    if len(alike) > 1 or len(degrees) > 1:
+        return None
+    return {
+        "world_size": plan.world_size,
+        "global_batch_size": plan.global_batch_size,
+        "tensor_parallel_degree": stage.mesh.tensor_parallel_degree,
+        "context_parallel_degree": stage.mesh.context_parallel_degree,
+        "sequence_parallel": stage.mesh.sequence_parallel,
+        "pipeline_stages": plan.num_groups,
+        "chunks": plan.num_stages // plan.num_groups,
+        "microbatch_size": stage.microbatch_size,
+        "zero_stage": int(stage.zero_stage),
+        "checkpointed_layers": "all" if stage.checkpointing.layers == stage.num_layers else stage.checkpointing.layers,
+        "schedule": plan.schedule,
+        "offload": stage.offload,
+    }
+
+
+def _sharing(shape: dict[str, Any]) -> int:
+    """Devices that work on the same rows."""
+    return int(shape["tensor_parallel_degree"] * shape["context_parallel_degree"] * shape["pipeline_stages"])
+
+
+def _doublings(have: int, most: int) -> list[int]:
+    """Twice as many, four times as many, and so on."""
+    return [have * 2**power for power in range(1, 12) if have * 2**power <= most]
+
+
+def _of_size(cluster: Cluster, world_size: int) -> Cluster:
+    """As many of the same devices."""
+    if world_size == cluster.world_size:
+        return cluster
+    most = cluster.devices_per_node if cluster.num_nodes > 1 else max(cluster.devices_per_node, USUAL_NODE)
+    per_node = gcd(world_size, most) if world_size > most else world_size
+    return replace(cluster, num_nodes=world_size // per_node, devices_per_node=per_node)

@@ -1,0 +1,124 @@
+"""Estimates of transformers that were not traced, from the sizes that their configuration states."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lightning_mist.errors import PlanError
+from lightning_mist.estimate.closed_form.closed_estimate import cross_check
+from lightning_mist.estimate.closed_form.layer_bytes import CPU, CUDA, OperatorSet
+from lightning_mist.estimate.closed_form.network_sizes import TransformerDims, dims_of
+from lightning_mist.estimate.closed_form.network_spec import ClosedForm, closed_form_spec
+from lightning_mist.model.presets import LanguageModelShape
+from lightning_mist.model.spec import ModelSpec, OptimizerSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def shape_dims(shape: LanguageModelShape, sequence_length: int) -> TransformerDims:
+    """The sizes of a model that is known by name.
+
+    Raises:
+        ValueError: If its attention and feed-forward part share a norm, which no closed form is about.
+    """
+    if shape.parallel:
+        raise ValueError("attention and feed-forward part share a norm: no closed form is about that; trace it instead")
+    return TransformerDims(
+        hidden=shape.hidden,
+        ffn=shape.ffn,
+        layers=shape.layers,
+        heads=shape.heads,
+        vocabulary=shape.vocabulary,
+        key_value_heads=shape.key_value_heads,
+        positions=0 if shape.rotary_fraction else sequence_length,
+        norm="rms" if shape.norm == "rmsnorm" else "layer",
+        feed_forward=shape.feed_forward,
+        rotary=shape.rotary_fraction > 0,
+        rotation="concatenation",
+        rotated_width=int(shape.hidden // shape.heads * shape.rotary_fraction) // 2 * 2,
+        fused_query_key_value=shape.key_value_heads is None,
+        repeats_key_value=(shape.key_value_heads or shape.heads) < shape.heads,
+        tied=shape.tied,
+    )
+
+
+def module_dims(module: "nn.Module", sequence_length: int) -> TransformerDims | None:
+    """The sizes of a transformer, from the configuration that it or a part of it carries; None if there is none.
+
+    Args:
+        module: Any module.
+        sequence_length: Tokens per row.
+    """
+    from lightning_mist.model.sources import LanguageModel
+
+    for part in module.modules():
+        try:
+            if isinstance(part, LanguageModel):
+                return shape_dims(part.shape, sequence_length)
+            if getattr(part, "config", None) is not None:
+                return dims_of(part.config)
+        except ValueError:
+            continue
+    return None
+
+
+def operators_of(kind: str) -> OperatorSet:
+    """The operators that a closed form assumes on a kind of device."""
+    return CUDA if kind == "cuda" else CPU
+
+
+def closed_spec(
+    dims: TransformerDims,
+    *,
+    optimizer: OptimizerSpec,
+    precision: str,
+    rows: int,
+    sequence_length: int,
+    degrees: Sequence[int],
+    device_kind: str,
+    name: str,
+) -> ModelSpec:
+    """The specification of a transformer of which only sizes are known.
+
+    Args:
+        dims: The sizes.
+        optimizer: What its optimizer keeps.
+        precision: Lightning's name of the precision.
+        rows: Rows of each device's batch.
+        sequence_length: Tokens per row.
+        degrees: Tensor-parallel degrees that plans may use.
+        device_kind: ``"cuda"`` or ``"cpu"``: whose operators compute.
+        name: For people.
+
+    Raises:
+        PlanError: If a degree does not divide heads and widths.
+    """
+    form = ClosedForm(
+        dims=dims,
+        optimizer=optimizer,
+        sequence_length=sequence_length,
+        batch_rows=rows,
+        precision=precision,
+        operators=operators_of(device_kind),
+    )
+    try:
+        spec = closed_form_spec(form, sorted({*degrees} - {1}), name=name)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    return replace(spec, device_kind=device_kind)
+
+
+def with_second_opinion(spec: ModelSpec, module: "nn.Module", device_kind: str) -> ModelSpec:
+    """A traced specification with a note on what the closed form says, where the module is a transformer that says so.
+
+    Args:
+        spec: What was traced.
+        module: The module.
+        device_kind: The kind of device that it was traced for.
+    """
+    dims = None if spec.sequence_length is None else module_dims(module, spec.sequence_length)
+    if dims is None or dims.layers != spec.num_layers:
+        return spec
+    checked = cross_check(spec, dims, operators_of(device_kind))
+    return replace(spec, notes=(*spec.notes, f"second opinion: {checked.text}"))

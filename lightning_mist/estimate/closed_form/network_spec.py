@@ -1,0 +1,386 @@
+"""A network's specification from its sizes alone: the closed form as a fallback where a module cannot be traced.
+
+What layers keep is :mod:`lightning_mist.estimate.closed_form.layer_bytes`'s and exact for the operators that it names.
+Peaks are sums by hand: with ``w`` the parameters of the matrix at hand, ``f`` one inner activation and ``h`` one hidden
+state, a backward begins with the gradient of the layer's output where its output was, and needs at most
+
+    f + w    at its last matrix: the gradient of what goes into it, and of the matrix
+    2 f      at a gated product: gradients of both factors and of the product, which is gone
+
+beyond what is kept; a recomputed layer first makes again what it keeps. Head and tail are one table of tokens, a norm
+and the chain from scores to loss, by measured bytes per score (:data:`LOSSES`). Seconds from such a specification are
+rough: see :mod:`lightning_mist.estimate.closed_form.layer_work`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import sympy
+
+from lightning_mist.estimate.closed_form.layer_bytes import CUDA, LayerForm, OperatorSet, Split, layer_form, norm_kept
+from lightning_mist.estimate.closed_form.layer_work import TOKENS, PartWork, head_work, layer_work, tail_work
+from lightning_mist.estimate.closed_form.network_sizes import TransformerDims
+from lightning_mist.model.spec import (
+    MICROBATCH,
+    SEQUENCE,
+    LayerSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ParameterSpec,
+    SplitSpec,
+    TensorSpec,
+)
+from lightning_mist.plan import LiveTensor, ModuleMap, ParameterUse
+
+_ITEMSIZES = {"16": 2, "bf16": 2, "32": 4, "64": 8}
+"""Bytes of an element by the first part of Lightning's names of precisions."""
+
+_DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossBytes:
+    """Bytes per score (token times vocabulary) of the chain from the last matrix to the loss, and back.
+
+    Attributes:
+        kept: Kept from forward to backward.
+        forward: Largest in the forward.
+        backward: Largest in the backward.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+
+
+LOSSES: Mapping[str, LossBytes] = {
+    "same": LossBytes(kept=2, forward=4, backward=6),
+    "upcast": LossBytes(kept=4, forward=8, backward=12),
+    "held": LossBytes(kept=6, forward=10, backward=14),
+    "shifted": LossBytes(kept=4, forward=12, backward=12),
+    "autocast": LossBytes(kept=4, forward=10, backward=12),
+    "autocast-cuda": LossBytes(kept=6, forward=8, backward=10),
+}
+"""Cross entropy, traced in eager torch 2.13: of 16-bit scores in their own type; of scores cast to 32 bits (or in 32
+bits from the start); the same while the caller holds the 16-bit scores too, as Hugging Face's outputs do; of 32-bit
+scores shifted by one position; under a CPU's autocast, which casts the scores; under CUDA's, which casts their
+logarithms and keeps both."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedForm:
+    """What a closed form is about.
+
+    Attributes:
+        dims: Sizes of the network.
+        optimizer: What its optimizer keeps.
+        sequence_length: Tokens per row.
+        batch_rows: Rows of each rank's batch.
+        precision: Lightning's name of the precision.
+        operators: What computes it.
+        loss: Name of the chain to the loss in :data:`LOSSES`; by default scores are cast to 32 bits, or what autocast
+            does.
+
+    Raises:
+        ValueError: If a name is not known.
+    """
+
+    dims: TransformerDims
+    optimizer: OptimizerSpec
+    sequence_length: int
+    batch_rows: int = 1
+    precision: str = "bf16-true"
+    operators: OperatorSet = CUDA
+    loss: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check names."""
+        kind, _, how = self.precision.partition("-")
+        if kind not in _ITEMSIZES or how not in ("true", "mixed") or (how == "mixed" and _ITEMSIZES[kind] != 2):
+            raise ValueError(
+                f"precision = {self.precision!r}: closed forms know 16-true, bf16-true, 32-true, 64-true, 16-mixed and "
+                "bf16-mixed"
+            )
+        if self.loss is not None and self.loss not in LOSSES:
+            raise ValueError(f"loss = {self.loss!r}: known chains are {', '.join(LOSSES)}")
+
+    @property
+    def mixed(self) -> bool:
+        """Whether parameters have 32 bits and matrices are multiplied under autocast."""
+        return self.precision.endswith("-mixed")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element that is computed with."""
+        return _ITEMSIZES[self.precision.partition("-")[0]]
+
+    @property
+    def stored(self) -> int:
+        """Bytes of an element of parameters and of the residual stream."""
+        return 4 if self.mixed else self.itemsize
+
+    @property
+    def losses(self) -> LossBytes:
+        """The chain to the loss."""
+        cast = "autocast-cuda" if self.operators.device == "cuda" else "autocast"
+        found = LOSSES[self.loss or (cast if self.mixed else "upcast")]
+        if self.itemsize < 8:
+            return found
+        return LossBytes(kept=2 * found.kept, forward=2 * found.forward, backward=2 * found.backward)
+
+    def form(self, split: Split, *, recomputed: bool = False) -> LayerForm:
+        """What one layer keeps."""
+        return layer_form(
+            self.dims, self.operators, itemsize=self.itemsize, mixed=self.mixed, split=split, recomputed=recomputed
+        )
+
+
+Slot: TypeAlias = tuple[str, str, tuple[int, ...]]
+"""A module, the name of a parameter in it, and the regions that use it there."""
+
+
+def closed_form_spec(form: ClosedForm, degrees: Sequence[int] = (), *, name: str = "transformer") -> ModelSpec:
+    """The specification of a network that nobody traced.
+
+    Args:
+        form: Its sizes, and what computes it.
+        degrees: Tensor-parallel degrees that plans may use, each also with sequence parallelism.
+        name: For people.
+
+    Raises:
+        ValueError: If a degree does not divide heads and widths.
+    """
+    dims = form.dims
+    for degree in degrees:
+        if dims.heads % degree or dims.groups % degree or dims.ffn % degree:
+            raise ValueError(
+                f"tensor_parallel_degree = {degree}: it must divide {dims.heads} heads, {dims.groups} heads of keys "
+                f"and values and the inner width {dims.ffn}"
+            )
+    whole = Split()
+    uses, parameters = _parameters(form)
+    boundary = (_hidden(form, whole),)
+    return ModelSpec(
+        name=name,
+        module_map=ModuleMap(
+            step="training_step",
+            blocks=tuple(f"layers.{index}" for index in range(dims.layers)),
+            outputs=(),
+            cuts=tuple((_live(form),) for _ in range(dims.layers - 1)),
+            parameters=uses,
+            batch_rows=form.batch_rows,
+        ),
+        head=_head(form, whole),
+        layers=(_layer(form, whole),),
+        kinds=(0,) * dims.layers,
+        tail=_tail(form, whole),
+        boundaries=(boundary,) * (dims.layers - 1),
+        parameters=parameters,
+        buffer_bytes=0,
+        # Ids of tokens and of those that follow, 8 bytes each.
+        batch_bytes=16 * TOKENS,
+        batch_rows=form.batch_rows,
+        sequence_length=form.sequence_length,
+        optimizer=form.optimizer,
+        precision=form.precision,
+        shared_saved_bytes=_shared(form),
+        splits=tuple(
+            _split(form, parameters, degree, sequence)
+            for degree in sorted(set(degrees) - {1})
+            for sequence in (False, True)
+        ),
+        notes=(
+            f"nothing was traced: a closed form of {dims.layers} layers with hidden width {dims.hidden} and the "
+            f"operators of {form.operators.name}; bytes kept by layers are exact for these, peaks and seconds are not",
+        ),
+    )
+
+
+def _split(form: ClosedForm, parameters: Sequence[ParameterSpec], degree: int, sequence: bool) -> SplitSpec:
+    split = Split(degree=degree, sequence_parallel=sequence)
+    boundary = (_hidden(form, split),)
+    return SplitSpec(
+        degree=degree,
+        sequence_parallel=sequence,
+        head=_head(form, split),
+        layers=(_layer(form, split),),
+        tail=_tail(form, split),
+        boundaries=(boundary,) * (form.dims.layers - 1),
+        parameter_bytes=tuple(
+            item.bytes // (degree if _is_shared(form, item.name, degree) else 1) for item in parameters
+        ),
+    )
+
+
+def _is_shared(form: ClosedForm, name: str, degree: int) -> bool:
+    """Whether tensor-parallel ranks hold parts of a parameter."""
+    owner, _, kind = name.rpartition(".")
+    part = owner.rpartition(".")[2]
+    if part in ("tokens", "head"):
+        return form.dims.vocabulary % degree == 0
+    return "norm" not in part and part != "positions" and not (kind == "bias" and part in ("output", "down"))
+
+
+def _parameters(form: ClosedForm) -> tuple[tuple[ParameterUse, ...], tuple[ParameterSpec, ...]]:
+    dims, last = form.dims, form.dims.layers - 1
+    uses: list[ParameterUse] = []
+
+    def add(owner: str, kind: str, shape: tuple[int, ...], region: int, *others: Slot) -> None:
+        slots = ((owner, kind, (region,)), *others)
+        dtype = _DTYPES[form.stored]
+        uses.append(ParameterUse(name=f"{owner}.{kind}", slots=slots, shape=shape, dtype=dtype, requires_grad=True))
+
+    def norm(owner: str, region: int) -> None:
+        for kind in ("weight", "bias") if dims.norm == "layer" else ("weight",):
+            add(owner, kind, (dims.hidden,), region)
+
+    table = (dims.vocabulary, dims.hidden)
+    add("tokens", "weight", table, -1, *([("head", "weight", (last,))] if dims.tied else []))
+    if dims.positions:
+        add("positions", "weight", (dims.positions, dims.hidden), -1)
+    for index in range(dims.layers):
+        norm(f"layers.{index}.attention_norm", index)
+        for name, inner, outer in dims.matrices:
+            add(f"layers.{index}.{name}", "weight", (outer, inner), index)
+            if dims.bias_of(name):
+                add(f"layers.{index}.{name}", "bias", (outer,), index)
+        norm(f"layers.{index}.feed_forward_norm", index)
+    norm("norm", last)
+    if not dims.tied:
+        add("head", "weight", table, last)
+    specs = []
+    for use in uses:
+        numel = use.shape[0] * (use.shape[1] if len(use.shape) == 2 else 1)
+        specs.append(ParameterSpec(name=use.name, numel=numel, bytes=numel * form.stored, trainable=True))
+    return tuple(uses), tuple(specs)
+
+
+def _hidden(form: ClosedForm, split: Split) -> TensorSpec:
+    """The hidden states that stages hand on."""
+    length = SEQUENCE / split.degree if split.sequence_parallel else SEQUENCE
+    return TensorSpec(
+        shape=(MICROBATCH, length, sympy.Integer(form.dims.hidden)),
+        dtype=_DTYPES[form.stored],
+        itemsize=form.stored,
+        requires_grad=True,
+        batch_dim=0,
+    )
+
+
+def _live(form: ClosedForm) -> LiveTensor:
+    shape = (form.batch_rows, form.sequence_length, form.dims.hidden)
+    return LiveTensor(
+        key="hidden", shape=shape, dtype=_DTYPES[form.stored], requires_grad=True, batch_dim=0, sequence_dim=1
+    )
+
+
+def _layer(form: ClosedForm, split: Split) -> LayerSpec:
+    dims, t = form.dims, split.degree
+    saved, kept = form.form(split).bytes, form.form(split, recomputed=True).bytes
+    hidden = dims.hidden * form.stored * TOKENS
+    inner = sympy.Rational(dims.ffn * form.itemsize, t) * TOKENS
+    largest = sympy.Rational(form.stored * max(a * b for _, a, b in dims.matrices), t)
+    gradients = sympy.Integer(form.stored * dims.layer_parameters(t))
+    # The gradient of the last matrix is cast from the type that it was computed in.
+    cast = sympy.Rational(form.itemsize * dims.ffn * dims.hidden, t) if form.mixed else sympy.S.Zero
+    at_down = inner + sympy.Rational(form.stored * dims.ffn * dims.hidden, t) + cast
+    lines = [at_down, 2 * inner] if dims.feed_forward == "swiglu" else [at_down]
+    # In the backward that makes them, gradients of matrices stay.
+    first = [at_down, inner + at_down] if dims.feed_forward == "swiglu" else [at_down]
+    # At the end all gradients have been made and everything kept is gone but what came in.
+    at_end = gradients + 2 * hidden - saved
+    matrices = sum(a * b for _, a, b in dims.matrices)
+    work = layer_work(form, split)
+    widths = sum(outer for _, _, outer in dims.matrices) + dims.query_width + dims.ffn
+    return LayerSpec(
+        kind="Layer",
+        example="layers.0",
+        forward_work=work.forward,
+        backward_work=work.backward,
+        saved_bytes=saved,
+        checkpointed_saved_bytes=kept,
+        forward_peak_bytes=saved + hidden,
+        backward_peak_bytes=_maximum(*lines, largest + 2 * hidden - saved),
+        first_backward_peak_bytes=_maximum(*first, at_end),
+        recompute_backward_peak_bytes=_maximum(saved + hidden, *(saved - kept + line for line in lines)),
+        first_recompute_backward_peak_bytes=_maximum(
+            saved + hidden, *(saved - kept + line for line in first), gradients + 2 * hidden - kept
+        ),
+        weight_flops=sympy.Rational(2 * matrices, t) * TOKENS,
+        weight_bytes=sympy.Rational(widths * form.itemsize, t) * TOKENS + 2 * dims.hidden * form.itemsize * TOKENS,
+    )
+
+
+def _head(form: ClosedForm, split: Split) -> LayerSpec:
+    dims = form.dims
+    shared = split.degree if split.sequence_parallel else 1
+    hidden = sympy.Rational(dims.hidden * form.stored, shared) * TOKENS
+    masks = dims.hidden * (1 if form.operators.dropout_mask == "byte" else form.stored) if dims.embedding_dropout else 0
+    saved = hidden + masks * TOKENS + _shared(form)
+    tables = _table(form, split) + dims.positions * dims.hidden * form.stored
+    # Its gradient arrives where its output was; the sum with positions needs a copy in either direction.
+    made = saved + hidden if dims.positions or dims.embedding_dropout else saved
+    work = head_work(form, split, _table(form, split))
+    return _edge("head", work, saved, made, _table(form, split), tables + hidden - saved)
+
+
+def _tail(form: ClosedForm, split: Split) -> LayerSpec:
+    dims, losses = form.dims, form.losses
+    hidden = dims.hidden * form.stored * TOKENS
+    divided = split.degree if dims.vocabulary % split.degree == 0 else 1
+    scores = sympy.Rational(dims.vocabulary, divided) * TOKENS
+    table = _table(form, split)
+    normed = dims.hidden * form.itemsize * TOKENS
+    norm = LayerForm(kept=norm_kept("norm", dims, form.operators, form.stored), split=split).bytes
+    before = norm + normed + (table * form.itemsize / form.stored if form.mixed else 0)
+    saved = before + losses.kept * scores
+    gradient = form.itemsize * scores
+    # At the matrix: the gradient of the scores, that of the table, and one hidden state.
+    at_matrix = gradient + table + hidden - losses.kept * scores
+    backward = _maximum((losses.backward - losses.kept) * scores, at_matrix)
+    first = _maximum((losses.backward - losses.kept) * scores, at_matrix, table + 2 * hidden - saved)
+    flops = sympy.Rational(2 * dims.vocabulary * dims.hidden, divided) * TOKENS
+    work = tail_work(form, split, table, min(losses.kept, max(4, form.itemsize)))
+    return replace(
+        _edge("tail", work, saved, before + losses.forward * scores, backward, first),
+        weight_flops=flops,
+        weight_bytes=normed + gradient,
+    )
+
+
+def _shared(form: ClosedForm) -> sympy.Expr:
+    """What depends on the length alone: numbers of positions, or tables of the angles' cosines and sines."""
+    dims = form.dims
+    has_tables = dims.rotary and dims.rotation == "sum"
+    width = 2 * form.stored * (dims.query_width // dims.heads) if has_tables else 0
+    return (width + (8 if dims.positions else 0)) * SEQUENCE
+
+
+def _table(form: ClosedForm, split: Split) -> sympy.Expr:
+    """Bytes of the table of tokens on one rank."""
+    divided = split.degree if form.dims.vocabulary % split.degree == 0 else 1
+    return sympy.Rational(form.dims.vocabulary * form.dims.hidden * form.stored, divided)
+
+
+def _edge(
+    kind: str, work: PartWork, saved: sympy.Expr, forward: sympy.Expr, backward: sympy.Expr, first: sympy.Expr
+) -> LayerSpec:
+    """Head or tail, which are never recomputed."""
+    return LayerSpec(
+        kind=kind,
+        example="",
+        forward_work=work.forward,
+        backward_work=work.backward,
+        saved_bytes=saved,
+        checkpointed_saved_bytes=saved,
+        forward_peak_bytes=forward,
+        backward_peak_bytes=backward,
+        first_backward_peak_bytes=first,
+        recompute_backward_peak_bytes=backward,
+        first_recompute_backward_peak_bytes=first,
+    )
+
+
+def _maximum(*lines: sympy.Expr) -> sympy.Expr:
+    return sympy.Max(*lines, evaluate=False) if len(lines) > 1 else lines[0]

@@ -1,0 +1,251 @@
+"""What a plan needs of every device's memory, as data.
+
+Three figures of every stage's most loaded device: *allocated*, what tensors take; *reserved*, what the caching
+allocator holds for them; *device total*, with everything that is outside of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from lightning_mist.cost.memory import TERMS
+from lightning_mist.estimate.interval import Interval
+from lightning_mist.plan import Plan
+from lightning_mist.units import format_bytes, parse_bytes
+
+Verdict: TypeAlias = Literal["fits", "tight", "does not fit"]
+
+OUTER_TERMS = ("allocator_bytes", "context_bytes", "communicator_bytes")
+"""What a device total has beyond tensors: what the allocator keeps free, the context with its kernels, and buffers of
+the groups of processes."""
+
+WORDS = {
+    "parameter_bytes": "parameters",
+    "buffer_bytes": "buffers",
+    "optimizer_bytes": "optimizer state",
+    "batch_bytes": "batches",
+    "gradient_bytes": "gradients",
+    "activation_bytes": "activations kept for backward",
+    "transfer_bytes": "buffers between stages",
+    "working_bytes": "working memory",
+    "offload_bytes": "buffers of what is offloaded",
+    "allocator_bytes": "kept free by the allocator",
+    "context_bytes": "context and kernels",
+    "communicator_bytes": "communicators",
+}
+"""Terms in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakTensor:
+    """A tensor that is alive when a stage needs most.
+
+    Attributes:
+        bytes: Its size.
+        term: Which term it counts to, of :data:`~lightning_mist.cost.memory.TERMS`.
+        stage: Index of the stage it belongs to.
+        microbatch: The microbatch it belongs to, if one.
+        module: Qualified name of the module or parameter it comes from, or what it is where the runtime made it.
+        operator: The operator that made it, for example ``"aten.mm.default"``; empty for what is always there.
+        line: ``file:line`` of the user's code that ran it, if known.
+        dtype: Name of the element type, if known.
+        count: How many there are that are alike but for their layer or microbatch; this is one of them.
+    """
+
+    bytes: int
+    term: str
+    stage: int
+    microbatch: int | None = None
+    module: str = ""
+    operator: str = ""
+    line: str = ""
+    dtype: str = ""
+    count: int = 1
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of all that are alike."""
+        return self.count * self.bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEstimate:
+    """The most loaded device of one stage. Chunks that share devices have the figures of these devices.
+
+    Attributes:
+        stage: Index of the stage.
+        devices: Its global ranks.
+        phase: When the peak is.
+        allocated: Bytes of tensors.
+        reserved: Bytes that the caching allocator holds; what tensors take where there is no such allocator.
+        device_total: Reserved bytes and everything outside of the allocator.
+        terms: Bytes by term, as ``(name, bytes)``: those of :data:`~lightning_mist.cost.memory.TERMS` add up to the
+            p50 of ``allocated``, with :data:`OUTER_TERMS` to that of ``device_total``.
+        tensors: The largest tensors alive at the peak, largest first; empty if the allocations are not known.
+        kinds: The kinds of tensors (alike but for layer and microbatch) that take most together, largest first.
+        flushes: How often in two steps the allocator has to give back what is free, waiting for the device, to stay
+            within the limit.
+        host_bytes: Pinned host memory of the device's process.
+        limit: Bytes of the device that may be used, where devices are unlike; the estimate's if ``None``.
+    """
+
+    stage: int
+    devices: tuple[int, ...]
+    phase: str
+    allocated: Interval
+    reserved: Interval
+    device_total: Interval
+    terms: tuple[tuple[str, int], ...]
+    tensors: tuple[PeakTensor, ...] = ()
+    kinds: tuple[PeakTensor, ...] = ()
+    flushes: int = 0
+    host_bytes: int = 0
+    limit: int | None = None
+
+    def term(self, name: str) -> int:
+        """Bytes of one term; 0 if there is none."""
+        return dict(self.terms).get(name, 0)
+
+    @property
+    def largest_terms(self) -> tuple[tuple[str, int], ...]:
+        """All terms, largest first."""
+        return tuple(sorted(self.terms, key=lambda item: -item[1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change of the plan, and what the plan would then need.
+
+    Attributes:
+        text: What is changed, for people.
+        plan: The changed plan.
+        device_total: What its worst stage needs.
+        runs: Whether the runtime executes such a plan.
+    """
+
+    text: str
+    plan: Plan
+    device_total: Interval
+    runs: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """What a plan needs of the memory of every device.
+
+    Attributes:
+        model: Name of the network.
+        cluster: The machine in words.
+        memory_limit: Bytes of each device that may be used.
+        plan: The plan.
+        precision: Lightning's name of the precision.
+        optimizer: Class name of the optimizer.
+        stages: Every stage.
+        source: ``"traced"``, or ``"closed form"`` with the reason.
+        changes: What would make it fit, each evaluated, the smallest change first; empty if it fits.
+        notes: What is assumed, and what the runtime does not execute.
+    """
+
+    model: str
+    cluster: str
+    memory_limit: int
+    plan: Plan
+    precision: str
+    optimizer: str
+    stages: tuple[StageEstimate, ...]
+    source: str = "traced"
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def worst(self) -> StageEstimate:
+        """The stage whose device needs most, of unlike devices most of what it has."""
+        return worst_of(self.stages)
+
+    def limit_of(self, stage: StageEstimate) -> int:
+        """Bytes that the devices of a stage may use."""
+        return self.memory_limit if stage.limit is None else stage.limit
+
+    @property
+    def verdict(self) -> Verdict:
+        """``"fits"`` if what suffices in 95 of 100 cases is within the limit, ``"tight"`` if the prediction is."""
+        return verdict_of(self.worst.device_total, self.limit_of(self.worst))
+
+    def fits(self, memory_limit: str | int | None = None) -> bool:
+        """Whether every stage fits in 95 of 100 cases.
+
+        Args:
+            memory_limit: Bytes of each device, or text such as ``"22GiB"``; by default :attr:`memory_limit`.
+
+        Raises:
+            ValueError: If it is not a size.
+        """
+        if memory_limit is None:
+            return self.verdict == "fits"
+        limit = parse_bytes(memory_limit)
+        return all(verdict_of(stage.device_total, min(limit, stage.limit or limit)) == "fits" for stage in self.stages)
+
+    def subject(self) -> str:
+        """What is estimated, in one line."""
+        plan = self.plan
+        return (
+            f"{self.model}, {self.precision}, {self.optimizer}, on {self.cluster}: {plan.global_batch_size} rows in "
+            f"{plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''}, {plan.schedule}"
+        )
+
+    def headline(self) -> str:
+        """The verdict in one or two plain sentences."""
+        worst, limit = self.worst, format_bytes(self.limit_of(self.worst))
+        at, total = f"stage {worst.stage} of {len(self.stages)}", worst.device_total
+        largest = ", ".join(f"{WORDS[name]} {format_bytes(value)}" for name, value in worst.largest_terms[:2])
+        of_tensors = f" (tensors {format_bytes(worst.allocated.p50)})" if worst.allocated.p50 < total.p50 else ""
+        need = f"{at} needs {format_bytes(total.p50)}{of_tensors}, up to {format_bytes(total.p95)} in 95 of 100 cases"
+        begin = {
+            "fits": f"Fits in {limit} per device",
+            "tight": f"Tight: it may not fit in {limit} per device",
+            "does not fit": f"Does not fit in {limit} per device",
+        }[self.verdict]
+        return f"{begin}: {need}. Largest: {largest}."
+
+    def explain(self) -> str:
+        """The verdict, what would make it fit, and what is assumed, as lines of text."""
+        lines = [self.headline()]
+        if self.verdict != "fits":
+            lines += [f"would fit with {describe_change(change)}" for change in self.changes]
+            if not self.changes:
+                lines.append(
+                    "nothing that was tried makes it fit: more devices, devices with more memory, or a smaller model "
+                    "are needed"
+                )
+        lines.append(f"source: {self.source}")
+        return "\n".join((*lines, *self.notes))
+
+
+def describe_change(change: Change) -> str:
+    """One change with its bytes."""
+    remark = "" if change.runs else " (planned, not run yet)"
+    total = change.device_total
+    return f"{change.text}: {format_bytes(total.p50)}, up to {format_bytes(total.p95)}{remark}"
+
+
+def need_of(stage: StageEstimate) -> tuple[float, float]:
+    """What stages are compared by: bytes, of unlike devices as parts of what they may use."""
+    limit = 1 if stage.limit is None else max(stage.limit, 1)
+    return stage.device_total.p95 / limit, stage.device_total.p50 / limit
+
+
+def worst_of(stages: Sequence[StageEstimate]) -> StageEstimate:
+    """The stage whose device needs most, of unlike devices most of what it has."""
+    return max(stages, key=need_of)
+
+
+def verdict_of(need: Interval, limit: int) -> Verdict:
+    """What a need means under a limit."""
+    if need.p95 <= limit:
+        return "fits"
+    return "tight" if need.p50 <= limit else "does not fit"
+
+
+def all_terms() -> tuple[str, ...]:
+    """Every term, those of tensors first."""
+    return (*TERMS, *OUTER_TERMS)

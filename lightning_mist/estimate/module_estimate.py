@@ -1,0 +1,217 @@
+"""What will it need: the memory of every device under a plan, before anything runs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_mist.errors import TraceError
+from lightning_mist.estimate.allocator import parse_allocator_settings
+from lightning_mist.estimate.closed_form import closed_spec, module_dims, with_second_opinion
+from lightning_mist.estimate.estimate_data import MemoryEstimate
+from lightning_mist.estimate.plan_estimate import estimate_plan, limit_of
+from lightning_mist.estimate.stage_estimates import Estimator
+from lightning_mist.hardware import Cluster, parse_cluster, single
+from lightning_mist.hardware.capability import capability_of
+from lightning_mist.model import (
+    DeviceOperators,
+    derive_splits,
+    describe_optimizer,
+    device_operators,
+    map_module,
+    optimizer_class,
+    optimizer_to_describe,
+    trace_model,
+)
+from lightning_mist.model.fakes import batch_rows, resize_batch, sequence_length
+from lightning_mist.model.sources import parameter_dtype, precision_context
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import Plan, StageMesh, StagePlan, load
+
+
+def estimate_memory(
+    module_or_spec: nn.Module | ModelSpec,
+    batch: Any = None,
+    plan: Plan | str | Path | None = None,
+    cluster: Cluster | str = "1xL4",
+    *,
+    call: Callable[[Any], Any] | None = None,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None = None,
+    precision: str = "32-true",
+    memory_limit: str | int | None = None,
+    allocator: str = "",
+    advise: bool = True,
+) -> MemoryEstimate:
+    """What a plan needs of the memory of every device; nothing is run but on tensors without values.
+
+    Args:
+        module_or_spec: The module, or what :func:`~lightning_mist.trace_model` said of it.
+        batch: A batch for its step; not needed for a specification.
+        plan: A plan, or the path of a plan file; by default every device holds the whole module and takes such a batch.
+        cluster: The machine, or text such as ``"4x8xL4"``.
+        call: Runs the module's step on a batch; by default its ``training_step``.
+        optimizer: An optimizer of the module, or a class in ``torch.optim`` or its name; by default what the module's
+            ``configure_optimizers`` makes, and AdamW where it has none.
+        precision: Lightning's name of the precision. The step runs under autocast for a mixed one; for a true one the
+            module must be in it already.
+        memory_limit: Bytes of each device that may be used, or text such as ``"22GiB"``; by default its memory.
+        allocator: Settings of torch's caching allocator as in ``PYTORCH_CUDA_ALLOC_CONF``, such as
+            ``"expandable_segments:True"``; nothing for its defaults.
+        advise: Whether to look for what would make it fit, if it does not.
+
+    Raises:
+        PlanError: If the plan does not fit the module or the machine.
+        TraceError: If the module cannot be traced, nor has a configuration whose closed form could take its place.
+        ValueError: If the limit is no size or above the device's, or the allocator has no such setting.
+        TypeError: If an argument is of none of these types.
+    """
+    _check_types(module_or_spec, plan, cluster, optimizer, allocator)
+    machine = single(parse_cluster(cluster) if isinstance(cluster, str) else cluster, "an estimate")
+    given = load(plan) if isinstance(plan, (str, Path)) else plan
+    source = "traced"
+    if isinstance(module_or_spec, ModelSpec):
+        spec = module_or_spec
+    else:
+        degrees = [] if given is None else [stage.mesh.tensor_parallel_degree for stage in given.stages]
+        kind = machine.device.kind
+        named = optimizer_class(optimizer) if isinstance(optimizer, str) else optimizer
+        trained_by, notes = optimizer_to_describe(module_or_spec, named, precision_context(precision))
+        try:
+            operators = device_operators(kind, capability=capability_of(machine.device.name))
+            options: dict[str, Any] = {"call": call, "optimizer": trained_by, "precision": precision}
+            spec = _trace(module_or_spec, batch, degrees, operators, **options)
+        except TraceError as error:
+            spec = _untraced(module_or_spec, batch, degrees, kind, trained_by, precision, error)
+            source = f"closed form ({error})"
+        spec = replace(spec, notes=(*spec.notes, *notes))
+    if given is None:
+        given = replicated(spec, machine)
+    settings = parse_allocator_settings(allocator, machine.device.memory_bytes)
+    estimator = Estimator(spec, machine, limit_of(machine, memory_limit), source, allocator=settings)
+    return estimate_plan(estimator, given, advise=advise)
+
+
+def replicated(spec: ModelSpec, cluster: Cluster) -> Plan:
+    """The plan that every device holds everything and takes whole batches."""
+    count = cluster.world_size
+    mesh = StageMesh(devices=tuple(range(count)), data_parallel_degree=count)
+    stage = StagePlan(layers=(0, spec.num_layers), mesh=mesh, microbatch_size=spec.batch_rows)
+    return Plan(global_batch_size=spec.batch_rows * count, num_microbatches=1, stages=(stage,))
+
+
+def _trace(
+    module: nn.Module,
+    batch: Any,
+    degrees: Sequence[int],
+    operators: DeviceOperators,
+    *,
+    call: Callable[[Any], Any] | None,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None,
+    precision: str,
+) -> ModelSpec:
+    """What the module costs, split over these degrees too."""
+    context = precision_context(precision)
+    _refuse_other_type(module, parameter_dtype(precision), precision)
+    plain = call or _training_step(module)
+
+    def step(item: Any) -> Any:
+        with context():
+            return plain(item)
+
+    rows = batch_rows(batch)
+    smaller = resize_batch(batch, rows - 1, None) if rows is not None and rows > 1 else None
+    found = map_module(module, step, batch, second_batch=smaller)
+    if max(degrees, default=1) > 1:
+        found = derive_splits(module, step, batch, found, sorted(set(degrees)))
+    spec = trace_model(
+        module,
+        batch,
+        call=step,
+        module_map=found,
+        optimizer=optimizer,
+        precision=precision,
+        device_kind=operators,
+    )
+    return with_second_opinion(spec, module, operators.name)
+
+
+def _untraced(
+    module: nn.Module,
+    batch: Any,
+    degrees: Sequence[int],
+    device_kind: str,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None,
+    precision: str,
+    error: TraceError,
+) -> ModelSpec:
+    """The closed form of a module that cannot be traced, if it says its sizes; the error otherwise."""
+    length, rows = sequence_length(batch), batch_rows(batch)
+    dims = None if length is None or rows is None else module_dims(module, length)
+    if dims is None or length is None or rows is None:
+        raise error
+    return closed_spec(
+        dims,
+        optimizer=describe_optimizer(optimizer or torch.optim.AdamW, device_kind=device_kind),
+        precision=precision,
+        rows=rows,
+        sequence_length=length,
+        degrees=degrees,
+        device_kind=device_kind,
+        name=type(module).__name__,
+    )
+
+
+def _check_types(module_or_spec: Any, plan: Any, cluster: Any, optimizer: Any, allocator: Any) -> None:
+    """Refuse arguments of types that say nothing, before any of them is used.
+
+    Raises:
+        TypeError: Naming the value and what could be given.
+    """
+    is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    checks: tuple[tuple[str, Any, bool, str], ...] = (
+        (
+            "module_or_spec",
+            module_or_spec,
+            isinstance(module_or_spec, (nn.Module, ModelSpec)),
+            "a module, or what trace_model returned",
+        ),
+        (
+            "plan",
+            plan,
+            plan is None or isinstance(plan, (Plan, str, Path)),
+            "a Plan, as plan_of makes one, or the path of a plan file",
+        ),
+        ("cluster", cluster, isinstance(cluster, (Cluster, str)), "a Cluster, or text such as '1x8xL4'"),
+        (
+            "optimizer",
+            optimizer,
+            optimizer is None or is_class or isinstance(optimizer, (torch.optim.Optimizer, str)),
+            "an optimizer of the module, a class such as torch.optim.AdamW, or its name 'AdamW'",
+        ),
+        ("allocator", allocator, isinstance(allocator, str), "text such as 'expandable_segments:True', '' for nothing"),
+    )
+    for name, value, is_right, wanted in checks:
+        if not is_right:
+            raise TypeError(f"{name} = {value!r} is of type {type(value).__name__}: give {wanted}")
+
+
+def _refuse_other_type(module: nn.Module, wanted: torch.dtype | None, precision: str) -> None:
+    found = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    if wanted is not None and found - {wanted}:
+        raise ValueError(
+            f"precision {precision!r} with parameters of {', '.join(sorted(map(str, found)))}: Lightning converts the "
+            f"module before it trains; do the same, module.to({wanted})"
+        )
+
+
+def _training_step(module: nn.Module) -> Callable[[Any], Any]:
+    step = getattr(module, "training_step", None)
+    if not callable(step):
+        raise ValueError(
+            f"{type(module).__name__} has no training_step: give call=, a function that runs one step on a batch and "
+            "returns its loss"
+        )
+    return lambda batch: step(batch, 0)

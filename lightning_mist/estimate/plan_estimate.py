@@ -1,0 +1,77 @@
+"""What a plan needs of the memory of every device, of a network whose costs are known."""
+
+from collections.abc import Sequence
+
+from lightning_mist.estimate.changes import changes_that_fit
+from lightning_mist.estimate.estimate_data import MemoryEstimate, StageEstimate, verdict_of, worst_of
+from lightning_mist.estimate.stage_estimates import Estimator, Replaying, describe_cluster, what_is_not_run
+from lightning_mist.hardware import Cluster
+from lightning_mist.plan import Plan
+from lightning_mist.units import format_bytes, parse_bytes
+
+
+def estimate_plan(
+    estimator: Estimator, plan: Plan, *, advise: bool = True, replay: Replaying = "all"
+) -> MemoryEstimate:
+    """The estimate of a plan by an estimator that exists already; see :func:`estimate_memory`.
+
+    Args:
+        estimator: Knows network, machine and limit.
+        plan: The plan.
+        advise: Whether to look for what would make it fit, if it does not.
+        replay: Which groups of devices have their allocations replayed; see :meth:`Estimator.stages`.
+
+    Raises:
+        PlanError: If the plan does not fit the network or the machine.
+    """
+    spec, cluster, limit = estimator.spec, estimator.cluster, estimator.limit
+    stages = estimator.stages(plan, replay=replay)
+    worst = worst_of(stages)
+    fits = verdict_of(worst.device_total, worst.limit or limit) == "fits"
+    advises = advise and not fits and isinstance(cluster, Cluster)
+    return MemoryEstimate(
+        model=spec.name,
+        cluster=describe_cluster(cluster),
+        memory_limit=limit,
+        plan=plan,
+        precision=spec.precision,
+        optimizer=spec.optimizer.name,
+        stages=stages,
+        source=estimator.source,
+        changes=changes_that_fit(estimator, plan) if advises else (),
+        notes=(*spec.notes, *what_is_not_run(plan), *_flush_notes(stages, limit)),
+    )
+
+
+def limit_of(cluster: Cluster, memory_limit: str | int | None) -> int:
+    """Bytes of each device that may be used.
+
+    Raises:
+        ValueError: If the limit is not a size, is nothing, or is more than the device has.
+    """
+    has = cluster.device.memory_bytes
+    if memory_limit is None:
+        return has
+    try:
+        limit = parse_bytes(memory_limit)
+    except ValueError as error:
+        raise ValueError(f"memory_limit: {error}") from None
+    if not 0 < limit <= has:
+        raise ValueError(
+            f"memory_limit = {memory_limit}: it must be more than nothing and at most the {format_bytes(has)} of one "
+            f"{cluster.device.name}; leave it out to allow all of it"
+        )
+    return limit
+
+
+def _flush_notes(stages: Sequence[StageEstimate], limit: int) -> tuple[str, ...]:
+    """Stages whose allocator has to give memory back within a step, which costs time."""
+    names = ", ".join(
+        str(stage.stage) for stage in stages if stage.flushes and stage.device_total.p50 <= (stage.limit or limit)
+    )
+    if not names:
+        return ()
+    return (
+        f"on stage {names} there is room only if the allocator gives back what is free within a step, which waits for "
+        "the device; expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF may avoid it",
+    )

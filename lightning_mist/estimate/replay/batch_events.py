@@ -1,0 +1,255 @@
+"""One rank on its way through its schedule: what it allocates and frees at every action.
+
+The walk does, action by action, what the runtime does: it receives into buffers, computes, keeps outputs until they
+have been sent and inputs until their gradients have, and lets go of a send when the schedule tells that it has arrived.
+The list of actions is the one that the runtime executes.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from lightning_mist.estimate.replay.gradient_events import Gradients
+from lightning_mist.estimate.replay.rank_state import CrossingTensor, RankView
+from lightning_mist.model.events import Label, PartRun, StageTemplate, Tape, WeightGradient
+from lightning_mist.schedule import Action, ActionKind
+from lightning_mist.schedule.action import HEAD, INPUT_BACKWARDS, TAIL
+
+_Key = tuple[int, int]
+"""Stage and microbatch."""
+
+
+class BatchWalk:
+    """Walks through the actions of one batch.
+
+    Args:
+        tape: Takes down what happens.
+        view: The rank.
+        templates: What a microbatch does in each of its stages.
+        arrivals: Which sends each computation finds arrived.
+        gradients: The gradients of parameters.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        view: RankView,
+        templates: Mapping[int, StageTemplate],
+        arrivals: Mapping[Action, Sequence[Action]],
+        gradients: Gradients,
+    ) -> None:
+        self._tape, self._view, self._templates = tape, view, templates
+        self._arrivals, self._gradients = arrivals, gradients
+        self._last = view.plan.num_stages - 1
+        self._bases: dict[_Key, int] = {}
+        self._incoming: dict[_Key, list[list[int]]] = {}
+        self._received: dict[_Key, list[int]] = {}
+        self._outgoing: dict[_Key, list[int | None]] = {}
+        self._arriving: dict[_Key, list[list[int]]] = {}
+        self._returned: dict[_Key, list[int | None]] = {}
+        self._sends: dict[Action, list[int]] = {}
+        self._waiting: dict[_Key, list[tuple[WeightGradient, frozenset[int]]]] = {}
+        self.kept: list[int] = []
+
+    def perform(self, action: Action, lines: Sequence[Action]) -> None:
+        """One action of a microbatch.
+
+        Args:
+            action: The action.
+            lines: What it consists of.
+        """
+        assert action.microbatch is not None
+        key = action.stage, action.microbatch
+        inner = list(lines)
+        while inner and inner[0].microbatch is None:
+            self._gradients.line(inner.pop(0))
+        behind: list[Action] = []
+        while inner and inner[-1].microbatch is None:
+            behind.insert(0, inner.pop())
+        if action.kind is ActionKind.FORWARD:
+            self._forward(action, key, inner)
+        elif action.kind in INPUT_BACKWARDS:
+            self._backward(action, key, inner)
+        elif action.kind is ActionKind.BACKWARD_WEIGHT:
+            self._weights(key)
+        elif action.kind is ActionKind.RECV_ACTIVATION:
+            entering = self._view.crossing(key[0], key[0] - 1, key[1])
+            self._incoming[key] = [self._buffers(tensor, "received activation", key) for tensor in entering]
+        elif action.kind is ActionKind.RECV_GRADIENT:
+            self._receive_gradients(key)
+        elif action.kind is ActionKind.SEND_ACTIVATION:
+            self._send_activation(action, key)
+        elif action.kind is ActionKind.SEND_GRADIENT:
+            self._send_gradient(action, key)
+        for line in behind:
+            self._gradients.line(line)
+
+    def finish(self) -> None:
+        """The batch is over: everything that was sent has arrived."""
+        for identities in self._sends.values():
+            self._free(identities)
+        self._sends.clear()
+
+    # Transfers -------------------------------------------------------------------------------------------------------
+
+    def _buffers(self, tensor: CrossingTensor, what: str, key: _Key) -> list[int]:
+        label = Label("transfer_bytes", what, dtype=tensor.dtype)
+        return [self._tape.malloc(size, label, *key) for size in tensor.portions]
+
+    def _join(self, portions: Sequence[list[int]], tensors: Sequence[CrossingTensor], key: _Key) -> list[int]:
+        """Whole tensors from what was received; a single portion is the tensor."""
+        label, joined = Label("transfer_bytes", "received, put together"), []
+        for parts, tensor in zip(portions, tensors, strict=True):
+            joined.append(parts[0] if len(parts) == 1 else self._tape.malloc(tensor.bytes, label, *key))
+            self._free(parts if len(parts) > 1 else ())
+        return joined
+
+    def _receive_gradients(self, key: _Key) -> None:
+        """Room for gradients; what comes as a whole lies where backward will look for it."""
+        tensors = [t for t in self._view.crossing(key[0], key[0] + 1, key[1]) if t.requires_grad]
+        portions = []
+        for tensor, slot in zip(tensors, self._templates[key[0]].arriving, strict=True):
+            if len(tensor.shares) == 1:
+                self._tape.allocate(self._bases[key] + slot)
+            portions.append(self._buffers(tensor, "received gradient", key) if len(tensor.shares) > 1 else [])
+        self._arriving[key] = portions
+
+    def _join_gradients(self, key: _Key, base: int) -> None:
+        """Put together what came in portions."""
+        portions = self._arriving.pop(key, [])
+        for parts, slot in zip(portions, self._templates[key[0]].arriving, strict=True):
+            if parts:
+                self._tape.allocate(base + slot)
+                self._free(parts)
+
+    def _send_activation(self, action: Action, key: _Key) -> None:
+        tensors = self._view.crossing(key[0], key[0] + 1, key[1])
+        held: list[int] = []
+        for tensor, identity in zip(tensors, self._outgoing.pop(key), strict=True):
+            held += self._posted(tensor, identity, key)
+        self._sends[action] = held
+
+    def _send_gradient(self, action: Action, key: _Key) -> None:
+        tensors = [t for t in self._view.crossing(key[0], key[0] - 1, key[1]) if t.requires_grad]
+        held: list[int] = []
+        for tensor, identity in zip(tensors, self._returned.pop(key), strict=True):
+            label = Label("transfer_bytes", "gradient of zeros to be sent", dtype=tensor.dtype)
+            sent = self._tape.malloc(tensor.bytes, label, *key) if identity is None else identity
+            held += self._posted(tensor, sent, key)
+        self._sends[action] = held
+        self._free(self._received.pop(key))
+
+    def _posted(self, tensor: CrossingTensor, identity: int | None, key: _Key) -> list[int]:
+        """What lives until a tensor has arrived: itself, or copies of its parts."""
+        if not tensor.is_copied:
+            return [] if identity is None else [identity]
+        copies = self._buffers(tensor, "part to be sent", key)
+        if identity is not None:
+            self._tape.free(identity)
+        return copies
+
+    def _release(self, action: Action) -> None:
+        for send in self._arrivals.get(action, ()):
+            self._free(self._sends.pop(send, []))
+
+    def _free(self, identities: Sequence[int]) -> None:
+        for identity in identities:
+            self._tape.free(identity)
+
+    # Computation -----------------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action, key: _Key, lines: Sequence[Action]) -> None:
+        stage, template = key[0], self._templates[key[0]]
+        portions = self._incoming.pop(key, [])
+        if stage > 0:
+            joined = self._join(portions, self._view.crossing(stage, stage - 1, key[1]), key)
+            self._received[key] = joined
+            self._release(action)
+        base = self._bases[key] = self._tape.reserve(template.slots, *key)
+        if 0 in template.forward and 0 not in template.parts:
+            self._tape.play(template.forward[0].chunk, base)
+        for line in lines:
+            if line.microbatch is None:
+                self._gradients.line(line)
+                continue
+            for part in self._parts(template, line):
+                self._tape.play(template.forward[part].chunk, base)
+        self._free([base + slot for slot in template.left])
+        self.kept += [base + slot for slot in template.kept]
+        if stage < self._last:
+            self._outgoing[key] = [None if slot is None else base + slot for slot in template.outputs]
+
+    def _backward(self, action: Action, key: _Key, lines: Sequence[Action]) -> None:
+        stage, template, base = key[0], self._templates[key[0]], self._bases.pop(key)
+        is_split = action.kind is ActionKind.BACKWARD_INPUT
+        if stage < self._last:
+            self._release(action)
+            self._join_gradients(key, base)
+        way = self._gradients.begins(stage)
+        runs = template.inputs[way] if is_split else template.backward[way]
+        for line in lines:
+            if line.microbatch is None:
+                self._gradients.line(line)
+                continue
+            for part in reversed(self._parts(template, line)):
+                self._play(runs[part], base, stage, part, way=way)
+        self._free([base + slot for slot in template.ended[way]])
+        if is_split:
+            self._put_off(key, base, template.weights[way])
+        if stage > 0:
+            self._returned[key] = [None if slot is None else base + slot for slot in template.returned[way]]
+
+    def _put_off(self, key: _Key, base: int, weights: Sequence[WeightGradient]) -> None:
+        """What gradients of weights will be made of waits for them."""
+        received = self._received.get(key, []) if any(item.received for item in weights) else []
+        if received:
+            self._received[key] = []
+        products = []
+        for item in weights:
+            operands = {base + slot for slot in item.operands}
+            operands.update(received if item.received else ())
+            products.append((item, frozenset(operands)))
+        self._waiting[key] = products
+
+    def _weights(self, key: _Key) -> None:
+        """The gradients of weights that waited."""
+        products = self._waiting.pop(key)
+        users = Counter(identity for _, operands in products for identity in operands)
+        for item, operands in products:
+            self._gradients.make(item.name, item.nbytes, key)
+            for identity in sorted(operands):
+                users[identity] -= 1
+                if not users[identity]:
+                    self._tape.free(identity)
+            self._gradients.made(item.name)
+
+    def deferred(self, key: _Key) -> frozenset[str]:
+        """The weights of a microbatch whose gradients wait."""
+        return frozenset(item.name for item, _ in self._waiting.get(key, ()))
+
+    def _play(self, run: PartRun, base: int, stage: int, part: int, *, way: bool) -> None:
+        """A part's backward, stopping wherever a gradient is accumulated that something hangs on."""
+        start = 0
+        for made in run.made:
+            identity = base + made.slot
+            if not self._gradients.is_watched(made.name, stage):
+                if way:
+                    self._gradients.found[made.name] = identity
+                continue
+            self._tape.play(run.chunk.cut(start, made.event), base)
+            start = made.event
+            self._gradients.accumulate(made.name, identity, stage, part, way=way)
+        self._tape.play(run.chunk.cut(start), base)
+
+    def _parts(self, template: StageTemplate, line: Action) -> tuple[int, ...]:
+        """The regions that one line computes, in the order of forward."""
+        units = [unit.unit for unit in self._view.units.get(line.stage, ())]
+        if line.unit is None or len(units) < 2:
+            return template.parts
+        regions = [self._region(unit) for unit in units]
+        at = regions.index(self._region(line.unit))
+        low = regions[at] if at else template.parts[0]
+        high = regions[at + 1] if at + 1 < len(regions) else template.parts[-1] + 1
+        return tuple(part for part in template.parts if low <= part < high)
+
+    def _region(self, unit: int) -> int:
+        return {HEAD: 0, TAIL: self._view.spec.num_layers + 1}.get(unit, unit + 1)

@@ -1,0 +1,289 @@
+"""Gradients of parameters on one rank: where they are made, copied into flat buffers, reduced, and freed."""
+
+from collections.abc import Collection
+
+from lightning_mist.estimate.replay.rank_state import Flat, Held, RankView, UnitKey
+from lightning_mist.model.events import Label, Tape
+from lightning_mist.schedule import Action, ActionKind
+
+
+class Gradients:
+    """The gradients of one rank's parameters, and under ZeRO-3 the parameters that are there for a while.
+
+    Args:
+        tape: Takes down what happens.
+        view: The rank.
+        in_buckets: Whether gradients are added to buckets that exist all the time, as torch's
+            ``DistributedDataParallel`` has them.
+
+    Attributes:
+        found: The allocation of each gradient that exists by itself.
+    """
+
+    def __init__(self, tape: Tape, view: RankView, *, in_buckets: bool) -> None:
+        self._tape, self._view, self._in_buckets = tape, view, in_buckets
+        self.found: dict[str, int] = {}
+        self._flats: dict[int, set[str]] = {}
+        self._waiting: dict[str, list[int]] = {}
+        self._final: frozenset[str] = frozenset()
+        self._ready: set[str] = set()
+        self._launched: list[tuple[Flat, int]] = []
+        self._under_way: list[tuple[UnitKey, Flat, int]] = []
+        self._sums: dict[tuple[UnitKey, Flat], int] = {}
+        self._users: dict[Flat, int] = {}
+        self._there: dict[Flat, int] = {}
+        self._alone = -1
+        bounds = view.plan.bounds
+        owners = view.spec.module_map.owners(bounds)
+        self.names = {
+            stage: frozenset(item.name for item in view.held if stage in owners[item.name]) for stage in view.chunks
+        }
+
+    # Backward --------------------------------------------------------------------------------------------------------
+
+    def expect(self, names: Collection[str]) -> None:
+        """From now on gradients of these parameters are final when they are accumulated."""
+        self._final = frozenset(names) if self._buckets_leave else frozenset()
+
+    def complete(self, names: Collection[str]) -> None:
+        """These parameters get no more gradients in this batch."""
+        if self._buckets_leave and names:
+            self._ready.update(names)
+            self._launch_ready()
+
+    @property
+    def _buckets_leave(self) -> bool:
+        return self._view.shares and not self._view.units and not self._in_buckets
+
+    def begins(self, stage: int) -> bool:
+        """Whether the backward of a stage that begins now makes the gradients of its parameters."""
+        here = self.names[stage]
+        return not self._in_buckets and not any(name in here and not self._is_shared(name) for name in self.found)
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether several stages of this rank use a parameter."""
+        return sum(name in names for names in self.names.values()) > 1
+
+    def is_watched(self, name: str, stage: int) -> bool:
+        """Whether something hangs on when a parameter's gradient is accumulated."""
+        return name in self._final or self._is_shared(name) or len(self._view.regions_of[name][stage]) > 1
+
+    def accumulate(self, name: str, identity: int, stage: int, part: int, *, way: bool) -> None:
+        """A gradient is there and is added to the parameter's, or becomes it.
+
+        Args:
+            name: The parameter.
+            identity: The gradient.
+            stage: The stage.
+            part: The region that made it.
+            way: Whether this backward makes gradients; in others the events themselves free what was added.
+        """
+        regions = self._view.regions_of[name][stage]
+        if len(regions) > 1:
+            if part != regions[0]:
+                self._waiting.setdefault(name, []).append(identity)
+                return
+            identity = self._summed(name, [*self._waiting.pop(name, []), identity])
+        if name not in self.found and not self._in_buckets:
+            self.found[name] = identity
+        elif way or len(regions) > 1:
+            self._tape.free(identity)
+        if name in self._final:
+            self._ready.add(name)
+            self._launch_ready()
+
+    def make(self, name: str, nbytes: int, key: tuple[int, int]) -> None:
+        """The gradient of a weight is made by itself, for a stage and a microbatch."""
+        label = Label("gradient_bytes", f"gradient of {name}", operator="aten.mm.default")
+        self._alone = self._tape.malloc(nbytes, label, *key)
+
+    def made(self, name: str) -> None:
+        """It is added to the weight's gradient, or becomes it."""
+        if name in self.found:
+            self._tape.free(self._alone)
+        else:
+            self.found[name] = self._alone
+        if name in self._final:
+            self._ready.add(name)
+            self._launch_ready()
+
+    def _summed(self, name: str, identities: list[int]) -> int:
+        """Autograd sums what several regions say of one parameter before it accumulates."""
+        total = identities[0]
+        for other in identities[1:]:
+            label = Label("gradient_bytes", f"gradient of {name}, summed")
+            result = self._tape.malloc(self._view.by_name[name].bytes, label)
+            self._tape.free(total)
+            self._tape.free(other)
+            total = result
+        return total
+
+    # Buckets ---------------------------------------------------------------------------------------------------------
+
+    def _launch_ready(self) -> None:
+        buckets = self._view.buckets
+        while len(self._launched) < len(buckets) and self._ready.issuperset(buckets[len(self._launched)].names):
+            self._launch(buckets[len(self._launched)])
+
+    def _launch(self, bucket: Flat) -> None:
+        self._launched.append((bucket, self._take(bucket, "bucket of gradients")))
+
+    def _take(self, flat: Flat, what: str) -> int:
+        """Copy gradients into a flat buffer; they are gone afterwards."""
+        identity = self._tape.malloc(flat.with_counts, Label("gradient_bytes", what))
+        for name in flat.names:
+            gradient = self.found.pop(name, None)
+            if gradient is not None:
+                self._tape.free(gradient)
+        return identity
+
+    def reduce(self) -> None:
+        """Over the data-parallel ranks: afterwards gradients lie in flat buffers."""
+        if not self._view.shares or self._in_buckets:
+            return
+        if self._view.units:
+            self._finish_units()
+            return
+        for bucket in self._view.buckets[len(self._launched) :]:
+            self._launch(bucket)
+        for bucket, identity in self._launched:
+            if bucket.owner in (None, self._view.mesh.data_index):
+                self._keep(bucket, identity)
+            else:
+                self._tape.free(identity)
+        self._launched.clear()
+        self._ready.clear()
+
+    def _keep(self, flat: Flat, identity: int) -> None:
+        self._flats[identity] = set(flat.names)
+
+    def reduce_tied(self) -> None:
+        """Over the groups of devices that hold the same parameter."""
+        tied = self._view.tied
+        if not tied and not self._view.spread:
+            return
+        label = Label("gradient_bytes", "gradient of a tied parameter, on its way")
+        flats = [(item, self._contribution(item, label)) for item in tied]
+        for item, identity in flats:
+            self._install(item, identity)
+        spread = [(item, self._tape.malloc(item.bytes + item.itemsize, label)) for item in self._view.spread]
+        for item, identity in spread:
+            self._install(item, identity)
+
+    def _contribution(self, item: Held, label: Label) -> int:
+        flat = self._tape.malloc(item.bytes + item.itemsize, label)
+        if not self._view.sums_whole(item):
+            return flat
+        degree = self._view.plan.stages[self._view.mesh.stage].mesh.tensor_parallel_degree
+        if item.bytes == item.whole_bytes:
+            return flat
+        gathered = [self._tape.malloc(degree * (item.bytes + item.itemsize), label) for _ in range(2)]
+        whole = self._tape.malloc(item.whole_bytes, label)
+        total = self._tape.malloc(item.whole_bytes + item.itemsize, label)
+        for identity in (*gathered, whole, flat):
+            self._tape.free(identity)
+        return total
+
+    def _install(self, item: Held, identity: int) -> None:
+        if item.bytes != item.whole_bytes and self._view.sums_whole(item):
+            part = self._tape.malloc(item.bytes, Label("gradient_bytes", f"gradient of {item.name}"))
+            self._tape.free(identity)
+            identity = part
+        self._drop(item.name)
+        self.found[item.name] = identity
+
+    def _drop(self, name: str) -> None:
+        """A parameter lets go of its gradient; a flat buffer goes with the last that lies in it."""
+        if name in self.found:
+            self._tape.free(self.found.pop(name))
+        for identity, names in [(i, names) for i, names in self._flats.items() if name in names]:
+            names.remove(name)
+            if not names:
+                self._tape.free(identity)
+                del self._flats[identity]
+
+    # Units -----------------------------------------------------------------------------------------------------------
+
+    def line(self, line: Action) -> None:
+        """What happens between the units of a computation."""
+        assert line.unit is not None
+        key = line.stage, line.unit
+        if line.kind is ActionKind.REDUCE_GRADIENTS:
+            self._settle()
+            for flat in self._view.unit_gradients[key]:
+                self._under_way.append((key, flat, self._take(flat, "gradients of a unit on their way")))
+        elif line.kind is ActionKind.UNSHARD:
+            self._unshard(key)
+        else:
+            self._reshard(key)
+
+    def _unshard(self, key: UnitKey) -> None:
+        for flat, keys in self._view.shards:
+            if key in keys:
+                self._users[flat] = self._users.get(flat, 0) + 1
+                if self._users[flat] == 1 and flat.owner != self._view.mesh.data_index:
+                    label = Label("parameter_bytes", "parameters of other ranks, unsharded")
+                    self._there[flat] = self._tape.malloc(flat.bytes, label)
+
+    def _reshard(self, key: UnitKey) -> None:
+        for flat, keys in self._view.shards:
+            if key in keys:
+                self._users[flat] -= 1
+                if not self._users[flat] and flat in self._there:
+                    self._tape.free(self._there.pop(flat))
+
+    def _settle(self) -> None:
+        """What is under way has arrived: owners add it up, others let go of it."""
+        for key, flat, identity in self._under_way:
+            if flat.owner == self._view.mesh.data_index and (key, flat) not in self._sums:
+                self._sums[key, flat] = identity
+            else:
+                self._tape.free(identity)
+        self._under_way.clear()
+
+    def _finish_units(self) -> None:
+        self._settle()
+        for (_, flat), identity in self._sums.items():
+            known = {name for names in self._flats.values() for name in names}
+            if known.issuperset(flat.names):
+                self._tape.free(identity)
+            else:
+                self._keep(flat, identity)
+        self._sums.clear()
+
+    # Update ----------------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Give out what the optimizer updated: two flat buffers under way at once."""
+        under_way: list[int] = []
+        for bucket in self._view.buckets:
+            under_way.append(self._tape.malloc(bucket.bytes, Label("transfer_bytes", "bucket of updated parameters")))
+            if len(under_way) == BUCKETS_IN_FLIGHT:
+                self._tape.free(under_way.pop(0))
+        for identity in under_way:
+            self._tape.free(identity)
+
+    def put_aside(self) -> list[tuple[str, int]]:
+        """Another batch of the same step begins: gradients so far wait beside those that it makes."""
+        aside = [(name, identity) for name, identity in self.found.items()]
+        aside += [(name, identity) for identity, names in self._flats.items() for name in names]
+        self.found, self._flats = {}, {}
+        return aside
+
+    def add(self, aside: list[tuple[str, int]]) -> None:
+        """The batch is over: what it made is added to what was put aside."""
+        if aside:
+            self.forget()
+            for name, identity in aside:
+                self._flats.setdefault(identity, set()).add(name)
+
+    def forget(self) -> None:
+        """All gradients are gone: the next step begins."""
+        for identity in (*self.found.values(), *self._flats):
+            self._tape.free(identity)
+        self.found.clear()
+        self._flats.clear()
+
+
+BUCKETS_IN_FLIGHT = 2
+"""Buckets of updated parameters under way at once, as in the runtime."""

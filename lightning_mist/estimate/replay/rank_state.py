@@ -1,0 +1,310 @@
+"""What one rank of a plan holds, and with whom it shares rows: everything that its replay needs to know beforehand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_mist.model.spec import ModelSpec, bytes_at
+from lightning_mist.plan import Plan, ZeroStage, row_slice
+from lightning_mist.plan.mesh import (
+    HeldParameter,
+    Mesh,
+    itemsize,
+    make_mesh,
+    needs_spreading,
+    overlaps,
+    side_of,
+    sums_wholes,
+    tied_groups,
+)
+from lightning_mist.plan.sharding import deal_buckets
+from lightning_mist.schedule.stage_units import ShardUnit, expanded_units, plan_units
+from lightning_mist.schedule.units import StageUnits
+
+ALIGNMENT_BYTES = 16
+"""Multiples at which parameters begin in the flat storage of a unit under ZeRO-3, as the runtime lays them out."""
+
+UnitKey = tuple[int, int]
+"""Stage and unit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A parameter that a rank computes with.
+
+    Attributes:
+        item: Where it lives.
+        bytes: Bytes of this rank's copy or part.
+        whole_bytes: Bytes of the whole parameter.
+        itemsize: Bytes of one element.
+        dtype: Name of the element type.
+        owner: The data-parallel index that updates it.
+    """
+
+    item: HeldParameter
+    bytes: int
+    whole_bytes: int
+    itemsize: int
+    dtype: str
+    owner: int
+
+    @property
+    def name(self) -> str:
+        """Its canonical name."""
+        return self.item.name
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it gets a gradient."""
+        return self.item.requires_grad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flat:
+    """Parameters that travel in one flat buffer.
+
+    Attributes:
+        names: The parameters.
+        bytes: Their bytes.
+        itemsize: Bytes of one element.
+        owner: The data-parallel index that they belong to; ``None`` if to all.
+    """
+
+    names: tuple[str, ...]
+    bytes: int
+    itemsize: int
+    owner: int | None
+
+    @property
+    def with_counts(self) -> int:
+        """Bytes with one number per parameter at the end, as gradients travel."""
+        return self.bytes + len(self.names) * self.itemsize
+
+
+class RankView:
+    """One rank of a plan.
+
+    Args:
+        spec: The network as one rank of its stage's tensor-parallel degree has it.
+        whole: The network as a whole.
+        plan: The plan.
+        rank: The global rank.
+
+    Attributes:
+        spec: The network, or the rank's part of it.
+        plan: The plan.
+        rank: The global rank.
+        mesh: Its place.
+        chunks: The stages that it runs.
+        batch_rows: Rows of every rank's batch.
+        held: The parameters that it computes with, in the module's order.
+    """
+
+    def __init__(self, spec: ModelSpec, whole: ModelSpec, plan: Plan, rank: int) -> None:
+        self.spec, self.plan, self.rank = spec, plan, rank
+        self.mesh: Mesh = make_mesh(plan, rank, whole.module_map)
+        self.chunks = plan.chunks(plan.group_of(self.mesh.stage))
+        self.batch_rows = max(1, plan.global_batch_size // plan.world_size)
+        self._map = whole.module_map
+        part = {item.name: item.bytes for item in spec.parameters}
+        wholes = {item.name: item.bytes for item in whole.parameters}
+        dtypes = {use.name: use.dtype for use in self._map.parameters}
+        self.held = tuple(
+            Held(
+                item=item,
+                bytes=part[item.name],
+                whole_bytes=wholes[item.name],
+                itemsize=itemsize(dtypes[item.name]),
+                dtype=dtypes[item.name],
+                owner=item.owner(self.mesh.stage),
+            )
+            for item in self.mesh.held
+        )
+        self.by_name = {item.name: item for item in self.held}
+
+    @property
+    def zero_stage(self) -> ZeroStage:
+        """What its stage shards; nothing where there is nobody to share with."""
+        return self.plan.stages[self.mesh.stage].zero_stage if len(self.mesh.peers) > 1 else ZeroStage.NONE
+
+    @property
+    def shares(self) -> bool:
+        """Whether there are other data-parallel ranks."""
+        return len(self.mesh.peers) > 1
+
+    @cached_property
+    def owned(self) -> frozenset[str]:
+        """The parameters that its optimizer updates, trained or not."""
+        return frozenset(item.name for item in self.mesh.owned)
+
+    @cached_property
+    def regions_of(self) -> dict[str, dict[int, tuple[int, ...]]]:
+        """By parameter and stage of this rank: the regions there that use it, ascending."""
+        found: dict[str, dict[int, tuple[int, ...]]] = {}
+        for use in self._map.parameters:
+            regions: set[int] = set()
+            for module, _, parts in use.slots:
+                regions |= {self._region(module, part) for part in parts}
+            found[use.name] = {
+                stage: tuple(sorted(region for region in regions if region in self._regions(stage)))
+                for stage in self.chunks
+            }
+        return found
+
+    def _region(self, module: str, part: int) -> int:
+        blocks = self._map.blocks
+        if not blocks:
+            return 0
+        beyond = part == len(blocks) - 1 and not f"{module}.".startswith(f"{blocks[part]}.")
+        return part + 2 if beyond else part + 1
+
+    def _regions(self, stage: int) -> frozenset[int]:
+        first, end = self.plan.stages[stage].layers
+        low = first + 1 if first else 0
+        return frozenset(range(low, end + 1 + (end == self.spec.num_layers)))
+
+    @cached_property
+    def batches(self) -> int:
+        """Batches that it has: its own and those that it computes on."""
+        count = self.plan.num_microbatches
+        return len({self.rank} | {row_slice(self.plan, self.rank, index).owner for index in range(count)})
+
+    @cached_property
+    def buckets(self) -> tuple[Flat, ...]:
+        """Flat buffers in which its gradients travel, and parameters that ZeRO-1 and ZeRO-2 give back."""
+        trained = [item for item in reversed(self.held) if item.is_trained]
+        sharded = self.mesh.is_sharded
+        keys = [(item.owner if sharded else None, item.dtype) for item in trained]
+        dealt = deal_buckets([item.bytes for item in trained], keys)
+        return tuple(self._flat([trained[i] for i in indices], keys[indices[0]][0]) for indices in dealt)
+
+    def _flat(self, items: Sequence[Held], owner: int | None) -> Flat:
+        return Flat(
+            names=tuple(item.name for item in items),
+            bytes=sum(item.bytes for item in items),
+            itemsize=items[0].itemsize,
+            owner=owner,
+        )
+
+    @cached_property
+    def units(self) -> dict[int, tuple[ShardUnit, ...]]:
+        """Units of its stages, from ZeRO-2 on."""
+        return plan_units(self.plan, self._map, self.mesh.stage)
+
+    @property
+    def lines(self) -> dict[int, StageUnits]:
+        """What the expansion of its computations needs to know."""
+        return expanded_units(self.plan, self._map, self.units)
+
+    @cached_property
+    def unit_gradients(self) -> dict[UnitKey, tuple[Flat, ...]]:
+        """Flat buffers in which the gradients of every unit travel."""
+        found = {}
+        for stage, units in self.units.items():
+            for unit in units:
+                together: dict[tuple[int, str], list[Held]] = {}
+                for name in unit.reduced:
+                    item = self.by_name[name]
+                    together.setdefault((item.owner, item.dtype), []).append(item)
+                found[stage, unit.unit] = tuple(self._flat(items, key[0]) for key, items in together.items())
+        return found
+
+    @cached_property
+    def shards(self) -> tuple[tuple[Flat, tuple[UnitKey, ...]], ...]:
+        """Under ZeRO-3 the flat storages of parameters, each with the units that use it."""
+        users: dict[str, list[UnitKey]] = {}
+        for stage, units in self.units.items():
+            for unit in units:
+                for name in unit.names:
+                    users.setdefault(name, []).append((stage, unit.unit))
+        together: dict[tuple[tuple[UnitKey, ...], int, str], list[Held]] = {}
+        for item in self.held:
+            together.setdefault((tuple(users.get(item.name, ())), item.owner, item.dtype), []).append(item)
+        result = []
+        for (keys, owner, _), items in together.items():
+            padded = sum(-(-item.bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for item in items)
+            flat = Flat(names=tuple(item.name for item in items), bytes=padded, itemsize=items[0].itemsize, owner=owner)
+            result.append((flat, keys))
+        return tuple(result)
+
+    @cached_property
+    def tied(self) -> tuple[Held, ...]:
+        """The trained parameters that other groups of devices hold too and whose gradients this rank helps to sum."""
+        return tuple(
+            item
+            for item in self.held
+            if item.is_trained
+            and len(item.item.stages) > 1
+            and any(self.rank in group for group in tied_groups(self.plan, item.item))
+        )
+
+    @cached_property
+    def spread(self) -> tuple[Held, ...]:
+        """The tied parameters whose summed gradient is handed to the other data-parallel ranks of the stage."""
+        stage = self.mesh.stage
+        several = (item for item in self.held if item.is_trained and len(item.item.stages) > 1)
+        return tuple(item for item in several if needs_spreading(self.plan, item.item, stage))
+
+    def sums_whole(self, item: Held) -> bool:
+        """Whether the whole gradient of a tied parameter is put together before it is summed."""
+        return sums_wholes(self.plan, item.item)
+
+    def crossing(self, stage: int, other: int, microbatch: int) -> tuple["CrossingTensor", ...]:
+        """How this rank exchanges the tensors that cross the boundary between a stage of its and a neighbour.
+
+        Args:
+            stage: The stage.
+            other: The stage before or after.
+            microbatch: The microbatch.
+        """
+        cut = self.plan.stages[max(stage, other)].layers[0]
+        specs = self.spec.boundaries[cut - 1]
+        live = self._map.cuts[cut - 1]
+        rows = self.plan.stages[stage].microbatch_size
+        shared = overlaps(self.plan, self.rank, other, microbatch, self.batch_rows)
+        found = []
+        for tensor, known in zip(specs, live, strict=True):
+            mine, theirs = side_of(self.plan, stage, known), side_of(self.plan, other, known)
+            length = known.shape[known.sequence_dim] if known.sequence_dim is not None else 1
+            parts = mine.sources(self.mesh.tensor_index, theirs, length)
+            low, high = mine.held(self.mesh.tensor_index, length)
+            rows_shares = [(o.end - o.first) / rows for o in shared] if known.batch_dim is not None else [1.0]
+            shares = tuple(r * (end - start) / (high - low) for r in rows_shares for _, start, end in parts)
+            copied = known.batch_dim not in (None, 0) and len(rows_shares) > 1
+            found.append(
+                CrossingTensor(
+                    bytes=bytes_at(tensor.bytes, rows, self.spec.sequence_length or 1),
+                    shares=shares,
+                    requires_grad=known.requires_grad,
+                    is_copied=copied or (len(parts) > 1 and known.sequence_dim != 0),
+                    name=str(known.key),
+                    dtype=known.dtype,
+                )
+            )
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossingTensor:
+    """A tensor that crosses a boundary, seen from one rank.
+
+    Attributes:
+        bytes: Bytes of what the rank has of it.
+        shares: Share of that in each message.
+        requires_grad: Whether a gradient comes back.
+        is_copied: Whether a message is a copy of a part rather than a view into the tensor.
+        name: Its key, as text.
+        dtype: Name of the element type.
+    """
+
+    bytes: int
+    shares: tuple[float, ...]
+    requires_grad: bool
+    is_copied: bool
+    name: str
+    dtype: str
+
+    @property
+    def portions(self) -> tuple[int, ...]:
+        """Bytes of each message."""
+        return tuple(round(share * self.bytes) for share in self.shares)

@@ -1,0 +1,240 @@
+"""What a rank of a plan allocates and frees, event by event, over whole optimizer steps.
+
+A replay walks through the very list of actions that the runtime executes and plays, at every action, the events of the
+traced network and those of the runtime itself: buffers of transfers, flat buffers of gradients, unsharded parameters,
+temporaries of the optimizer. Its timeline, its peak and what is alive there are read off; the events themselves go
+into a simulation of the device's allocator.
+
+Array axes
+    E  events, in order
+    A  allocations, by identity
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lightning_mist.cost.compile import IntArray
+from lightning_mist.cost.memory import TERMS
+from lightning_mist.estimate.allocator import MemoryEvent, free, malloc
+from lightning_mist.estimate.replay.rank_state import RankView
+from lightning_mist.estimate.replay.step_events import Run
+from lightning_mist.model.events import Block, Label, Mark, StageTemplate, Tape
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import Plan, ZeroStage
+from lightning_mist.schedule import Schedule, generate
+from lightning_mist.schedule.lower import add_transfers, add_update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """An allocation that is alive at some moment.
+
+    Attributes:
+        nbytes: Its size.
+        label: What it is and where it comes from.
+        stage: The stage it belongs to; ``None`` for the whole rank.
+        microbatch: The microbatch; ``None`` if it is of none.
+    """
+
+    nbytes: int
+    label: Label
+    stage: int | None
+    microbatch: int | None
+
+
+class Replay:
+    """What one rank allocates and frees.
+
+    Args:
+        rank: The global rank.
+        tape: What was taken down.
+        begin: Index of the first event of the last step, which is the one that is reported.
+
+    Attributes:
+        rank: The global rank.
+        begin: Index of the first event of the last step.
+        events_E: Events: ``+(i + 1)`` allocates ``i``, ``-(i + 1)`` frees it.
+        bytes_A: Bytes of every allocation.
+        marks: Where actions begin.
+    """
+
+    def __init__(self, rank: int, tape: Tape, begin: int) -> None:
+        self.rank, self.begin = rank, begin
+        self.events_E, self.bytes_A = tape.events(), tape.bytes()
+        self.marks: tuple[Mark, ...] = tuple(tape.marks)
+        self._blocks: tuple[Block, ...] = tuple(tape.blocks)
+
+    @cached_property
+    def live_E(self) -> IntArray:
+        """Bytes alive after every event."""
+        result_E: IntArray = np.cumsum(np.sign(self.events_E) * self.bytes_A[np.abs(self.events_E) - 1])
+        return result_E
+
+    @property
+    def peak_event(self) -> int:
+        """Index of the first event of the last step after which most bytes are alive."""
+        return self.begin + int(np.argmax(self.live_E[self.begin :]))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive in the last step."""
+        return int(self.live_E[self.peak_event])
+
+    @property
+    def phase(self) -> str:
+        """The action during which that is, as text."""
+        return self.action_at(self.peak_event)
+
+    def action_at(self, event: int) -> str:
+        """The action that an event belongs to."""
+        firsts = [mark.event for mark in self.marks]
+        index = int(np.searchsorted(firsts, event, side="right")) - 1
+        return self.marks[index].action if index >= 0 else "set-up"
+
+    def alive_at(self, event: int) -> tuple[Alive, ...]:
+        """What is alive after an event, the largest first."""
+        count_A = np.zeros(len(self.bytes_A), dtype=np.int64)
+        events_E = self.events_E[: event + 1]
+        np.add.at(count_A, np.abs(events_E) - 1, np.sign(events_E))
+        found = [self._alive(int(identity)) for identity in np.flatnonzero(count_A > 0)]
+        return tuple(sorted(found, key=lambda item: -item.nbytes))
+
+    def alive_at_peak(self) -> tuple[Alive, ...]:
+        """What is alive at the peak, the largest first."""
+        return self.alive_at(self.peak_event)
+
+    def terms_at_peak(self) -> tuple[tuple[str, int], ...]:
+        """Bytes by term at the peak, in the order of :data:`~lightning_mist.cost.memory.TERMS`."""
+        total = dict.fromkeys(TERMS, 0)
+        for item in self.alive_at_peak():
+            total[item.label.term] += item.nbytes
+        return tuple(total.items())
+
+    def _alive(self, identity: int) -> Alive:
+        block = self._blocks[int(np.searchsorted(self._firsts, identity, side="right")) - 1]
+        return Alive(
+            nbytes=int(self.bytes_A[identity]),
+            label=block.labels[identity - block.first],
+            stage=block.stage if block.stage >= 0 else None,
+            microbatch=block.microbatch if block.microbatch >= 0 else None,
+        )
+
+    @cached_property
+    def _firsts(self) -> IntArray:
+        return np.array([block.first for block in self._blocks], dtype=np.int64)
+
+    def live_by_term(self) -> tuple[tuple[str, IntArray], ...]:
+        """For each term the bytes alive after every event of the last step."""
+        terms = [label.term for block in self._blocks for label in block.labels]
+        index_A = np.array([TERMS.index(term) for term in terms], dtype=np.int64)
+        term_E = index_A[np.abs(self.events_E) - 1]
+        delta_E = np.sign(self.events_E) * self.bytes_A[np.abs(self.events_E) - 1]
+        return tuple(
+            (name, np.cumsum(np.where(term_E == number, delta_E, 0))[self.begin :]) for number, name in enumerate(TERMS)
+        )
+
+    def memory_events(self) -> list[MemoryEvent]:
+        """The events as a simulation of the allocator takes them, set-up and all steps."""
+        sizes = self.bytes_A.tolist()
+        return [
+            malloc(event - 1, sizes[event - 1]) if event > 0 else free(-event - 1) for event in self.events_E.tolist()
+        ]
+
+
+def replay_rank(
+    spec: ModelSpec,
+    plan: Plan,
+    rank: int,
+    *,
+    batches_per_step: int = 1,
+    plain: bool | None = None,
+    shorten: bool = True,
+    known: dict[tuple[object, ...], StageTemplate] | None = None,
+) -> Replay:
+    """What a rank of a plan allocates and frees over two optimizer steps.
+
+    Args:
+        spec: The traced network.
+        plan: The plan.
+        rank: The global rank.
+        batches_per_step: Batches whose gradients are accumulated for each optimizer step.
+        plain: Whether torch's ``DistributedDataParallel`` runs the plan; by default where it does what the plan says.
+        shorten: Whether schedules that repeat themselves may be cut short; the peak is the same.
+        known: Keeps what stages do, for replays of other ranks of the same plan.
+
+    Raises:
+        PlanError: If the network was described without its allocations, or is not known under the plan's splits.
+    """
+    mesh = plan.stages[plan.stage_of(rank)].mesh
+    part = spec.split(mesh.tensor_parallel_degree, mesh.sequence_parallel)
+    view = RankView(part, spec, plan, rank)
+    schedule = _schedule(plan, spec, shorten=shorten)
+    in_buckets = plan.is_plain if plain is None else plain
+    tape, begin = Run(view, schedule, {} if known is None else known, batches_per_step, in_buckets=in_buckets).play()
+    return Replay(rank, tape, begin)
+
+
+def replay_plan(
+    spec: ModelSpec, plan: Plan, *, batches_per_step: int = 1, plain: bool | None = None
+) -> tuple[Replay, ...]:
+    """For every stage of a plan the replay of its most loaded rank; chunks of one group of devices share theirs.
+
+    Args:
+        spec: The traced network.
+        plan: The plan.
+        batches_per_step: Batches whose gradients are accumulated for each optimizer step.
+        plain: As in :func:`replay_rank`.
+
+    Raises:
+        PlanError: As :func:`replay_rank`.
+    """
+    groups = [
+        replay_group(spec, plan, group, batches_per_step=batches_per_step, plain=plain)
+        for group in range(plan.num_groups)
+    ]
+    return tuple(groups[plan.group_of(stage)] for stage in range(plan.num_stages))
+
+
+def replay_group(
+    spec: ModelSpec, plan: Plan, group: int, *, batches_per_step: int = 1, plain: bool | None = None
+) -> Replay:
+    """The replay of the most loaded rank of a group of devices; see :func:`replay_plan`."""
+    known: dict[tuple[object, ...], StageTemplate] = {}
+    mesh = plan.stages[group].mesh
+    part = spec.split(mesh.tensor_parallel_degree, mesh.sequence_parallel)
+    classes: dict[tuple[object, ...], int] = {}
+    # Tensor-parallel ranks hold parts of the same size of everything.
+    for rank in mesh.devices[:: mesh.tensor_parallel_degree]:
+        view = RankView(part, spec, plan, rank)
+        load = tuple(item.bytes for item in view.held if item.name in view.owned)
+        classes.setdefault((view.batches, load if view.zero_stage else ()), rank)
+    replays = (
+        replay_rank(spec, plan, rank, batches_per_step=batches_per_step, plain=plain, known=known)
+        for rank in classes.values()
+    )
+    return max(replays, key=lambda item: item.peak_bytes)
+
+
+def _schedule(plan: Plan, spec: ModelSpec, *, shorten: bool) -> Schedule:
+    """The lists that the runtime executes; of microbatches that repeat each other as many as it takes."""
+    count = plan.num_microbatches
+    if shorten:
+        count = min(count, _shown(plan))
+    computations = generate(plan.num_stages, count, plan.schedule, num_groups=plan.num_groups)
+    tied = any(len(stages) > 1 for stages in spec.module_map.owners(plan.bounds).values())
+    gathers = [
+        ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS and stage.data_parallel_degree > 1
+        for stage in plan.stages[: plan.num_groups]
+    ]
+    return add_update(add_transfers(computations), tied=tied and plan.num_groups > 1, gathers=gathers)
+
+
+def _shown(plan: Plan) -> int:
+    """Microbatches after which a schedule has nothing new to show."""
+    if plan.schedule == "gpipe":
+        return plan.num_microbatches
+    if plan.schedule == "interleaved-1f1b":
+        return 4 * plan.num_groups
+    return 2 * plan.num_stages + 1

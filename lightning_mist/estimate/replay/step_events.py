@@ -1,0 +1,179 @@
+"""Optimizer steps of one rank: what is there from the start, batches, the optimizer's update."""
+
+from lightning_mist.estimate.replay.batch_events import BatchWalk
+from lightning_mist.estimate.replay.gradient_events import Gradients
+from lightning_mist.estimate.replay.rank_state import RankView
+from lightning_mist.model.events import Label, StageShape, StageTemplate, Tape, stack
+from lightning_mist.model.spec import bytes_at
+from lightning_mist.plan import ZeroStage
+from lightning_mist.schedule import Action, ActionKind, Schedule, arrived_sends
+from lightning_mist.schedule.action import INPUT_BACKWARDS
+from lightning_mist.schedule.units import expand
+
+STEPS = 2
+"""Optimizer steps that are replayed: the first makes the optimizer's state, the second is like all that follow."""
+
+
+class Run:
+    """Two optimizer steps of one rank.
+
+    Args:
+        view: The rank.
+        schedule: The lists that all groups of devices execute.
+        known: Keeps what stages do, for runs of other ranks of the same plan.
+        batches: Batches whose gradients are accumulated for each optimizer step.
+        in_buckets: Whether torch's ``DistributedDataParallel`` runs the plan.
+    """
+
+    def __init__(
+        self,
+        view: RankView,
+        schedule: Schedule,
+        known: dict[tuple[object, ...], StageTemplate],
+        batches: int,
+        *,
+        in_buckets: bool,
+    ) -> None:
+        self._view, self._batches, self._tape, self._in_buckets = view, batches, Tape(), in_buckets
+        self._actions = schedule[view.mesh.stage]
+        self._arrivals = arrived_sends(schedule)[view.mesh.stage]
+        self._lines = dict(zip(self._actions, expand(self._actions, view.lines), strict=True))
+        self._gradients = Gradients(self._tape, view, in_buckets=in_buckets)
+        self._templates = {stage: self._template(stage, known) for stage in view.chunks}
+        self._final = self._final_gradients()
+        self._has_state = False
+
+    def _template(self, stage: int, known: dict[tuple[object, ...], StageTemplate]) -> StageTemplate:
+        plan, view = self._view.plan.stages[stage], self._view
+        tied = frozenset(name for name, regions in view.regions_of.items() if len(regions[stage]) > 1)
+        shape = StageShape(
+            first=plan.layers[0], end=plan.layers[1], checkpointed=plan.checkpointing.layers, rows=plan.microbatch_size
+        )
+        key = (shape, plan.mesh.tensor_parallel_degree, plan.mesh.sequence_parallel)
+        if key not in known:
+            known[key] = stack(view.spec, shape, tied=tied)
+        return known[key]
+
+    def play(self) -> tuple[Tape, int]:
+        """Play everything: the tape, and the index of the first event of the last step."""
+        self._set_up()
+        begin = 0
+        kept: list[int] = []
+        for _ in range(STEPS):
+            begin = self._tape.length
+            self._tape.mark("start of step")
+            for identity in kept:
+                self._tape.free(identity)
+            self._gradients.forget()
+            kept = self._step()
+        return self._tape, begin
+
+    def _set_up(self) -> None:
+        view, tape = self._view, self._tape
+        tape.mark("set-up")
+        if view.zero_stage >= ZeroStage.PARAMETERS:
+            for flat, _ in view.shards:
+                if flat.owner == view.mesh.data_index:
+                    tape.malloc(flat.bytes, Label("parameter_bytes", "parameters of a unit"))
+        else:
+            for item in view.held:
+                tape.malloc(item.bytes, Label("parameter_bytes", item.name, dtype=item.dtype))
+        if self._in_buckets:
+            for bucket in view.buckets:
+                tape.malloc(bucket.bytes, Label("gradient_bytes", "bucket of DistributedDataParallel"))
+        tape.malloc(view.spec.buffer_bytes, Label("buffer_bytes", "buffers"))
+        size = bytes_at(view.spec.batch_bytes, view.batch_rows, view.spec.sequence_length or 1)
+        for index in range(view.batches):
+            tape.malloc(size, Label("batch_bytes", "its own batch" if index == 0 else "a batch that it computes on"))
+
+    def _step(self) -> list[int]:
+        """One optimizer step; what stays of it until the next one begins."""
+        kept: list[int] = []
+        for batch in range(self._batches):
+            for identity in kept:
+                self._tape.free(identity)
+            aside = self._gradients.put_aside() if batch else []
+            kept = self._batch()
+            self._gradients.add(aside)
+        for action in self._actions:
+            if action.kind is ActionKind.OPTIMIZER_STEP:
+                self._mark(action)
+                self._update()
+            elif action.kind is ActionKind.GATHER_PARAMETERS:
+                self._mark(action)
+                self._gradients.gather()
+        return kept
+
+    def _mark(self, action: Action) -> None:
+        self._tape.mark(str(action), action.stage)
+
+    def _batch(self) -> list[int]:
+        walk = BatchWalk(self._tape, self._view, self._templates, self._arrivals, self._gradients)
+        for position, action in enumerate(self._actions):
+            if action.kind in (ActionKind.OPTIMIZER_STEP, ActionKind.GATHER_PARAMETERS):
+                continue
+            self._mark(action)
+            names = self._final.get(position, frozenset())
+            self._gradients.expect(names)
+            if action.kind is ActionKind.BACKWARD_WEIGHT and action.microbatch is not None:
+                self._gradients.complete(names - walk.deferred((action.stage, action.microbatch)))
+            if action.kind is ActionKind.REDUCE_GRADIENTS:
+                self._gradients.reduce()
+            elif action.kind is ActionKind.REDUCE_TIED:
+                self._gradients.reduce_tied()
+            else:
+                walk.perform(action, self._lines[action])
+            self._gradients.complete(names)
+        walk.finish()
+        return walk.kept
+
+    def _final_gradients(self) -> dict[int, frozenset[str]]:
+        """For each position of the list the parameters whose gradients are complete when its action has run."""
+        last: dict[str, int] = {}
+        for position, action in enumerate(self._actions):
+            if action.kind in INPUT_BACKWARDS or action.kind is ActionKind.BACKWARD_WEIGHT:
+                last.update(dict.fromkeys(self._gradients.names[action.stage], position))
+        return {
+            position: frozenset(name for name, at in last.items() if at == position)
+            for position in sorted(set(last.values()))
+        }
+
+    def _update(self) -> None:
+        """The optimizer's step: its state when it steps for the first time, and its temporaries."""
+        view, tape, optimizer = self._view, self._tape, self._view.spec.optimizer
+        mine = [item for item in view.held if item.is_trained and item.name in view.owned]
+        if not self._has_state:
+            self._has_state = True
+            for item in mine:
+                for size in _pieces(optimizer.state_bytes_per_parameter_byte, item.bytes):
+                    tape.malloc(size, Label("optimizer_bytes", f"{optimizer.name} state of {item.name}"))
+        share = optimizer.step_peak_bytes_per_parameter_byte
+        together = [tape.malloc(round(share * item.bytes), self._temporary) for item in mine if share > 0]
+        left: list[int] = []
+        for item in mine:
+            left = self._update_one(item.bytes, left)
+        for identity in (*left, *together):
+            tape.free(identity)
+
+    @property
+    def _temporary(self) -> Label:
+        name = self._view.spec.optimizer.name
+        return Label("working_bytes", f"temporaries of {name}", operator=f"{name}.step")
+
+    def _update_one(self, nbytes: int, left: list[int]) -> list[int]:
+        """One parameter in a loop over them: what it leaves for the time of the next, given what was left to it."""
+        optimizer, tape = self._view.spec.optimizer, self._tape
+        stays = optimizer.step_left_bytes_per_parameter_byte
+        passes = max(0.0, optimizer.step_peak_bytes_per_largest - 2 * stays)
+        passing = [tape.malloc(round(passes * nbytes), self._temporary)] if passes > 0 else []
+        staying = [tape.malloc(round(stays * nbytes), self._temporary)] if stays > 0 else []
+        for identity in (*left, *passing):
+            tape.free(identity)
+        return staying
+
+
+def _pieces(factor: float, size: int) -> list[int]:
+    """Bytes of state of one parameter: as many tensors of its size as there are, and the rest."""
+    whole = int(factor)
+    rest = round((factor - whole) * size)
+    return [size] * whole + [rest] * (rest > 0)

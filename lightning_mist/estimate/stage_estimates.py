@@ -1,0 +1,267 @@
+"""What the most loaded device of every stage of a plan needs: allocated, reserved, device total.
+
+Where every allocation is known they are replayed, in the order in which the schedule makes them, through a simulation
+of the allocator. Otherwise (a network described without its allocations, offloading, context parallelism, and while
+many plans are compared) the peak of tensors comes from the vectorised model that the planner uses, and what the
+allocator holds on top from how much that was elsewhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from lightning_mist.cost.candidates import StageSlot
+from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost.memory import MemoryModel, StageMemory
+from lightning_mist.errors import PlanError
+from lightning_mist.estimate.allocator import AllocatorSettings
+from lightning_mist.estimate.communicators import communicators_by_degrees, communicators_of
+from lightning_mist.estimate.device_need import DeviceNeed, replayed_need, summed_need
+from lightning_mist.estimate.device_total import DeviceOverheads, device_overheads
+from lightning_mist.estimate.estimate_data import StageEstimate, need_of, worst_of
+from lightning_mist.estimate.peak_tensors import phase_in_words, tensors_at_peak
+from lightning_mist.estimate.picture import Timeline, timeline_of
+from lightning_mist.estimate.replay import replay_group
+from lightning_mist.hardware import AnyCluster, Cluster
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import ModuleMap, Plan, replica_ranks, row_slice
+from lightning_mist.units import format_bytes
+
+Replaying: TypeAlias = Literal["all", "worst", "none"]
+
+
+@dataclass(slots=True)
+class Estimator:
+    """Estimates plans of one network on one machine; keeps what it has computed.
+
+    Attributes:
+        spec: The network.
+        cluster: The machine.
+        limit: Bytes of each device that may be used; of unlike devices at most the memory of each.
+        source: ``"traced"``, or where else the specification comes from, which is then less sure.
+        allocator: How the caching allocator is set up, but for its capacity.
+    """
+
+    spec: ModelSpec
+    cluster: AnyCluster
+    limit: int
+    source: str = "traced"
+    _models: dict[tuple[int, bool], MemoryModel] = field(default_factory=dict)
+    allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
+
+    def stages(self, plan: Plan, *, replay: Replaying = "all") -> tuple[StageEstimate, ...]:
+        """Every stage of a plan.
+
+        Args:
+            plan: The plan.
+            replay: Which groups of devices have their allocations replayed: all, one after the other until the one that
+                needs most is among them, or none.
+
+        Raises:
+            PlanError: If the plan does not fit the network or the machine.
+        """
+        check_plan_for(self.spec, self.cluster, plan)
+        found = plan_memory(self._model, plan)
+        replays = replay != "none" and can_replay(self.spec, plan)
+        is_final = replay != "none" and not replays
+        groups = [self._summed(plan, group, found[group], is_final) for group in range(plan.num_groups)]
+        left = set(range(plan.num_groups)) if replays else set()
+        while left:
+            group = max(range(plan.num_groups), key=lambda group: need_of(groups[group]))
+            if group not in left and replay == "worst":
+                break
+            group = group if group in left else left.copy().pop()
+            groups[group] = self._replayed(plan, group)
+            left.remove(group)
+        return tuple(replace(groups[plan.group_of(stage)], stage=stage) for stage in range(plan.num_stages))
+
+    def quick(self, plan: Plan) -> StageEstimate:
+        """The stage that needs most, without replay.
+
+        Raises:
+            PlanError: As :meth:`stages`.
+        """
+        return worst_of(self.stages(plan, replay="none"))
+
+    def timelines(self, plan: Plan) -> tuple[Timeline, ...]:
+        """For every group of devices the bytes of its most loaded one over one step.
+
+        Raises:
+            PlanError: If the allocations of the plan are not known.
+        """
+        if not can_replay(self.spec, plan):
+            moves = "replays know of nothing that is moved" if any(stage.offload.any for stage in plan.stages) else ""
+            why = "; ".join(what_is_not_run(plan)) or moves or f"{self.spec.name} was described without its allocations"
+            raise PlanError(f"the bytes over a step are not known: {why}; use a plan that is executed")
+        return tuple(timeline_of(replay_group(self.spec, plan, group), group) for group in range(plan.num_groups))
+
+    def on(self, cluster: AnyCluster) -> "Estimator":
+        """The same network on as many devices of the same kind as another machine has."""
+        return replace(self, cluster=cluster)
+
+    def _model(self, slot: StageSlot) -> MemoryModel:
+        key = (slot.tensor_parallel_degree, slot.sequence_parallel)
+        if key not in self._models:
+            self._models[key] = MemoryModel(self.spec.split(*key))
+        return self._models[key]
+
+    def _summed(self, plan: Plan, group: int, memory: StageMemory, is_final: bool) -> StageEstimate:
+        part, limit = self._part(plan, group)
+        overheads = self._overheads(plan, plan.stages[group].devices[0], part)
+        traced = self.source == "traced"
+        found = summed_estimate(plan, group, memory, part, overheads, limit, is_traced=traced, is_final=is_final)
+        return self._limited(found, limit)
+
+    def _replayed(self, plan: Plan, group: int) -> StageEstimate:
+        replay, (part, limit) = replay_group(self.spec, plan, group), self._part(plan, group)
+        overheads = self._overheads(plan, replay.rank, part)
+        need = replayed_need(replay.memory_events(), part, overheads, settings=self.allocator, limit=limit)
+        terms = dict(replay.terms_at_peak())
+        # Workspaces, and what rounding adds to sizes.
+        terms["working_bytes"] += need.allocated.p50 - sum(terms.values())
+        tensors, kinds = tensors_at_peak(replay.alive_at_peak(), group)
+        found = _estimate(plan, group, phase_in_words(replay.phase), need, tuple(terms.items()))
+        return self._limited(replace(found, tensors=tensors, kinds=kinds), limit)
+
+    def _part(self, plan: Plan, group: int) -> tuple[Cluster, int]:
+        return stage_device(self.cluster, plan.stages[group].devices, self.limit)
+
+    def _limited(self, found: StageEstimate, limit: int) -> StageEstimate:
+        return found if isinstance(self.cluster, Cluster) else replace(found, limit=limit)
+
+    def _overheads(self, plan: Plan, rank: int, part: Cluster) -> DeviceOverheads:
+        return rank_overheads(part, plan, self.spec.module_map, rank)
+
+
+def stage_device(cluster: AnyCluster, devices: Sequence[int], limit: int) -> tuple[Cluster, int]:
+    """The kind of device of a stage, of several the smallest, and what it may use: of unlike ones at most its memory.
+
+    Args:
+        cluster: The machine.
+        devices: The devices of the stage.
+        limit: Bytes of each device that may be used.
+    """
+    if isinstance(cluster, Cluster):
+        return cluster, limit
+    parts = (cluster.parts[index] for index in sorted({cluster.part_of(device) for device in devices}))
+    part = min(parts, key=lambda item: item.device.memory_bytes)
+    return part, min(limit, part.device.memory_bytes)
+
+
+def summed_estimate(
+    plan: Plan,
+    stage: int,
+    memory: StageMemory,
+    cluster: Cluster,
+    overheads: DeviceOverheads,
+    limit: int,
+    *,
+    is_traced: bool = True,
+    is_final: bool = False,
+) -> StageEstimate:
+    """The estimate of a stage of which only the peak of tensors is known.
+
+    Args:
+        plan: The plan.
+        stage: Index of the stage.
+        memory: The peak.
+        cluster: The machine.
+        overheads: What its device holds besides tensors.
+        limit: Bytes of each device that may be used.
+        is_traced: Whether the peak comes from a trace rather than from a closed form.
+        is_final: Whether no replay will take its place.
+    """
+    # What cuBLAS allocates is in no term of its own: it works for whatever multiplies.
+    allocated = memory.peak_bytes + overheads.workspace_bytes
+    need = summed_need(allocated, cluster, overheads, limit=limit, is_traced=is_traced, is_final=is_final)
+    terms = dict(memory.terms)
+    terms["working_bytes"] += overheads.workspace_bytes
+    return _estimate(plan, stage, memory.phase, need, tuple(terms.items()), memory.host_bytes)
+
+
+def rank_overheads(cluster: Cluster, plan: Plan, module_map: ModuleMap, rank: int) -> DeviceOverheads:
+    """What the device of a rank holds besides tensors: communicators under context parallelism by its degrees."""
+    if cluster.device.kind != "cuda":
+        return device_overheads(cluster, ())
+    if any(stage.mesh.context_parallel_degree > 1 for stage in plan.stages):
+        return device_overheads(cluster, communicators_by_degrees(plan, rank))
+    return device_overheads(cluster, communicators_of(plan, module_map, rank))
+
+
+def describe_cluster(cluster: AnyCluster) -> str:
+    """A cluster in a few words."""
+    return " and ".join(_describe_part(part) for part in cluster.parts)
+
+
+def _describe_part(part: Cluster) -> str:
+    count = f"{part.num_nodes} x {part.devices_per_node}" if part.num_nodes > 1 else part.devices_per_node
+    return f"{count} x {part.device.name} with {format_bytes(part.device.memory_bytes)} each"
+
+
+def can_replay(spec: ModelSpec, plan: Plan) -> bool:
+    """Whether every allocation is known: of a traced network, under a plan that is executed and moves nothing."""
+    known = all(layer.events is not None for layer in (spec.head, *spec.layers, spec.tail))
+    return known and not any(stage.offload.any for stage in plan.stages) and not what_is_not_run(plan)
+
+
+def _estimate(
+    plan: Plan,
+    group: int,
+    phase: str,
+    need: DeviceNeed,
+    terms: tuple[tuple[str, int], ...],
+    host_bytes: int = 0,
+) -> StageEstimate:
+    outer = (
+        ("allocator_bytes", need.allocator_bytes),
+        ("context_bytes", need.context_bytes),
+        ("communicator_bytes", need.communicator_bytes),
+    )
+    return StageEstimate(
+        stage=group,
+        devices=plan.stages[group].devices,
+        phase=phase,
+        allocated=need.allocated,
+        reserved=need.reserved,
+        device_total=need.device_total,
+        terms=(*terms, *outer),
+        flushes=need.flushes,
+        host_bytes=host_bytes,
+    )
+
+
+def check_plan_for(spec: ModelSpec, cluster: AnyCluster, plan: Plan) -> None:
+    """Refuse a plan that is not one for a network and a machine.
+
+    Raises:
+        PlanError: Naming both numbers.
+    """
+    if plan.num_layers != spec.num_layers:
+        raise PlanError(
+            f"the plan has {plan.num_layers} layers, {spec.name} has {spec.num_layers}: a plan must cover every layer; "
+            "make a plan for this network"
+        )
+    if plan.world_size != cluster.world_size:
+        raise PlanError(
+            f"the plan has {plan.world_size} devices, the cluster {cluster.world_size}: a plan uses every device; "
+            f"give a cluster of {plan.world_size}, or a plan for {cluster.world_size}"
+        )
+
+
+def what_is_not_run(plan: Plan) -> tuple[str, ...]:
+    """Why the runtime would not execute a plan."""
+    found = []
+    if any(stage.mesh.context_parallel_degree > 1 for stage in plan.stages):
+        found.append("context parallelism is planned and not run yet")
+    try:
+        owners = replica_ranks(plan, 0)
+        for stage in plan.stages:
+            row_slice(plan, stage.devices[0], 0, owners=owners)
+    except PlanError as error:
+        found.append(f"such a plan is not executed: {error}")
+    if plan.global_batch_size % plan.world_size:
+        found.append(
+            f"such a plan is not executed: {plan.world_size} devices load equal batches, and "
+            f"{plan.global_batch_size} rows are no multiple"
+        )
+    return tuple(found)

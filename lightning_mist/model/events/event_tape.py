@@ -1,0 +1,177 @@
+"""A tape of what one rank allocates and frees: written action by action, read as arrays.
+
+Array axes
+    E  events, in order: ``+(i + 1)`` allocates ``i``, ``-(i + 1)`` frees it
+    A  allocations, by identity
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+_NONE = -1
+"""No stage, no microbatch."""
+
+
+class Label(NamedTuple):
+    """What an allocation is and where it comes from.
+
+    Attributes:
+        term: One of :data:`~lightning_mist.cost.memory.TERMS`.
+        name: In words, or the parameter's canonical name.
+        part: Region of the network that made it: -1 the head, ``k`` layer ``k``, the number of layers for the tail;
+            ``None`` where the runtime did.
+        module: Qualified name of the module that made it; empty where the runtime did.
+        operator: The operator that made it, for example ``"aten.mm.default"``.
+        line: The line of the user's code, as ``"file.py:123"``.
+        dtype: Name of the element type, if it is known.
+    """
+
+    term: str
+    name: str = ""
+    part: int | None = None
+    module: str = ""
+    operator: str = ""
+    line: str = ""
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Slots:
+    """Allocations that always come together: those of one microbatch in one stage.
+
+    Attributes:
+        bytes_A: Bytes of each.
+        labels: What each is.
+    """
+
+    bytes_A: IntArray
+    labels: tuple[Label, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chunk:
+    """Events on a microbatch's slots that happen without interruption.
+
+    Attributes:
+        events_E: Signed slots, see the top of the file.
+        signs_E: Their signs.
+    """
+
+    events_E: IntArray
+    signs_E: IntArray
+
+    @classmethod
+    def of(cls, events: Sequence[int]) -> "Chunk":
+        """A chunk of signed slots."""
+        events_E = np.array(events, dtype=np.int64)
+        return cls(events_E=events_E, signs_E=np.sign(events_E))
+
+    def cut(self, start: int, end: int | None = None) -> "Chunk":
+        """A part of it."""
+        return Chunk(events_E=self.events_E[start:end], signs_E=self.signs_E[start:end])
+
+
+class Block(NamedTuple):
+    """Consecutive identities.
+
+    Attributes:
+        first: The first one.
+        labels: What each is.
+        stage: The stage they belong to; -1 for the whole rank.
+        microbatch: The microbatch; -1 for none.
+    """
+
+    first: int
+    labels: tuple[Label, ...]
+    stage: int
+    microbatch: int
+
+
+class Mark(NamedTuple):
+    """Where an action begins.
+
+    Attributes:
+        event: Index of its first event.
+        action: The action as text, for example ``"2F0"``.
+        stage: Its stage; -1 for none.
+    """
+
+    event: int
+    action: str
+    stage: int
+
+
+class Tape:
+    """Takes down what a rank allocates and frees."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.marks: list[Mark] = []
+        self._events: list[IntArray] = []
+        self._bytes: list[IntArray] = []
+        self._pending: list[int] = []
+        self._count = self._length = 0
+
+    @property
+    def length(self) -> int:
+        """Number of events so far."""
+        return self._length
+
+    def mark(self, action: str, stage: int = _NONE) -> None:
+        """An action begins."""
+        self.marks.append(Mark(self._length, action, stage))
+
+    def reserve(self, slots: Slots, stage: int, microbatch: int) -> int:
+        """Identities for a microbatch's slots, none of which is allocated yet; the first of them."""
+        first = self._count
+        self.blocks.append(Block(first, slots.labels, stage, microbatch))
+        self._bytes.append(slots.bytes_A)
+        self._count += len(slots.labels)
+        return first
+
+    def play(self, chunk: Chunk, first: int) -> None:
+        """Events on slots whose identities begin with ``first``."""
+        if len(chunk.events_E):
+            self._flush()
+            self._events.append(chunk.events_E + chunk.signs_E * first)
+            self._length += len(chunk.events_E)
+
+    def malloc(self, nbytes: int, label: Label, stage: int = _NONE, microbatch: int = _NONE) -> int:
+        """Allocate; the new identity."""
+        identity = self._count
+        self.blocks.append(Block(identity, (label,), stage, microbatch))
+        self._bytes.append(np.array([nbytes], dtype=np.int64))
+        self._count += 1
+        self.allocate(identity)
+        return identity
+
+    def allocate(self, identity: int) -> None:
+        """Allocate an identity that was reserved."""
+        self._pending.append(identity + 1)
+        self._length += 1
+
+    def free(self, identity: int) -> None:
+        """Free."""
+        self._pending.append(-(identity + 1))
+        self._length += 1
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._events.append(np.array(self._pending, dtype=np.int64))
+            self._pending = []
+
+    def events(self) -> IntArray:
+        """All events."""
+        self._flush()
+        return np.concatenate(self._events) if self._events else np.zeros(0, dtype=np.int64)
+
+    def bytes(self) -> IntArray:
+        """Bytes of every identity."""
+        return np.concatenate(self._bytes) if self._bytes else np.zeros(0, dtype=np.int64)

@@ -1,0 +1,372 @@
+"""What one microbatch does inside a stage: the events of its parts, stacked.
+
+Events of a network are templates of its parts (:mod:`lightning_mist.model.spec.allocation_events`): what a part
+allocates, and when it lets go of what it was given. Stacked in the order of a stage they say what each of its forwards
+and backwards allocates and frees, part by part. What comes from beyond the stage's ends is not there: received tensors
+belong to the walk over the schedule. What would be freed beyond its ends is listed, for the walk to free: outputs when
+they have been sent, the rest when the stage is left.
+
+Parts are regions: 0 is the head, ``1 .. L`` the layers, ``L + 1`` the tail. Stages after the first run the head too,
+as far as the batch alone determines it (masks, tables).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from lightning_mist.model.events.event_tape import Chunk, Slots
+from lightning_mist.model.events.part_stack import Born, Stack, StageShape
+from lightning_mist.model.spec import ModelSpec, TensorSpec, bytes_at
+
+WAYS = (True, False)
+"""Whether a backward is the first of its batch, which makes the gradients of parameters; the others add to them."""
+
+
+class Made(NamedTuple):
+    """The gradient of a parameter in a backward.
+
+    Attributes:
+        event: How many events of the part's backward have passed when it has been accumulated.
+        name: The parameter's canonical name.
+        slot: Where it is.
+    """
+
+    event: int
+    name: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRun:
+    """The events of one part in one direction.
+
+    Attributes:
+        chunk: The events.
+        made: Gradients of parameters, in order; where they are added to others they are freed in the chunk.
+    """
+
+    chunk: Chunk
+    made: tuple[Made, ...] = ()
+
+
+class WeightGradient(NamedTuple):
+    """The gradient of a weight that is made apart from those of inputs.
+
+    Attributes:
+        name: The weight's canonical name.
+        nbytes: Bytes of the gradient.
+        operands: Slots of what it is made of: inputs of products with the weight, and gradients of these products.
+        received: Whether what the stage received is among them.
+    """
+
+    name: str
+    nbytes: int
+    operands: tuple[int, ...]
+    received: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTemplate:
+    """What one microbatch does inside a stage.
+
+    Attributes:
+        slots: Its allocations.
+        parts: Its regions in the order of forward, without the head of stages after the first.
+        forward: Events of each region's forward; for stages after the first also of region 0.
+        backward: By whether gradients of parameters are made: events of each region's backward.
+        outputs: For each tensor that leaves the stage the slot that is freed once it has been sent; ``None`` if it is
+            no allocation of the stage, or is kept for its backward anyway.
+        arriving: For each tensor that leaves the stage and wants a gradient the slot of this gradient, which the walk
+            allocates when it is to be received.
+        left: Slots that are freed when the forward has ended.
+        inputs: As ``backward`` where gradients of weights are made apart: what is kept for these is not freed.
+        weights: By whether gradients of the others are made: the weights, in the order in which they are reached.
+        returned: By whether gradients are made: for each tensor that enters the stage and wants a gradient the slot of
+            this gradient; ``None`` if it is none of the stage's.
+        ended: The same: slots that are freed when the backward has ended.
+        kept: Slots that nothing in the step frees: what the step returned.
+    """
+
+    slots: Slots
+    parts: tuple[int, ...]
+    forward: Mapping[int, PartRun]
+    backward: Mapping[bool, Mapping[int, PartRun]]
+    inputs: Mapping[bool, Mapping[int, PartRun]]
+    weights: Mapping[bool, tuple[WeightGradient, ...]]
+    outputs: tuple[int | None, ...]
+    arriving: tuple[int, ...]
+    left: tuple[int, ...]
+    returned: Mapping[bool, tuple[int | None, ...]]
+    ended: Mapping[bool, tuple[int, ...]]
+    kept: tuple[int, ...]
+
+
+def stack(spec: ModelSpec, shape: StageShape, *, tied: frozenset[str] = frozenset()) -> StageTemplate:
+    """What one microbatch does inside a stage.
+
+    Args:
+        spec: The network, or one tensor-parallel rank's part of it.
+        shape: Which part of it the stage is.
+        tied: Parameters that several regions of the stage use: gradients of all but the first are not freed in the
+            later backwards' events, since they wait for the first region's.
+
+    Raises:
+        PlanError: If the network was described without events.
+    """
+    found = Stack(spec, shape)
+    forwards = found.parts if shape.first == 0 else (0, *found.parts)
+    for part in forwards:
+        found.add(part, backward=False, first=True)
+    marks = {}
+    for first in WAYS:
+        begin = len(found.born)
+        for part in reversed(found.parts):
+            found.add(part, backward=True, first=first)
+        marks[first] = (begin, len(found.born))
+    return _Laid(found, forwards, marks, tied).template()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InputsTemplate:
+    """What a microbatch but the first does in a whole network where gradients of weights are made apart.
+
+    It is the same whatever the number of rows, of which only sizes are.
+
+    Attributes:
+        born: Its allocations, by slot.
+        parts, forward, left: As of a :class:`StageTemplate`.
+        inputs, weights: The same, where gradients of parameters are there already.
+    """
+
+    born: tuple[Born, ...]
+    parts: tuple[int, ...]
+    forward: Mapping[int, PartRun]
+    left: tuple[int, ...]
+    inputs: Mapping[int, PartRun]
+    weights: tuple[WeightGradient, ...]
+
+
+def stack_inputs(spec: ModelSpec, rows: int) -> InputsTemplate:
+    """What a microbatch but the first does in a whole network where gradients of weights are made apart.
+
+    Args:
+        spec: The network, or one tensor-parallel rank's part of it.
+        rows: A number of rows that it allows.
+
+    Raises:
+        PlanError: If the network was described without events.
+    """
+    found = Stack(spec, StageShape(first=0, end=spec.num_layers, checkpointed=0, rows=rows))
+    for part in found.parts:
+        found.add(part, backward=False, first=True)
+    begin = len(found.born)
+    for part in reversed(found.parts):
+        found.add(part, backward=True, first=False)
+    return _Laid(found, found.parts, {False: (begin, len(found.born))}, frozenset()).inputs()
+
+
+_Entries = dict[int, tuple[list[int], list[int]]]
+"""By position: the slots that die there, and those that are born."""
+
+
+class _Laid:
+    """Lays the allocations of a stage out in time."""
+
+    def __init__(
+        self, found: Stack, forwards: Sequence[int], marks: Mapping[bool, tuple[int, int]], tied: frozenset[str]
+    ) -> None:
+        self._found, self._forwards, self._tied = found, forwards, tied
+        self._forward_born = found.born[: min(low for low, _ in marks.values())]
+        self._backward_born = {way: found.born[low:high] for way, (low, high) in marks.items()}
+        self._left: list[Born] = []
+        self._kept: list[int] = []
+
+    def inputs(self) -> InputsTemplate:
+        """Only what backwards need that make gradients of inputs by themselves."""
+        forward, operands = self._forward(), self._operands(False)
+        return InputsTemplate(
+            born=tuple(self._found.born),
+            parts=self._found.parts,
+            forward=forward,
+            left=tuple(item.slot for item in self._left),
+            inputs=self._backward(False, operands)[0],
+            weights=self._weights(False, operands),
+        )
+
+    def template(self) -> StageTemplate:
+        """The template."""
+        found, parts = self._found, self._found.parts
+        spec, shape = found.spec, found.shape
+        forward = self._forward()
+        leaves = _crossing(spec, shape.end)
+        outputs, left = _match(self._sizes(leaves), self._left)
+        handed = {item.slot: item.allocation.slot for item in self._left}
+        for tensor, output in zip(leaves, outputs, strict=True):
+            if tensor.requires_grad:
+                found.add_arriving(tensor, None if output is None else handed[output])
+        backward, ended, leaving, inputs, weights = {}, {}, {}, {}, {}
+        for way in WAYS:
+            backward[way], ended[way], leaving[way] = self._backward(way, MappingProxyType({}))
+            operands = self._operands(way)
+            inputs[way] = self._backward(way, operands)[0]
+            weights[way] = self._weights(way, operands)
+        enters = self._sizes([tensor for tensor in _crossing(spec, shape.first) if tensor.requires_grad])
+        returned = {}
+        for way in WAYS:
+            returned[way], rest = _match(enters, leaving[way])
+            ended[way] = (*ended[way], *rest)
+        return StageTemplate(
+            slots=found.slots(),
+            parts=parts,
+            forward=forward,
+            backward=backward,
+            inputs=inputs,
+            weights=weights,
+            outputs=outputs,
+            arriving=tuple(found.arriving),
+            left=left,
+            returned=returned,
+            ended=ended,
+            kept=tuple(self._kept),
+        )
+
+    def _sizes(self, tensors: Sequence[TensorSpec]) -> tuple[int, ...]:
+        spec, rows = self._found.spec, self._found.shape.rows
+        return tuple(bytes_at(tensor.bytes, rows, spec.sequence_length or 1) for tensor in tensors)
+
+    def _forward(self) -> dict[int, PartRun]:
+        """Events of every region's forward."""
+        at: dict[int, _Entries] = {part: {} for part in self._forwards}
+        for item in self._forward_born:
+            _entry(at[item.part], item.allocation.born.position)[1].append(item.slot)
+            place = self._found.death(item, first=True)
+            if place is None:
+                self._kept.append(item.slot)
+                continue
+            part, backward, position = place
+            if not backward and part in at:
+                _entry(at[part], position)[0].append(item.slot)
+            elif part not in self._found.inside:
+                self._left.append(item)
+        return {part: PartRun(chunk=_chunk(entries)[0]) for part, entries in at.items()}
+
+    def _operands(self, way: bool) -> dict[int, tuple[str, ...]]:
+        """By slot the weights whose gradients are made of it."""
+        born = (*self._forward_born, *self._backward_born[way])
+        found = {item.slot: self._found.wanted(item, first=way) for item in born}
+        for slot in self._found.arriving:
+            release = self._found.let_go(slot, first=way)
+            names = () if release is None else release.weights
+            found[slot] = tuple(self._found.canonical(self._found.parts[-1], name) for name in names)
+        return {slot: names for slot, names in found.items() if names}
+
+    def _weights(self, way: bool, operands: Mapping[int, tuple[str, ...]]) -> tuple[WeightGradient, ...]:
+        """The weights whose gradients can be made apart."""
+        part = self._found.parts[0]
+        received = {self._found.canonical(part, name) for name in self._found.way(part, first=way).reading}
+        slots: dict[str, list[int]] = {name: [] for name in received}
+        for slot, names in operands.items():
+            for name in dict.fromkeys(names):
+                slots.setdefault(name, []).append(slot)
+        result = {}
+        for item in self._backward_born[way]:
+            name = self._found.canonical(item.part, item.allocation.parameter) if item.allocation.parameter else ""
+            if name in slots and name not in result:
+                result[name] = WeightGradient(
+                    name=name,
+                    nbytes=item.nbytes,
+                    operands=tuple(slots[name]),
+                    received=self._found.parts[0] > 0 and name in received,
+                )
+        return tuple(result.values())
+
+    def _backward(
+        self, way: bool, operands: Mapping[int, tuple[str, ...]]
+    ) -> tuple[dict[int, PartRun], tuple[int, ...], list[Born]]:
+        """Events of every region's backward, what is freed at the end, and what leaves the stage.
+
+        Args:
+            way: Whether gradients of parameters are made.
+            operands: By slot the weights whose gradients are made of it later, and not here.
+        """
+        later = set().union(*operands.values())
+        inside = self._found.inside
+        at: dict[int, _Entries] = {part: {} for part in self._found.parts}
+        ended = self._given_up(way, operands, at)
+        leaving: list[Born] = []
+        owned: dict[int, str] = {}
+        for item in self._backward_born[way]:
+            place = self._found.death(item, first=way)
+            name = self._found.canonical(item.part, item.allocation.parameter) if item.allocation.parameter else ""
+            if name and name in later:
+                continue
+            _entry(at[item.part], item.allocation.born.position)[1].append(item.slot)
+            if name:
+                owned[item.slot] = name
+            if item.slot in operands or (name and (name in self._tied or way)):
+                continue
+            if place is None:
+                ended.append(item.slot)
+            elif place[0] in inside:
+                _entry(at[place[0]], place[2])[0].append(item.slot)
+            else:
+                leaving.append(item)
+        runs = {}
+        for part, entries in at.items():
+            chunk, made = _chunk(entries, owned)
+            runs[part] = PartRun(chunk=chunk, made=made)
+        return runs, tuple(ended), leaving
+
+    def _given_up(self, way: bool, operands: Mapping[int, tuple[str, ...]], at: Mapping[int, _Entries]) -> list[int]:
+        """Enter into a backward where it frees what was there before it; what it leaves to its end."""
+        found, ended = self._found, []
+        for item in self._forward_born:
+            place = found.death(item, first=way)
+            if place is not None and place[1] and place[0] in found.inside and item.slot not in operands:
+                _entry(at[place[0]], place[2])[0].append(item.slot)
+        for slot in (slot for slot in found.arriving if slot not in operands):
+            release = found.let_go(slot, first=way)
+            place = None if release is None else found.absolute(release.dies, found.parts[-1])
+            if place is not None and place[0] in found.inside:
+                _entry(at[place[0]], place[2])[0].append(slot)
+            else:
+                ended.append(slot)
+        return ended
+
+
+def _entry(entries: _Entries, position: int) -> tuple[list[int], list[int]]:
+    return entries.setdefault(position, ([], []))
+
+
+def _chunk(entries: _Entries, owned: Mapping[int, str] = MappingProxyType({})) -> tuple[Chunk, tuple[Made, ...]]:
+    """Events in order, what dies at a position before what is born there; and gradients of parameters, by slot."""
+    events: list[int] = []
+    made: list[Made] = []
+    mortal = {slot for dead, _ in entries.values() for slot in dead}
+    for position in sorted(entries):
+        dead, born = entries[position]
+        events += [-(slot + 1) for slot in dead]
+        # A gradient that is added to another is freed then; one that stays has been accumulated once it is there.
+        made += [Made(len(events), owned[slot], slot) for slot in dead if slot in owned]
+        events += [slot + 1 for slot in born]
+        made += [Made(len(events), owned[slot], slot) for slot in born if slot in owned and slot not in mortal]
+    return Chunk.of(events), tuple(made)
+
+
+def _crossing(spec: ModelSpec, cut: int) -> tuple[TensorSpec, ...]:
+    """The tensors that cross a cut."""
+    return spec.boundaries[cut - 1] if 0 < cut < spec.num_layers else ()
+
+
+def _match(sizes: Sequence[int], candidates: Sequence[Born]) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+    """For each size the last candidate of that size, and the candidates that remain."""
+    left = list(candidates)
+    found: list[int | None] = []
+    for size in sizes:
+        fitting = [item for item in left if item.nbytes == size]
+        handed = [item for item in fitting if item.allocation.slot is not None] or fitting
+        if handed:
+            left.remove(handed[-1])
+        found.append(handed[-1].slot if handed else None)
+    return tuple(found), tuple(item.slot for item in left)
