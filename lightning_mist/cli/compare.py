@@ -17,9 +17,9 @@ from lightning_mist.plan.render_seconds import per_second
 from lightning_mist.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from lightning_mist.explain import ComparedPlan
     from lightning_mist.model import ModelSpec
     from lightning_mist.tuner import Planner, SearchSpace, TuneResult
-    from lightning_mist.tuner.comparison import ComparedPlan
 
 TITLE = "what people would have chosen, each at its best by the same cost model"
 """What the table says it is."""
@@ -42,14 +42,12 @@ def compare_with_others(
         result: What it found.
         memory_limit: Bytes of each device that may be used.
         host_memory_limit: Bytes of host memory of each node that offloading may take.
-        search: What the plan was searched for in; see :func:`~lightning_mist.tuner.baseline_plans.baselines`.
+        search: What the plan was searched for in; see :func:`~lightning_mist.explain.baseline_plans.baselines`.
 
     Returns:
         What was found, with the plan that is best of all, and that plan beside the others.
     """
-    from lightning_mist.tuner.baseline_plans import baselines_with
-    from lightning_mist.tuner.comparison import compare_plans, faster_plan, with_faster
-    from lightning_mist.tuner.inside import outside
+    from lightning_mist.explain import baselines_with, compare_plans, faster_plan, outside, with_faster
 
     def asked(plan: Plan) -> tuple[str, ...]:
         return outside(planner, plan, search)
@@ -83,8 +81,7 @@ def comparison_notes(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> tupl
         items: The plan, and what it is compared with.
         spec: The network.
     """
-    from lightning_mist.tuner.baseline_plans import baseline_notes
-    from lightning_mist.tuner.comparison import faster_notes
+    from lightning_mist.explain import baseline_notes, faster_notes
 
     ours = items[0].plan
     return (*(() if ours is None else faster_notes(ours, items)), *baseline_notes(spec))

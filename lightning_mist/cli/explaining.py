@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_mist.cli.output import terminal_width, told
 
 if TYPE_CHECKING:
-    from lightning_mist.tuner import Explanation, Planner, TuneResult
+    from lightning_mist.explain import Explanation
+    from lightning_mist.tuner import Planner, TuneResult
 
 
 def explanation_of(planner: "Planner", result: "TuneResult", *, seconds: float, **asked: Any) -> "Explanation":
@@ -18,7 +19,7 @@ def explanation_of(planner: "Planner", result: "TuneResult", *, seconds: float, 
         seconds: The most seconds to search for other plans; with 0 only what needs no search is said.
         asked: What was asked of the planner.
     """
-    from lightning_mist.tuner import explain_plan
+    from lightning_mist.explain import explain_plan
 
     if not seconds:
         return explain_plan(planner, result, seconds=0.0, **asked)
@@ -33,7 +34,7 @@ def show_explanation(explanation: "Explanation", *, full: bool) -> None:
         explanation: Why.
         full: Whether to say all of it.
     """
-    from lightning_mist.tuner import render_explanation
+    from lightning_mist.explain import render_explanation
 
     print(render_explanation(explanation, full=full, width=terminal_width(), color=sys.stdout.isatty()))
     if not full:

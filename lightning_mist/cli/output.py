@@ -14,7 +14,7 @@ from lightning_mist.plan import Plan, render, step_rates, to_json
 from lightning_mist.units import format_seconds
 
 if TYPE_CHECKING:
-    from lightning_mist.tuner.explain_text import Section
+    from lightning_mist.explain import Section
 
 
 def terminal_width() -> int:
@@ -38,7 +38,7 @@ def show_sections(sections: "Sequence[Section]") -> None:
     Args:
         sections: The titles and their sentences.
     """
-    from lightning_mist.tuner.explain_render import render_sections
+    from lightning_mist.explain import render_sections
 
     print(render_sections(sections, width=terminal_width(), color=sys.stdout.isatty()))
 

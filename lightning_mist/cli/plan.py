@@ -24,11 +24,11 @@ from lightning_mist.plan.render import counted
 from lightning_mist.units import parse_bytes
 
 if TYPE_CHECKING:
+    from lightning_mist.explain import ComparedPlan, Explanation
     from lightning_mist.hardware import AnyCluster
     from lightning_mist.model import ModelSpec
     from lightning_mist.plan import Plan
-    from lightning_mist.tuner import Explanation, Planner, SearchSpace, TuneResult
-    from lightning_mist.tuner.comparison import ComparedPlan
+    from lightning_mist.tuner import Planner, SearchSpace, TuneResult
 
 
 def plan(
@@ -226,7 +226,7 @@ def _degrees(search: "SearchSpace", machine: "AnyCluster") -> tuple[int, ...]:
 
 def _show(found: _Found, why: "Explanation", *, json: bool, explain: bool) -> None:
     """Print the plan and all that was asked for."""
-    from lightning_mist.tuner import explanation_data
+    from lightning_mist.explain import explanation_data
     from lightning_mist.tuner.result import CLOSED_FORM_AND_CLOCK
 
     if json:

@@ -14,9 +14,9 @@ from lightning_mist.cli.output import told
 from lightning_mist.plan import Plan
 
 if TYPE_CHECKING:
+    from lightning_mist.explain import ComparedPlan, Explanation
     from lightning_mist.model import ModelSpec
-    from lightning_mist.tuner import Explanation, Planner, TuneResult
-    from lightning_mist.tuner.comparison import ComparedPlan
+    from lightning_mist.tuner import Planner, TuneResult
 
 
 def check_html(path: str | None) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate import check_matplotlib
+from lightning_mist.explain import ComparedPlan, Explanation, explanation_sections
 from lightning_mist.plan import Plan, Predicted, step_rates
 from lightning_mist.plan.render import stage_cells
 from lightning_mist.plan.render_seconds import per_second
@@ -17,9 +18,6 @@ from lightning_mist.report.timeline import timeline_of
 from lightning_mist.report.words import words_for
 from lightning_mist.runtime.support import unsupported
 from lightning_mist.schedule import Simulation, simulate_plan
-from lightning_mist.tuner.comparison import ComparedPlan
-from lightning_mist.tuner.explain_text import explanation_sections
-from lightning_mist.tuner.explanation import Explanation
 from lightning_mist.tuner.result import TuneResult
 from lightning_mist.units import format_bytes, format_seconds
 

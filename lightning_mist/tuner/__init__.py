@@ -8,12 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_mist.tuner.alternatives import Alternative
-    from lightning_mist.tuner.baseline_plans import Baseline, baselines, baselines_with
-    from lightning_mist.tuner.comparison import ComparedPlan, compare_plans
-    from lightning_mist.tuner.explain import explain_plan
-    from lightning_mist.tuner.explain_render import render_explanation
-    from lightning_mist.tuner.explain_text import explanation_data, explanation_sections
-    from lightning_mist.tuner.explanation import Explanation
     from lightning_mist.tuner.planner import Planner
     from lightning_mist.tuner.result import TuneResult, TuneStats
     from lightning_mist.tuner.search_space import SearchSpace
@@ -22,32 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Alternative",
-    "Baseline",
-    "ComparedPlan",
-    "Explanation",
     "Planner",
     "SearchSpace",
     "TuneResult",
     "TuneStats",
-    "baselines",
-    "baselines_with",
-    "compare_plans",
     "degrees_to_try",
-    "explain_plan",
-    "explanation_data",
-    "explanation_sections",
-    "render_explanation",
     "tune",
 ]
 
 _HOMES = {
     "alternatives": ("Alternative",),
-    "baseline_plans": ("Baseline", "baselines", "baselines_with"),
-    "comparison": ("ComparedPlan", "compare_plans"),
-    "explain": ("explain_plan",),
-    "explain_render": ("render_explanation",),
-    "explain_text": ("explanation_data", "explanation_sections"),
-    "explanation": ("Explanation",),
     "planner": ("Planner",),
     "result": ("TuneResult", "TuneStats"),
     "search_space": ("SearchSpace",),

@@ -2,9 +2,9 @@ import json
 from dataclasses import replace
 
 from lightning_mist.cli.compare import comparison_json, render_comparison
+from lightning_mist.explain.baseline_plans import Baseline
+from lightning_mist.explain.comparison import compare_plans
 from lightning_mist.plan import OffloadRatios, StageMesh, from_json
-from lightning_mist.tuner.baseline_plans import Baseline
-from lightning_mist.tuner.comparison import compare_plans
 from tests.tuner.test_comparison import plan
 
 

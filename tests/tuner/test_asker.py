@@ -3,11 +3,11 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.explain.explanation import Version
+from lightning_mist.explain.queries import Asker
+from lightning_mist.explain.what_if import Machine
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.tuner import Planner, SearchSpace
-from lightning_mist.tuner.asker import Asker
-from lightning_mist.tuner.explanation import Version
-from lightning_mist.tuner.what_if import Machine
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
 

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import predict, predict_with, step_seconds
+from lightning_mist.explain import baselines
+from lightning_mist.explain.baseline_plans import baseline_notes, baselines_with
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.plan import row_slice
-from lightning_mist.tuner import Planner, SearchSpace, baselines, tune
-from lightning_mist.tuner.baseline_plans import baseline_notes, baselines_with
+from lightning_mist.tuner import Planner, SearchSpace, tune
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.search_space import OFFLOADED
 from tests.specs import cluster, profile, spec, with_splits

@@ -1,7 +1,6 @@
 from dataclasses import replace
 
-from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.changed_plan import (
+from lightning_mist.explain.changed_plan import (
     Ground,
     changed_stage,
     even_lengths,
@@ -10,6 +9,7 @@ from lightning_mist.tuner.changed_plan import (
     with_lengths,
     with_microbatches,
 )
+from lightning_mist.tuner import SearchSpace
 from tests.tuner.plans import pipeline
 
 GROUND = Ground(cuts_batches=True, search=SearchSpace())

@@ -2,9 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan, StepWork
-from lightning_mist.tuner.baseline_plans import Baseline
-from lightning_mist.tuner.comparison import (
+from lightning_mist.explain.baseline_plans import Baseline
+from lightning_mist.explain.comparison import (
     OURS,
     closed_form_of,
     compare_plans,
@@ -12,6 +11,7 @@ from lightning_mist.tuner.comparison import (
     faster_plan,
     with_faster,
 )
+from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan, StepWork
 from lightning_mist.tuner.result import TuneResult, TuneStats
 from tests.tuner.plans import pipeline
 

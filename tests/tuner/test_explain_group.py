@@ -1,7 +1,7 @@
 import pytest
 
-from lightning_mist.tuner.explain_group import told_together
-from lightning_mist.tuner.explanation import Finding
+from lightning_mist.explain.explain_group import told_together
+from lightning_mist.explain.explanation import Finding
 from tests.tuner.plans import pipeline
 
 PLAN = pipeline(*[{"layers": 1}] * 12)

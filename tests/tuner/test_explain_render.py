@@ -1,7 +1,7 @@
 from dataclasses import replace
 
+from lightning_mist.explain.explain_table import memory_table, render_explanation
 from lightning_mist.plan import Predicted, PredictedStage
-from lightning_mist.tuner.explain_render import memory_table, render_explanation
 from tests.tuner.plans import pipeline
 from tests.tuner.test_explain_text import explanation
 

@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_mist.explain.explain_text import explanation_data, explanation_sections, technique_line, what_if_line
+from lightning_mist.explain.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf
 from lightning_mist.plan import Predicted, PredictedStage, from_json
-from lightning_mist.tuner.explain_text import explanation_data, explanation_sections, technique_line, what_if_line
-from lightning_mist.tuner.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf
 from tests.tuner.plans import pipeline
 
 STEP = 0.5

@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.cost import StageCostModel, predict_with, stage_memory
+from lightning_mist.explain.comparison import closed_form_of
+from lightning_mist.explain.explanation import Version
+from lightning_mist.explain.findings import batch_finding, findings_of
 from lightning_mist.plan import Checkpointing
-from lightning_mist.tuner.comparison import closed_form_of
-from lightning_mist.tuner.explanation import Version
-from lightning_mist.tuner.findings import batch_finding, findings_of
 from lightning_mist.units import format_bytes, format_seconds
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline

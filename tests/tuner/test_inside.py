@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_mist.explain.membership import outside
 from lightning_mist.plan import Checkpointing, OffloadRatios, ZeroStage
 from lightning_mist.tuner import Planner, SearchSpace
-from lightning_mist.tuner.inside import outside
 from tests.specs import cluster, profile, spec, with_splits
 from tests.tuner.plans import pipeline
 

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.tuner.explanation import Kind
-from lightning_mist.tuner.kinds import differences
+from lightning_mist.explain.explanation import Kind
+from lightning_mist.explain.plan_differences import differences
 
 KIND = Kind(stages=2, tensor=(1,), zero=(0,), checkpointing=False, offload=("optimizer",), schedule="1f1b")
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_mist.cost import step_seconds
+from lightning_mist.explain.baseline_plans import Baseline
 from lightning_mist.plan import Plan, step_rates
 from lightning_mist.plan.settings import settings_of
 from lightning_mist.tuner.alternatives import Alternative
-from lightning_mist.tuner.baseline_plans import Baseline
 from lightning_mist.tuner.choose import LEAST_GAIN
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.result import LEAST_SHARE, Status, TuneResult
@@ -63,7 +63,7 @@ def compare_plans(
     Args:
         ours: The plan, with its prediction.
         others: What it is compared with.
-        outside: Says of a plan what the search did not look at (:func:`~lightning_mist.tuner.inside.outside`); by
+        outside: Says of a plan what the search did not look at (:func:`~lightning_mist.explain.membership.outside`); by
             default all others count as such that it did not.
 
     Raises:

@@ -4,10 +4,10 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from lightning_mist.explain.explain_group import ranges, told_together
+from lightning_mist.explain.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf
+from lightning_mist.explain.findings import is_hardly
 from lightning_mist.plan import Plan, to_json
-from lightning_mist.tuner.explain_group import ranges, told_together
-from lightning_mist.tuner.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf
-from lightning_mist.tuner.findings import is_hardly
 from lightning_mist.tuner.result import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_seconds
 

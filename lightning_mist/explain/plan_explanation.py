@@ -12,19 +12,19 @@ from time import perf_counter
 
 from lightning_mist.cost import profiles_of
 from lightning_mist.errors import PlanError
+from lightning_mist.explain.changed_plan import microbatch_counts, with_microbatches
+from lightning_mist.explain.comparison import closed_form_of
+from lightning_mist.explain.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf, kind_of
+from lightning_mist.explain.findings import batch_finding, findings_of
+from lightning_mist.explain.plan_differences import differences
+from lightning_mist.explain.queries import Asker
+from lightning_mist.explain.techniques import TECHNIQUES, Technique
+from lightning_mist.explain.what_if import Machine, better_machines
 from lightning_mist.plan import Plan
-from lightning_mist.tuner.asker import Asker
 from lightning_mist.tuner.beside import COMPARED
-from lightning_mist.tuner.changed_plan import microbatch_counts, with_microbatches
-from lightning_mist.tuner.comparison import closed_form_of
-from lightning_mist.tuner.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf, kind_of
-from lightning_mist.tuner.findings import batch_finding, findings_of
-from lightning_mist.tuner.kinds import differences
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.result import TuneResult
 from lightning_mist.tuner.space import SearchSpace
-from lightning_mist.tuner.techniques import TECHNIQUES, Technique
-from lightning_mist.tuner.what_if import Machine, better_machines
 
 OTHERS = 3
 """Plans of other kinds that are kept."""

@@ -14,10 +14,10 @@ from lightning_mist.cost.candidates import placed_slots_of, slots_of
 from lightning_mist.cost.channels import copy_rates
 from lightning_mist.cost.chunks import group_memory, plan_memory
 from lightning_mist.estimate import WORDS
+from lightning_mist.explain.changed_plan import changed_stage
+from lightning_mist.explain.explanation import Finding, Version
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.schedule.ratios import ratio_notes
-from lightning_mist.tuner.changed_plan import changed_stage
-from lightning_mist.tuner.explanation import Finding, Version
 from lightning_mist.tuner.result import LEAST_SHARE
 from lightning_mist.tuner.space import OFFLOADED
 from lightning_mist.units import format_bytes, format_rate, format_seconds

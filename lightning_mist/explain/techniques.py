@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from lightning_mist.plan import Checkpointing, Plan, ScheduleName, StagePlan, ZeroStage
-from lightning_mist.tuner.changed_plan import (
+from lightning_mist.explain.changed_plan import (
     Ground,
     even_lengths,
     every_stage,
@@ -16,6 +15,7 @@ from lightning_mist.tuner.changed_plan import (
     with_microbatches,
     without_chunks,
 )
+from lightning_mist.plan import Checkpointing, Plan, ScheduleName, StagePlan, ZeroStage
 from lightning_mist.tuner.space import OFFLOADED, SearchSpace
 
 DEFERRED_UPDATE = "the update then runs layer by layer in the next forward, which hides giving out parameters"

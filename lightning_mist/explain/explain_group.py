@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_mist.explain.explanation import Finding
 from lightning_mist.plan import Plan
-from lightning_mist.tuner.explanation import Finding
 
 SIMILAR = 0.1
 """Share by which the first number of sentences that are told as one may differ."""

@@ -24,7 +24,7 @@ nothing.
     Stages of their own sizes and arrangements of devices, with their own recomputed layers; nothing is sharded or
     offloaded (Liu et al., 2024).
 ``Mist paper's space``
-    The published space of Zhu et al., 2025 (:mod:`lightning_mist.tuner.published`).
+    The published space of Zhu et al., 2025 (:mod:`lightning_mist.explain.published_space`).
 """
 
 from collections.abc import Callable
@@ -33,16 +33,16 @@ from dataclasses import dataclass, replace
 from lightning_mist.cost import Profiles, profiles_of
 from lightning_mist.cost.channels import copy_rates
 from lightning_mist.errors import InfeasibleError, ProfileError
+from lightning_mist.explain.published_space import Asked, has_published, published_plan
+from lightning_mist.explain.techniques import DEFERRED_UPDATE
 from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.model.spec import LayerSpec, ModelSpec
 from lightning_mist.plan import OffloadRatios, Plan
 from lightning_mist.tuner.families import Limits, Uniform, UniformFamily
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.published import Asked, has_published, published_plan
 from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.space import SearchSpace
-from lightning_mist.tuner.techniques import DEFERRED_UPDATE
 from lightning_mist.tuner.uniform import UniformSearch
 from lightning_mist.units import format_bytes
 

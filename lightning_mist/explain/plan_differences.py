@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_mist.tuner.explanation import Kind
+from lightning_mist.explain.explanation import Kind
 
 
 def differences(kind: Kind, other: Kind) -> tuple[str, ...]:

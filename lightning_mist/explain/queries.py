@@ -7,13 +7,13 @@ from time import perf_counter
 from lightning_mist.cost import predict_with
 from lightning_mist.cost.chunks import plan_memory
 from lightning_mist.errors import InfeasibleError, MistError
+from lightning_mist.explain.changed_plan import Ground
+from lightning_mist.explain.explanation import Version
+from lightning_mist.explain.what_if import Machine
 from lightning_mist.plan import Plan
-from lightning_mist.tuner.changed_plan import Ground
-from lightning_mist.tuner.explanation import Version
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.space import SearchSpace
-from lightning_mist.tuner.what_if import Machine
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,0 +1,28 @@
+"""Why this plan, and what others would choose."""
+
+from lightning_mist.explain.baseline_plans import baseline_notes, baselines, baselines_with
+from lightning_mist.explain.comparison import ComparedPlan, compare_plans, faster_notes, faster_plan, with_faster
+from lightning_mist.explain.explain_table import render_explanation, render_sections
+from lightning_mist.explain.explain_text import Section, explanation_data, explanation_sections
+from lightning_mist.explain.explanation import Explanation
+from lightning_mist.explain.membership import outside
+from lightning_mist.explain.plan_explanation import explain_plan
+
+__all__ = [
+    "ComparedPlan",
+    "Explanation",
+    "Section",
+    "baseline_notes",
+    "baselines",
+    "baselines_with",
+    "compare_plans",
+    "explain_plan",
+    "explanation_data",
+    "explanation_sections",
+    "faster_notes",
+    "faster_plan",
+    "outside",
+    "render_explanation",
+    "render_sections",
+    "with_faster",
+]
