@@ -5,7 +5,7 @@ from lightning_mist.cli.compare import comparison_json, render_comparison
 from lightning_mist.explain.baseline_plans import Baseline
 from lightning_mist.explain.comparison import compare_plans
 from lightning_mist.plan import OffloadRatios, StageMesh, from_json
-from tests.tuner.test_comparison import plan
+from tests.explain.test_comparison import plan
 
 
 def moved():

@@ -2,7 +2,7 @@ import pytest
 
 from lightning_mist.report.draw_frontier import draw_frontier, frontier_figure
 from lightning_mist.report.frontier import Frontier, FrontierPoint
-from tests.tuner.test_comparison import plan
+from tests.explain.test_comparison import plan
 
 GIB = 2**30
 

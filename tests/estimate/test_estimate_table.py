@@ -4,8 +4,8 @@ import pytest
 
 from lightning_mist.estimate.estimate_data import PeakTensor
 from lightning_mist.estimate.estimate_table import _part, render_estimate
-from tests.cost.test_estimate_codec import FULL
-from tests.cost.test_estimate_data import ESTIMATE
+from tests.estimate.test_estimate_codec import FULL
+from tests.estimate.test_estimate_data import ESTIMATE
 
 
 def test_the_verdict_comes_first():

@@ -11,8 +11,8 @@ from lightning_mist.estimate.closed_form.network_spec import ClosedForm, closed_
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.hardware.catalog.devices import find_device
 from lightning_mist.model.presets.named_models import PRESETS
-from tests.cost.test_closed_spec import CASES, GELU, SWIGLU, at, both
 from tests.cost.transformers import GPT
+from tests.estimate.closed_form.test_network_spec import CASES, GELU, SWIGLU, at, both
 from tests.specs import ADAMW
 
 

@@ -6,7 +6,7 @@ import pytest
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate.estimate_codec import estimate_from_json, estimate_to_json
 from lightning_mist.estimate.estimate_data import Change, PeakTensor
-from tests.cost.test_estimate_data import ESTIMATE, PLAN
+from tests.estimate.test_estimate_data import ESTIMATE, PLAN
 
 TENSOR = PeakTensor(bytes=5, term="working_bytes", stage=0, microbatch=1, module="a.b", operator="aten.mm.default")
 FULL = replace(

@@ -10,9 +10,9 @@ from lightning_mist.estimate.closed_form.layer_bytes import CPU, CUDA
 from lightning_mist.estimate.closed_form.network_spec import ClosedForm, closed_form_spec
 from lightning_mist.model import trace_model
 from lightning_mist.plan import StageMesh
-from tests.cost.test_closed_spec import SWIGLU, both
 from tests.cost.test_memory import make_plan
 from tests.cost.transformers import step
+from tests.estimate.closed_form.test_network_spec import SWIGLU, both
 from tests.specs import ADAMW, spec
 
 FORM = ClosedForm(dims=replace(SWIGLU, layers=4), optimizer=ADAMW, sequence_length=64, batch_rows=4)
