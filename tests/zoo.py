@@ -540,6 +540,23 @@ class WideBlock(nn.Module):
         return h + self.down(torch.relu(self.up(h)))
 
 
+class BlocksAlone(Plain):
+    """Nothing before the blocks or behind them has parameters."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(layers)
+        del self.first, self.head
+
+    def block(self) -> nn.Module:
+        return WideBlock()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        h = F.pad(batch["x"], (0, WIDTH - batch["x"].shape[1]))
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(h[:, :3], batch["y"])
+
+
 class Recurrent(Plain):
     """A recurrent layer before the blocks, whose weights it also keeps in a list."""
 
@@ -827,6 +844,7 @@ _MODELS: dict[str, tuple[Callable[[], nn.Module], MakeBatch]] = {
     "noise": (Noise, xy_batch),
     "sometimes": (Sometimes, sometimes_batch),
     "uneven": (Uneven, xy_batch),
+    "blocks_alone": (BlocksAlone, xy_batch),
     "recurrent": (Recurrent, xy_batch),
     "sequence_first": (SequenceFirst, xy_batch),
     "no_torch_drop": (NoTorchDrop, xy_batch),

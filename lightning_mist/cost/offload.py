@@ -10,8 +10,9 @@ the first of them. Everything moves unit by unit, one unit ahead of its use, thr
 * *Parameters* that are moved are on the device from one unit ahead of their unit's forward until it has run, and again
   around its backward. Under ZeRO-3 it is their owner that has them in host memory, and fetches them to give them out.
 * *Gradients* that are moved are fetched beside their unit's backward, added to, and written back behind it.
-* *Optimizer state*: with any of it moved the step runs unit by unit; a unit's moved state is fetched while the unit
-  before is stepped, and written back while the next one is.
+* *Optimizer state*: with any of it, of parameters or of gradients moved the step runs unit by unit; a unit's moved
+  state is fetched while the unit before is stepped, and written back while the next one is. As the step is left to the
+  next batch's forward, a third unit's moved parameters may be there: those of the unit that computes next.
 * *Buffers*: for each of these kinds two, each as large as the largest that one rank moves of one unit. They exist from
   setup to the end, so that nothing is allocated while the stage runs.
 * *Activations*: of every tensor that a layer keeps for backward, the last ``ratio`` of its elements, of a layer that
@@ -38,7 +39,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_rows
 from lightning_mist.cost.held import Holdings
 from lightning_mist.cost.needs import Bytes, StageNeeds
@@ -151,7 +152,7 @@ def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCa
     stays = staying_needs(model, slot, plain, whole, (pairs_VX, pair_K), moved)
     parameters = parameter_shares(model, slot, plain, offload.parameters_K)
     optimizer = optimizer_shares(model, slot, plain, offload.optimizer_K)
-    return _with_states(model, stays, parameters, optimizer, largest_trained(whole))
+    return _with_states(model, stays, parameters, moved[1], optimizer, largest_trained(whole))
 
 
 def staying_needs(
@@ -190,7 +191,12 @@ def staying_needs(
 
 
 def _with_states(
-    model: OffloadingModel, stays: StageNeeds, parameters: Shares, optimizer: Shares, largest_K: FloatArray
+    model: OffloadingModel,
+    stays: StageNeeds,
+    parameters: Shares,
+    gradients: Shares,
+    optimizer: Shares,
+    largest_K: FloatArray,
 ) -> StageNeeds:
     """Needs with what stays of parameters and state, and their buffers.
 
@@ -198,6 +204,7 @@ def _with_states(
         model: The network's memory.
         stays: Needs with activations and gradients as far as they stay.
         parameters: What stays of parameters.
+        gradients: What stays of gradients whose parameters a rank updates.
         optimizer: What stays of optimizer state.
         largest_K: Bytes of the largest trained parameter.
     """
@@ -208,7 +215,9 @@ def _with_states(
         "optimizer_bytes": state * optimizer.resident_K,
         "offload_bytes": stays.always["offload_bytes"] + BUFFERS * (parameters.largest_K + state * optimizer.largest_K),
     }
-    changed = {"optimizer step": {"working_bytes": step_bytes(model, optimizer, largest_K)}}
+    by_units_K = (parameters.moved_K > 0) | (gradients.moved_K > 0)
+    step_K = step_bytes(model, optimizer, largest_K, by_units_K) + parameters.largest_K - gradients.single_K
+    changed = {"optimizer step": {"working_bytes": step_K}}
     update = tuple((name, {**terms, **changed.get(name, {})}) for name, terms in stays.update)
     return replace(stays, always=always, update=update)
 
@@ -219,17 +228,20 @@ def largest_trained(needs: StageNeeds) -> FloatArray:
     return largest_K
 
 
-def step_bytes(model: OffloadingModel, optimizer: Shares, largest_K: FloatArray) -> FloatArray:
-    """Temporaries of the optimizer's step: unit by unit with any of its state moved.
+def step_bytes(
+    model: OffloadingModel, optimizer: Shares, largest_K: FloatArray, by_units_K: BoolArray | bool
+) -> FloatArray:
+    """Temporaries of the optimizer's step: of the largest unit where it runs unit by unit, else of all parameters.
 
     Args:
         model: The network's memory.
         optimizer: Shares of the optimizer's state.
         largest_K: Bytes of the largest trained parameter.
+        by_units_K: Whether parameters or gradients are moved.
     """
     spec = model.spec.optimizer
     all_K = optimizer.resident_K + optimizer.moved_K
-    stepped_K = np.where(optimizer.moved_K > 0, optimizer.unit_K, all_K)
+    stepped_K = np.where((optimizer.moved_K > 0) | by_units_K, optimizer.unit_K, all_K)
     step_K: FloatArray = (
         spec.step_peak_bytes_per_parameter_byte * stepped_K
         + spec.step_peak_bytes_per_largest * np.minimum(largest_K, stepped_K)

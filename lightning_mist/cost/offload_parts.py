@@ -6,7 +6,9 @@ parameters and of optimizer state, and the peak of a combination is
 
     parameters + optimizer state + max(what a pair of ratios leaves, gradients that stay + the optimizer's temporaries)
 
-each with its buffers; all of it from the same functions as :func:`lightning_mist.cost.offload.offloaded_needs`.
+each with its buffers; of the temporaries it matters only whether anything else that the step needs is moved, and beside
+them are the moved parameters of a third unit. All of it is from the same functions as
+:func:`lightning_mist.cost.offload.offloaded_needs`.
 
 Array axes
     B  stages
@@ -103,7 +105,9 @@ class OffloadParts:
         beside_BG: What of it is there in the optimizer's step.
         parameters_BP: Parameters that stay, and buffers of others.
         optimizer_BO: The same of optimizer state.
-        step_BO: The optimizer's temporaries.
+        step_BO: The optimizer's temporaries where neither parameters nor gradients are moved.
+        unit_BO: The same where some are: of one unit.
+        third_BP: Moved parameters of a third unit, which are there in the step.
         host_parameters_BP: Parameters in host memory.
         host_gradients_BG: Gradients there.
         host_optimizer_BO: Optimizer state there.
@@ -115,6 +119,8 @@ class OffloadParts:
     parameters_BP: FloatArray
     optimizer_BO: FloatArray
     step_BO: FloatArray
+    unit_BO: FloatArray
+    third_BP: FloatArray
     host_parameters_BP: FloatArray
     host_gradients_BG: FloatArray
     host_optimizer_BO: FloatArray
@@ -152,10 +158,12 @@ class OffloadParts:
         optimizer, parameters = found.optimizer, found.parameters
         return cls(
             stays=parts,
-            beside_BG=found.owned.resident_K + parts.always_K[::every].reshape(count, -1),
+            beside_BG=found.owned.resident_K - found.owned.single_K + parts.always_K[::every].reshape(count, -1),
             parameters_BP=parameters.resident_K + BUFFERS * parameters.largest_K,
             optimizer_BO=state * (optimizer.resident_K + BUFFERS * optimizer.largest_K),
-            step_BO=step_bytes(model, optimizer, largest_trained(whole)[:, None]),
+            step_BO=step_bytes(model, optimizer, largest_trained(whole)[:, None], False),
+            unit_BO=step_bytes(model, optimizer, largest_trained(whole)[:, None], True),
+            third_BP=parameters.largest_K,
             host_parameters_BP=parameters.moved_K,
             host_gradients_BG=(found.gradients if adds_in_host(slot) else found.owned).moved_K,
             host_optimizer_BO=state * optimizer.moved_K,
@@ -207,9 +215,12 @@ class OffloadParts:
     def peaks_beside(self, pairs_K: FloatArray) -> FloatArray:
         """The same where what pairs of ratios leave on the device peaks at so many bytes."""
         pairs_BGA = pairs_K.reshape(*self.beside_BG.shape, -1)
-        step_BGO = self.beside_BG[:, :, None] + self.step_BO[:, None, :]
-        rest_BGOA = np.maximum(pairs_BGA[:, :, None, :], step_BGO[..., None]) + self.optimizer_BO[:, None, :, None]
-        result_BPGOA: FloatArray = self.parameters_BP[:, :, None, None, None] + rest_BGOA[:, None]
+        moves_BPG = (self.host_parameters_BP[:, :, None] > 0) | (self.host_gradients_BG[:, None] > 0)
+        step_BPGO = np.where(moves_BPG[..., None], self.unit_BO[:, None, None], self.step_BO[:, None, None])
+        step_BPGO += (self.third_BP[:, :, None] + self.beside_BG[:, None])[..., None]
+        rest_BPGOA = np.maximum(pairs_BGA[:, None, :, None], step_BPGO[..., None])
+        held_BPO = self.parameters_BP[:, :, None] + self.optimizer_BO[:, None]
+        result_BPGOA: FloatArray = rest_BPGOA + held_BPO[:, :, None, :, None]
         return result_BPGOA
 
     def host_bytes(self, phases: Sequence[Phase]) -> FloatArray:

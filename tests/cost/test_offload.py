@@ -95,7 +95,9 @@ def test_states_rank_by_rank(zero, ranks, wo, go, oo):
     step = dict(needs.update)["optimizer step"]
     assert step["gradient_bytes"] == at_step
     owned = counted(uses, 0.0, ranks)[0]
-    assert step["working_bytes"] == (state[3] if state[1] else owned)
+    by_units = parameters[1] or counted(uses, go, ranks)[1] or state[1]
+    # A third unit's parameters, and no gradient that is made.
+    assert step["working_bytes"] == (state[3] if by_units else owned) + parameters[2] - gradients[4]
     (memory,) = model.breakdown(place, some)
     assert memory.host_bytes == parameters[1] + gradients[1] + 2 * state[1]
 

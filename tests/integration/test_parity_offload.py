@@ -85,7 +85,7 @@ PLANS = {
 
 
 @pytest.mark.combinations
-@pytest.mark.parametrize("name", ["nano_even", "lora_llama"])
+@pytest.mark.parametrize("name", ["nano_even", "lora_llama", "blocks_alone"])
 @pytest.mark.parametrize("label", tiered(PLANS, FIRST))
 def test_curves(name, label):
     model = subject(name, torch.float64)
