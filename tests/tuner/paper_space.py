@@ -11,11 +11,15 @@ from functools import cache, lru_cache
 
 import numpy as np
 
+from lightning_mist.tuner.bound import solve
+from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.pareto import non_dominated
+from lightning_mist.tuner.problem import InterStageProblem
 from tests.cost import paper_time
 from tests.cost import test_paper_memory as paper_memory
 from tests.cost.paper_time import BLOCK_PARAMETERS, EDGE_PARAMETERS, HALF_BYTES, HEAD, TAIL
 from tests.cost.test_paper_memory import GPT
+from tests.tuner.problems import slot
 
 BATCH, DEVICES = 32, 2
 USABLE_SHARE = 0.88
@@ -31,6 +35,12 @@ RATIOS = tuple(
     for optimizer, activations in itertools.product(QUARTERS, QUARTERS)
 )
 """Offloaded shares of parameters, gradients, optimizer state and activations."""
+
+PUBLISHED = {"rows": (1, 2, 4), "all_ratios": (NOTHING,), "spread": 2}
+"""Limits of the space in which the artifact finds its plan."""
+
+PUBLISHED_SECONDS = 9.26892465
+"""Of that plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,3 +283,55 @@ def pipelines(*, rows=ROWS, all_ratios=RATIOS, spread=GPT.layers):
     for count, each in itertools.product((1, 2), rows):
         places = [Place(index=index, stages=count, rows=each) for index in range(count)]
         yield places[0].microbatches, tuple(stages(item, all_ratios=all_ratios, spread=spread) for item in places)
+
+
+def problem_of(count, options):
+    """How to choose the stages of one pipeline."""
+    slots = []
+    for index, item in enumerate(options):
+        start_K = 0 * item.layers_K if index == 0 else GPT.layers - item.layers_K
+        devices_K = np.full(len(start_K), DEVICES // len(options))
+        slots.append(slot(start_K, item.layers_K, devices_K, item.steady_K, item.boundary_K))
+    return InterStageProblem(num_layers=GPT.layers, num_devices=(DEVICES,), num_microbatches=count, slots=tuple(slots))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """The best plan by the dynamic program.
+
+    Attributes:
+        seconds: Of its step.
+        bound: No plan of any pipeline takes fewer.
+        checked: Seconds of the best plan by HiGHS.
+        microbatches: Their number.
+        stages: Layers, recomputed layers and offloaded shares of each.
+    """
+
+    seconds: float
+    bound: float
+    checked: float
+    microbatches: int
+    stages: tuple[tuple[int, int, tuple[float, ...]], ...]
+
+
+def tuned(**limits):
+    """The best plan of the space with the limits of :func:`pipelines`, and what is proven of it."""
+    best, bound = None, np.inf
+    for count, options in pipelines(**limits):
+        problem = problem_of(count, options)
+        answer = solve(problem)
+        bound = min(bound, answer.bound)
+        if best is None or answer.objective < best[0].objective:
+            best = answer, problem, options
+    answer, problem, options = best
+    checked = solve_program(problem, time_limit=5.0, incumbent=answer)
+    return Tuned(
+        seconds=float(answer.objective),
+        bound=float(min(bound, checked.bound)),
+        checked=float(checked.objective),
+        microbatches=problem.num_microbatches,
+        stages=tuple(
+            (int(item.layers_K[at]), int(item.recomputed_K[at]), tuple(item.ratios_KO[at].tolist()))
+            for item, at in zip(options, answer.chosen, strict=True)
+        ),
+    )

@@ -4,43 +4,11 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import step_seconds
-from lightning_mist.tuner.bound import PRECISION, solve
-from lightning_mist.tuner.inter_stage import solve_program
-from lightning_mist.tuner.problem import InterStageProblem
+from lightning_mist.tuner.bound import PRECISION
 from tests.cost import paper_time
 from tests.cost.paper_time import PaperStage
 from tests.tuner import paper_space
-from tests.tuner.paper_space import GPT, NOTHING, Place
-from tests.tuner.problems import slot
-
-PUBLISHED = 9.26892465
-"""Seconds of the plan that the artifact finds."""
-
-
-def problem_of(count, options):
-    slots = []
-    for index, item in enumerate(options):
-        start_K = 0 * item.layers_K if index == 0 else GPT.layers - item.layers_K
-        devices_K = np.full(len(start_K), paper_space.DEVICES // len(options))
-        slots.append(slot(start_K, item.layers_K, devices_K, item.steady_K, item.boundary_K))
-    return InterStageProblem(
-        num_layers=GPT.layers, num_devices=(paper_space.DEVICES,), num_microbatches=count, slots=tuple(slots)
-    )
-
-
-def tuned(**limits):
-    """The best answer by the dynamic program, what HiGHS says of it, a bound over all pipelines, and its stages."""
-    best, bound = None, np.inf
-    for count, options in paper_space.pipelines(**limits):
-        problem = problem_of(count, options)
-        answer = solve(problem)
-        bound = min(bound, answer.bound)
-        if best is None or answer.objective < best[0].objective:
-            best = answer, problem, options
-    answer, problem, options = best
-    checked = solve_program(problem, time_limit=5.0, incumbent=answer)
-    chosen = [item.take(np.array([index])) for item, index in zip(options, answer.chosen, strict=True)]
-    return answer, checked, min(bound, checked.bound), chosen
+from tests.tuner.paper_space import GPT, NOTHING, PUBLISHED, PUBLISHED_SECONDS, Place, tuned
 
 
 def by_trying_everything(**limits):
@@ -59,21 +27,21 @@ def by_trying_everything(**limits):
 
 
 def test_the_published_plan_is_found_where_nothing_may_be_offloaded():
-    answer, checked, bound, chosen = tuned(rows=(1, 2, 4), all_ratios=(NOTHING,), spread=2)
-    assert answer.objective == pytest.approx(PUBLISHED, rel=1e-7)
-    assert checked.objective == pytest.approx(answer.objective, rel=PRECISION)
-    assert bound >= answer.objective * (1 - 1e-6)
-    assert [(int(item.layers_K[0]), int(item.recomputed_K[0])) for item in chosen] == [(12, 5), (12, 0)]
+    found = tuned(**PUBLISHED)
+    assert found.seconds == pytest.approx(PUBLISHED_SECONDS, rel=1e-7)
+    assert found.checked == pytest.approx(found.seconds, rel=PRECISION)
+    assert found.bound >= found.seconds * (1 - 1e-6)
+    assert [stage[:2] for stage in found.stages] == [(12, 5), (12, 0)]
 
 
 @pytest.mark.sample
 @pytest.mark.parametrize("ratios", [(NOTHING,), paper_space.RATIOS])
 def test_over_the_whole_space_the_answer_is_at_least_as_good_and_proven(ratios):
-    answer, checked, bound, _ = tuned(all_ratios=ratios)
-    assert answer.objective <= PUBLISHED
-    assert (answer.objective - bound) / answer.objective <= 0.01
-    assert checked.objective == pytest.approx(answer.objective, rel=PRECISION)
-    assert answer.objective == pytest.approx(by_trying_everything(all_ratios=ratios), rel=1e-9)
+    found = tuned(all_ratios=ratios)
+    assert found.seconds <= PUBLISHED_SECONDS
+    assert (found.seconds - found.bound) / found.seconds <= 0.01
+    assert found.checked == pytest.approx(found.seconds, rel=PRECISION)
+    assert found.seconds == pytest.approx(by_trying_everything(all_ratios=ratios), rel=1e-9)
 
 
 def test_the_published_plan_has_the_least_recomputation_that_fits():
