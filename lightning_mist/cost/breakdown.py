@@ -21,10 +21,7 @@ def predict(spec: ModelSpec, profile: Profiles, cluster: AnyCluster, plan: Plan)
     """Seconds of one step of a plan, and the seconds and peak bytes of its stages, each by term.
 
     Args:
-        spec: The network.
         profile: How fast the machine is; one for each part if its devices are unlike.
-        cluster: How many devices it has.
-        plan: The plan.
 
     Raises:
         PlanError: If the plan does not fit the network or the cluster, or shares out a sequence that it cannot.

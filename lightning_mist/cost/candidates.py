@@ -17,7 +17,6 @@ class StageSlot:
     """A place in a pipeline with everything that is settled before layers and memory savings are chosen.
 
     Attributes:
-        stage_index: Index of the stage.
         num_stages: Number of stages.
         num_microbatches: Number of microbatches per batch.
         data_parallel_degree: Data-parallel ranks of the stage.
@@ -25,7 +24,6 @@ class StageSlot:
         batch_rows: Rows of the batch that each rank loads.
         replicas: Number of independent copies of the pipeline, or a number that it is at least; the fewer there are,
             the more ranks exchange their batches.
-        schedule: Name of the schedule.
         tensor_parallel_degree: Devices that share every layer for each data-parallel rank.
         sequence_parallel: Whether these share activations along the sequence too.
         context_parallel_degree: Devices that share the sequence of every row for each data-parallel rank.
@@ -112,9 +110,6 @@ class OffloadCandidates:
     What they mean is said in :mod:`lightning_mist.cost.offload`.
 
     Attributes:
-        parameters_K: Of parameters.
-        gradients_K: Of their gradients.
-        optimizer_K: Of optimizer state.
         activations_K: Of what layers keep for backward.
     """
 
@@ -159,10 +154,7 @@ class StageCandidates:
     """Choices for one slot; every array has the axis ``K``.
 
     Attributes:
-        start_K: First layer.
-        end_K: One past the last layer.
         checkpointed_K: How many of the first layers are recomputed in backward.
-        zero_stage_K: 0 to 3.
         offload: What lives in host memory; nothing if ``None``.
         variant_K: Where several variants of the network are asked about at once: which of them each is of.
     """
@@ -225,7 +217,6 @@ def slots_of(plan: Plan, cluster: AnyCluster | int = 1) -> tuple[tuple[StageSlot
     """Each stage of a plan as a slot with one candidate.
 
     Args:
-        plan: The plan.
         cluster: The machine, of which its parts count, if it has several.
 
     Raises:

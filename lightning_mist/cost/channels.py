@@ -27,12 +27,7 @@ class CopyRates:
 
 
 def interference_of(profile: HardwareProfile, cluster: Cluster) -> Interference | None:
-    """How the channels of a machine's devices slow each other down; ``None`` where they take turns.
-
-    Args:
-        profile: The machine.
-        cluster: Its devices.
-    """
+    """How the channels of a machine's devices slow each other down; ``None`` where they take turns."""
     if cluster.device.kind != "cuda":
         return None
     return profile.interference or FREE
@@ -40,10 +35,6 @@ def interference_of(profile: HardwareProfile, cluster: Cluster) -> Interference 
 
 def copy_rates(profile: HardwareProfile, cluster: Cluster) -> CopyRates:
     """How fast one device copies.
-
-    Args:
-        profile: The machine.
-        cluster: Its devices.
 
     Raises:
         ProfileError: If nothing is known of a device's copies.

@@ -36,12 +36,7 @@ NEAR_BYTES = len(TERMS)
 
 
 def stage_memory(spec: ModelSpec, plan: Plan) -> tuple[StageMemory, ...]:
-    """The peak memory of every stage of a plan, by term; of chunks that share devices, that of these devices.
-
-    Args:
-        spec: The network.
-        plan: The plan.
-    """
+    """The peak memory of every stage of a plan, by term; of chunks that share devices, that of these devices."""
     models: dict[tuple[int, bool], MemoryModel] = {}
 
     def model(slot: StageSlot) -> MemoryModel:
@@ -63,7 +58,6 @@ def plan_needs(model: Callable[[StageSlot], MemoryModel], plan: Plan) -> tuple[t
 
     Args:
         model: Memory of stages of the plan's network, by slot.
-        plan: The plan.
     """
     return plans_needs(model, [plan])[0]
 
@@ -101,7 +95,6 @@ def group_memory(model: MemoryModel, plan: Plan, group: int) -> StageMemory:
 
     Args:
         model: Memory of stages of the plan's network, or of one tensor-parallel rank's part of it.
-        plan: An interleaved plan.
         group: The group of devices.
     """
     slots = slots_of(plan)
@@ -114,7 +107,6 @@ class PlanPeaks:
 
     Attributes:
         device_SM: On the device; of chunks that share devices the same.
-        host_SM: Of the host.
     """
 
     device_SM: FloatArray
@@ -126,7 +118,6 @@ def plan_peaks(model: Callable[[StageSlot], MemoryModel], plan: Plan, checkpoint
 
     Args:
         model: Memory of stages of the plan's network, by slot.
-        plan: The plan.
         checkpointed_SM: Recomputed layers of every stage, several times.
     """
     return plans_peaks(model, [(plan, checkpointed_SM)])[0]

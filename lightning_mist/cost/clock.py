@@ -63,7 +63,6 @@ def rules_of(cluster: AnyCluster, precision: str) -> StepRules:
     """How a machine runs a step.
 
     Args:
-        cluster: The machine.
         precision: Lightning's name of the precision.
     """
     if cluster.kind != "cuda":
@@ -89,9 +88,7 @@ def clock_floor(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> float:
     stages; transfers move in between at least. Where lists are cut it is less by what that may err.
 
     Args:
-        plan: The plan.
         terms: As for :func:`step_times`.
-        rules: Likewise.
     """
     seconds, groups = plan_seconds(plan, terms), plan.num_groups
     each = [_lane_seconds(stage, plan.num_microbatches) for stage in seconds.stages]
@@ -122,7 +119,6 @@ def step_times(plan: Plan, terms: Sequence[Terms], rules: StepRules, step: float
     """Seconds of one step of a plan.
 
     Args:
-        plan: The plan.
         terms: Seconds of each of its stages by term; see :func:`terms_of`.
         rules: How the machine runs a step.
         step: What :func:`clock_seconds` gives, if that is known.
@@ -196,11 +192,7 @@ def _spent(
     """Where the seconds of a group of devices go.
 
     Args:
-        plan: The plan.
-        group: The group.
         terms: Seconds of every stage by term.
-        seconds: Seconds of every action.
-        step: Seconds of the step.
         still: Seconds of the step if transfers took no time.
     """
     chunks = [terms[chunk] for chunk in plan.chunks(group)]

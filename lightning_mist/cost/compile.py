@@ -50,10 +50,8 @@ class _Variables:
     """Variables of polynomials: the symbols first, then what is no polynomial; and what has been found of expressions.
 
     Attributes:
-        symbols: The symbols.
         place: The variable of each symbol, and of everything that is no polynomial.
         made: How each of those behind the symbols is made.
-        known: Polynomials of expressions.
     """
 
     symbols: Sequence[sympy.Symbol]

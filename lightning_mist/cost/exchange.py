@@ -88,12 +88,6 @@ def reductions(
     """Seconds of reducing gradients and giving out parameters.
 
     Args:
-        profile: The machine.
-        cluster: Its devices.
-        slot: The candidates' place.
-        candidates: The stages.
-        held: What they hold.
-        backward_K: Seconds of computing one backward.
         seams: What devices of every part of a cluster do with nodes of other parts; nothing if devices are alike.
     """
     degree, zero_K, none_K = slot.shard_degree, candidates.zero_stage_K, np.zeros(len(candidates))
@@ -165,10 +159,6 @@ def transfers(
     """Receiving the input, and the gradient of the output; every tensor that has one is a message of its own.
 
     Args:
-        profile: The machine.
-        cluster: Its devices.
-        slot: The candidates' place.
-        candidates: The stages.
         memory: The network, or one tensor-parallel rank's part of it.
         sending: Whether to give instead what sending takes: the output, and the gradient of the input.
         seams: As for :func:`reductions`.
@@ -187,7 +177,6 @@ def of_cuts(
 
     Args:
         seconds: As :func:`cut_seconds` gives them.
-        candidates: The stages.
         sending: Whether these send what it is about, which is an activation at their end.
     """
     activation_C, gradient_C = seconds
@@ -208,8 +197,6 @@ def cut_seconds(
     """What the activation and the gradient that a stage receives, or sends, take by the cut that they cross.
 
     Args:
-        profile: The machine.
-        cluster: Its devices.
         slot: The place of a stage, not the only one.
         memory: The network, or one tensor-parallel rank's part of it.
         sending: Whether the stage sends them.
@@ -227,12 +214,7 @@ def cut_seconds(
 
 
 def cut_key(cluster: Cluster, slot: StageSlot) -> Hashable:
-    """Equal for slots of one tensor-parallel degree whose :func:`cut_seconds` are equal.
-
-    Args:
-        cluster: The devices.
-        slot: The slot.
-    """
+    """Equal for slots of one tensor-parallel degree whose :func:`cut_seconds` are equal."""
     placement = slot.placement
     place = None if placement is None else (placement.share, placement.before, placement.behind)
     return slot.rows, slot.context_parallel_degree, _outward(cluster, slot), slot.seams, place

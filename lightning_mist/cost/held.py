@@ -28,13 +28,10 @@ class HeldBytes:
     """What stages hold: parameters and their gradients, in bytes.
 
     Attributes:
-        all_K: Parameters.
-        trained_K: Trained parameters, and so gradients.
         head_only_K: Trained, and used by no part of the stage but its head.
         tail_K: Trained, and used by its tail.
         shared_K: Trained, and also held by another stage.
         reused_K: Trained, and used by several parts of this stage.
-        largest_K: The largest trained parameter.
         together_K: Trained, with a gradient that is made with those of inputs where weights' are made apart.
         count_K: Number of trained parameters, not bytes.
     """
@@ -55,10 +52,8 @@ class SharedOut:
     """What the fullest rank of stages has where parameters are dealt out, in bytes.
 
     Attributes:
-        trained_K: Trained parameters that it owns.
         every_K: All parameters that it owns where frozen ones are dealt out too, as they lie in flat storages.
         forward_AK: Parameters that are there for a forward only; see :class:`~lightning_mist.cost.ownership.Away`.
-        backward_AK: The same for a backward.
     """
 
     trained_K: FloatArray
@@ -71,12 +66,10 @@ class Holdings:
     """Parameters of stages of one network; keeps what it has computed.
 
     Args:
-        spec: The network.
         table: Its parameters, if that is known.
         networks: How many networks there are.
 
     Attributes:
-        table: Its parameters.
         is_one_unit: Whether a stage's parameters cannot be told apart by layer, so that ZeRO-2 and ZeRO-3 take them for
             one unit.
     """
@@ -105,8 +98,6 @@ class Holdings:
 
         Args:
             network: Which of several networks, if there are several.
-            low_U: First region.
-            high_U: One past the last.
         """
         uses = self.table.uses_PR
         inside_PU = uses[:, high_U] - uses[:, low_U]
@@ -150,8 +141,6 @@ class Holdings:
 
         Args:
             network: Which of several networks, if there are several.
-            low_U: First region.
-            high_U: One past the last.
             ranks: Data-parallel ranks.
         """
         found = [self._owners.of(*item, ranks) for item in zip(low_U.tolist(), high_U.tolist(), strict=True)]
@@ -163,18 +152,13 @@ class Holdings:
         """What the fullest rank of devices that run several stages has where their parameters are dealt out together.
 
         Args:
-            stages: One candidate each.
             ranks: Data-parallel ranks.
         """
         ranges = [(int(low_U[0]), int(high_U[0])) for low_U, high_U, _ in map(self._ranges, stages)]
         return self._owners.together(ranges, ranks)
 
     def doubled(self, stages: Sequence[StageCandidates]) -> tuple[float, float]:
-        """Bytes by which the sum over some stages exceeds what they hold together: of all and of trained parameters.
-
-        Args:
-            stages: One candidate each.
-        """
+        """Bytes by which the sum over some stages exceeds what they hold together: of all and of trained parameters."""
         uses = self.table.uses_PR
         count_P = np.zeros(len(uses), dtype=np.int64)
         for candidates in stages:
@@ -215,9 +199,6 @@ class ByRange:
         """The figures of each range; axes ``X`` and ``K``.
 
         Args:
-            low_K: First region.
-            high_K: One past the last.
-            make: Gives the figures.
             network_K: Which of several networks each range is of.
         """
         first_K = low_K if network_K is None else network_K * self._width + low_K

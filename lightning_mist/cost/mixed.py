@@ -46,9 +46,7 @@ class MixedCostModel:
     """Seconds and bytes of stages of one network on unlike devices; keeps what it has computed.
 
     Args:
-        spec: The network.
         profiles: How fast the devices of every part are; by default from the catalog.
-        cluster: The parts.
 
     Raises:
         ProfileError: If there are not as many profiles as parts, a device is not in the catalog, or the network's
@@ -196,9 +194,7 @@ def cost_model(spec: ModelSpec, profiles: Profiles, cluster: AnyCluster) -> Cost
     """The cost model of a network on a machine.
 
     Args:
-        spec: The network.
         profiles: How fast the machine is; by default from the catalog.
-        cluster: The machine.
 
     Raises:
         ProfileError: If there are not as many profiles as parts, or a device is not in the catalog.
@@ -217,12 +213,7 @@ def models_of(model: CostModel, devices: Iterable[int]) -> tuple[StageCostModel,
 
 
 def copy_weights(model: CostModel, slot: StageSlot) -> FloatArray:
-    """How channels slow each other down beside copies, as :func:`~lightning_mist.cost.overlap_floor.corners`.
-
-    Args:
-        model: The cost model.
-        slot: A stage's place.
-    """
+    """How channels slow each other down beside copies, as :func:`~lightning_mist.cost.overlap_floor.corners`."""
     one = model.models(slot)[0] if isinstance(model, MixedCostModel) else model
     return corners(interference_of(one.profile, one.cluster), shard_nodes(one.cluster, slot) > 1)
 
@@ -254,9 +245,7 @@ def _outside(part: Cluster, profile: HardwareProfile | None, cluster: MixedClust
     """A part as seen from the others: what its devices do with nodes beyond it, in a cluster of nothing but its kind.
 
     Args:
-        part: The part.
         profile: What was measured of it; ``None`` for the catalog's.
-        cluster: All parts.
     """
     if profile is not None and profile.source.startswith("catalog") and profile == _catalogued(part):
         profile = None  # It is about the part alone; the catalog knows more.

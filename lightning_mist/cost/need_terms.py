@@ -20,7 +20,6 @@ def need_terms(needs: StageNeeds, always: Mapping[str, Bytes] | None = None) -> 
     """What the memory of one candidate is made of.
 
     Args:
-        needs: The same with one candidate.
         always: What is there all the time by term, if that is not what ``needs`` say: devices that run several stages
             hold it for all of them.
     """

@@ -29,7 +29,6 @@ class StageNeeds:
 
     Attributes:
         always: What is there all the time, by term.
-        gradients_K: All gradients.
         reused_K: Gradients of parameters that several parts of the stage use.
         pending_K: Gradients of the last backward that are still being reduced in a forward, or a backward of inputs.
         saved_K: What one microbatch leaves behind between its forward and its backward, when its output has been sent.
@@ -37,9 +36,7 @@ class StageNeeds:
         entering_K: What is received per microbatch.
         leaving_K: The gradient of what is sent per microbatch.
         returned_K: The gradient of what is received per microbatch.
-        forward_K: Working set of a forward.
         first_backward_K: Working set of the backward that makes the gradients, these included.
-        backward_K: Working set of another backward.
         input_backward_K: Working set of a backward that makes input gradients only.
         waiting_K: What one microbatch leaves behind from its input gradients until its weight gradients.
         weight_backward_K: Working set of weight gradients: what they need, and the largest of them.

@@ -45,10 +45,7 @@ def work_seconds(
     """Seconds of one direction of every region.
 
     Args:
-        profile: The machine.
-        work: What the regions do.
         dtype: Element type that is computed in.
-        direction: Which direction it is.
         launches_ahead: Whether operators queue on a device.
 
     Raises:

@@ -27,7 +27,6 @@ class OverheadSeconds:
     Attributes:
         forward_K: In each microbatch's forward: the action, its messages, and what runs on stand-ins.
         backward_K: In each microbatch's backward, or both parts of it.
-        once_K: Once per step.
     """
 
     forward_K: FloatArray
@@ -45,8 +44,6 @@ def overhead_seconds(
 
     Args:
         overheads: What was measured of the runtime.
-        slot: Where the stages are.
-        candidates: The stages.
         spec: The network; later stages run its head on stand-ins.
     """
     is_later_K = (candidates.start_K > 0).astype(np.float64)

@@ -46,7 +46,6 @@ def concurrent_seconds(
 
     Args:
         compute_K: Seconds of computing alone, not negative. The four may be of any shapes that broadcast.
-        network_K: Seconds of communicating alone.
         to_device_K: Seconds of copying from the host alone.
         to_host_K: Seconds of copying to the host alone.
         interference: The machine's coefficients; None where channels take turns.

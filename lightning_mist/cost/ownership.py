@@ -133,7 +133,6 @@ class Owners:
         """What the fullest rank has of several stages whose parameters are dealt out together.
 
         Args:
-            ranges: Regions of each stage.
             ranks: Data-parallel ranks.
         """
         used_PR = np.concatenate([self._used_PR[:, low:high] for low, high in ranges], axis=1)
@@ -203,10 +202,7 @@ def _most_elsewhere(bytes_P: FloatArray, owner_P: IntArray, ranks: int, there_PR
     """The most bytes that a rank needs of parameters that others own, of several sets of parameters; axis ``R``.
 
     Args:
-        bytes_P: Bytes of each parameter.
-        owner_P: The rank that owns it.
         ranks: Number of ranks.
-        there_PR: Which parameters are needed.
     """
     all_R: FloatArray = bytes_P @ there_PR
     if ranks > there_PR.sum(axis=0).max(initial=0):

@@ -123,11 +123,7 @@ def terms_of_plans(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]
 
 
 def seconds_of_terms(terms: Sequence[Terms]) -> StageSeconds:
-    """Seconds of stages by term, stage after stage in the arrays.
-
-    Args:
-        terms: Those of each stage.
-    """
+    """Seconds of stages by term, stage after stage in the arrays."""
     rows = zip(*(item.values() for item in terms), strict=True)
     return StageSeconds(**{name: np.array(values) for name, values in zip(_NAMES, rows, strict=True)})
 

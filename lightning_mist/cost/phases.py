@@ -73,10 +73,8 @@ def stage_phases(
     """The situations of a stage that are not dominated by others.
 
     Args:
-        stage_index: Which stage.
         num_stages: Number of stages.
         num_microbatches: Number of microbatches per batch.
-        schedule: Name of the schedule.
     """
     # 1F1B and ZB-H1 repeat themselves once every stage is in its steady state; GPipe never does.
     if schedule == "1f1b" and stage_index > 1:
@@ -137,7 +135,6 @@ def phases_in_order(
     """The situation at each computation of a list, in its order; before it the one while it waits, if that differs.
 
     Args:
-        actions: The list, with transfers.
         sends_gradients: Whether there is a stage before.
         arrivals: Which sends each computation finds arrived; see :func:`~lightning_mist.schedule.arrived_sends`.
     """

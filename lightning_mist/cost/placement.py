@@ -106,7 +106,6 @@ def parts_of(plan: Plan, cluster: AnyCluster | Nodes | int) -> tuple[int, ...]:
     """The part of the cluster in which each stage of a plan lies; nothing if the only stage lies in several.
 
     Args:
-        plan: The plan.
         cluster: Where its devices lie; see :meth:`Nodes.of`.
 
     Raises:
@@ -131,7 +130,6 @@ def placements_of(plan: Plan, cluster: AnyCluster | Nodes | int) -> tuple[Placem
     """The placement of every stage of a plan.
 
     Args:
-        plan: The plan.
         cluster: Where its devices lie; see :meth:`Nodes.of`.
 
     Raises:

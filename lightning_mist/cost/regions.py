@@ -55,10 +55,8 @@ class RegionWork:
     """The work of one direction of every region, by kind of operator; see :class:`OperatorCost`.
 
     Attributes:
-        kinds: Kind of each entry.
         of_E: Which kind of region each entry belongs to.
         flops_E, moved_E, calls_E: What its operators do together, and how many they are.
-        of_R: Which kind of region each region is.
     """
 
     kinds: tuple[OperatorKind, ...]
@@ -266,19 +264,16 @@ class ParameterTable:
     """Bytes of parameters, and for each how many of the regions before each region use it.
 
     Attributes:
-        bytes_P: Bytes of each parameter.
         trainable_P: Bytes of each trained parameter, 0 for frozen ones.
         dealt_P: Bytes by which owners are assigned: of the whole parameter, also where tensor parallelism splits it.
         together_P: Whether the gradient of a parameter is made with those of inputs where weights' are made apart: it
             is no matrix, or an embedding.
         uses_PR: Number of regions below ``r`` that use the parameter, ``r`` in ``0 .. L + 2``.
         single_R: Trained bytes of the parameters that exactly one region uses, by region.
-        used_R: Bytes of the parameters that each region uses.
         trained_R: Bytes of the trained ones among them.
         reduced_FR: Bytes of those gradients that are complete, in backward, with the one of region ``r``: of trained
             parameters that no region before uses in a stage that begins with region ``f``. Stages whose first regions
             make no difference share a row.
-        reductions_FR: Number of these parameters.
         reduced_row_R: Row of these two for a stage that begins with each region.
         count_R: Number of the parameters that each region uses.
     """
@@ -327,11 +322,7 @@ class ParameterTable:
         )
 
     def training(self, chosen_P: BoolArray) -> "ParameterTable":
-        """The same where of the trained parameters only some are trained.
-
-        Args:
-            chosen_P: Which parameters may be.
-        """
+        """The same where of the trained parameters only some are trained."""
         return replace(self, **_trained(self.trainable_P * chosen_P, self.uses_PR))
 
 
@@ -340,7 +331,6 @@ def _trained(trainable_P: FloatArray, uses_PR: IntArray) -> dict[str, Any]:
 
     Args:
         trainable_P: Bytes of each trained parameter, 0 for frozen ones.
-        uses_PR: As in the table.
     """
     used_PR = np.diff(uses_PR, axis=1)
     alone_P = uses_PR[:, -1] == 1

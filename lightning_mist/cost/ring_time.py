@@ -37,9 +37,6 @@ def ring_seconds(
     """What every region's forward and backward wait for in a ring, as far as attention does not hide it.
 
     Args:
-        profile: The machine.
-        cluster: Its devices.
-        slot: The stages' place.
         memory: The network, or one tensor-parallel rank's part of it.
         compute: What a device computes of every region.
 
@@ -84,8 +81,6 @@ def stage_ring_seconds(
     Args:
         seconds: Of every region's forward and backward.
         candidates: The stages; what they recompute goes around again.
-        low_K: Their first region.
-        high_K: One past their last region.
     """
     forward, backward = (np.concatenate([[0.0], np.cumsum(values_R)]) for values_R in seconds)
     first_K = candidates.start_K + 1

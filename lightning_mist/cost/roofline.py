@@ -44,9 +44,7 @@ def step_work(spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, rows:
     """The work of a step of so many rows, and the least it could take.
 
     Args:
-        spec: The network.
         profile: How fast the machine was measured to be.
-        cluster: Its devices.
         rows: Rows of the step over all devices.
     """
     return step_work_of(MemoryModel(spec), profile, cluster, rows)

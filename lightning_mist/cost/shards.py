@@ -57,7 +57,6 @@ def unit_seconds(profile: HardwareProfile, table: ParameterTable, degree: int, n
     """Seconds of every unit's communication.
 
     Args:
-        profile: The machine.
         table: Bytes and number of the parameters of every unit.
         degree: Data-parallel ranks.
         nodes: Nodes that they span.
@@ -87,7 +86,6 @@ class UnitSums:
         unsharded: Sums for forwards and backwards of units that are not recomputed, between the outermost.
         unsharded_again: What those of units that are recomputed take more.
         fetched_R: A forward of each unit beside which the next one is unsharded.
-        bare: Sums of unsharding alone.
     """
 
     reduced: FloatArray
@@ -102,8 +100,6 @@ class UnitSums:
         """The sums of a network.
 
         Args:
-            compute: Seconds of every region.
-            unshard_R: Unsharding every unit.
             reduce_R: Reducing the gradients of every unit.
             beyond: What communication adds to computation beside it.
         """
@@ -128,8 +124,6 @@ class Beside:
     """Communication of units beside computation, among the ranks of stages that have the same rows and degrees.
 
     Attributes:
-        compute: Seconds of every region.
-        units: Seconds of communication.
         is_one_unit: Whether all parameters of a stage are one unit.
         interference: How communication and computation slow each other down; ``None`` where they take turns.
         across_nodes: Whether the ranks are in several nodes.
@@ -179,8 +173,6 @@ class Unsharding:
     """What unsharding adds, by how often it happens; nothing below ZeRO-3.
 
     Attributes:
-        each_K: Seconds per microbatch.
-        once_K: Seconds per batch.
         forward_K: Seconds per forward that follows a forward of the same stage.
         backward_K: Seconds per backward that follows a backward.
     """
@@ -225,14 +217,7 @@ class Unsharding:
 
 
 def reduced_seconds(beside: Beside, candidates: StageCandidates, low_K: IntArray, high_K: IntArray) -> FloatArray:
-    """What reducing gradients adds to one microbatch, beyond its computation; nothing below ZeRO-2.
-
-    Args:
-        beside: Communication beside computation.
-        candidates: The stages.
-        low_K: Their first region.
-        high_K: One past their last region.
-    """
+    """What reducing gradients adds to one microbatch, beyond its computation; nothing below ZeRO-2."""
     scatter_K = np.zeros(len(candidates))
     for some in beside.split(low_K, high_K, candidates, ZeroStage.GRADIENTS):
         scatter_K[some.at_J] = _reduced(beside, some)
@@ -242,15 +227,7 @@ def reduced_seconds(beside: Beside, candidates: StageCandidates, low_K: IntArray
 def unsharding(
     beside: Beside, slot: StageSlot, candidates: StageCandidates, low_K: IntArray, high_K: IntArray
 ) -> Unsharding:
-    """What unsharding adds, beyond computation. Of the slot only the schedule counts.
-
-    Args:
-        beside: Communication beside computation.
-        slot: Where the stages are.
-        candidates: The stages.
-        low_K: Their first region.
-        high_K: One past their last region.
-    """
+    """What unsharding adds, beyond computation. Of the slot only the schedule counts."""
     found_XK = np.zeros((4, len(candidates)))
     for some in beside.split(low_K, high_K, candidates, ZeroStage.PARAMETERS):
         if beside.is_one_unit and slot.schedule != "interleaved-1f1b":
@@ -324,9 +301,6 @@ def restarts(slot: StageSlot) -> tuple[int, int]:
     """How many forwards of a batch follow one of their own stage, and how many backwards do.
 
     Chunks of a group of devices take turns, by and large: all but the first count there, which is never too few.
-
-    Args:
-        slot: The stage's place.
     """
     others = slot.num_microbatches - 1
     if slot.schedule == "interleaved-1f1b":

@@ -44,7 +44,6 @@ class Counts:
 
     Attributes:
         counts_XF: How often each thing is there.
-        working_X: Which working set.
         made_XC: Of which chunks gradients are there, and perhaps still under way.
         again_X: The chunk whose backward adds to gradients, which counts its own among those under way; -1 if none.
         in_flight_C: The most microbatches of every chunk whose activations are kept at once.
@@ -121,7 +120,6 @@ def situations_in_order(
     """The situation around each computation of a list, in its order.
 
     Args:
-        actions: The list, with transfers.
         arrivals: Which sends each computation finds arrived; see :func:`~lightning_mist.schedule.arrived_sends`.
     """
     found: list[tuple[Action, Situation]] = []

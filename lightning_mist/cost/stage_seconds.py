@@ -11,9 +11,7 @@ class StageSeconds:
     """Seconds of candidates by term.
 
     Attributes:
-        forward_K: Forward of one microbatch.
         backward_K: Backward of one microbatch without recomputation.
-        recompute_K: Forwards that backward repeats.
         weight_K: The part of ``backward_K`` that makes gradients of matrices, which ZB-H1 puts off.
         exchange_K: The part of ``forward_K`` and ``backward_K`` in which tensor-parallel ranks exchange.
         recompute_exchange_K: The same part of ``recompute_K``.
@@ -35,7 +33,6 @@ class StageSeconds:
         tied_K: Summing gradients of parameters that several stages hold.
         update_K: The optimizer's step, and the other passes over gradients and parameters of once per batch.
         update_copies_K: Copies between device and host that the optimizer's step waits for.
-        gather_K: Giving out updated parameters.
         overhead_K: What the runtime itself takes for one microbatch.
         forward_overhead_K: The part of ``overhead_K`` in forward.
         once_K: What it takes once per step.

@@ -33,12 +33,7 @@ class _Range:
 class StageWorking:
     """Working sets of candidate stages; keeps what several of them need.
 
-    Args:
-        sets: Tables of the network.
-        runs: The stages.
-
     Attributes:
-        sets: As given.
         saved_K: What one microbatch leaves behind between its forward and its backward.
     """
 
@@ -275,7 +270,6 @@ class StageWorking:
         its capacity, and at most what the parts from there on have. The smaller of both maxima is a bound.
 
         Args:
-            bucket_K: Bytes of the largest bucket.
             progressive: Whether the last backward is also the first, so that gradients appear in it.
         """
         sets, runs = self.sets, self._runs

@@ -33,8 +33,6 @@ class RegionSums:
     """Prefix sums of seconds of regions.
 
     Attributes:
-        forward: Of forwards.
-        backward: Of backwards without recomputation.
         weight: Of the part of backwards that makes gradients of matrices.
         exchange: Of the parts of forwards and backwards in which tensor-parallel ranks exchange; ``None`` without such.
     """
@@ -49,7 +47,6 @@ class RegionSums:
         """The sums of a network.
 
         Args:
-            compute: Seconds of every region.
             weight_R: Share of every region's backward that makes gradients of matrices.
         """
         return cls(
@@ -64,13 +61,7 @@ class RegionSums:
     def exchanged(
         self, candidates: StageCandidates, low_K: IntArray, high_K: IntArray
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """What tensor-parallel ranks exchange in a forward, a backward, and what is recomputed.
-
-        Args:
-            candidates: The stages.
-            low_K: Their first region.
-            high_K: One past their last region.
-        """
+        """What tensor-parallel ranks exchange in a forward, a backward, and what is recomputed."""
         if self.exchange is None:
             none_K = np.zeros(len(candidates))
             return none_K, none_K, none_K

@@ -30,8 +30,6 @@ class RegionSeconds:
     """Seconds of every region at one number of rows.
 
     Attributes:
-        forward_R: Of one forward.
-        backward_R: Of one backward, without recomputation.
         source: Where they come from; the least certain source counts.
         exchange: The parts of both in which tensor-parallel ranks exchange; ``None`` without such ranks.
     """
@@ -57,11 +55,9 @@ def split_seconds(
 
     Args:
         specs: The whole network, and one rank's part of it.
-        profile: The machine.
         cluster: As for :func:`region_seconds`.
         costs: FLOPs and bytes of every region of both.
         rows: Microbatch rows.
-        degree: Tensor-parallel ranks.
     """
     whole = region_seconds(specs[0], profile, cluster, costs[0], rows)
     rates = [
@@ -101,7 +97,6 @@ def region_seconds(
 
     Args:
         spec: The network, perhaps with measured seconds of its kinds of layers.
-        profile: The machine.
         cluster: Tells whether operators queue on a device or run one after another.
         costs: FLOPs and bytes of every region at ``rows`` rows.
         rows: Microbatch rows.
@@ -143,8 +138,6 @@ def interpolate(rows: Sequence[int], seconds: Sequence[float], wanted: float) ->
     taken to grow with the rows above it, and not to shrink below it.
 
     Args:
-        rows: Measured sizes, ascending.
-        seconds: Seconds at each.
         wanted: The size asked for.
     """
     if rows[0] <= wanted <= rows[-1]:
@@ -184,7 +177,6 @@ def collective_seconds(
     From that group's size to another they change as in a ring; see :func:`ring_steps`.
 
     Args:
-        profile: The machine.
         operation: A name of :class:`CollectiveCost`. Where ``"reduce"`` is not known it takes what ``"broadcast"``
             takes: it is the same tree run backwards.
         group_size: Number of ranks.

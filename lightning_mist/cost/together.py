@@ -31,7 +31,6 @@ class Held:
 
     Attributes:
         needs: What their memory on the device is made of.
-        state_K: Host memory of their states.
         microbatch_K: Host memory of one microbatch's activations.
     """
 
@@ -57,7 +56,6 @@ def seconds_of_stages(model: CostModel, stages: Sequence[Placed]) -> tuple[Stage
     """Seconds of each stage's candidates, as if each had been asked for by itself.
 
     Args:
-        model: The cost model.
         stages: The stages of a pipeline, or some of them; or those of several.
     """
     names = [field.name for field in fields(StageSeconds)]
@@ -88,7 +86,6 @@ def held_of_stages(model: Callable[[StageSlot], MemoryModel], stages: Sequence[P
 
     Args:
         model: As for :func:`needs_of_stages`.
-        stages: Likewise.
     """
     found: dict[int, Held] = {}
     for members, slot, candidates in _joined(stages, _bytes_key):

@@ -63,9 +63,6 @@ def update_seconds(
 
     Args:
         machine: How fast the devices are, and which.
-        spec: The network.
-        slot: The candidates' place.
-        candidates: The stages.
         holdings: Parameters of the network, or of one tensor-parallel rank's part of it.
     """
     profile, cluster = machine
@@ -88,13 +85,7 @@ def update_seconds(
 
 
 def addition_seconds(spec: ModelSpec, profile: HardwareProfile, gradients: FloatArray) -> FloatArray:
-    """Seconds of adding gradients to those that exist, as a part of backwards as runs have corrected them.
-
-    Args:
-        spec: The network.
-        profile: How fast the devices are.
-        gradients: Bytes of the gradients.
-    """
+    """Seconds of adding gradients to those that exist, as a part of backwards as runs have corrected them."""
     return computation_factor(spec, profile, "backward") * _addition(profile, gradients)
 
 

@@ -21,7 +21,6 @@ class VariantHoldings(Holdings):
     """Parameters of stages of networks that differ in which of these are trained; keeps what it has computed.
 
     Args:
-        each: Parameters of the networks.
         network_V: Which of them each variant is.
         reduced_R: Bytes of gradients that are reduced behind the backward of each region, in all of them: where they
             stay afterwards is another question.

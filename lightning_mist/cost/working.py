@@ -67,12 +67,9 @@ class StageRuns:
     """Candidate stages as runs of layers.
 
     Attributes:
-        start_K: First layer.
         middle_K: First layer that is not checkpointed.
-        end_K: One past the last layer.
         is_first_K: Whether the head belongs to it.
         is_last_K: Whether the tail belongs to it.
-        gradient_bytes_K: Bytes of all its gradients.
         head_gradient_bytes_K: Of these, what only its head uses.
         tail_gradient_bytes_K: Of these, what its tail uses.
         last_gradient_bytes_K: Gradient bytes of its first region: the last one whose gradients a backward makes. From
@@ -81,7 +78,6 @@ class StageRuns:
             are made apart.
         imbalance_K: From ZeRO-2 on, what the fullest rank owns of all gradients beyond an equal share.
         forward_away_AK: Under ZeRO-3 parameters that are there only for a forward, by where it is (axis ``A``).
-        backward_away_AK: The same for a backward.
         variant_K: Which of several variants of the network each is of, if there are several.
     """
 
@@ -151,7 +147,6 @@ class RangeTable:
 
         Args:
             kept_L: Of recomputed layers, each on top of everything below it.
-            plain_L: Of others.
         """
         return cls(run_maxima(np.stack([kept_L, plain_L])).reshape(-1))
 
@@ -163,7 +158,6 @@ class WorkingSets:
     the same in the next. Of what variants differ in, costs and gradients have a row for each.
 
     Args:
-        costs: What every region costs.
         single_R: Trained bytes of the parameters that exactly one region uses, by region.
         sharding: What ZeRO-2 or ZeRO-3 changes, if the stage runs under it.
         apart: What regions need where gradients of weights are made apart; without, peaks of whole backwards are taken
@@ -171,7 +165,6 @@ class WorkingSets:
 
     Attributes:
         costs: What every region costs, under ``sharding``.
-        sharding: As given.
         apart: As given or taken for it.
         kept: Share of the gradients of every layer that stay.
         reduced_R: Gradients that are being reduced while each region runs backward.
@@ -179,7 +172,6 @@ class WorkingSets:
         kept_S: The same of recomputed layers.
         made_S: The same of the gradients that stay.
         weight_S: The same of what gradients of weights need.
-        forward: Of forwards.
         backward: Of backwards of a stage's last layer, above which nothing is being reduced, and of the others.
         first: The same of backwards that make the gradients.
     """
@@ -250,7 +242,6 @@ class WorkingSets:
 
         Args:
             begin_K: Where runs begin, in their variants.
-            count_K: How many layers they have.
             recomputed: Whether these are recomputed.
         """
         first_K = self._level_S[count_K] * (2 * len(self.saved_S)) + begin_K

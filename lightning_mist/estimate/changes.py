@@ -47,7 +47,6 @@ def changes_that_fit(estimator: Estimator, plan: Plan) -> tuple[Change, ...]:
     not run yet comes last.
 
     Args:
-        estimator: Knows network, machine and limit.
         plan: A plan that does not fit.
     """
     plan = replace(plan, predicted=None, fingerprint=())
@@ -116,12 +115,7 @@ def _look(estimator: Estimator, trial: _Trial) -> Change | None:
 
 
 class _Steps:
-    """The changes of a plan that the network allows.
-
-    Args:
-        estimator: Knows network and machine.
-        plan: The plan.
-    """
+    """The changes of a plan that the network allows."""
 
     def __init__(self, estimator: Estimator, plan: Plan) -> None:
         self._plan, self._spec = plan, estimator.spec

@@ -30,7 +30,6 @@ class Communicator:
 
     Attributes:
         purpose: What it is for. ``"Lightning"`` is the default group, for barriers and broadcasts of initial values.
-        ranks: Its global ranks, ascending.
     """
 
     purpose: Purpose
@@ -41,8 +40,6 @@ def communicators_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Comm
     """Every communicator that a rank holds.
 
     Args:
-        plan: The plan.
-        module_map: Which stage holds which parameter.
         rank: The global rank.
 
     Returns:
@@ -67,7 +64,6 @@ def communicators_by_degrees(plan: Plan, rank: int) -> tuple[Communicator, ...]:
     """As :func:`communicators_of` for plans that the runtime does not execute: those that their degrees need.
 
     Args:
-        plan: The plan.
         rank: The global rank.
     """
     group = plan.stage_of(rank)

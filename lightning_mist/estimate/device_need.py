@@ -25,7 +25,6 @@ class DeviceNeed:
     is needed: a device total above the device's memory is one that cannot be had, not one that is not necessary.
 
     Attributes:
-        allocated: Bytes of tensors.
         reserved: Bytes that the allocator takes from the device.
         device_total: That and everything outside of it.
         allocator_bytes: Of p50 of ``reserved``, what is not allocated.
@@ -62,7 +61,6 @@ def replayed_need(
 
     Args:
         events: Its allocations, of two optimizer steps at least.
-        cluster: The machine.
         overheads: What its device holds besides tensors.
         settings: How the allocator is set up, but for its capacity; torch's defaults if not given.
         limit: Bytes of the device that may be used; its memory if not given.
@@ -107,8 +105,6 @@ def summed_need(
     segments that an allocator starts with, which are most of what a small network needs.
 
     Args:
-        allocated: The peak.
-        cluster: The machine.
         overheads: What its device holds besides tensors.
         limit: Bytes of the device that may be used; its memory if not given.
         is_traced: Whether the peak comes from a traced step rather than from a closed form.

@@ -13,8 +13,6 @@ class DeviceOverheads:
     """What one rank's device holds outside of the caching allocator, and what libraries take inside of it.
 
     Attributes:
-        context: Of CUDA.
-        communicators: Of all its communicators together.
         workspace_bytes: What cuBLAS keeps for each stream that multiplies matrices; tensors to the allocator.
         has_allocator: Whether there is a caching allocator: not on CPU, where what is allocated is the total.
     """
@@ -34,7 +32,6 @@ def device_overheads(cluster: Cluster, communicators: tuple[Communicator, ...]) 
     """What a device of a cluster holds besides tensors.
 
     Args:
-        cluster: The machine.
         communicators: Those of the rank; see :func:`~lightning_mist.estimate.communicators.communicators_of`.
     """
     if cluster.device.kind != "cuda":

@@ -74,9 +74,7 @@ class StageEstimate:
 
     Attributes:
         stage: Index of the stage.
-        devices: Its global ranks.
         phase: When the peak is.
-        allocated: Bytes of tensors.
         reserved: Bytes that the caching allocator holds; what tensors take where there is no such allocator.
         device_total: Reserved bytes and everything outside of the allocator.
         terms: Bytes by term, as ``(name, bytes)``: those of :data:`~lightning_mist.cost.memory.TERMS` add up to the
@@ -118,8 +116,6 @@ class Change:
 
     Attributes:
         text: What is changed, for people.
-        plan: The changed plan.
-        device_total: What its worst stage needs.
         runs: Whether the runtime executes such a plan.
     """
 
@@ -137,10 +133,8 @@ class MemoryEstimate:
         model: Name of the network.
         cluster: The machine in words.
         memory_limit: Bytes of each device that may be used.
-        plan: The plan.
         precision: Lightning's name of the precision.
         optimizer: Class name of the optimizer.
-        stages: Every stage.
         source: ``"traced"``, or ``"closed form"`` with the reason.
         changes: What would make it fit, each evaluated, the smallest change first; empty if it fits.
         notes: What is assumed, and what the runtime does not execute.

@@ -29,7 +29,6 @@ def render_estimate(estimate: MemoryEstimate, *, width: int = 120, color: bool =
     """An estimate as text.
 
     Args:
-        estimate: The estimate.
         width: Columns of text at most.
         color: Whether to add ANSI escapes.
     """

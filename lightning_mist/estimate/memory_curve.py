@@ -81,7 +81,6 @@ def memory_curves(plan: Plan, simulation: Simulation) -> tuple[MemoryCurve, ...]
     """Bytes over one step, for each group of devices.
 
     Args:
-        plan: A plan with a prediction.
         simulation: The plan's schedule on a clock; see :func:`~lightning_mist.schedule.simulate_plan`.
 
     Raises:

@@ -146,7 +146,6 @@ def draw_memory(estimate: MemoryEstimate, timelines: Sequence[Timeline], path: s
     """Draw the bytes of devices over one step.
 
     Args:
-        estimate: What they belong to.
         timelines: One for each group of devices.
         path: The file to write.
     """

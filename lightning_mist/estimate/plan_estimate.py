@@ -16,8 +16,6 @@ def estimate_plan(
     """The estimate of a plan by an estimator that exists already; see :func:`estimate_memory`.
 
     Args:
-        estimator: Knows network, machine and limit.
-        plan: The plan.
         advise: Whether to look for what would make it fit, if it does not.
         replay: Which groups of devices have their allocations replayed; see :meth:`Estimator.stages`.
 

@@ -20,9 +20,6 @@ def estimate_prediction(plan: Plan, module_map: ModuleMap, cluster: AnyCluster, 
     """What a plan needs by its own prediction.
 
     Args:
-        plan: A plan with a prediction.
-        module_map: The module that it is for.
-        cluster: The machine.
         limit: Bytes of each device that may be used.
 
     Raises:

@@ -35,8 +35,6 @@ class Estimator:
     """Estimates plans of one network on one machine; keeps what it has computed.
 
     Attributes:
-        spec: The network.
-        cluster: The machine.
         limit: Bytes of each device that may be used; of unlike devices at most the memory of each.
         source: ``"traced"``, or where else the specification comes from, which is then less sure.
         allocator: How the caching allocator is set up, but for its capacity.
@@ -53,7 +51,6 @@ class Estimator:
         """Every stage of a plan.
 
         Args:
-            plan: The plan.
             replay: Which groups of devices have their allocations replayed: all, one after the other until the one that
                 needs most is among them, or none.
 
@@ -137,8 +134,6 @@ def stage_device(cluster: AnyCluster, devices: Sequence[int], limit: int) -> tup
     """The kind of device of a stage, of several the smallest, and what it may use: of unlike ones at most its memory.
 
     Args:
-        cluster: The machine.
-        devices: The devices of the stage.
         limit: Bytes of each device that may be used.
     """
     if isinstance(cluster, Cluster):
@@ -162,10 +157,7 @@ def summed_estimate(
     """The estimate of a stage of which only the peak of tensors is known.
 
     Args:
-        plan: The plan.
         stage: Index of the stage.
-        memory: The peak.
-        cluster: The machine.
         overheads: What its device holds besides tensors.
         limit: Bytes of each device that may be used.
         is_traced: Whether the peak comes from a trace rather than from a closed form.

@@ -23,7 +23,6 @@ class SweepPoint:
     """One combination of values.
 
     Attributes:
-        values: Names and values as text.
         estimate: What it needs; None if there is no such plan.
         error: Why there is none.
     """
@@ -67,7 +66,6 @@ def render_sweep(points: Sequence[SweepPoint], *, width: int = 120, color: bool 
     """The points as a table, one line each, and why some are no plans.
 
     Args:
-        points: All combinations.
         width: Columns of text at most.
         color: Whether to add ANSI escapes.
     """

@@ -26,7 +26,6 @@ class Spread:
     Attributes:
         middle: Half of the needs lay below this many times the prediction.
         high: 95 of 100 did.
-        source: The records, or the publication.
     """
 
     middle: float
@@ -48,10 +47,6 @@ def spread_of(errors: Iterable[float], source: tuple[str, ...]) -> Spread:
 
     Of few rows the largest factor is taken, for nothing is known beyond it. A middle below the prediction is not
     believed: predictions that were too high stay as they are.
-
-    Args:
-        errors: Predicted over measured, less one.
-        source: Where they come from.
 
     Raises:
         ValueError: If there are none, or one is -1 or less.

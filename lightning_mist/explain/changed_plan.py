@@ -14,7 +14,6 @@ class Ground:
 
     Attributes:
         cuts_batches: Whether a batch may be cut.
-        search: The search space.
     """
 
     cuts_batches: bool
@@ -27,7 +26,6 @@ def microbatch_counts(plan: Plan, data_degrees: Sequence[int], ground: Ground) -
     Args:
         plan: Says how large the batch is, and how many devices there are.
         data_degrees: Data-parallel degree of every stage.
-        ground: What to keep to.
     """
     total, world = plan.global_batch_size, plan.world_size
     batch_rows = total // world

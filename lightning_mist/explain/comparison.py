@@ -25,7 +25,6 @@ class ComparedPlan:
     """One line of a comparison.
 
     Attributes:
-        name: What it is.
         plan: The plan with its prediction; None if none fits.
         settings: The plan in words; empty without one.
         reason: Why there is no plan; empty with one.
@@ -61,8 +60,6 @@ def compare_plans(
     """A plan and others, in seconds, rates and bytes; the plan comes first, the others in their order.
 
     Args:
-        ours: The plan, with its prediction.
-        others: What it is compared with.
         outside: Says of a plan what the search did not look at (:func:`~lightning_mist.explain.membership.outside`); by
             default all others count as such that it did not.
 
@@ -105,7 +102,6 @@ def with_faster(result: TuneResult, item: ComparedPlan) -> TuneResult:
     """A result whose plan is one of a comparison, which is faster on the clock than what the search chose.
 
     Args:
-        result: What the search found.
         item: The faster plan; see :func:`faster_plan`.
     """
     plan = item.plan
@@ -138,10 +134,6 @@ def faster_notes(ours: Plan, items: Sequence[ComparedPlan]) -> tuple[str, ...]:
     """Why some of a comparison are faster than the plan itself, for people; nothing if none is.
 
     The search proves its plan by the closed form of the step, and prefers 1F1B to what gains little.
-
-    Args:
-        ours: The plan.
-        items: The comparison.
     """
     notes, known = [], set[Plan]()
     for item in items:
@@ -170,11 +162,7 @@ def _why_faster(ours: Plan, item: ComparedPlan) -> str:
 
 
 def closed_form_of(plan: Plan) -> float:
-    """Step seconds of a plan under 1F1B, by the form that the search minimises; chunks as if they were in one piece.
-
-    Args:
-        plan: A plan with its prediction.
-    """
+    """Step seconds of a plan under 1F1B, by the form that the search minimises; chunks as if they were in one piece."""
     assert plan.predicted is not None
     stages = plan.predicted.stages
     groups = [[stages[chunk] for chunk in plan.chunks(group)] for group in range(plan.num_groups)]

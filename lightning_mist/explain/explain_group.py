@@ -45,12 +45,7 @@ class _Said:
 
 
 def told_together(plan: Plan, findings: Sequence[Finding]) -> tuple[str, ...]:
-    """The sentences of findings, those of stages that say the same with similar numbers as one, in their order.
-
-    Args:
-        plan: The plan.
-        findings: What is told of it.
-    """
+    """The sentences of findings, those of stages that say the same with similar numbers as one, in their order."""
     groups: list[list[_Said]] = []
     for finding in findings:
         said = _said(plan, finding)

@@ -22,7 +22,6 @@ def render_explanation(explanation: Explanation, *, full: bool = True, width: in
     """An explanation as text: titles with sentences, and in full also the bytes of every stage by term.
 
     Args:
-        explanation: The explanation.
         full: Whether to say all of it.
         width: Columns of text at most.
         color: Whether to add ANSI escapes.
@@ -65,9 +64,6 @@ def _print_sections(console: Console, sections: Sequence[Section]) -> None:
 
 def memory_table(plan: Plan) -> tuple[str, Table]:
     """What the peak of every group of devices is made of, one row for each.
-
-    Args:
-        plan: A plan with its prediction.
 
     Returns:
         A title, and the table.

@@ -19,7 +19,6 @@ def explanation_sections(explanation: Explanation, *, full: bool = True) -> tupl
     """An explanation as titles with sentences; sections without any are left out.
 
     Args:
-        explanation: The explanation.
         full: Whether to say also what does not bind, what other kinds of plans there are, and what was left out.
     """
     step = explanation.step_seconds
@@ -117,7 +116,6 @@ def technique_line(value: TechniqueValue, step_seconds: float) -> str:
     """What a technique buys.
 
     Args:
-        value: The technique.
         step_seconds: Seconds of the plan that uses it.
     """
     off = value.switched_off
@@ -141,7 +139,6 @@ def what_if_line(item: WhatIf, step_seconds: float) -> str:
     """What a better machine would buy.
 
     Args:
-        item: The question and its answers.
         step_seconds: Seconds of the plan for the machine at hand.
     """
     return f"{item.change}: {_bought(item, step_seconds)}."
@@ -203,11 +200,7 @@ def _sentence(text: str) -> str:
 
 
 def explanation_data(explanation: Explanation) -> dict[str, Any]:
-    """An explanation for other programs: numbers in seconds and bytes, plans as in plan files, and the sentences.
-
-    Args:
-        explanation: The explanation.
-    """
+    """An explanation for other programs: numbers in seconds and bytes, plans as in plan files, and the sentences."""
     step = explanation.step_seconds
     return {
         "step_seconds": step,

@@ -18,7 +18,6 @@ class Finding:
 
     Attributes:
         stage: The stage; ``None`` of the plan as a whole.
-        limit: The limit.
         binds: Whether it holds the plan back.
         values: The numbers behind the sentence, as ``(name, value)``; names of bytes end in ``_bytes``, of seconds in
             ``_seconds``.
@@ -82,10 +81,8 @@ class TechniqueValue:
     """What one technique of a plan buys.
 
     Attributes:
-        name: The technique.
         meaning: What it does, for who meets it here for the first time.
         use: How much of it the plan uses and where.
-        switched_off: The same plan without it.
         best_without: The best plan of the search space without it; ``None`` if it was not looked for.
     """
 
@@ -103,7 +100,6 @@ class Kind:
     Attributes:
         stages: Groups of devices that a batch passes.
         tensor: Tensor-parallel degrees of the stages, ascending.
-        zero: ZeRO stages, ascending.
         checkpointing: Whether any layer is recomputed.
         offload: What is offloaded, of :data:`~lightning_mist.tuner.space.OFFLOADED`.
         schedule: Name of the schedule; ``"1f1b"`` of a single stage, where schedules do not differ.
@@ -134,7 +130,6 @@ class OtherPlan:
     """The best plan that was found of another kind.
 
     Attributes:
-        plan: The plan with its prediction.
         differences: How its kind differs from the chosen plan's, in words.
     """
 
@@ -153,7 +148,6 @@ class WhatIf:
     """What a better machine would buy.
 
     Attributes:
-        change: The change of the machine.
         same_plan: The chosen plan on that machine; ``None`` if it cannot run there, or nothing about it changes.
         best: The best plan for that machine; ``None`` if it was not looked for.
     """
@@ -168,7 +162,6 @@ class Explanation:
     """Why this plan.
 
     Attributes:
-        plan: The plan, with its prediction.
         limits: Bytes that tensors may take on each device of each stage.
         findings: What binds, and what does not.
         techniques: What each technique that the plan uses buys.

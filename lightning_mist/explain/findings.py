@@ -34,8 +34,6 @@ class Costs:
     """What every stage of a plan costs.
 
     Attributes:
-        plan: The plan.
-        memory: The peak of every stage.
         steady: Steady seconds of every stage.
         boundary: Boundary seconds of every stage.
     """
@@ -89,8 +87,6 @@ def findings_of(
     """What binds on every stage, and what does not.
 
     Args:
-        model: What stages cost.
-        plan: The plan, with its prediction.
         limits: Bytes that tensors may take on each device, by stage.
         host_limits: Bytes of host memory that each device may use, by stage; by default as many as it wants.
         ratios: Parts of a kind of state that may be offloaded.
@@ -362,7 +358,6 @@ def batch_finding(plan: Plan, versions: Sequence[tuple[int, Version]]) -> Findin
     """What the next smaller and larger numbers of microbatches would take on the same stages.
 
     Args:
-        plan: The plan, with its prediction.
         versions: For each such number the same plan with it.
     """
     assert plan.predicted is not None

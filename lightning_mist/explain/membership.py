@@ -19,7 +19,6 @@ def outside(planner: Planner, plan: Plan, search: SearchSpace | None = None) -> 
 
     Args:
         planner: Knows the network and the devices.
-        plan: The plan.
         search: Limits of the search; by default none.
 
     Raises:

@@ -47,11 +47,9 @@ def explain_plan(
 
     Args:
         planner: What found the plan; it is asked for others.
-        result: What it found.
         global_batch_size: Rows that one batch brings over all devices, as in the search for the plan.
         memory_limit: Bytes of each device that may be used in all, as there.
         host_memory_limit: Bytes of host memory of each node, as there.
-        search: The search space, as there.
         seconds: The most seconds to search for other plans: with 0 only what needs no search is said. A search that
             has begun is stopped by its own limits, so that it may take somewhat longer.
 

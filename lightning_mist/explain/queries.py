@@ -22,9 +22,7 @@ class Asker:
 
     Attributes:
         planner: Who is asked about the machine at hand.
-        machine: The machine at hand.
         global_batch_size: Rows of a batch.
-        search: The search space.
         deadline: When time is up.
         is_searching: Whether plans are searched for at all.
         slowest: Seconds of a search from scratch.

@@ -23,7 +23,6 @@ class Machine:
 
     Attributes:
         change: How it is better.
-        cluster: Its devices.
         profiles: How fast they are, by part of the cluster.
         memory_limit: What a device may use in all; ``None`` for what it has.
         host_memory_limit: What a node may use of its host's memory; ``None`` for the share that
@@ -68,7 +67,6 @@ def better_machines(
     """Machines to ask about, and why others are not.
 
     Args:
-        machine: The machine at hand.
         global_batch_size: Rows of a batch, which every machine must deal out equally.
         search: The search space: what it does not offload needs no faster host.
     """

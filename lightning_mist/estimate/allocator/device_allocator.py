@@ -24,9 +24,6 @@ _ADDRESSES = 1 << 47
 class CachingAllocator:
     """Blocks by identity, pools by stream, and what is held.
 
-    Args:
-        settings: How it is set up.
-
     Attributes:
         requested: See :class:`AllocatorBytes`; so ``allocated``, ``active`` and ``reserved``.
         peak_reserved: Largest ``reserved`` so far.

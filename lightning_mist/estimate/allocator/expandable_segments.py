@@ -41,10 +41,8 @@ def grow(pool: Pool, size: int, new_range: NewRange, reserve: Reserve) -> Block 
     """Map memory for a request that no free block can serve, next to free memory where there is some.
 
     Args:
-        pool: The pool.
         size: Bytes needed.
         new_range: Makes a range of addresses, above all others.
-        reserve: Asks the device for memory.
 
     Returns:
         A block of at least ``size`` bytes, in no pool; None if the device has no memory left, where pages that were

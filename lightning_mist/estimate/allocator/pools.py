@@ -72,7 +72,6 @@ class Pool:
     """The free blocks of one stream and size class.
 
     Args:
-        stream: The stream.
         is_small: Whether it serves requests up to 1 MiB.
         segment_bytes: What is taken from the device for a request too small for a segment of its own; the page of
             expandable segments.

@@ -19,7 +19,6 @@ def closed_form_estimate(form: ClosedForm, plan: Plan) -> tuple[StageMemory, ...
 
     Args:
         form: The sizes, and what computes the network.
-        plan: The plan.
 
     Raises:
         PlanError: If the plan is not for so many layers, or its degrees do not divide the sizes.
@@ -49,7 +48,6 @@ class CrossCheck:
         rows: Microbatch rows.
         length: Sequence length.
         traced_bytes: Bytes that the layer keeps by the trace.
-        closed_bytes: By the closed form.
         operators: Name of the operators that it assumes.
         unit_bytes: Bytes of one hidden state, ``s b h`` elements.
     """
@@ -84,8 +82,6 @@ def cross_check(spec: ModelSpec, dims: TransformerDims, operators: OperatorSet =
 
     Args:
         spec: What was traced, in one of Lightning's precisions.
-        dims: The network's sizes.
-        operators: What computes it.
 
     Raises:
         ValueError: If the network has no sequence or other sizes.

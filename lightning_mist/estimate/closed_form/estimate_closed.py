@@ -47,7 +47,6 @@ def module_dims(module: "nn.Module", sequence_length: int) -> TransformerDims | 
     """The sizes of a transformer, from the configuration that it or a part of it carries; None if there is none.
 
     Args:
-        module: Any module.
         sequence_length: Tokens per row.
     """
     from lightning_mist.model.sources import LanguageModel
@@ -82,8 +81,6 @@ def closed_spec(
     """The specification of a transformer of which only sizes are known.
 
     Args:
-        dims: The sizes.
-        optimizer: What its optimizer keeps.
         precision: Lightning's name of the precision.
         rows: Rows of each device's batch.
         sequence_length: Tokens per row.
@@ -113,8 +110,6 @@ def with_second_opinion(spec: ModelSpec, module: "nn.Module", device_kind: str) 
     """A traced specification with a note on what the closed form says, where the module is a transformer that says so.
 
     Args:
-        spec: What was traced.
-        module: The module.
         device_kind: The kind of device that it was traced for.
     """
     dims = None if spec.sequence_length is None else module_dims(module, spec.sequence_length)

@@ -93,7 +93,6 @@ class Kept:
     """One tensor that a layer keeps.
 
     Attributes:
-        name: What it is.
         width: Elements per token.
         itemsize: Bytes of one.
         share: How tensor-parallel ranks share it.
@@ -168,8 +167,6 @@ def layer_form(
     keeps nothing. Attention composed of single operators is counted for two heads on each rank at least.
 
     Args:
-        dims: Its sizes.
-        operators: What computes it.
         itemsize: Bytes of an element of activations and parameters.
         mixed: Whether parameters have 32 bits, and matrices are multiplied under autocast in ``itemsize`` bytes. Then
             the residual stream has 32 bits too, every linear layer keeps its own cast of its input, and of its matrix
@@ -235,8 +232,6 @@ def norm_kept(name: str, dims: TransformerDims, operators: OperatorSet, itemsize
 
     Args:
         name: What the norm is called.
-        dims: Sizes.
-        operators: What computes it.
         itemsize: Bytes of an element of its input.
     """
     wide = max(4, itemsize)
@@ -281,8 +276,6 @@ def attention_kind(
     neither runs, attention is composed of single operators.
 
     Args:
-        dims: Sizes.
-        operators: The device.
         itemsize: Bytes of an element.
     """
     if operators.device == "cpu":

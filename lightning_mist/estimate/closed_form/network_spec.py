@@ -73,12 +73,9 @@ class ClosedForm:
     """What a closed form is about.
 
     Attributes:
-        dims: Sizes of the network.
-        optimizer: What its optimizer keeps.
         sequence_length: Tokens per row.
         batch_rows: Rows of each rank's batch.
         precision: Lightning's name of the precision.
-        operators: What computes it.
         loss: Name of the chain to the loss in :data:`LOSSES`; by default scores are cast to 32 bits, or what autocast
             does.
 

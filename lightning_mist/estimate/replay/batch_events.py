@@ -22,11 +22,8 @@ class BatchWalk:
     """Walks through the actions of one batch.
 
     Args:
-        tape: Takes down what happens.
-        view: The rank.
         templates: What a microbatch does in each of its stages.
         arrivals: Which sends each computation finds arrived.
-        gradients: The gradients of parameters.
     """
 
     def __init__(
@@ -51,12 +48,7 @@ class BatchWalk:
         self.kept: list[int] = []
 
     def perform(self, action: Action, lines: Sequence[Action]) -> None:
-        """One action of a microbatch.
-
-        Args:
-            action: The action.
-            lines: What it consists of.
-        """
+        """One action of a microbatch."""
         assert action.microbatch is not None
         key = action.stage, action.microbatch
         inner = list(lines)

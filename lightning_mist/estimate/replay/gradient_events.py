@@ -11,8 +11,6 @@ class Gradients:
     """The gradients of one rank's parameters, and under ZeRO-3 the parameters that are there for a while.
 
     Args:
-        tape: Takes down what happens.
-        view: The rank.
         in_buckets: Whether gradients are added to buckets that exist all the time, as torch's
             ``DistributedDataParallel`` has them.
 
@@ -72,9 +70,6 @@ class Gradients:
         """A gradient is there and is added to the parameter's, or becomes it.
 
         Args:
-            name: The parameter.
-            identity: The gradient.
-            stage: The stage.
             part: The region that made it.
             way: Whether this backward makes gradients; in others the events themselves free what was added.
         """

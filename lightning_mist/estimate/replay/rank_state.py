@@ -33,9 +33,7 @@ class Held:
     """A parameter that a rank computes with.
 
     Attributes:
-        item: Where it lives.
         bytes: Bytes of this rank's copy or part.
-        whole_bytes: Bytes of the whole parameter.
         itemsize: Bytes of one element.
         dtype: Name of the element type.
         owner: The data-parallel index that updates it.
@@ -64,8 +62,6 @@ class Flat:
     """Parameters that travel in one flat buffer.
 
     Attributes:
-        names: The parameters.
-        bytes: Their bytes.
         itemsize: Bytes of one element.
         owner: The data-parallel index that they belong to; ``None`` if to all.
     """
@@ -86,13 +82,10 @@ class RankView:
 
     Args:
         spec: The network as one rank of its stage's tensor-parallel degree has it.
-        whole: The network as a whole.
-        plan: The plan.
         rank: The global rank.
 
     Attributes:
         spec: The network, or the rank's part of it.
-        plan: The plan.
         rank: The global rank.
         mesh: Its place.
         chunks: The stages that it runs.
@@ -253,9 +246,7 @@ class RankView:
         """How this rank exchanges the tensors that cross the boundary between a stage of its and a neighbour.
 
         Args:
-            stage: The stage.
             other: The stage before or after.
-            microbatch: The microbatch.
         """
         cut = self.plan.stages[max(stage, other)].layers[0]
         specs = self.spec.boundaries[cut - 1]
@@ -289,7 +280,6 @@ class CrossingTensor:
     """A tensor that crosses a boundary, seen from one rank.
 
     Attributes:
-        bytes: Bytes of what the rank has of it.
         shares: Share of that in each message.
         requires_grad: Whether a gradient comes back.
         is_copied: Whether a message is a copy of a part rather than a view into the tensor.

@@ -49,7 +49,6 @@ class Replay:
 
     Args:
         rank: The global rank.
-        tape: What was taken down.
         begin: Index of the first event of the last step, which is the one that is reported.
 
     Attributes:
@@ -156,8 +155,6 @@ def replay_rank(
     """What a rank of a plan allocates and frees over two optimizer steps.
 
     Args:
-        spec: The traced network.
-        plan: The plan.
         rank: The global rank.
         batches_per_step: Batches whose gradients are accumulated for each optimizer step.
         plain: Whether torch's ``DistributedDataParallel`` runs the plan; by default where it does what the plan says.
@@ -182,8 +179,6 @@ def replay_plan(
     """For every stage of a plan the replay of its most loaded rank; chunks of one group of devices share theirs.
 
     Args:
-        spec: The traced network.
-        plan: The plan.
         batches_per_step: Batches whose gradients are accumulated for each optimizer step.
         plain: As in :func:`replay_rank`.
 

@@ -18,7 +18,6 @@ class Run:
     """Two optimizer steps of one rank.
 
     Args:
-        view: The rank.
         schedule: The lists that all groups of devices execute.
         known: Keeps what stages do, for runs of other ranks of the same plan.
         batches: Batches whose gradients are accumulated for each optimizer step.
