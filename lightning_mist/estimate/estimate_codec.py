@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from lightning_mist.estimate.estimate_data import Change, MemoryEstimate, PeakTensor, StageEstimate
-from lightning_mist.estimate.interval import Interval
+from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.plan import Plan, from_json, to_json
 
 SCHEMA = 1

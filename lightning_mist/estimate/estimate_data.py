@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from lightning_mist.cost.memory import TERMS
-from lightning_mist.estimate.interval import Interval
+from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.plan import Plan
 from lightning_mist.units import format_bytes, parse_bytes
 

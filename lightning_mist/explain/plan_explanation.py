@@ -14,9 +14,17 @@ from lightning_mist.cost import profiles_of
 from lightning_mist.errors import PlanError
 from lightning_mist.explain.changed_plan import microbatch_counts, with_microbatches
 from lightning_mist.explain.comparison import closed_form_of
-from lightning_mist.explain.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf, kind_of
+from lightning_mist.explain.explanation import (
+    Explanation,
+    Finding,
+    OtherPlan,
+    TechniqueValue,
+    Version,
+    WhatIf,
+    differences,
+    kind_of,
+)
 from lightning_mist.explain.findings import batch_finding, findings_of
-from lightning_mist.explain.plan_differences import differences
 from lightning_mist.explain.queries import Asker
 from lightning_mist.explain.techniques import TECHNIQUES, Technique
 from lightning_mist.explain.what_if import Machine, better_machines

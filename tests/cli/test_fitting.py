@@ -4,7 +4,7 @@ import pytest
 
 from lightning_mist.cli import fitting
 from lightning_mist.cli.fitting import estimate_of, memory_words, plan_that_fits
-from lightning_mist.estimate.interval import Interval
+from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.infeasible import UndecidedError
 from tests.specs import cluster, profile, spec

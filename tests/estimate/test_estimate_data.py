@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.estimate.estimate_data import Change, MemoryEstimate, StageEstimate, verdict_of
-from lightning_mist.estimate.interval import Interval
+from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.plan import plan_of
 
 PLAN = plan_of(4, world_size=2, global_batch_size=8, pipeline_stages=2)

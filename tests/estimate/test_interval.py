@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_mist.estimate.interval import Interval
+from lightning_mist.estimate.uncertainty import Interval
 
 
 def test_intervals_have_an_order():

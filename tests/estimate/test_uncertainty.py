@@ -5,8 +5,7 @@ from math import ceil
 import pytest
 
 from benchmarks.record import RECORDS, read_record
-from lightning_mist.estimate.interval import Interval
-from lightning_mist.estimate.uncertainty import SPREADS, Spread, spread_of
+from lightning_mist.estimate.uncertainty import SPREADS, Interval, Spread, spread_of
 
 
 def errors_of(names: tuple[str, ...], column: str) -> list[float]:

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_mist.explain.explain_group import told_together
+from lightning_mist.explain.explain_text import told_together
 from lightning_mist.explain.explanation import Finding
 from tests.tuner.plans import pipeline
 

@@ -2,8 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.explain.explanation import Kind
-from lightning_mist.explain.plan_differences import differences
+from lightning_mist.explain.explanation import Kind, differences
 
 KIND = Kind(stages=2, tensor=(1,), zero=(0,), checkpointing=False, offload=("optimizer",), schedule="1f1b")
 

@@ -1,7 +1,13 @@
 """torch's caching allocator, simulated."""
 
-from lightning_mist.estimate.allocator.allocator_data import MIB, AllocatorSettings, MemoryEvent, free, malloc
-from lightning_mist.estimate.allocator.allocator_settings import parse_allocator_settings
+from lightning_mist.estimate.allocator.allocator_data import (
+    MIB,
+    AllocatorSettings,
+    MemoryEvent,
+    free,
+    malloc,
+    parse_allocator_settings,
+)
 from lightning_mist.estimate.allocator.simulation import least_capacity, simulate_allocator
 
 __all__ = [

@@ -8,15 +8,12 @@ queries and keys, casts under autocast, the chain from scores to the loss, and a
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import sympy
 
 from lightning_mist.estimate.closed_form.layer_bytes import Split, attention_kind
+from lightning_mist.estimate.closed_form.transformer_form import ClosedForm
 from lightning_mist.model.spec import MICROBATCH, SEQUENCE, OperatorCost, OperatorKind
-
-if TYPE_CHECKING:
-    from lightning_mist.estimate.closed_form.network_spec import ClosedForm
 
 TOKENS = MICROBATCH * SEQUENCE
 
@@ -39,7 +36,7 @@ class PartWork:
     backward: tuple[OperatorCost, ...]
 
 
-def layer_work(form: "ClosedForm", split: Split) -> PartWork:
+def layer_work(form: ClosedForm, split: Split) -> PartWork:
     """The work of a layer on one rank."""
     forward, backward = [*_matrices(form, split, 1)], [*_matrices(form, split, 2)]
     attention = _attention(form, split)
@@ -49,7 +46,7 @@ def layer_work(form: "ClosedForm", split: Split) -> PartWork:
     )
 
 
-def head_work(form: "ClosedForm", split: Split, table: sympy.Expr) -> PartWork:
+def head_work(form: ClosedForm, split: Split, table: sympy.Expr) -> PartWork:
     """The work of the look-up in a table of so many bytes, and of positions added to it."""
     hidden = _shared(split) * form.dims.hidden * form.stored * TOKENS
     forward = [_cost("index", moved=8 * TOKENS + 2 * hidden, calls=1)]
@@ -64,7 +61,7 @@ def head_work(form: "ClosedForm", split: Split, table: sympy.Expr) -> PartWork:
     )
 
 
-def tail_work(form: "ClosedForm", split: Split, table: sympy.Expr, wide: int) -> PartWork:
+def tail_work(form: ClosedForm, split: Split, table: sympy.Expr, wide: int) -> PartWork:
     """The work of the last norm, the scores, and the loss, whose chain has ``wide`` bytes per score."""
     dims = form.dims
     divided = split.degree if dims.vocabulary % split.degree == 0 else 1
@@ -97,7 +94,7 @@ def _shared(split: Split) -> sympy.Rational:
     return sympy.Rational(1, split.degree if split.sequence_parallel else 1)
 
 
-def _matrices(form: "ClosedForm", split: Split, times: int) -> Iterator[OperatorCost]:
+def _matrices(form: ClosedForm, split: Split, times: int) -> Iterator[OperatorCost]:
     """Products with matrices; in backward two for each, of the same size."""
     sizes: Counter[tuple[int, int, bool]] = Counter()
     for name, inputs, outputs in form.dims.matrices:
@@ -115,7 +112,7 @@ def _matrices(form: "ClosedForm", split: Split, times: int) -> Iterator[Operator
         )
 
 
-def _attention(form: "ClosedForm", split: Split) -> PartWork:
+def _attention(form: ClosedForm, split: Split) -> PartWork:
     """Attention from queries, keys and values to its output; backward makes scores again, unless they were kept."""
     dims, size, t = form.dims, form.itemsize, split.degree
     queries, keys = (sympy.Rational(width, t) * TOKENS for width in (dims.query_width, dims.key_value_width))
@@ -142,7 +139,7 @@ def _attention(form: "ClosedForm", split: Split) -> PartWork:
     )
 
 
-def _passes(form: "ClosedForm", split: Split) -> PartWork:
+def _passes(form: ClosedForm, split: Split) -> PartWork:
     """Everything that is limited by memory."""
     dims, t = form.dims, split.degree
     hidden = _shared(split) * dims.hidden * form.stored * TOKENS

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_mist.estimate.allocator.allocator_settings import parse_allocator_settings
+from lightning_mist.estimate.allocator.allocator_data import parse_allocator_settings
 from lightning_mist.estimate.allocator.simulation import AllocatorSettings
 
 MIB = 2**20

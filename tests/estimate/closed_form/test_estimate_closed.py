@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from lightning_mist.errors import PlanError
-from lightning_mist.estimate.closed_form.estimate_closed import (
+from lightning_mist.estimate.closed_form.layer_bytes import CPU, CUDA
+from lightning_mist.estimate.closed_form.transformer_estimate import (
     closed_spec,
     module_dims,
     operators_of,
     shape_dims,
     with_second_opinion,
 )
-from lightning_mist.estimate.closed_form.layer_bytes import CPU, CUDA
 from lightning_mist.model import trace_model
 from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape, hollow
 from tests import zoo

@@ -7,7 +7,6 @@ import pytest
 import sympy
 import torch
 
-from lightning_mist.estimate.closed_form.estimate_closed import shape_dims
 from lightning_mist.estimate.closed_form.layer_bytes import (
     CPU,
     CUDA,
@@ -18,6 +17,7 @@ from lightning_mist.estimate.closed_form.layer_bytes import (
     layer_form,
 )
 from lightning_mist.estimate.closed_form.network_sizes import TransformerDims, dims_of
+from lightning_mist.estimate.closed_form.transformer_estimate import shape_dims
 from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape
 from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
 from tests.cost.transformers import GPT, LENGTH, LLAMA, Transformer, count, mapped

@@ -7,7 +7,8 @@ import pytest
 from lightning_mist.cost.regions import compile_regions
 from lightning_mist.cost.time import region_seconds
 from lightning_mist.estimate.closed_form.layer_bytes import CUDA
-from lightning_mist.estimate.closed_form.network_spec import ClosedForm, closed_form_spec
+from lightning_mist.estimate.closed_form.network_spec import closed_form_spec
+from lightning_mist.estimate.closed_form.transformer_form import ClosedForm
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.hardware.catalog.devices import find_device
 from lightning_mist.model.presets.named_models import PRESETS

@@ -9,7 +9,8 @@ import torch
 
 from lightning_mist.cost import stage_memory
 from lightning_mist.estimate.closed_form.layer_bytes import CPU, CUDA
-from lightning_mist.estimate.closed_form.network_spec import LOSSES, ClosedForm, closed_form_spec
+from lightning_mist.estimate.closed_form.network_spec import closed_form_spec
+from lightning_mist.estimate.closed_form.transformer_form import LOSSES, ClosedForm
 from lightning_mist.model import trace_model
 from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
 from tests.cost.test_memory import make_plan

@@ -5,9 +5,10 @@ import torch
 
 from lightning_mist.cost import stage_memory
 from lightning_mist.errors import PlanError
-from lightning_mist.estimate.closed_form.closed_estimate import CrossCheck, closed_form_estimate, cross_check
 from lightning_mist.estimate.closed_form.layer_bytes import CPU, CUDA
-from lightning_mist.estimate.closed_form.network_spec import ClosedForm, closed_form_spec
+from lightning_mist.estimate.closed_form.network_spec import closed_form_spec
+from lightning_mist.estimate.closed_form.transformer_estimate import CrossCheck, closed_form_estimate, cross_check
+from lightning_mist.estimate.closed_form.transformer_form import ClosedForm
 from lightning_mist.model import trace_model
 from lightning_mist.plan import StageMesh
 from tests.cost.test_memory import make_plan
