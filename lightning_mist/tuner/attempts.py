@@ -1,7 +1,7 @@
 """Families of pipelines solved one after another, the most promising first, and what comes out remembered."""
 
 from lightning_mist.tuner.bound import solve, solve_family
-from lightning_mist.tuner.moved import TimeIsUpError
+from lightning_mist.tuner.offload_search import TimeIsUpError
 from lightning_mist.tuner.past import Found
 from lightning_mist.tuner.problem import PRECISION, Family
 from lightning_mist.tuner.tally import Group, Tally, family_of, single_stage

@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_mist.tuner.attempts import search_families, solve_some
 from lightning_mist.tuner.bound import solve_each
-from lightning_mist.tuner.moved import TimeIsUpError
+from lightning_mist.tuner.offload_search import TimeIsUpError
 from lightning_mist.tuner.past import Found, Precedent
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.space import Space

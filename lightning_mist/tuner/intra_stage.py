@@ -26,9 +26,9 @@ from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.families import KnownGrids
 from lightning_mist.tuner.known_runs import AllRuns
-from lightning_mist.tuner.moved import Mover
 from lightning_mist.tuner.moved_known import Knowledge
-from lightning_mist.tuner.moved_ratios import Ratios
+from lightning_mist.tuner.offload_ratios import Ratios
+from lightning_mist.tuner.offload_search import Mover
 from lightning_mist.tuner.pieces import PieceKey, Pieces, piece_key
 from lightning_mist.tuner.places import FrontierKey, Place, TableKey, slot_of
 from lightning_mist.tuner.space import Shape, Space

@@ -14,7 +14,7 @@ from lightning_mist.tuner.beside import COMPARED, compared
 from lightning_mist.tuner.bound import solve, solve_family
 from lightning_mist.tuner.checked import Checked, check
 from lightning_mist.tuner.mixed import Group, MixedStages
-from lightning_mist.tuner.moved import TimeIsUpError
+from lightning_mist.tuner.offload_search import TimeIsUpError
 from lightning_mist.tuner.past import Found
 from lightning_mist.tuner.search import ASSUMED, FIRST_SECONDS, Outcome
 

@@ -19,7 +19,7 @@ from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_parts import OffloadParts
 from lightning_mist.plan import ZeroStage
-from lightning_mist.tuner.moved_ratios import Ratios
+from lightning_mist.tuner.offload_ratios import Ratios
 from lightning_mist.tuner.stage_points import Situations
 from lightning_mist.tuner.tables import Table
 

@@ -19,7 +19,7 @@ from lightning_mist.cost.offload_floors import CopyFloors
 from lightning_mist.cost.offload_loads import Beforehand
 from lightning_mist.cost.together import seconds_of_stages
 from lightning_mist.tuner.moved_known import Known
-from lightning_mist.tuner.moved_ratios import Ratios
+from lightning_mist.tuner.offload_ratios import Ratios
 from lightning_mist.tuner.pareto import not_beaten
 from lightning_mist.tuner.search_space import OFFLOADED
 

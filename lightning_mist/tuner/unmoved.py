@@ -16,8 +16,8 @@ import numpy as np
 
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.tuner.choices import SlotChoices
-from lightning_mist.tuner.moved import Asked, Mover
 from lightning_mist.tuner.moved_known import Moved
+from lightning_mist.tuner.offload_search import Asked, Mover
 from lightning_mist.tuner.pareto import non_dominated, not_beaten
 from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.stage_points import Stage, StagePoints

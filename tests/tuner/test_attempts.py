@@ -5,7 +5,7 @@ import pytest
 
 from lightning_mist.tuner import attempts
 from lightning_mist.tuner.bound import PRECISION
-from lightning_mist.tuner.moved import TimeIsUpError
+from lightning_mist.tuner.offload_search import TimeIsUpError
 from tests.tuner.searches import each_by_itself, stages_of, tally_of
 
 

@@ -6,9 +6,9 @@ import pytest
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.tuner import moved_known
 from lightning_mist.tuner.moved_known import Known
-from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.moved_settled import learn_seconds
-from tests.tuner.test_moved import make, table_of
+from lightning_mist.tuner.offload_ratios import Ratios
+from tests.tuner.test_offload_search import make, table_of
 
 
 def no_batch(slot):

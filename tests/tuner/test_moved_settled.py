@@ -8,7 +8,7 @@ from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.tuner.moved_known import Known
 from lightning_mist.tuner.moved_settled import FEW, Unsettled, learn_seconds, next_ones
 from lightning_mist.tuner.search_space import OFFLOADED
-from tests.tuner.test_moved import make
+from tests.tuner.test_offload_search import make
 
 
 def with_ratios(stages, ratios):

@@ -14,7 +14,7 @@ from lightning_mist.tuner.space import apply
 from lightning_mist.tuner.tables import Wanted, make_tables
 from lightning_mist.tuner.windows import fixed_window
 from tests.specs import cluster, profile, spec, with_splits
-from tests.tuner.test_moved import table_of
+from tests.tuner.test_offload_search import table_of
 
 NETWORK = with_splits(spec(5, tied=True, edge_bytes=120_000), (2, False))
 MACHINE = dataclasses.replace(profile(link=1e8), interference=dataclasses.replace(FREE, compute_network=0.4))

@@ -3,7 +3,7 @@ import pytest
 
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.tuner.stage_points import Stage, StagePoints, covers, either, stages_ahead, widened
-from tests.tuner.test_moved import make, table_of
+from tests.tuner.test_offload_search import make, table_of
 
 
 def table(index=0, **search):

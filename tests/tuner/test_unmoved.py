@@ -7,7 +7,7 @@ import pytest
 
 from lightning_mist.tuner.choices import SlotChoices
 from lightning_mist.tuner.problem import places_behind
-from tests.tuner.test_moved import MACHINES, NETWORKS, make
+from tests.tuner.test_offload_search import MACHINES, NETWORKS, make
 
 
 def same(found, wanted):

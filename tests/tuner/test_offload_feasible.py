@@ -6,11 +6,11 @@ import pytest
 from lightning_mist.cost.candidates import OffloadCandidates
 from lightning_mist.cost.offload import host_bytes
 from lightning_mist.cost.phases import stage_phases
-from lightning_mist.tuner import moved_kept
-from lightning_mist.tuner.moved_kept import arranged, floors_of, in_blocks, kept
+from lightning_mist.tuner import offload_feasible
+from lightning_mist.tuner.offload_feasible import arranged, floors_of, in_blocks, kept
 from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.stage_points import Stage, StagePoints
-from tests.tuner.test_moved import make
+from tests.tuner.test_offload_search import make
 
 
 def known_stages(network="alike", limit=600_000):
@@ -40,7 +40,7 @@ def test_what_is_kept_of_several_stages_is_what_is_kept_of_each(at_once, monkeyp
     ]
     ratios, limits = maker._mover.ratios, (600_000.0, 300_000.0)
     alone = [kept([item], ratios, limits)[0] for item in wanted]
-    monkeypatch.setattr(moved_kept, "BASES_AT_ONCE", at_once)
+    monkeypatch.setattr(offload_feasible, "BASES_AT_ONCE", at_once)
     together = kept(wanted, ratios, limits)
     assert sum(len(found.point_J) for found in alone) > 10
     for found, other in zip(together, alone, strict=True):

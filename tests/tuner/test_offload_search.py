@@ -14,7 +14,7 @@ from lightning_mist.plan import ParameterUse
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.choices import ANYWHERE
 from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.moved_kept import ordered
+from lightning_mist.tuner.offload_feasible import ordered
 from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.space import apply
 from lightning_mist.tuner.stage_points import Stage

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.moved_ratios import Ratios
+from lightning_mist.tuner.offload_ratios import Ratios
 from lightning_mist.tuner.search_space import OFFLOADED
 
 RATIOS = Ratios.of(SearchSpace(offload=("parameters", "optimizer", "activations")), (0.5, 1.0))

@@ -21,7 +21,7 @@ from lightning_mist.cost.mixed import copy_weights
 from lightning_mist.cost.offload import in_flight
 from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.moved_known import Arranged, Known
-from lightning_mist.tuner.moved_ratios import Ratios
+from lightning_mist.tuner.offload_ratios import Ratios
 from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.stage_points import StagePoints
 from lightning_mist.tuner.tables import Table

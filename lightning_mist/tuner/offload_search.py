@@ -44,10 +44,10 @@ import numpy as np
 from lightning_mist.cost import CostModel, StageCandidates, StageSlot
 from lightning_mist.cost.compile import IntArray
 from lightning_mist.cost.offload_parts import OffloadParts, moved_shares
-from lightning_mist.tuner.moved_kept import Kept, arranged, floors_of, in_blocks, kept
 from lightning_mist.tuner.moved_known import Arranged, Knowledge, Known, Moved
-from lightning_mist.tuner.moved_ratios import Ratios
 from lightning_mist.tuner.moved_settled import Unsettled, counted_seconds, learn_seconds, next_ones
+from lightning_mist.tuner.offload_feasible import Kept, arranged, floors_of, in_blocks, kept
+from lightning_mist.tuner.offload_ratios import Ratios
 from lightning_mist.tuner.pareto import not_beaten
 from lightning_mist.tuner.stage_points import Situations, StagePoints
 from lightning_mist.tuner.tables import ROOM, Table
