@@ -9,15 +9,13 @@ the runtime would run, with the seconds and bytes of the cost model. Nothing her
 import argparse
 from dataclasses import replace
 
-import numpy as np
-
 from benchmarks.planner.apart import PRECISION, spec_of
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.cli.search import SearchOptions
 from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.candidates import OffloadCandidates, slots_of
 from lightning_mist.cost.channels import copy_rates, interference_of
-from lightning_mist.cost.offload_loads import BEFORE, Beforehand, CopyPlace, Loads, Moving, loads_of
+from lightning_mist.cost.offload_loads import BEFORE, Loads, loads_of
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.model.presets.named_models import PRESETS
 from lightning_mist.plan import OffloadRatios, Plan
@@ -125,14 +123,8 @@ def steady_times(
 def _loads(model: StageCostModel, plan: Plan, group: int, kinds: tuple[str, ...]) -> Loads:
     slot, some = slots_of(plan, model.cluster)[group]
     ratios = OffloadRatios(**{kind: getattr(plan.stages[group].offload, kind) for kind in kinds})
-    _, known, _ = model._without_copies(slot, some)
-    moving = Moving(
-        places=[CopyPlace(memory=model.memory(slot), slot=slot, compute=known.compute, units=known.units)],
-        place_K=np.zeros(1, dtype=np.int64),
-        candidates=replace(some, offload=OffloadCandidates.of(ratios)),
-        before=Beforehand(update_K=known.update_K, reduce_K=known.reduce_K, gather_K=known.gather_K),
-    )
-    return loads_of(moving, copy_rates(model.profile, model.cluster))[0]
+    _, stages, _ = model._without_copies(slot, replace(some, offload=OffloadCandidates.of(ratios)))
+    return loads_of(stages, copy_rates(model.profile, model.cluster))[0]
 
 
 def recommended(name: str, device: str, rows: int) -> tuple[StageCostModel, Plan]:

@@ -12,16 +12,9 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_mist.cost.candidates import Placed, StageCandidates, StageSlot
-from lightning_mist.cost.channels import interference_of
-from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.cost.exchange import shard_nodes
+from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.kept import PLANS, Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
-from lightning_mist.cost.offload_floors import CopyFloors
-from lightning_mist.cost.offload_loads import Beforehand
-from lightning_mist.cost.offload_parts import MovedShares, Ratios
-from lightning_mist.cost.offload_time import CopySeconds, no_copies
-from lightning_mist.cost.overlap_floor import corners
 from lightning_mist.cost.shards import Unsharding
 from lightning_mist.cost.stage import StageCostModel, StageCosts, StageSeconds
 from lightning_mist.cost.time import RegionSeconds
@@ -141,37 +134,6 @@ class MixedCostModel:
         longest = _longest([item for item, _ in found])
         return longest, replace(Unsharding.none(len(candidates)), each_K=longest.unshard_K)
 
-    def copy_floors(
-        self, slot: StageSlot, candidates: StageCandidates, ratios: Ratios, shares: MovedShares | None = None
-    ) -> CopyFloors:
-        """What copies add at least; nothing for stages on several parts, whose terms are the largest of any."""
-        models = self.models(slot)
-        if len(models) > 1:
-            return CopyFloors.nothing(len(candidates), ratios)
-        return models[0].copy_floors(slot, candidates, ratios, shares)
-
-    def adds_copies(self, slot: StageSlot) -> bool:
-        """As of a :class:`StageCostModel`; not for stages on several parts, whose terms are the largest of any."""
-        models = self.models(slot)
-        return len(models) == 1 and models[0].adds_copies(slot)
-
-    def moved_seconds(
-        self,
-        slots: Sequence[StageSlot],
-        slot_K: IntArray,
-        candidates: StageCandidates,
-        before: Beforehand,
-    ) -> CopySeconds:
-        """What copies add to stages within parts; as of a :class:`StageCostModel`."""
-        part_K = np.array([slot.part for slot in slots])[slot_K]
-        found = no_copies(len(candidates))
-        for part in np.unique(part_K).tolist():
-            at_J = np.flatnonzero(part_K == part)
-            terms = self.parts[part].moved_seconds(slots, slot_K[at_J], candidates.take(at_J), before.take(at_J))
-            for name in CopySeconds.__slots__:
-                getattr(found, name)[at_J] = getattr(terms, name)
-        return found
-
     def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
         """What candidates exchange with other stages; as of a :class:`StageCostModel`."""
         found = [model.shared_seconds(slot, candidates) for model in self.models(slot)]
@@ -210,12 +172,6 @@ def models_of(model: CostModel, devices: Iterable[int]) -> tuple[StageCostModel,
     if isinstance(model, StageCostModel):
         return (model,)
     return tuple(model.parts[part] for part in sorted({model.cluster.part_of(device) for device in devices}))
-
-
-def copy_weights(model: CostModel, slot: StageSlot) -> FloatArray:
-    """How channels slow each other down beside copies, as :func:`~lightning_mist.cost.overlap_floor.corners`."""
-    one = model.models(slot)[0] if isinstance(model, MixedCostModel) else model
-    return corners(interference_of(one.profile, one.cluster), shard_nodes(one.cluster, slot) > 1)
 
 
 def profiles_of(model: CostModel) -> tuple[HardwareProfile, ...]:

@@ -37,101 +37,41 @@ BEFORE, BEHIND = 1, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithoutCopies:
-    """Seconds of a stage that are known before its copies are.
-
-    Attributes:
-        compute: Forward and backward of every region.
-        units: Communication of every unit among the ranks that shard; ``None`` if nothing is sharded.
-        update_K: The optimizer's arithmetic.
-        reduce_K: Averaging all gradients after the last microbatch, hidden or not.
-        gather_K: Giving out all updated parameters, hidden or not.
-    """
-
-    compute: RegionSeconds
-    units: UnitSeconds | None
-    update_K: FloatArray
-    reduce_K: FloatArray
-    gather_K: FloatArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPlace:
-    """A place in a pipeline, as far as loads of its units depend on it.
+    """A place in a pipeline, as far as copies depend on it.
 
     Attributes:
         memory: The network, or one tensor-parallel rank's part of it.
         slot: The place.
         compute: Forward and backward of every region.
         units: Communication of every unit among the ranks that shard; ``None`` if nothing is sharded.
+        across_nodes: Whether these ranks are in several nodes.
     """
 
     memory: MemoryModel
     slot: StageSlot
     compute: RegionSeconds
     units: UnitSeconds | None
+    across_nodes: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beforehand:
-    """What is known of stages before their copies are.
+class CopyStages:
+    """Stages at one place or at several, with those of their seconds that copies depend on.
 
     Attributes:
+        place_K: At which of the places each is.
         update_K: The optimizer's arithmetic.
         reduce_K: Averaging all gradients after the last microbatch, hidden or not.
         gather_K: Giving out all updated parameters, hidden or not.
-        alone_XK: Seconds without copies of a forward, of the first one, of a backward, of the last one; ``None`` if
-            these are not known.
-        parts: What part of moved state the rank that has most moves; ``None`` if that is not known.
-    """
-
-    update_K: FloatArray
-    reduce_K: FloatArray
-    gather_K: FloatArray
-    alone_XK: FloatArray | None = None
-    parts: RankParts | None = None
-
-    def take(self, index_J: IntArray) -> "Beforehand":
-        """What is known of some of the stages."""
-        return Beforehand(
-            update_K=self.update_K[index_J],
-            reduce_K=self.reduce_K[index_J],
-            gather_K=self.gather_K[index_J],
-            alone_XK=None if self.alone_XK is None else self.alone_XK[:, index_J],
-            parts=None if self.parts is None else self.parts.take(index_J),
-        )
-
-    @classmethod
-    def joined(cls, items: Sequence["Beforehand"]) -> "Beforehand":
-        """What is known of all; of each all of it."""
-        if len(items) == 1:
-            return items[0]
-        alone = [item.alone_XK for item in items if item.alone_XK is not None]
-        parts = [item.parts for item in items if item.parts is not None]
-        return cls(
-            update_K=np.concatenate([item.update_K for item in items]),
-            reduce_K=np.concatenate([item.reduce_K for item in items]),
-            gather_K=np.concatenate([item.gather_K for item in items]),
-            alone_XK=np.concatenate(alone, axis=1) if len(alone) == len(items) else None,
-            parts=RankParts.joined(parts) if len(parts) == len(items) else None,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moving:
-    """Stages with ratios, at one place or at several.
-
-    Attributes:
-        places: The places.
-        place_K: Which of them each is at.
-        candidates: The stages.
-        before: What is known of them.
     """
 
     places: Sequence[CopyPlace]
     place_K: IntArray
     candidates: StageCandidates
-    before: Beforehand
+    update_K: FloatArray
+    reduce_K: FloatArray
+    gather_K: FloatArray
 
     @property
     def is_deferred_K(self) -> BoolArray:
@@ -140,13 +80,25 @@ class Moving:
         deferred_K: BoolArray = defers_K(self.places[0].memory.spec, slots, self.place_K, self.candidates)
         return deferred_K & ratios_of(self.candidates).is_updated_by_units_K
 
-    def take(self, index_J: IntArray) -> "Moving":
+    def take(self, index_J: IntArray) -> "CopyStages":
         """Some of the stages."""
-        return Moving(
-            places=self.places,
-            place_K=self.place_K[index_J],
-            candidates=self.candidates.take(index_J),
-            before=self.before.take(index_J),
+        arrays = {name: getattr(self, name)[index_J] for name in self.__slots__ if name.endswith("_K")}
+        return CopyStages(places=self.places, candidates=self.candidates.take(index_J), **arrays)
+
+    @classmethod
+    def joined(cls, items: Sequence["CopyStages"]) -> "CopyStages":
+        """The stages of all."""
+        if len(items) == 1:
+            return items[0]
+        first = np.cumsum([0, *(len(item.places) for item in items)])
+        return cls(
+            places=[place for item in items for place in item.places],
+            place_K=np.concatenate([begin + item.place_K for begin, item in zip(first, items, strict=False)]),
+            candidates=StageCandidates.joined([item.candidates for item in items]),
+            **{
+                name: np.concatenate([getattr(item, name) for item in items])
+                for name in ("update_K", "reduce_K", "gather_K")
+            },
         )
 
 
@@ -242,26 +194,26 @@ class Loads:
         return found
 
 
-def loads_of(moving: Moving, rates: CopyRates) -> tuple[Loads, IntArray]:
-    """The loads of candidates that offload, and which row of them each candidate has.
+def loads_of(stages: CopyStages, rates: CopyRates) -> tuple[Loads, IntArray]:
+    """The loads of stages that offload, and which row of them each stage has.
 
     Args:
-        moving: The candidates.
+        stages: The stages.
         rates: Bytes per second of copies.
     """
-    candidates, before = moving.candidates, moving.before
-    offload, parts = ratios_of(candidates), _parts(moving) if before.parts is None else before.parts
-    memories, memory_S = _memories(moving.places)
+    candidates = stages.candidates
+    offload, parts = ratios_of(candidates), _parts(stages)
+    memories, memory_S = _memories(stages.places)
     low_K, high_K = covered(memories[0].spec, candidates.start_K, candidates.end_K)
     trained_MR = np.stack([memory.holdings.table.trained_R for memory in memories])
-    prefix_MR, memory_K = prefix_sums(trained_MR), memory_S[moving.place_K]
+    prefix_MR, memory_K = prefix_sums(trained_MR), memory_S[stages.place_K]
     trained_K = prefix_MR[memory_K, high_K] - prefix_MR[memory_K, low_K]
     # Parameters are given out unit by unit where they are updated beside the first forward.
-    update_K = before.update_K * offload.is_updated_by_units_K
-    totals = update_K, before.reduce_K, before.gather_K * moving.is_deferred_K
+    update_K = stages.update_K * offload.is_updated_by_units_K
+    totals = update_K, stages.reduce_K, stages.gather_K * stages.is_deferred_K
     rows_MR = np.stack([memory.holdings.table.reduced_row_R for memory in memories])
     columns = (
-        moving.place_K,
+        stages.place_K,
         rows_MR[memory_K, low_K],
         candidates.zero_stage_K,
         offload.parameters_K,
@@ -275,7 +227,7 @@ def loads_of(moving: Moving, rates: CopyRates) -> tuple[Loads, IntArray]:
         *(total_K / np.maximum(trained_K, 1.0) for total_K in totals),
     )
     questions_QX, question_K = distinct_rows(*columns)
-    return _Questions(moving.places, questions_QX, rates).loads(), question_K
+    return _Questions(stages.places, questions_QX, rates).loads(), question_K
 
 
 class _Questions:
@@ -368,16 +320,16 @@ def _memories(places: Sequence[CopyPlace]) -> tuple[list[MemoryModel], IntArray]
     return memories, np.array(of_places, dtype=np.int64)
 
 
-def _parts(moving: Moving) -> RankParts:
+def _parts(stages: CopyStages) -> RankParts:
     """As :func:`parts_of_ranks`, wherever candidates are."""
-    memories, memory_S = _memories(moving.places)
-    ranks_K = np.array([place.slot.shard_degree for place in moving.places], dtype=np.int64)[moving.place_K]
+    memories, memory_S = _memories(stages.places)
+    ranks_K = np.array([place.slot.shard_degree for place in stages.places], dtype=np.int64)[stages.place_K]
     if len(memories) == 1:
-        return parts_of_ranks(memories[0], ranks_K, moving.candidates)
-    found = {name: np.ones(len(moving.candidates)) for name in RankParts.__slots__}
+        return parts_of_ranks(memories[0], ranks_K, stages.candidates)
+    found = {name: np.ones(len(stages.candidates)) for name in RankParts.__slots__}
     for index, memory in enumerate(memories):
-        at_J = np.flatnonzero(memory_S[moving.place_K] == index)
-        parts = parts_of_ranks(memory, ranks_K[at_J], moving.candidates.take(at_J))
+        at_J = np.flatnonzero(memory_S[stages.place_K] == index)
+        parts = parts_of_ranks(memory, ranks_K[at_J], stages.candidates.take(at_J))
         for name, values_K in found.items():
             values_K[at_J] = getattr(parts, name)
     return RankParts(**found)

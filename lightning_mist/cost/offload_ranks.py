@@ -31,15 +31,6 @@ class RankParts:
     owned_gradients_K: FloatArray
     optimizer_K: FloatArray
 
-    @classmethod
-    def joined(cls, items: Sequence["RankParts"]) -> "RankParts":
-        """Those of the candidates of all."""
-        return cls(**{name: np.concatenate([getattr(item, name) for item in items]) for name in cls.__slots__})
-
-    def take(self, index_J: IntArray) -> "RankParts":
-        """Those of some candidates."""
-        return RankParts(**{name: getattr(self, name)[index_J] for name in self.__slots__})
-
 
 def ratios_of(candidates: StageCandidates) -> OffloadCandidates:
     """The ratios of candidates.

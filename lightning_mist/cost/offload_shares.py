@@ -24,7 +24,6 @@ from lightning_mist.cost.distinct import distinct_rows
 from lightning_mist.cost.held import ByRange, Holdings
 from lightning_mist.cost.ownership import owners_of
 from lightning_mist.cost.regions import ParameterTable, covered
-from lightning_mist.cost.sums import prefix_sums
 from lightning_mist.plan.moved import moved_of_unit
 
 MovedBytes: TypeAlias = Literal["parameters", "changed", "trained"]
@@ -89,7 +88,6 @@ class StateShares:
         self._rows: dict[tuple[int, int, int, tuple[float, ...], bool], FloatArray] = {}
         self._displaces: dict[tuple[float, ...], bool] = {}
         self._units: dict[tuple[float, MovedBytes], FloatArray] = {}
-        self._sums: dict[tuple[tuple[float, ...], MovedBytes, float], tuple[FloatArray, FloatArray]] = {}
 
     def moved(self, ratio: float, *, trained: bool) -> BoolArray:
         """As :func:`moved_parameters`."""
@@ -129,20 +127,6 @@ class StateShares:
             used_PR = np.diff(table.uses_PR, axis=1).astype(np.float64)
             self._units[key] = (bytes_P * self.moved(ratio, trained=of == "trained")) @ used_PR
         return self._units[key]
-
-    def unit_sums(self, values: tuple[float, ...], of: MovedBytes, times: float = 1.0) -> tuple[FloatArray, FloatArray]:
-        """As :meth:`unit_bytes` of several ratios, and the sums over what comes before each unit, and over all.
-
-        Args:
-            values: The ratios.
-            of: As there.
-            times: A factor of all.
-        """
-        key = values, of, times
-        if key not in self._sums:
-            moved_VR = np.stack([self.unit_bytes(ratio, of) for ratio in values]) * times
-            self._sums[key] = moved_VR, prefix_sums(moved_VR)
-        return self._sums[key]
 
     def of(
         self,

@@ -24,19 +24,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_mist.cost.beside_copies import beside_copies
 from lightning_mist.cost.candidates import Placed, StageCandidates, StageSlot
 from lightning_mist.cost.channels import copy_rates, interference_of
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.corrected import computation_factor, corrected_regions, corrected_terms
 from lightning_mist.cost.exchange import cut_key, cut_seconds, of_cuts, reductions, shard_nodes, tied_seconds
 from lightning_mist.cost.kept import PLANS, STAGES, Kept
 from lightning_mist.cost.memory import MemoryModel, StageMemory
-from lightning_mist.cost.offload_floors import CopyFloors
-from lightning_mist.cost.offload_loads import Beforehand, CopyPlace, Moving, WithoutCopies
-from lightning_mist.cost.offload_parts import MovedShares, Ratios
-from lightning_mist.cost.offload_sums import copy_floors
-from lightning_mist.cost.offload_time import CopyQuestion, CopySeconds, copy_seconds, every_moving_seconds
+from lightning_mist.cost.offload_loads import CopyPlace, CopyStages
+from lightning_mist.cost.offload_time import CopySeconds, copy_seconds
 from lightning_mist.cost.overheads import overhead_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.ring_time import ring_seconds, stage_ring_seconds
@@ -155,13 +151,13 @@ class StageCostModel:
     def seconds_of(self, items: Sequence[Placed]) -> tuple[StageSeconds, ...]:
         """Seconds of the candidates of several slots; what takes long of copies is asked once for those of all."""
         alone = [self._without_copies(slot, candidates) for slot, candidates in items]
-        copies = self._copies([(*item, known) for item, (_, known, _) in zip(items, alone, strict=True)])
+        copies = self._copies([stages for _, stages, _ in alone])
         return tuple(self._with_copies(found, moved) for (found, _, _), moved in zip(alone, copies, strict=True))
 
     def parted_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageSeconds, Unsharding]:
         """Seconds of candidates, and how often which part of unsharding without offload happens."""
-        found, known, shards = self._without_copies(slot, candidates)
-        (copies,) = self._copies([(slot, candidates, known)])
+        found, stages, shards = self._without_copies(slot, candidates)
+        (copies,) = self._copies([stages])
         factor = factor_of(self.profile.corrections, "communication")
         return self._with_copies(found, copies), shards.times(factor)
 
@@ -180,8 +176,8 @@ class StageCostModel:
 
     def _without_copies(
         self, slot: StageSlot, candidates: StageCandidates
-    ) -> tuple[StageSeconds, WithoutCopies, Unsharding]:
-        """Seconds of candidates as if nothing were moved and nothing corrected, and what those of copies depend on."""
+    ) -> tuple[StageSeconds, CopyStages, Unsharding]:
+        """Seconds of candidates as if nothing were offloaded and nothing corrected, and what copies depend on."""
         compute = self.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
         low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
         sums = self._sums(slot, compute)
@@ -200,9 +196,11 @@ class StageCostModel:
         update_K = passes.update_K
         slower = computation_factor(self.spec, self.profile, "backward")
         pass_K, accumulate_K = slower * passes.pass_K, slower * passes.accumulate_K
-        known = WithoutCopies(
-            compute=compute,
-            units=units,
+        across = shard_nodes(self.cluster, slot) > 1
+        stages = CopyStages(
+            places=[CopyPlace(memory=memory, slot=slot, compute=compute, units=units, across_nodes=across)],
+            place_K=np.zeros(len(candidates), dtype=np.int64),
+            candidates=candidates,
             update_K=update_K,
             reduce_K=once.whole_K,
             gather_K=once.gather_K,
@@ -237,7 +235,7 @@ class StageCostModel:
             forward_overhead_K=overhead.forward_K,
             once_K=overhead.once_K,
         )
-        return found, known, shards
+        return found, stages, shards
 
     def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
         """What candidates exchange with other stages: for one microbatch, and gradients of tied parameters."""
@@ -321,65 +319,17 @@ class StageCostModel:
         found = ring_seconds(self.profile, self.cluster, slot, self.memory(slot), compute)
         return stage_ring_seconds(found, candidates, *covered(self.spec, candidates.start_K, candidates.end_K))
 
-    def _copies(
-        self, items: Sequence[tuple[StageSlot, StageCandidates, WithoutCopies]]
-    ) -> tuple[CopySeconds | None, ...]:
-        """What copies between device and host do; ``None`` where nothing may be moved."""
-        asked = [index for index, (_, candidates, _) in enumerate(items) if candidates.offload is not None]
+    def _copies(self, stages: Sequence[CopyStages]) -> list[CopySeconds | None]:
+        """What copies between device and host do; ``None`` where nothing may be offloaded."""
+        asked = [item for item in stages if item.candidates.offload is not None]
         if not asked:
-            return (None,) * len(items)
-        questions = [
-            CopyQuestion(
-                memory=self.memory(slot),
-                slot=slot,
-                candidates=candidates,
-                known=known,
-                across_nodes=shard_nodes(self.cluster, slot) > 1,
-            )
-            for slot, candidates, known in (items[index] for index in asked)
-        ]
+            return [None] * len(stages)
         machine = self.profile, self.cluster
-        found = dict(zip(asked, copy_seconds(questions, copy_rates(*machine), interference_of(*machine)), strict=True))
-        return tuple(found.get(index) for index in range(len(items)))
-
-    def adds_copies(self, slot: StageSlot) -> bool:
-        """Whether seconds with copies are those without and what copies add: where runs have corrected nothing."""
-        return not self.profile.corrections
-
-    def moved_seconds(
-        self,
-        slots: Sequence[StageSlot],
-        slot_K: IntArray,
-        candidates: StageCandidates,
-        before: Beforehand,
-    ) -> CopySeconds:
-        """What copies add to stages each of which moves something, without their other seconds.
-
-        Args:
-            slots: The stages' places.
-            slot_K: Which of them each has.
-            candidates: The stages.
-            before: What is known of them without copies.
-        """
-        places = [self._copy_place(slot) for slot in slots]
-        moving = Moving(places=places, place_K=slot_K, candidates=candidates, before=before)
-        machine = self.profile, self.cluster
-        across_S = np.array([shard_nodes(self.cluster, slot) > 1 for slot in slots])
-        return every_moving_seconds(moving, copy_rates(*machine), interference_of(*machine), across_S)
-
-    def _copy_place(self, slot: StageSlot) -> CopyPlace:
-        compute = self.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
-        units = self._units(slot) if slot.shard_degree > 1 else None
-        return CopyPlace(memory=self.memory(slot), slot=slot, compute=compute, units=units)
-
-    def copy_floors(
-        self, slot: StageSlot, candidates: StageCandidates, ratios: Ratios, shares: MovedShares | None = None
-    ) -> CopyFloors:
-        """What copies add at least to stages, whose ratios are not settled; nothing where seconds are corrected."""
-        if self.profile.corrections:
-            return CopyFloors.nothing(len(candidates), ratios)
-        compute = self.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
-        beside = self._beside(slot, candidates, compute)
-        every, memory = (compute, None if beside is None else beside.units), self.memory(slot)
-        machine = beside_copies((self.profile, self.cluster), self.spec, memory, slot, candidates, every, self.seams)
-        return copy_floors(memory, slot, candidates, machine, ratios, shares)
+        every = copy_seconds(CopyStages.joined(asked), copy_rates(*machine), interference_of(*machine))
+        found: list[CopySeconds | None] = []
+        begin = 0
+        for item in stages:
+            end = begin + len(item.candidates) * (item.candidates.offload is not None)
+            found.append(None if item.candidates.offload is None else every.take(slice(begin, end)))
+            begin = end
+        return found

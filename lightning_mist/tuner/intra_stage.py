@@ -26,15 +26,13 @@ from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.families import KnownGrids
 from lightning_mist.tuner.known_runs import AllRuns
-from lightning_mist.tuner.moved_known import Knowledge
-from lightning_mist.tuner.offload_ratios import Ratios
-from lightning_mist.tuner.offload_search import Mover
+from lightning_mist.tuner.offload_ratios import RatioGrid
+from lightning_mist.tuner.offload_search import OffloadSearch
 from lightning_mist.tuner.pieces import PieceKey, Pieces, piece_key
 from lightning_mist.tuner.places import FrontierKey, Place, TableKey, slot_of
 from lightning_mist.tuner.space import Shape, Space
-from lightning_mist.tuner.stage_points import Situations, Stage, covers, either, stages_ahead, widened
+from lightning_mist.tuner.stage_points import Situations, Stage, covers, either, widened
 from lightning_mist.tuner.tables import ROOM, Table, Wanted, make_tables, within
-from lightning_mist.tuner.unmoved import Unmoved, unmoved
 from lightning_mist.tuner.windows import Role, Windows, fixed_window, layer_classes, role_of, windows_of
 
 __all__ = ["ANYWHERE", "EVERY_PART", "IntraStage", "SlotChoices", "layer_classes", "with_peaks_as_seconds"]
@@ -59,7 +57,6 @@ class IntraStage:
         grids: The same of stages that are all alike.
         runs: What stages take at least, also of other batches; by default for this object alone.
         pieces: What tables are put together of, likewise.
-        knowledge: What is known of candidates that move state, likewise.
 
     Attributes:
         evaluated: Candidates whose seconds were computed here.
@@ -79,7 +76,6 @@ class IntraStage:
         grids: KnownGrids | None = None,
         runs: AllRuns | None = None,
         pieces: Pieces | None = None,
-        knowledge: Knowledge | None = None,
     ) -> None:
         self.model, self.space, self._elsewhere = model, space, elsewhere
         self.memory_limit, self.host_limit = memory_limit, host_limit
@@ -98,25 +94,24 @@ class IntraStage:
         # What tells the frontiers of a place from others, with its situations; numbers of these.
         self._keys: dict[tuple[Place, int], tuple[FrontierKey, Situations]] = {}
         self._numbers: dict[Situations, int] = {}
-        self._mover = Mover(
+        self._search = OffloadSearch(
             model=model,
-            ratios=Ratios.of(space.search, space.offload_ratios),
+            grid=RatioGrid.of(space.search, space.offload_ratios),
             memory_limit=memory_limit,
             host_limit=host_limit,
-            knowledge=Knowledge() if knowledge is None else knowledge,
         )
 
     def try_ratios(self, ratios: Sequence[float], deadline: float = np.inf) -> None:
-        """Let frontiers have what moves these parts of state to host memory.
+        """Let frontiers have what offloads these parts of state.
 
         Args:
             ratios: Fractions in (0, 1].
             deadline: Value of ``perf_counter()`` from which on nothing more is evaluated for it.
         """
-        asked = Ratios.of(self.space.search, ratios)
-        if asked.sizes != self._mover.ratios.sizes:
+        grid = RatioGrid.of(self.space.search, ratios)
+        if grid.each != self._search.grid.each:
             self._frontiers.clear()
-        self._mover = replace(self._mover, ratios=asked, deadline=deadline)
+        self._search = replace(self._search, grid=grid, deadline=deadline)
 
     @property
     def both_limits(self) -> tuple[float, float]:
@@ -152,39 +147,17 @@ class IntraStage:
             among_NL: Of which numbers of devices and layers choices are of interest; by default of all.
         """
         wish = stage_index, num_stages, pipeline, among_NL
-        return self.frontiers([wish], num_microbatches, slowest, with_ahead=True)[0]
+        return self.frontiers([wish], num_microbatches, slowest)[0]
 
-    def fastest(self, num_microbatches: int, slowest: float = np.inf) -> SlotChoices:
-        """The choices of an only stage that are not dominated, without those that move something and are not fastest.
-
-        Args:
-            num_microbatches: Number of microbatches.
-            slowest: The most steady seconds.
-        """
-        place: Place = (0, 1, ())
-        (key, _, _), phases = self._frontier_key(place, num_microbatches)
-        stage, weight = Stage(phases=phases), num_microbatches - 1
-        self._make_tables({key: [(place, stage)]}, num_microbatches, slowest)
-        ((choices,),) = self._with_moved([unmoved(self._mover, self._tables[key], [stage], slowest, weight=weight)])
-        return self._inside(place, choices, slowest)
-
-    def frontiers(
-        self,
-        asked: Sequence[Wish],
-        num_microbatches: int,
-        slowest: float = np.inf,
-        *,
-        with_ahead: bool = False,
-    ) -> list[SlotChoices]:
+    def frontiers(self, asked: Sequence[Wish], num_microbatches: int, slowest: float = np.inf) -> list[SlotChoices]:
         """The same of several slots at once, which is faster than one after another.
 
         Args:
             asked: The slots.
             num_microbatches: Number of microbatches.
             slowest: The most steady seconds.
-            with_ahead: Whether to count bytes also of stages that may be asked about next.
         """
-        self.prepare(asked, num_microbatches, slowest, with_ahead=with_ahead)
+        self.prepare(asked, num_microbatches, slowest)
         found = (self._frontiers[self._frontier_key(item[:3], num_microbatches)[0]][2] for item in asked)
         return [self._inside(item[:3], choices, slowest, item[3]) for item, choices in zip(asked, found, strict=True)]
 
@@ -198,21 +171,13 @@ class IntraStage:
             kept_K &= among_NL[found.devices_K, found.layers_K]
         return found if kept_K.all() else found.take(kept_K)
 
-    def prepare(
-        self,
-        asked: Iterable[Wish],
-        num_microbatches: int,
-        slowest: float = np.inf,
-        *,
-        with_ahead: bool = False,
-    ) -> None:
+    def prepare(self, asked: Iterable[Wish], num_microbatches: int, slowest: float = np.inf) -> None:
         """Work out what frontiers of several slots need at once.
 
         Args:
             asked: The slots.
             num_microbatches: Number of microbatches.
             slowest: The most steady seconds.
-            with_ahead: Whether to count bytes also of stages that may be asked about next.
         """
         every: dict[FrontierKey, tuple[Place, Stage]] = {}
         for item in asked:
@@ -226,12 +191,10 @@ class IntraStage:
             if pace * ROOM < slowest or not covers(known_NL, found[1].among_NL):
                 wanted.setdefault(key[0], {})[key] = found
         self._make_tables({key: list(some.values()) for key, some in wanted.items()}, num_microbatches, slowest)
-        open_ = []
-        for table_key, some in wanted.items():
-            items, table = some.values(), self._tables[table_key]
-            ahead = [stage for item in items if with_ahead for stage in self._ahead(*item, num_microbatches)]
-            open_.append(unmoved(self._mover, table, [stage for _, stage in items], slowest, ahead=ahead))
-        for some, frontiers in zip(wanted.values(), self._with_moved(open_), strict=True):
+        shared = [(self._tables[key], [stage for _, stage in some.values()]) for key, some in wanted.items()]
+        found_of_tables, evaluated = self._search.frontiers(shared, slowest)
+        self.evaluated += evaluated
+        for some, frontiers in zip(wanted.values(), found_of_tables, strict=True):
             for (key, (_, stage)), choices in zip(some.items(), frontiers, strict=True):
                 self._frontiers[key] = slowest, stage.among_NL, choices
 
@@ -247,22 +210,6 @@ class IntraStage:
             found = (self._key(stage_index, num_stages, num_microbatches, pipeline), behind, number), phases
             self._keys[place, num_microbatches] = found
         return found
-
-    def _ahead(self, place: Place, stage: Stage, num_microbatches: int) -> list[Stage]:
-        """Stages that will be asked about next, of which nothing is known."""
-        (key, _, _), _ = self._frontier_key(place, num_microbatches)
-        if key[2] >= 0 or self._mover.has_looked(self._tables[key], stage.phases):
-            return []
-        return stages_ahead(*place[:2], num_microbatches, self.space, stage.among_NL)
-
-    def _with_moved(self, items: Sequence[Unmoved]) -> list[list[SlotChoices]]:
-        """The frontiers of the stages of every table, with what they may move."""
-        asked = [item.asked for item in items if item.asked is not None]
-        if not asked:
-            return [item.alone() for item in items]
-        moved, evaluated = self._mover.of(asked)
-        self.evaluated += evaluated
-        return [item.frontiers(more) for item, more in zip(items, moved, strict=True)]
 
     def choices(self, slot: StageSlot) -> SlotChoices:
         """Everything that a slot may be without offload, whether it fits or not."""

@@ -141,7 +141,7 @@ class MixedStages:
 
     def single(self, num_microbatches: int, *, below: float) -> InterStageProblem:
         """The choices of the only stage, without those that take at least ``below`` seconds."""
-        found = self.together.fastest(num_microbatches, below / num_microbatches)
+        found = self.together.frontier(0, 1, num_microbatches, below / num_microbatches)
         return InterStageProblem(
             num_layers=self.space.num_layers,
             num_devices=self.sizes,

@@ -1,235 +1,129 @@
-"""What of candidates with ratios fits and moves no more than it has to, of several stages at once.
+"""What candidates may offload: every combination of ratios that fits and offloads no more than it has to.
+
+If a ratio rises, no unit copies less: so neither ``t`` nor ``t + d`` fall, as these are sums of larger ones of what
+units take with and without copies. So of the combinations that fit one is needed only if none with smaller ratios
+fits. Three things are not compared so:
+
+* Candidates whose update waits for the next forward, which those are that offload parameters, gradients or optimizer
+  state, with those whose update does not.
+* Different ratios of what ZeRO deals out over ranks: with a larger ratio other parameters are offloaded, and the rank
+  that offloads most may offload less than before.
+* Different ratios where parameters are tied and a larger ratio offloads a larger parameter of a unit instead of one
+  that several units fetch. Of all others a larger ratio offloads as many bytes of every unit or more: the largest that
+  fits comes first, so that what a smaller ratio offloads instead of it is less.
+
+Where a machine's corrections multiply some terms and not others nothing is left out.
 
 Array axes
-    K  candidates of a table
     P  candidates of a table as stages may have them
     B  those that are tried with offload
-    C  combinations of ratios, nothing moved first
+    C  combinations of ratios, nothing offloaded first
     J  candidates with ratios
-    S  arrangements of devices
-    Z  ZeRO stages
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageSlot, profiles_of
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.mixed import copy_weights
-from lightning_mist.cost.offload import in_flight
+from lightning_mist.cost.offload_parts import OffloadParts
 from lightning_mist.plan import ZeroStage
-from lightning_mist.tuner.moved_known import Arranged, Known
-from lightning_mist.tuner.offload_ratios import Ratios
+from lightning_mist.tuner.offload_ratios import RatioGrid
 from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.stage_points import StagePoints
-from lightning_mist.tuner.tables import Table
 
-BASES_AT_ONCE = 1 << 10
-"""Candidates whose combinations are looked at together: their peaks take some megabytes."""
+PAIRS_AT_ONCE = 1 << 14
+"""Candidates with pairs of ratios whose bytes are worked out together: fast, and some megabytes."""
 
-ORDERS: tuple[tuple[str, ...], ...] = (OFFLOADED, ("parameters", "activations"), ("activations",), ())
-"""Kinds of state of which a larger ratio is never faster, as candidates may have them."""
+PEAKS_AT_ONCE = 1 << 19
+"""Peaks of candidates with ratios that are looked at together, of 8 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Candidates with ratios: which of the stages' they are of, their places among what is known, and their peaks."""
+class Feasible:
+    """Candidates with ratios that fit: which of the stages' they are of, which combination they have, peak bytes."""
 
     point_J: IntArray
-    place_J: IntArray
+    combination_J: IntArray
     peak_J: FloatArray
 
     @classmethod
-    def joined(cls, items: Sequence["Kept"]) -> "Kept":
-        """All of several."""
-        if len(items) == 1:
-            return items[0]
+    def joined(cls, items: "list[Feasible]") -> "Feasible":
+        """All of several, by candidate and combination."""
         number, none = np.empty(0, dtype=np.int64), np.empty(0)
-        return cls(
-            np.concatenate([number, *(item.point_J for item in items)]),
-            np.concatenate([number, *(item.place_J for item in items)]),
-            np.concatenate([none, *(item.peak_J for item in items)]),
-        )
-
-    @classmethod
-    def in_order(cls, items: Sequence["Kept"], count: int) -> "Kept":
-        """All of several, in the order of their candidates and of their combinations, of which there are so many."""
-        some = [item for item in items if len(item.point_J)]
-        if len(some) < 2:
-            return some[0] if some else items[0]
-        every = cls.joined(some)
-        order = np.argsort(every.point_J * count + every.place_J % count, kind="stable")
-        return cls(every.point_J[order], every.place_J[order], every.peak_J[order])
+        point_J = np.concatenate([number, *(item.point_J for item in items)])
+        combination_J = np.concatenate([number, *(item.combination_J for item in items)])
+        order = np.lexsort((combination_J, point_J))
+        peak_J = np.concatenate([none, *(item.peak_J for item in items)])
+        return cls(point_J[order], combination_J[order], peak_J[order])
 
 
-def arranged(model: CostModel, table: Table, ratios: Ratios) -> Arranged:
-    """What is so of the arrangements of a table.
-
-    Args:
-        model: The cost model.
-        table: The table.
-        ratios: What may be moved.
-    """
-    weights = [copy_weights(model, slot) for slot in table.slots]
-    alike = {id(item): item for item in weights}
-    places = {key: place for place, key in enumerate(alike)}
-    order_SZ = np.array(
-        [
-            [ORDERS.index(ordered(model, slot, zero, ratios)) for zero in range(max(ZeroStage) + 1)]
-            for slot in table.slots
-        ]
-    )
-    return Arranged(
-        order_SZ=order_SZ.reshape(-1, max(ZeroStage) + 1),
-        corner_S=np.array([places[id(item)] for item in weights], dtype=np.int64),
-        corners=tuple(alike.values()),
-    )
-
-
-def ordered(model: CostModel, slot: StageSlot, zero_stage: int, ratios: Ratios) -> tuple[str, ...]:
-    """Kinds of state of which a larger ratio is never faster.
-
-    Args:
-        model: The cost model.
-        slot: An arrangement.
-        zero_stage: What is sharded.
-        ratios: What may be moved.
-    """
+def ordered(model: CostModel, slot: StageSlot, zero_stage: int, grid: RatioGrid) -> tuple[str, ...]:
+    """Kinds of state of which a larger ratio is never faster."""
     if any(profile.corrections for profile in profiles_of(model)):
         return ()
-    if model.memory(slot).states.displaces(ratios.values):
+    if model.memory(slot).states.displaces(grid.values):
         return ("activations",)
     if slot.shard_degree == 1 or zero_stage == ZeroStage.NONE:
         return OFFLOADED
     return ("activations",) if zero_stage >= ZeroStage.PARAMETERS else ("parameters", "activations")
 
 
-Wanted = tuple[Known, Arranged, StagePoints, IntArray]
-"""What is known of a table, and of its arrangements; the candidates of its stages, and some of them."""
-
-
-def kept(wanted: Sequence[Wanted], ratios: Ratios, limits: tuple[float, float]) -> list[Kept]:
-    """What fits and moves no more than it has to, of the stages of every table.
+def feasible(
+    model: CostModel, grid: RatioGrid, points: StagePoints, point_B: IntArray, limits: tuple[float, float]
+) -> Iterator[Feasible]:
+    """What some candidates of the stages of a table may offload, block by block.
 
     Args:
-        wanted: The candidates of the stages, whose bytes are known.
-        ratios: What may be moved.
+        model: The cost model.
+        grid: What may be offloaded.
+        points: The candidates of the stages.
+        point_B: Those that are tried.
         limits: Bytes that a device may use, and of host memory.
     """
-    found: list[list[Kept]] = [[] for _ in wanted]
-    for block in in_blocks([point_B for _, _, _, point_B in wanted], BASES_AT_ONCE):
-        fits, peaks, orders = [], [], []
-        for index, point_B in block:
-            known, of_table, points, _ = wanted[index]
-            peak_BC, fits_BC = _fitting(known, points, point_B, len(ratios), limits)
-            peaks.append(peak_BC)
-            fits.append(fits_BC)
-            index_B = points.index_P[point_B]
-            orders.append(of_table.order_SZ[known.table.shape_K[index_B], known.table.zero_stage_K[index_B]])
-        least_BC, begin = _least(np.concatenate(fits), np.concatenate(orders), ratios), 0
-        for (index, point_B), peak_BC in zip(block, peaks, strict=True):
-            kept_J = np.flatnonzero(least_BC[begin : begin + len(point_B)])
-            begin += len(point_B)
-            of_J, place_J = np.divmod(kept_J, len(ratios))
-            known, _, points, _ = wanted[index]
-            point_J = point_B[of_J]
-            place_J += known.row_K[points.index_P[point_J]] * len(ratios)
-            found[index].append(Kept(point_J, place_J, peak_BC.reshape(-1)[kept_J]))
-    return [Kept.joined(items) for items in found]
-
-
-def in_blocks(index: Sequence[IntArray], most: int) -> Iterator[list[tuple[int, IntArray]]]:
-    """Candidates of several stages or tables in blocks of not too many to look at together.
-
-    Args:
-        index: The candidates of each.
-        most: The most of a block.
-
-    Yields:
-        Of which the candidates are, and some of them.
-    """
-    block: list[tuple[int, IntArray]] = []
-    room = most
-    for place, index_B in enumerate(index):
-        for begin in range(0, len(index_B), most):
-            some_B = index_B[begin : begin + most]
-            if len(some_B) > room:
-                yield block
-                block, room = [], most
-            block.append((place, some_B))
-            room -= len(some_B)
-    if block:
-        yield block
+    table, shape_B = points.table, points.table.shape_K[points.index_P[point_B]]
+    at_once = max(1, PAIRS_AT_ONCE // (len(grid.each.activations) * len(grid.each.gradients)))
+    most = max(1, PEAKS_AT_ONCE // len(grid))
+    for shape in np.unique(shape_B).tolist():
+        slot, some_B = table.slots[shape], point_B[shape_B == shape]
+        # Stages share candidates, of which what peaks are made of does not depend on the stage.
+        index_U, row_B = np.unique(points.index_P[some_B], return_inverse=True)
+        for begin in range(0, len(index_U), at_once):
+            candidates = table.candidates(index_U[begin : begin + at_once])
+            parts = OffloadParts.of(model.memory(slot), slot, candidates, grid.each)
+            inside_B = np.flatnonzero((row_B >= begin) & (row_B < begin + at_once))
+            for first in range(0, len(inside_B), most):
+                at_B = inside_B[first : first + most]
+                peak_BC, fits_BC = _fitting(points, some_B[at_B], parts, row_B[at_B] - begin, limits)
+                fits_BC = _minimal(model, grid, slot, fits_BC, table.zero_stage_K[index_U[row_B[at_B]]])
+                of_J, combination_J = np.nonzero(fits_BC)
+                yield Feasible(some_B[at_B[of_J]], combination_J, peak_BC[of_J, combination_J])
 
 
 def _fitting(
-    known: Known, points: StagePoints, point_B: IntArray, count: int, limits: tuple[float, float]
+    points: StagePoints, point_B: IntArray, parts: OffloadParts, row_B: IntArray, limits: tuple[float, float]
 ) -> tuple[FloatArray, BoolArray]:
-    """Peaks of bases with every combination of ratios, and whether they fit."""
-    if known.parts is None:
-        raise ValueError("known.parts = None: nothing was learned about candidates that are asked about")
-    some = known.parts.take(known.row_K[points.index_P[point_B]])
-    pairs = len(some.host_activations_K) // len(point_B)
-
-    def of_pairs(cut: slice) -> slice:
-        return slice(cut.start * pairs, cut.stop * pairs)
-
-    peak_K = points.of_each(point_B, lambda cut, phases: some.stays.take(of_pairs(cut)).peaks(phases))
-    peak_BC = some.peaks_beside(peak_K).reshape(-1, count)
-    fits_BC: BoolArray = peak_BC <= limits[0]
-    if np.isfinite(limits[1]):
-        host_K = points.of_each(point_B, lambda cut, phases: in_flight(phases) * some.host_activations_K[of_pairs(cut)])
-        # Mostly hosts have room for all that can be moved.
-        if some.most_host_bytes(host_K) > limits[1]:
-            fits_BC &= some.host_bytes_beside(host_K).reshape(-1, count) <= limits[1]
-    return peak_BC, fits_BC
+    """Peaks of candidates with every combination of ratios, and whether they fit."""
+    peaks, fits, begin = [], [], 0
+    for stage, end in zip(points.stages, points.ends(point_B), strict=True):
+        if end > begin:
+            some = parts.take(row_B[begin:end])
+            peak_BC = some.peaks(stage.phases).reshape(end - begin, -1)
+            fits_BC = peak_BC <= limits[0]
+            if np.isfinite(limits[1]):
+                fits_BC &= some.host_bytes(stage.phases).reshape(end - begin, -1) <= limits[1]
+            peaks.append(peak_BC)
+            fits.append(fits_BC)
+        begin = end
+    return np.concatenate(peaks), np.concatenate(fits)
 
 
-def _least(fits_BC: BoolArray, order_B: IntArray, ratios: Ratios) -> BoolArray:
-    """Of combinations that fit those that move no more than they have to.
-
-    Args:
-        fits_BC: Which fit.
-        order_B: What of each candidate is never faster with a larger ratio; which of :data:`ORDERS`.
-        ratios: What may be moved.
-    """
-    every = np.unique(order_B).tolist()
-    if len(every) == 1:
-        return ratios.least(fits_BC, ORDERS[every[0]])
-    least_BC = np.zeros_like(fits_BC)
-    for order in every:
-        at_B = np.flatnonzero(order_B == order)
-        least_BC[at_B] = ratios.least(fits_BC[at_B], ORDERS[order])
-    return least_BC
-
-
-def floors_of(
-    known: Known, of_table: Arranged, ratios: Ratios, index_J: IntArray, place_J: IntArray
-) -> tuple[FloatArray, FloatArray]:
-    """What copies add at least to candidates of a table, per microbatch and of a batch.
-
-    Args:
-        known: What is known of the table.
-        of_table: What is so of its arrangements.
-        ratios: What may be moved.
-        index_J: The candidates.
-        place_J: Their places among what is known.
-    """
-    if not len(index_J):
-        return np.empty(0), np.empty(0)
-    if known.floors is None:
-        raise ValueError("known.floors = None: nothing was learned about candidates that are asked about")
-    row_J, combination_J = np.divmod(place_J, len(ratios))
-    place_JO, ratio_J = ratios.of_kinds(combination_J), ratios.offload_CO[combination_J, -1]
-    if len(of_table.corners) == 1:
-        return known.floors.added(of_table.corners[0], row_J, place_JO[:, :3], ratio_J)
-    more_J, once_J = np.empty(len(row_J)), np.empty(len(row_J))
-    corner_J = of_table.corner_S[known.table.shape_K[index_J]]
-    for corner, weights in enumerate(of_table.corners):
-        at_N = np.flatnonzero(corner_J == corner)
-        if len(at_N):
-            found = known.floors.added(weights, row_J[at_N], place_JO[at_N, :3], ratio_J[at_N])
-            more_J[at_N], once_J[at_N] = found
-    return more_J, once_J
+def _minimal(model: CostModel, grid: RatioGrid, slot: StageSlot, fits_BC: BoolArray, zero_B: IntArray) -> BoolArray:
+    """Of the combinations of candidates at one place that fit, those that offload no more than they have to."""
+    found_BC = np.zeros_like(fits_BC)
+    for zero_stage in np.unique(zero_B).tolist():
+        at_B = np.flatnonzero(zero_B == zero_stage)
+        found_BC[at_B] = grid.minimal(fits_BC[at_B], ordered(model, slot, zero_stage, grid))
+    return found_BC

@@ -35,7 +35,6 @@ from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.known_runs import AllRuns
 from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_stages
 from lightning_mist.tuner.mixed_search import search_mixed
-from lightning_mist.tuner.moved_known import Knowledge
 from lightning_mist.tuner.past import Past, Pasts
 from lightning_mist.tuner.pieces import Pieces
 from lightning_mist.tuner.places import TableKey
@@ -66,7 +65,7 @@ class Planner:
         self.spec, self.cluster = spec, cluster
         self.model = cost_model(spec, profile, cluster)
         self._tables: dict[Space, _Kept] = {}
-        self._pasts, self._pieces, self._knowledge = Pasts(), Pieces(), Knowledge()
+        self._pasts, self._pieces = Pasts(), Pieces()
         self._runs, self._ends = AllRuns(), KnownEnds()
 
     @property
@@ -130,7 +129,6 @@ class Planner:
             grids=grids,
             runs=self._runs,
             pieces=self._pieces,
-            knowledge=self._knowledge,
         )
 
     def _look(

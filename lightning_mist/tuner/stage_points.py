@@ -10,16 +10,14 @@ Array axes
     L  numbers of layers
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.phases import Phase, stage_phases
-from lightning_mist.tuner.space import Space
+from lightning_mist.cost.phases import Phase
 from lightning_mist.tuner.tables import Table
-from lightning_mist.tuner.windows import role_of
 
 Situations = tuple[Phase, ...]
 """The situations of a stage."""
@@ -105,48 +103,20 @@ class StagePoints:
             later_P=later_P,
         )
 
-    def of_each(self, at_J: IntArray, asked: Callable[[slice, Situations], FloatArray]) -> FloatArray:
-        """What is found out about some candidates stage by stage, joined again.
-
-        Args:
-            at_J: Which, stage after stage.
-            asked: Finds it out of a run of them that have these situations; the candidates' axis is the last.
-        """
-        ends = np.searchsorted(self.stage_P[at_J], np.arange(1, len(self.stages) + 1)).tolist()
-        found, begin = [], 0
-        for stage, end in zip(self.stages, ends, strict=True):
-            if end > begin:
-                found.append(asked(slice(begin, end), stage.phases))
-            begin = end
-        return np.concatenate(found, axis=-1) if found else np.empty(0)
+    def ends(self, at_J: IntArray) -> list[int]:
+        """Where the candidates of each stage end among some of all, which come stage after stage."""
+        found: list[int] = np.searchsorted(self.stage_P[at_J], np.arange(1, len(self.stages) + 1)).tolist()
+        return found
 
     def peaks(self) -> FloatArray:
         """Peak bytes."""
-        parts = self.table.parts.take(self.index_P)
-        return self.of_each(np.arange(len(self)), lambda cut, phases: parts.take(cut).peaks(phases))
-
-
-def stages_ahead(
-    stage_index: int, num_stages: int, num_microbatches: int, space: Space, among_NL: BoolArray | None
-) -> list[Stage]:
-    """The stages that share a table with one and have more behind them, in pipelines of up to twice as many stages.
-
-    What the stages behind them cost is not counted.
-
-    Args:
-        stage_index: Index of the stage.
-        num_stages: Number of stages.
-        num_microbatches: Number of microbatches.
-        space: The search space.
-        among_NL: Numbers of devices and layers that are of interest.
-    """
-    if role_of(stage_index, num_stages) not in ("first", "middle"):
-        return []
-    most = min(2 * num_stages - stage_index, space.max_stages)
-    found = (
-        stage_phases(stage_index, count, num_microbatches, space.schedule) for count in range(num_stages + 1, most + 1)
-    )
-    return [Stage(phases=phases, among_NL=among_NL) for phases in dict.fromkeys(found)]
+        parts, begin = self.table.parts.take(self.index_P), 0
+        found = [np.empty(0)]
+        for stage, end in zip(self.stages, self.ends(np.arange(len(self))), strict=True):
+            if end > begin:
+                found.append(parts.take(slice(begin, end)).peaks(stage.phases))
+            begin = end
+        return np.concatenate(found)
 
 
 def either(*every_NL: BoolArray | None) -> BoolArray | None:

@@ -110,7 +110,7 @@ def single_stage(intra: IntraStage, space: Space, num_microbatches: int, below: 
         num_layers=space.num_layers,
         num_devices=(space.world_size,),
         num_microbatches=num_microbatches,
-        slots=(intra.fastest(num_microbatches, below / num_microbatches),),
+        slots=(intra.frontier(0, 1, num_microbatches, below / num_microbatches),),
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.channels import CopyRates
-from lightning_mist.cost.offload_loads import BEFORE, BEHIND, Beforehand, CopyPlace, Moving, loads_of
+from lightning_mist.cost.offload_loads import BEFORE, BEHIND, CopyPlace, CopyStages, loads_of
 from tests.cost.test_offload_time import candidates, machine, network, slot
 from tests.specs import cluster
 
@@ -14,14 +14,13 @@ RATES = CopyRates(to_device=1e8, to_host=2e8)
 
 def loads(stages, net):
     model, none_K = StageCostModel(net, machine(), cluster(1)), np.zeros(len(stages))
-    place = CopyPlace(memory=model.memory(slot()), slot=slot(), compute=model.region_seconds(4), units=None)
-    moving = Moving(
-        places=[place],
-        place_K=np.zeros(len(stages), dtype=int),
-        candidates=stages,
-        before=Beforehand(update_K=none_K, reduce_K=none_K, gather_K=none_K),
+    compute = model.region_seconds(4)
+    place = CopyPlace(memory=model.memory(slot()), slot=slot(), compute=compute, units=None, across_nodes=False)
+    place_K = np.zeros(len(stages), dtype=int)
+    every = CopyStages(
+        places=[place], place_K=place_K, candidates=stages, update_K=none_K, reduce_K=none_K, gather_K=none_K
     )
-    return loads_of(moving, RATES)
+    return loads_of(every, RATES)
 
 
 def test_everything_that_is_moved_is_fetched_and_what_has_changed_is_written_back():

@@ -83,13 +83,3 @@ def test_shares_by_brute_force(ranks, frozen):
                 )
                 names = ("resident_K", "moved_K", "largest_K", "unit_K")
                 assert tuple(getattr(found, name)[at, place] for name in names) == wanted
-
-
-def test_sums_over_units_are_those_of_each_ratio():
-    states = MemoryModel(spec(4, widths=(1000,), tied=True)).states
-    for of in ("parameters", "changed", "trained"):
-        rows, sums = states.unit_sums((0.0, 0.5, 1.0), of, 2.0)
-        for row, ratio in enumerate((0.0, 0.5, 1.0)):
-            assert rows[row].tolist() == (2.0 * states.unit_bytes(ratio, of)).tolist()
-        assert sums[:, 0].tolist() == [0.0] * 3
-        assert np.diff(sums, axis=1).tolist() == rows.tolist()

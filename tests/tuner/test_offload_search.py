@@ -146,9 +146,9 @@ def test_a_tied_parameter_that_a_larger_ratio_leaves_behind_ends_the_order(ratio
     space = apply(SearchSpace(offload=OFFLOADED, offload_ratios=ratios), network, 4, 16)
     maker = IntraStage(StageCostModel(network, rates, devices), space, 10**12)
     slot = maker.slot(0, 2, 4, space.shapes(4)[0])
-    assert ordered(maker.model, slot, 0, maker._mover.ratios) == names
+    assert ordered(maker.model, slot, 0, maker._search.grid) == names
     plain = IntraStage(StageCostModel(spec(4, tied=True), rates, devices), space, 10**12)
-    assert ordered(plain.model, slot, 0, plain._mover.ratios) == OFFLOADED
+    assert ordered(plain.model, slot, 0, plain._search.grid) == OFFLOADED
 
 
 def test_a_unit_moves_no_less_with_a_larger_ratio():

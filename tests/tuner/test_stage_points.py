@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost.phases import stage_phases
-from lightning_mist.tuner.stage_points import Stage, StagePoints, covers, either, stages_ahead, widened
+from lightning_mist.tuner.stage_points import Stage, StagePoints, covers, either, widened
 from tests.tuner.test_offload_search import make, table_of
 
 
@@ -66,15 +66,6 @@ def test_stages_behind_count_for_what_is_unsharded_again():
     for name in ("steady_P", "floor_P", "whole_P"):
         assert getattr(later, name) == pytest.approx(getattr(alone, name) + 2 * again_K)
     assert later.later_P == pytest.approx(2 * again_K)
-
-
-def test_stages_that_will_be_asked_about_next_have_more_behind_them():
-    space = make("alike", "L4", limit=1e12).space
-    assert space.max_stages == 4
-    assert [stage.phases for stage in stages_ahead(0, 2, 8, space, None)] == [stage_phases(0, n, 8) for n in (3, 4)]
-    assert [stage.phases for stage in stages_ahead(1, 3, 8, space, None)] == [stage_phases(1, 4, 8)]
-    # A last stage never has more behind it, and an only one no others.
-    assert stages_ahead(1, 2, 8, space, None) == stages_ahead(0, 1, 8, space, None) == []
 
 
 def test_what_is_of_interest_together_and_what_is_known_already():

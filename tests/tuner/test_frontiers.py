@@ -55,38 +55,6 @@ def test_only_places_of_interest_are_looked_at_and_others_when_they_are_asked_fo
     same(maker.frontier(0, 2, 4), wanted)
 
 
-@pytest.mark.parametrize("limit", [400_000, 600_000, 1_000_000])
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_of_an_only_stage_the_fastest_choice_is_enough(network, limit, microbatches):
-    every = make(network, "L4", limit=limit).frontier(0, 1, microbatches)
-    maker = make(network, "L4", limit=limit)
-    found = maker.fastest(microbatches)
-
-    def least(choices):
-        seconds = microbatches * choices.steady_K + np.maximum(choices.boundary_K, 0.0)
-        return choices.take(np.flatnonzero(seconds <= seconds.min(initial=np.inf) * (1 + 1e-12)))
-
-    assert len(found) <= len(every)
-    same(least(found), least(every))
-    # Nobody takes it for all that the stage may be.
-    same(maker.frontier(0, 1, microbatches), every)
-
-
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize(("before", "limit"), [(700_000, 600_000), (800_000, 500_000), (500_000, 800_000)])
-def test_what_is_known_to_fit_spares_others_and_changes_nothing(network, before, limit):
-    donor, heir, fresh = (make(network, "L4", limit=size) for size in (before, limit, limit))
-    places = [*places_behind((2, 3)), (0, 2), (0, 3)]
-    for maker in (donor, fresh):
-        maker.prepare([(*place, (), None) for place in places], 4)
-    heir._tables, heir._mover = donor._tables, dataclasses.replace(heir._mover, knowledge=donor._mover.knowledge)
-    heir.prepare([(*place, (), None) for place in places], 4)
-    assert heir.evaluated < fresh.evaluated
-    for place in places:
-        same(heir.frontier(*place, 4), fresh.frontier(*place, 4))
-
-
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_is_of_interest_may_grow_and_may_be_nothing(is_first):
     maker, fresh = make("unlike", "L4", limit=600_000), make("unlike", "L4", limit=600_000)
