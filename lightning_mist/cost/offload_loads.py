@@ -180,10 +180,6 @@ class Loads:
         """Number of units, those that are made up included."""
         return int(self.seconds_NQR.shape[2])
 
-    def take(self, row_U: IntArray) -> "Loads":
-        """The loads of some questions."""
-        return Loads(self.seconds_NQR.take(row_U, axis=1), self.waits_Q[row_U])
-
     def table(self, unit_X: IntArray) -> FloatArray:
         """All seconds of some padded units; axes: which, ``Q``, ``X``."""
         return self.seconds_NQR[:, :, unit_X]

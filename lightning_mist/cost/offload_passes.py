@@ -31,14 +31,6 @@ Concurrent: TypeAlias = Callable[[FloatArray, FloatArray, Copies | None], FloatA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """Which of four passes is meant: with copies or as if there were none, at the edge of a batch or not."""
-
-    copies: bool
-    edge: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbourhoods:
     """Units with different neighbours: most layers are like others.
 
@@ -127,9 +119,9 @@ class Passes:
         # The unit above the recomputed layers fetches what the last of them keeps.
         self.is_inside_K = (self.middle_K > np.maximum(self.first_K, self.low_K)) & (self.middle_K < self.last_K)
 
-    def forward(self, way: Way) -> FloatArray:
-        """Seconds of one forward."""
-        found, (low_KS, before_K, last_K) = self._seconds(self._forward(way), 3)
+    def forward(self, *, copies: bool, edge: bool = False) -> FloatArray:
+        """Seconds of one forward: with copies or as if there were none, the first of a batch or another."""
+        found, (low_KS, before_K, last_K) = self._seconds(self._forward(copies, edge), 3)
         # What goes away beside a unit is what the unit below it keeps.
         begin_K = self.low_K + 1
         end_K = np.maximum(self.high_K - 2, begin_K)
@@ -137,23 +129,23 @@ class Passes:
         kept_K = np.maximum(self.first_K + 1, begin_K), self.middle_K + 1
         total_K += self._exchanged(found, *kept_K, end_K)
         total_K += low_KS + before_K * (self.high_K - 2 > self.low_K) + last_K * (self.last_K > self.low_K)
-        return total_K + self._forward_ends(way)
+        return total_K + self._forward_ends(copies, edge)
 
-    def _forward_ends(self, way: Way) -> FloatArray:
+    def _forward_ends(self, copies: bool, edge: bool) -> FloatArray:
         """What of a forward hides behind nothing."""
         low_K, last_K = self.low_K, self.last_K
         total_K = self._at("unshard", low_K)
-        if way.edge:
+        if edge:
             update_K, none_K = self._at("update", low_K), np.zeros(1)
             total_K = total_K + self._at("gather", low_K)
-            if way.copies:
+            if copies:
                 beside_K = self._at("state_in", low_K + 1) * (last_K > low_K)
                 total_K += self.concurrent(update_K, none_K, (beside_K, none_K)) + self._at("state_in", low_K)
             else:
                 total_K += update_K
-        if way.copies:
+        if copies:
             total_K = total_K + self._activations("out", last_K)
-            if way.edge:
+            if edge:
                 total_K += self._at("frozen_in", low_K)
         return total_K
 
@@ -175,20 +167,20 @@ class Passes:
         beside_K = self._at("parameters_in", low_K + 1) * (last_K > low_K)
         return total_K + np.maximum(beside_K - self._at("forward", low_K), 0.0)
 
-    def _forward(self, way: Way) -> FloatArray:
+    def _forward(self, copies: bool, edge: bool) -> FloatArray:
         """Seconds of forwards of units: neighbourhoods; the first unit, the last but one and the last of each."""
         asked, at = self.forwards, self._behind(self.forwards.place_I)
         compute, network = at("forward"), at("unshard", 1)
-        if way.edge:
+        if edge:
             compute, network = compute + at("update", 1) * asked.next_I, network + at("gather", 1)
         network *= asked.next_I
-        if not way.copies:
+        if not copies:
             return self.concurrent(compute, network, None)
         # But at the beginning of a batch the two outermost units are there still.
-        is_away_I = asked.next_I if way.edge else asked.next_I * asked.below_I
-        to_device, waited = self._parameters("frozen_in" if way.edge else "parameters_in", 1, asked, is_away_I)
+        is_away_I = asked.next_I if edge else asked.next_I * asked.below_I
+        to_device, waited = self._parameters("frozen_in" if edge else "parameters_in", 1, asked, is_away_I)
         to_host = np.where(asked.kept_I, at("kept_out", -1), at("saved_out", -1)) * asked.below_I
-        if way.edge:
+        if edge:
             to_device += at("state_in", 2) * asked.second_I
             to_host += at("state_out")
         return self.concurrent(compute, network, (to_device, to_host)) + waited
@@ -206,27 +198,27 @@ class Passes:
             kept=(0, self._is_recomputed(high_K - 3), self._is_recomputed(high_K - 2)),
         )
 
-    def backward(self, way: Way) -> FloatArray:
-        """Seconds of one backward."""
-        found, (middle_K, without_K, low_K, last_K) = self._seconds(self._backward(way), 4)
+    def backward(self, *, copies: bool, edge: bool = False) -> FloatArray:
+        """Seconds of one backward: with copies or as if there were none, the last of a batch or another."""
+        found, (middle_K, without_K, low_K, last_K) = self._seconds(self._backward(copies, edge), 4)
         begin_K = self.low_K + 1
         total_K = self._between(found[0], begin_K, self.last_K)
         total_K += self._exchanged(found, np.maximum(self.first_K, begin_K), self.middle_K, self.last_K)
         total_K += (middle_K - without_K) * self.is_inside_K
         total_K += low_K + last_K * (self.last_K > self.low_K)
-        return total_K + self._backward_ends(way)
+        return total_K + self._backward_ends(copies, edge)
 
-    def _backward_ends(self, way: Way) -> FloatArray:
+    def _backward_ends(self, copies: bool, edge: bool) -> FloatArray:
         """What of a backward hides behind nothing."""
         low_K, last_K = self.low_K, self.last_K
         total_K = self._at("unshard", last_K) + self._at("scatter", low_K)
-        if way.edge:
+        if edge:
             total_K = total_K + self._at("reduce", low_K)
-        if way.copies:
+        if copies:
             total_K = total_K + self._activations("in", last_K)
         return total_K
 
-    def _backward(self, way: Way) -> FloatArray:
+    def _backward(self, copies: bool, edge: bool) -> FloatArray:
         """Seconds of backwards of units.
 
         Neighbourhoods; of each candidate the unit above the recomputed layers twice, with what the one below it keeps
@@ -234,9 +226,9 @@ class Passes:
         """
         asked, at = self.backwards, self._behind(self.backwards.place_I)
         compute = at("backward") + at("forward") * asked.again_I
-        above = at("scatter", 1) + at("reduce", 1) if way.edge else at("scatter", 1)
+        above = at("scatter", 1) + at("reduce", 1) if edge else at("scatter", 1)
         network = at("unshard", -1) * asked.below_I + above * asked.next_I
-        if not way.copies:
+        if not copies:
             return self.concurrent(compute, network, None)
         to_device, waited = self._parameters("parameters_in", -1, asked, asked.below_I * asked.next_I)
         to_device += np.where(asked.kept_I, at("kept_in", -1), at("saved_in", -1)) * asked.below_I + at("gradients_in")

@@ -46,28 +46,21 @@ Array axes
     U  candidates among them that differ in what a pass depends on
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.candidates import StageCandidates
 from lightning_mist.cost.channels import CopyRates
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.distinct import distinct_codes, distinct_rows
-from lightning_mist.cost.offload_loads import CopyStages, Loads, loads_of
-from lightning_mist.cost.offload_passes import Concurrent, Copies, Neighbourhoods, Passes, Way
+from lightning_mist.cost.compile import BoolArray, FloatArray
+from lightning_mist.cost.offload_loads import CopyStages, loads_of
+from lightning_mist.cost.offload_passes import Copies, Neighbourhoods, Passes
 from lightning_mist.cost.offload_ranks import ratios_of
 from lightning_mist.cost.overlap import beyond_computing, concurrent_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.hardware import Interference
-from lightning_mist.model.spec import ModelSpec
 
 AT_ONCE = 1 << 14
 """Stages that are asked about together: enough to be fast, and few enough to take little memory."""
-
-STILL, STILL_EDGE = (Way(copies=False, edge=edge) for edge in (False, True))
-MOVING, MOVING_EDGE = (Way(copies=True, edge=edge) for edge in (False, True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +115,7 @@ def copy_seconds(stages: CopyStages, rates: CopyRates, interference: Interferenc
 def _copy_seconds(
     stages: CopyStages, rates: CopyRates, interference: Interference | None, *, across_nodes: bool
 ) -> CopySeconds:
-    """As :func:`copy_seconds` of stages each of which offloads something, all across nodes or none.
-
-    Most stages differ only in ratios that not every pass depends on: without copies none does but for whether the
-    update is part of it, a middle forward fetches parameters and moves activations, backwards also move gradients.
-    """
+    """As :func:`copy_seconds` of stages each of which offloads something, all across nodes or none."""
     candidates, offload, is_deferred_K = stages.candidates, ratios_of(stages.candidates), stages.is_deferred_K
     loads, question_K = loads_of(stages, rates)
 
@@ -135,87 +124,25 @@ def _copy_seconds(
             return compute + beyond_computing(compute, network, interference, across_nodes)
         return concurrent_seconds(compute, network, *copies, interference, across_nodes)
 
-    kinds, spec = Neighbourhoods.of(loads), stages.places[0].memory.spec
-
-    def passes(*columns: IntArray) -> _Shared:
-        return _Shared.of(spec, kinds, concurrent, (loads, question_K, candidates), columns)
-
-    bases = stages.place_K, candidates.start_K, candidates.end_K, candidates.checkpointed_K, candidates.zero_stage_K
-    base_K, parameters_K, gradients_K, activations_K = (
-        distinct_rows(*columns)[1]
-        for columns in (bases, (offload.parameters_K,), (offload.gradients_K,), (offload.activations_K,))
-    )
-    plain = passes(base_K, is_deferred_K.astype(np.int64))
-    middle = passes(base_K, parameters_K, activations_K)
-    behind = passes(base_K, parameters_K, gradients_K, activations_K)
-    whole = passes()
-    forward_K, backward_K = plain.forward(STILL), plain.backward(STILL)
-    first_K = np.where(is_deferred_K, plain.forward(STILL_EDGE), forward_K)
+    bounds = covered(stages.places[0].memory.spec, candidates.start_K, candidates.end_K)
+    passes = Passes(loads, question_K, candidates, bounds, concurrent, Neighbourhoods.of(loads))
+    forward_K, backward_K = passes.forward(copies=False), passes.backward(copies=False)
+    first_K = np.where(is_deferred_K, passes.forward(copies=False, edge=True), forward_K)
     update_K = stages.update_K * offload.is_updated_by_units_K
-    moving_forward_K, moving_backward_K = middle.forward(MOVING), behind.backward(MOVING)
+    moving_forward_K, moving_backward_K = passes.forward(copies=True), passes.backward(copies=True)
     forward_copies_K = np.maximum(moving_forward_K - forward_K, 0.0)
     gather_K = np.maximum(first_K - forward_K - update_K, 0.0)
-    update_copies_K = whole.forward(MOVING_EDGE) - moving_forward_K - update_K - gather_K
+    update_copies_K = passes.forward(copies=True, edge=True) - moving_forward_K - update_K - gather_K
     is_eager_K = offload.is_updated_by_units_K & ~is_deferred_K
     if is_eager_K.any():
-        update_copies_K = np.where(is_eager_K, whole.update() - update_K, update_copies_K)
+        update_copies_K = np.where(is_eager_K, passes.update() - update_K, update_copies_K)
     return CopySeconds(
         copies_K=forward_copies_K + np.maximum(moving_backward_K - backward_K, 0.0),
         forward_copies_K=forward_copies_K,
         update_copies_K=np.maximum(update_copies_K, 0.0),
         gather_K=gather_K,
-        reduce_K=behind.backward(MOVING_EDGE) - moving_backward_K - (plain.backward(STILL_EDGE) - backward_K),
+        reduce_K=passes.backward(copies=True, edge=True)
+        - moving_backward_K
+        - (passes.backward(copies=False, edge=True) - backward_K),
         is_deferred_K=is_deferred_K,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """Passes of distinct candidates, and which of them each candidate has."""
-
-    distinct: Passes
-    of_K: IntArray | None
-
-    @classmethod
-    def of(
-        cls,
-        spec: ModelSpec,
-        kinds: Neighbourhoods,
-        concurrent: Concurrent,
-        stages: tuple[Loads, IntArray, StageCandidates],
-        columns: Sequence[IntArray],
-    ) -> "_Shared":
-        """Passes that depend on some columns only, each evaluated once; on everything if there are none.
-
-        Args:
-            spec: The network.
-            kinds: Units with different neighbours.
-            concurrent: Seconds of loads on the four channels.
-            stages: Seconds of units, which row of them each stage has, and the stages.
-            columns: What the passes depend on.
-        """
-        (loads, question_K, candidates), of_K = stages, None
-        if columns:
-            _, of_K = distinct_rows(*columns)
-            first_U = np.zeros(int(of_K.max(initial=-1)) + 1, dtype=np.int64)
-            # The last assignment stays: backwards, the first candidate of each.
-            first_U[of_K[::-1]] = np.arange(len(of_K))[::-1]
-            row_V, question_K = distinct_codes(question_K[first_U], len(loads))
-            loads, candidates = loads.take(row_V), candidates.take(first_U)
-        bounds = covered(spec, candidates.start_K, candidates.end_K)
-        return cls(Passes(loads, question_K, candidates, bounds, concurrent, kinds), of_K)
-
-    def forward(self, way: Way) -> FloatArray:
-        """Seconds of one forward."""
-        found_U = self.distinct.forward(way)
-        return found_U if self.of_K is None else found_U[self.of_K]
-
-    def backward(self, way: Way) -> FloatArray:
-        """Seconds of one backward."""
-        found_U = self.distinct.backward(way)
-        return found_U if self.of_K is None else found_U[self.of_K]
-
-    def update(self) -> FloatArray:
-        """Seconds of an update behind the last backward."""
-        found_U = self.distinct.update()
-        return found_U if self.of_K is None else found_U[self.of_K]
