@@ -24,7 +24,7 @@ from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_rows
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.offload_ranks import RankParts, defers_K, parts_of_ranks, ratios_of
+from lightning_mist.cost.offload_ranks import defers_K, parts_of_ranks, ratios_of
 from lightning_mist.cost.offload_shares import MovedBytes
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.shards import UnitSeconds
@@ -198,7 +198,7 @@ def loads_of(stages: CopyStages, rates: CopyRates) -> tuple[Loads, IntArray]:
         rates: Bytes per second of copies.
     """
     candidates = stages.candidates
-    offload, parts = ratios_of(candidates), _parts(stages)
+    offload = ratios_of(candidates)
     memories, memory_S = _memories(stages.places)
     low_K, high_K = covered(memories[0].spec, candidates.start_K, candidates.end_K)
     trained_MR = np.stack([memory.holdings.table.trained_R for memory in memories])
@@ -216,10 +216,7 @@ def loads_of(stages: CopyStages, rates: CopyRates) -> tuple[Loads, IntArray]:
         offload.gradients_K,
         offload.optimizer_K,
         offload.activations_K,
-        parts.parameters_K,
-        parts.gradients_K,
-        parts.owned_gradients_K,
-        parts.optimizer_K,
+        *_parts(stages),
         *(total_K / np.maximum(trained_K, 1.0) for total_K in totals),
     )
     questions_QX, question_K = distinct_rows(*columns)
@@ -316,16 +313,12 @@ def _memories(places: Sequence[CopyPlace]) -> tuple[list[MemoryModel], IntArray]
     return memories, np.array(of_places, dtype=np.int64)
 
 
-def _parts(stages: CopyStages) -> RankParts:
+def _parts(stages: CopyStages) -> FloatArray:
     """As :func:`parts_of_ranks`, wherever candidates are."""
     memories, memory_S = _memories(stages.places)
     ranks_K = np.array([place.slot.shard_degree for place in stages.places], dtype=np.int64)[stages.place_K]
-    if len(memories) == 1:
-        return parts_of_ranks(memories[0], ranks_K, stages.candidates)
-    found = {name: np.ones(len(stages.candidates)) for name in RankParts.__slots__}
+    found_XK = np.ones((4, len(stages.candidates)))
     for index, memory in enumerate(memories):
         at_J = np.flatnonzero(memory_S[stages.place_K] == index)
-        parts = parts_of_ranks(memory, ranks_K[at_J], stages.candidates.take(at_J))
-        for name, values_K in found.items():
-            values_K[at_J] = getattr(parts, name)
-    return RankParts(**found)
+        found_XK[:, at_J] = parts_of_ranks(memory, ranks_K[at_J], stages.candidates.take(at_J))
+    return found_XK

@@ -8,7 +8,6 @@ Array axes
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,16 +19,6 @@ from lightning_mist.cost.regions import covered
 from lightning_mist.cost.sums import prefix_sums
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankParts:
-    """Of each candidate, which part of a unit's bytes the rank that has most moves, by kind of state."""
-
-    parameters_K: FloatArray
-    gradients_K: FloatArray
-    owned_gradients_K: FloatArray
-    optimizer_K: FloatArray
 
 
 def ratios_of(candidates: StageCandidates) -> OffloadCandidates:
@@ -63,8 +52,8 @@ def defers_K(spec: ModelSpec, slots: Sequence[StageSlot], place_K: IntArray, can
     return deferred_K
 
 
-def parts_of_ranks(memory: MemoryModel, ranks_K: IntArray, candidates: StageCandidates) -> RankParts:
-    """What part of every kind of moved state the rank that has most moves.
+def parts_of_ranks(memory: MemoryModel, ranks_K: IntArray, candidates: StageCandidates) -> FloatArray:
+    """What part of a unit's offloaded bytes the rank that has most offloads.
 
     The update of a parameter happens once, however many units fetch it.
 
@@ -72,6 +61,9 @@ def parts_of_ranks(memory: MemoryModel, ranks_K: IntArray, candidates: StageCand
         memory: The network, or one tensor-parallel rank's part of it.
         ranks_K: Ranks with the same parameters.
         candidates: The stages, with ratios.
+
+    Returns:
+        Of parameters, of gradients, of gradients whose parameters a rank updates, and of optimizer state; axis ``K``.
     """
     offload, states, zero_K = ratios_of(candidates), memory.states, candidates.zero_stage_K
     low_K, high_K = covered(memory.spec, candidates.start_K, candidates.end_K)
@@ -92,9 +84,11 @@ def parts_of_ranks(memory: MemoryModel, ranks_K: IntArray, candidates: StageCand
         part_K[at_J] = most_J / np.maximum(all_J, 1.0)
         return part_K
 
-    return RankParts(
-        parameters_K=part(offload.parameters_K, ZeroStage.PARAMETERS, trained=False),
-        gradients_K=part(offload.gradients_K, ZeroStage.GRADIENTS, trained=True),
-        owned_gradients_K=part(offload.gradients_K, ZeroStage.OPTIMIZER, trained=True, once=True),
-        optimizer_K=part(offload.optimizer_K, ZeroStage.OPTIMIZER, trained=True, once=True),
+    return np.stack(
+        [
+            part(offload.parameters_K, ZeroStage.PARAMETERS, trained=False),
+            part(offload.gradients_K, ZeroStage.GRADIENTS, trained=True),
+            part(offload.gradients_K, ZeroStage.OPTIMIZER, trained=True, once=True),
+            part(offload.optimizer_K, ZeroStage.OPTIMIZER, trained=True, once=True),
+        ]
     )

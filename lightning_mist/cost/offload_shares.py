@@ -85,7 +85,6 @@ class StateShares:
         # Without frozen parameters those that are trained are all.
         self._is_trained = bool((holdings.table.trainable_P == holdings.table.bytes_P).all())
         self._ranges: dict[tuple[int, tuple[float, ...], bool], ByRange] = {}
-        self._rows: dict[tuple[int, int, int, tuple[float, ...], bool], FloatArray] = {}
         self._displaces: dict[tuple[float, ...], bool] = {}
         self._units: dict[tuple[float, MovedBytes], FloatArray] = {}
 
@@ -147,14 +146,12 @@ class StateShares:
             trained: Whether only trained parameters count.
         """
         low_K, high_K = covered(self._holdings.spec, candidates.start_K, candidates.end_K)
-        ranks_K = np.where(shards_K, ranks, 1)
-        width = self._holdings.table.uses_PR.shape[1]
-        questions, inverse_K = distinct_rows(low_K * width + high_K, ranks_K, ratio_K)
-        found = np.empty((len(questions), len(Shares.__slots__)))
-        for row, (code, count, ratio) in enumerate(questions.tolist()):
-            low, high = divmod(int(code), width)
-            found[row] = self._row(low, high, int(count), (ratio,), trained)[0]
-        return Shares(**dict(zip(Shares.__slots__, found.T[:, inverse_K], strict=True)))
+        pairs_UX, pair_K = distinct_rows(np.where(shards_K, ranks, 1), ratio_K)
+        found = np.empty((len(Shares.__slots__), len(low_K)))
+        for pair, (count, ratio) in enumerate(pairs_UX.tolist()):
+            at_J = np.flatnonzero(pair_K == pair)
+            found[:, at_J] = self._of_ranks(low_K[at_J], high_K[at_J], int(count), (ratio,), trained)[..., 0]
+        return Shares(**dict(zip(Shares.__slots__, found, strict=True)))
 
     def of_ratios(
         self,
@@ -175,13 +172,9 @@ class StateShares:
             trained: Whether only trained parameters count.
         """
         low_K, high_K = covered(self._holdings.spec, candidates.start_K, candidates.end_K)
-        is_shared = ranks > 1 and bool(shards_K.any())
-        if not is_shared or shards_K.all():
-            found = self._of_ranks(low_K, high_K, ranks if is_shared else 1, values, trained)
-        else:
-            found = np.empty((len(Shares.__slots__), len(low_K), len(values)))
-            for count, at_J in ((ranks, np.flatnonzero(shards_K)), (1, np.flatnonzero(~shards_K))):
-                found[:, at_J] = self._of_ranks(low_K[at_J], high_K[at_J], count, values, trained)
+        found = np.empty((len(Shares.__slots__), len(low_K), len(values)))
+        for count, at_J in ((ranks, np.flatnonzero(shards_K)), (1, np.flatnonzero(~shards_K))):
+            found[:, at_J] = self._of_ranks(low_K[at_J], high_K[at_J], count, values, trained)
         return Shares(**dict(zip(Shares.__slots__, found, strict=True)))
 
     def _of_ranks(
@@ -203,14 +196,8 @@ class StateShares:
         result: FloatArray = found_XK.reshape(figures, count, -1).transpose(0, 2, 1)
         return result
 
-    def _row(self, low: int, high: int, ranks: int, values: tuple[float, ...], trained: bool) -> FloatArray:
-        """The figures of :class:`Shares` of a stage with every ratio; axes ``V`` and figure."""
-        key = low, high, ranks, values, trained or self._is_trained
-        if key not in self._rows:
-            self._rows[key] = self._compute(*key)
-        return self._rows[key]
-
     def _compute(self, low: int, high: int, ranks: int, values: tuple[float, ...], trained: bool) -> FloatArray:
+        """The figures of :class:`Shares` of a stage with every ratio; axes ``V`` and figure."""
         table, width = self._holdings.table, high - low
         held_P = np.flatnonzero(table.uses_PR[:, high] > table.uses_PR[:, low])
         bytes_H = (table.trainable_P if trained else table.bytes_P)[held_P]
