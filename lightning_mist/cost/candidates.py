@@ -1,11 +1,11 @@
 """What is asked of the cost model: stages at one place of a pipeline, many at once."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 
+from lightning_mist.cost.array_record import ArrayRecord
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.placement import Placement, parts_of, placements_of
 from lightning_mist.hardware import AnyCluster, MixedCluster
@@ -104,7 +104,7 @@ class StageSlot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadCandidates:
+class OffloadCandidates(ArrayRecord):
     """Fractions in [0, 1] of each kind of state that live in host memory; every array has the axis ``K``.
 
     What they mean is said in :mod:`lightning_mist.cost.offload`.
@@ -134,23 +134,9 @@ class OffloadCandidates:
         updated_K: BoolArray = (self.parameters_K > 0) | (self.gradients_K > 0) | (self.optimizer_K > 0)
         return updated_K
 
-    @classmethod
-    def joined(cls, items: Sequence["OffloadCandidates"]) -> "OffloadCandidates":
-        """The ratios of all."""
-        return cls(**{name: np.concatenate([getattr(item, name) for item in items]) for name in cls.__slots__})
-
-    def take(self, index_J: IntArray | slice) -> "OffloadCandidates":
-        """The ratios at some indices."""
-        return OffloadCandidates(
-            parameters_K=self.parameters_K[index_J],
-            gradients_K=self.gradients_K[index_J],
-            optimizer_K=self.optimizer_K[index_J],
-            activations_K=self.activations_K[index_J],
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageCandidates:
+class StageCandidates(ArrayRecord):
     """Choices for one slot; every array has the axis ``K``.
 
     Attributes:
@@ -165,35 +151,6 @@ class StageCandidates:
     zero_stage_K: IntArray
     offload: OffloadCandidates | None = None
     variant_K: IntArray | None = None
-
-    def __len__(self) -> int:
-        """Number of candidates."""
-        return len(self.start_K)
-
-    @classmethod
-    def joined(cls, items: Sequence["StageCandidates"]) -> "StageCandidates":
-        """The candidates of all; they have ratios if all have."""
-        if len(items) == 1:
-            return items[0]
-        moved = [item.offload for item in items if item.offload is not None]
-        return cls(
-            start_K=np.concatenate([item.start_K for item in items]),
-            end_K=np.concatenate([item.end_K for item in items]),
-            checkpointed_K=np.concatenate([item.checkpointed_K for item in items]),
-            zero_stage_K=np.concatenate([item.zero_stage_K for item in items]),
-            offload=OffloadCandidates.joined(moved) if len(moved) == len(items) else None,
-        )
-
-    def take(self, index_J: IntArray | slice) -> "StageCandidates":
-        """The candidates at some indices."""
-        return StageCandidates(
-            start_K=self.start_K[index_J],
-            end_K=self.end_K[index_J],
-            checkpointed_K=self.checkpointed_K[index_J],
-            zero_stage_K=self.zero_stage_K[index_J],
-            offload=None if self.offload is None else self.offload.take(index_J),
-            variant_K=None if self.variant_K is None else self.variant_K[index_J],
-        )
 
 
 Placed: TypeAlias = tuple[StageSlot, StageCandidates]

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from lightning_mist.cost.array_record import ArrayRecord
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.phases import Phase, PhaseKind
 
@@ -134,7 +135,7 @@ _ARRAYS = tuple(name for name in StageNeeds.__slots__ if name.endswith("_K"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeakParts:
+class PeakParts(ArrayRecord):
     """All of many candidates' needs that their peaks depend on, as few arrays, whatever slots they are of.
 
     Attributes:
@@ -174,26 +175,11 @@ class PeakParts:
             always_K=none_K + sum(needs.always.values()),
         )
 
-    def __len__(self) -> int:
-        """Number of candidates."""
-        return len(self.update_K)
-
-    @classmethod
-    def joined(cls, parts: Sequence["PeakParts"]) -> "PeakParts":
-        """Those of the candidates of all."""
-        return cls(**{name: np.concatenate([getattr(p, name) for p in parts], axis=-1) for name in cls.__slots__})
-
     @classmethod
     def none(cls) -> "PeakParts":
         """Those of no candidates."""
         one_K = np.empty(0)
         return cls(parts_FK=np.empty((9, 0)), working_WK=np.empty((len(_WORKING), 0)), update_K=one_K, always_K=one_K)
-
-    def take(self, index: IntArray | slice) -> "PeakParts":
-        """Those of the candidates at some indices."""
-        if isinstance(index, slice):
-            return PeakParts(**{name: getattr(self, name)[..., index] for name in self.__slots__})
-        return PeakParts(**{name: getattr(self, name).take(index, axis=-1) for name in self.__slots__})
 
     def beside(self, more: FloatArray | float) -> "PeakParts":
         """The same beside so many more bytes that are there all the time."""

@@ -15,10 +15,11 @@ Array axes
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lightning_mist.cost.array_record import ArrayRecord
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
@@ -56,7 +57,7 @@ class CopyPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyStages:
+class CopyStages(ArrayRecord):
     """Stages at one place or at several, with those of their seconds that copies depend on.
 
     Attributes:
@@ -80,26 +81,16 @@ class CopyStages:
         deferred_K: BoolArray = defers_K(self.places[0].memory.spec, slots, self.place_K, self.candidates)
         return deferred_K & ratios_of(self.candidates).is_updated_by_units_K
 
-    def take(self, index_J: IntArray) -> "CopyStages":
-        """Some of the stages."""
-        arrays = {name: getattr(self, name)[index_J] for name in self.__slots__ if name.endswith("_K")}
-        return CopyStages(places=self.places, candidates=self.candidates.take(index_J), **arrays)
-
     @classmethod
-    def joined(cls, items: Sequence["CopyStages"]) -> "CopyStages":
-        """The stages of all."""
-        if len(items) == 1:
-            return items[0]
-        first = np.cumsum([0, *(len(item.places) for item in items)])
-        return cls(
-            places=[place for item in items for place in item.places],
-            place_K=np.concatenate([begin + item.place_K for begin, item in zip(first, items, strict=False)]),
-            candidates=StageCandidates.joined([item.candidates for item in items]),
-            **{
-                name: np.concatenate([getattr(item, name) for item in items])
-                for name in ("update_K", "reduce_K", "gather_K")
-            },
-        )
+    def everywhere(cls, items: Sequence["CopyStages"]) -> "CopyStages":
+        """The stages of all, at the places of all."""
+        places = [place for item in items for place in item.places]
+        first = np.cumsum([0, *(len(item.places) for item in items)]).tolist()
+        moved = [
+            replace(item, places=places, place_K=begin + item.place_K)
+            for begin, item in zip(first, items, strict=False)
+        ]
+        return cls.joined(moved)
 
 
 NAMES = (

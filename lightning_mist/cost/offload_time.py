@@ -50,6 +50,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_mist.cost.array_record import ArrayRecord
 from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import BoolArray, FloatArray
 from lightning_mist.cost.offload_loads import CopyStages, loads_of
@@ -64,7 +65,7 @@ AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopySeconds:
+class CopySeconds(ArrayRecord):
     """What host copies do to the seconds of stages; all zero for candidates that offload nothing.
 
     Attributes:
@@ -82,10 +83,6 @@ class CopySeconds:
     gather_K: FloatArray
     reduce_K: FloatArray
     is_deferred_K: BoolArray
-
-    def take(self, index: slice) -> "CopySeconds":
-        """Those of some of the stages."""
-        return CopySeconds(**{name: getattr(self, name)[index] for name in self.__slots__})
 
 
 def copy_seconds(stages: CopyStages, rates: CopyRates, interference: Interference | None) -> CopySeconds:

@@ -22,12 +22,13 @@ Array axes
     F  first regions of stages, as far as they differ
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 
+from lightning_mist.cost.array_record import ArrayRecord
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.overlap import beyond_computing
@@ -169,7 +170,7 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unsharding:
+class Unsharding(ArrayRecord):
     """What unsharding adds, by how often it happens; nothing below ZeRO-3.
 
     Attributes:
@@ -187,15 +188,6 @@ class Unsharding:
         """Of candidates that shard no parameters."""
         none_K = np.zeros(count)
         return cls(each_K=none_K, once_K=none_K, forward_K=none_K, backward_K=none_K)
-
-    @classmethod
-    def joined(cls, items: Sequence["Unsharding"]) -> "Unsharding":
-        """That of the candidates of all."""
-        return cls(**{name: np.concatenate([getattr(item, name) for item in items]) for name in cls.__slots__})
-
-    def take(self, index_J: IntArray) -> "Unsharding":
-        """That of the candidates at some indices."""
-        return Unsharding(**{name: getattr(self, name)[index_J] for name in self.__slots__})
 
     def seconds(self, slot: StageSlot) -> FloatArray:
         """Seconds per microbatch, the mean of a batch."""

@@ -325,7 +325,7 @@ class StageCostModel:
         if not asked:
             return [None] * len(stages)
         machine = self.profile, self.cluster
-        every = copy_seconds(CopyStages.joined(asked), copy_rates(*machine), interference_of(*machine))
+        every = copy_seconds(CopyStages.everywhere(asked), copy_rates(*machine), interference_of(*machine))
         found: list[CopySeconds | None] = []
         begin = 0
         for item in stages:

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
+from lightning_mist.cost.array_record import ArrayRecord
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.needs import StageNeeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageSeconds:
+class StageSeconds(ArrayRecord):
     """Seconds of candidates by term.
 
     Attributes:

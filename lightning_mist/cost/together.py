@@ -8,7 +8,7 @@ Array axes
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -58,7 +58,6 @@ def seconds_of_stages(model: CostModel, stages: Sequence[Placed]) -> tuple[Stage
     Args:
         stages: The stages of a pipeline, or some of them; or those of several.
     """
-    names = [field.name for field in fields(StageSeconds)]
     groups = tuple(_joined(stages, _pace_key))
     answers = model.seconds_of([(slot, candidates) for _, slot, candidates in groups])
     found: dict[int, StageSeconds] = {}
@@ -66,7 +65,7 @@ def seconds_of_stages(model: CostModel, stages: Sequence[Placed]) -> tuple[Stage
         first = 0
         for index in members:
             cut = slice(first, first + len(stages[index][1]))
-            found[index] = StageSeconds(**{name: getattr(seconds, name)[cut] for name in names})
+            found[index] = seconds.take(cut)
             first = cut.stop
     return tuple(found[index] for index in range(len(stages)))
 

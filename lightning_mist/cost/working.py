@@ -19,11 +19,11 @@ every backward makes them anew, and of those above only what this rank owns stay
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from lightning_mist.cost.apart import Apart
+from lightning_mist.cost.array_record import ArrayRecord
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.regions import RegionCosts
 from lightning_mist.cost.sums import prefix_sums
@@ -63,7 +63,7 @@ def run_maxima(values_L: FloatArray) -> FloatArray:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageRuns:
+class StageRuns(ArrayRecord):
     """Candidate stages as runs of layers.
 
     Attributes:
@@ -95,12 +95,6 @@ class StageRuns:
     forward_away_AK: FloatArray
     backward_away_AK: FloatArray
     variant_K: IntArray | None = None
-
-    def take(self, index_J: IntArray | slice) -> "StageRuns":
-        """The candidates at some indices."""
-        arrays = {name: getattr(self, name) for name in self.__slots__}
-        some: dict[str, Any] = {name: None if item is None else item[..., index_J] for name, item in arrays.items()}
-        return StageRuns(**some)
 
     def edge(self, values_R: FloatArray, at: int) -> FloatArray | float:
         """A value of the head or of the tail: one for all, or of each candidate's variant.

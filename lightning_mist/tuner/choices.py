@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.array_record import ArrayRecord
+from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.tuner.space import OFFLOADED, Shape
 
@@ -21,7 +22,7 @@ EVERY_PART = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotChoices:
+class SlotChoices(ArrayRecord):
     """What one stage may be.
 
     Attributes:
@@ -52,10 +53,6 @@ class SlotChoices:
     sequence_K: IntArray
     offload_KO: FloatArray
 
-    def __len__(self) -> int:
-        """Number of choices."""
-        return len(self.start_K)
-
     def shape(self, index: int) -> Shape:
         """How the devices of one choice are arranged."""
         tensor = int(self.tensor_K[index])
@@ -65,21 +62,12 @@ class SlotChoices:
         """What one choice keeps in host memory."""
         return OffloadRatios(**dict(zip(OFFLOADED, self.offload_KO[index].tolist(), strict=True)))
 
-    def take(self, index: IntArray | BoolArray | slice) -> "SlotChoices":
-        """The choices at some indices, or where a mask is true."""
-        return SlotChoices(**{name: getattr(self, name)[index] for name in self.__slots__})
-
     @classmethod
     def none(cls) -> "SlotChoices":
         """No choices."""
         floats = ("steady_K", "boundary_K", "peak_K")
         empty = {name: np.empty(0, dtype=float if name in floats else np.int64) for name in cls.__slots__}
         return cls(**{**empty, "offload_KO": np.empty((0, len(OFFLOADED)))})
-
-    @classmethod
-    def joined(cls, parts: list["SlotChoices"]) -> "SlotChoices":
-        """The choices of all parts."""
-        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__})
 
 
 def with_peaks_as_seconds(choices: SlotChoices) -> SlotChoices:

@@ -23,10 +23,12 @@ Array axes
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageSlot, profiles_of
+from lightning_mist.cost.array_record import ArrayRecord
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.offload_parts import OffloadParts
 from lightning_mist.plan import ZeroStage
@@ -41,23 +43,21 @@ PEAKS_AT_ONCE = 1 << 19
 """Peaks of candidates with ratios that are looked at together, of 8 bytes each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Feasible:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feasible(ArrayRecord):
     """Candidates with ratios that fit: which of the stages' they are of, which combination they have, peak bytes."""
+
+    AXIS: ClassVar[str] = "J"
 
     point_J: IntArray
     combination_J: IntArray
     peak_J: FloatArray
 
     @classmethod
-    def joined(cls, items: "list[Feasible]") -> "Feasible":
-        """All of several, by candidate and combination."""
-        number, none = np.empty(0, dtype=np.int64), np.empty(0)
-        point_J = np.concatenate([number, *(item.point_J for item in items)])
-        combination_J = np.concatenate([number, *(item.combination_J for item in items)])
-        order = np.lexsort((combination_J, point_J))
-        peak_J = np.concatenate([none, *(item.peak_J for item in items)])
-        return cls(point_J[order], combination_J[order], peak_J[order])
+    def none(cls) -> "Feasible":
+        """No candidates."""
+        none_J = np.empty(0, dtype=np.int64)
+        return cls(point_J=none_J, combination_J=none_J, peak_J=np.empty(0))
 
 
 def ordered(model: CostModel, slot: StageSlot, zero_stage: int, grid: RatioGrid) -> tuple[str, ...]:
@@ -99,7 +99,9 @@ def feasible(
                 peak_BC, fits_BC = _fitting(points, some_B[at_B], parts, row_B[at_B] - begin, limits)
                 fits_BC = _minimal(model, grid, slot, fits_BC, table.zero_stage_K[index_U[row_B[at_B]]])
                 of_J, combination_J = np.nonzero(fits_BC)
-                yield Feasible(some_B[at_B[of_J]], combination_J, peak_BC[of_J, combination_J])
+                yield Feasible(
+                    point_J=some_B[at_B[of_J]], combination_J=combination_J, peak_J=peak_BC[of_J, combination_J]
+                )
 
 
 def _fitting(

@@ -77,14 +77,15 @@ class OffloadSearch:
         every = [ResidentPoints.of(table, stages, slowest, self.memory_limit) for table, stages in asked]
         found, tried = [], 0
         for item in every:
-            blocks = []
+            blocks = [Feasible.none()]
             if len(self.grid) > 1:
                 point_B = item.worth_offloading()
                 tried += len(np.unique(item.points.index_P[point_B])) * (len(self.grid) - 1)
                 for block in feasible(self.model, self.grid, item.points, point_B, self._limits):
                     self._check_time()
                     blocks.append(block)
-            found.append(Feasible.joined(blocks))
+            some = Feasible.joined(blocks)
+            found.append(some.take(np.lexsort((some.combination_J, some.point_J))))
         seconds = self._seconds([(item.points, some) for item, some in zip(every, found, strict=True)])
         return [self._choices(*item, slowest) for item in zip(every, found, seconds, strict=True)], tried
 

@@ -27,7 +27,8 @@ def found_of(model, table, situations, limits, index=None):
     """What stages in some situations may offload, and their candidates; of some candidates of the table if given."""
     points = StagePoints.of(table, [Stage(phases=phases) for phases in situations], np.inf)
     point_B = np.flatnonzero(np.ones(len(points), dtype=bool) if index is None else np.isin(points.index_P, index))
-    return points, Feasible.joined(list(feasible(model, GRID, points, point_B, limits)))
+    found = Feasible.joined([Feasible.none(), *feasible(model, GRID, points, point_B, limits)])
+    return points, found.take(np.lexsort((found.combination_J, found.point_J)))
 
 
 @pytest.mark.parametrize("blocks", [None, (1, 1), (2 * 9, 3 * 81)])
