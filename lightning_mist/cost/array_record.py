@@ -39,9 +39,10 @@ class ArrayRecord:
     @classmethod
     def joined(cls: type[Record], items: Sequence[Record]) -> Record:
         """The entries of at least one record, one after another; what is ``None`` of any is ``None``."""
-        if len(items) == 1:
-            return items[0]
-        return cls(**{name: _joined([getattr(item, name) for item in items], axis) for name, axis in _layout(cls)})
+        some = [item for item in items if len(item)] or items[:1]
+        if len(some) == 1:
+            return some[0]
+        return cls(**{name: _joined([getattr(item, name) for item in some], axis) for name, axis in _layout(cls)})
 
 
 _layouts: dict[type[Any], tuple[tuple[str, int | None], ...]] = {}

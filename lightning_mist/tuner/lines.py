@@ -11,16 +11,18 @@ Array axes
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
+from lightning_mist.cost.array_record import ArrayRecord
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART, SlotChoices
 from lightning_mist.tuner.pareto import non_dominated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lines:
+class Lines(ArrayRecord):
     """Choices by what they use up; infinite where a line has none.
 
     Attributes:
@@ -34,6 +36,8 @@ class Lines:
         least_C: Least steady seconds of each line.
     """
 
+    AXIS: ClassVar[str] = "C"
+
     part_C: IntArray
     devices_C: IntArray
     layers_C: IntArray
@@ -43,17 +47,9 @@ class Lines:
     index_CR: IntArray
     least_C: FloatArray
 
-    def __len__(self) -> int:
-        """Number of lines."""
-        return len(self.part_C)
-
-    def take(self, kept_C: BoolArray) -> "Lines":
-        """The lines where a mask is true."""
-        return Lines(**{name: getattr(self, name)[kept_C] for name in self.__slots__})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class Ends(ArrayRecord):
     """Choices whose place is known: of a first or last stage.
 
     Attributes:
@@ -71,14 +67,6 @@ class Ends:
     steady_K: FloatArray
     reach_K: FloatArray
     index_K: IntArray
-
-    def __len__(self) -> int:
-        """Number of choices."""
-        return len(self.part_K)
-
-    def take(self, kept_K: BoolArray) -> "Ends":
-        """The choices where a mask is true."""
-        return Ends(**{name: getattr(self, name)[kept_K] for name in self.__slots__})
 
 
 def ends_of(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...], *, is_first: bool) -> Ends:

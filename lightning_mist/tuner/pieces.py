@@ -13,11 +13,12 @@ Array axes
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageCandidates, StageSlot
+from lightning_mist.cost.array_record import ArrayRecord
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.mixed import MixedCostModel
 from lightning_mist.cost.needs import PeakParts
@@ -91,7 +92,7 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class Figures(ArrayRecord):
     """What evaluated candidates are, and cost whatever the rest of the pipeline is.
 
     Attributes:
@@ -104,6 +105,8 @@ class Figures:
         parts: What their peaks are made of, without the batch.
     """
 
+    AXIS: ClassVar[str] = "C"
+
     line_C: IntArray
     candidates: StageCandidates
     alone_C: FloatArray
@@ -111,10 +114,6 @@ class Figures:
     own_C: FloatArray
     rest_C: FloatArray
     parts: PeakParts
-
-    def __len__(self) -> int:
-        """Number of candidates."""
-        return len(self.line_C)
 
     @classmethod
     def none(cls) -> "Figures":
@@ -145,34 +144,6 @@ class Figures:
             own_C=seconds.reduce_K + seconds.update_copies_K + seconds.gather_K + rest_C,
             rest_C=rest_C,
             parts=parts.beside(-memory.batch_bytes(slot)),
-        )
-
-    @classmethod
-    def joined(cls, items: Sequence["Figures"]) -> "Figures":
-        """Those of the candidates of all."""
-        some = [item for item in items if len(item)]
-        if len(some) < 2:
-            return some[0] if some else cls.none()
-        return cls(
-            line_C=np.concatenate([item.line_C for item in some]),
-            candidates=StageCandidates.joined([item.candidates for item in some]),
-            alone_C=np.concatenate([item.alone_C for item in some]),
-            shards=Unsharding.joined([item.shards for item in some]),
-            own_C=np.concatenate([item.own_C for item in some]),
-            rest_C=np.concatenate([item.rest_C for item in some]),
-            parts=PeakParts.joined([item.parts for item in some]),
-        )
-
-    def take(self, index_J: IntArray) -> "Figures":
-        """Those of some of the candidates."""
-        return Figures(
-            line_C=self.line_C[index_J],
-            candidates=self.candidates.take(index_J),
-            alone_C=self.alone_C[index_J],
-            shards=self.shards.take(index_J),
-            own_C=self.own_C[index_J],
-            rest_C=self.rest_C[index_J],
-            parts=self.parts.take(index_J),
         )
 
 

@@ -223,7 +223,9 @@ def _table(model: CostModel, wanted: Wanted, looked: Sequence[tuple[int, NewLine
         places.append(begin + np.flatnonzero(wanted_E[item.piece.figures.line_C]))
         begin += len(item.piece.figures)
     sizes = [len(at_C) for at_C in places[1:]]
-    figures = Figures.joined([item.piece.figures for _, item, _ in looked]).take(np.concatenate(places))
+    figures = Figures.joined([Figures.none(), *(item.piece.figures for _, item, _ in looked)]).take(
+        np.concatenate(places)
+    )
     shape_C = np.repeat(np.array([index for index, _, _ in looked], dtype=np.int64), sizes)
     shared_XC = _shared(model, [item.slot for _, item, _ in looked], figures.candidates, sizes)
     window_C = looked[0][1].lines.window_E[figures.line_C] if looked else shape_C

@@ -57,3 +57,4 @@ def test_what_is_joined_is_there_of_all():
     same(Outer.joined([record(0, 2, True), record(2, 6)]), record(0, 6))
     whole = record(0, 2)
     assert Outer.joined([whole]) is whole
+    assert Outer.joined([record(0, 0, True), whole, record(3, 3)]) is whole
