@@ -9,29 +9,10 @@ Array axes
     K  candidates
 """
 
-from collections.abc import Set
-
 import numpy as np
 
 from lightning_mist.cost.compile import FloatArray
-from lightning_mist.hardware.profile import CHANNELS, Channel, Interference, seconds_together, speed_table
-
-
-def speeds(active: Set[Channel], interference: Interference | None, across_nodes: bool) -> dict[Channel, float]:
-    """How fast each of the active channels advances, as a part of what it does alone.
-
-    Args:
-        active: Channels that run at the same time.
-        interference: The machine's coefficients; None for one whose channels take turns, as on a CPU, whose cores
-            compute, copy and communicate.
-        across_nodes: Whether the network's group spans several nodes.
-
-    Returns:
-        The active channels' speeds, in (0, 1].
-    """
-    mask = sum(1 << index for index, channel in enumerate(CHANNELS) if channel in active)
-    speed_C = speed_table(interference, across_nodes)[mask]
-    return {channel: float(speed_C[index]) for index, channel in enumerate(CHANNELS) if channel in active}
+from lightning_mist.hardware.profile import Interference, seconds_together, speed_table
 
 
 def concurrent_seconds(

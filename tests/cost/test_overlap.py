@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mist.cost.overlap import beyond_computing, concurrent_seconds, speeds
+from lightning_mist.cost.overlap import beyond_computing, concurrent_seconds
 from lightning_mist.hardware.profile.interference import CHANNELS, COEFFICIENTS, Channel, Interference
 
 FREE = Interference(**dict.fromkeys(COEFFICIENTS, 0.0), source="test")
@@ -92,20 +92,6 @@ def test_all_candidates_at_once() -> None:
     broadcast_KK = concurrent_seconds(loads_CK[0][:, None], loads_CK[1], np.array(0.0), np.array(0.0), machine, True)
     assert broadcast_KK.shape == (500, 500)
     assert broadcast_KK[3, 7] == one([loads_CK[0, 3], loads_CK[1, 7], 0.0, 0.0], machine, True)
-
-
-@given(st.sets(st.sampled_from(CHANNELS)), MACHINES, st.booleans())
-def test_speeds_of_a_set(active: set[Channel], machine: Interference, across: bool) -> None:
-    found = speeds(active, machine, across)
-    assert set(found) == active
-    assert all(0 < speed <= 1 for speed in found.values())
-    assert sum(found.values()) >= (1 - 1e-12 if active else 0)
-
-
-def test_a_channel_alone_runs_at_its_own_speed() -> None:
-    for channel in CHANNELS:
-        assert speeds({channel}, TURNS, False) == {channel: 1.0}
-    assert speeds({"compute", "network"}, None, False) == {"compute": 0.5, "network": 0.5}
 
 
 @pytest.mark.parametrize("load", [-1.0, np.nan, np.inf])
