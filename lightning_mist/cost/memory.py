@@ -150,7 +150,7 @@ class MemoryModel:
     def parted(self, ratio: float) -> Holdings:
         """Parameters where so much of the gradients is moved: those of it count as not trained."""
         if ratio not in self._parted:
-            moved_P = self.states.moved(ratio, trained=True)
+            moved_P = self.states.offloaded(ratio, trained=True)
             whole = self._whole
             self._parted[ratio] = Holdings(self.spec, whole.table.training(~moved_P)) if moved_P.any() else whole
         return self._parted[ratio]

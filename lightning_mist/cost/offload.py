@@ -3,24 +3,26 @@
 What is where, and when. *Units* are the head, every layer and the tail; a parameter that several units use belongs to
 the first of them. Everything moves unit by unit, one unit ahead of its use, through two buffers of each kind.
 
-* *What is moved of parameters, gradients and optimizer state*: whole parameters. In each unit, from the largest to the
-  smallest (the earlier first among equals), a parameter is moved if the unit's moved bytes then still are at most
-  ``ratio`` of the unit's bytes. So a unit of one parameter is moved at ratio 1 only. Which parameters a rank owns under
-  ZeRO is not changed by that: of what it owns, it moves what is to be moved.
-* *Parameters* that are moved are on the device from one unit ahead of their unit's forward until it has run, and again
-  around its backward. Under ZeRO-3 it is their owner that has them in host memory, and fetches them to give them out.
-* *Gradients* that are moved are fetched beside their unit's backward, added to, and written back behind it.
-* *Optimizer state*: with any of it, of parameters or of gradients moved the step runs unit by unit; a unit's moved
-  state is fetched while the unit before is stepped, and written back while the next one is. As the step is left to the
-  next batch's forward, a third unit's moved parameters may be there: those of the unit that computes next.
-* *Buffers*: for each of these kinds two, each as large as the largest that one rank moves of one unit. They exist from
-  setup to the end, so that nothing is allocated while the stage runs.
+* *What is offloaded of parameters, gradients and optimizer state*: whole parameters. In each unit, from the largest to
+  the smallest (the earlier first among equals), a parameter is offloaded if the unit's offloaded bytes then still are
+  at most ``ratio`` of the unit's bytes. So a unit of one parameter is offloaded at ratio 1 only. Which parameters a
+  rank owns under ZeRO is not changed by that: of what it owns, it offloads what is to be offloaded.
+* *Parameters* that are offloaded are on the device from one unit ahead of their unit's forward until it has run, and
+  again around its backward. Under ZeRO-3 it is their owner that has them in host memory, and fetches them to give them
+  out.
+* *Gradients* that are offloaded are fetched beside their unit's backward, added to, and written back behind it.
+* *Optimizer state*: with any of it, of parameters or of gradients offloaded the step runs unit by unit; a unit's
+  offloaded state is fetched while the unit before is stepped, and written back while the next one is. As the step is
+  left to the next batch's forward, a third unit's offloaded parameters may be there: those of the unit that computes
+  next.
+* *Buffers*: for each of these kinds two, each as large as the largest that one rank offloads of one unit. They exist
+  from setup to the end, so that nothing is allocated while the stage runs.
 * *Activations*: of every tensor that a layer keeps for backward, the last ``ratio`` of its elements, of a layer that
   will be recomputed what it hands on; head and tail keep theirs. The copies of a layer have ended when the forward of
   the next layer or of the tail has; a stage waits for those of its last layer before it begins something else. In
   backward a layer's tensors are whole when it begins, and those of the layer below arrive meanwhile, for the first time
   during the backward of the tail.
-* *Host memory*, pinned, of each device: what it moves of every kind; of activations for every microbatch in flight.
+* *Host memory*, pinned, of each device: what it offloads of every kind; of activations for every microbatch in flight.
 
 Array axes
     K  candidates
@@ -66,19 +68,19 @@ def unadjusted(costs: RegionCosts) -> RegionCosts:
 
 
 def offloaded_activations(costs: RegionCosts, ratio_V: FloatArray) -> RegionCosts:
-    """Costs of regions whose layers have moved a share of what they keep, as the module's docstring says.
+    """Costs of regions whose layers have offloaded a share of what they keep, as the module's docstring says.
 
     The layer below a region is taken to be recomputed if the region is (for the tail: if the last layer is). So of the
     lowest layer that is not, the one below counts as if it were not either, which is never too little.
 
     Args:
-        costs: What regions cost if nothing is moved.
+        costs: What regions cost if nothing is offloaded.
         ratio_V: The share in each of several variants; what is changed has a row for each.
     """
     share_VR = np.repeat(ratio_V[:, None], len(costs.saved_R), axis=1)
     share_VR[:, [0, -1]] = 0.0
     saved_VR, kept_VR = share_VR * costs.saved_R, share_VR * costs.checkpointed_saved_R
-    below_VR, kept_below_VR = (np.pad(moved_VR[:, :-1], ((0, 0), (1, 0))) for moved_VR in (saved_VR, kept_VR))
+    below_VR, kept_below_VR = (np.pad(offloaded_VR[:, :-1], ((0, 0), (1, 0))) for offloaded_VR in (saved_VR, kept_VR))
     return replace(
         costs,
         saved_R=costs.saved_R - saved_VR,
@@ -102,18 +104,17 @@ class OffloadingModel(Protocol):
         """What the memory of candidates is made of."""
 
     def parted(self, ratio: float) -> Holdings:
-        """Parameters where so much of the gradients is moved: those of it count as not trained."""
+        """Parameters where so much of the gradients is offloaded: those of it count as not trained."""
 
     def variants(self, key: Pairs, build: Callable[[], tuple[VariantHoldings, Adjustment]]) -> "OffloadingModel":
         """Variants with other parameters and changed costs of regions, built once for each key."""
 
 
-def _staying(model: OffloadingModel, pairs_VX: FloatArray) -> OffloadingModel:
-    """The networks of what stays on the device: gradients of moved parameters are made and are gone.
+def _resident_part(model: OffloadingModel, pairs_VX: FloatArray) -> OffloadingModel:
+    """The networks of what stays on the device: gradients of offloaded parameters are made and are gone.
 
     Args:
-        model: The network's memory.
-        pairs_VX: What is moved of activations and of gradients in each.
+        pairs_VX: What is offloaded of activations and of gradients in each.
     """
 
     def build() -> tuple[VariantHoldings, Adjustment]:
@@ -136,8 +137,6 @@ def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCa
     """What the memory of candidates that offload is made of.
 
     Args:
-        model: The network's memory.
-        slot: Their place.
         candidates: The stages, with ratios.
     """
     plain, offload = _plain(candidates)
@@ -145,36 +144,33 @@ def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCa
         return model.needs(slot, plain)
     pairs_VX, pair_K = distinct_rows(offload.activations_K, offload.gradients_K)
     whole = model.needs(slot, plain)
-    moved = (
+    offloaded = (
         gradient_shares(model, slot, plain, offload.gradients_K, ZeroStage.GRADIENTS),
         gradient_shares(model, slot, plain, offload.gradients_K, ZeroStage.OPTIMIZER),
     )
-    stays = staying_needs(model, slot, plain, whole, (pairs_VX, pair_K), moved)
+    stays = resident_needs(model, slot, plain, whole, (pairs_VX, pair_K), offloaded)
     parameters = parameter_shares(model, slot, plain, offload.parameters_K)
     optimizer = optimizer_shares(model, slot, plain, offload.optimizer_K)
-    return _with_states(model, stays, parameters, moved[1], optimizer, largest_trained(whole))
+    return _with_states(model, stays, parameters, offloaded[1], optimizer, largest_trained(whole))
 
 
-def staying_needs(
+def resident_needs(
     model: OffloadingModel,
     slot: StageSlot,
     plain: StageCandidates,
     whole: StageNeeds,
     pairs: tuple[FloatArray, IntArray],
-    moved: tuple[Shares, Shares],
+    offloaded: tuple[Shares, Shares],
 ) -> StageNeeds:
     """Needs of candidates that move activations and gradients only, but without the optimizer's temporaries.
 
     Args:
-        model: The network's memory.
-        slot: Their place.
-        plain: The stages, without ratios.
-        whole: Their needs if nothing is moved.
+        whole: Their needs if nothing is offloaded.
         pairs: Ratios of activations and of gradients, with axes for each and for the two; and which each candidate has.
-        moved: Shares of gradients, shared out from ZeRO-2 and from ZeRO-1 on.
+        offloaded: Shares of gradients, shared out from ZeRO-2 and from ZeRO-1 on.
     """
-    found = _staying(model, pairs[0]).needs(slot, replace(plain, variant_K=pairs[1]))
-    gradients, owned = moved
+    found = _resident_part(model, pairs[0]).needs(slot, replace(plain, variant_K=pairs[1]))
+    gradients, owned = offloaded
     gathered = dict(whole.update).get("parameter gathering", {})
     changed: dict[str, Mapping[str, Bytes]] = {
         "optimizer step": {"gradient_bytes": owned.resident_K},
@@ -201,7 +197,6 @@ def _with_states(
     """Needs with what stays of parameters and state, and their buffers.
 
     Args:
-        model: The network's memory.
         stays: Needs with activations and gradients as far as they stay.
         parameters: What stays of parameters.
         gradients: What stays of gradients whose parameters a rank updates.
@@ -215,7 +210,7 @@ def _with_states(
         "optimizer_bytes": state * optimizer.resident_K,
         "offload_bytes": stays.always["offload_bytes"] + BUFFERS * (parameters.largest_K + state * optimizer.largest_K),
     }
-    by_units_K = (parameters.moved_K > 0) | (gradients.moved_K > 0)
+    by_units_K = (parameters.offloaded_K > 0) | (gradients.offloaded_K > 0)
     step_K = step_bytes(model, optimizer, largest_K, by_units_K) + parameters.largest_K - gradients.single_K
     changed = {"optimizer step": {"working_bytes": step_K}}
     update = tuple((name, {**terms, **changed.get(name, {})}) for name, terms in stays.update)
@@ -234,14 +229,12 @@ def step_bytes(
     """Temporaries of the optimizer's step: of the largest unit where it runs unit by unit, else of all parameters.
 
     Args:
-        model: The network's memory.
-        optimizer: Shares of the optimizer's state.
         largest_K: Bytes of the largest trained parameter.
-        by_units_K: Whether parameters or gradients are moved.
+        by_units_K: Whether parameters or gradients are offloaded.
     """
     spec = model.spec.optimizer
-    all_K = optimizer.resident_K + optimizer.moved_K
-    stepped_K = np.where((optimizer.moved_K > 0) | by_units_K, optimizer.unit_K, all_K)
+    all_K = optimizer.resident_K + optimizer.offloaded_K
+    stepped_K = np.where((optimizer.offloaded_K > 0) | by_units_K, optimizer.unit_K, all_K)
     step_K: FloatArray = (
         spec.step_peak_bytes_per_parameter_byte * stepped_K
         + spec.step_peak_bytes_per_largest * np.minimum(largest_K, stepped_K)
@@ -252,7 +245,7 @@ def step_bytes(
 def parameter_shares(
     model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratio_K: FloatArray
 ) -> Shares:
-    """Shares of parameters, of which the given ratio is moved."""
+    """Shares of parameters, of which the given ratio is offloaded."""
     shards_K = candidates.zero_stage_K >= ZeroStage.PARAMETERS
     return model.states.of(candidates, ratio_K, slot.shard_degree, shards_K, trained=False)
 
@@ -283,9 +276,6 @@ def host_bytes(
     """Pinned host memory of one device of each candidate.
 
     Args:
-        model: The network's memory.
-        slot: Their place.
-        candidates: The stages.
         needs: Their needs as they are.
         phases: The situations of the slot, which say how many microbatches are in flight.
     """
@@ -305,20 +295,20 @@ def in_flight(phases: Sequence[Phase]) -> int:
 
 
 def adds_in_host(slot: StageSlot) -> bool:
-    """Whether moved gradients add up in host memory, also those that other ranks will have under ZeRO-1."""
+    """Whether offloaded gradients add up in host memory, also those that other ranks will have under ZeRO-1."""
     return slot.num_microbatches > 1
 
 
 def host_state_bytes(model: OffloadingModel, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
-    """Host memory of what a device moves of parameters, gradients and optimizer state."""
+    """Host memory of what a device offloads of parameters, gradients and optimizer state."""
     plain, offload = _plain(candidates)
     parameters = parameter_shares(model, slot, plain, offload.parameters_K)
     since = ZeroStage.GRADIENTS if adds_in_host(slot) else ZeroStage.OPTIMIZER
     gradients = gradient_shares(model, slot, plain, offload.gradients_K, since)
     optimizer = optimizer_shares(model, slot, plain, offload.optimizer_K)
     state = model.spec.optimizer.state_bytes_per_parameter_byte
-    moved_K: FloatArray = parameters.moved_K + gradients.moved_K + state * optimizer.moved_K
-    return moved_K
+    offloaded_K: FloatArray = parameters.offloaded_K + gradients.offloaded_K + state * optimizer.offloaded_K
+    return offloaded_K
 
 
 def host_microbatch_bytes(
@@ -326,5 +316,5 @@ def host_microbatch_bytes(
 ) -> FloatArray:
     """Host memory of what layers move of one microbatch's activations."""
     plain, _ = _plain(candidates)
-    moved_K: FloatArray = model.needs(slot, plain).saved_K - needs.saved_K
-    return moved_K
+    offloaded_K: FloatArray = model.needs(slot, plain).saved_K - needs.saved_K
+    return offloaded_K

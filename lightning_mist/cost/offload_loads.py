@@ -1,8 +1,8 @@
 """What every unit of a stage that offloads has to compute, exchange and copy, in seconds of each channel.
 
-Bytes are those of :mod:`lightning_mist.cost.offload`: whole parameters are moved, and of what is dealt out over ranks
-the rank that has most counts, its bytes spread over the units as all ranks' are. A parameter that several units use is
-fetched for each of them.
+Bytes are those of :mod:`lightning_mist.cost.offload`: whole parameters are offloaded, and of what is dealt out over
+ranks the rank that has most counts, its bytes spread over the units as all ranks' are. A parameter that several units
+use is fetched for each of them.
 
 Array axes
     K  candidates
@@ -26,7 +26,7 @@ from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.distinct import distinct_rows
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.offload_ranks import defers_K, parts_of_ranks, ratios_of
-from lightning_mist.cost.offload_shares import MovedBytes
+from lightning_mist.cost.offload_shares import OffloadedBytes
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.shards import UnitSeconds
 from lightning_mist.cost.sums import prefix_sums
@@ -86,11 +86,11 @@ class CopyStages(ArrayRecord):
         """The stages of all, at the places of all."""
         places = [place for item in items for place in item.places]
         first = np.cumsum([0, *(len(item.places) for item in items)]).tolist()
-        moved = [
+        placed = [
             replace(item, places=places, place_K=begin + item.place_K)
             for begin, item in zip(first, items, strict=False)
         ]
-        return cls.joined(moved)
+        return cls.joined(placed)
 
 
 NAMES = (
@@ -128,7 +128,7 @@ class Loads:
     ``reduce``, ``gather``
         Averaging its gradients after the last microbatch, and giving out its updated parameters.
     ``parameters_in``, ``frozen_in``, ``gradients_in``, ``gradients_out``
-        Fetching its moved parameters, those of them that no update fetches, and gradients, and writing these back.
+        Fetching its offloaded parameters, those of them that no update fetches, and gradients, and writing these back.
     ``state_in``, ``state_out``
         Fetching what its update needs (optimizer state, gradients and parameters), and writing back what it changed
         (optimizer state and parameters).
@@ -185,7 +185,6 @@ def loads_of(stages: CopyStages, rates: CopyRates) -> tuple[Loads, IntArray]:
     """The loads of stages that offload, and which row of them each stage has.
 
     Args:
-        stages: The stages.
         rates: Bytes per second of copies.
     """
     candidates = stages.candidates
@@ -228,12 +227,12 @@ class _Questions:
         """Seconds of every unit."""
         zero_Q, parameters_Q, gradients_Q, optimizer_Q, activations_Q, *rest = self.columns
         part_Q, gradient_Q, owned_Q, state_Q, update_Q, reduce_Q, gather_Q = (values[:, None] for values in rest)
-        # Bytes of every unit that are moved, before they are dealt out.
-        moved_QR = self._moved(parameters_Q, "parameters")
-        changed_QR = self._moved(parameters_Q, "changed")
-        graded_QR = self._moved(gradients_Q, "trained")
+        # Bytes of every unit that are offloaded, before they are dealt out.
+        offloaded_QR = self._offloaded(parameters_Q, "parameters")
+        changed_QR = self._offloaded(parameters_Q, "changed")
+        graded_QR = self._offloaded(gradients_Q, "trained")
         state = self.memories[0].spec.optimizer.state_bytes_per_parameter_byte
-        state_QR = state_Q * state * self._moved(optimizer_Q, "trained")
+        state_QR = state_Q * state * self._offloaded(optimizer_Q, "trained")
         trained_QR = np.stack([memory.holdings.table.trained_R for memory in self.memories])[self.memory_Q]
         costs = [place.memory.costs(place.slot.rows, place.slot.context_parallel_degree) for place in self.places]
         is_layer_R = np.ones(trained_QR.shape[1])
@@ -255,8 +254,8 @@ class _Questions:
             "scatter": (zero_Q >= ZeroStage.GRADIENTS)[:, None] * reduce_QR,
             "reduce": reduce_Q * trained_QR,
             "gather": gather_Q * trained_QR,
-            "parameters_in": part_Q * moved_QR / to_device,
-            "frozen_in": part_Q * (moved_QR - changed_QR) / to_device,
+            "parameters_in": part_Q * offloaded_QR / to_device,
+            "frozen_in": part_Q * (offloaded_QR - changed_QR) / to_device,
             "gradients_in": again_Q * gradient_Q * graded_QR / to_device,
             "gradients_out": gradient_Q * graded_QR / to_host,
             "state_in": (state_QR + owned_Q * graded_QR + part_Q * changed_QR) / to_device,
@@ -282,12 +281,12 @@ class _Questions:
                 reduce_SFR[index, : len(item.reduce_FR)] = item.reduce_FR
         return unshard_SR[self.place_Q], reduce_SFR[self.place_Q, self.row_Q]
 
-    def _moved(self, ratio_Q: FloatArray, of: MovedBytes) -> FloatArray:
-        """Moved bytes of every unit, where every unit fetches what it uses; axes ``Q``, ``R``."""
+    def _offloaded(self, ratio_Q: FloatArray, of: OffloadedBytes) -> FloatArray:
+        """Offloaded bytes of every unit, where every unit fetches what it uses; axes ``Q``, ``R``."""
         pairs_UX, inverse_Q = distinct_rows(self.memory_Q, ratio_Q)
         found_UR = [self.memories[int(memory)].states.unit_bytes(ratio, of) for memory, ratio in pairs_UX.tolist()]
-        moved_QR: FloatArray = np.stack(found_UR)[inverse_Q]
-        return moved_QR
+        offloaded_QR: FloatArray = np.stack(found_UR)[inverse_Q]
+        return offloaded_QR
 
 
 def _memories(places: Sequence[CopyPlace]) -> tuple[list[MemoryModel], IntArray]:

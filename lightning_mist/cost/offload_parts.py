@@ -6,8 +6,8 @@ parameters and of optimizer state, and the peak of a combination is
 
     parameters + optimizer state + max(what a pair of ratios leaves, gradients that stay + the optimizer's temporaries)
 
-each with its buffers; of the temporaries it matters only whether anything else that the step needs is moved, and beside
-them are the moved parameters of a third unit. All of it is from the same functions as
+each with its buffers; of the temporaries it matters only whether anything else that the step needs is offloaded, and
+beside them are the offloaded parameters of a third unit. All of it is from the same functions as
 :func:`lightning_mist.cost.offload.offloaded_needs`.
 
 Array axes
@@ -33,7 +33,7 @@ from lightning_mist.cost.offload import (
     adds_in_host,
     in_flight,
     largest_trained,
-    staying_needs,
+    resident_needs,
     step_bytes,
 )
 from lightning_mist.cost.offload_shares import Shares
@@ -61,20 +61,21 @@ class OffloadParts:
     """What peaks of stages are made of, whatever slots they are of.
 
     Attributes:
-        stays: What pairs of ratios leave on the device, buffers of gradients and all that is never moved included.
+        resident: What pairs of ratios leave on the device, buffers of gradients and all that is never offloaded
+            included.
         beside_BG: What of it is there in the optimizer's step.
         parameters_BP: Parameters that stay, and buffers of others.
         optimizer_BO: The same of optimizer state.
-        step_BO: The optimizer's temporaries where neither parameters nor gradients are moved.
+        step_BO: The optimizer's temporaries where neither parameters nor gradients are offloaded.
         unit_BO: The same where some are: of one unit.
-        third_BP: Moved parameters of a third unit, which are there in the step.
+        third_BP: Offloaded parameters of a third unit, which are there in the step.
         host_parameters_BP: Parameters in host memory.
         host_gradients_BG: Gradients there.
         host_optimizer_BO: Optimizer state there.
         host_activations_K: Activations of one microbatch there.
     """
 
-    stays: PeakParts
+    resident: PeakParts
     beside_BG: FloatArray
     parameters_BP: FloatArray
     optimizer_BO: FloatArray
@@ -107,19 +108,19 @@ class OffloadParts:
         # Of the gradients' shares of all stages, which have no axis for activations.
         place_K = np.arange(len(of_K)) // every
         of_pairs = gradients.take(place_K), owned.take(place_K)
-        stays = staying_needs(model, slot, candidates.take(of_K), whole.take(of_K), (pairs_VX, pair_K), of_pairs)
+        stays = resident_needs(model, slot, candidates.take(of_K), whole.take(of_K), (pairs_VX, pair_K), of_pairs)
         parts = PeakParts.of(stays.without("parameter_bytes", "optimizer_bytes"))
         return cls(
-            stays=parts,
+            resident=parts,
             beside_BG=owned.resident_K - owned.single_K + parts.always_K[::every].reshape(count, -1),
             parameters_BP=parameters.resident_K + BUFFERS * parameters.largest_K,
             optimizer_BO=state * (optimizer.resident_K + BUFFERS * optimizer.largest_K),
             step_BO=step_bytes(model, optimizer, largest_trained(whole)[:, None], False),
             unit_BO=step_bytes(model, optimizer, largest_trained(whole)[:, None], True),
             third_BP=parameters.largest_K,
-            host_parameters_BP=parameters.moved_K,
-            host_gradients_BG=(gradients if adds_in_host(slot) else owned).moved_K,
-            host_optimizer_BO=state * optimizer.moved_K,
+            host_parameters_BP=parameters.offloaded_K,
+            host_gradients_BG=(gradients if adds_in_host(slot) else owned).offloaded_K,
+            host_optimizer_BO=state * optimizer.offloaded_K,
             host_activations_K=whole.saved_K[of_K] - stays.saved_K,
         )
 
@@ -133,14 +134,14 @@ class OffloadParts:
         index_K = (index_J[:, None] * pairs + np.arange(pairs)).reshape(-1)
         arrays = {name: getattr(self, name)[index_J] for name in self.__slots__ if name.endswith(("_BG", "_BP", "_BO"))}
         return OffloadParts(
-            stays=self.stays.take(index_K), host_activations_K=self.host_activations_K[index_K], **arrays
+            resident=self.resident.take(index_K), host_activations_K=self.host_activations_K[index_K], **arrays
         )
 
     def peaks(self, phases: Sequence[Phase]) -> FloatArray:
         """Peak bytes of every stage with every combination of ratios; axes ``B``, ``P``, ``G``, ``O``, ``A``."""
-        pairs_BGA = self.stays.peaks(phases).reshape(*self.beside_BG.shape, -1)
-        moves_BPG = (self.host_parameters_BP[:, :, None] > 0) | (self.host_gradients_BG[:, None] > 0)
-        step_BPGO = np.where(moves_BPG[..., None], self.unit_BO[:, None, None], self.step_BO[:, None, None])
+        pairs_BGA = self.resident.peaks(phases).reshape(*self.beside_BG.shape, -1)
+        offloads_BPG = (self.host_parameters_BP[:, :, None] > 0) | (self.host_gradients_BG[:, None] > 0)
+        step_BPGO = np.where(offloads_BPG[..., None], self.unit_BO[:, None, None], self.step_BO[:, None, None])
         step_BPGO += (self.third_BP[:, :, None] + self.beside_BG[:, None])[..., None]
         rest_BPGOA = np.maximum(pairs_BGA[:, None, :, None], step_BPGO[..., None])
         held_BPO = self.parameters_BP[:, :, None] + self.optimizer_BO[:, None]
@@ -149,8 +150,8 @@ class OffloadParts:
 
     def host_bytes(self, phases: Sequence[Phase]) -> FloatArray:
         """Pinned host memory of the same."""
-        moved_BGA = in_flight(phases) * self.host_activations_K.reshape(*self.beside_BG.shape, -1)
+        offloaded_BGA = in_flight(phases) * self.host_activations_K.reshape(*self.beside_BG.shape, -1)
         states_BGO = self.host_gradients_BG[:, :, None] + self.host_optimizer_BO[:, None, :]
-        rest_BGOA = moved_BGA[:, :, None, :] + states_BGO[..., None]
+        rest_BGOA = offloaded_BGA[:, :, None, :] + states_BGO[..., None]
         result_BPGOA: FloatArray = self.host_parameters_BP[:, :, None, None, None] + rest_BGOA[:, None]
         return result_BPGOA

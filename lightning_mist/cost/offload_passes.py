@@ -94,7 +94,6 @@ class Passes:
     Args:
         loads: Seconds of units.
         question_K: Row of the loads that each candidate has.
-        candidates: The stages.
         bounds: Their first unit and one past their last.
         concurrent: Seconds of loads on the four channels.
         kinds: Units with different neighbours.

@@ -1,8 +1,8 @@
-"""What part of every kind of moved state the rank that has most moves, and when it is updated.
+"""What part of every kind of offloaded state the rank that has most offloads, and when it is updated.
 
 Array axes
     K  candidates
-    J  those of which a part is moved
+    J  those of which a part is offloaded
     U  distinct ratios
     R  units, which are regions
 """
@@ -38,10 +38,8 @@ def defers_K(spec: ModelSpec, slots: Sequence[StageSlot], place_K: IntArray, can
     As of :func:`lightning_mist.schedule.stage_units.defers_update`.
 
     Args:
-        spec: The network.
         slots: Their places.
         place_K: Which of them each is at.
-        candidates: The stages.
     """
     rules, zero_K = spec.module_map, candidates.zero_stage_K
     if rules.excludes("sharded_gradients") or rules.excludes("shards"):
@@ -74,13 +72,13 @@ def parts_of_ranks(memory: MemoryModel, ranks_K: IntArray, candidates: StageCand
         if not len(at_J):
             return part_K
         some, ratio_J = candidates.take(at_J), ratio_K[at_J]
-        most_J = states.of(some, ratio_J, ranks_K[at_J], shards_K[at_J], trained=trained).moved_K
+        most_J = states.of(some, ratio_J, ranks_K[at_J], shards_K[at_J], trained=trained).offloaded_K
         if once:
             ratios_U, row_J = distinct_rows(ratio_J)
             prefix_UR = prefix_sums(np.stack([states.unit_bytes(ratio, "trained") for (ratio,) in ratios_U.tolist()]))
             all_J = prefix_UR[row_J, high_K[at_J]] - prefix_UR[row_J, low_K[at_J]]
         else:
-            all_J = states.of(some, ratio_J, 1, shards_K[at_J], trained=trained).moved_K
+            all_J = states.of(some, ratio_J, 1, shards_K[at_J], trained=trained).offloaded_K
         part_K[at_J] = most_J / np.maximum(all_J, 1.0)
         return part_K
 

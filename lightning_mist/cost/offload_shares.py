@@ -1,6 +1,6 @@
-"""What a stage's ranks have of parameters, gradients or optimizer state of which a share is moved to host memory.
+"""What a stage's ranks have of parameters, gradients or optimizer state of which a share is offloaded to host memory.
 
-Which parameters are moved is said in :mod:`lightning_mist.cost.offload`.
+Which parameters are offloaded is said in :mod:`lightning_mist.cost.offload`.
 
 Array axes
     K  candidates
@@ -26,27 +26,27 @@ from lightning_mist.cost.ownership import owners_of
 from lightning_mist.cost.regions import ParameterTable, covered
 from lightning_mist.plan.moved import moved_of_unit
 
-MovedBytes: TypeAlias = Literal["parameters", "changed", "trained"]
-"""Bytes of parameters that are moved, of those among them that are trained, and of what only trained ones have."""
+OffloadedBytes: TypeAlias = Literal["parameters", "changed", "trained"]
+"""Bytes of parameters that are offloaded, of those among them that are trained, and of what only trained ones have."""
 
 
-def moved_parameters(table: ParameterTable, ratio: float, *, trained: bool) -> BoolArray:
-    """Which parameters are moved; axis ``P``.
+def offloaded_parameters(table: ParameterTable, ratio: float, *, trained: bool) -> BoolArray:
+    """Which parameters are offloaded; axis ``P``.
 
     Args:
         table: Bytes and uses of all parameters.
-        ratio: Share of each unit's bytes that may be moved.
+        ratio: Share of each unit's bytes that may be offloaded.
         trained: Whether only trained parameters count (for gradients and optimizer state).
     """
     bytes_P = table.trainable_P if trained else table.bytes_P
     unit_P = np.diff(table.uses_PR, axis=1).argmax(axis=1)
-    moved_P = np.zeros(len(bytes_P), dtype=bool)
+    offloaded_P = np.zeros(len(bytes_P), dtype=bool)
     if ratio == 0.0:
-        return moved_P
+        return offloaded_P
     for unit in np.unique(unit_P):
         members = np.flatnonzero((unit_P == unit) & (bytes_P > 0))
-        moved_P[members[list(moved_of_unit(bytes_P[members].tolist(), ratio))]] = True
-    return moved_P
+        offloaded_P[members[list(moved_of_unit(bytes_P[members].tolist(), ratio))]] = True
+    return offloaded_P
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +55,14 @@ class Shares:
 
     Attributes:
         resident_K: What stays on the device.
-        moved_K: What is in host memory.
-        largest_K: The largest moved part of one unit: the size of a buffer.
-        unit_K: The largest unit, moved or not.
-        single_K: The largest parameter that is moved.
+        offloaded_K: What is in host memory.
+        largest_K: The largest offloaded part of one unit: the size of a buffer.
+        unit_K: The largest unit, offloaded or not.
+        single_K: The largest parameter that is offloaded.
     """
 
     resident_K: FloatArray
-    moved_K: FloatArray
+    offloaded_K: FloatArray
     largest_K: FloatArray
     unit_K: FloatArray
     single_K: FloatArray
@@ -73,48 +73,44 @@ class Shares:
 
 
 class StateShares:
-    """Shares of stages of one network; keeps what it has computed.
-
-    Args:
-        holdings: The network's parameters.
-    """
+    """Shares of stages of one network; keeps what it has computed."""
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
-        self._moved: dict[tuple[float, bool], BoolArray] = {}
+        self._offloaded: dict[tuple[float, bool], BoolArray] = {}
         # Without frozen parameters those that are trained are all.
         self._is_trained = bool((holdings.table.trainable_P == holdings.table.bytes_P).all())
         self._ranges: dict[tuple[int, tuple[float, ...], bool], ByRange] = {}
         self._displaces: dict[tuple[float, ...], bool] = {}
-        self._units: dict[tuple[float, MovedBytes], FloatArray] = {}
+        self._units: dict[tuple[float, OffloadedBytes], FloatArray] = {}
 
-    def moved(self, ratio: float, *, trained: bool) -> BoolArray:
-        """As :func:`moved_parameters`."""
+    def offloaded(self, ratio: float, *, trained: bool) -> BoolArray:
+        """As :func:`offloaded_parameters`."""
         key = (ratio, trained)
-        if key not in self._moved:
-            self._moved[key] = moved_parameters(self._holdings.table, ratio, trained=trained)
-        return self._moved[key]
+        if key not in self._offloaded:
+            self._offloaded[key] = offloaded_parameters(self._holdings.table, ratio, trained=trained)
+        return self._offloaded[key]
 
     def displaces(self, ratios: tuple[float, ...]) -> bool:
-        """Whether a larger ratio may leave on the device what a smaller one moves and several units use.
+        """Whether a larger ratio may leave on the device what a smaller one offloads and several units use.
 
         Args:
-            ratios: What may be moved, ascending.
+            ratios: What may be offloaded, ascending.
         """
         if ratios not in self._displaces:
             shared_P = self._holdings.table.uses_PR[:, -1] > 1
             self._displaces[ratios] = any(
-                bool((self.moved(low, trained=trained) & ~self.moved(high, trained=trained) & shared_P).any())
+                bool((self.offloaded(low, trained=trained) & ~self.offloaded(high, trained=trained) & shared_P).any())
                 for trained in (False, True)
                 for low, high in pairwise(ratios)
             )
         return self._displaces[ratios]
 
-    def unit_bytes(self, ratio: float, of: MovedBytes) -> FloatArray:
-        """Moved bytes that every unit uses, those of several units counted in each; axis ``R``.
+    def unit_bytes(self, ratio: float, of: OffloadedBytes) -> FloatArray:
+        """Offloaded bytes that every unit uses, those of several units counted in each; axis ``R``.
 
         Args:
-            ratio: How much is moved.
+            ratio: How much is offloaded.
             of: Of all parameters, of those among the same that are trained, or of what only those have.
         """
         key = ratio, of
@@ -124,7 +120,7 @@ class StateShares:
             if of == "changed":
                 bytes_P = bytes_P * (table.trainable_P > 0)
             used_PR = np.diff(table.uses_PR, axis=1).astype(np.float64)
-            self._units[key] = (bytes_P * self.moved(ratio, trained=of == "trained")) @ used_PR
+            self._units[key] = (bytes_P * self.offloaded(ratio, trained=of == "trained")) @ used_PR
         return self._units[key]
 
     def of(
@@ -139,8 +135,7 @@ class StateShares:
         """The shares of each candidate.
 
         Args:
-            candidates: The stages.
-            ratio_K: How much is moved.
+            ratio_K: How much is offloaded.
             ranks: Ranks with the same parameters, of all candidates or of each.
             shards_K: Whether they own a part each; otherwise every rank has all.
             trained: Whether only trained parameters count.
@@ -165,7 +160,6 @@ class StateShares:
         """The shares of each candidate with every ratio, which are a second axis; the other arguments are :meth:`of`'s.
 
         Args:
-            candidates: The stages.
             values: The ratios.
             ranks: Ranks with the same parameters.
             shards_K: Whether they own a part each.
@@ -205,11 +199,11 @@ class StateShares:
         unit_H = np.diff(table.uses_PR[held_P][:, low : high + 1], axis=1).argmax(axis=1)
         # What one rank has of one unit, as far as there is anything.
         code_U, at_H = np.unique(owners_of(bytes_H, ranks) * width + unit_H, return_inverse=True)
-        moved_VH = bytes_H * np.stack([self.moved(ratio, trained=trained)[held_P] for ratio in values])
-        all_U, away_VU = _summed(bytes_H[None], at_H, len(code_U)), _summed(moved_VH, at_H, len(code_U))
+        offloaded_VH = bytes_H * np.stack([self.offloaded(ratio, trained=trained)[held_P] for ratio in values])
+        all_U, away_VU = _summed(bytes_H[None], at_H, len(code_U)), _summed(offloaded_VH, at_H, len(code_U))
         kept_VJ, away_VJ = (_summed(cells_VU, code_U // width, ranks) for cells_VU in (all_U - away_VU, away_VU))
         found = np.empty((len(values), len(Shares.__slots__)))
-        for figure, cells in enumerate((kept_VJ, away_VJ, away_VU, all_U, moved_VH)):
+        for figure, cells in enumerate((kept_VJ, away_VJ, away_VU, all_U, offloaded_VH)):
             found[:, figure] = cells.max(axis=1, initial=0.0)
         return found
 

@@ -1,6 +1,6 @@
 """Seconds of stages that keep a part of their state in host memory.
 
-What is where is said in :mod:`lightning_mist.cost.offload`; here is when it moves. A stage goes through its units
+What is where is said in :mod:`lightning_mist.cost.offload`; here is when it is copied. A stage goes through its units
 (head, layers, tail), and beside each of them its four channels are busy with what the unit needs and with what its
 neighbours do. With ``C`` the channels' concurrent seconds (:mod:`lightning_mist.cost.overlap`) of loads to compute, to
 exchange, to copy to the device and to the host, the unit ``r`` of a stage ``[low, high)`` takes
@@ -15,7 +15,8 @@ where what lies outside the stage is nothing, and
     f, b  computing forward and backward, of recomputed layers with another forward; o the update
     u, g  unsharding parameters (ZeRO-3), reducing gradients in every microbatch (from ZeRO-2 on)
     m, e  averaging gradients after the last microbatch, giving out updated parameters (up to ZeRO-2)
-    p     fetching moved parameters, p' those that are not trained;  q, z  fetching moved gradients, writing them back
+    p     fetching offloaded parameters, p' those that are not trained
+    q, z  fetching offloaded gradients, writing them back
     a     moving activations away behind a layer, and back ahead of its backward
     s, w  fetching what an update needs (state, gradients, parameters), writing back what it changed
 
@@ -27,7 +28,8 @@ backward: they are fetched in the first forward of a batch only. Gradients leave
 nobody waits for them until the unit after the next needs their room: ``z`` counts beside the unit itself, and that of
 the first unit not at all.
 
-If parameters, gradients or optimizer state are moved, the update of a batch happens unit by unit in the first forward
+If parameters, gradients or optimizer state are offloaded, the update of a batch happens unit by unit in the first
+forward
 of the next: ``s`` and ``p'`` of the first unit come first, then its update, beside which the second unit's ``s`` comes.
 No more is on the device then than in a backward at the same unit: activations of the units before it, gradients of
 those behind it. Where code of the user's may look at gradients or state, the update is behind the last backward,
@@ -43,7 +45,6 @@ All of this is what the lists of :mod:`lightning_mist.schedule.units` do on the 
 
 Array axes
     K  candidates
-    U  candidates among them that differ in what a pass depends on
 """
 
 from dataclasses import dataclass
@@ -89,7 +90,6 @@ def copy_seconds(stages: CopyStages, rates: CopyRates, interference: Interferenc
     """Seconds of host copies of stages that have ratios.
 
     Args:
-        stages: The stages.
         rates: Bytes per second of copies.
         interference: How channels slow each other down; ``None`` where they take turns.
     """

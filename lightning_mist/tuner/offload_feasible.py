@@ -77,8 +77,6 @@ def feasible(
     """What some candidates of the stages of a table may offload, block by block.
 
     Args:
-        model: The cost model.
-        grid: What may be offloaded.
         points: The candidates of the stages.
         point_B: Those that are tried.
         limits: Bytes that a device may use, and of host memory.

@@ -49,8 +49,6 @@ class OffloadSearch:
     """Finds the choices of stages that share tables.
 
     Attributes:
-        model: The cost model.
-        grid: What may be offloaded.
         memory_limit: Bytes that a device may use.
         host_limit: Bytes of host memory that it may use.
         deadline: Value of ``perf_counter()`` at which to stop.

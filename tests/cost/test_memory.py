@@ -248,6 +248,6 @@ def test_what_is_held_is_shared_by_networks_with_the_same_parameters_only():
 def test_gradients_that_are_moved_count_as_not_trained():
     model = MemoryModel(spec(3, parameter_bytes=40_000))
     assert model.parted(0.0) is model.holdings
-    trained_P, moved_P = model.holdings.table.trainable_P, model.states.moved(0.99, trained=True)
+    trained_P, moved_P = model.holdings.table.trainable_P, model.states.offloaded(0.99, trained=True)
     assert moved_P.any()
     assert model.parted(0.99).table.trainable_P.tolist() == np.where(moved_P, 0, trained_P).tolist()

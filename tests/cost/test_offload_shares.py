@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import MemoryModel, StageCandidates
-from lightning_mist.cost.offload_shares import moved_parameters
+from lightning_mist.cost.offload_shares import offloaded_parameters
 from lightning_mist.cost.regions import ParameterTable, covered
 from lightning_mist.plan.sharding import assign_owners
 from tests.specs import spec
@@ -13,16 +13,16 @@ def test_the_largest_parameters_that_fit_are_moved():
     table = ParameterTable.of(uses)
     # wte, block's matrix and bias (4 bytes of 404), head.
     assert [item.bytes for item in uses.parameters] == [800, 400, 4, 800]
-    assert moved_parameters(table, 0.0, trained=True).tolist() == [False] * 4
-    assert moved_parameters(table, 0.5, trained=True).tolist() == [False, False, True, False]
-    assert moved_parameters(table, 400 / 404, trained=True).tolist() == [False, True, False, False]
-    assert moved_parameters(table, 1.0, trained=True).tolist() == [True] * 4
+    assert offloaded_parameters(table, 0.0, trained=True).tolist() == [False] * 4
+    assert offloaded_parameters(table, 0.5, trained=True).tolist() == [False, False, True, False]
+    assert offloaded_parameters(table, 400 / 404, trained=True).tolist() == [False, True, False, False]
+    assert offloaded_parameters(table, 1.0, trained=True).tolist() == [True] * 4
 
 
 def test_frozen_parameters_have_no_gradients_to_move():
     table = ParameterTable.of(spec(1, frozen=("blocks.0.weight",)))
-    assert moved_parameters(table, 1.0, trained=True).tolist() == [True, False, True, True]
-    assert moved_parameters(table, 1.0, trained=False).tolist() == [True] * 4
+    assert offloaded_parameters(table, 1.0, trained=True).tolist() == [True, False, True, True]
+    assert offloaded_parameters(table, 1.0, trained=False).tolist() == [True] * 4
 
 
 def test_what_stays_and_what_is_moved_is_everything():
@@ -31,9 +31,9 @@ def test_what_stays_and_what_is_moved_is_everything():
     stages = StageCandidates(start_K=zeros, end_K=zeros + 4, checkpointed_K=zeros, zero_stage_K=zeros)
     shares = model.states.of(stages, np.array([0.0, 0.5, 1.0]), 2, np.zeros(3, dtype=bool), trained=True)
     every = sum(item.bytes for item in model.spec.parameters if item.trainable)
-    assert (shares.resident_K + shares.moved_K).tolist() == [every] * 3
-    assert shares.moved_K[0] == shares.largest_K[0] == 0
-    assert shares.moved_K[2] == every
+    assert (shares.resident_K + shares.offloaded_K).tolist() == [every] * 3
+    assert shares.offloaded_K[0] == shares.largest_K[0] == 0
+    assert shares.offloaded_K[2] == every
     assert shares.largest_K[2] == shares.unit_K[0] == shares.unit_K[2]
 
 
@@ -53,7 +53,7 @@ def test_shares_of_all_ratios_are_those_of_each():
             for name in wanted.__slots__:
                 assert getattr(found, name)[:, place].tolist() == getattr(wanted, name).tolist()
         some = found.take(np.array([1, 4]))
-        assert some.moved_K.tolist() == [found.moved_K[0, 1], found.moved_K[1, 0]]
+        assert some.offloaded_K.tolist() == [found.offloaded_K[0, 1], found.offloaded_K[1, 0]]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5, 40])
@@ -73,7 +73,7 @@ def test_shares_by_brute_force(ranks, frozen):
             owner = np.array(assign_owners(every[held].astype(int).tolist(), ranks))
             unit = used[held, low:high].argmax(axis=1)
             for place, ratio in enumerate((0.0, 0.5)):
-                moved = moved_parameters(table, ratio, trained=trained)[held]
+                moved = offloaded_parameters(table, ratio, trained=trained)[held]
                 cells = [(owner == rank) & (unit == at) for rank in range(ranks) for at in range(high - low)]
                 wanted = (
                     max(every[held][(owner == rank) & ~moved].sum() for rank in range(ranks)),
@@ -81,5 +81,5 @@ def test_shares_by_brute_force(ranks, frozen):
                     max(every[held][cell & moved].sum() for cell in cells),
                     max(every[held][cell].sum() for cell in cells),
                 )
-                names = ("resident_K", "moved_K", "largest_K", "unit_K")
+                names = ("resident_K", "offloaded_K", "largest_K", "unit_K")
                 assert tuple(getattr(found, name)[at, place] for name in names) == wanted
