@@ -5,14 +5,11 @@ from FLOPs and bytes.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from lightning_mist.cost.stage_seconds import StageSeconds
 from lightning_mist.cost.time import RegionSeconds
 from lightning_mist.hardware import HardwareProfile, Term, factor_of
 from lightning_mist.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from lightning_mist.cost.stage import StageSeconds
 
 CORRECTED: tuple[tuple[Term, tuple[str, ...]], ...] = (
     (
@@ -46,7 +43,7 @@ def corrected_regions(spec: ModelSpec, profile: HardwareProfile, seconds: Region
     )
 
 
-def corrected_terms(profile: HardwareProfile, seconds: "StageSeconds") -> "StageSeconds":
+def corrected_terms(profile: HardwareProfile, seconds: StageSeconds) -> StageSeconds:
     """Seconds of stages whose regions are corrected already, the other terms corrected too."""
     if not profile.corrections:
         return seconds

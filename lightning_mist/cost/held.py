@@ -15,9 +15,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from lightning_mist.cost.array_record import distinct_codes
 from lightning_mist.cost.candidates import StageCandidates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.distinct import distinct_codes
 from lightning_mist.cost.ownership import Away, Owners, Together
 from lightning_mist.cost.regions import ParameterTable, covered
 from lightning_mist.model.spec import ModelSpec

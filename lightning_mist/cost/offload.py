@@ -40,9 +40,9 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from lightning_mist.cost.array_record import distinct_rows
 from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.distinct import distinct_rows
 from lightning_mist.cost.held import Holdings
 from lightning_mist.cost.needs import Bytes, StageNeeds
 from lightning_mist.cost.offload_shares import Shares, StateShares

@@ -15,10 +15,10 @@ from typing import TypeAlias
 
 import numpy as np
 
+from lightning_mist.cost.array_record import prefix_sums
 from lightning_mist.cost.candidates import StageCandidates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.offload_loads import BEFORE, BEHIND, Loads
-from lightning_mist.cost.sums import prefix_sums
 
 Flag: TypeAlias = BoolArray | int
 """Whether something is the case: of all candidates, or of each."""

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lightning_mist.cost.array_record import distinct_rows, prefix_sums
 from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.distinct import distinct_rows
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.regions import covered
-from lightning_mist.cost.sums import prefix_sums
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
 

@@ -18,9 +18,9 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from lightning_mist.cost.array_record import distinct_rows
 from lightning_mist.cost.candidates import StageCandidates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.distinct import distinct_rows
 from lightning_mist.cost.held import ByRange, Holdings
 from lightning_mist.cost.ownership import owners_of
 from lightning_mist.cost.regions import ParameterTable, covered

@@ -8,12 +8,17 @@ Array axes
     E  operators of one kind (and size) in one direction of a kind of region
     K  whatever the caller asks about
 
+With context parallelism of degree ``c`` a device computes on ``s / c`` tokens of the same rows and with all parameters:
+batch, activations and what stages exchange are those of the shorter sequence. Keys and values go around in a ring (Liu
+et al., 2023): while a layer runs, a device has copies of queries, keys and values, of the block that arrives, and of
+the output, besides what its layers keep, taken for six hidden states of its part, ``6 b (s / c) h`` elements.
+
 A stage of layers ``[start, end)`` covers the regions ``[low, high)`` with ``low = start + 1``, or 0 if it is the first
 stage, and ``high = end + 1``, or ``L + 2`` if it is the last.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
 
@@ -21,7 +26,7 @@ import numpy as np
 import sympy
 
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray, compile_expressions
-from lightning_mist.cost.context_parallel import part_of_sequence, with_ring
+from lightning_mist.errors import PlanError
 from lightning_mist.model.spec import (
     MICROBATCH,
     SEQUENCE,
@@ -32,6 +37,44 @@ from lightning_mist.model.spec import (
     TensorSpec,
 )
 from lightning_mist.plan.mesh import itemsize
+
+RING_STATES = 6
+"""Hidden states of a device's part of the sequence that its ring takes while a layer runs."""
+
+
+def part_of_sequence(spec: ModelSpec, degree: int) -> int | None:
+    """Tokens that each of ``degree`` devices sees of every row; ``None`` for a network without sequences and degree 1.
+
+    Raises:
+        PlanError: If the sequence cannot be shared out.
+    """
+    if degree == 1:
+        return spec.sequence_length
+    if spec.sequence_length is None:
+        raise PlanError(
+            f"context_parallel_degree = {degree}: {spec.name} was traced without a sequence dimension, which is what "
+            "it shares out; use context_parallel_degree = 1"
+        )
+    if spec.sequence_length % degree:
+        raise PlanError(
+            f"context_parallel_degree = {degree}: it must divide the sequence length {spec.sequence_length}; use "
+            f"{max(d for d in range(1, degree) if spec.sequence_length % d == 0)}"
+        )
+    return spec.sequence_length // degree
+
+
+def hidden_state_bytes(costs: "RegionCosts") -> float:
+    """What a layer hands on: one hidden state, and the few small tensors that cross cuts beside it."""
+    return float(max(costs.boundary_C.max(initial=0.0), costs.checkpointed_saved_R[1:-1].max(initial=0.0)))
+
+
+def with_ring(costs: "RegionCosts") -> "RegionCosts":
+    """Costs whose peaks hold the buffers of the ring, in every layer."""
+    ring_R = np.full(len(costs.saved_R), RING_STATES * hidden_state_bytes(costs))
+    ring_R[[0, -1]] = 0.0
+    peaks = [field.name for field in fields(costs) if field.name.endswith("peak_R")]
+    return replace(costs, **{name: getattr(costs, name) + ring_R for name in peaks})
+
 
 _LAYER_FIELDS = (
     "saved_bytes",

@@ -9,7 +9,7 @@ sequence of ``s`` tokens, those beside which something travels are
     F(s) / c - F(s / c)
 
 on each device, which does ``F(s) / c`` in all. Keys and values are taken for two hidden states, as
-:mod:`lightning_mist.cost.context_parallel` takes them; tensor-parallel devices have an equal part of the heads each.
+:mod:`lightning_mist.cost.regions` takes them; tensor-parallel devices have an equal part of the heads each.
 
 Array axes
     K  candidates
@@ -21,9 +21,9 @@ import numpy as np
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.channels import interference_of
 from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.cost.context_parallel import hidden_state_bytes
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.overlap import concurrent_seconds
+from lightning_mist.cost.regions import hidden_state_bytes
 from lightning_mist.cost.time import RegionSeconds, collective_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
 

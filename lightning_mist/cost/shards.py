@@ -28,12 +28,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost.array_record import ArrayRecord
+from lightning_mist.cost.array_record import ArrayRecord, prefix_sums
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.overlap import beyond_computing
 from lightning_mist.cost.regions import ParameterTable
-from lightning_mist.cost.sums import prefix_sums
 from lightning_mist.cost.time import RegionSeconds, collective_seconds
 from lightning_mist.hardware import HardwareProfile, Interference
 from lightning_mist.plan import ZeroStage

@@ -9,17 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_mist.cost.array_record import prefix_sums
 from lightning_mist.cost.candidates import StageCandidates
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.regions import RegionCosts
 from lightning_mist.cost.time import RegionSeconds
-
-
-def prefix_sums(values_R: FloatArray) -> FloatArray:
-    """Sums over what comes before each value, and over all; of several rows, those of each."""
-    sums = np.zeros((*values_R.shape[:-1], values_R.shape[-1] + 1))
-    np.cumsum(values_R, axis=-1, out=sums[..., 1:])
-    return sums
 
 
 def weight_shares(costs: RegionCosts) -> FloatArray:

@@ -23,10 +23,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_mist.cost.apart import Apart
-from lightning_mist.cost.array_record import ArrayRecord
+from lightning_mist.cost.array_record import ArrayRecord, prefix_sums
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.regions import RegionCosts
-from lightning_mist.cost.sums import prefix_sums
 
 
 def run_levels(count: int) -> tuple[IntArray, IntArray]:

@@ -1,7 +1,8 @@
 import numpy as np
 
 from lightning_mist.cost import StageCandidates
-from lightning_mist.cost.sums import RegionSums, prefix_sums
+from lightning_mist.cost.array_record import prefix_sums
+from lightning_mist.cost.sums import RegionSums
 from lightning_mist.cost.time import RegionSeconds
 
 
