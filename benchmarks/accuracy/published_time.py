@@ -38,9 +38,8 @@ from benchmarks.accuracy.published_mist_module import MistNetwork
 from benchmarks.accuracy.published_rows import DATA, Row, UnpredictableError, mist_stage, read_plans
 from benchmarks.record import RECORDS, Sample, make_record, write_record
 from lightning_mist.cost.candidates import StageCandidates, StageSlot, slots_of
-from lightning_mist.cost.channels import interference_of
 from lightning_mist.cost.clock import step_times, terms_of
-from lightning_mist.cost.overlap import concurrent_seconds
+from lightning_mist.cost.overlap import concurrent_seconds, interference_of
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.shards import unit_seconds
 from lightning_mist.cost.stage import StageCostModel, StageSeconds

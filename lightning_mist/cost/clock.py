@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from lightning_mist.cost.spent import StageSpent
+from lightning_mist.cost.breakdown import StageSpent
 from lightning_mist.cost.stage import StageSeconds
 from lightning_mist.hardware import AnyCluster
 from lightning_mist.plan import Plan, ScheduleName

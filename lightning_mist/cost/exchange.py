@@ -24,11 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
-from lightning_mist.cost.channels import interference_of
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.held import HeldBytes
 from lightning_mist.cost.memory import BUCKET_BYTES, MemoryModel
-from lightning_mist.cost.overlap import beyond_computing
+from lightning_mist.cost.overlap import beyond_computing, interference_of
 from lightning_mist.cost.placement import Crossing
 from lightning_mist.cost.time import collective_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile

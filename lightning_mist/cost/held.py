@@ -10,7 +10,7 @@ Array axes
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -225,3 +225,40 @@ class ByRange:
 def _of_places(away: Away) -> tuple[float, float, float, float]:
     """The figures of all places; ``dataclasses.astuple`` copies each and takes ten times as long."""
     return away.head, away.first, away.layers, away.tail
+
+
+class VariantHoldings(Holdings):
+    """Parameters of stages of networks that differ in which of these are trained; keeps what it has computed.
+
+    Args:
+        network_V: Which of them each variant is.
+        reduced_R: Bytes of gradients that are reduced behind the backward of each region, in all of them: where they
+            stay afterwards is another question.
+
+    Attributes:
+        table: Parameters of the first network, with ``single_R`` and ``trained_R`` of every variant.
+    """
+
+    def __init__(self, each: Sequence[Holdings], network_V: IntArray, reduced_R: FloatArray) -> None:
+        super().__init__(each[0].spec, each[0].table, len(each))
+        self._each, self._network_V = tuple(each), network_V
+        tables = [holdings.table for holdings in self._each]
+        self.table = replace(
+            self.table,
+            single_R=np.stack([table.single_R for table in tables])[network_V],
+            trained_R=np.repeat(reduced_R[None], len(network_V), axis=0),
+        )
+
+    def held_of(self, network: int, low_U: IntArray, high_U: IntArray) -> FloatArray:
+        """What is held of ranges of regions of one of the networks."""
+        return self._each[network].held_of(0, low_U, high_U)
+
+    def shared_of(self, network: int, low_U: IntArray, high_U: IntArray, ranks: int) -> FloatArray:
+        """What the fullest rank has of ranges of regions of one of the networks."""
+        return self._each[network].shared_of(0, low_U, high_U, ranks)
+
+    def _network(self, candidates: StageCandidates) -> IntArray:
+        if candidates.variant_K is None:
+            raise ValueError("candidates.variant_K = None: it says which variant of the network each is of")
+        network_K: IntArray = self._network_V[candidates.variant_K]
+        return network_K

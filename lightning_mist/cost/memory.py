@@ -30,14 +30,13 @@ import numpy as np
 from lightning_mist.cost.apart import ApartModel
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.held import HeldBytes, Holdings, SharedOut
+from lightning_mist.cost.held import HeldBytes, Holdings, SharedOut, VariantHoldings
 from lightning_mist.cost.needs import Bytes, StageNeeds
 from lightning_mist.cost.offload import Adjustment, Pairs, host_bytes, offloaded_needs, unadjusted
 from lightning_mist.cost.offload_shares import StateShares
 from lightning_mist.cost.phases import Phase, stage_phases
 from lightning_mist.cost.regions import RegionCosts, compile_regions, covered
 from lightning_mist.cost.stage_working import StageWorking
-from lightning_mist.cost.variants import VariantHoldings
 from lightning_mist.cost.working import Sharding, StageRuns, WorkingSets
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage

@@ -43,12 +43,11 @@ import numpy as np
 from lightning_mist.cost.array_record import distinct_rows
 from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.held import Holdings
+from lightning_mist.cost.held import Holdings, VariantHoldings
 from lightning_mist.cost.needs import Bytes, StageNeeds
 from lightning_mist.cost.offload_shares import Shares, StateShares
 from lightning_mist.cost.phases import Phase
 from lightning_mist.cost.regions import RegionCosts
-from lightning_mist.cost.variants import VariantHoldings
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
 

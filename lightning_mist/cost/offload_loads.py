@@ -21,11 +21,10 @@ import numpy as np
 
 from lightning_mist.cost.array_record import ArrayRecord, distinct_rows, prefix_sums
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
-from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.offload_ranks import defers_K, parts_of_ranks, ratios_of
-from lightning_mist.cost.offload_shares import OffloadedBytes
+from lightning_mist.cost.offload_shares import OffloadedBytes, defers_K, parts_of_ranks, ratios_of
+from lightning_mist.cost.overlap import CopyRates
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.shards import UnitSeconds
 from lightning_mist.cost.time import RegionSeconds

@@ -52,12 +52,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_mist.cost.array_record import ArrayRecord
-from lightning_mist.cost.channels import CopyRates
 from lightning_mist.cost.compile import BoolArray, FloatArray
 from lightning_mist.cost.offload_loads import CopyStages, loads_of
 from lightning_mist.cost.offload_passes import Copies, Neighbourhoods, Passes
-from lightning_mist.cost.offload_ranks import ratios_of
-from lightning_mist.cost.overlap import beyond_computing, concurrent_seconds
+from lightning_mist.cost.offload_shares import ratios_of
+from lightning_mist.cost.overlap import CopyRates, beyond_computing, concurrent_seconds
 from lightning_mist.cost.regions import covered
 from lightning_mist.hardware import Interference
 

@@ -111,10 +111,8 @@ class RegionWork:
 
     def sums(self, values_E: FloatArray) -> FloatArray:
         """Sums over the entries of every region."""
-        sums_R: FloatArray = np.bincount(self.of_E, values_E, minlength=int(self.of_R.max()) + 1)[self.of_R].astype(
-            float
-        )
-        return sums_R
+        sums = np.bincount(self.of_E, values_E, minlength=int(self.of_R.max()) + 1).astype(float)
+        return sums[self.of_R]
 
 
 Collectives = tuple[tuple[str, FloatArray, FloatArray], ...]

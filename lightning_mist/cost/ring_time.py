@@ -19,10 +19,9 @@ Array axes
 import numpy as np
 
 from lightning_mist.cost.candidates import StageCandidates, StageSlot
-from lightning_mist.cost.channels import interference_of
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.overlap import concurrent_seconds
+from lightning_mist.cost.overlap import concurrent_seconds, interference_of
 from lightning_mist.cost.regions import hidden_state_bytes
 from lightning_mist.cost.time import RegionSeconds, collective_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile

@@ -25,7 +25,6 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_mist.cost.candidates import Placed, StageCandidates, StageSlot
-from lightning_mist.cost.channels import copy_rates, interference_of
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.cost.corrected import computation_factor, corrected_regions, corrected_terms
 from lightning_mist.cost.exchange import cut_key, cut_seconds, of_cuts, reductions, shard_nodes, tied_seconds
@@ -34,6 +33,7 @@ from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.offload_loads import CopyPlace, CopyStages
 from lightning_mist.cost.offload_time import CopySeconds, copy_seconds
 from lightning_mist.cost.overheads import overhead_seconds
+from lightning_mist.cost.overlap import copy_rates, interference_of
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.ring_time import ring_seconds, stage_ring_seconds
 from lightning_mist.cost.shards import Beside, UnitSeconds, Unsharding, reduced_seconds, unit_seconds, unsharding

@@ -11,8 +11,8 @@ from itertools import accumulate
 
 from lightning_mist.cost import CostModel, StageMemory, models_of, step_seconds
 from lightning_mist.cost.candidates import placed_slots_of, slots_of
-from lightning_mist.cost.channels import copy_rates
 from lightning_mist.cost.chunks import group_memory, plan_memory
+from lightning_mist.cost.overlap import copy_rates
 from lightning_mist.estimate import WORDS
 from lightning_mist.explain.changed_plan import changed_stage
 from lightning_mist.explain.explanation import Finding, Version

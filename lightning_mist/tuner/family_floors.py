@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightning_mist.cost import StageCostModel, StageSlot
-from lightning_mist.cost.channels import copy_rates
+from lightning_mist.cost.overlap import copy_rates
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.tuner.floor_bound import floor_bound
 from lightning_mist.tuner.floor_family import FloorFamily, StageFloors

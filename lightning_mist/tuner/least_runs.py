@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
-from lightning_mist.cost.channels import interference_of
 from lightning_mist.cost.compile import FloatArray, IntArray
 from lightning_mist.cost.exchange import shard_nodes, transfers
 from lightning_mist.cost.memory import BUCKET_BYTES
+from lightning_mist.cost.overlap import interference_of
 from lightning_mist.cost.shards import UnitSeconds, unit_seconds
 from lightning_mist.cost.time import collective_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile, factor_of

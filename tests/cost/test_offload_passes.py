@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 
-from lightning_mist.cost.channels import FREE
 from lightning_mist.cost.offload_loads import BEFORE, BEHIND
 from lightning_mist.cost.offload_passes import Neighbourhoods, Passes
-from lightning_mist.cost.overlap import concurrent_seconds
+from lightning_mist.cost.overlap import FREE, concurrent_seconds
 from lightning_mist.cost.regions import covered
 from tests.cost.test_offload_loads import loads
 from tests.cost.test_offload_time import candidates

@@ -5,7 +5,7 @@ import pytest
 
 from lightning_mist.cost import MemoryModel, StageCandidates
 from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.offload_ranks import parts_of_ranks, ratios_of
+from lightning_mist.cost.offload_shares import parts_of_ranks, ratios_of
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.plan.sharding import assign_owners
 from tests.specs import spec

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
-from lightning_mist.cost.channels import FREE
+from lightning_mist.cost.overlap import FREE
 from lightning_mist.cost.ring_time import KEY_VALUE_STATES, ring_nodes, ring_seconds
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE

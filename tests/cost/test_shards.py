@@ -5,8 +5,8 @@ import pytest
 
 from lightning_mist.cost import StageCandidates
 from lightning_mist.cost.candidates import StageSlot
-from lightning_mist.cost.channels import FREE
 from lightning_mist.cost.held import Holdings
+from lightning_mist.cost.overlap import FREE
 from lightning_mist.cost.regions import covered
 from lightning_mist.cost.shards import Beside, UnitSeconds, Unsharding, reduced_seconds, unit_seconds, unsharding
 from lightning_mist.cost.time import RegionSeconds

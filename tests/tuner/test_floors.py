@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lightning_mist.cost.channels import copy_rates
+from lightning_mist.cost.overlap import copy_rates
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.hardware import Interference
 from lightning_mist.hardware.profile.interference import COEFFICIENTS
