@@ -37,12 +37,12 @@ from benchmarks.accuracy.published_mist_model import MistDims
 from benchmarks.accuracy.published_mist_module import MistNetwork
 from benchmarks.accuracy.published_rows import DATA, Row, UnpredictableError, mist_stage, read_plans
 from benchmarks.record import RECORDS, Sample, make_record, write_record
-from lightning_mist.cost.candidates import StageCandidates, StageSlot, slots_of
-from lightning_mist.cost.clock import step_times, terms_of
-from lightning_mist.cost.overlap import concurrent_seconds, interference_of
-from lightning_mist.cost.regions import covered
-from lightning_mist.cost.shards import unit_seconds
-from lightning_mist.cost.stage import StageCostModel, StageSeconds
+from lightning_mist.cost.inputs.candidates import StageCandidates, StageSlot, slots_of
+from lightning_mist.cost.inputs.regions import covered
+from lightning_mist.cost.plan_clock import step_times, terms_of
+from lightning_mist.cost.stage_model import StageCostModel, StageSeconds
+from lightning_mist.cost.time.overlap import concurrent_seconds, interference_of
+from lightning_mist.cost.time.zero_seconds import unit_seconds
 from lightning_mist.errors import MistError
 from lightning_mist.hardware import HardwareProfile
 from lightning_mist.model import trace_model

@@ -13,9 +13,9 @@ from benchmarks.planner.apart import PRECISION, spec_of
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.cli.search import SearchOptions
 from lightning_mist.cost import StageCostModel
-from lightning_mist.cost.candidates import OffloadCandidates, slots_of
-from lightning_mist.cost.offload_loads import BEFORE, Loads, loads_of
-from lightning_mist.cost.overlap import copy_rates, interference_of
+from lightning_mist.cost.inputs.candidates import OffloadCandidates, slots_of
+from lightning_mist.cost.time.offload_loads import BEFORE, Loads, loads_of
+from lightning_mist.cost.time.overlap import copy_rates, interference_of
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.model.presets.named_models import PRESETS
 from lightning_mist.plan import OffloadRatios, Plan

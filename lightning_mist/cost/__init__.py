@@ -1,7 +1,11 @@
 """How long a plan takes and how much memory it needs: sympy expressions turned into seconds and bytes."""
 
-from lightning_mist.cost.breakdown import (
-    StageSpent,
+from lightning_mist.cost.inputs import StageCandidates, StageSlot, compile_expressions
+from lightning_mist.cost.interleaved_memory import stage_memory
+from lightning_mist.cost.memory import MemoryModel, StageMemory
+from lightning_mist.cost.mixed_model import CostModel, MixedCostModel, Profiles, cost_model, models_of, profiles_of
+from lightning_mist.cost.plan_clock import StageSpent
+from lightning_mist.cost.prediction import (
     least_seconds,
     memory_with,
     predict,
@@ -9,14 +13,10 @@ from lightning_mist.cost.breakdown import (
     predictions,
     seconds_with,
 )
-from lightning_mist.cost.candidates import StageCandidates, StageSlot
-from lightning_mist.cost.chunks import stage_memory
-from lightning_mist.cost.compile import compile_expressions
-from lightning_mist.cost.memory import MemoryModel, StageMemory
-from lightning_mist.cost.mixed import CostModel, MixedCostModel, Profiles, cost_model, models_of, profiles_of
-from lightning_mist.cost.pipeline import step_seconds, step_seconds_of
 from lightning_mist.cost.roofline import step_work
-from lightning_mist.cost.stage import StageCostModel, StageCosts, StageSeconds
+from lightning_mist.cost.stage_model import StageCostModel
+from lightning_mist.cost.step_time import step_seconds, step_seconds_of
+from lightning_mist.cost.time import StageCosts, StageSeconds
 
 __all__ = [
     "CostModel",

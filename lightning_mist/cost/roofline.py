@@ -26,10 +26,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.inputs import FloatArray, RegionCosts
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.operator_time import compute_dtype
-from lightning_mist.cost.regions import RegionCosts
+from lightning_mist.cost.time import compute_dtype
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.hardware.catalog import CatalogDevice, find_device

@@ -12,14 +12,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_mist.cost.candidates import Placed, StageCandidates, StageSlot
-from lightning_mist.cost.compile import FloatArray
-from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.mixed import CostModel
-from lightning_mist.cost.needs import StageNeeds
-from lightning_mist.cost.offload import host_microbatch_bytes, host_state_bytes, in_flight
-from lightning_mist.cost.phases import Phase, stage_phases
-from lightning_mist.cost.stage import StageSeconds
+from lightning_mist.cost.inputs import FloatArray, Placed, StageCandidates, StageSlot
+from lightning_mist.cost.memory import (
+    MemoryModel,
+    Phase,
+    StageNeeds,
+    host_microbatch_bytes,
+    host_state_bytes,
+    in_flight,
+    stage_phases,
+)
+from lightning_mist.cost.mixed_model import CostModel
+from lightning_mist.cost.time import StageSeconds
 from lightning_mist.plan import ZeroStage
 
 __all__ = ["Held", "Placed", "held_of_stages", "needs_of_stages", "seconds_of_stages"]

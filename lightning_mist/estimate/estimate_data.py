@@ -42,7 +42,7 @@ class PeakTensor:
 
     Attributes:
         bytes: Its size.
-        term: Which term it counts to, of :data:`~lightning_mist.cost.memory.TERMS`.
+        term: Which term it counts to, of :data:`~lightning_mist.cost.memory.memory_model.TERMS`.
         stage: Index of the stage it belongs to.
         microbatch: The microbatch it belongs to, if one.
         module: Qualified name of the module or parameter it comes from, or what it is where the runtime made it.
@@ -77,7 +77,8 @@ class StageEstimate:
         phase: When the peak is.
         reserved: Bytes that the caching allocator holds; what tensors take where there is no such allocator.
         device_total: Reserved bytes and everything outside of the allocator.
-        terms: Bytes by term, as ``(name, bytes)``: those of :data:`~lightning_mist.cost.memory.TERMS` add up to the
+        terms: Bytes by term, as ``(name, bytes)``: those of :data:`~lightning_mist.cost.memory.memory_model.TERMS` add
+            up to the
             p50 of ``allocated``, with :data:`OUTER_TERMS` to that of ``device_total``.
         tensors: The largest tensors alive at the peak, largest first; empty if the allocations are not known.
         kinds: The kinds of tensors (alike but for layer and microbatch) that take most together, largest first.

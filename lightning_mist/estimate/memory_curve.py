@@ -1,7 +1,7 @@
 """Bytes of every stage over one step: what the memory model says of each action, at the time when it runs.
 
-The memory model takes the maximum over situations (:mod:`lightning_mist.cost.phases`). Here they are laid out in time
-instead, so the maximum over a curve is the peak that was predicted. While a device waits it holds the parameters,
+The memory model takes the maximum over situations (:mod:`lightning_mist.cost.memory.phases`). Here they are laid out in
+time instead, so the maximum over a curve is the peak that was predicted. While a device waits it holds the parameters,
 gradients, saved activations and buffers of transfers of the situation that follows, and no working set.
 
 Array axes
@@ -13,13 +13,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_mist.cost.chunks import situation_terms, update_terms
-from lightning_mist.cost.compile import FloatArray
-from lightning_mist.cost.memory import TERMS
-from lightning_mist.cost.need_terms import needs_of
-from lightning_mist.cost.needs import StageNeeds
-from lightning_mist.cost.phases import Phase, phases_in_order
-from lightning_mist.cost.situations import Situation, situations_in_order
+from lightning_mist.cost.inputs import FloatArray
+from lightning_mist.cost.interleaved_memory import situation_terms, update_terms
+from lightning_mist.cost.memory import (
+    TERMS,
+    Phase,
+    Situation,
+    StageNeeds,
+    needs_of,
+    phases_in_order,
+    situations_in_order,
+)
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
 from lightning_mist.schedule import Action, ActionKind, Schedule, Simulation, Span, arrived_sends
@@ -46,7 +50,8 @@ class MemoryCurve:
         times_E: When each piece begins, in seconds since the step's start.
         end: When the step ends.
         names: What each piece is: an action as text, ``"waiting"``, or a situation after the last backward.
-        terms: Bytes by term, as ``(name, array)`` in the order of :data:`~lightning_mist.cost.memory.TERMS`.
+        terms: Bytes by term, as ``(name, array)`` in the order of
+            :data:`~lightning_mist.cost.memory.memory_model.TERMS`.
     """
 
     group: int

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.inputs import FloatArray, IntArray
 from lightning_mist.errors import ScheduleError
 from lightning_mist.estimate.estimate_data import WORDS, MemoryEstimate, StageEstimate
 from lightning_mist.estimate.replay import Replay

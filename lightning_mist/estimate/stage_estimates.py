@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from lightning_mist.cost.candidates import StageSlot
-from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost.inputs import StageSlot
+from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.errors import PlanError, ScheduleError
 from lightning_mist.estimate.allocator import AllocatorSettings

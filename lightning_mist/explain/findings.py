@@ -2,7 +2,7 @@
 
 A stage is held back by memory if versions of it that take less time (a layer fewer recomputed, a lower ZeRO stage, less
 offloaded) all need more than there is. What a stage does once per step hides as far as the stages before it are still
-busy (:mod:`lightning_mist.cost.pipeline`).
+busy (:mod:`lightning_mist.cost.step_time`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lightning_mist.cost import CostModel, StageMemory, models_of, step_seconds
-from lightning_mist.cost.candidates import placed_slots_of, slots_of
-from lightning_mist.cost.chunks import group_memory, plan_memory
-from lightning_mist.cost.overlap import copy_rates
+from lightning_mist.cost.inputs import placed_slots_of, slots_of
+from lightning_mist.cost.interleaved_memory import group_memory, plan_memory
+from lightning_mist.cost.time import copy_rates
 from lightning_mist.estimate import WORDS
 from lightning_mist.explain.changed_plan import changed_stage
 from lightning_mist.explain.explanation import Finding, Version

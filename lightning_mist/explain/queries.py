@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from lightning_mist.cost import predict_with
-from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.errors import InfeasibleError, MistError
 from lightning_mist.explain.changed_plan import Ground
 from lightning_mist.explain.explanation import Version

@@ -19,7 +19,8 @@ from lightning_mist.plan import Checkpointing, Plan, ScheduleName, StagePlan, Ze
 from lightning_mist.tuner.space import OFFLOADED, SearchSpace
 
 DEFERRED_UPDATE = "the update then runs layer by layer in the next forward, which hides giving out parameters"
-"""What moving any parameters, gradients or optimizer state also does (:mod:`lightning_mist.cost.offload_time`)."""
+"""What moving any parameters, gradients or optimizer state also does (:mod:`lightning_mist.cost.time.offload_seconds`).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

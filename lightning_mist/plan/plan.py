@@ -86,11 +86,11 @@ class PredictedStage:
         breakdown: Bytes of that peak by term, and seconds by term, as ``(name, value)`` with names ending in
             ``_bytes`` or ``_seconds``.
         spent: Where the seconds of one step of the stage's devices go, as ``(name, seconds)``; they add up to the step.
-            Names are those of :class:`~lightning_mist.cost.breakdown.StageSpent`. Chunks that share devices all have
+            Names are those of :class:`~lightning_mist.cost.prediction.StageSpent`. Chunks that share devices all have
             those of these devices. Empty in plans that were predicted before this was known.
         needs: What the memory of the stage's devices is made of, as ``(name, bytes)``: see
-            :mod:`~lightning_mist.cost.need_terms`. From it and the schedule follow the bytes over the step. Empty in
-            plans that were predicted before this was known.
+            :mod:`~lightning_mist.cost.memory.plan_terms`. From it and the schedule follow the bytes over the step.
+            Empty in plans that were predicted before this was known.
     """
 
     steady_seconds: float

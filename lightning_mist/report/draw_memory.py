@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.inputs import FloatArray
 from lightning_mist.estimate import MemoryCurve
 from lightning_mist.report.figures import INK, PAPER, panels, save, styled, time_unit
 from lightning_mist.report.memory import MemoryPicture, moments

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.lines import Lines
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.intra_stage import EVERY_PART
 from lightning_mist.tuner.problem import InterStageProblem
 from lightning_mist.tuner.suffixes import Suffixes, Walk

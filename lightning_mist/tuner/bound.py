@@ -29,7 +29,7 @@ from time import perf_counter
 import numpy as np
 
 from lightning_mist.cost import step_seconds
-from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.inputs import FloatArray
 from lightning_mist.tuner.intra_stage import EVERY_PART
 from lightning_mist.tuner.problem import PRECISION, Answer, Family, InterStageProblem
 from lightning_mist.tuner.suffixes import Suffixes, Walk

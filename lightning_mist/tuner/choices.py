@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_mist.cost.array_record import ArrayRecord
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.inputs import ArrayRecord, FloatArray, IntArray
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.tuner.space import OFFLOADED, Shape
 

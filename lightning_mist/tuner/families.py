@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.hardware import AnyCluster, Cluster
 from lightning_mist.plan import OffloadRatios, Plan
 from lightning_mist.tuner.budget import host_bytes_of_each, usable_bytes

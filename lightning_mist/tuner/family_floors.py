@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightning_mist.cost import StageCostModel, StageSlot
-from lightning_mist.cost.overlap import copy_rates
-from lightning_mist.cost.phases import stage_phases
+from lightning_mist.cost.memory import stage_phases
+from lightning_mist.cost.time import copy_rates
 from lightning_mist.tuner.floor_bound import floor_bound
 from lightning_mist.tuner.floor_family import FloorFamily, StageFloors
 from lightning_mist.tuner.floors import Situation, stage_floors

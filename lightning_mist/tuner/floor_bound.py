@@ -14,7 +14,7 @@ from time import perf_counter
 
 import numpy as np
 
-from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.inputs import FloatArray
 from lightning_mist.tuner.floor_family import FloorFamily, FloorWalks
 from lightning_mist.tuner.problem import PRECISION
 

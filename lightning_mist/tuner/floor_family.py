@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.space import common_unit
 from lightning_mist.tuner.tables import ROOM
 

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.phases import Phase
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.memory import Phase
 from lightning_mist.tuner.floor_family import StageFloors
 from lightning_mist.tuner.placed_runs import Copies, PlacedRuns
 

@@ -11,11 +11,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from lightning_mist.cost import CostModel, StageCandidates, StageSlot
-from lightning_mist.cost.compile import FloatArray
-from lightning_mist.cost.kept import Kept
-from lightning_mist.cost.needs import PeakParts
-from lightning_mist.cost.phases import stage_phases
-from lightning_mist.cost.shards import Unsharding
+from lightning_mist.cost.inputs import FloatArray, Kept
+from lightning_mist.cost.memory import PeakParts, stage_phases
+from lightning_mist.cost.time import Unsharding
 
 MOST = 512
 """Stages of which it is kept; each takes a few dozen kilobytes."""

@@ -12,8 +12,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from lightning_mist.cost import CostModel, MixedCostModel, StageSlot, profiles_of
-from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.cost.update import addition_seconds
+from lightning_mist.cost.inputs import FloatArray, IntArray
+from lightning_mist.cost.time import addition_seconds
 from lightning_mist.tuner.families import Grid
 from lightning_mist.tuner.space import Shape, Space
 

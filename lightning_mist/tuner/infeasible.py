@@ -9,7 +9,7 @@ from typing import NoReturn, TypeAlias
 import numpy as np
 
 from lightning_mist.cost import stage_memory
-from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.cost.memory import TERMS
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan, StagePlan

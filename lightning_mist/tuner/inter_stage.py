@@ -32,7 +32,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.inputs import FloatArray, IntArray
 from lightning_mist.tuner.arcs import Arcs, arcs_of
 from lightning_mist.tuner.milp import Program
 from lightning_mist.tuner.problem import Answer, InterStageProblem

@@ -20,8 +20,8 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageSlot
-from lightning_mist.cost.compile import BoolArray
-from lightning_mist.cost.phases import stage_phases
+from lightning_mist.cost.inputs import BoolArray
+from lightning_mist.cost.memory import stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.families import KnownGrids

@@ -20,11 +20,8 @@ from typing import Literal
 import numpy as np
 
 from lightning_mist.cost import StageSlot
-from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.cost.needs import PeakParts
-from lightning_mist.cost.offload import host_microbatch_bytes, host_state_bytes, in_flight
-from lightning_mist.cost.phases import stage_phases
+from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates
+from lightning_mist.cost.memory import PeakParts, host_microbatch_bytes, host_state_bytes, in_flight, stage_phases
 from lightning_mist.tuner.choices import SlotChoices
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.pareto import non_dominated

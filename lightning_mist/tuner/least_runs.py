@@ -22,12 +22,16 @@ from typing import Any
 import numpy as np
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
-from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.cost.exchange import shard_nodes, transfers
+from lightning_mist.cost.inputs import FloatArray, IntArray
 from lightning_mist.cost.memory import BUCKET_BYTES
-from lightning_mist.cost.overlap import interference_of
-from lightning_mist.cost.shards import UnitSeconds, unit_seconds
-from lightning_mist.cost.time import collective_seconds
+from lightning_mist.cost.time import (
+    UnitSeconds,
+    collective_seconds,
+    interference_of,
+    shard_nodes,
+    transfers,
+    unit_seconds,
+)
 from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
 from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.load_weights import load_weights
@@ -38,7 +42,9 @@ PLACES = ("middle", "first", "last")
 """Places in a pipeline, in the order of axis ``X``."""
 
 OUTERMOST = 4
-"""Units of a stage that a microbatch finds unsharded already, at most; see :func:`lightning_mist.cost.shards`."""
+"""Units of a stage that a microbatch finds unsharded already, at most; see
+:func:`lightning_mist.cost.time.zero_seconds`.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

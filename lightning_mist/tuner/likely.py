@@ -7,7 +7,7 @@ Array axes
 
 import numpy as np
 
-from lightning_mist.cost.compile import FloatArray, IntArray
+from lightning_mist.cost.inputs import FloatArray, IntArray
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.space import Space
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.inputs import FloatArray
 from lightning_mist.hardware import Interference
 from lightning_mist.hardware.profile import CHANNELS, speed_table
 

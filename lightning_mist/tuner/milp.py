@@ -11,7 +11,7 @@ from typing import Any, Literal
 import highspy
 import numpy as np
 
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 
 Status = Literal["optimal", "infeasible", "time limit"]
 

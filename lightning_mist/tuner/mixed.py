@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from lightning_mist.cost import MixedCostModel
-from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.inputs import FloatArray
 from lightning_mist.cost.time import RegionSeconds
 from lightning_mist.hardware import Cluster, MixedCluster
 from lightning_mist.model.spec import ModelSpec

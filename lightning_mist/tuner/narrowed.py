@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.compile import BoolArray, FloatArray
+from lightning_mist.cost.inputs import BoolArray, FloatArray
 from lightning_mist.tuner.floor_family import FloorFamily, FloorWalk, FloorWalks
 from lightning_mist.tuner.tables import ROOM
 

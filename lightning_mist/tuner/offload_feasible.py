@@ -28,9 +28,8 @@ from typing import ClassVar
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageSlot, profiles_of
-from lightning_mist.cost.array_record import ArrayRecord
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.offload_parts import OffloadParts
+from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
+from lightning_mist.cost.memory import OffloadParts
 from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.offload_ratios import RatioGrid
 from lightning_mist.tuner.search_space import OFFLOADED

@@ -11,8 +11,8 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from lightning_mist.cost.compile import BoolArray, FloatArray
-from lightning_mist.cost.offload_parts import Ratios
+from lightning_mist.cost.inputs import BoolArray, FloatArray
+from lightning_mist.cost.memory import Ratios
 from lightning_mist.tuner.search_space import OFFLOADED, SearchSpace
 
 

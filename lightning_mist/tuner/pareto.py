@@ -8,7 +8,7 @@ Array axes
 import numpy as np
 import numpy.typing as npt
 
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 
 
 def _ranks(values_K: FloatArray) -> IntArray:

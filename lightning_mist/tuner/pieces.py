@@ -18,12 +18,10 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageCandidates, StageSlot
-from lightning_mist.cost.array_record import ArrayRecord, prefix_sums
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.mixed import MixedCostModel
-from lightning_mist.cost.needs import PeakParts
-from lightning_mist.cost.regions import covered
-from lightning_mist.cost.shards import Unsharding
+from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray, covered, prefix_sums
+from lightning_mist.cost.memory import PeakParts
+from lightning_mist.cost.mixed_model import MixedCostModel
+from lightning_mist.cost.time import Unsharding
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.tuner.space import Space
 from lightning_mist.tuner.windows import Windows

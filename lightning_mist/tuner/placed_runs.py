@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.cost.offload import BUFFERS
-from lightning_mist.cost.overlap import CopyRates
+from lightning_mist.cost.inputs import FloatArray, IntArray
+from lightning_mist.cost.memory import BUFFERS
+from lightning_mist.cost.time import CopyRates
 from lightning_mist.tuner.least_runs import PLACES, LeastRuns
 from lightning_mist.tuner.load_weights import COMPUTE, NETWORK, TO_DEVICE, TO_HOST
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_mist.cost import step_seconds
-from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.inputs import FloatArray
 from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART, SlotChoices
 
 PRECISION = 1e-9

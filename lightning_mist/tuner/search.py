@@ -5,7 +5,7 @@ are behind them. Families are taken in the order of a lower bound of their step 
 their stages have (:mod:`lightning_mist.tuner.family_floors`), until it is no better than the best plan found; most are
 ruled out by it before any of their stages is evaluated. Each that is left is solved exactly by the dynamic program
 (:mod:`lightning_mist.tuner.bound`), all its numbers of stages at once, and the winner once more by HiGHS, which starts
-from that answer. All this is about the closed form of the step (:mod:`lightning_mist.cost.pipeline`).
+from that answer. All this is about the closed form of the step (:mod:`lightning_mist.cost.step_time`).
 
 A single stage is looked at first, with everything that it may have in host memory. Of pipelines those that may be
 faster are first solved without: the more has to be beaten, the less is worth evaluating.

@@ -14,7 +14,7 @@ from math import gcd
 
 import numpy as np
 
-from lightning_mist.cost.compile import IntArray
+from lightning_mist.cost.inputs import IntArray
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Feature, ModuleMap, ScheduleName, StageMesh

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.phases import Phase
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.memory import Phase
 from lightning_mist.tuner.tables import Table
 
 Situations = tuple[Phase, ...]

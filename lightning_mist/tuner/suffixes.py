@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.anywhere import Anywhere, Sources
 from lightning_mist.tuner.lines import Ends, Lines, ends_of, lines_of
 from lightning_mist.tuner.problem import Family

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageCandidates, StageSlot
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.needs import PeakParts
-from lightning_mist.cost.regions import covered
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, covered
+from lightning_mist.cost.memory import PeakParts
 from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
 from lightning_mist.tuner.pieces import Figures, Lines, NewLines, PieceKey, Pieces, learn
 from lightning_mist.tuner.space import OFFLOADED, Space

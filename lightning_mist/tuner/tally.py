@@ -7,7 +7,7 @@ from time import perf_counter
 
 import numpy as np
 
-from lightning_mist.cost.compile import BoolArray
+from lightning_mist.cost.inputs import BoolArray
 from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.past import Found
@@ -22,7 +22,7 @@ HEADROOM = 1.05
 
 NEAR = 1.03
 """Multiple of the best plan's seconds below which all numbers of stages are searched for theirs, to be run on the
-clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.pipeline`)."""
+clock: that and the closed form differ by so much (:mod:`lightning_mist.cost.step_time`)."""
 
 
 @dataclass(slots=True, kw_only=True)

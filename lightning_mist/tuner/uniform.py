@@ -31,12 +31,9 @@ from lightning_mist.cost import (
     seconds_with,
     step_seconds_of,
 )
-from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.chunks import plans_peaks
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.needs import StageNeeds
-from lightning_mist.cost.offload import host_bytes
-from lightning_mist.cost.phases import stage_phases
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, OffloadCandidates
+from lightning_mist.cost.interleaved_memory import plans_peaks
+from lightning_mist.cost.memory import StageNeeds, host_bytes, stage_phases
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner.clocked import CLOCKED

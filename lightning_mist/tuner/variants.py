@@ -19,7 +19,7 @@ from typing import NoReturn, TypeAlias
 import numpy as np
 
 from lightning_mist.cost import CostModel, least_seconds, predict_with, seconds_with
-from lightning_mist.cost.chunks import last_stage_peaks, plans_peaks
+from lightning_mist.cost.interleaved_memory import last_stage_peaks, plans_peaks
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Checkpointing, Plan, ScheduleName, ZeroStage
 from lightning_mist.tuner.space import Space

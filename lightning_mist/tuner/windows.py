@@ -13,8 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_mist.cost.compile import IntArray
-from lightning_mist.cost.regions import parameter_regions
+from lightning_mist.cost.inputs import IntArray, parameter_regions
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.tuner.choices import ANYWHERE
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mist.cost.apart import ApartModel
-from lightning_mist.cost.memory import MemoryModel
+from lightning_mist.cost.memory.memory_model import MemoryModel
+from lightning_mist.cost.memory.split_backward import ApartModel
 from lightning_mist.model import trace_model
 from lightning_mist.model.events.microbatch_events import stack, stack_inputs
 from lightning_mist.model.events.part_stack import StageShape

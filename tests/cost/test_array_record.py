@@ -4,7 +4,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from lightning_mist.cost.array_record import ArrayRecord
+from lightning_mist.cost.inputs.arrays import ArrayRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

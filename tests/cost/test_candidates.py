@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from lightning_mist.cost.candidates import StageCandidates, StageSlot, placed_slots_of, slots_of
+from lightning_mist.cost.inputs.candidates import StageCandidates, StageSlot, placed_slots_of, slots_of
 from lightning_mist.plan import replica_of, replica_ranks, row_slice
 from tests.plans import plans
 

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from lightning_mist.cost.overlap import FREE, copy_rates, interference_of
+from lightning_mist.cost.time.overlap import FREE, copy_rates, interference_of
 from lightning_mist.errors import ProfileError
 from tests.specs import cluster, profile
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates, StageCostModel, predict, stage_memory
-from lightning_mist.cost.chunks import last_stage_peaks, plan_memory, plan_peaks
-from lightning_mist.cost.held import Holdings
+from lightning_mist.cost.interleaved_memory import last_stage_peaks, plan_memory, plan_peaks
+from lightning_mist.cost.memory.held_parameters import Holdings
 from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline

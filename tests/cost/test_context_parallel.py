@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_memory
-from lightning_mist.cost.regions import RING_STATES, part_of_sequence, with_ring
+from lightning_mist.cost.inputs.regions import RING_STATES, part_of_sequence, with_ring
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec.model_spec import LayerSpec
 from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE

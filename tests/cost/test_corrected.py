@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCostModel, predict
-from lightning_mist.cost.candidates import slots_of
-from lightning_mist.cost.corrected import CORRECTED
+from lightning_mist.cost.inputs.candidates import slots_of
+from lightning_mist.cost.time.correction_factors import CORRECTED
 from lightning_mist.hardware import Correction, corrected, factor_of
 from tests.cost.test_memory import make_plan
 from tests.specs import cluster, profile, spec

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mist.cost.array_record import distinct_codes, distinct_rows
+from lightning_mist.cost.inputs.arrays import distinct_codes, distinct_rows
 
 ROWS = st.lists(
     st.tuples(st.integers(-2, 3), st.sampled_from([0.0, 0.25, 1 / 3]), st.just(7), st.integers(0, 2)), min_size=1

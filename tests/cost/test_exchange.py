@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageCostModel
-from lightning_mist.cost.candidates import placed_slots_of, slots_of
-from lightning_mist.cost.exchange import reductions, shard_nodes, transfers
-from lightning_mist.cost.memory import BUCKET_BYTES
-from lightning_mist.cost.overlap import FREE
+from lightning_mist.cost.inputs.candidates import placed_slots_of, slots_of
+from lightning_mist.cost.memory.memory_model import BUCKET_BYTES
+from lightning_mist.cost.time.communication import reductions, shard_nodes, transfers
+from lightning_mist.cost.time.overlap import FREE
 from tests.cost.test_placement import make_plan
 from tests.specs import cluster, profile, spec
 

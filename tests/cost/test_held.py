@@ -1,7 +1,7 @@
 import numpy as np
 
 from lightning_mist.cost import StageCandidates
-from lightning_mist.cost.held import ByRange, HeldBytes, Holdings
+from lightning_mist.cost.memory.held_parameters import ByRange, HeldBytes, Holdings
 from lightning_mist.plan.sharding import assign_owners
 from tests.specs import spec, with_splits
 

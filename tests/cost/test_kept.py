@@ -1,7 +1,8 @@
 from dataclasses import replace
 
-from lightning_mist.cost import StageCostModel, kept, memory_with, predict, predict_with, seconds_with
-from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost import StageCostModel, memory_with, predict, predict_with, seconds_with
+from lightning_mist.cost.inputs import bounded_cache as kept
+from lightning_mist.cost.interleaved_memory import plan_memory
 from tests.cost.test_memory import make_plan
 from tests.specs import cluster, profile, spec
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_memory
-from lightning_mist.cost.candidates import slots_of
-from lightning_mist.cost.memory import BUCKET_BYTES, BUCKETS_IN_FLIGHT, TERMS
+from lightning_mist.cost.inputs.candidates import slots_of
+from lightning_mist.cost.memory.memory_model import BUCKET_BYTES, BUCKETS_IN_FLIGHT, TERMS
 from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.plan.sharding import assign_owners
 from lightning_mist.runtime.gradients import reducer

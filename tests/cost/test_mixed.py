@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import MixedCostModel, StageCostModel, cost_model, predict
-from lightning_mist.cost.candidates import StageCandidates, StageSlot, placed_slots_of, slots_of
-from lightning_mist.cost.placement import Nodes, parts_of, placements_of
+from lightning_mist.cost.inputs.candidates import StageCandidates, StageSlot, placed_slots_of, slots_of
+from lightning_mist.cost.inputs.placement import Nodes, parts_of, placements_of
 from lightning_mist.errors import PlanError, ProfileError
 from lightning_mist.hardware import Link, MixedCluster, catalog_profile, parse_cluster
 from lightning_mist.plan import Plan, StageMesh, StagePlan, ZeroStage

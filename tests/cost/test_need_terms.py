@@ -3,10 +3,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightning_mist.cost.candidates import slots_of
-from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.need_terms import need_terms, needs_of
-from lightning_mist.cost.needs import StageNeeds
+from lightning_mist.cost.inputs.candidates import slots_of
+from lightning_mist.cost.memory.memory_model import MemoryModel
+from lightning_mist.cost.memory.plan_terms import need_terms, needs_of
+from lightning_mist.cost.memory.stage_bytes import StageNeeds
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import plan_of
 from tests.specs import spec

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_mist.cost.needs import PeakParts, StageNeeds
-from lightning_mist.cost.phases import Phase, stage_phases
+from lightning_mist.cost.memory.phases import Phase, stage_phases
+from lightning_mist.cost.memory.stage_bytes import PeakParts, StageNeeds
 
 COUNT = 4
 ARRAYS = tuple(name for name in StageNeeds.__slots__ if name.endswith("_K"))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_memory
-from lightning_mist.cost.candidates import OffloadCandidates
+from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.plan.sharding import assign_owners
 from tests.specs import ADAMW, spec

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCostModel
-from lightning_mist.cost.offload_loads import BEFORE, BEHIND, CopyPlace, CopyStages, loads_of
-from lightning_mist.cost.overlap import CopyRates
+from lightning_mist.cost.time.offload_loads import BEFORE, BEHIND, CopyPlace, CopyStages, loads_of
+from lightning_mist.cost.time.overlap import CopyRates
 from tests.cost.test_offload_time import candidates, machine, network, slot
 from tests.specs import cluster
 

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.parity.plans import Group, Layout, make_plan
 from benchmarks.planner.hidden_copies import KINDS, steady_times
 from lightning_mist.cost import StageCostModel
-from lightning_mist.cost.candidates import slots_of
-from lightning_mist.cost.overlap import FREE, copy_rates
+from lightning_mist.cost.inputs.candidates import slots_of
+from lightning_mist.cost.time.overlap import FREE, copy_rates
 from lightning_mist.plan import OffloadRatios
 from tests.specs import cluster, profile, spec
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot
-from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.offload import host_bytes
-from lightning_mist.cost.offload_parts import OffloadParts, Ratios
-from lightning_mist.cost.phases import stage_phases
+from lightning_mist.cost.inputs.candidates import OffloadCandidates
+from lightning_mist.cost.memory.offload_bytes import host_bytes
+from lightning_mist.cost.memory.offload_combinations import OffloadParts, Ratios
+from lightning_mist.cost.memory.phases import stage_phases
 from tests.specs import spec
 
 NETWORK = spec(4, kinds=(0, 1, 1, 0), widths=(1000, 2500), tied=True)

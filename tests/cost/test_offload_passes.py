@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from lightning_mist.cost.offload_loads import BEFORE, BEHIND
-from lightning_mist.cost.offload_passes import Neighbourhoods, Passes
-from lightning_mist.cost.overlap import FREE, concurrent_seconds
-from lightning_mist.cost.regions import covered
+from lightning_mist.cost.inputs.regions import covered
+from lightning_mist.cost.time.offload_loads import BEFORE, BEHIND
+from lightning_mist.cost.time.offload_passes import Neighbourhoods, Passes
+from lightning_mist.cost.time.overlap import FREE, concurrent_seconds
 from tests.cost.test_offload_loads import loads
 from tests.cost.test_offload_time import candidates
 from tests.specs import spec

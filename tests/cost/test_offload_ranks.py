@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import MemoryModel, StageCandidates
-from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.offload_shares import parts_of_ranks, ratios_of
+from lightning_mist.cost.inputs.candidates import OffloadCandidates
+from lightning_mist.cost.time.offload_loads import parts_of_ranks, ratios_of
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.plan.sharding import assign_owners
 from tests.specs import spec

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
-from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.overlap import FREE, concurrent_seconds
+from lightning_mist.cost.inputs.candidates import OffloadCandidates
+from lightning_mist.cost.time.overlap import FREE, concurrent_seconds
 from lightning_mist.errors import ProfileError
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.plan.sharding import assign_owners

@@ -3,8 +3,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightning_mist.cost.operator_time import byte_rate, compute_dtype, compute_rate, operator_seconds, work_seconds
-from lightning_mist.cost.regions import RegionWork
+from lightning_mist.cost.inputs.regions import RegionWork
+from lightning_mist.cost.time.operator_seconds import (
+    byte_rate,
+    compute_dtype,
+    compute_rate,
+    operator_seconds,
+    work_seconds,
+)
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import KernelRate, MemoryRate, catalog_profile, parse_cluster
 from tests.cost import paper_time

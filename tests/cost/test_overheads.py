@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
-from lightning_mist.cost.overheads import SPLIT_BACKWARD, overhead_seconds
+from lightning_mist.cost.time.runtime_overheads import SPLIT_BACKWARD, overhead_seconds
 from lightning_mist.hardware import StepOverheads
 from tests.specs import cluster, profile, spec, with_splits
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from lightning_mist.cost import MixedCostModel, StageCostModel, predict_with, predictions, seconds_with
-from lightning_mist.cost.candidates import placed_slots_of
-from lightning_mist.cost.clock import terms_of
-from lightning_mist.cost.paces import seconds_of_terms, terms_of_plans
+from lightning_mist.cost.inputs.candidates import placed_slots_of
+from lightning_mist.cost.plan_clock import terms_of
+from lightning_mist.cost.plan_seconds import seconds_of_terms, terms_of_plans
 from lightning_mist.hardware import MixedCluster, StepOverheads
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline

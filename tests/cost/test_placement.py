@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from lightning_mist.cost.placement import placements_of
+from lightning_mist.cost.inputs.placement import placements_of
 from lightning_mist.plan import LiveTensor, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout, rank_layouts
 from lightning_mist.plan.mesh import overlaps, side_of

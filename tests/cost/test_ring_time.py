@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
-from lightning_mist.cost.overlap import FREE
-from lightning_mist.cost.ring_time import KEY_VALUE_STATES, ring_nodes, ring_seconds
+from lightning_mist.cost.time.overlap import FREE
+from lightning_mist.cost.time.ring_attention import KEY_VALUE_STATES, ring_nodes, ring_seconds
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
 from tests.cost.test_context_parallel import sequences

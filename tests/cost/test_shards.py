@@ -4,12 +4,19 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates
-from lightning_mist.cost.candidates import StageSlot
-from lightning_mist.cost.held import Holdings
-from lightning_mist.cost.overlap import FREE
-from lightning_mist.cost.regions import covered
-from lightning_mist.cost.shards import Beside, UnitSeconds, Unsharding, reduced_seconds, unit_seconds, unsharding
-from lightning_mist.cost.time import RegionSeconds
+from lightning_mist.cost.inputs.candidates import StageSlot
+from lightning_mist.cost.inputs.regions import covered
+from lightning_mist.cost.memory.held_parameters import Holdings
+from lightning_mist.cost.time.overlap import FREE
+from lightning_mist.cost.time.region_times import RegionSeconds
+from lightning_mist.cost.time.zero_seconds import (
+    Beside,
+    UnitSeconds,
+    Unsharding,
+    reduced_seconds,
+    unit_seconds,
+    unsharding,
+)
 from lightning_mist.schedule import ActionKind
 from lightning_mist.schedule.generate import generate
 from lightning_mist.schedule.units import StageUnits, expand

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from lightning_mist.cost.chunks import situation_terms
-from lightning_mist.cost.needs import StageNeeds
-from lightning_mist.cost.situations import counts_of_groups, situations_of_groups
+from lightning_mist.cost.interleaved_memory import situation_terms
+from lightning_mist.cost.memory.interleaved_phases import counts_of_groups, situations_of_groups
+from lightning_mist.cost.memory.stage_bytes import StageNeeds
 
 ARRAYS = tuple(name for name in StageNeeds.__slots__ if name.endswith("_K"))
 SHAPES = [(4, 2, 8), (6, 2, 4), (6, 3, 12), (8, 4, 4)]

@@ -1,6 +1,6 @@
 from dataclasses import fields
 
-from lightning_mist.cost.breakdown import StageSpent
+from lightning_mist.cost.plan_clock import StageSpent
 
 
 def test_terms_are_named_and_add_up():

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
-from lightning_mist.cost.memory import BUCKET_BYTES
-from lightning_mist.cost.operator_time import compute_rate
-from lightning_mist.cost.update import PASS
+from lightning_mist.cost.memory.memory_model import BUCKET_BYTES
+from lightning_mist.cost.time.operator_seconds import compute_rate
+from lightning_mist.cost.time.optimizer_step import PASS
 from tests.specs import cluster, profile, spec, with_splits
 
 

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from lightning_mist.cost.stage_seconds import StageSeconds
+from lightning_mist.cost.time.stage_seconds import StageSeconds
 
 STEADY = {
     "forward_K",

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates
-from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.stage_working import StageWorking
-from lightning_mist.cost.working import Sharding, WorkingSets
+from lightning_mist.cost.memory.memory_model import MemoryModel
+from lightning_mist.cost.memory.working_set_tables import Sharding, WorkingSets
+from lightning_mist.cost.memory.working_sets import StageWorking
 from tests.specs import spec
 
 NETWORK = spec(5, kinds=(0, 1, 1, 0, 1), widths=(1000, 2500), tied=True, edge_bytes=120_000)

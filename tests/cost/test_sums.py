@@ -1,9 +1,9 @@
 import numpy as np
 
 from lightning_mist.cost import StageCandidates
-from lightning_mist.cost.array_record import prefix_sums
-from lightning_mist.cost.sums import RegionSums
-from lightning_mist.cost.time import RegionSeconds
+from lightning_mist.cost.inputs.arrays import prefix_sums
+from lightning_mist.cost.time.region_sums import RegionSums
+from lightning_mist.cost.time.region_times import RegionSeconds
 
 
 def test_prefix_sums_count_what_lies_before():

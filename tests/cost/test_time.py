@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mist.cost.regions import compile_regions
-from lightning_mist.cost.time import collective_seconds, interpolate, region_seconds, ring_steps
+from lightning_mist.cost.inputs.regions import compile_regions
+from lightning_mist.cost.time.region_times import collective_seconds, interpolate, region_seconds, ring_steps
 from lightning_mist.errors import ProfileError
 from tests.specs import cluster, profile, spec
 

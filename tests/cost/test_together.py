@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCostModel
-from lightning_mist.cost.candidates import OffloadCandidates, StageCandidates, StageSlot, placed_slots_of, slots_of
-from lightning_mist.cost.need_terms import need_terms
-from lightning_mist.cost.stage import StageSeconds
+from lightning_mist.cost.inputs.candidates import (
+    OffloadCandidates,
+    StageCandidates,
+    StageSlot,
+    placed_slots_of,
+    slots_of,
+)
+from lightning_mist.cost.memory.plan_terms import need_terms
+from lightning_mist.cost.stage_model import StageSeconds
 from lightning_mist.cost.together import held_of_stages, needs_of_stages, seconds_of_stages
 from tests.specs import cluster, profile, spec, with_splits
 from tests.tuner.plans import pipeline

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates
-from lightning_mist.cost.held import HeldBytes, Holdings, SharedOut, VariantHoldings
+from lightning_mist.cost.memory.held_parameters import HeldBytes, Holdings, SharedOut, VariantHoldings
 from tests.specs import spec
 
 NETWORK = spec(4, kinds=(0, 1, 1, 0), widths=(1000, 2500), tied=True)

@@ -4,8 +4,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.working import RangeTable, Sharding, WorkingSets, run_levels, run_maxima
+from lightning_mist.cost.memory.memory_model import MemoryModel
+from lightning_mist.cost.memory.working_set_tables import RangeTable, Sharding, WorkingSets, run_levels, run_maxima
 from tests.specs import spec
 
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.explain.explanation import Version
 from lightning_mist.explain.queries import Asker
 from lightning_mist.explain.what_if import Machine

@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lightning_mist.cost.overlap import copy_rates
-from lightning_mist.cost.phases import stage_phases
+from lightning_mist.cost.memory.phases import stage_phases
+from lightning_mist.cost.time.overlap import copy_rates
 from lightning_mist.hardware import Interference
 from lightning_mist.hardware.profile.interference import COEFFICIENTS
 from lightning_mist.tuner import Planner

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
-from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.phases import stage_phases
+from lightning_mist.cost.inputs.candidates import OffloadCandidates
+from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.tuner import grid_ends
 from lightning_mist.tuner.grid_ends import KnownEnds
 from tests.specs import cluster, profile, spec

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import predict, step_seconds
-from lightning_mist.cost.candidates import slots_of
+from lightning_mist.cost.inputs.candidates import slots_of
 from lightning_mist.errors import InfeasibleError, PlanError, ProfileError
 from lightning_mist.hardware import Link, MixedCluster, catalog_profile, parse_cluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, row_slice

@@ -3,9 +3,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.offload import host_bytes
-from lightning_mist.cost.phases import stage_phases
+from lightning_mist.cost.inputs.candidates import OffloadCandidates
+from lightning_mist.cost.memory.offload_bytes import host_bytes
+from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.tuner import SearchSpace, offload_feasible
 from lightning_mist.tuner.offload_feasible import Feasible, feasible
 from lightning_mist.tuner.offload_ratios import RatioGrid

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates, StageCostModel
-from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.offload import host_bytes
-from lightning_mist.cost.phases import stage_phases
+from lightning_mist.cost.inputs.candidates import OffloadCandidates
+from lightning_mist.cost.memory.offload_bytes import host_bytes
+from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.model.spec.model_spec import ParameterSpec
 from lightning_mist.plan import ParameterUse

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCostModel
-from lightning_mist.cost.overlap import FREE
-from lightning_mist.cost.phases import stage_phases
+from lightning_mist.cost.memory.phases import stage_phases
+from lightning_mist.cost.time.overlap import FREE
 from lightning_mist.tuner import pieces as module
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.pieces import Figures, Lines, Pieces

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from lightning_mist.cost import StageCostModel, predict, predict_with
-from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.tuner import simpler
 from lightning_mist.tuner.plainer import fits_within, plainer
 from lightning_mist.tuner.simpler import techniques

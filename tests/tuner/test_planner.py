@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.cost import StageCostModel
-from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.spec.symbols import MICROBATCH

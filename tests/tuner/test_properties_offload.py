@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import cost_model, predict_with
-from lightning_mist.cost.candidates import placed_slots_of
-from lightning_mist.cost.offload import host_bytes
-from lightning_mist.cost.phases import stage_phases
+from lightning_mist.cost.inputs.candidates import placed_slots_of
+from lightning_mist.cost.memory.offload_bytes import host_bytes
+from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.plan.codec import from_json, to_json

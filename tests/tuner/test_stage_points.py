@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_mist.cost.phases import stage_phases
+from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.tuner.stage_points import Stage, StagePoints, covers, either, widened
 from tests.tuner.test_offload_search import make, table_of
 

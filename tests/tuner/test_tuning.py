@@ -3,7 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from lightning_mist.cost import StageCostModel, breakdown, predict, predict_with, step_seconds
+from lightning_mist.cost import StageCostModel, predict, predict_with, step_seconds
+from lightning_mist.cost import prediction as breakdown
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, row_slice, to_json

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from lightning_mist.cost import StageCostModel, least_seconds, predict, predict_with
-from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.schedule import check, lower

@@ -18,9 +18,9 @@ from math import gcd
 import numpy as np
 
 from lightning_mist.cost import StageCandidates, StageSlot, cost_model, step_seconds_of
-from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.offload import host_bytes
-from lightning_mist.cost.phases import stage_phases
+from lightning_mist.cost.inputs.candidates import OffloadCandidates
+from lightning_mist.cost.memory.offload_bytes import host_bytes
+from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec.model_spec import ModelSpec
 from lightning_mist.tuner import Planner, SearchSpace

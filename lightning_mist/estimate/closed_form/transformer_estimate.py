@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import sympy
 
-from lightning_mist.cost.chunks import stage_memory
+from lightning_mist.cost.interleaved_memory import stage_memory
 from lightning_mist.cost.memory import StageMemory
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate.closed_form.layer_bytes import CPU, CUDA, OperatorSet, layer_form

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_mist.cost.compile import IntArray
+from lightning_mist.cost.inputs import IntArray
 from lightning_mist.cost.memory import TERMS
 from lightning_mist.estimate.allocator import MemoryEvent, free, malloc
 from lightning_mist.estimate.replay.rank_state import RankView
@@ -105,7 +105,7 @@ class Replay:
         return self.alive_at(self.peak_event)
 
     def terms_at_peak(self) -> tuple[tuple[str, int], ...]:
-        """Bytes by term at the peak, in the order of :data:`~lightning_mist.cost.memory.TERMS`."""
+        """Bytes by term at the peak, in the order of :data:`~lightning_mist.cost.memory.memory_model.TERMS`."""
         total = dict.fromkeys(TERMS, 0)
         for item in self.alive_at_peak():
             total[item.label.term] += item.nbytes

@@ -23,7 +23,7 @@ class Label(NamedTuple):
     """What an allocation is and where it comes from.
 
     Attributes:
-        term: One of :data:`~lightning_mist.cost.memory.TERMS`.
+        term: One of :data:`~lightning_mist.cost.memory.memory_model.TERMS`.
         name: In words, or the parameter's canonical name.
         part: Region of the network that made it: -1 the head, ``k`` layer ``k``, the number of layers for the tail;
             ``None`` where the runtime did.

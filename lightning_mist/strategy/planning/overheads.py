@@ -17,8 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_mist.cost.overheads import SPLIT_BACKWARD
-from lightning_mist.cost.time import collective_seconds
+from lightning_mist.cost.time import SPLIT_BACKWARD, collective_seconds
 from lightning_mist.hardware import HardwareProfile, StepOverheads
 from lightning_mist.model import derive_splits, map_module
 from lightning_mist.plan import ModuleMap, Plan

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.cost.regions import compile_regions
-from lightning_mist.cost.time import region_seconds
+from lightning_mist.cost.inputs.regions import compile_regions
+from lightning_mist.cost.time.region_times import region_seconds
 from lightning_mist.estimate.closed_form.layer_bytes import CUDA
 from lightning_mist.estimate.closed_form.network_spec import closed_form_spec
 from lightning_mist.estimate.closed_form.transformer_form import ClosedForm

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.cost.memory import TERMS
+from lightning_mist.cost.memory.memory_model import TERMS
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings
 from lightning_mist.estimate.allocator.simulation import simulate_allocator

@@ -4,7 +4,7 @@ from statistics import median
 import pytest
 import torch
 
-from lightning_mist.cost.overheads import SPLIT_BACKWARD
+from lightning_mist.cost.time.runtime_overheads import SPLIT_BACKWARD
 from lightning_mist.hardware import StepOverheads
 from lightning_mist.model import map_module, trace_model
 from lightning_mist.schedule import ActionKind

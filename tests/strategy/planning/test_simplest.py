@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_mist.cost.time import collective_seconds
+from lightning_mist.cost.time.region_times import collective_seconds
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.model import LayerSeconds
 from lightning_mist.plan import LiveTensor, ModuleMap, Predicted, PredictedStage

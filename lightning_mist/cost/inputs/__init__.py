@@ -1,0 +1,57 @@
+"""What the cost model is asked about: candidates as arrays, where ranks lie, networks in numbers."""
+
+from lightning_mist.cost.inputs.arrays import ArrayRecord, distinct_codes, distinct_rows, prefix_sums
+from lightning_mist.cost.inputs.bounded_cache import PLANS, STAGES, Kept
+from lightning_mist.cost.inputs.candidates import (
+    OffloadCandidates,
+    Placed,
+    StageCandidates,
+    StageSlot,
+    placed_slots_of,
+    slots_of,
+)
+from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray, compile_expressions
+from lightning_mist.cost.inputs.placement import Crossing, Placement, placements_of
+from lightning_mist.cost.inputs.regions import (
+    Collectives,
+    ParameterTable,
+    RegionCosts,
+    RegionWork,
+    compile_regions,
+    covered,
+    hidden_state_bytes,
+    parameter_regions,
+    regions_of,
+)
+
+__all__ = [
+    "PLANS",
+    "STAGES",
+    "ArrayRecord",
+    "BoolArray",
+    "Collectives",
+    "Crossing",
+    "FloatArray",
+    "IntArray",
+    "Kept",
+    "OffloadCandidates",
+    "ParameterTable",
+    "Placed",
+    "Placement",
+    "RegionCosts",
+    "RegionWork",
+    "StageCandidates",
+    "StageSlot",
+    "compile_expressions",
+    "compile_regions",
+    "covered",
+    "distinct_codes",
+    "distinct_rows",
+    "hidden_state_bytes",
+    "parameter_regions",
+    "placed_slots_of",
+    "placements_of",
+    "prefix_sums",
+    "regions_of",
+    "slots_of",
+]

@@ -1,0 +1,208 @@
+"""What is asked of the cost model: stages at one place of a pipeline, many at once."""
+
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from lightning_mist.cost.inputs.arrays import ArrayRecord
+from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.inputs.placement import Placement, parts_of, placements_of
+from lightning_mist.hardware import AnyCluster, MixedCluster
+from lightning_mist.plan import OffloadRatios, Plan, ScheduleName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSlot:
+    """A place in a pipeline with everything that is settled before layers and memory savings are chosen.
+
+    Attributes:
+        num_stages: Number of stages.
+        num_microbatches: Number of microbatches per batch.
+        data_parallel_degree: Data-parallel ranks of the stage.
+        rows: Rows that each of them sees per microbatch.
+        batch_rows: Rows of the batch that each rank loads.
+        replicas: Number of independent copies of the pipeline, or a number that it is at least; the fewer there are,
+            the more ranks exchange their batches.
+        tensor_parallel_degree: Devices that share every layer for each data-parallel rank.
+        sequence_parallel: Whether these share activations along the sequence too.
+        context_parallel_degree: Devices that share the sequence of every row for each data-parallel rank.
+        parts: The part of a cluster of unlike devices in which each stage of the pipeline lies; nothing if devices are
+            alike, or the only stage has all of them.
+        placement: Where the devices lie, if that is known.
+        behind: Stages behind this one of which microbatches come back, if not those of the pipeline.
+    """
+
+    stage_index: int
+    num_stages: int
+    num_microbatches: int
+    data_parallel_degree: int
+    rows: int
+    batch_rows: int
+    replicas: int = 1
+    schedule: ScheduleName = "1f1b"
+    tensor_parallel_degree: int = 1
+    sequence_parallel: bool = False
+    context_parallel_degree: int = 1
+    parts: tuple[int, ...] = ()
+    placement: Placement | None = None
+    behind: int | None = None
+
+    @property
+    def part(self) -> int:
+        """The part of the cluster in which the stage lies."""
+        return self.parts[self.stage_index] if self.parts else 0
+
+    @property
+    def stages_behind(self) -> int:
+        """Stages behind this one."""
+        return self.num_stages - 1 - self.stage_index if self.behind is None else self.behind
+
+    @property
+    def devices(self) -> int:
+        """Devices of the stage."""
+        return self.shard_degree * self.tensor_parallel_degree
+
+    def seam(self, first: int, second: int) -> tuple[int, int] | None:
+        """The parts in which two stages lie, if they differ."""
+        if not self.parts or self.parts[first] == self.parts[second]:
+            return None
+        return self.parts[first], self.parts[second]
+
+    @property
+    def seams(self) -> tuple[tuple[int, int] | None, ...]:
+        """Over which pairs of unlike parts it exchanges: with the stages in front and behind, and tied parameters."""
+        index, last = self.stage_index, self.num_stages - 1
+        pairs = ((index - 1, index), (index, index + 1), (0, last))
+        return tuple(self.seam(*pair) if pair[0] >= 0 and pair[1] <= last else None for pair in pairs)
+
+    @property
+    def whole_rows(self) -> float:
+        """Rows with as many tokens as a device computes on in one microbatch.
+
+        Devices that share a sequence in a ring each do an equal part of all that is done to it, attention included.
+        """
+        return self.rows / self.context_parallel_degree
+
+    @property
+    def shard_degree(self) -> int:
+        """Ranks that hold the same parameters and share out what ZeRO shards: data times context parallelism."""
+        return self.data_parallel_degree * self.context_parallel_degree
+
+    @property
+    def world_size(self) -> int:
+        """Devices of the whole pipeline: each of them loads a batch."""
+        return self.num_microbatches * self.data_parallel_degree * self.rows // self.batch_rows
+
+    @property
+    def batches_held(self) -> int:
+        """The most batches, its own and those it computes on, that a rank has: whole ones travel inside a replica.
+
+        A rank computes on one part of one batch per microbatch.
+        """
+        return min(self.world_size // self.replicas, self.num_microbatches + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadCandidates(ArrayRecord):
+    """Fractions in [0, 1] of each kind of state that live in host memory; every array has the axis ``K``.
+
+    What they mean is said in :mod:`lightning_mist.cost.memory.offload_bytes`.
+
+    Attributes:
+        activations_K: Of what layers keep for backward.
+    """
+
+    parameters_K: FloatArray
+    gradients_K: FloatArray
+    optimizer_K: FloatArray
+    activations_K: FloatArray
+
+    @classmethod
+    def of(cls, ratios: OffloadRatios, count: int = 1) -> "OffloadCandidates":
+        """The same ratios for a number of candidates."""
+        return cls(
+            parameters_K=np.full(count, ratios.parameters),
+            gradients_K=np.full(count, ratios.gradients),
+            optimizer_K=np.full(count, ratios.optimizer),
+            activations_K=np.full(count, ratios.activations),
+        )
+
+    @property
+    def is_updated_by_units_K(self) -> BoolArray:
+        """Whether units are updated one after another: where parameters, gradients or optimizer state are moved."""
+        updated_K: BoolArray = (self.parameters_K > 0) | (self.gradients_K > 0) | (self.optimizer_K > 0)
+        return updated_K
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCandidates(ArrayRecord):
+    """Choices for one slot; every array has the axis ``K``.
+
+    Attributes:
+        checkpointed_K: How many of the first layers are recomputed in backward.
+        offload: What lives in host memory; nothing if ``None``.
+        variant_K: Where several variants of the network are asked about at once: which of them each is of.
+    """
+
+    start_K: IntArray
+    end_K: IntArray
+    checkpointed_K: IntArray
+    zero_stage_K: IntArray
+    offload: OffloadCandidates | None = None
+    variant_K: IntArray | None = None
+
+
+Placed: TypeAlias = tuple[StageSlot, StageCandidates]
+"""A place in a pipeline and what may be there."""
+
+
+def placed_slots_of(plan: Plan, cluster: AnyCluster | int) -> tuple[tuple[StageSlot, StageCandidates], ...]:
+    """As :func:`slots_of`, with the places of devices on the nodes of a cluster, or on nodes of one size.
+
+    Raises:
+        PlanError: If one of several stages lies in several parts of the cluster.
+    """
+    placements = placements_of(plan, cluster)
+    return tuple(
+        (replace(slot, placement=placement), candidates)
+        for (slot, candidates), placement in zip(slots_of(plan, cluster), placements, strict=True)
+    )
+
+
+def slots_of(plan: Plan, cluster: AnyCluster | int = 1) -> tuple[tuple[StageSlot, StageCandidates], ...]:
+    """Each stage of a plan as a slot with one candidate.
+
+    Args:
+        cluster: The machine, of which its parts count, if it has several.
+
+    Raises:
+        PlanError: If one of several stages lies in several parts of the cluster.
+    """
+    parts = parts_of(plan, cluster) if isinstance(cluster, MixedCluster) else ()
+    return tuple(
+        (
+            StageSlot(
+                stage_index=index,
+                num_stages=plan.num_stages,
+                num_microbatches=plan.num_microbatches,
+                data_parallel_degree=stage.data_parallel_degree,
+                rows=stage.microbatch_size,
+                batch_rows=max(1, plan.global_batch_size // plan.world_size),
+                replicas=plan.num_replicas,
+                schedule=plan.schedule,
+                tensor_parallel_degree=stage.mesh.tensor_parallel_degree,
+                sequence_parallel=stage.mesh.sequence_parallel,
+                context_parallel_degree=stage.mesh.context_parallel_degree,
+                parts=parts,
+            ),
+            StageCandidates(
+                start_K=np.array([stage.layers[0]]),
+                end_K=np.array([stage.layers[1]]),
+                checkpointed_K=np.array([stage.checkpointing.layers]),
+                zero_stage_K=np.array([int(stage.zero_stage)]),
+                offload=OffloadCandidates.of(stage.offload) if stage.offload.any else None,
+            ),
+        )
+        for index, stage in enumerate(plan.stages)
+    )

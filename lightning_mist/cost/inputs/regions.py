@@ -1,0 +1,399 @@
+"""A network as a row of regions, in numbers: what each part needs for a given number of rows.
+
+Array axes
+    R  regions in execution order: the head, every layer, the tail (``L + 2`` of them)
+    L  layers
+    C  cuts ``0 .. L``: cut ``k`` lies before layer ``k``; nothing is sent over cuts 0 and L
+    P  parameters
+    E  operators of one kind (and size) in one direction of a kind of region
+    K  whatever the caller asks about
+
+With context parallelism of degree ``c`` a device computes on ``s / c`` tokens of the same rows and with all parameters:
+batch, activations and what stages exchange are those of the shorter sequence. Keys and values go around in a ring (Liu
+et al., 2023): while a layer runs, a device has copies of queries, keys and values, of the block that arrives, and of
+the output, besides what its layers keep, taken for six hidden states of its part, ``6 b (s / c) h`` elements.
+
+A stage of layers ``[start, end)`` covers the regions ``[low, high)`` with ``low = start + 1``, or 0 if it is the first
+stage, and ``high = end + 1``, or ``L + 2`` if it is the last.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import sympy
+
+from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray, compile_expressions
+from lightning_mist.errors import PlanError
+from lightning_mist.model.spec import (
+    MICROBATCH,
+    SEQUENCE,
+    CollectiveSpec,
+    LayerSpec,
+    ModelSpec,
+    OperatorKind,
+    TensorSpec,
+)
+from lightning_mist.plan.mesh import itemsize
+
+RING_STATES = 6
+"""Hidden states of a device's part of the sequence that its ring takes while a layer runs."""
+
+
+def part_of_sequence(spec: ModelSpec, degree: int) -> int | None:
+    """Tokens that each of ``degree`` devices sees of every row; ``None`` for a network without sequences and degree 1.
+
+    Raises:
+        PlanError: If the sequence cannot be shared out.
+    """
+    if degree == 1:
+        return spec.sequence_length
+    if spec.sequence_length is None:
+        raise PlanError(
+            f"context_parallel_degree = {degree}: {spec.name} was traced without a sequence dimension, which is what "
+            "it shares out; use context_parallel_degree = 1"
+        )
+    if spec.sequence_length % degree:
+        raise PlanError(
+            f"context_parallel_degree = {degree}: it must divide the sequence length {spec.sequence_length}; use "
+            f"{max(d for d in range(1, degree) if spec.sequence_length % d == 0)}"
+        )
+    return spec.sequence_length // degree
+
+
+def hidden_state_bytes(costs: "RegionCosts") -> float:
+    """What a layer hands on: one hidden state, and the few small tensors that cross cuts beside it."""
+    return float(max(costs.boundary_C.max(initial=0.0), costs.checkpointed_saved_R[1:-1].max(initial=0.0)))
+
+
+def with_ring(costs: "RegionCosts") -> "RegionCosts":
+    """Costs whose peaks hold the buffers of the ring, in every layer."""
+    ring_R = np.full(len(costs.saved_R), RING_STATES * hidden_state_bytes(costs))
+    ring_R[[0, -1]] = 0.0
+    peaks = [field.name for field in fields(costs) if field.name.endswith("peak_R")]
+    return replace(costs, **{name: getattr(costs, name) + ring_R for name in peaks})
+
+
+_LAYER_FIELDS = (
+    "saved_bytes",
+    "checkpointed_saved_bytes",
+    "forward_peak_bytes",
+    "backward_peak_bytes",
+    "first_backward_peak_bytes",
+    "recompute_backward_peak_bytes",
+    "first_recompute_backward_peak_bytes",
+    "forward_flops",
+    "backward_flops",
+    "forward_moved_bytes",
+    "backward_moved_bytes",
+    "weight_flops",
+    "weight_bytes",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionWork:
+    """The work of one direction of every region, by kind of operator; see :class:`OperatorCost`.
+
+    Attributes:
+        of_E: Which kind of region each entry belongs to.
+        flops_E, moved_E, calls_E: What its operators do together, and how many they are.
+    """
+
+    kinds: tuple[OperatorKind, ...]
+    of_E: IntArray
+    flops_E: FloatArray
+    moved_E: FloatArray
+    calls_E: FloatArray
+    of_R: IntArray
+
+    def sums(self, values_E: FloatArray) -> FloatArray:
+        """Sums over the entries of every region."""
+        sums = np.bincount(self.of_E, values_E, minlength=int(self.of_R.max()) + 1).astype(float)
+        return sums[self.of_R]
+
+
+Collectives = tuple[tuple[str, FloatArray, FloatArray], ...]
+"""By operation: its name, the bytes of whole tensors and the number of calls of every region."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionCosts:
+    """Every expression of a network at one number of rows. Bytes, FLOPs; see :class:`LayerSpec` for the meanings.
+
+    ``recompute_forward_peak_R`` are forward peaks of layers that will be recomputed, for which the plain ones are an
+    upper bound. ``handed_R`` and ``checkpointed_handed_R`` are the bytes of what a region saves for the next one alone:
+    a stage that ends behind it has them only until they have been sent.
+    """
+
+    saved_R: FloatArray
+    checkpointed_saved_R: FloatArray
+    forward_peak_R: FloatArray
+    recompute_forward_peak_R: FloatArray
+    backward_peak_R: FloatArray
+    first_backward_peak_R: FloatArray
+    recompute_backward_peak_R: FloatArray
+    first_recompute_backward_peak_R: FloatArray
+    forward_flops_R: FloatArray
+    backward_flops_R: FloatArray
+    forward_moved_R: FloatArray
+    backward_moved_R: FloatArray
+    forward_work: RegionWork
+    backward_work: RegionWork
+    weight_flops_R: FloatArray
+    weight_R: FloatArray
+    handed_R: FloatArray
+    checkpointed_handed_R: FloatArray
+    boundary_C: FloatArray
+    gradient_boundary_C: FloatArray
+    forward_collectives: Collectives
+    backward_collectives: Collectives
+    batch_bytes: float
+    shared_saved_bytes: float
+
+
+def regions_of(spec: ModelSpec) -> tuple[LayerSpec, ...]:
+    """The specification of every region, in execution order."""
+    return (spec.head, *(spec.layers[kind] for kind in spec.kinds), spec.tail)
+
+
+def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
+    """A function from microbatch rows, and devices that share each row, to what every region costs on one of them.
+
+    Args:
+        spec: The network. Its expressions are compiled once, each kind of layer once.
+    """
+    kinds = (spec.head, *spec.layers, spec.tail)
+    kind_R = np.array([0, *(1 + kind for kind in spec.kinds), len(kinds) - 1], dtype=np.int64)
+    layer_expressions = [getattr(kind, name) for name in _LAYER_FIELDS for kind in kinds]
+    layer_expressions += [_handed(kind, recomputed=recomputed) for recomputed in (False, True) for kind in kinds]
+    cuts: list[Sequence[TensorSpec]] = [(), *spec.boundaries, ()] if spec.num_layers else [()]
+    crossing = [_bytes(tensors) for tensors in cuts]
+    crossing += [_bytes([tensor for tensor in tensors if tensor.requires_grad]) for tensors in cuts]
+    collectives = [_collectives(kinds, direction) for direction in ("forward", "backward")]
+    works = [[item for kind in kinds for item in getattr(kind, f"{name}_work")] for name in ("forward", "backward")]
+    operators = [size for work in works for item in work for size in (item.flops, item.moved_bytes)]
+    exchanged = [bytes_ for found in collectives for _, sizes, _ in found for bytes_ in sizes]
+    every = (*operators, *layer_expressions, *crossing, *exchanged, spec.batch_bytes, spec.shared_saved_bytes)
+    evaluate = compile_expressions([sympy.sympify(e) for e in every], [MICROBATCH, SEQUENCE])
+
+    def at(rows: float, context: int = 1) -> RegionCosts:
+        # Without a sequence dimension no expression contains its symbol, so any number does.
+        numbers = evaluate(rows, float(part_of_sequence(spec, context) or 1))
+        worked, values = numbers[: len(operators)].reshape(-1, 2).T, numbers[len(operators) :]
+        layers = values[: len(layer_expressions)].reshape(len(_LAYER_FIELDS) + 2, len(kinds))[:, kind_R]
+        rest = values[len(layer_expressions) :]
+        bytes_of = iter(rest[2 * len(cuts) : -2].reshape(-1, len(kinds)))
+        exchanges = [
+            tuple((name, next(bytes_of)[kind_R], calls[kind_R]) for name, _, calls in found) for found in collectives
+        ]
+        found = RegionCosts(
+            saved_R=layers[0],
+            checkpointed_saved_R=layers[1],
+            forward_peak_R=layers[2],
+            recompute_forward_peak_R=layers[2],
+            backward_peak_R=layers[3],
+            first_backward_peak_R=layers[4],
+            recompute_backward_peak_R=layers[5],
+            first_recompute_backward_peak_R=layers[6],
+            forward_flops_R=layers[7],
+            backward_flops_R=layers[8],
+            forward_moved_R=layers[9],
+            backward_moved_R=layers[10],
+            forward_work=_region_work(kinds, kind_R, "forward", worked[:, : len(works[0])]),
+            backward_work=_region_work(kinds, kind_R, "backward", worked[:, len(works[0]) :]),
+            weight_flops_R=layers[11],
+            weight_R=layers[12],
+            handed_R=layers[13],
+            checkpointed_handed_R=layers[14],
+            boundary_C=rest[: len(cuts)],
+            gradient_boundary_C=rest[len(cuts) : 2 * len(cuts)],
+            forward_collectives=exchanges[0],
+            backward_collectives=exchanges[1],
+            batch_bytes=float(rest[-2]),
+            shared_saved_bytes=float(rest[-1]),
+        )
+        return found if context == 1 else with_ring(found)
+
+    return at
+
+
+def _region_work(kinds: Sequence[LayerSpec], kind_R: IntArray, direction: str, sizes: FloatArray) -> RegionWork:
+    """The work of one direction, given FLOPs and bytes of its entries."""
+    items = [(index, item) for index, kind in enumerate(kinds) for item in getattr(kind, f"{direction}_work")]
+    return RegionWork(
+        kinds=tuple(item.kind for _, item in items),
+        of_E=np.array([index for index, _ in items], dtype=np.int64),
+        flops_E=sizes[0],
+        moved_E=sizes[1],
+        calls_E=np.array([item.calls for _, item in items], dtype=np.float64),
+        of_R=kind_R,
+    )
+
+
+def _handed(kind: LayerSpec, *, recomputed: bool) -> sympy.Expr:
+    """Bytes that are saved for the next part's backward only; none where allocations are not known one by one."""
+    if kind.events is None:
+        return sympy.S.Zero
+    return sympy.Add(
+        *(
+            item.size.expression
+            for item in kind.events.way(recomputed=recomputed, first=True).forward
+            if item.slot is not None and item.dies is not None and item.dies.direction == "backward"
+        )
+    )
+
+
+def _collectives(kinds: Sequence[LayerSpec], direction: str) -> tuple[tuple[str, list[sympy.Expr], FloatArray], ...]:
+    """Operations of one direction with their bytes and calls by kind of region."""
+    found = [getattr(kind, f"{direction}_collectives") for kind in kinds]
+    names = dict.fromkeys(item.operation for items in found for item in items)
+
+    def total(items: Sequence[CollectiveSpec], name: str) -> sympy.Expr:
+        return sympy.Add(*(item.bytes for item in items if item.operation == name))
+
+    return tuple(
+        (
+            name,
+            [total(items, name) for items in found],
+            np.array([sum(item.calls for item in items if item.operation == name) for items in found], dtype=float),
+        )
+        for name in names
+    )
+
+
+def _bytes(tensors: Sequence[TensorSpec]) -> sympy.Expr:
+    return sympy.Add(*(tensor.bytes for tensor in tensors))
+
+
+def covered(spec: ModelSpec, start_K: IntArray, end_K: IntArray) -> tuple[IntArray, IntArray]:
+    """The half-open range of regions that stages of layers ``[start, end)`` cover."""
+    low_K: IntArray = start_K + (start_K > 0)
+    high_K: IntArray = end_K + 1 + (end_K == spec.num_layers)
+    return low_K, high_K
+
+
+def parameter_regions(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
+    """For each parameter of ``spec.parameters``, the sorted regions that use it.
+
+    The module map knows parts between layers and the tail only as belonging to the layer before them, so a parameter
+    used in the map's last region is the tail's unless its slot lies inside the last block. What nothing uses goes with
+    the block that it lies in, if any, or else with the last stage, so it counts as the tail's.
+    """
+    uses = {use.name: use for use in spec.module_map.parameters}
+    blocks, tail = spec.module_map.blocks, spec.num_layers + 1
+    result = []
+    for parameter in spec.parameters:
+        found: set[int] = set()
+        use = uses.get(parameter.name)
+        for module_name, _, regions in use.slots if use else ():
+            for region in regions:
+                beyond = region >= 0 and not f"{module_name}.".startswith(f"{blocks[region]}.")
+                found.add(tail if beyond and region == len(blocks) - 1 else region + 1)
+        if not found and use is not None:
+            home = spec.module_map.home(use)
+            inside = any(f"{name}.".startswith(f"{blocks[home]}.") for name, *_ in use.slots) if blocks else False
+            found.add(home + 1 if inside else tail)
+        result.append(tuple(sorted(found)) or (tail,))
+    return tuple(result)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterTable:
+    """Bytes of parameters, and for each how many of the regions before each region use it.
+
+    Attributes:
+        trainable_P: Bytes of each trained parameter, 0 for frozen ones.
+        dealt_P: Bytes by which owners are assigned: of the whole parameter, also where tensor parallelism splits it.
+        together_P: Whether the gradient of a parameter is made with those of inputs where weights' are made apart: it
+            is no matrix, or an embedding.
+        uses_PR: Number of regions below ``r`` that use the parameter, ``r`` in ``0 .. L + 2``.
+        single_R: Trained bytes of the parameters that exactly one region uses, by region.
+        trained_R: Bytes of the trained ones among them.
+        reduced_FR: Bytes of those gradients that are complete, in backward, with the one of region ``r``: of trained
+            parameters that no region before uses in a stage that begins with region ``f``. Stages whose first regions
+            make no difference share a row.
+        reduced_row_R: Row of these two for a stage that begins with each region.
+        count_R: Number of the parameters that each region uses.
+    """
+
+    bytes_P: FloatArray
+    trainable_P: FloatArray
+    dealt_P: FloatArray
+    together_P: BoolArray
+    uses_PR: IntArray
+    single_R: FloatArray
+    used_R: FloatArray
+    trained_R: FloatArray
+    reduced_FR: FloatArray
+    reductions_FR: FloatArray
+    reduced_row_R: IntArray
+    count_R: FloatArray
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "ParameterTable":
+        """The table of a network."""
+        regions = parameter_regions(spec)
+        count = spec.num_layers + 2
+        used_PR = np.zeros((len(regions), count), dtype=np.int64)
+        for index, used in enumerate(regions):
+            used_PR[index, list(used)] = 1
+        trainable_P = np.array([p.bytes if p.trainable else 0 for p in spec.parameters], dtype=np.float64)
+        bytes_P = np.array([p.bytes for p in spec.parameters], dtype=np.float64)
+        known = {use.name: use for use in spec.module_map.parameters}
+        dealt = [
+            prod(known[p.name].shape) * itemsize(known[p.name].dtype) if p.name in known else p.bytes
+            for p in spec.parameters
+        ]
+        apart = [
+            p.name in known and len(known[p.name].shape) == 2 and 0 not in r
+            for p, r in zip(spec.parameters, regions, strict=True)
+        ]
+        uses_PR = np.concatenate([np.zeros((len(regions), 1), dtype=np.int64), used_PR.cumsum(axis=1)], axis=1)
+        return cls(
+            bytes_P=bytes_P,
+            dealt_P=np.array(dealt, dtype=np.float64),
+            together_P=~np.array(apart, dtype=bool),
+            uses_PR=uses_PR,
+            used_R=bytes_P @ used_PR.astype(np.float64),
+            count_R=used_PR.sum(axis=0).astype(np.float64),
+            **_trained(trainable_P, uses_PR),
+        )
+
+    def training(self, chosen_P: BoolArray) -> "ParameterTable":
+        """The same where of the trained parameters only some are trained."""
+        return replace(self, **_trained(self.trainable_P * chosen_P, self.uses_PR))
+
+
+def _trained(trainable_P: FloatArray, uses_PR: IntArray) -> dict[str, Any]:
+    """What of a table depends on which parameters are trained.
+
+    Args:
+        trainable_P: Bytes of each trained parameter, 0 for frozen ones.
+    """
+    used_PR = np.diff(uses_PR, axis=1)
+    alone_P = uses_PR[:, -1] == 1
+    rows, row_R = _first_uses(used_PR, uses_PR)
+    return {
+        "trainable_P": trainable_P,
+        "single_R": (trainable_P * alone_P) @ used_PR.astype(np.float64),
+        "trained_R": trainable_P @ used_PR.astype(np.float64),
+        "reduced_FR": np.stack([trainable_P @ first_PR for first_PR in rows]),
+        "reductions_FR": np.stack([(trainable_P > 0) @ first_PR.astype(np.float64) for first_PR in rows]),
+        "reduced_row_R": row_R,
+    }
+
+
+def _first_uses(used_PR: IntArray, uses_PR: IntArray) -> tuple[list[BoolArray], IntArray]:
+    """Which regions are the first of a stage that use a parameter, by where the stage begins, and the row of each."""
+    rows: list[BoolArray] = []
+    row_R = np.zeros(used_PR.shape[1], dtype=np.int64)
+    again_P = used_PR.sum(axis=1) > 1
+    for low in range(used_PR.shape[1]):
+        # Only a stage that begins behind a use of a parameter with several differs from one that begins before it.
+        if low == 0 or (used_PR[:, low - 1] * again_P).any():
+            rows.append((used_PR > 0) & (uses_PR[:, :-1] <= uses_PR[:, low : low + 1]))
+        row_R[low] = len(rows) - 1
+    return rows, row_R

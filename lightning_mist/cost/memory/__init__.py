@@ -1,0 +1,55 @@
+"""Bytes of stages: held, saved, in flight, working, offloaded."""
+
+from lightning_mist.cost.memory.held_parameters import HeldBytes, Holdings, SharedOut
+from lightning_mist.cost.memory.interleaved_phases import (
+    COUNTED,
+    Situation,
+    counts_of_groups,
+    situations_in_order,
+    situations_of_groups,
+)
+from lightning_mist.cost.memory.memory_model import BUCKET_BYTES, TERMS, MemoryModel, StageMemory
+from lightning_mist.cost.memory.offload_bytes import (
+    BUFFERS,
+    host_bytes,
+    host_microbatch_bytes,
+    host_state_bytes,
+    in_flight,
+)
+from lightning_mist.cost.memory.offload_combinations import OffloadParts, Ratios
+from lightning_mist.cost.memory.offload_shares import OffloadedBytes
+from lightning_mist.cost.memory.phases import Phase, phases_in_order, stage_phases
+from lightning_mist.cost.memory.plan_terms import NeedTerms, need_terms, needs_of
+from lightning_mist.cost.memory.stage_bytes import Bytes, PeakParts, StageNeeds
+
+__all__ = [
+    "BUCKET_BYTES",
+    "BUFFERS",
+    "COUNTED",
+    "TERMS",
+    "Bytes",
+    "HeldBytes",
+    "Holdings",
+    "MemoryModel",
+    "NeedTerms",
+    "OffloadParts",
+    "OffloadedBytes",
+    "PeakParts",
+    "Phase",
+    "Ratios",
+    "SharedOut",
+    "Situation",
+    "StageMemory",
+    "StageNeeds",
+    "counts_of_groups",
+    "host_bytes",
+    "host_microbatch_bytes",
+    "host_state_bytes",
+    "in_flight",
+    "need_terms",
+    "needs_of",
+    "phases_in_order",
+    "situations_in_order",
+    "situations_of_groups",
+    "stage_phases",
+]

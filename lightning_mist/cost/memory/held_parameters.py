@@ -1,0 +1,270 @@
+"""What stages hold of a network's parameters, and who owns how much of them.
+
+Array axes
+    K  candidates
+    U  distinct layer ranges among them
+    P  parameters
+    R  regions
+    A  head, first layer, other layers, tail
+    X  figures
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from lightning_mist.cost.inputs import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    ParameterTable,
+    StageCandidates,
+    covered,
+    distinct_codes,
+)
+from lightning_mist.cost.memory.ownership import Away, Owners, Together
+from lightning_mist.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBytes:
+    """What stages hold: parameters and their gradients, in bytes.
+
+    Attributes:
+        head_only_K: Trained, and used by no part of the stage but its head.
+        tail_K: Trained, and used by its tail.
+        shared_K: Trained, and also held by another stage.
+        reused_K: Trained, and used by several parts of this stage.
+        together_K: Trained, with a gradient that is made with those of inputs where weights' are made apart.
+        count_K: Number of trained parameters, not bytes.
+    """
+
+    all_K: FloatArray
+    trained_K: FloatArray
+    head_only_K: FloatArray
+    tail_K: FloatArray
+    shared_K: FloatArray
+    reused_K: FloatArray
+    largest_K: FloatArray
+    together_K: FloatArray
+    count_K: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedOut:
+    """What the fullest rank of stages has where parameters are dealt out, in bytes.
+
+    Attributes:
+        every_K: All parameters that it owns where frozen ones are dealt out too, as they lie in flat storages.
+        forward_AK: Parameters that are there for a forward only; see
+            :class:`~lightning_mist.cost.memory.ownership.Away`.
+    """
+
+    trained_K: FloatArray
+    every_K: FloatArray
+    forward_AK: FloatArray
+    backward_AK: FloatArray
+
+
+class Holdings:
+    """Parameters of stages of one network; keeps what it has computed.
+
+    Args:
+        table: Its parameters, if that is known.
+        networks: How many networks there are.
+
+    Attributes:
+        is_one_unit: Whether a stage's parameters cannot be told apart by layer, so that ZeRO-2 and ZeRO-3 take them for
+            one unit.
+    """
+
+    def __init__(self, spec: ModelSpec, table: ParameterTable | None = None, networks: int = 1) -> None:
+        self.spec = spec
+        self.table = ParameterTable.of(spec) if table is None else table
+        self.is_one_unit = not spec.module_map.blocks or bool(spec.module_map.excludes("shards"))
+        self._owners = Owners(self.table, is_one_unit=self.is_one_unit)
+        self._networks = networks
+        self._held = ByRange(self.table.uses_PR.shape[1], len(HeldBytes.__slots__), networks)
+        self._shares: dict[int, ByRange] = {}
+
+    def of(self, candidates: StageCandidates) -> HeldBytes:
+        """Parameters and gradients of each candidate."""
+        ranges = covered(self.spec, candidates.start_K, candidates.end_K)
+        found_XK = self._held.of(*ranges, self.held_of, self._network(candidates))
+        return HeldBytes(**dict(zip(HeldBytes.__slots__, found_XK, strict=True)))
+
+    def _network(self, candidates: StageCandidates) -> IntArray | None:
+        """Which of several networks each candidate is of, if there are several."""
+        return None
+
+    def held_of(self, network: int, low_U: IntArray, high_U: IntArray) -> FloatArray:
+        """What is held of ranges of regions, in the order of :class:`HeldBytes`; axes ``X`` and ``U``.
+
+        Args:
+            network: Which of several networks, if there are several.
+        """
+        uses = self.table.uses_PR
+        inside_PU = uses[:, high_U] - uses[:, low_U]
+        held_PU = inside_PU > 0
+        head_PU = (uses[:, np.minimum(low_U + 1, high_U)] - uses[:, low_U]) * (low_U == 0)
+        tail_PU = (uses[:, -1] - uses[:, -2])[:, None] * (high_U == uses.shape[1] - 1)
+        trained_P = self.table.trainable_P
+
+        def trained(chosen_PU: BoolArray) -> FloatArray:
+            found_U: FloatArray = trained_P @ chosen_PU.astype(np.float64)
+            return found_U
+
+        found = HeldBytes(
+            all_K=self.table.bytes_P @ held_PU,
+            trained_K=trained(held_PU),
+            head_only_K=trained((head_PU > 0) & (inside_PU == head_PU)),
+            tail_K=trained(tail_PU > 0),
+            shared_K=trained((inside_PU > 0) & (inside_PU < uses[:, -1:])),
+            reused_K=trained(inside_PU > 1),
+            largest_K=(trained_P[:, None] * held_PU).max(axis=0, initial=0.0),
+            together_K=trained(held_PU & self.table.together_P[:, None]),
+            count_K=(trained_P > 0).astype(np.float64) @ held_PU,
+        )
+        stacked_XU: FloatArray = np.stack([getattr(found, name) for name in HeldBytes.__slots__])
+        return stacked_XU
+
+    def shares(self, candidates: StageCandidates, ranks: int) -> SharedOut:
+        """What the fullest of the data-parallel ranks of each candidate has where parameters are dealt out."""
+        if ranks not in self._shares:
+            self._shares[ranks] = ByRange(self.table.uses_PR.shape[1], 10, self._networks)
+
+        def shared_of(network: int, low_U: IntArray, high_U: IntArray) -> FloatArray:
+            return self.shared_of(network, low_U, high_U, ranks)
+
+        ranges = covered(self.spec, candidates.start_K, candidates.end_K)
+        away_XK = self._shares[ranks].of(*ranges, shared_of, self._network(candidates))
+        return SharedOut(trained_K=away_XK[8], every_K=away_XK[9], forward_AK=away_XK[:4], backward_AK=away_XK[4:8])
+
+    def shared_of(self, network: int, low_U: IntArray, high_U: IntArray, ranks: int) -> FloatArray:
+        """Parameters that are there only for a forward, for a backward; those owned that are trained, and all.
+
+        Args:
+            network: Which of several networks, if there are several.
+            ranks: Data-parallel ranks.
+        """
+        found = [self._owners.of(*item, ranks) for item in zip(low_U.tolist(), high_U.tolist(), strict=True)]
+        each = [(*_of_places(item.forward), *_of_places(item.backward), item.trained, item.every) for item in found]
+        found_XU: FloatArray = np.array(each, dtype=np.float64).reshape(len(found), 10).T
+        return found_XU
+
+    def together(self, stages: Sequence[StageCandidates], ranks: int) -> Together:
+        """What the fullest rank of devices that run several stages has where their parameters are dealt out together.
+
+        Args:
+            ranks: Data-parallel ranks.
+        """
+        ranges = [(int(low_U[0]), int(high_U[0])) for low_U, high_U, _ in map(self._ranges, stages)]
+        return self._owners.together(ranges, ranks)
+
+    def doubled(self, stages: Sequence[StageCandidates]) -> tuple[float, float]:
+        """Bytes by which the sum over some stages exceeds what they hold together: of all and of trained parameters."""
+        uses = self.table.uses_PR
+        count_P = np.zeros(len(uses), dtype=np.int64)
+        for candidates in stages:
+            low_U, high_U, _ = self._ranges(candidates)
+            count_P += uses[:, high_U[0]] > uses[:, low_U[0]]
+        extra_P = np.maximum(count_P - 1, 0)
+        return float(self.table.bytes_P @ extra_P), float(self.table.trainable_P @ extra_P)
+
+    def _ranges(self, candidates: StageCandidates) -> tuple[IntArray, IntArray, IntArray]:
+        """Distinct ranges of regions, and which of them each candidate has."""
+        low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
+        width = self.table.uses_PR.shape[1]
+        code_U, inverse_K = distinct_codes(low_K * width + high_K, width * width)
+        return code_U // width, code_U % width, inverse_K
+
+
+Ranges: TypeAlias = Callable[[int, IntArray, IntArray], FloatArray]
+"""Gives the figures of ranges of regions of one network, by their first regions and those past the last; axes ``X`` and
+``U``."""
+
+
+class ByRange:
+    """Figures of ranges of regions, worked out when they are asked for the first time.
+
+    Args:
+        width: One more than the number of regions.
+        count: How many figures of each range.
+        networks: How many networks there are with such ranges.
+    """
+
+    def __init__(self, width: int, count: int, networks: int = 1) -> None:
+        self._width = width
+        # The column of every range among those that are known, -1 if it is not one of them.
+        self._column = np.full(networks * width * width, -1, dtype=np.int32)
+        self._known_XU = np.empty((count, 0))
+
+    def of(self, low_K: IntArray, high_K: IntArray, make: Ranges, network_K: IntArray | None = None) -> FloatArray:
+        """The figures of each range; axes ``X`` and ``K``.
+
+        Args:
+            network_K: Which of several networks each range is of.
+        """
+        first_K = low_K if network_K is None else network_K * self._width + low_K
+        code_K = first_K * self._width + high_K
+        column_K = self._column[code_K]
+        if len(column_K) and column_K.min() < 0:
+            self._add(code_K[column_K < 0], make)
+            column_K = self._column[code_K]
+        found_XK: FloatArray = self._known_XU.take(column_K, axis=1)
+        return found_XK
+
+    def _add(self, code_K: IntArray, make: Ranges) -> None:
+        code_U, _ = distinct_codes(code_K, len(self._column))
+        network_U, range_U = np.divmod(code_U, self._width**2)
+        made = [self._known_XU]
+        for network in np.unique(network_U).tolist():
+            range_J = range_U[network_U == network]
+            made.append(make(network, range_J // self._width, range_J % self._width))
+        # Codes ascend, and networks with them.
+        self._column[code_U] = self._known_XU.shape[1] + np.arange(len(code_U))
+        self._known_XU = np.concatenate(made, axis=1)
+
+
+def _of_places(away: Away) -> tuple[float, float, float, float]:
+    """The figures of all places; ``dataclasses.astuple`` copies each and takes ten times as long."""
+    return away.head, away.first, away.layers, away.tail
+
+
+class VariantHoldings(Holdings):
+    """Parameters of stages of networks that differ in which of these are trained; keeps what it has computed.
+
+    Args:
+        network_V: Which of them each variant is.
+        reduced_R: Bytes of gradients that are reduced behind the backward of each region, in all of them: where they
+            stay afterwards is another question.
+
+    Attributes:
+        table: Parameters of the first network, with ``single_R`` and ``trained_R`` of every variant.
+    """
+
+    def __init__(self, each: Sequence[Holdings], network_V: IntArray, reduced_R: FloatArray) -> None:
+        super().__init__(each[0].spec, each[0].table, len(each))
+        self._each, self._network_V = tuple(each), network_V
+        tables = [holdings.table for holdings in self._each]
+        self.table = replace(
+            self.table,
+            single_R=np.stack([table.single_R for table in tables])[network_V],
+            trained_R=np.repeat(reduced_R[None], len(network_V), axis=0),
+        )
+
+    def held_of(self, network: int, low_U: IntArray, high_U: IntArray) -> FloatArray:
+        """What is held of ranges of regions of one of the networks."""
+        return self._each[network].held_of(0, low_U, high_U)
+
+    def shared_of(self, network: int, low_U: IntArray, high_U: IntArray, ranks: int) -> FloatArray:
+        """What the fullest rank has of ranges of regions of one of the networks."""
+        return self._each[network].shared_of(0, low_U, high_U, ranks)
+
+    def _network(self, candidates: StageCandidates) -> IntArray:
+        if candidates.variant_K is None:
+            raise ValueError("candidates.variant_K = None: it says which variant of the network each is of")
+        network_K: IntArray = self._network_V[candidates.variant_K]
+        return network_K

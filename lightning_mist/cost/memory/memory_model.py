@@ -1,0 +1,401 @@
+"""Peak bytes of a stage's most loaded device, term by term, for many candidates at once.
+
+What a device of stage ``i`` holds, beside everything of its process that is not a tensor:
+
+* *Always*: the stage's parameters (under ZeRO-3 those it owns), the buffers of the whole module, optimizer state (from
+  ZeRO-1 on that of the parameters it owns), its own batch and the rows it computes on.
+* *Gradients*, made by the first backward of a batch; under ZeRO-1 all of them until they are reduced to their owners.
+  From ZeRO-2 on every backward makes them, part by part, and what this rank owns of them stays.
+* *Activations* of the other microbatches in flight, and buffers of what is received ahead or still being sent.
+* *The working set* of the microbatch at hand: its saved bytes and the temporaries of the part being computed; from
+  ZeRO-2 on gradients that are being reduced, under ZeRO-3 the parameters of the part and of the next one.
+
+These change over a batch, so the peak is the maximum over situations (:mod:`lightning_mist.cost.memory.phases`): a
+forward, the first backward, a later backward, the filling of gradient buckets, the optimizer's step, the gathering of
+updated parameters.
+
+Array axes
+    K  candidates
+    R  regions
+    X  situations
+    T  terms, in the order of :data:`TERMS`
+"""
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost.inputs import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    RegionCosts,
+    StageCandidates,
+    StageSlot,
+    compile_regions,
+    covered,
+)
+from lightning_mist.cost.memory.held_parameters import HeldBytes, Holdings, SharedOut, VariantHoldings
+from lightning_mist.cost.memory.offload_bytes import Adjustment, Pairs, host_bytes, offloaded_needs, unadjusted
+from lightning_mist.cost.memory.offload_shares import StateShares
+from lightning_mist.cost.memory.phases import Phase, stage_phases
+from lightning_mist.cost.memory.split_backward import ApartModel
+from lightning_mist.cost.memory.stage_bytes import Bytes, StageNeeds
+from lightning_mist.cost.memory.working_set_tables import Sharding, StageRuns, WorkingSets
+from lightning_mist.cost.memory.working_sets import StageWorking
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import ZeroStage
+
+TERMS = (
+    "parameter_bytes",
+    "buffer_bytes",
+    "optimizer_bytes",
+    "batch_bytes",
+    "gradient_bytes",
+    "activation_bytes",
+    "transfer_bytes",
+    "working_bytes",
+    "offload_bytes",
+)
+"""Terms of a peak. Where a backward makes the gradients they are part of ``working_bytes``; ``offload_bytes`` are the
+buffers of what passes between device and host memory."""
+
+BUCKET_BYTES = 25 * 2**20
+"""Capacity of a gradient bucket: the default ``bucket_cap_mb`` of ``torch.nn.parallel.DistributedDataParallel``."""
+
+MOST_VARIANTS = 16
+"""Sets of variants of a network that are kept."""
+
+MOST_TABLES = 8
+"""Working sets of variants that are kept: tables of 25 variants of 40 layers take 1 MB, and a millisecond to make."""
+
+BUCKETS_IN_FLIGHT = 2
+"""Buckets of updated parameters under way at once when ZeRO-1 and ZeRO-2 gather them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """The peak of one stage.
+
+    Attributes:
+        phase: When it happens.
+        terms: Bytes by term at that time, as ``(name, bytes)`` in the order of :data:`TERMS`.
+        host_bytes: Pinned host memory that each of its devices needs for what it offloads.
+    """
+
+    phase: str
+    terms: tuple[tuple[str, int], ...]
+    host_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The sum of all terms."""
+        return sum(value for _, value in self.terms)
+
+
+def _phases(slot: StageSlot) -> tuple[Phase, ...]:
+    return stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
+
+
+def is_plain(slot: StageSlot, candidates: StageCandidates) -> BoolArray:
+    """Which candidates are what torch's ``DistributedDataParallel`` does, which then runs them.
+
+    Its buckets are made with the module and hold all gradients from one step to the next.
+    """
+    whole = slot.num_stages == 1 and slot.num_microbatches == 1 and slot.context_parallel_degree == 1
+    plain_K: BoolArray = (candidates.zero_stage_K == 0) & (candidates.checkpointed_K == 0) & whole
+    return plain_K
+
+
+class MemoryModel:
+    """Peak memory of stages of one network; keeps what it has computed.
+
+    Args:
+        spec: The network, or one tensor-parallel rank's part of it.
+        like: That of a network which may have the same parameters, and do something else with them: then what stages
+            hold of them is worked out once for both.
+    """
+
+    def __init__(self, spec: ModelSpec, like: "MemoryModel | None" = None) -> None:
+        self.spec = spec
+        self._at_rows = compile_regions(spec)
+        self._apart = ApartModel(spec)
+        self._adjustment: Adjustment = unadjusted
+        self._is_variant = False
+        self._variants: dict[Pairs, MemoryModel] = {}
+        self._parted: dict[float, Holdings] = {}
+        self._whole: Holdings
+        if like is None or (like.spec.parameters, like.spec.module_map) != (spec.parameters, spec.module_map):
+            self._whole = Holdings(spec)
+            self.states = StateShares(self._whole)
+        else:
+            self._whole, self.states, self._parted = like._whole, like.states, like._parted
+        self._begin(self._whole)
+
+    def _begin(self, holdings: Holdings) -> None:
+        self.holdings = holdings
+        self._costs: dict[tuple[float, int], RegionCosts] = {}
+        self._working: dict[tuple[float, int, int, bool], WorkingSets] = {}
+
+    def variants(self, key: Pairs, build: Callable[[], tuple[VariantHoldings, Adjustment]]) -> "MemoryModel":
+        """Variants of the network with other parameters and changed costs of regions, built once for each key.
+
+        Which of them a candidate is of is said by its ``variant_K``.
+        """
+        if key not in self._variants:
+            made, (holdings, adjustment) = copy(self), build()
+            made._adjustment, made._is_variant = adjustment, True
+            made._begin(holdings)
+            self._variants[key] = made
+            while len(self._variants) > MOST_VARIANTS:
+                del self._variants[next(iter(self._variants))]
+        return self._variants[key]
+
+    def parted(self, ratio: float) -> Holdings:
+        """Parameters where so much of the gradients is moved: those of it count as not trained."""
+        if ratio not in self._parted:
+            moved_P = self.states.offloaded(ratio, trained=True)
+            whole = self._whole
+            self._parted[ratio] = Holdings(self.spec, whole.table.training(~moved_P)) if moved_P.any() else whole
+        return self._parted[ratio]
+
+    def costs(self, rows: float, context: int = 1) -> RegionCosts:
+        """What every region costs at a number of rows, on one of the devices that share the sequence."""
+        key = (rows, context)
+        if key not in self._costs:
+            self._costs[key] = self._adjustment(self._at_rows(rows, context))
+        return self._costs[key]
+
+    def working(
+        self, rows: float, zero_stage: int, degree: int, context: int = 1, *, is_split: bool = False
+    ) -> WorkingSets:
+        """Working sets at a number of rows; of ZeRO stages below 2 those of one rank.
+
+        Args:
+            rows: Rows of a microbatch.
+            zero_stage: What is sharded.
+            degree: Over how many ranks.
+            context: Devices that share the sequence.
+            is_split: Whether gradients of weights are made apart from those of inputs.
+        """
+        if zero_stage < ZeroStage.GRADIENTS or degree == 1:
+            degree = 1
+        key = (rows, degree, context, is_split)
+        if key not in self._working:
+            exact = is_split and context == 1 and not self._is_variant and rows == int(rows)
+            apart = self._apart.of(self.costs(rows), int(rows)) if exact else None
+            table, sharding = self.holdings.table, self._sharding(degree) if degree > 1 else None
+            self._working[key] = WorkingSets(self.costs(rows, context), table.single_R, sharding, apart)
+        if self._is_variant:
+            # What was asked for last comes last.
+            self._working[key] = self._working.pop(key)
+            while len(self._working) > MOST_TABLES:
+                del self._working[next(iter(self._working))]
+        return self._working[key]
+
+    def _sharding(self, degree: int) -> Sharding:
+        return Sharding(kept=1 / degree, trained_R=self.holdings.table.trained_R, is_one_unit=self.holdings.is_one_unit)
+
+    def _shares(self, candidates: StageCandidates, degree: int) -> SharedOut | None:
+        """What the fullest rank has, if any candidate deals out anything."""
+        if degree == 1 or not (candidates.zero_stage_K >= ZeroStage.OPTIMIZER).any():
+            return None
+        return self.holdings.shares(candidates, degree)
+
+    def _runs(self, candidates: StageCandidates, held: HeldBytes, degree: int, shares: SharedOut | None) -> StageRuns:
+        low_K, _ = covered(self.spec, candidates.start_K, candidates.end_K)
+        imbalance_K, away = np.zeros(len(candidates)), (np.zeros((4, len(candidates))),) * 2
+        zero_K = candidates.zero_stage_K
+        if shares is not None:
+            imbalance_K = np.where(zero_K >= ZeroStage.GRADIENTS, shares.trained_K - held.trained_K / degree, 0.0)
+            shards_K = zero_K >= ZeroStage.PARAMETERS
+            away = shares.forward_AK * shards_K, shares.backward_AK * shards_K
+        return StageRuns(
+            start_K=candidates.start_K,
+            middle_K=candidates.start_K + candidates.checkpointed_K,
+            end_K=candidates.end_K,
+            is_first_K=candidates.start_K == 0,
+            is_last_K=candidates.end_K == self.spec.num_layers,
+            gradient_bytes_K=held.trained_K,
+            head_gradient_bytes_K=held.head_only_K,
+            tail_gradient_bytes_K=held.tail_K,
+            last_gradient_bytes_K=_looked_up(self.holdings.table.trained_R, candidates.variant_K, low_K),
+            together_gradient_bytes_K=held.together_K,
+            imbalance_K=imbalance_K,
+            forward_away_AK=away[0],
+            backward_away_AK=away[1],
+            variant_K=candidates.variant_K,
+        )
+
+    def needs(self, slot: StageSlot, candidates: StageCandidates) -> "StageNeeds":
+        """Everything that the candidates' memory is made of, whatever the number of microbatches in flight.
+
+        Of the slot only rows, degrees, batch and whether there are several stages and microbatches matter.
+        """
+        if candidates.offload is not None:
+            return offloaded_needs(self, slot, candidates)
+        context, degree = slot.context_parallel_degree, slot.shard_degree
+        costs, held = self.costs(slot.rows, context), self.holdings.of(candidates)
+        shares = self._shares(candidates, degree)
+        runs = self._runs(candidates, held, degree, shares)
+        owned_K, kept_K, parameters_K = _owned(candidates, held, shares)
+        plain, plain_K = StageWorking(self.working(slot.rows, 0, 1, context), runs), self._plain(slot, candidates)
+        working_ZK = self._working_sets(slot, candidates, runs, held, plain)
+        handed_K, forward_K, first_backward_K = plain.handed(), working_ZK[0], working_ZK[1]
+        if plain_K is not None:
+            forward_K = forward_K + held.trained_K * plain_K
+            plain_first_K = held.trained_K + held.reused_K + working_ZK[2]
+            first_backward_K = np.where(plain_K, plain_first_K, first_backward_K)
+        return StageNeeds(
+            always={
+                "parameter_bytes": parameters_K,
+                "buffer_bytes": float(self.spec.buffer_bytes),
+                "optimizer_bytes": self.spec.optimizer.state_bytes_per_parameter_byte * owned_K,
+                "batch_bytes": self.batch_bytes(slot),
+            },
+            gradients_K=kept_K,
+            reused_K=held.reused_K,
+            pending_K=working_ZK[3],
+            saved_K=plain.saved_K - handed_K,
+            handed_K=handed_K,
+            entering_K=costs.boundary_C[candidates.start_K],
+            leaving_K=costs.gradient_boundary_C[candidates.end_K],
+            returned_K=costs.gradient_boundary_C[candidates.start_K],
+            forward_K=forward_K,
+            first_backward_K=first_backward_K,
+            backward_K=working_ZK[2],
+            input_backward_K=working_ZK[4],
+            waiting_K=working_ZK[5],
+            weight_backward_K=working_ZK[6],
+            together_K=held.together_K,
+            update=tuple(self._update(slot, plain, held, owned_K, kept_K, candidates)),
+        )
+
+    def batch_bytes(self, slot: StageSlot) -> float:
+        """Bytes of the batches that a rank of a slot has, its own and those that it computes on."""
+        return slot.batches_held * self.costs(slot.batch_rows, slot.context_parallel_degree).batch_bytes
+
+    def _plain(self, slot: StageSlot, candidates: StageCandidates) -> BoolArray | None:
+        """Which candidates torch's own module runs; ``None`` if none can be."""
+        if self._is_variant or slot.num_stages > 1 or slot.num_microbatches > 1:
+            return None
+        return is_plain(slot, candidates)
+
+    def _working_sets(
+        self, slot: StageSlot, candidates: StageCandidates, runs: StageRuns, held: HeldBytes, plain: StageWorking
+    ) -> FloatArray:
+        """Of a forward, a first and a later backward; what is pending; of inputs only, its rest, of weights only."""
+        found, is_split = np.empty((7, len(candidates))), slot.schedule == "zb-h1"
+        # Below ZeRO-2 working sets are the same, and above it but for what the runs say.
+        shards_K = candidates.zero_stage_K >= ZeroStage.GRADIENTS
+        for zero_stage, index_J in ((0, _places(~shards_K)), (int(ZeroStage.GRADIENTS), _places(shards_K))):
+            if index_J is None:
+                continue
+            degree, context = slot.shard_degree, slot.context_parallel_degree
+            sets = self.working(slot.rows, zero_stage, degree, context, is_split=is_split)
+            is_all = isinstance(index_J, slice) and index_J == slice(0, len(candidates))
+            some = runs if is_all else runs.take(index_J)
+            working = plain if is_all and sets is plain.sets else StageWorking(sets, some)
+            found[0, index_J] = working.forward()
+            found[1, index_J], found[2, index_J] = working.first_backward(), working.backward()
+            found[3, index_J] = working.pending()
+            # Only zero bubble makes gradients of inputs by themselves.
+            found[4, index_J] = working.input_backward() if is_split else found[2, index_J]
+            found[5, index_J] = working.waiting()
+            found[6, index_J] = working.weight_backward(held.largest_K[index_J])
+        return found
+
+    def peaks(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
+        """Peak bytes of each candidate."""
+        return self.needs(slot, candidates).peaks(_phases(slot))
+
+    def breakdown(
+        self,
+        slot: StageSlot,
+        candidates: StageCandidates,
+        needs: StageNeeds | None = None,
+        host_K: FloatArray | None = None,
+    ) -> tuple[StageMemory, ...]:
+        """The peak of each candidate, by term; needs and host bytes are theirs, if they are known already."""
+        needs, phases = self.needs(slot, candidates) if needs is None else needs, _phases(slot)
+        host_K = host_bytes(self, slot, candidates, needs, phases) if host_K is None else host_K
+        situations = needs.nearest(phases)
+        terms_XTK = np.zeros((len(situations), len(TERMS), len(candidates)))
+        for situation, (_, values) in enumerate(situations):
+            for name, value in values.items():
+                terms_XTK[situation, TERMS.index(name)] = value
+        at_K = terms_XTK.sum(axis=1).argmax(axis=0)
+        return tuple(
+            StageMemory(
+                phase=situations[at][0],
+                terms=tuple((term, round(value)) for term, value in zip(TERMS, terms_XTK[at, :, index], strict=True)),
+                host_bytes=round(host_K[index]),
+            )
+            for index, at in enumerate(at_K)
+        )
+
+    def _update(
+        self,
+        slot: StageSlot,
+        plain: StageWorking,
+        held: HeldBytes,
+        owned_K: FloatArray,
+        kept_K: FloatArray,
+        candidates: StageCandidates,
+    ) -> list[tuple[str, Mapping[str, Bytes]]]:
+        """Situations after gradients are complete: reduction, optimizer step, gathering."""
+        optimizer, zero_K = self.spec.optimizer, candidates.zero_stage_K
+        step_K = (
+            optimizer.step_peak_bytes_per_parameter_byte * owned_K
+            + optimizer.step_peak_bytes_per_largest * np.minimum(held.largest_K, owned_K)
+        )
+        result: list[tuple[str, Mapping[str, Bytes]]] = [
+            ("optimizer step", {"gradient_bytes": owned_K, "working_bytes": step_K})
+        ]
+        if slot.num_stages > 1:
+            result.append(("tied gradients", {"gradient_bytes": kept_K, "working_bytes": held.shared_K}))
+        if slot.shard_degree > 1:
+            bucket_K = np.minimum(held.trained_K, BUCKET_BYTES + held.largest_K)
+            filled_K = plain.bucket(bucket_K, progressive=slot.num_microbatches == 1)
+            plain_K, reduces_K = self._plain(slot, candidates), zero_K < ZeroStage.GRADIENTS
+            if plain_K is not None:
+                filled_K = np.where(plain_K, held.trained_K, filled_K)
+            # What was received is there until its gradient leaves: a sum, and what is being added to it, beside the
+            # gradient of the microbatch before.
+            costs = self.costs(slot.rows, slot.context_parallel_degree)
+            sent_K = costs.boundary_C[candidates.start_K] + 3 * costs.gradient_boundary_C[candidates.start_K]
+            filled = {"transfer_bytes": sent_K * reduces_K, "working_bytes": filled_K * reduces_K}
+            result.append(("gradient reduction", filled))
+            gathers_K = (zero_K >= ZeroStage.OPTIMIZER) & (zero_K < ZeroStage.PARAMETERS)
+            gathered_K = np.minimum(BUCKETS_IN_FLIGHT * bucket_K, held.trained_K) * gathers_K
+            result.append(("parameter gathering", {"gradient_bytes": owned_K, "working_bytes": gathered_K}))
+        return result
+
+
+def _owned(
+    candidates: StageCandidates, held: HeldBytes, shares: SharedOut | None
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Bytes of the parameters that a rank updates, of the gradients and of the parameters that it keeps."""
+    if shares is None:
+        return held.trained_K, held.trained_K, held.all_K
+    zero_K = candidates.zero_stage_K
+    owned_K = np.where(zero_K >= ZeroStage.OPTIMIZER, shares.trained_K, held.trained_K)
+    kept_K = np.where(zero_K >= ZeroStage.GRADIENTS, shares.trained_K, held.trained_K)
+    return owned_K, kept_K, np.where(zero_K >= ZeroStage.PARAMETERS, shares.every_K, held.all_K)
+
+
+def _looked_up(values_R: FloatArray, variant_K: IntArray | None, at_K: IntArray) -> FloatArray:
+    """Values at regions: of one row for all, or of each candidate's variant."""
+    found_K: FloatArray = values_R[at_K] if variant_K is None else values_R[variant_K, at_K]
+    return found_K
+
+
+def _places(chosen_K: BoolArray) -> IntArray | slice | None:
+    """Where some candidates are, as a slice if nothing else is between; ``None`` if there are none."""
+    index_J = np.flatnonzero(chosen_K)
+    if not len(index_J):
+        return None
+    first, last = int(index_J[0]), int(index_J[-1])
+    return slice(first, last + 1) if last - first + 1 == len(index_J) else index_J

@@ -1,0 +1,325 @@
+"""Memory of stages that keep a part of their state in host memory.
+
+What is where, and when. *Units* are the head, every layer and the tail; a parameter that several units use belongs to
+the first of them. Everything moves unit by unit, one unit ahead of its use, through two buffers of each kind.
+
+* *What is offloaded of parameters, gradients and optimizer state*: whole parameters. In each unit, from the largest to
+  the smallest (the earlier first among equals), a parameter is offloaded if the unit's offloaded bytes then still are
+  at most ``ratio`` of the unit's bytes. So a unit of one parameter is offloaded at ratio 1 only. Which parameters a
+  rank owns under ZeRO is not changed by that: of what it owns, it offloads what is to be offloaded.
+* *Parameters* that are offloaded are on the device from one unit ahead of their unit's forward until it has run, and
+  again around its backward. Under ZeRO-3 it is their owner that has them in host memory, and fetches them to give them
+  out.
+* *Gradients* that are offloaded are fetched beside their unit's backward, added to, and written back behind it.
+* *Optimizer state*: with any of it, of parameters or of gradients offloaded the step runs unit by unit; a unit's
+  offloaded state is fetched while the unit before is stepped, and written back while the next one is. As the step is
+  left to the next batch's forward, a third unit's offloaded parameters may be there: those of the unit that computes
+  next.
+* *Buffers*: for each of these kinds two, each as large as the largest that one rank offloads of one unit. They exist
+  from setup to the end, so that nothing is allocated while the stage runs.
+* *Activations*: of every tensor that a layer keeps for backward, the last ``ratio`` of its elements, of a layer that
+  will be recomputed what it hands on; head and tail keep theirs. The copies of a layer have ended when the forward of
+  the next layer or of the tail has; a stage waits for those of its last layer before it begins something else. In
+  backward a layer's tensors are whole when it begins, and those of the layer below arrive meanwhile, for the first time
+  during the backward of the tail.
+* *Host memory*, pinned, of each device: what it offloads of every kind; of activations for every microbatch in flight.
+
+Array axes
+    K  candidates
+    P  parameters
+    R  regions
+    V  variants: distinct ratios of activations and gradients
+    W  networks with other trained parameters
+    X  kinds of state
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from lightning_mist.cost.inputs import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    OffloadCandidates,
+    RegionCosts,
+    StageCandidates,
+    StageSlot,
+    distinct_rows,
+)
+from lightning_mist.cost.memory.held_parameters import Holdings, VariantHoldings
+from lightning_mist.cost.memory.offload_shares import Shares, StateShares
+from lightning_mist.cost.memory.phases import Phase
+from lightning_mist.cost.memory.stage_bytes import Bytes, StageNeeds
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import ZeroStage
+
+BUFFERS = 2
+"""Buffers of each kind: what is used, and what is fetched ahead or written back."""
+
+Pairs: TypeAlias = tuple[tuple[float, float], ...]
+"""Ratios of activations and of gradients."""
+
+Adjustment: TypeAlias = Callable[[RegionCosts], RegionCosts]
+"""What changes about the costs of regions."""
+
+
+def unadjusted(costs: RegionCosts) -> RegionCosts:
+    """The costs as they are."""
+    return costs
+
+
+def offloaded_activations(costs: RegionCosts, ratio_V: FloatArray) -> RegionCosts:
+    """Costs of regions whose layers have offloaded a share of what they keep, as the module's docstring says.
+
+    The layer below a region is taken to be recomputed if the region is (for the tail: if the last layer is). So of the
+    lowest layer that is not, the one below counts as if it were not either, which is never too little.
+
+    Args:
+        costs: What regions cost if nothing is offloaded.
+        ratio_V: The share in each of several variants; what is changed has a row for each.
+    """
+    share_VR = np.repeat(ratio_V[:, None], len(costs.saved_R), axis=1)
+    share_VR[:, [0, -1]] = 0.0
+    saved_VR, kept_VR = share_VR * costs.saved_R, share_VR * costs.checkpointed_saved_R
+    below_VR, kept_below_VR = (np.pad(offloaded_VR[:, :-1], ((0, 0), (1, 0))) for offloaded_VR in (saved_VR, kept_VR))
+    return replace(
+        costs,
+        saved_R=costs.saved_R - saved_VR,
+        checkpointed_saved_R=costs.checkpointed_saved_R - kept_VR,
+        forward_peak_R=costs.forward_peak_R + below_VR,
+        recompute_forward_peak_R=costs.recompute_forward_peak_R + kept_below_VR,
+        backward_peak_R=costs.backward_peak_R + saved_VR + below_VR,
+        first_backward_peak_R=costs.first_backward_peak_R + saved_VR + below_VR,
+        recompute_backward_peak_R=costs.recompute_backward_peak_R + kept_VR + kept_below_VR,
+        first_recompute_backward_peak_R=costs.first_recompute_backward_peak_R + kept_VR + kept_below_VR,
+    )
+
+
+class OffloadingModel(Protocol):
+    """What is asked of the memory model."""
+
+    spec: ModelSpec
+    states: StateShares
+
+    def needs(self, slot: StageSlot, candidates: StageCandidates) -> StageNeeds:
+        """What the memory of candidates is made of."""
+
+    def parted(self, ratio: float) -> Holdings:
+        """Parameters where so much of the gradients is offloaded: those of it count as not trained."""
+
+    def variants(self, key: Pairs, build: Callable[[], tuple[VariantHoldings, Adjustment]]) -> "OffloadingModel":
+        """Variants with other parameters and changed costs of regions, built once for each key."""
+
+
+def _resident_part(model: OffloadingModel, pairs_VX: FloatArray) -> OffloadingModel:
+    """The networks of what stays on the device: gradients of offloaded parameters are made and are gone.
+
+    Args:
+        pairs_VX: What is offloaded of activations and of gradients in each.
+    """
+
+    def build() -> tuple[VariantHoldings, Adjustment]:
+        ratios_W, network_V = np.unique(pairs_VX[:, 1], return_inverse=True)
+        parted, whole = [model.parted(float(ratio)) for ratio in ratios_W], model.parted(0.0)
+        holdings = VariantHoldings(parted, network_V.reshape(-1), whole.table.trained_R)
+        return holdings, partial(offloaded_activations, ratio_V=pairs_VX[:, 0])
+
+    return model.variants(tuple((a, g) for a, g in pairs_VX.tolist()), build)
+
+
+def _plain(candidates: StageCandidates) -> tuple[StageCandidates, OffloadCandidates]:
+    offload = candidates.offload
+    if offload is None:
+        raise ValueError("candidates.offload = None: nothing is offloaded; ask for the needs without offload")
+    return replace(candidates, offload=None), offload
+
+
+def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCandidates) -> StageNeeds:
+    """What the memory of candidates that offload is made of.
+
+    Args:
+        candidates: The stages, with ratios.
+    """
+    plain, offload = _plain(candidates)
+    if not len(candidates):
+        return model.needs(slot, plain)
+    pairs_VX, pair_K = distinct_rows(offload.activations_K, offload.gradients_K)
+    whole = model.needs(slot, plain)
+    offloaded = (
+        gradient_shares(model, slot, plain, offload.gradients_K, ZeroStage.GRADIENTS),
+        gradient_shares(model, slot, plain, offload.gradients_K, ZeroStage.OPTIMIZER),
+    )
+    stays = resident_needs(model, slot, plain, whole, (pairs_VX, pair_K), offloaded)
+    parameters = parameter_shares(model, slot, plain, offload.parameters_K)
+    optimizer = optimizer_shares(model, slot, plain, offload.optimizer_K)
+    return _with_states(model, stays, parameters, offloaded[1], optimizer, largest_trained(whole))
+
+
+def resident_needs(
+    model: OffloadingModel,
+    slot: StageSlot,
+    plain: StageCandidates,
+    whole: StageNeeds,
+    pairs: tuple[FloatArray, IntArray],
+    offloaded: tuple[Shares, Shares],
+) -> StageNeeds:
+    """Needs of candidates that move activations and gradients only, but without the optimizer's temporaries.
+
+    Args:
+        whole: Their needs if nothing is offloaded.
+        pairs: Ratios of activations and of gradients, with axes for each and for the two; and which each candidate has.
+        offloaded: Shares of gradients, shared out from ZeRO-2 and from ZeRO-1 on.
+    """
+    found = _resident_part(model, pairs[0]).needs(slot, replace(plain, variant_K=pairs[1]))
+    gradients, owned = offloaded
+    gathered = dict(whole.update).get("parameter gathering", {})
+    changed: dict[str, Mapping[str, Bytes]] = {
+        "optimizer step": {"gradient_bytes": owned.resident_K},
+        "parameter gathering": {**gathered, "gradient_bytes": owned.resident_K},
+    }
+    kept_K = np.where(plain.zero_stage_K >= ZeroStage.GRADIENTS, gradients.resident_K, found.gradients_K)
+    return replace(
+        found,
+        always={**whole.always, "offload_bytes": BUFFERS * gradients.largest_K + gradients.single_K},
+        gradients_K=kept_K,
+        weight_backward_K=whole.weight_backward_K,
+        update=tuple((name, changed.get(name, terms)) for name, terms in found.update),
+    )
+
+
+def _with_states(
+    model: OffloadingModel,
+    stays: StageNeeds,
+    parameters: Shares,
+    gradients: Shares,
+    optimizer: Shares,
+    largest_K: FloatArray,
+) -> StageNeeds:
+    """Needs with what stays of parameters and state, and their buffers.
+
+    Args:
+        stays: Needs with activations and gradients as far as they stay.
+        parameters: What stays of parameters.
+        gradients: What stays of gradients whose parameters a rank updates.
+        optimizer: What stays of optimizer state.
+        largest_K: Bytes of the largest trained parameter.
+    """
+    state = model.spec.optimizer.state_bytes_per_parameter_byte
+    always: Mapping[str, Bytes] = {
+        **stays.always,
+        "parameter_bytes": parameters.resident_K,
+        "optimizer_bytes": state * optimizer.resident_K,
+        "offload_bytes": stays.always["offload_bytes"] + BUFFERS * (parameters.largest_K + state * optimizer.largest_K),
+    }
+    by_units_K = (parameters.offloaded_K > 0) | (gradients.offloaded_K > 0)
+    step_K = step_bytes(model, optimizer, largest_K, by_units_K) + parameters.largest_K - gradients.single_K
+    changed = {"optimizer step": {"working_bytes": step_K}}
+    update = tuple((name, {**terms, **changed.get(name, {})}) for name, terms in stays.update)
+    return replace(stays, always=always, update=update)
+
+
+def largest_trained(needs: StageNeeds) -> FloatArray:
+    """Bytes of the largest trained parameter, as far as weights' gradients are made of what waits for them."""
+    largest_K: FloatArray = needs.weight_backward_K - needs.waiting_K
+    return largest_K
+
+
+def step_bytes(
+    model: OffloadingModel, optimizer: Shares, largest_K: FloatArray, by_units_K: BoolArray | bool
+) -> FloatArray:
+    """Temporaries of the optimizer's step: of the largest unit where it runs unit by unit, else of all parameters.
+
+    Args:
+        largest_K: Bytes of the largest trained parameter.
+        by_units_K: Whether parameters or gradients are offloaded.
+    """
+    spec = model.spec.optimizer
+    all_K = optimizer.resident_K + optimizer.offloaded_K
+    stepped_K = np.where((optimizer.offloaded_K > 0) | by_units_K, optimizer.unit_K, all_K)
+    step_K: FloatArray = (
+        spec.step_peak_bytes_per_parameter_byte * stepped_K
+        + spec.step_peak_bytes_per_largest * np.minimum(largest_K, stepped_K)
+    )
+    return step_K
+
+
+def parameter_shares(
+    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratio_K: FloatArray
+) -> Shares:
+    """Shares of parameters, of which the given ratio is offloaded."""
+    shards_K = candidates.zero_stage_K >= ZeroStage.PARAMETERS
+    return model.states.of(candidates, ratio_K, slot.shard_degree, shards_K, trained=False)
+
+
+def optimizer_shares(
+    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratio_K: FloatArray
+) -> Shares:
+    """Shares of optimizer state, in bytes of the parameters."""
+    shards_K = candidates.zero_stage_K >= ZeroStage.OPTIMIZER
+    return model.states.of(candidates, ratio_K, slot.shard_degree, shards_K, trained=True)
+
+
+def gradient_shares(
+    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratio_K: FloatArray, since: ZeroStage
+) -> Shares:
+    """Shares of gradients, shared out from a ZeRO stage on."""
+    shards_K = candidates.zero_stage_K >= since
+    return model.states.of(candidates, ratio_K, slot.shard_degree, shards_K, trained=True)
+
+
+def host_bytes(
+    model: OffloadingModel,
+    slot: StageSlot,
+    candidates: StageCandidates,
+    needs: StageNeeds,
+    phases: Sequence[Phase],
+) -> FloatArray:
+    """Pinned host memory of one device of each candidate.
+
+    Args:
+        needs: Their needs as they are.
+        phases: The situations of the slot, which say how many microbatches are in flight.
+    """
+    if candidates.offload is None:
+        return np.zeros(len(candidates))
+    microbatch_K = host_microbatch_bytes(model, slot, candidates, needs)
+    return host_state_bytes(model, slot, candidates) + in_flight(phases) * microbatch_K
+
+
+def in_flight(phases: Sequence[Phase]) -> int:
+    """The most microbatches whose activations a slot keeps.
+
+    Args:
+        phases: The situations of the slot.
+    """
+    return max(phase.others + (phase.kind != "transfer") for phase in phases)
+
+
+def adds_in_host(slot: StageSlot) -> bool:
+    """Whether offloaded gradients add up in host memory, also those that other ranks will have under ZeRO-1."""
+    return slot.num_microbatches > 1
+
+
+def host_state_bytes(model: OffloadingModel, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
+    """Host memory of what a device offloads of parameters, gradients and optimizer state."""
+    plain, offload = _plain(candidates)
+    parameters = parameter_shares(model, slot, plain, offload.parameters_K)
+    since = ZeroStage.GRADIENTS if adds_in_host(slot) else ZeroStage.OPTIMIZER
+    gradients = gradient_shares(model, slot, plain, offload.gradients_K, since)
+    optimizer = optimizer_shares(model, slot, plain, offload.optimizer_K)
+    state = model.spec.optimizer.state_bytes_per_parameter_byte
+    offloaded_K: FloatArray = parameters.offloaded_K + gradients.offloaded_K + state * optimizer.offloaded_K
+    return offloaded_K
+
+
+def host_microbatch_bytes(
+    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, needs: StageNeeds
+) -> FloatArray:
+    """Host memory of what layers move of one microbatch's activations."""
+    plain, _ = _plain(candidates)
+    offloaded_K: FloatArray = model.needs(slot, plain).saved_K - needs.saved_K
+    return offloaded_K

@@ -1,0 +1,156 @@
+"""What the peaks of stages are made of for every combination of ratios, from each kind of state by itself.
+
+In no situation of a stage do two kinds of state depend on each other but activations and gradients, which the same
+working sets count. So a stage is asked about once for every pair of their ratios, and once for every ratio of
+parameters and of optimizer state, and the peak of a combination is
+
+    parameters + optimizer state + max(what a pair of ratios leaves, gradients that stay + the optimizer's temporaries)
+
+each with its buffers; of the temporaries it matters only whether anything else that the step needs is offloaded, and
+beside them are the offloaded parameters of a third unit. All of it is from the same functions as
+:func:`lightning_mist.cost.memory.offload_bytes.offloaded_needs`.
+
+Array axes
+    B  stages
+    P  ratios of parameters
+    G  ratios of gradients
+    O  ratios of optimizer state
+    A  ratios of activations
+    K  stages with pairs of ratios: of every stage all pairs, those of activations running fastest
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost.inputs import FloatArray, IntArray, StageCandidates, StageSlot
+from lightning_mist.cost.memory.offload_bytes import (
+    BUFFERS,
+    OffloadingModel,
+    adds_in_host,
+    in_flight,
+    largest_trained,
+    resident_needs,
+    step_bytes,
+)
+from lightning_mist.cost.memory.offload_shares import Shares
+from lightning_mist.cost.memory.phases import Phase
+from lightning_mist.cost.memory.stage_bytes import PeakParts
+from lightning_mist.plan import ZeroStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratios:
+    """The ratios of each kind of state, ascending."""
+
+    parameters: tuple[float, ...]
+    gradients: tuple[float, ...]
+    optimizer: tuple[float, ...]
+    activations: tuple[float, ...]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """How many of each there are."""
+        return len(self.parameters), len(self.gradients), len(self.optimizer), len(self.activations)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadParts:
+    """What peaks of stages are made of, whatever slots they are of.
+
+    Attributes:
+        resident: What pairs of ratios leave on the device, buffers of gradients and all that is never offloaded
+            included.
+        beside_BG: What of it is there in the optimizer's step.
+        parameters_BP: Parameters that stay, and buffers of others.
+        optimizer_BO: The same of optimizer state.
+        step_BO: The optimizer's temporaries where neither parameters nor gradients are offloaded.
+        unit_BO: The same where some are: of one unit.
+        third_BP: Offloaded parameters of a third unit, which are there in the step.
+        host_parameters_BP: Parameters in host memory.
+        host_gradients_BG: Gradients there.
+        host_optimizer_BO: Optimizer state there.
+        host_activations_K: Activations of one microbatch there.
+    """
+
+    resident: PeakParts
+    beside_BG: FloatArray
+    parameters_BP: FloatArray
+    optimizer_BO: FloatArray
+    step_BO: FloatArray
+    unit_BO: FloatArray
+    third_BP: FloatArray
+    host_parameters_BP: FloatArray
+    host_gradients_BG: FloatArray
+    host_optimizer_BO: FloatArray
+    host_activations_K: FloatArray
+
+    @classmethod
+    def of(cls, model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> "OffloadParts":
+        """Those of the stages of one slot, which come without ratios."""
+        count, state = len(candidates), model.spec.optimizer.state_bytes_per_parameter_byte
+        zero_B, ranks = candidates.zero_stage_K, slot.shard_degree
+
+        def shares(values: tuple[float, ...], since: ZeroStage, *, trained: bool = True) -> Shares:
+            return model.states.of_ratios(candidates, values, ranks, zero_B >= since, trained=trained)
+
+        parameters = shares(ratios.parameters, ZeroStage.PARAMETERS, trained=False)
+        gradients = shares(ratios.gradients, ZeroStage.GRADIENTS)
+        # Gradients whose parameters a rank updates.
+        owned = shares(ratios.gradients, ZeroStage.OPTIMIZER)
+        optimizer = owned if ratios.optimizer == ratios.gradients else shares(ratios.optimizer, ZeroStage.OPTIMIZER)
+        whole = model.needs(slot, candidates)
+        pairs_VX = np.array([(a, g) for g in ratios.gradients for a in ratios.activations])
+        of_K, pair_K = np.divmod(np.arange(count * len(pairs_VX)), len(pairs_VX))
+        every = len(ratios.activations)
+        # Of the gradients' shares of all stages, which have no axis for activations.
+        place_K = np.arange(len(of_K)) // every
+        of_pairs = gradients.take(place_K), owned.take(place_K)
+        stays = resident_needs(model, slot, candidates.take(of_K), whole.take(of_K), (pairs_VX, pair_K), of_pairs)
+        parts = PeakParts.of(stays.without("parameter_bytes", "optimizer_bytes"))
+        return cls(
+            resident=parts,
+            beside_BG=owned.resident_K - owned.single_K + parts.always_K[::every].reshape(count, -1),
+            parameters_BP=parameters.resident_K + BUFFERS * parameters.largest_K,
+            optimizer_BO=state * (optimizer.resident_K + BUFFERS * optimizer.largest_K),
+            step_BO=step_bytes(model, optimizer, largest_trained(whole)[:, None], False),
+            unit_BO=step_bytes(model, optimizer, largest_trained(whole)[:, None], True),
+            third_BP=parameters.largest_K,
+            host_parameters_BP=parameters.offloaded_K,
+            host_gradients_BG=(gradients if adds_in_host(slot) else owned).offloaded_K,
+            host_optimizer_BO=state * optimizer.offloaded_K,
+            host_activations_K=whole.saved_K[of_K] - stays.saved_K,
+        )
+
+    def __len__(self) -> int:
+        """Number of stages."""
+        return len(self.beside_BG)
+
+    def take(self, index_J: IntArray) -> "OffloadParts":
+        """Those of the stages at some indices."""
+        pairs = len(self.host_activations_K) // max(1, len(self))
+        index_K = (index_J[:, None] * pairs + np.arange(pairs)).reshape(-1)
+        arrays = {name: getattr(self, name)[index_J] for name in self.__slots__ if name.endswith(("_BG", "_BP", "_BO"))}
+        return OffloadParts(
+            resident=self.resident.take(index_K), host_activations_K=self.host_activations_K[index_K], **arrays
+        )
+
+    def peaks(self, phases: Sequence[Phase]) -> FloatArray:
+        """Peak bytes of every stage with every combination of ratios; axes ``B``, ``P``, ``G``, ``O``, ``A``."""
+        pairs_BGA = self.resident.peaks(phases).reshape(*self.beside_BG.shape, -1)
+        offloads_BPG = (self.host_parameters_BP[:, :, None] > 0) | (self.host_gradients_BG[:, None] > 0)
+        step_BPGO = np.where(offloads_BPG[..., None], self.unit_BO[:, None, None], self.step_BO[:, None, None])
+        step_BPGO += (self.third_BP[:, :, None] + self.beside_BG[:, None])[..., None]
+        rest_BPGOA = np.maximum(pairs_BGA[:, None, :, None], step_BPGO[..., None])
+        held_BPO = self.parameters_BP[:, :, None] + self.optimizer_BO[:, None]
+        result_BPGOA: FloatArray = rest_BPGOA + held_BPO[:, :, None, :, None]
+        return result_BPGOA
+
+    def host_bytes(self, phases: Sequence[Phase]) -> FloatArray:
+        """Pinned host memory of the same."""
+        offloaded_BGA = in_flight(phases) * self.host_activations_K.reshape(*self.beside_BG.shape, -1)
+        states_BGO = self.host_gradients_BG[:, :, None] + self.host_optimizer_BO[:, None, :]
+        rest_BGOA = offloaded_BGA[:, :, None, :] + states_BGO[..., None]
+        result_BPGOA: FloatArray = self.host_parameters_BP[:, :, None, None, None] + rest_BGOA[:, None]
+        return result_BPGOA

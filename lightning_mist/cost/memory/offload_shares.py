@@ -1,0 +1,222 @@
+"""What a stage's ranks have of parameters, gradients or optimizer state of which a share is offloaded to host memory.
+
+Which parameters are offloaded is said in :mod:`lightning_mist.cost.memory.offload_bytes`.
+
+Array axes
+    K  candidates
+    P  parameters
+    R  regions
+    H  parameters of one stage
+    J  ranks
+    U  what one rank has of one unit
+    V  ratios
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from lightning_mist.cost.inputs import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    ParameterTable,
+    StageCandidates,
+    covered,
+    distinct_rows,
+)
+from lightning_mist.cost.memory.held_parameters import ByRange, Holdings
+from lightning_mist.cost.memory.ownership import owners_of
+from lightning_mist.plan.moved import moved_of_unit
+
+OffloadedBytes: TypeAlias = Literal["parameters", "changed", "trained"]
+"""Bytes of parameters that are offloaded, of those among them that are trained, and of what only trained ones have."""
+
+
+def offloaded_parameters(table: ParameterTable, ratio: float, *, trained: bool) -> BoolArray:
+    """Which parameters are offloaded; axis ``P``.
+
+    Args:
+        table: Bytes and uses of all parameters.
+        ratio: Share of each unit's bytes that may be offloaded.
+        trained: Whether only trained parameters count (for gradients and optimizer state).
+    """
+    bytes_P = table.trainable_P if trained else table.bytes_P
+    unit_P = np.diff(table.uses_PR, axis=1).argmax(axis=1)
+    offloaded_P = np.zeros(len(bytes_P), dtype=bool)
+    if ratio == 0.0:
+        return offloaded_P
+    for unit in np.unique(unit_P):
+        members = np.flatnonzero((unit_P == unit) & (bytes_P > 0))
+        offloaded_P[members[list(moved_of_unit(bytes_P[members].tolist(), ratio))]] = True
+    return offloaded_P
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What a stage's ranks have of one kind of state, in bytes of parameters; the most of any rank.
+
+    Attributes:
+        resident_K: What stays on the device.
+        offloaded_K: What is in host memory.
+        largest_K: The largest offloaded part of one unit: the size of a buffer.
+        unit_K: The largest unit, offloaded or not.
+        single_K: The largest parameter that is offloaded.
+    """
+
+    resident_K: FloatArray
+    offloaded_K: FloatArray
+    largest_K: FloatArray
+    unit_K: FloatArray
+    single_K: FloatArray
+
+    def take(self, index_J: IntArray) -> "Shares":
+        """Those of some candidates, or of some with ratios, one after another."""
+        return Shares(**{name: getattr(self, name).reshape(-1)[index_J] for name in self.__slots__})
+
+
+class StateShares:
+    """Shares of stages of one network; keeps what it has computed."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._offloaded: dict[tuple[float, bool], BoolArray] = {}
+        # Without frozen parameters those that are trained are all.
+        self._is_trained = bool((holdings.table.trainable_P == holdings.table.bytes_P).all())
+        self._ranges: dict[tuple[int, tuple[float, ...], bool], ByRange] = {}
+        self._displaces: dict[tuple[float, ...], bool] = {}
+        self._units: dict[tuple[float, OffloadedBytes], FloatArray] = {}
+
+    def offloaded(self, ratio: float, *, trained: bool) -> BoolArray:
+        """As :func:`offloaded_parameters`."""
+        key = (ratio, trained)
+        if key not in self._offloaded:
+            self._offloaded[key] = offloaded_parameters(self._holdings.table, ratio, trained=trained)
+        return self._offloaded[key]
+
+    def displaces(self, ratios: tuple[float, ...]) -> bool:
+        """Whether a larger ratio may leave on the device what a smaller one offloads and several units use.
+
+        Args:
+            ratios: What may be offloaded, ascending.
+        """
+        if ratios not in self._displaces:
+            shared_P = self._holdings.table.uses_PR[:, -1] > 1
+            self._displaces[ratios] = any(
+                bool((self.offloaded(low, trained=trained) & ~self.offloaded(high, trained=trained) & shared_P).any())
+                for trained in (False, True)
+                for low, high in pairwise(ratios)
+            )
+        return self._displaces[ratios]
+
+    def unit_bytes(self, ratio: float, of: OffloadedBytes) -> FloatArray:
+        """Offloaded bytes that every unit uses, those of several units counted in each; axis ``R``.
+
+        Args:
+            ratio: How much is offloaded.
+            of: Of all parameters, of those among the same that are trained, or of what only those have.
+        """
+        key = ratio, of
+        if key not in self._units:
+            table = self._holdings.table
+            bytes_P = table.trainable_P if of == "trained" else table.bytes_P
+            if of == "changed":
+                bytes_P = bytes_P * (table.trainable_P > 0)
+            used_PR = np.diff(table.uses_PR, axis=1).astype(np.float64)
+            self._units[key] = (bytes_P * self.offloaded(ratio, trained=of == "trained")) @ used_PR
+        return self._units[key]
+
+    def of(
+        self,
+        candidates: StageCandidates,
+        ratio_K: FloatArray,
+        ranks: int | IntArray,
+        shards_K: BoolArray,
+        *,
+        trained: bool,
+    ) -> Shares:
+        """The shares of each candidate.
+
+        Args:
+            ratio_K: How much is offloaded.
+            ranks: Ranks with the same parameters, of all candidates or of each.
+            shards_K: Whether they own a part each; otherwise every rank has all.
+            trained: Whether only trained parameters count.
+        """
+        low_K, high_K = covered(self._holdings.spec, candidates.start_K, candidates.end_K)
+        pairs_UX, pair_K = distinct_rows(np.where(shards_K, ranks, 1), ratio_K)
+        found = np.empty((len(Shares.__slots__), len(low_K)))
+        for pair, (count, ratio) in enumerate(pairs_UX.tolist()):
+            at_J = np.flatnonzero(pair_K == pair)
+            found[:, at_J] = self._of_ranks(low_K[at_J], high_K[at_J], int(count), (ratio,), trained)[..., 0]
+        return Shares(**dict(zip(Shares.__slots__, found, strict=True)))
+
+    def of_ratios(
+        self,
+        candidates: StageCandidates,
+        values: tuple[float, ...],
+        ranks: int,
+        shards_K: BoolArray,
+        *,
+        trained: bool,
+    ) -> Shares:
+        """The shares of each candidate with every ratio, which are a second axis; the other arguments are :meth:`of`'s.
+
+        Args:
+            values: The ratios.
+            ranks: Ranks with the same parameters.
+            shards_K: Whether they own a part each.
+            trained: Whether only trained parameters count.
+        """
+        low_K, high_K = covered(self._holdings.spec, candidates.start_K, candidates.end_K)
+        found = np.empty((len(Shares.__slots__), len(low_K), len(values)))
+        for count, at_J in ((ranks, np.flatnonzero(shards_K)), (1, np.flatnonzero(~shards_K))):
+            found[:, at_J] = self._of_ranks(low_K[at_J], high_K[at_J], count, values, trained)
+        return Shares(**dict(zip(Shares.__slots__, found, strict=True)))
+
+    def _of_ranks(
+        self, low_K: IntArray, high_K: IntArray, ranks: int, values: tuple[float, ...], trained: bool
+    ) -> FloatArray:
+        """The figures of :class:`Shares` with every ratio; axes figure, ``K`` and ``V``."""
+        trained, count = trained or self._is_trained, len(values)
+        figures = len(Shares.__slots__)
+        key = ranks, values, trained
+        if key not in self._ranges:
+            self._ranges[key] = ByRange(self._holdings.table.uses_PR.shape[1], figures * count)
+
+        def make(_: int, low_U: IntArray, high_U: IntArray) -> FloatArray:
+            ranges = zip(low_U.tolist(), high_U.tolist(), strict=True)
+            rows = [self._compute(low, high, ranks, values, trained) for low, high in ranges]
+            return np.stack([row.T.reshape(-1) for row in rows], axis=1)
+
+        found_XK = self._ranges[key].of(low_K, high_K, make)
+        result: FloatArray = found_XK.reshape(figures, count, -1).transpose(0, 2, 1)
+        return result
+
+    def _compute(self, low: int, high: int, ranks: int, values: tuple[float, ...], trained: bool) -> FloatArray:
+        """The figures of :class:`Shares` of a stage with every ratio; axes ``V`` and figure."""
+        table, width = self._holdings.table, high - low
+        held_P = np.flatnonzero(table.uses_PR[:, high] > table.uses_PR[:, low])
+        bytes_H = (table.trainable_P if trained else table.bytes_P)[held_P]
+        # The first unit of this stage that uses it.
+        unit_H = np.diff(table.uses_PR[held_P][:, low : high + 1], axis=1).argmax(axis=1)
+        # What one rank has of one unit, as far as there is anything.
+        code_U, at_H = np.unique(owners_of(bytes_H, ranks) * width + unit_H, return_inverse=True)
+        offloaded_VH = bytes_H * np.stack([self.offloaded(ratio, trained=trained)[held_P] for ratio in values])
+        all_U, away_VU = _summed(bytes_H[None], at_H, len(code_U)), _summed(offloaded_VH, at_H, len(code_U))
+        kept_VJ, away_VJ = (_summed(cells_VU, code_U // width, ranks) for cells_VU in (all_U - away_VU, away_VU))
+        found = np.empty((len(values), len(Shares.__slots__)))
+        for figure, cells in enumerate((kept_VJ, away_VJ, away_VU, all_U, offloaded_VH)):
+            found[:, figure] = cells.max(axis=1, initial=0.0)
+        return found
+
+
+def _summed(weights_VH: FloatArray, place_H: IntArray, count: int) -> FloatArray:
+    """Sums of what has the same place, in every row; axes ``V`` and place."""
+    rows = len(weights_VH)
+    place_VH = place_H.reshape(-1) + count * np.arange(rows)[:, None]
+    found = np.bincount(place_VH.reshape(-1), weights=weights_VH.reshape(-1), minlength=rows * count)
+    sums: FloatArray = found.astype(np.float64, copy=False).reshape(rows, count)
+    return sums

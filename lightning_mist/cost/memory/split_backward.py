@@ -1,0 +1,112 @@
+"""What parts need where gradients of their weights are made apart from those of their inputs, from their allocations.
+
+In a backward that makes gradients of inputs only, everything that gradients of weights are made of stays: inputs of
+products with them, and gradients of these products. So a part's peak is another one than that of a whole backward, and
+a part leaves something behind.
+
+Array axes
+    R  regions
+    A  allocations of one microbatch
+    E  events
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost.inputs import FloatArray, IntArray, RegionCosts, parameter_regions, regions_of
+from lightning_mist.model.events import InputsTemplate, stack_inputs
+from lightning_mist.model.spec import ModelSpec, Polynomial, values_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """What every region needs in a backward that makes gradients of inputs only. Bytes.
+
+    Attributes:
+        peak_R: The largest number alive beyond what it and the regions before it have saved, and what the regions
+            behind it have left; gradients of parameters exist already and are not counted.
+        recompute_peak_R: The same if layers are recomputed.
+        waiting_R: What it leaves behind for the gradients of its weights.
+    """
+
+    peak_R: FloatArray
+    recompute_peak_R: FloatArray
+    waiting_R: FloatArray
+
+
+class ApartModel:
+    """Says what a network's regions need; keeps what does not depend on rows.
+
+    Args:
+        spec: The network, or one tensor-parallel rank's part of it.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._template: InputsTemplate | None = None
+        self._sizes: list[Polynomial] = []
+        self._size_A: IntArray = np.empty(0, dtype=np.int64)
+
+    def of(self, costs: RegionCosts, rows: int) -> Apart | None:
+        """What the regions need at a number of rows; ``None`` if their allocations are not known one by one.
+
+        Args:
+            costs: What regions cost at that many rows.
+            rows: Rows of a microbatch.
+        """
+        spec = self._spec
+        if not spec.num_layers or any(region.events is None for region in regions_of(spec)):
+            return None
+        if self._template is None:
+            self._template = stack_inputs(spec, rows)
+            # Layers of one kind have the same allocations.
+            sizes = {id(item.allocation.size): item.allocation.size for item in self._template.born}
+            place = {key: index for index, key in enumerate(sizes)}
+            self._sizes = list(sizes.values())
+            self._size_A = np.array([place[id(item.allocation.size)] for item in self._template.born], dtype=np.int64)
+        bytes_A = np.array(values_at(self._sizes, rows, spec.sequence_length or 1), dtype=np.int64)[self._size_A]
+        peak_R, waiting_R = _walk(spec, self._template, bytes_A)
+        # A layer that is recomputed is then where one that has kept everything would be.
+        again_R = peak_R + costs.saved_R - costs.checkpointed_saved_R
+        recompute_peak_R = np.maximum(costs.recompute_backward_peak_R, again_R)
+        recompute_peak_R[[0, -1]] = peak_R[[0, -1]]
+        return Apart(peak_R=peak_R, recompute_peak_R=recompute_peak_R, waiting_R=waiting_R)
+
+
+def _walk(spec: ModelSpec, template: InputsTemplate, bytes_A: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Peaks of a backward through the whole network, and what is left."""
+    count = spec.num_layers + 2
+    alive_A = np.zeros(len(bytes_A), dtype=np.int64)
+    saved_R, peak_R = np.zeros(count), np.zeros(count)
+    born_A = np.zeros(len(bytes_A), dtype=np.int64)
+    for part, run in (*template.forward.items(), *template.inputs.items()):
+        born_A[run.chunk.events_E[run.chunk.events_E > 0] - 1] = part
+    for run in template.forward.values():
+        np.add.at(alive_A, np.abs(run.chunk.events_E) - 1, run.chunk.signs_E)
+    alive_A[list(template.left)] = 0
+    np.add.at(saved_R, born_A, bytes_A * alive_A)
+    waiting_R = _waiting(spec, template, born_A, bytes_A)
+    current = float(bytes_A @ alive_A)
+    for part in reversed(template.parts):
+        chunk = template.inputs[part].chunk
+        delta_E = chunk.signs_E * bytes_A[np.abs(chunk.events_E) - 1]
+        live_E = current + np.concatenate([[0.0], np.cumsum(delta_E)])
+        peak_R[part] = live_E.max() - saved_R[: part + 1].sum() - waiting_R[part + 1 :].sum()
+        current = float(live_E[-1])
+    return peak_R, waiting_R
+
+
+def _waiting(spec: ModelSpec, template: InputsTemplate, born_A: IntArray, bytes_A: IntArray) -> FloatArray:
+    """Bytes that wait for gradients of weights, by the first region whose backward would have freed them."""
+    regions = {item.name: used for item, used in zip(spec.parameters, parameter_regions(spec), strict=True)}
+    first_A = np.full(len(bytes_A), spec.num_layers + 1, dtype=np.int64)
+    waits_A = np.zeros(len(bytes_A), dtype=bool)
+    for weight in template.weights:
+        for slot in weight.operands:
+            # A tied weight is that of a product where its operands are.
+            near = min(regions[weight.name], key=lambda region: abs(region - int(born_A[slot])))
+            first_A[slot], waits_A[slot] = min(first_A[slot], near), True
+    waiting_R = np.zeros(spec.num_layers + 2)
+    np.add.at(waiting_R, first_A, bytes_A * waits_A)
+    return waiting_R

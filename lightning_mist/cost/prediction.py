@@ -1,0 +1,140 @@
+"""A plan's predicted seconds and bytes, in total and by term."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from lightning_mist.cost.interleaved_memory import plan_memory, plans_needs
+from lightning_mist.cost.memory import NeedTerms, StageMemory
+from lightning_mist.cost.mixed_model import CostModel, Profiles, cost_model, profiles_of
+from lightning_mist.cost.plan_clock import clock_floor, clock_seconds, rules_of, step_times
+from lightning_mist.cost.plan_seconds import Terms, seconds_of_terms, terms_of_plans
+from lightning_mist.cost.roofline import step_work_among
+from lightning_mist.errors import PlanError
+from lightning_mist.hardware import AnyCluster, HardwareProfile
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import Plan, Predicted, PredictedStage
+
+
+def predict(spec: ModelSpec, profile: Profiles, cluster: AnyCluster, plan: Plan) -> Predicted:
+    """Seconds of one step of a plan, and the seconds and peak bytes of its stages, each by term.
+
+    Args:
+        profile: How fast the machine is; one for each part if its devices are unlike.
+
+    Raises:
+        PlanError: If the plan does not fit the network or the cluster, or shares out a sequence that it cannot.
+        ProfileError: If the profile lacks what the plan needs.
+    """
+    return predict_with(cost_model(spec, profile, cluster), plan)
+
+
+def predict_with(model: CostModel, plan: Plan) -> Predicted:
+    """As :func:`predict`, with a cost model that exists already, which keeps what it has predicted."""
+    return predictions(model, [plan])[0]
+
+
+def predictions(model: CostModel, plans: Sequence[Plan]) -> list[Predicted]:
+    """As :func:`predict_with`, of several plans in less time."""
+    return model.predicted.of_all([_bare(plan) for plan in plans], partial(_predict, model))
+
+
+def memory_with(model: CostModel, plan: Plan) -> tuple[StageMemory, ...]:
+    """The peak memory of every stage of a plan, by term, with a cost model that exists already and keeps it."""
+    return model.remembered.of(_bare(plan), partial(plan_memory, model.memory))
+
+
+def seconds_with(model: CostModel, plan: Plan) -> float:
+    """Seconds of one step of a plan, the same that :func:`predict_with` predicts, and nothing else."""
+    return model.clocked.of(_bare(plan), partial(_clocked, model))
+
+
+def least_seconds(model: CostModel, plans: Sequence[Plan]) -> list[float]:
+    """Seconds that one step of each of some plans takes at least, without running it on the clock.
+
+    What the stages take is looked up for all of them together, and known when :func:`seconds_with` asks for it.
+    """
+    rules = rules_of(model.cluster, model.spec.precision)
+    return [clock_floor(plan, terms, rules) for plan, terms in zip(plans, _terms(model, plans), strict=True)]
+
+
+def _clocked(model: CostModel, plan: Plan) -> float:
+    return clock_seconds(plan, _terms(model, [plan])[0], rules_of(model.cluster, model.spec.precision))
+
+
+def _terms(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]:
+    """Seconds of every stage of some plans by term; of the plans asked for last they are kept."""
+    return model.terms.of_all([_bare(plan) for plan in plans], partial(_find_terms, model))
+
+
+def _bare(plan: Plan) -> Plan:
+    """A plan without its prediction."""
+    return plan if plan.predicted is None else replace(plan, predicted=None)
+
+
+def _find_terms(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]:
+    for plan in plans:
+        _check(model, plan)
+    return terms_of_plans(model, plans)
+
+
+def _predict(model: CostModel, plans: Sequence[Plan]) -> list[Predicted]:
+    terms = _terms(model, plans)
+    found = zip(plans, terms, plans_needs(model.memory, plans), strict=True)
+    return [_predicted(model, plan, own, memory) for plan, own, memory in found]
+
+
+def _predicted(
+    model: CostModel, plan: Plan, terms: Sequence[Terms], memory: Sequence[tuple[StageMemory, NeedTerms]]
+) -> Predicted:
+    rules, seconds = rules_of(model.cluster, model.spec.precision), seconds_of_terms(terms)
+    times = step_times(plan, terms, rules, seconds_with(model, plan))
+    stages = [
+        PredictedStage(
+            steady_seconds=steady,
+            boundary_seconds=boundary,
+            forward_seconds=term["forward_seconds"],
+            backward_seconds=term["backward_seconds"] + term["recompute_seconds"],
+            peak_bytes=peak.peak_bytes,
+            breakdown=(*((name, float(value)) for name, value in peak.terms), *term.items()),
+            spent=spent.terms,
+            needs=needs,
+        )
+        for term, spent, (peak, needs), steady, boundary in zip(
+            terms, times.spent, memory, seconds.steady_K.tolist(), seconds.boundary_K.tolist(), strict=True
+        )
+    ]
+    return Predicted(
+        step_seconds=times.step_seconds,
+        stages=tuple(stages),
+        work=step_work_among(model.whole, _kinds(model), plan.global_batch_size),
+        transfers=rules.transfers,
+        update_after=rules.update_after,
+    )
+
+
+def _check(model: CostModel, plan: Plan) -> None:
+    if plan.num_layers != model.spec.num_layers:
+        raise PlanError(
+            f"the plan has {plan.num_layers} layers, {model.spec.name} has {model.spec.num_layers}: "
+            "a plan must cover every layer; plan again for this network"
+        )
+    if plan.world_size != model.cluster.world_size:
+        raise PlanError(
+            f"the plan has {plan.world_size} devices, the cluster {model.cluster.world_size}: "
+            "a plan uses every device; plan again for this cluster"
+        )
+    parts = model.cluster.parts
+    for index, stage in enumerate(plan.stages):
+        own = {model.cluster.part_of(device) for device in stage.devices} if len(parts) > 1 else {0}
+        near = min(parts[part].devices_per_node for part in own)
+        if stage.mesh.tensor_parallel_degree > near:
+            raise PlanError(
+                f"stages[{index}] has tensor_parallel_degree {stage.mesh.tensor_parallel_degree} with {near} devices "
+                f"per node: tensor-parallel ranks are modelled within one node; use at most {near}"
+            )
+
+
+def _kinds(model: CostModel) -> tuple[tuple[HardwareProfile, int], ...]:
+    """The profile of every part, and how many devices it has."""
+    return tuple(zip(profiles_of(model), (part.world_size for part in model.cluster.parts), strict=True))

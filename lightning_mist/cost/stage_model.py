@@ -1,0 +1,355 @@
+"""What stages cost: candidates in, arrays of seconds and bytes out.
+
+Steady time ``t`` of a stage: forward and backward of one microbatch, one more forward of every recomputed layer, and
+the transfers that it waits for (:mod:`lightning_mist.cost.time.communication`); from ZeRO-2 on also the reduction of
+its gradients, under ZeRO-3 the unsharding of its parameters (:mod:`lightning_mist.cost.time.zero_seconds`), with
+context parallelism the exchange of keys and values (:mod:`lightning_mist.cost.time.ring_attention`), with offload the
+copies from and to the host (:mod:`lightning_mist.cost.time.offload_seconds`), each as far as it does not hide in
+computation; what the runtime's own Python takes, where that was measured. A pipeline with as many microbatches in
+flight as it has stages passes one of them around the loop of all stages in ``sum t_i`` and two transfers per boundary,
+so each stage is charged with receiving its input and the gradient of its output. On a CPU it is also charged with
+sending, which uses the same cores.
+
+Boundary time ``d``: averaging gradients over the data-parallel ranks, summing those of tied parameters, the optimizer's
+step with all other passes over gradients (:mod:`lightning_mist.cost.time.optimizer_step`), and under ZeRO-1 and ZeRO-2
+giving out the updated parameters. On a device the reduction runs beside the last backward, and what cannot hide there
+counts; on a CPU both use the same cores, so all of it counts.
+
+Array axes
+    K  candidates
+    R  regions
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_mist.cost.inputs import PLANS, STAGES, FloatArray, Kept, Placed, StageCandidates, StageSlot, covered
+from lightning_mist.cost.memory import MemoryModel, StageMemory
+from lightning_mist.cost.time import (
+    Beside,
+    CopyPlace,
+    CopySeconds,
+    CopyStages,
+    RegionSeconds,
+    RegionSums,
+    StageCosts,
+    StageSeconds,
+    UnitSeconds,
+    Unsharding,
+    computation_factor,
+    copy_rates,
+    copy_seconds,
+    corrected_regions,
+    corrected_terms,
+    cut_key,
+    cut_seconds,
+    interference_of,
+    of_cuts,
+    overhead_seconds,
+    reduced_seconds,
+    reductions,
+    region_seconds,
+    ring_seconds,
+    shard_nodes,
+    split_seconds,
+    stage_ring_seconds,
+    tied_seconds,
+    unit_seconds,
+    unsharding,
+    update_seconds,
+    weight_shares,
+)
+from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import Plan, Predicted, ZeroStage
+
+__all__ = ["StageCostModel", "StageCosts", "StageSeconds"]
+
+
+class _Rank:
+    """What one rank of a stage costs under one degree of tensor parallelism; keeps what it has computed."""
+
+    def __init__(self, spec: ModelSpec, memory: MemoryModel) -> None:
+        self.spec, self.memory = spec, memory
+        self.seconds: dict[float, RegionSeconds] = {}
+        self.sums: dict[tuple[int, int], RegionSums] = {}
+        self.units: dict[tuple[int, int], UnitSeconds] = {}
+        self.beside: dict[tuple[float, int, int], Beside] = {}
+        self.cuts: dict[Hashable, tuple[FloatArray, FloatArray]] = {}
+
+
+class StageCostModel:
+    """Seconds and bytes of stages of one network on one machine; keeps what it has computed.
+
+    Args:
+        spec: The network.
+        profile: How fast the machine is.
+        cluster: How many devices it has.
+        seams: If the machine is one part of a cluster of unlike devices: what devices of every part do with nodes of
+            other parts.
+        memories: What stages hold by tensor and sequence parallelism, shared with models of other machines.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        profile: HardwareProfile,
+        cluster: Cluster,
+        *,
+        seams: Sequence[HardwareProfile] = (),
+        memories: dict[tuple[int, bool], MemoryModel] | None = None,
+    ) -> None:
+        self.spec, self.profile, self.cluster, self.seams = spec, profile, cluster, tuple(seams)
+        self._memories = {} if memories is None else memories
+        self._ranks: dict[tuple[int, bool], _Rank] = {}
+        self.predicted: Kept[Plan, Predicted] = Kept()
+        self.remembered: Kept[Plan, tuple[StageMemory, ...]] = Kept()
+        self.clocked: Kept[Plan, float] = Kept()
+        self.terms: Kept[Plan, list[dict[str, float]]] = Kept(PLANS)
+        self.own_terms: Kept[Hashable, dict[str, float]] = Kept(STAGES)
+        self.shared_terms: Kept[Hashable, dict[str, float]] = Kept(STAGES)
+
+    def _rank(self, degree: int, sequence: bool) -> _Rank:
+        key = (degree, sequence)
+        if key not in self._ranks:
+            spec = self.spec.split(degree, sequence)
+            if key not in self._memories:
+                self._memories[key] = MemoryModel(spec, self._memories.get((degree, not sequence)))
+            self._ranks[key] = _Rank(spec, self._memories[key])
+        return self._ranks[key]
+
+    def _of(self, slot: StageSlot) -> _Rank:
+        return self._rank(slot.tensor_parallel_degree, slot.sequence_parallel)
+
+    def memory(self, slot: StageSlot) -> MemoryModel:
+        """What stages of a slot's tensor-parallel degree hold.
+
+        Raises:
+            PlanError: If the costs of that degree are not known.
+        """
+        return self._of(slot).memory
+
+    @property
+    def whole(self) -> MemoryModel:
+        """What the network holds and does where nothing is split."""
+        return self._rank(1, False).memory
+
+    def region_seconds(self, rows: float, degree: int = 1, sequence: bool = False) -> RegionSeconds:
+        """Seconds of every region at a number of rows.
+
+        Args:
+            rows: Microbatch rows.
+            degree: Tensor-parallel ranks, whose exchanges are included.
+            sequence: Whether these are sequence-parallel too.
+        """
+        rank = self._rank(degree, sequence)
+        if rows not in rank.seconds:
+            costs, whole = rank.memory.costs(rows), self._rank(1, False).memory.costs(rows)
+            seconds = (
+                region_seconds(self.spec, self.profile, self.cluster, costs, rows)
+                if degree == 1
+                else split_seconds((self.spec, rank.spec), self.profile, self.cluster, (whole, costs), rows, degree)
+            )
+            rank.seconds[rows] = corrected_regions(self.spec, self.profile, seconds)
+        return rank.seconds[rows]
+
+    def evaluate(self, slot: StageSlot, candidates: StageCandidates) -> StageCosts:
+        """Seconds and bytes of candidates for a slot."""
+        seconds = self.seconds(slot, candidates)
+        return StageCosts(
+            steady_K=seconds.steady_K,
+            boundary_K=seconds.boundary_K,
+            needs=self.memory(slot).needs(slot, candidates),
+        )
+
+    def seconds(self, slot: StageSlot, candidates: StageCandidates) -> StageSeconds:
+        """Seconds of candidates for a slot, by term."""
+        return self.parted_seconds(slot, candidates)[0]
+
+    def seconds_of(self, items: Sequence[Placed]) -> tuple[StageSeconds, ...]:
+        """Seconds of the candidates of several slots; what takes long of copies is asked once for those of all."""
+        alone = [self._without_copies(slot, candidates) for slot, candidates in items]
+        copies = self._copies([stages for _, stages, _ in alone])
+        return tuple(self._with_copies(found, moved) for (found, _, _), moved in zip(alone, copies, strict=True))
+
+    def parted_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageSeconds, Unsharding]:
+        """Seconds of candidates, and how often which part of unsharding without offload happens."""
+        found, stages, shards = self._without_copies(slot, candidates)
+        (copies,) = self._copies([stages])
+        factor = factor_of(self.profile.corrections, "communication")
+        return self._with_copies(found, copies), shards.times(factor)
+
+    def _with_copies(self, found: StageSeconds, copies: CopySeconds | None) -> StageSeconds:
+        """Seconds of candidates as runs have corrected them, with those of copies if there are any."""
+        if copies is not None:
+            found = replace(
+                found,
+                copies_K=copies.copies_K,
+                forward_copies_K=copies.forward_copies_K,
+                reduce_K=np.maximum(found.reduce_K + copies.reduce_K, 0.0),
+                update_copies_K=copies.update_copies_K,
+                gather_K=np.where(copies.is_deferred_K, copies.gather_K, found.gather_K),
+            )
+        return corrected_terms(self.profile, found)
+
+    def _without_copies(
+        self, slot: StageSlot, candidates: StageCandidates
+    ) -> tuple[StageSeconds, CopyStages, Unsharding]:
+        """Seconds of candidates as if nothing were offloaded and nothing corrected, and what copies depend on."""
+        compute = self.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
+        low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
+        sums = self._sums(slot, compute)
+        first_K = candidates.start_K + 1
+        backward_K = sums.backward[high_K] - sums.backward[low_K]
+        recompute_K = sums.forward[first_K + candidates.checkpointed_K] - sums.forward[first_K]
+        machine, memory = (self.profile, self.cluster), self.memory(slot)
+        units, shards, scatter_K = self._shards(slot, candidates, compute)
+        arrival_K, return_K = self._transfers(slot, candidates, sending=False)
+        send_K, send_back_K = self._transfers(slot, candidates, sending=True)
+        forward_exchange_K, backward_exchange_K, recompute_exchange_K = sums.exchanged(candidates, low_K, high_K)
+        forward_ring_K, ring_K = self._ring(slot, candidates, compute)
+        held = memory.holdings.of(candidates)
+        once = reductions(*machine, slot, candidates, held, backward_K + recompute_K, self.seams)
+        passes = update_seconds(machine, self.spec, slot, candidates, memory.holdings)
+        update_K = passes.update_K
+        slower = computation_factor(self.spec, self.profile, "backward")
+        pass_K, accumulate_K = slower * passes.pass_K, slower * passes.accumulate_K
+        across = shard_nodes(self.cluster, slot) > 1
+        stages = CopyStages(
+            places=[CopyPlace(memory=memory, slot=slot, compute=compute, units=units, across_nodes=across)],
+            place_K=np.zeros(len(candidates), dtype=np.int64),
+            candidates=candidates,
+            update_K=update_K,
+            reduce_K=once.whole_K,
+            gather_K=once.gather_K,
+        )
+        none_K = np.zeros(len(candidates))
+        overhead = overhead_seconds(self.profile.overheads, slot, candidates, self.spec)
+        found = StageSeconds(
+            forward_K=sums.forward[high_K] - sums.forward[low_K],
+            backward_K=backward_K + pass_K,
+            recompute_K=recompute_K,
+            weight_K=sums.weight[high_K] - sums.weight[low_K],
+            exchange_K=forward_exchange_K + backward_exchange_K,
+            recompute_exchange_K=recompute_exchange_K,
+            accumulate_K=np.minimum(accumulate_K, backward_K + pass_K),
+            transfer_K=arrival_K + return_K + send_K + send_back_K,
+            arrival_K=arrival_K,
+            return_K=return_K,
+            send_K=send_K,
+            send_back_K=send_back_K,
+            unshard_K=shards.seconds(slot),
+            scatter_K=scatter_K,
+            ring_K=ring_K,
+            forward_ring_K=forward_ring_K,
+            copies_K=none_K,
+            forward_copies_K=none_K,
+            reduce_K=once.exposed_K,
+            tied_K=once.tied_K,
+            update_K=update_K,
+            update_copies_K=none_K,
+            gather_K=once.gather_K,
+            overhead_K=overhead.forward_K + overhead.backward_K,
+            forward_overhead_K=overhead.forward_K,
+            once_K=overhead.once_K,
+        )
+        return found, stages, shards
+
+    def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
+        """What candidates exchange with other stages: for one microbatch, and gradients of tied parameters."""
+        held, machine = self.memory(slot).holdings.of(candidates), (self.profile, self.cluster)
+        transfer_K = sum(self._transfers(slot, candidates, sending=False), np.zeros(len(candidates)))
+        if self.cluster.device.kind != "cuda":
+            transfer_K = transfer_K + sum(self._transfers(slot, candidates, sending=True))
+        factor = factor_of(self.profile.corrections, "communication")
+        return factor * transfer_K, factor * tied_seconds(*machine, slot, held, self.seams)
+
+    def exchanged(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, ...]:
+        """Seconds of what candidates exchange with other stages, by the terms in ``communication.SHARED``."""
+        arrival_K, return_K = self._transfers(slot, candidates, sending=False)
+        send_K, back_K = self._transfers(slot, candidates, sending=True)
+        held, machine = self.memory(slot).holdings.of(candidates), (self.profile, self.cluster)
+        tied_K = tied_seconds(*machine, slot, held, self.seams)
+        found = (arrival_K + return_K + send_K + back_K, arrival_K, return_K, send_K, back_K, tied_K)
+        return tuple(factor_of(self.profile.corrections, "communication") * item_K for item_K in found)
+
+    def _shards(
+        self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds
+    ) -> tuple[UnitSeconds | None, Unsharding, FloatArray]:
+        """Communication of units, and what unsharding and reducing of every microbatch add to computation."""
+        beside = self._beside(slot, candidates, compute)
+        if beside is None:
+            return None, Unsharding.none(len(candidates)), np.zeros(len(candidates))
+        low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
+        return (
+            beside.units,
+            unsharding(beside, slot, candidates, low_K, high_K),
+            reduced_seconds(beside, candidates, low_K, high_K),
+        )
+
+    def _sums(self, slot: StageSlot, compute: RegionSeconds) -> RegionSums:
+        """Sums over regions."""
+        rank, key = self._of(slot), (slot.rows, slot.context_parallel_degree)
+        if key not in rank.sums:
+            rank.sums[key] = RegionSums.of(compute, weight_shares(self.memory(slot).costs(slot.rows)))
+        return rank.sums[key]
+
+    def _beside(self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds) -> Beside | None:
+        """What ZeRO-2 and ZeRO-3 communicate beside computation; ``None`` where nothing is shared out so."""
+        degree, nodes, rank = slot.shard_degree, shard_nodes(self.cluster, slot), self._of(slot)
+        if degree == 1 or candidates.zero_stage_K.max(initial=0) < ZeroStage.GRADIENTS:
+            return None
+        key = slot.whole_rows, degree, nodes
+        if key not in rank.beside:
+            rank.beside[key] = Beside(
+                compute=compute,
+                units=self._units(slot),
+                is_one_unit=rank.memory.holdings.is_one_unit,
+                interference=interference_of(self.profile, self.cluster),
+                across_nodes=nodes > 1,
+            )
+        return rank.beside[key]
+
+    def _units(self, slot: StageSlot) -> UnitSeconds:
+        """Communication of every unit among the ranks that shard."""
+        degree, nodes, rank = slot.shard_degree, shard_nodes(self.cluster, slot), self._of(slot)
+        if (degree, nodes) not in rank.units:
+            rank.units[degree, nodes] = unit_seconds(self.profile, rank.memory.holdings.table, degree, nodes)
+        return rank.units[degree, nodes]
+
+    def _transfers(
+        self, slot: StageSlot, candidates: StageCandidates, *, sending: bool
+    ) -> tuple[FloatArray, FloatArray]:
+        """What receiving takes, or sending does of the computing cores: of the activation, and of its gradient."""
+        if slot.num_stages == 1 or (sending and self.cluster.device.kind == "cuda"):
+            return (np.zeros(len(candidates)),) * 2
+        rank, key, machine = self._of(slot), (sending, cut_key(self.cluster, slot)), (self.profile, self.cluster)
+        if key not in rank.cuts:
+            rank.cuts[key] = cut_seconds(*machine, slot, rank.memory, sending=sending, seams=self.seams)
+        return of_cuts(rank.cuts[key], candidates, sending=sending)
+
+    def _ring(
+        self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds
+    ) -> tuple[FloatArray, FloatArray]:
+        """What context-parallel ranks wait for in one forward, and in one microbatch."""
+        if slot.context_parallel_degree == 1:
+            return (np.zeros(len(candidates)),) * 2
+        found = ring_seconds(self.profile, self.cluster, slot, self.memory(slot), compute)
+        return stage_ring_seconds(found, candidates, *covered(self.spec, candidates.start_K, candidates.end_K))
+
+    def _copies(self, stages: Sequence[CopyStages]) -> list[CopySeconds | None]:
+        """What copies between device and host do; ``None`` where nothing may be offloaded."""
+        asked = [item for item in stages if item.candidates.offload is not None]
+        if not asked:
+            return [None] * len(stages)
+        machine = self.profile, self.cluster
+        every = copy_seconds(CopyStages.everywhere(asked), copy_rates(*machine), interference_of(*machine))
+        found: list[CopySeconds | None] = []
+        begin = 0
+        for item in stages:
+            end = begin + len(item.candidates) * (item.candidates.offload is not None)
+            found.append(None if item.candidates.offload is None else every.take(slice(begin, end)))
+            begin = end
+        return found

@@ -1,0 +1,73 @@
+"""Seconds of stages: computing, communicating, copying, updating, and all of them at once."""
+
+from lightning_mist.cost.time.communication import (
+    SHARED,
+    cut_key,
+    cut_seconds,
+    of_cuts,
+    reductions,
+    shard_nodes,
+    tied_seconds,
+    transfers,
+)
+from lightning_mist.cost.time.correction_factors import computation_factor, corrected_regions, corrected_terms
+from lightning_mist.cost.time.offload_loads import CopyPlace, CopyStages
+from lightning_mist.cost.time.offload_seconds import CopySeconds, copy_seconds
+from lightning_mist.cost.time.operator_seconds import compute_dtype
+from lightning_mist.cost.time.optimizer_step import addition_seconds, update_seconds
+from lightning_mist.cost.time.overlap import CopyRates, copy_rates, interference_of
+from lightning_mist.cost.time.region_sums import RegionSums, weight_shares
+from lightning_mist.cost.time.region_times import RegionSeconds, collective_seconds, region_seconds, split_seconds
+from lightning_mist.cost.time.ring_attention import ring_seconds, stage_ring_seconds
+from lightning_mist.cost.time.runtime_overheads import SPLIT_BACKWARD, overhead_seconds
+from lightning_mist.cost.time.stage_seconds import StageCosts, StageSeconds
+from lightning_mist.cost.time.zero_seconds import (
+    Beside,
+    UnitSeconds,
+    Unsharding,
+    reduced_seconds,
+    unit_seconds,
+    unsharding,
+)
+
+__all__ = [
+    "SHARED",
+    "SPLIT_BACKWARD",
+    "Beside",
+    "CopyPlace",
+    "CopyRates",
+    "CopySeconds",
+    "CopyStages",
+    "RegionSeconds",
+    "RegionSums",
+    "StageCosts",
+    "StageSeconds",
+    "UnitSeconds",
+    "Unsharding",
+    "addition_seconds",
+    "collective_seconds",
+    "computation_factor",
+    "compute_dtype",
+    "copy_rates",
+    "copy_seconds",
+    "corrected_regions",
+    "corrected_terms",
+    "cut_key",
+    "cut_seconds",
+    "interference_of",
+    "of_cuts",
+    "overhead_seconds",
+    "reduced_seconds",
+    "reductions",
+    "region_seconds",
+    "ring_seconds",
+    "shard_nodes",
+    "split_seconds",
+    "stage_ring_seconds",
+    "tied_seconds",
+    "transfers",
+    "unit_seconds",
+    "unsharding",
+    "update_seconds",
+    "weight_shares",
+]

@@ -1,0 +1,284 @@
+"""Seconds of what stages exchange: across boundaries, among ranks with the same parameters, between tied copies.
+
+Where the devices lie is known of a plan (:class:`~lightning_mist.cost.inputs.placement.Placement`). Of a slot of a
+search it is taken for granted that the devices of a stage lie together, and that its neighbours are like it: ranks with
+the same parameters lie in one node if the stage fits into it, and of stages of ``m`` devices on nodes of ``n`` every
+``n / m``-th boundary goes to another node. As a microbatch passes every boundary once, each stage is charged with their
+mean.
+
+A pair of devices in different nodes is measured, or catalogued, with all devices of the node communicating. If fewer do
+each gets more of the node's network, up to what a device can send inside its node. At a boundary those of one stage do.
+
+Between unlike parts of a cluster there are two ends with networks of their own, and the slower one sets the pace. What
+each of them does with nodes of other parts is in a profile of its own (``seams``).
+
+Array axes
+    K  candidates
+    C  cuts between layers
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_mist.cost.inputs import Crossing, FloatArray, StageCandidates, StageSlot
+from lightning_mist.cost.memory import BUCKET_BYTES, HeldBytes, MemoryModel
+from lightning_mist.cost.time.overlap import beyond_computing, interference_of
+from lightning_mist.cost.time.region_times import collective_seconds
+from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.plan import ZeroStage
+
+SHARED = ("transfer_seconds", "arrival_seconds", "return_seconds", "send_seconds", "send_back_seconds", "tied_seconds")
+"""Terms of what stages exchange with other stages, see :class:`~lightning_mist.cost.stage_model.StageSeconds`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reductions:
+    """Seconds of what ranks with the same parameters exchange once per batch.
+
+    Attributes:
+        whole_K: Averaging gradients (up to ZeRO-1), hidden or not.
+        exposed_K: As far as it does not hide in the last backward.
+        gather_K: Giving out updated parameters (ZeRO-1 and ZeRO-2).
+        tied_K: Summing gradients of parameters that several stages hold.
+    """
+
+    whole_K: FloatArray
+    exposed_K: FloatArray
+    gather_K: FloatArray
+    tied_K: FloatArray
+
+
+def shard_nodes(cluster: Cluster, slot: StageSlot) -> int:
+    """Nodes that the ranks with the same parameters span."""
+    if slot.placement:
+        return slot.placement.shard_nodes
+    return min(cluster.num_nodes, slot.shard_degree, -(-slot.devices // cluster.devices_per_node))
+
+
+def _outward(cluster: Cluster, slot: StageSlot) -> float:
+    """Part of the boundaries that go to another node, and of a node's devices that use each of them."""
+    return min(1.0, slot.devices / cluster.devices_per_node) if cluster.num_nodes > 1 else 0.0
+
+
+def _over_seam(
+    ends: Sequence[HardwareProfile], operation: str, payload_K: npt.ArrayLike, calls_K: npt.ArrayLike = 1
+) -> FloatArray:
+    """Seconds of something between two devices in unlike parts: those of the slower end."""
+    seconds = [collective_seconds(profile, operation, 2, 2, payload_K, calls_K) for profile in ends]
+    result_K: FloatArray = np.maximum(*seconds)
+    return result_K
+
+
+def reductions(
+    profile: HardwareProfile,
+    cluster: Cluster,
+    slot: StageSlot,
+    candidates: StageCandidates,
+    held: HeldBytes,
+    backward_K: FloatArray,
+    seams: Sequence[HardwareProfile] = (),
+) -> Reductions:
+    """Seconds of reducing gradients and giving out parameters.
+
+    Args:
+        seams: What devices of every part of a cluster do with nodes of other parts; nothing if devices are alike.
+    """
+    degree, zero_K, none_K = slot.shard_degree, candidates.zero_stage_K, np.zeros(len(candidates))
+    whole_K = exposed_K = gather_K = none_K
+    if degree > 1:
+        nodes = shard_nodes(cluster, slot)
+
+        buckets_K = np.ceil(held.trained_K / BUCKET_BYTES)
+
+        def bucketed(operation: str, messages: int = 1) -> FloatArray:
+            calls_K = np.maximum(messages, buckets_K)
+            return collective_seconds(profile, operation, degree, nodes, held.trained_K, calls_K)
+
+        shards_K = zero_K >= ZeroStage.OPTIMIZER
+        # Every owner has a bucket of its own at least.
+        whole_K = np.where(shards_K, bucketed("reduce", degree), bucketed("all_reduce"))
+        whole_K *= zero_K < ZeroStage.GRADIENTS
+        exposed_K = _exposed(profile, cluster, whole_K, held.trained_K, backward_K, across=nodes > 1)
+        gather_K = bucketed("broadcast", degree) * (shards_K & (zero_K < ZeroStage.PARAMETERS))
+    tied_K = tied_seconds(profile, cluster, slot, held, seams)
+    return Reductions(whole_K=whole_K, exposed_K=exposed_K, gather_K=gather_K, tied_K=tied_K)
+
+
+def tied_seconds(
+    profile: HardwareProfile,
+    cluster: Cluster,
+    slot: StageSlot,
+    held: HeldBytes,
+    seams: Sequence[HardwareProfile] = (),
+) -> FloatArray:
+    """Seconds of summing gradients of parameters that several stages hold; the arguments are :func:`reductions`'."""
+    if slot.num_stages == 1 or not held.shared_K.any():
+        return np.zeros_like(held.shared_K)
+    ends = _ends(slot, seams, 0, slot.num_stages - 1)
+    if ends:
+        return _over_seam(ends, "all_reduce", held.shared_K)
+    nodes = slot.placement.tied_nodes if slot.placement else min(2, cluster.num_nodes)
+    return collective_seconds(profile, "all_reduce", 2, nodes, held.shared_K)
+
+
+def _exposed(
+    profile: HardwareProfile,
+    cluster: Cluster,
+    reduce_K: FloatArray,
+    payload_K: FloatArray,
+    backward_K: FloatArray,
+    *,
+    across: bool,
+) -> FloatArray:
+    """What of a reduction does not hide in the last backward: on a device at least its last bucket."""
+    interference = interference_of(profile, cluster)
+    if interference is None:
+        return reduce_K
+    last_K = reduce_K * np.minimum(1.0, BUCKET_BYTES / np.maximum(payload_K, 1.0))
+    result_K: FloatArray = np.maximum(beyond_computing(backward_K, reduce_K, interference, across), last_K)
+    return result_K
+
+
+def transfers(
+    profile: HardwareProfile,
+    cluster: Cluster,
+    slot: StageSlot,
+    candidates: StageCandidates,
+    memory: MemoryModel,
+    *,
+    sending: bool = False,
+    seams: Sequence[HardwareProfile] = (),
+) -> tuple[FloatArray, FloatArray]:
+    """Receiving the input, and the gradient of the output; every tensor that has one is a message of its own.
+
+    Args:
+        memory: The network, or one tensor-parallel rank's part of it.
+        sending: Whether to give instead what sending takes: the output, and the gradient of the input.
+        seams: As for :func:`reductions`.
+    """
+    if slot.num_stages == 1:
+        return np.zeros(len(candidates)), np.zeros(len(candidates))
+    return of_cuts(
+        cut_seconds(profile, cluster, slot, memory, sending=sending, seams=seams), candidates, sending=sending
+    )
+
+
+def of_cuts(
+    seconds: tuple[FloatArray, FloatArray], candidates: StageCandidates, *, sending: bool
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds of activations and of gradients at the cuts where stages begin and end.
+
+    Args:
+        seconds: As :func:`cut_seconds` gives them.
+        sending: Whether these send what it is about, which is an activation at their end.
+    """
+    activation_C, gradient_C = seconds
+    if sending:
+        return activation_C[candidates.end_K], gradient_C[candidates.start_K]
+    return activation_C[candidates.start_K], gradient_C[candidates.end_K]
+
+
+def cut_seconds(
+    profile: HardwareProfile,
+    cluster: Cluster,
+    slot: StageSlot,
+    memory: MemoryModel,
+    *,
+    sending: bool,
+    seams: Sequence[HardwareProfile],
+) -> tuple[FloatArray, FloatArray]:
+    """What the activation and the gradient that a stage receives, or sends, take by the cut that they cross.
+
+    Args:
+        slot: The place of a stage, not the only one.
+        memory: The network, or one tensor-parallel rank's part of it.
+        sending: Whether the stage sends them.
+        seams: As for :func:`reductions`.
+    """
+    costs = memory.costs(slot.rows, slot.context_parallel_degree)
+    before, behind = (slot.placement.before, slot.placement.behind) if slot.placement else (None, None)
+    index = slot.stage_index
+    sides = (behind, _ends(slot, seams, index, index + 1)), (before, _ends(slot, seams, index - 1, index))
+    activation, gradient = sides if sending else sides[::-1]
+    return (
+        _crossing_seconds(profile, cluster, slot, *activation, costs.boundary_C, _tensors(memory)),
+        _crossing_seconds(profile, cluster, slot, *gradient, costs.gradient_boundary_C, _tensors(memory, trained=True)),
+    )
+
+
+def cut_key(cluster: Cluster, slot: StageSlot) -> Hashable:
+    """Equal for slots of one tensor-parallel degree whose :func:`cut_seconds` are equal."""
+    placement = slot.placement
+    place = None if placement is None else (placement.share, placement.before, placement.behind)
+    return slot.rows, slot.context_parallel_degree, _outward(cluster, slot), slot.seams, place
+
+
+def _ends(slot: StageSlot, seams: Sequence[HardwareProfile], first: int, second: int) -> tuple[HardwareProfile, ...]:
+    """What the devices of two stages do with other parts, if the stages exist and lie in unlike parts."""
+    if not seams or first < 0 or second >= slot.num_stages:
+        return ()
+    parts = slot.seam(first, second)
+    return () if parts is None else tuple(seams[part] for part in parts)
+
+
+def _tensors(memory: MemoryModel, *, trained: bool = False) -> FloatArray:
+    """Tensors that cross each cut; if ``trained``, those whose gradients go back."""
+    spec = memory.spec
+    counts = [sum(tensor.requires_grad or not trained for tensor in tensors) for tensors in spec.boundaries]
+    return np.array([0.0, *counts, 0.0][: spec.num_layers + 1])
+
+
+def _mean_crossing(
+    profile: HardwareProfile, cluster: Cluster, slot: StageSlot, payload_C: FloatArray, tensors_C: FloatArray
+) -> FloatArray:
+    """Seconds of a boundary of a pipeline of which nobody knows where it lies: the mean over boundaries."""
+    inside_C = collective_seconds(profile, "send_recv", 2, 1, payload_C, tensors_C)
+    share = _outward(cluster, slot)
+    if not share:
+        return inside_C
+    across_C = collective_seconds(profile, "send_recv", 2, 2, payload_C * share, tensors_C)
+    result_C: FloatArray = inside_C + share * np.maximum(0.0, across_C - inside_C)
+    return result_C
+
+
+def _crossing_seconds(
+    profile: HardwareProfile,
+    cluster: Cluster,
+    slot: StageSlot,
+    crossing: Crossing | None,
+    seam: Sequence[HardwareProfile],
+    payload_C: FloatArray,
+    tensors_C: FloatArray,
+) -> FloatArray:
+    if seam and crossing is None:
+        return _over_seam(seam, "send_recv", payload_C, tensors_C)
+    if slot.placement is None or crossing is None:
+        return _mean_crossing(profile, cluster, slot, payload_C, tensors_C)
+    own = crossing is slot.placement.before
+    ends = (
+        (crossing.sent, crossing.sent_messages, crossing.sent * crossing.sharing),
+        (crossing.received, crossing.received_messages, crossing.received * crossing.receiving),
+    )
+    if seam:
+        # Both ends wait for the slower one, on a CPU too.
+        share, count = (max(end[place] for end in ends) for place in (0, 1))
+        whole_C, messages_C = payload_C / slot.placement.share, tensors_C * count
+        inside = [collective_seconds(end, "send_recv", 2, 1, whole_C * share, messages_C) for end in seam]
+        across = [
+            collective_seconds(profile, "send_recv", 2, 2, whole_C * end[2], messages_C)
+            for profile, end in zip(seam, ends, strict=True)
+        ]
+        slower_C: FloatArray = np.maximum.reduce([*inside, *across])
+        return slower_C
+    # On a device both ends are busy until the last has what it gets; on a CPU each works for what it moves itself.
+    part, messages, load = ends[own] if cluster.device.kind == "cpu" else map(max, *ends)
+    whole_C, messages_C = payload_C / slot.placement.share, tensors_C * messages
+    inside_C = collective_seconds(profile, "send_recv", 2, 1, whole_C * part, messages_C)
+    if not crossing.across:
+        return inside_C
+    across_C = collective_seconds(profile, "send_recv", 2, 2, whole_C * load, messages_C)
+    result_C: FloatArray = np.maximum(inside_C, across_C)
+    return result_C

@@ -1,0 +1,390 @@
+"""What every unit of a stage that offloads has to compute, exchange and copy, in seconds of each channel.
+
+Bytes are those of :mod:`lightning_mist.cost.memory.offload_bytes`: whole parameters are offloaded, and of what is dealt
+out over ranks the rank that has most counts, its bytes spread over the units as all ranks' are. A parameter that
+several units use is fetched for each of them.
+
+Array axes
+    K  candidates
+    Q  distinct questions among them: place, ZeRO stage, ratios, and the parts of the rank that has most
+    S  places
+    M  memory models: degrees of tensor parallelism
+    N  what a unit has to do
+    R  units, which are regions; padded in front by one that is empty, and behind by two
+    P  parameters
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_mist.cost.inputs import (
+    ArrayRecord,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    OffloadCandidates,
+    StageCandidates,
+    StageSlot,
+    covered,
+    distinct_rows,
+    prefix_sums,
+)
+from lightning_mist.cost.memory import MemoryModel, OffloadedBytes
+from lightning_mist.cost.time.overlap import CopyRates
+from lightning_mist.cost.time.region_times import RegionSeconds
+from lightning_mist.cost.time.zero_seconds import UnitSeconds
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import ZeroStage
+
+BEFORE, BEHIND = 1, 2
+"""Empty units in front of the first and behind the last, so that neighbours always have an index."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPlace:
+    """A place in a pipeline, as far as copies depend on it.
+
+    Attributes:
+        memory: The network, or one tensor-parallel rank's part of it.
+        slot: The place.
+        compute: Forward and backward of every region.
+        units: Communication of every unit among the ranks that shard; ``None`` if nothing is sharded.
+        across_nodes: Whether these ranks are in several nodes.
+    """
+
+    memory: MemoryModel
+    slot: StageSlot
+    compute: RegionSeconds
+    units: UnitSeconds | None
+    across_nodes: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyStages(ArrayRecord):
+    """Stages at one place or at several, with those of their seconds that copies depend on.
+
+    Attributes:
+        place_K: At which of the places each is.
+        update_K: The optimizer's arithmetic.
+        reduce_K: Averaging all gradients after the last microbatch, hidden or not.
+        gather_K: Giving out all updated parameters, hidden or not.
+    """
+
+    places: Sequence[CopyPlace]
+    place_K: IntArray
+    candidates: StageCandidates
+    update_K: FloatArray
+    reduce_K: FloatArray
+    gather_K: FloatArray
+
+    @property
+    def is_deferred_K(self) -> BoolArray:
+        """Whether an update waits for the next batch's first forward."""
+        slots = [place.slot for place in self.places]
+        deferred_K: BoolArray = defers_K(self.places[0].memory.spec, slots, self.place_K, self.candidates)
+        return deferred_K & ratios_of(self.candidates).is_updated_by_units_K
+
+    @classmethod
+    def everywhere(cls, items: Sequence["CopyStages"]) -> "CopyStages":
+        """The stages of all, at the places of all."""
+        places = [place for item in items for place in item.places]
+        first = np.cumsum([0, *(len(item.places) for item in items)]).tolist()
+        placed = [
+            replace(item, places=places, place_K=begin + item.place_K)
+            for begin, item in zip(first, items, strict=False)
+        ]
+        return cls.joined(placed)
+
+
+NAMES = (
+    "forward",
+    "backward",
+    "update",
+    "unshard",
+    "scatter",
+    "reduce",
+    "gather",
+    "parameters_in",
+    "frozen_in",
+    "gradients_in",
+    "gradients_out",
+    "state_in",
+    "state_out",
+    "saved_in",
+    "saved_out",
+    "kept_in",
+    "kept_out",
+)
+"""What a unit has to do, in the order of the first axis of :class:`Loads`."""
+
+_PLACE = {name: place for place, name in enumerate(NAMES)}
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Seconds of every unit by question, padded; what a unit does not have is 0.
+
+    ``forward``, ``backward``, ``update``
+        Computing its forward, its backward and its update.
+    ``unshard``, ``scatter``
+        Giving out its parameters, and reducing its gradients, in every microbatch.
+    ``reduce``, ``gather``
+        Averaging its gradients after the last microbatch, and giving out its updated parameters.
+    ``parameters_in``, ``frozen_in``, ``gradients_in``, ``gradients_out``
+        Fetching its offloaded parameters, those of them that no update fetches, and gradients, and writing these back.
+    ``state_in``, ``state_out``
+        Fetching what its update needs (optimizer state, gradients and parameters), and writing back what it changed
+        (optimizer state and parameters).
+    ``saved_in``, ``saved_out``, ``kept_in``, ``kept_out``
+        Fetching and moving away the activations of a layer that is not recomputed, and of one that is.
+
+    Attributes:
+        seconds_NQR: Them all; axes: what (:data:`NAMES`), ``Q``, ``R``.
+        waits_Q: Whether computing waits for parameters that are fetched, to give them out (ZeRO-3); 1 or 0.
+    """
+
+    seconds_NQR: FloatArray
+    waits_Q: FloatArray
+
+    @classmethod
+    def of(cls, seconds: Mapping[str, FloatArray], shape: tuple[int, int], waits_Q: FloatArray) -> "Loads":
+        """Seconds by name as loads.
+
+        Args:
+            seconds: Seconds of every unit, of each question or of all alike.
+            shape: Numbers of questions and of units.
+            waits_Q: As the attribute.
+        """
+        found = np.zeros((len(NAMES), shape[0], shape[1] + BEFORE + BEHIND))
+        for place, name in enumerate(NAMES):
+            found[place, :, BEFORE:-BEHIND] = seconds[name]
+        return cls(found, waits_Q)
+
+    def __len__(self) -> int:
+        """Number of questions."""
+        return int(self.seconds_NQR.shape[1])
+
+    def __getitem__(self, name: str) -> FloatArray:
+        """Seconds of every unit by question."""
+        found_QR: FloatArray = self.seconds_NQR[_PLACE[name]]
+        return found_QR
+
+    @property
+    def width(self) -> int:
+        """Number of units, those that are made up included."""
+        return int(self.seconds_NQR.shape[2])
+
+    def table(self, unit_X: IntArray) -> FloatArray:
+        """All seconds of some padded units; axes: which, ``Q``, ``X``."""
+        return self.seconds_NQR[:, :, unit_X]
+
+    def differs(self) -> BoolArray:
+        """Of every padded unit but the first, whether it differs from the one before."""
+        found: BoolArray = (self.seconds_NQR[:, :, 1:] != self.seconds_NQR[:, :, :-1]).any(axis=(0, 1))
+        return found
+
+
+def loads_of(stages: CopyStages, rates: CopyRates) -> tuple[Loads, IntArray]:
+    """The loads of stages that offload, and which row of them each stage has.
+
+    Args:
+        rates: Bytes per second of copies.
+    """
+    candidates = stages.candidates
+    offload = ratios_of(candidates)
+    memories, memory_S = _memories(stages.places)
+    low_K, high_K = covered(memories[0].spec, candidates.start_K, candidates.end_K)
+    trained_MR = np.stack([memory.holdings.table.trained_R for memory in memories])
+    prefix_MR, memory_K = prefix_sums(trained_MR), memory_S[stages.place_K]
+    trained_K = prefix_MR[memory_K, high_K] - prefix_MR[memory_K, low_K]
+    # Parameters are given out unit by unit where they are updated beside the first forward.
+    update_K = stages.update_K * offload.is_updated_by_units_K
+    totals = update_K, stages.reduce_K, stages.gather_K * stages.is_deferred_K
+    rows_MR = np.stack([memory.holdings.table.reduced_row_R for memory in memories])
+    columns = (
+        stages.place_K,
+        rows_MR[memory_K, low_K],
+        candidates.zero_stage_K,
+        offload.parameters_K,
+        offload.gradients_K,
+        offload.optimizer_K,
+        offload.activations_K,
+        *_parts(stages),
+        *(total_K / np.maximum(trained_K, 1.0) for total_K in totals),
+    )
+    questions_QX, question_K = distinct_rows(*columns)
+    return _Questions(stages.places, questions_QX, rates).loads(), question_K
+
+
+class _Questions:
+    """Turns distinct questions into loads."""
+
+    def __init__(self, places: Sequence[CopyPlace], questions_QX: FloatArray, rates: CopyRates) -> None:
+        self.places, self.rates = places, rates
+        place_Q, row_Q, *self.columns = questions_QX.T
+        self.place_Q, self.row_Q = place_Q.astype(np.int64), row_Q.astype(np.int64)
+        self.memories, memory_S = _memories(places)
+        self.memory_Q = memory_S[self.place_Q]
+
+    def loads(self) -> Loads:
+        """Seconds of every unit."""
+        zero_Q, parameters_Q, gradients_Q, optimizer_Q, activations_Q, *rest = self.columns
+        part_Q, gradient_Q, owned_Q, state_Q, update_Q, reduce_Q, gather_Q = (values[:, None] for values in rest)
+        # Bytes of every unit that are offloaded, before they are dealt out.
+        offloaded_QR = self._offloaded(parameters_Q, "parameters")
+        changed_QR = self._offloaded(parameters_Q, "changed")
+        graded_QR = self._offloaded(gradients_Q, "trained")
+        state = self.memories[0].spec.optimizer.state_bytes_per_parameter_byte
+        state_QR = state_Q * state * self._offloaded(optimizer_Q, "trained")
+        trained_QR = np.stack([memory.holdings.table.trained_R for memory in self.memories])[self.memory_Q]
+        costs = [place.memory.costs(place.slot.rows, place.slot.context_parallel_degree) for place in self.places]
+        is_layer_R = np.ones(trained_QR.shape[1])
+        is_layer_R[[0, -1]] = 0.0
+        saved_QR, kept_QR = (
+            activations_Q[:, None] * is_layer_R * np.stack(bytes_SR)[self.place_Q]
+            for bytes_SR in ([item.saved_R for item in costs], [item.checkpointed_saved_R for item in costs])
+        )
+        # The first microbatch of a batch has no gradients to fetch.
+        again_Q = np.array([float(place.slot.num_microbatches > 1) for place in self.places])[self.place_Q, None]
+        computes = [place.compute for place in self.places]
+        unshard_QR, reduce_QR = self._communicated(len(is_layer_R))
+        to_device, to_host = self.rates.to_device, self.rates.to_host
+        found = {
+            "forward": np.stack([item.forward_R for item in computes])[self.place_Q],
+            "backward": np.stack([item.backward_R for item in computes])[self.place_Q],
+            "update": update_Q * trained_QR,
+            "unshard": (zero_Q >= ZeroStage.PARAMETERS)[:, None] * unshard_QR,
+            "scatter": (zero_Q >= ZeroStage.GRADIENTS)[:, None] * reduce_QR,
+            "reduce": reduce_Q * trained_QR,
+            "gather": gather_Q * trained_QR,
+            "parameters_in": part_Q * offloaded_QR / to_device,
+            "frozen_in": part_Q * (offloaded_QR - changed_QR) / to_device,
+            "gradients_in": again_Q * gradient_Q * graded_QR / to_device,
+            "gradients_out": gradient_Q * graded_QR / to_host,
+            "state_in": (state_QR + owned_Q * graded_QR + part_Q * changed_QR) / to_device,
+            "state_out": (state_QR + part_Q * changed_QR) / to_host,
+            "saved_in": saved_QR / to_device,
+            "saved_out": saved_QR / to_host,
+            "kept_in": kept_QR / to_device,
+            "kept_out": kept_QR / to_host,
+        }
+        ranks_Q = np.array([place.slot.shard_degree for place in self.places])[self.place_Q]
+        return Loads.of(found, trained_QR.shape, ((zero_Q >= ZeroStage.PARAMETERS) & (ranks_Q > 1)).astype(np.float64))
+
+    def _communicated(self, width: int) -> tuple[FloatArray, FloatArray]:
+        """Giving out parameters, and reducing gradients, of every unit."""
+        units = [place.units for place in self.places]
+        if not any(units):
+            return np.zeros((1, width)), np.zeros((1, width))
+        rows = max(len(item.reduce_FR) for item in units if item is not None)
+        unshard_SR, reduce_SFR = np.zeros((len(units), width)), np.zeros((len(units), rows, width))
+        for index, item in enumerate(units):
+            if item is not None:
+                unshard_SR[index] = item.unshard_R
+                reduce_SFR[index, : len(item.reduce_FR)] = item.reduce_FR
+        return unshard_SR[self.place_Q], reduce_SFR[self.place_Q, self.row_Q]
+
+    def _offloaded(self, ratio_Q: FloatArray, of: OffloadedBytes) -> FloatArray:
+        """Offloaded bytes of every unit, where every unit fetches what it uses; axes ``Q``, ``R``."""
+        pairs_UX, inverse_Q = distinct_rows(self.memory_Q, ratio_Q)
+        found_UR = [self.memories[int(memory)].states.unit_bytes(ratio, of) for memory, ratio in pairs_UX.tolist()]
+        offloaded_QR: FloatArray = np.stack(found_UR)[inverse_Q]
+        return offloaded_QR
+
+
+def _memories(places: Sequence[CopyPlace]) -> tuple[list[MemoryModel], IntArray]:
+    """The distinct memory models of some places, and which each has."""
+    found: dict[int, int] = {}
+    memories: list[MemoryModel] = []
+    of_places: list[int] = []
+    for place in places:
+        key = id(place.memory)
+        if key not in found:
+            found[key] = len(memories)
+            memories.append(place.memory)
+        of_places.append(found[key])
+    return memories, np.array(of_places, dtype=np.int64)
+
+
+def _parts(stages: CopyStages) -> FloatArray:
+    """As :func:`parts_of_ranks`, wherever candidates are."""
+    memories, memory_S = _memories(stages.places)
+    ranks_K = np.array([place.slot.shard_degree for place in stages.places], dtype=np.int64)[stages.place_K]
+    found_XK = np.ones((4, len(stages.candidates)))
+    for index, memory in enumerate(memories):
+        at_J = np.flatnonzero(memory_S[stages.place_K] == index)
+        found_XK[:, at_J] = parts_of_ranks(memory, ranks_K[at_J], stages.candidates.take(at_J))
+    return found_XK
+
+
+def ratios_of(candidates: StageCandidates) -> OffloadCandidates:
+    """The ratios of candidates.
+
+    Raises:
+        ValueError: If they have none.
+    """
+    if candidates.offload is None:
+        raise ValueError("candidates.offload = None: nothing is offloaded, so there are no copies")
+    return candidates.offload
+
+
+def defers_K(spec: ModelSpec, slots: Sequence[StageSlot], place_K: IntArray, candidates: StageCandidates) -> BoolArray:
+    """Whether stages that update unit by unit do it in the next first forward: nobody may look before.
+
+    As of :func:`lightning_mist.schedule.stage_units.defers_update`.
+
+    Args:
+        slots: Their places.
+        place_K: Which of them each is at.
+    """
+    rules, zero_K = spec.module_map, candidates.zero_stage_K
+    if rules.excludes("sharded_gradients") or rules.excludes("shards"):
+        return np.zeros(len(zero_K), dtype=bool)
+    is_shared_K = np.array([slot.shard_degree > 1 for slot in slots])[place_K]
+    is_given_K = is_shared_K & (zero_K >= ZeroStage.OPTIMIZER) & (zero_K < ZeroStage.PARAMETERS)
+    deferred_K: BoolArray = ~(is_given_K & bool(rules.excludes("sharded_parameters")))
+    return deferred_K
+
+
+def parts_of_ranks(memory: MemoryModel, ranks_K: IntArray, candidates: StageCandidates) -> FloatArray:
+    """What part of a unit's offloaded bytes the rank that has most offloads.
+
+    The update of a parameter happens once, however many units fetch it.
+
+    Args:
+        memory: The network, or one tensor-parallel rank's part of it.
+        ranks_K: Ranks with the same parameters.
+        candidates: The stages, with ratios.
+
+    Returns:
+        Of parameters, of gradients, of gradients whose parameters a rank updates, and of optimizer state; axis ``K``.
+    """
+    offload, states, zero_K = ratios_of(candidates), memory.states, candidates.zero_stage_K
+    low_K, high_K = covered(memory.spec, candidates.start_K, candidates.end_K)
+
+    def part(ratio_K: FloatArray, since: ZeroStage, *, trained: bool, once: bool = False) -> FloatArray:
+        shards_K, part_K = (zero_K >= since) & (ranks_K > 1), np.ones(len(candidates))
+        at_J = np.flatnonzero((shards_K | once) & (ratio_K > 0))
+        if not len(at_J):
+            return part_K
+        some, ratio_J = candidates.take(at_J), ratio_K[at_J]
+        most_J = states.of(some, ratio_J, ranks_K[at_J], shards_K[at_J], trained=trained).offloaded_K
+        if once:
+            ratios_U, row_J = distinct_rows(ratio_J)
+            prefix_UR = prefix_sums(np.stack([states.unit_bytes(ratio, "trained") for (ratio,) in ratios_U.tolist()]))
+            all_J = prefix_UR[row_J, high_K[at_J]] - prefix_UR[row_J, low_K[at_J]]
+        else:
+            all_J = states.of(some, ratio_J, 1, shards_K[at_J], trained=trained).offloaded_K
+        part_K[at_J] = most_J / np.maximum(all_J, 1.0)
+        return part_K
+
+    return np.stack(
+        [
+            part(offload.parameters_K, ZeroStage.PARAMETERS, trained=False),
+            part(offload.gradients_K, ZeroStage.GRADIENTS, trained=True),
+            part(offload.gradients_K, ZeroStage.OPTIMIZER, trained=True, once=True),
+            part(offload.optimizer_K, ZeroStage.OPTIMIZER, trained=True, once=True),
+        ]
+    )

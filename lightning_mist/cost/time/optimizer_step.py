@@ -1,0 +1,123 @@
+"""Seconds of everything that passes over gradients and parameters: adding gradients up, and what comes once per batch.
+
+Every pass over gradients reads and writes them. Which there are follows the runtime:
+
+* ranks that share parameters copy their gradients into buckets and scale them, once per batch, under ZeRO-2 and ZeRO-3
+  after every backward; a rank that shares them with nobody scales them where they are, if there are others at all;
+* the gradient that arrives at the loss multiplies what is left to the rank, under ZeRO its own;
+* a loss scale is taken out again in one more pass (``"16-mixed"``);
+* under ZeRO-1 and ZeRO-2 parameters are copied into buckets by their owner and out of them by the others.
+
+Gradients of all microbatches but the first are added to those that exist: two are read and one is written. Measured and
+traced backwards have that in them. Under ZeRO-2 and ZeRO-3 they are made anew each time, and added up by their owner.
+
+Array axes
+    K  candidates
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost.inputs import BoolArray, FloatArray, StageCandidates, StageSlot
+from lightning_mist.cost.memory import HeldBytes, Holdings
+from lightning_mist.cost.time.correction_factors import computation_factor
+from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import ZeroStage
+
+OPERATORS_PER_PARAMETER = 10
+"""Operators of a step in a loop over parameters: ``_single_tensor_adam`` in ``torch/optim/adam.py`` launches ten."""
+
+PASS = 2
+"""Bytes moved by a pass over a byte: read and written."""
+
+ADDITION = 3
+"""Bytes moved for every byte that is added to another: both are read, the sum is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSeconds:
+    """Seconds of passes over gradients and parameters.
+
+    Attributes:
+        update_K: The optimizer's step, and the other passes of once per batch.
+        accumulate_K: Adding the gradients of one microbatch to those that exist, which the first one need not.
+        pass_K: What the passes of one microbatch take beyond those that are in a measured or traced backward.
+    """
+
+    update_K: FloatArray
+    accumulate_K: FloatArray
+    pass_K: FloatArray
+
+
+def update_seconds(
+    machine: tuple[HardwareProfile, Cluster],
+    spec: ModelSpec,
+    slot: StageSlot,
+    candidates: StageCandidates,
+    holdings: Holdings,
+) -> UpdateSeconds:
+    """Seconds of candidates for a slot.
+
+    Args:
+        machine: How fast the devices are, and which.
+        holdings: Parameters of the network, or of one tensor-parallel rank's part of it.
+    """
+    profile, cluster = machine
+    held, zero_K, degree = holdings.of(candidates), candidates.zero_stage_K, slot.shard_degree
+    shares_K = (zero_K >= ZeroStage.OPTIMIZER) & (degree > 1)
+    reduces_K = (zero_K >= ZeroStage.GRADIENTS) & (degree > 1)
+    gives_K = shares_K & (zero_K < ZeroStage.PARAMETERS)
+    owned_K = held.trained_K
+    if degree > 1:
+        owned_K = np.where(shares_K, holdings.shares(candidates, degree).trained_K, held.trained_K)
+    rate = profile.memory_bytes_per_second
+    added_K = _addition(profile, np.where(reduces_K, owned_K, held.trained_K))
+    # Two passes instead of the addition that is in the backward, and the owner's addition.
+    pass_K = np.where(reduces_K, (2 * PASS - ADDITION) * held.trained_K / rate + added_K, 0.0)
+    return UpdateSeconds(
+        update_K=_once(profile, cluster, spec, slot, held, owned_K, (reduces_K, gives_K)),
+        accumulate_K=added_K,
+        pass_K=pass_K,
+    )
+
+
+def addition_seconds(spec: ModelSpec, profile: HardwareProfile, gradients: FloatArray) -> FloatArray:
+    """Seconds of adding gradients to those that exist, as a part of backwards as runs have corrected them."""
+    return computation_factor(spec, profile, "backward") * _addition(profile, gradients)
+
+
+def _addition(profile: HardwareProfile, gradients: FloatArray) -> FloatArray:
+    result: FloatArray = ADDITION * gradients / profile.memory_bytes_per_second
+    return result
+
+
+def _once(
+    profile: HardwareProfile,
+    cluster: Cluster,
+    spec: ModelSpec,
+    slot: StageSlot,
+    held: HeldBytes,
+    owned_K: FloatArray,
+    sharding: tuple[BoolArray, BoolArray],
+) -> FloatArray:
+    """The optimizer's step over the owned parameters, and the other passes of once per batch."""
+    reduces_K, gives_K = sharding
+    optimizer = spec.optimizer
+    alone = slot.shard_degree == 1
+    into_buckets_K = np.where(reduces_K, 0, int(slot.world_size > 1) if alone else 2) * held.trained_K
+    left_K = (1 + int(spec.precision == "16-mixed")) * owned_K
+    given_K = np.where(gives_K, held.trained_K, 0.0)
+    passed_K = PASS * (into_buckets_K + left_K + given_K)
+    if optimizer.step_seconds_per_parameter_byte > 0:
+        measured_K: FloatArray = optimizer.step_seconds_per_parameter_byte * owned_K
+        return measured_K + passed_K / profile.memory_bytes_per_second
+    # Only the loop implementations have temporaries of the size of one parameter.
+    is_loop = optimizer.step_peak_bytes_per_largest > 0
+    count_K = held.count_K * owned_K / np.maximum(held.trained_K, 1.0)
+    operators_K = OPERATORS_PER_PARAMETER * (count_K if is_loop else np.minimum(held.count_K, 1.0))
+    busy_K = (optimizer.step_moved_bytes_per_parameter_byte * owned_K + passed_K) / profile.memory_bytes_per_second
+    launch_K = operators_K * profile.operator_seconds
+    result_K: FloatArray = np.maximum(busy_K, launch_K) if cluster.device.kind == "cuda" else busy_K + launch_K
+    return result_K

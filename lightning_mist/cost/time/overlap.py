@@ -1,0 +1,115 @@
+"""Seconds of loads on several channels that start together and run at the same time.
+
+The model, a fluid whose speeds depend on which channels are active, is that of
+:mod:`lightning_mist.hardware.profile.interference`. Its result is never below the largest load and never above their
+sum.
+
+Array axes
+    C  channels, in the order of ``CHANNELS``
+    K  candidates
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost.inputs import FloatArray
+from lightning_mist.errors import ProfileError
+from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.hardware.profile import COEFFICIENTS, Interference, seconds_together, speed_table
+
+
+def concurrent_seconds(
+    compute_K: FloatArray,
+    network_K: FloatArray,
+    to_device_K: FloatArray,
+    to_host_K: FloatArray,
+    interference: Interference | None,
+    across_nodes: bool,
+) -> FloatArray:
+    """Seconds until all loads that start together are done.
+
+    Args:
+        compute_K: Seconds of computing alone, not negative. The four may be of any shapes that broadcast.
+        to_device_K: Seconds of copying from the host alone.
+        to_host_K: Seconds of copying to the host alone.
+        interference: The machine's coefficients; None where channels take turns.
+        across_nodes: Whether the network's group spans several nodes.
+
+    Returns:
+        Seconds, in the shape that the loads broadcast to.
+
+    Raises:
+        ValueError: If a load is negative or not finite.
+    """
+    loads = np.broadcast_arrays(compute_K, network_K, to_device_K, to_host_K)
+    load_CK = np.stack([np.asarray(load, dtype=np.float64) for load in loads])
+    least, most = load_CK.min(initial=0.0), load_CK.max(initial=0.0)
+    # What is not a number is neither.
+    if not (least >= 0.0 and most < np.inf):
+        raise ValueError(f"loads from {least} to {most} s: they are finite and not negative")
+    if interference is None:
+        summed_K: FloatArray = load_CK.sum(axis=0)
+        return summed_K
+    return seconds_together(load_CK, speed_table(interference, across_nodes))
+
+
+def beyond_computing(
+    compute_K: FloatArray, network_K: FloatArray, interference: Interference | None, across_nodes: bool
+) -> FloatArray:
+    """Seconds that communication takes beside computation beyond those of computing alone.
+
+    Two channels with the coefficient ``a`` run at ``1 / (1 + a)`` of their speeds until the smaller load ``x`` is done,
+    for ``x + a x`` seconds, and the rest of the larger one ``y`` takes ``y - x``: together ``y + a x``.
+
+    Args:
+        compute_K: Seconds of computing alone, not negative.
+        network_K: Seconds of communicating alone, not negative.
+        interference: The machine's coefficients; None where channels take turns.
+        across_nodes: Whether the network's group spans several nodes.
+    """
+    if interference is None:
+        return network_K
+    coefficient = interference.compute_across if across_nodes else interference.compute_network
+    less_K = np.minimum(compute_K, network_K)
+    result_K: FloatArray = (network_K - less_K) + coefficient * less_K
+    return result_K
+
+
+FREE = Interference(**dict.fromkeys(COEFFICIENTS, 0.0), source="not known, so none")
+"""Channels that do not slow each other down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRates:
+    """Bytes per second that one device copies from and to the host, all devices of its node copying."""
+
+    to_device: float
+    to_host: float
+
+
+def interference_of(profile: HardwareProfile, cluster: Cluster) -> Interference | None:
+    """How the channels of a machine's devices slow each other down; ``None`` where they take turns."""
+    if cluster.device.kind != "cuda":
+        return None
+    return profile.interference or FREE
+
+
+def copy_rates(profile: HardwareProfile, cluster: Cluster) -> CopyRates:
+    """How fast one device copies.
+
+    Raises:
+        ProfileError: If nothing is known of a device's copies.
+    """
+    rates = profile.host_to_device_bytes_per_second, profile.device_to_host_bytes_per_second
+    if cluster.device.kind != "cuda":
+        # Every byte is read once and written once.
+        within = profile.memory_bytes_per_second / 2
+        return CopyRates(to_device=rates[0] or within, to_host=rates[1] or within)
+    if min(rates) <= 0:
+        raise ProfileError(
+            f"the profile of {profile.device} copies {rates[0]:g} bytes/s from the host and {rates[1]:g} to it: "
+            "offload needs both rates; measure the machine, or describe its host link"
+        )
+    share = profile.host_bytes_per_second_per_node / cluster.devices_per_node or float("inf")
+    return CopyRates(to_device=min(rates[0], share), to_host=min(rates[1], share))

@@ -1,0 +1,244 @@
+"""Seconds of computation and of communication, from measurements where there are any and from rates otherwise.
+
+Array axes
+    R  regions in execution order: the head, every layer, the tail
+    K  payloads
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import log
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_mist.cost.inputs import Collectives, FloatArray, RegionCosts, regions_of
+from lightning_mist.cost.time.operator_seconds import compute_dtype, work_seconds
+from lightning_mist.cost.time.runtime_overheads import SPLIT_BACKWARD
+from lightning_mist.errors import ProfileError
+from lightning_mist.hardware import Cluster, CollectiveCost, HardwareProfile
+from lightning_mist.model.spec import LayerSeconds, ModelSpec
+
+TimeSource = Literal["measured", "extrapolated", "rates"]
+"""Whether seconds lie between measured ones, beyond them, or come from FLOPs, bytes and launches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionSeconds:
+    """Seconds of every region at one number of rows.
+
+    Attributes:
+        source: Where they come from; the least certain source counts.
+        exchange: The parts of both in which tensor-parallel ranks exchange; ``None`` without such ranks.
+    """
+
+    forward_R: FloatArray
+    backward_R: FloatArray
+    source: TimeSource
+    exchange: tuple[FloatArray, FloatArray] | None = None
+
+
+def split_seconds(
+    specs: tuple[ModelSpec, ModelSpec],
+    profile: HardwareProfile,
+    cluster: Cluster,
+    costs: tuple[RegionCosts, RegionCosts],
+    rows: float,
+    degree: int,
+) -> RegionSeconds:
+    """Seconds of every region on one of several tensor-parallel ranks, what these exchange included.
+
+    Seconds of the whole network, measured or not, shrink as those from FLOPs, bytes and launches do. The ranks of one
+    stage are in one node, and wait for each other.
+
+    Args:
+        specs: The whole network, and one rank's part of it.
+        cluster: As for :func:`region_seconds`.
+        costs: FLOPs and bytes of every region of both.
+        rows: Microbatch rows.
+    """
+    whole = region_seconds(specs[0], profile, cluster, costs[0], rows)
+    rates = [
+        region_seconds(replace(spec, seconds=()), profile, cluster, item, rows)
+        for spec, item in zip(specs, costs, strict=True)
+    ]
+    part = costs[1]
+    operators_R = np.array([region.forward_operators for region in regions_of(specs[0])], dtype=np.float64)
+    split_R = profile.overheads.split_operator_seconds * operators_R
+
+    def scaled(name: str) -> FloatArray:
+        before_R, after_R = (getattr(item, name) for item in rates)
+        seconds_R: FloatArray = getattr(whole, name) * np.where(
+            before_R > 0, after_R / np.maximum(before_R, 1e-300), 1.0
+        )
+        return seconds_R
+
+    def exchanged(collectives: Collectives) -> FloatArray:
+        seconds_R = np.zeros_like(whole.forward_R)
+        for operation, bytes_R, calls_R in collectives:
+            seconds_R = seconds_R + collective_seconds(profile, operation, degree, 1, bytes_R, calls_R)
+        return seconds_R
+
+    exchange = exchanged(part.forward_collectives), exchanged(part.backward_collectives)
+    return RegionSeconds(
+        forward_R=scaled("forward_R") + exchange[0] + split_R,
+        backward_R=scaled("backward_R") + exchange[1] + SPLIT_BACKWARD * split_R,
+        source=whole.source,
+        exchange=exchange,
+    )
+
+
+def region_seconds(
+    spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, costs: RegionCosts, rows: float
+) -> RegionSeconds:
+    """Seconds of one forward and one backward (without recomputation) of every region.
+
+    Args:
+        spec: The network, perhaps with measured seconds of its kinds of layers.
+        cluster: Tells whether operators queue on a device or run one after another.
+        costs: FLOPs and bytes of every region at ``rows`` rows.
+        rows: Microbatch rows.
+
+    Raises:
+        ProfileError: If a kind was not measured and the profile lacks the rate of the computation's element type.
+    """
+    measured = {seconds.kind: seconds for seconds in spec.seconds}
+    regions = regions_of(spec)
+    forward_R, backward_R = np.zeros(len(regions)), np.zeros(len(regions))
+    sources: set[TimeSource] = set()
+    if any(region.kind not in measured for region in regions):
+        dtype, ahead = compute_dtype(spec.precision), cluster.device.kind == "cuda"
+        forward_R[:] = work_seconds(profile, costs.forward_work, dtype, "forward", launches_ahead=ahead)
+        backward_R[:] = work_seconds(profile, costs.backward_work, dtype, "backward", launches_ahead=ahead)
+    for index, region in enumerate(regions):
+        if region.kind in measured:
+            seconds = measured[region.kind]
+            forward_R[index] = interpolate(seconds.rows, seconds.forward, rows)
+            backward_R[index] = interpolate(seconds.rows, seconds.backward, rows)
+            sources.add(_source(seconds, rows))
+        elif region.forward_work:
+            sources.add("rates")
+    order: tuple[TimeSource, ...] = ("rates", "extrapolated", "measured")
+    worst: TimeSource = next((source for source in order if source in sources), "measured")
+    return RegionSeconds(forward_R=forward_R, backward_R=backward_R, source=worst)
+
+
+def _source(seconds: LayerSeconds, rows: float) -> TimeSource:
+    return "measured" if seconds.rows[0] <= rows <= seconds.rows[-1] else "extrapolated"
+
+
+def interpolate(rows: Sequence[int], seconds: Sequence[float], wanted: float) -> float:
+    """Seconds at a number of rows.
+
+    Linear between measured sizes. Beyond them as ``a + b rows`` grows or shrinks from the nearest measured size: ``a``
+    is what a layer costs however few its rows are, neither it nor ``b`` is negative, and the line is the one with the
+    least squares of relative errors over all measured sizes. A single size says nothing of ``a``: then seconds are
+    taken to grow with the rows above it, and not to shrink below it.
+
+    Args:
+        wanted: The size asked for.
+    """
+    if rows[0] <= wanted <= rows[-1]:
+        return float(np.interp(wanted, rows, seconds))
+    end = 0 if wanted < rows[0] else len(rows) - 1
+    if len(rows) == 1:
+        return float(seconds[0] * max(1.0, wanted / rows[0]))
+    fixed, each = _line(rows, seconds)
+    known = fixed + each * rows[end]
+    return float(seconds[end] * (fixed + each * wanted) / known) if known > 0 else 0.0
+
+
+def _line(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """``a`` and ``b``, neither negative, of the line ``a + b rows`` with the least squares of relative errors."""
+    sizes, found = np.asarray(rows, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    weights = np.where(found > 0, 1 / np.maximum(found, 1e-12), 0.0)
+    if not weights.any():
+        return 0.0, 0.0
+    (fixed, each), *_ = np.linalg.lstsq(np.stack([weights, weights * sizes], axis=1), weights * found, rcond=None)
+    if fixed < 0:
+        return 0.0, float((weights**2 * sizes * found).sum() / ((weights * sizes) ** 2).sum())
+    if each < 0:
+        return float((weights**2 * found).sum() / (weights**2).sum()), 0.0
+    return float(fixed), float(each)
+
+
+def collective_seconds(
+    profile: HardwareProfile,
+    operation: str,
+    group_size: int,
+    num_nodes: int,
+    payload_K: npt.ArrayLike,
+    calls_K: npt.ArrayLike = 1,
+) -> FloatArray:
+    """Seconds of a collective: its calls' latencies, and its bytes at the rate of the nearest group that is known.
+
+    From that group's size to another they change as in a ring; see :func:`ring_steps`.
+
+    Args:
+        operation: A name of :class:`CollectiveCost`. Where ``"reduce"`` is not known it takes what ``"broadcast"``
+            takes: it is the same tree run backwards.
+        group_size: Number of ranks.
+        num_nodes: Number of nodes they span.
+        payload_K: Bytes of the whole un-sharded tensors.
+        calls_K: Number of messages that they travel in.
+
+    Raises:
+        ProfileError: If the profile does not have the operation.
+    """
+    payload = np.asarray(payload_K, dtype=np.float64)
+    if group_size < 2:
+        return np.zeros_like(payload)
+    if operation == "reduce" and not any(cost.operation == operation for cost in profile.collectives):
+        operation = "broadcast"
+    cost = _nearest(profile, operation, group_size, num_nodes)
+    hops, crossings = ring_steps(operation, group_size)
+    measured_hops, measured_crossings = ring_steps(operation, cost.group_size)
+    steps, share = hops / measured_hops, crossings / measured_crossings
+    used = (payload > 0) * (np.asarray(calls_K) * cost.latency_seconds * steps)
+    result: FloatArray = used + payload * share / cost.bytes_per_second
+    return result
+
+
+def ring_steps(operation: str, group_size: int) -> tuple[float, float]:
+    """How often a ring passes on a message of an operation, and how often the payload goes over each link.
+
+    Reducing and gathering are ``n - 1`` steps of an ``n``-th of the payload each, and all-reduce is one after the other
+    (nccl-tests, doc/PERFORMANCE.md). What goes from one rank to all, or from all to one, goes through the ring in small
+    pieces, once over each link.
+
+    Args:
+        operation: A name of :class:`CollectiveCost`, or ``"reduce"``.
+        group_size: Number of ranks, at least 2.
+    """
+    between = group_size - 1
+    if operation == "send_recv":
+        return 1.0, 1.0
+    if operation in ("broadcast", "reduce"):
+        return float(between), 1.0
+    rounds = 2.0 if operation == "all_reduce" else 1.0
+    return rounds * between, rounds * between / group_size
+
+
+def _nearest(profile: HardwareProfile, operation: str, group_size: int, num_nodes: int) -> CollectiveCost:
+    """The measured collective of the closest number of nodes, then of the closest group size."""
+    found = [cost for cost in profile.collectives if cost.operation == operation and cost.group_size > 1]
+    if not found:
+        known = ", ".join(sorted({cost.operation for cost in profile.collectives})) or "nothing"
+        raise ProfileError(
+            f"the profile of {profile.device} has no {operation} among {group_size} devices; it has {known}: "
+            "measure the machine with all the devices that will train"
+        )
+
+    for cost in found:
+        if (cost.num_nodes, cost.group_size) == (num_nodes, group_size):
+            return cost
+
+    def distance(cost: CollectiveCost) -> tuple[float, float, int]:
+        return (
+            abs(log(cost.num_nodes / num_nodes)),
+            abs(log(cost.group_size / group_size)),
+            -cost.group_size,
+        )
+
+    return min(found, key=distance)

@@ -1,0 +1,98 @@
+"""What stages cost, by term."""
+
+from dataclasses import dataclass
+
+from lightning_mist.cost.inputs import ArrayRecord, FloatArray
+from lightning_mist.cost.memory import StageNeeds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds(ArrayRecord):
+    """Seconds of candidates by term.
+
+    Attributes:
+        backward_K: Backward of one microbatch without recomputation.
+        weight_K: The part of ``backward_K`` that makes gradients of matrices, which ZB-H1 puts off.
+        exchange_K: The part of ``forward_K`` and ``backward_K`` in which tensor-parallel ranks exchange.
+        recompute_exchange_K: The same part of ``recompute_K``.
+        accumulate_K: The part of ``backward_K`` that adds gradients to those that exist, which the first microbatch
+            need not.
+        transfer_K: Receiving the input and the gradient of the output, and where the cores that compute do that, also
+            sending the output and the gradient of the input.
+        arrival_K: The part of ``transfer_K`` that receives the input.
+        return_K: The part of ``transfer_K`` that receives the gradient of the output.
+        send_K: The part of ``transfer_K`` that sends the output.
+        send_back_K: The part of ``transfer_K`` that sends the gradient of the input.
+        unshard_K: Unsharding parameters for one microbatch (ZeRO-3), as far as it does not hide in computation.
+        scatter_K: Reducing the gradients of one microbatch to their owners (from ZeRO-2 on), as far as not hidden.
+        ring_K: Exchanging keys and values among context-parallel ranks for one microbatch, as far as not hidden.
+        forward_ring_K: The part of ``ring_K`` that belongs to the forward.
+        copies_K: Copies between device and host for one microbatch, as far as not hidden.
+        forward_copies_K: The part of ``copies_K`` that belongs to the forward.
+        reduce_K: Averaging gradients over the data-parallel ranks, as far as it does not hide in the last backward.
+        tied_K: Summing gradients of parameters that several stages hold.
+        update_K: The optimizer's step, and the other passes over gradients and parameters of once per batch.
+        update_copies_K: Copies between device and host that the optimizer's step waits for.
+        overhead_K: What the runtime itself takes for one microbatch.
+        forward_overhead_K: The part of ``overhead_K`` in forward.
+        once_K: What it takes once per step.
+    """
+
+    forward_K: FloatArray
+    backward_K: FloatArray
+    recompute_K: FloatArray
+    weight_K: FloatArray
+    exchange_K: FloatArray
+    recompute_exchange_K: FloatArray
+    accumulate_K: FloatArray
+    transfer_K: FloatArray
+    arrival_K: FloatArray
+    return_K: FloatArray
+    send_K: FloatArray
+    send_back_K: FloatArray
+    unshard_K: FloatArray
+    scatter_K: FloatArray
+    ring_K: FloatArray
+    forward_ring_K: FloatArray
+    copies_K: FloatArray
+    forward_copies_K: FloatArray
+    reduce_K: FloatArray
+    tied_K: FloatArray
+    update_K: FloatArray
+    update_copies_K: FloatArray
+    gather_K: FloatArray
+    overhead_K: FloatArray
+    forward_overhead_K: FloatArray
+    once_K: FloatArray
+
+    @property
+    def steady_K(self) -> FloatArray:
+        """Steady time ``t``."""
+        computed_K = self.forward_K + self.backward_K + self.recompute_K
+        exchanged_K = self.transfer_K + self.unshard_K + self.scatter_K + self.ring_K
+        return computed_K + exchanged_K + self.copies_K + self.overhead_K
+
+    @property
+    def alone_K(self) -> FloatArray:
+        """The part of ``t`` that depends neither on other stages nor on the number of microbatches."""
+        computed_K = self.forward_K + self.backward_K + self.recompute_K
+        return computed_K + self.scatter_K + self.ring_K + self.copies_K + self.overhead_K
+
+    @property
+    def boundary_K(self) -> FloatArray:
+        """Boundary time ``d``."""
+        return self.reduce_K + self.together_K
+
+    @property
+    def together_K(self) -> FloatArray:
+        """The part of ``d`` that begins on all stages at once where the runtime makes them wait for each other."""
+        return self.tied_K + self.update_K + self.update_copies_K + self.once_K + self.gather_K
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """What each candidate costs: steady and boundary seconds, and what its memory is made of."""
+
+    steady_K: FloatArray
+    boundary_K: FloatArray
+    needs: StageNeeds

@@ -1,0 +1,305 @@
+"""Seconds that ZeRO-2 and ZeRO-3 add to every microbatch: reducing gradients and unsharding parameters, unit by unit.
+
+Units are the head, every layer and the tail. With ``f_r`` and ``b_r`` the seconds of a unit's forward and backward,
+``u_r`` those of unsharding it and ``g_r`` those of reducing its gradients, on a device, where both happen beside
+computation one unit ahead and one unit behind,
+
+    forward   sum_{low < r < last} D(f_r, u_{r+1})
+    backward  sum_{low < r < last} D(b_r, u_{r-1} + g_{r+1}) + D(b_low, g_{low+1}) + g_low
+
+where ``D`` is what computing and communicating together (:mod:`lightning_mist.cost.time.overlap`) take more than
+computing. The two outermost units are there already where a backward follows the forward of its stage, or a forward its
+backward (:mod:`lightning_mist.schedule.units`). A batch begins with neither, ``u_low + D(f_low, u_{low+1})``, and where
+forward follows forward, or backward backward, they are unsharded once more: ``D(f_last, u_low) + D(f_low, u_{low+1})``,
+or ``D(b_low, u_last) + D(b_last, u_{last-1})``. What happens so often per batch is spread over its microbatches. On a
+CPU communication and computation use the same cores, so that all of it adds up: ``D(c, n) = n``.
+
+A gradient is reduced with the first unit of its stage that uses the parameter, which is the last in backward.
+
+Array axes
+    K  candidates
+    R  units, which are regions
+    F  first regions of stages, as far as they differ
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from lightning_mist.cost.inputs import (
+    ArrayRecord,
+    FloatArray,
+    IntArray,
+    ParameterTable,
+    StageCandidates,
+    StageSlot,
+    prefix_sums,
+)
+from lightning_mist.cost.time.overlap import beyond_computing
+from lightning_mist.cost.time.region_times import RegionSeconds, collective_seconds
+from lightning_mist.hardware import HardwareProfile, Interference
+from lightning_mist.plan import ZeroStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSeconds:
+    """Seconds of each unit's communication among the data-parallel ranks of its stage.
+
+    Attributes:
+        unshard_R: Giving out its parameters, from their owners to all.
+        reduce_FR: Reducing the gradients that are complete with it, from all to their owners.
+        row_R: Row of ``reduce_FR`` for a stage that begins with each unit.
+    """
+
+    unshard_R: FloatArray
+    reduce_FR: FloatArray
+    row_R: IntArray
+
+
+def unit_seconds(profile: HardwareProfile, table: ParameterTable, degree: int, nodes: int) -> UnitSeconds:
+    """Seconds of every unit's communication.
+
+    Args:
+        table: Bytes and number of the parameters of every unit.
+        degree: Data-parallel ranks.
+        nodes: Nodes that they span.
+    """
+    # Every owner sends what it owns of a unit as one message.
+    messages_R = np.minimum(degree, table.count_R)
+    return UnitSeconds(
+        unshard_R=collective_seconds(profile, "broadcast", degree, nodes, table.used_R, messages_R)
+        + np.where(table.used_R > 0, profile.overheads.unit_seconds, 0.0),
+        reduce_FR=collective_seconds(
+            profile, "reduce", degree, nodes, table.reduced_FR, np.minimum(degree, table.reductions_FR)
+        )
+        + np.where(table.reduced_FR > 0, profile.overheads.unit_seconds, 0.0),
+        row_R=table.reduced_row_R,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSums:
+    """What communication of units takes beyond computation, as sums over units and by unit.
+
+    Every array of sums has one entry more than there are units: entry ``r`` is the sum over the units below ``r``.
+
+    Attributes:
+        reduced: Sums for backwards of units that are not recomputed, beside which gradients are reduced.
+        reduced_again: What those of units that are recomputed take more.
+        unsharded: Sums for forwards and backwards of units that are not recomputed, between the outermost.
+        unsharded_again: What those of units that are recomputed take more.
+        fetched_R: A forward of each unit beside which the next one is unsharded.
+    """
+
+    reduced: FloatArray
+    reduced_again: FloatArray
+    unsharded: FloatArray
+    unsharded_again: FloatArray
+    fetched_R: FloatArray
+    bare: FloatArray
+
+    @classmethod
+    def of(cls, compute: RegionSeconds, unshard_R: FloatArray, reduce_R: FloatArray, beyond: "_Beyond") -> "UnitSums":
+        """The sums of a network.
+
+        Args:
+            reduce_R: Reducing the gradients of every unit.
+            beyond: What communication adds to computation beside it.
+        """
+        above_R, below_R = np.append(reduce_R[1:], 0.0), np.append(0.0, unshard_R[:-1])
+        backward_R, both_R = compute.backward_R, compute.backward_R + compute.forward_R
+        fetched_R = beyond(compute.forward_R, np.append(unshard_R[1:], 0.0))
+        reduced_R, reduced_again_R = beyond(backward_R, above_R), beyond(both_R, above_R)
+        added_R = beyond(backward_R, below_R + above_R) - reduced_R
+        added_again_R = beyond(both_R, below_R + above_R) - reduced_again_R
+        return cls(
+            reduced=prefix_sums(reduced_R),
+            reduced_again=prefix_sums(reduced_again_R - reduced_R),
+            unsharded=prefix_sums(fetched_R + added_R),
+            unsharded_again=prefix_sums(added_again_R - added_R),
+            fetched_R=fetched_R,
+            bare=prefix_sums(unshard_R),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Communication of units beside computation, among the ranks of stages that have the same rows and degrees.
+
+    Attributes:
+        is_one_unit: Whether all parameters of a stage are one unit.
+        interference: How communication and computation slow each other down; ``None`` where they take turns.
+        across_nodes: Whether the ranks are in several nodes.
+        sums: Sums over units by row of ``units.reduce_FR``, as far as they were asked for.
+    """
+
+    compute: RegionSeconds
+    units: UnitSeconds
+    is_one_unit: bool
+    interference: Interference | None
+    across_nodes: bool
+    sums: dict[int, UnitSums] = field(default_factory=dict)
+
+    def beyond(self, compute_R: FloatArray, network_R: FloatArray) -> FloatArray:
+        """What communication adds to computation beside it, of the seconds of both alone."""
+        return beyond_computing(compute_R, network_R, self.interference, self.across_nodes)
+
+    def sums_of(self, row: int) -> UnitSums:
+        """The sums for stages whose first region has a row of reductions."""
+        if row not in self.sums:
+            units = self.units.unshard_R, self.units.reduce_FR[row]
+            self.sums[row] = UnitSums.of(self.compute, *units, self.beyond)
+        return self.sums[row]
+
+    def split(
+        self, low_K: IntArray, high_K: IntArray, candidates: StageCandidates, least: ZeroStage
+    ) -> Iterator["_Some"]:
+        """The candidates from a ZeRO stage on, by row of reductions."""
+        at_K = candidates.zero_stage_K >= least
+        rows = range(len(self.units.reduce_FR))
+        for row in rows:
+            at_J = np.flatnonzero(at_K if len(rows) == 1 else at_K & (self.units.row_R[low_K] == row))
+            if len(at_J):
+                first_J = candidates.start_K[at_J] + 1
+                yield _Some(
+                    row=row,
+                    at_J=at_J,
+                    low_J=low_K[at_J],
+                    last_J=high_K[at_J] - 1,
+                    first_J=first_J,
+                    middle_J=first_J + candidates.checkpointed_K[at_J],
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsharding(ArrayRecord):
+    """What unsharding adds, by how often it happens; nothing below ZeRO-3.
+
+    Attributes:
+        forward_K: Seconds per forward that follows a forward of the same stage.
+        backward_K: Seconds per backward that follows a backward.
+    """
+
+    each_K: FloatArray
+    once_K: FloatArray
+    forward_K: FloatArray
+    backward_K: FloatArray
+
+    @classmethod
+    def none(cls, count: int) -> "Unsharding":
+        """Of candidates that shard no parameters."""
+        none_K = np.zeros(count)
+        return cls(each_K=none_K, once_K=none_K, forward_K=none_K, backward_K=none_K)
+
+    def seconds(self, slot: StageSlot) -> FloatArray:
+        """Seconds per microbatch, the mean of a batch."""
+        forwards, backwards = restarts(slot)
+        once_K = self.once_K + forwards * self.forward_K + backwards * self.backward_K
+        result_K: FloatArray = self.each_K + once_K / slot.num_microbatches
+        return result_K
+
+    def again(self, slot: StageSlot) -> FloatArray:
+        """What every further stage behind adds to them, as far as microbatches are in flight between."""
+        counts = slot.num_microbatches > 1 and slot.schedule not in ("gpipe", "interleaved-1f1b")
+        result_K: FloatArray = (self.forward_K + self.backward_K) * (counts / slot.num_microbatches)
+        return result_K
+
+    def times(self, factor: float) -> "Unsharding":
+        """The same with other seconds."""
+        found = {name: factor * getattr(self, name) for name in self.__slots__}
+        return Unsharding(**found)
+
+
+def reduced_seconds(beside: Beside, candidates: StageCandidates, low_K: IntArray, high_K: IntArray) -> FloatArray:
+    """What reducing gradients adds to one microbatch, beyond its computation; nothing below ZeRO-2."""
+    scatter_K = np.zeros(len(candidates))
+    for some in beside.split(low_K, high_K, candidates, ZeroStage.GRADIENTS):
+        scatter_K[some.at_J] = _reduced(beside, some)
+    return scatter_K
+
+
+def unsharding(
+    beside: Beside, slot: StageSlot, candidates: StageCandidates, low_K: IntArray, high_K: IntArray
+) -> Unsharding:
+    """What unsharding adds, beyond computation. Of the slot only the schedule counts."""
+    found_XK = np.zeros((4, len(candidates)))
+    for some in beside.split(low_K, high_K, candidates, ZeroStage.PARAMETERS):
+        if beside.is_one_unit and slot.schedule != "interleaved-1f1b":
+            # Nothing ever takes its place.
+            bare = beside.sums_of(some.row).bare
+            found_XK[1, some.at_J] = bare[some.last_J + 1] - bare[some.low_J]
+        else:
+            found_XK[:, some.at_J] = np.stack([*_unsharded(beside, some), *_outermost(beside, some, slot)])
+    return Unsharding(each_K=found_XK[0], once_K=found_XK[1], forward_K=found_XK[2], backward_K=found_XK[3])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Some:
+    """Candidates with one row of reductions, and their units: first, last, first to recompute, first behind those."""
+
+    row: int
+    at_J: IntArray
+    low_J: IntArray
+    last_J: IntArray
+    first_J: IntArray
+    middle_J: IntArray
+
+
+_Beyond: TypeAlias = Callable[[FloatArray, FloatArray], FloatArray]
+
+
+def _reduced(beside: Beside, some: _Some) -> FloatArray:
+    """Seconds of reducing a microbatch's gradients."""
+    sums, low_J, last_J = beside.sums_of(some.row), some.low_J, some.last_J
+    first_J, middle_J = np.minimum(some.first_J, last_J), np.minimum(some.middle_J, last_J)
+    plain_J = sums.reduced[last_J] - sums.reduced[low_J]
+    more_J = sums.reduced_again[middle_J] - sums.reduced_again[first_J]
+    result_J: FloatArray = plain_J + more_J + beside.units.reduce_FR[some.row][low_J]
+    return result_J
+
+
+def _unsharded(beside: Beside, some: _Some) -> tuple[FloatArray, FloatArray]:
+    """Seconds of unsharding per microbatch, and per batch, but for what happens again."""
+    sums, low_J, last_J = beside.sums_of(some.row), some.low_J, some.last_J
+    second_J = np.minimum(low_J + 1, last_J)
+    first_J, middle_J = (np.minimum(np.maximum(unit_J, second_J), last_J) for unit_J in (some.first_J, some.middle_J))
+    each_J = sums.unsharded[last_J] - sums.unsharded[second_J]
+    each_J = each_J + sums.unsharded_again[middle_J] - sums.unsharded_again[first_J]
+    return each_J, beside.units.unshard_R[low_J] + sums.fetched_R[low_J] * (second_J > low_J)
+
+
+def _outermost(beside: Beside, some: _Some, slot: StageSlot) -> tuple[FloatArray, FloatArray]:
+    """Seconds of unsharding in a forward that follows a forward, and in a backward that follows a backward."""
+    compute, unshard_R, reduce_R = beside.compute, beside.units.unshard_R, beside.units.reduce_FR[some.row]
+    low_J, last_J = some.low_J, some.last_J
+    second_J, fore_J = np.minimum(low_J + 1, last_J), np.maximum(last_J - 1, low_J)
+
+    def backward(unit_J: IntArray) -> FloatArray:
+        again_J = (unit_J >= some.first_J) & (unit_J < some.middle_J)
+        seconds_J: FloatArray = compute.backward_R[unit_J] + again_J * compute.forward_R[unit_J]
+        return seconds_J
+
+    fetched_J = beside.sums_of(some.row).fetched_R[low_J] * (second_J > low_J)
+    forward_J = beside.beyond(compute.forward_R[last_J], unshard_R[low_J]) + fetched_J
+    lowest_J, reduce_J = backward(low_J), reduce_R[second_J]
+    backward_J = beside.beyond(lowest_J, unshard_R[last_J] + reduce_J) - beside.beyond(lowest_J, reduce_J)
+    backward_J = backward_J + beside.beyond(backward(last_J), unshard_R[fore_J])
+    # One or two units never leave, but where chunks of other layers come between.
+    takes_turns = slot.schedule == "interleaved-1f1b"
+    alone_J = unshard_R[low_J] * ((last_J == low_J) & takes_turns)
+    is_many_J = last_J - low_J >= (1 if takes_turns else 2)
+    return np.where(is_many_J, forward_J, alone_J), np.where(is_many_J, backward_J, alone_J)
+
+
+def restarts(slot: StageSlot) -> tuple[int, int]:
+    """How many forwards of a batch follow one of their own stage, and how many backwards do.
+
+    Chunks of a group of devices take turns, by and large: all but the first count there, which is never too few.
+    """
+    others = slot.num_microbatches - 1
+    if slot.schedule == "interleaved-1f1b":
+        return others, slot.num_microbatches
+    ahead = others if slot.schedule == "gpipe" else min(slot.stages_behind, others)
+    return ahead, ahead
