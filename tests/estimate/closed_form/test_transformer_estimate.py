@@ -11,7 +11,7 @@ from lightning_mist.estimate.closed_form.transformer_estimate import CrossCheck,
 from lightning_mist.estimate.closed_form.transformer_form import ClosedForm
 from lightning_mist.model import trace_model
 from lightning_mist.plan import StageMesh
-from tests.cost.test_memory import make_plan
+from tests.cost.memory.test_memory_model import make_plan
 from tests.cost.transformers import step
 from tests.estimate.closed_form.test_network_spec import SWIGLU, both
 from tests.specs import ADAMW, spec

@@ -6,7 +6,7 @@ from lightning_mist.cost import predict
 from lightning_mist.hardware import Correction, StepOverheads, corrected
 from lightning_mist.strategy.monitoring.observing import observe
 from lightning_mist.strategy.monitoring.stage_times import Measured, StageTimes, predicted_times
-from tests.cost.test_memory import make_plan
+from tests.cost.memory.test_memory_model import make_plan
 from tests.specs import cluster, profile, spec
 
 OVERHEADS = StepOverheads(step_seconds=2.0, action_seconds=0.5, message_seconds=0.25)

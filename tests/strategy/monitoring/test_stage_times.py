@@ -14,7 +14,7 @@ from lightning_mist.strategy.monitoring.stage_times import (
     settled,
     step_times,
 )
-from tests.cost.test_memory import make_plan
+from tests.cost.memory.test_memory_model import make_plan
 from tests.specs import cluster, profile, spec
 
 

@@ -5,8 +5,8 @@ from lightning_mist.cost.inputs.regions import covered
 from lightning_mist.cost.time.offload_loads import BEFORE, BEHIND
 from lightning_mist.cost.time.offload_passes import Neighbourhoods, Passes
 from lightning_mist.cost.time.overlap import FREE, concurrent_seconds
-from tests.cost.test_offload_loads import loads
-from tests.cost.test_offload_time import candidates
+from tests.cost.time.test_offload_loads import loads
+from tests.cost.time.test_offload_seconds import candidates
 from tests.specs import spec
 
 ALTERNATING = spec(6, kinds=(0, 1) * 3, widths=(1000, 2500), parameter_bytes=40_000, edge_bytes=120_000)

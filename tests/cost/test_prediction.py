@@ -7,10 +7,10 @@ from lightning_mist.errors import PlanError
 from lightning_mist.hardware import StepOverheads
 from lightning_mist.plan import OffloadRatios, StageMesh, from_json, to_json
 from lightning_mist.schedule import simulate_plan
-from tests.cost.test_context_parallel import sequences
-from tests.cost.test_memory import make_plan
-from tests.cost.test_offload import make_plan as offloading
-from tests.cost.test_placement import make_plan as exchanging
+from tests.cost.inputs.test_context_parallel import sequences
+from tests.cost.inputs.test_placement import make_plan as exchanging
+from tests.cost.memory.test_memory_model import make_plan
+from tests.cost.memory.test_offload_bytes import make_plan as offloading
 from tests.specs import cluster, profile, spec
 
 NETWORK = spec(6, tied=True, measured=True)

@@ -7,7 +7,7 @@ from lightning_mist.cost import StageCostModel, predict
 from lightning_mist.cost.inputs.candidates import slots_of
 from lightning_mist.cost.time.correction_factors import CORRECTED
 from lightning_mist.hardware import Correction, corrected, factor_of
-from tests.cost.test_memory import make_plan
+from tests.cost.memory.test_memory_model import make_plan
 from tests.specs import cluster, profile, spec
 
 FACTORS = {"forward": 1.5, "backward": 0.75, "communication": 2.0, "update": 0.5}

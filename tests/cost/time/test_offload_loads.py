@@ -6,7 +6,7 @@ import pytest
 from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.time.offload_loads import BEFORE, BEHIND, CopyPlace, CopyStages, loads_of
 from lightning_mist.cost.time.overlap import CopyRates
-from tests.cost.test_offload_time import candidates, machine, network, slot
+from tests.cost.time.test_offload_seconds import candidates, machine, network, slot
 from tests.specs import cluster
 
 RATES = CopyRates(to_device=1e8, to_host=2e8)

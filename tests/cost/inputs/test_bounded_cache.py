@@ -3,7 +3,7 @@ from dataclasses import replace
 from lightning_mist.cost import StageCostModel, memory_with, predict, predict_with, seconds_with
 from lightning_mist.cost.inputs import bounded_cache as kept
 from lightning_mist.cost.interleaved_memory import plan_memory
-from tests.cost.test_memory import make_plan
+from tests.cost.memory.test_memory_model import make_plan
 from tests.specs import cluster, profile, spec
 
 NETWORK = spec(6, tied=True, measured=True)

@@ -8,7 +8,7 @@ from lightning_mist.cost.inputs.candidates import placed_slots_of, slots_of
 from lightning_mist.cost.memory.memory_model import BUCKET_BYTES
 from lightning_mist.cost.time.communication import reductions, shard_nodes, transfers
 from lightning_mist.cost.time.overlap import FREE
-from tests.cost.test_placement import make_plan
+from tests.cost.inputs.test_placement import make_plan
 from tests.specs import cluster, profile, spec
 
 NETWORK = spec(2)
